@@ -1,0 +1,79 @@
+"""What every test may ask for: real servers, a database of its own, asyncio, and a guard for the event loop."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from blockbuster import blockbuster_ctx
+from pymongo import MongoClient
+
+from taskmesh.embedded import Mongod
+from tests.mongods import ThreeNodes, small_mongod, three_nodes
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """Run async tests on asyncio alone: both drivers need it."""
+    return "asyncio"
+
+
+@pytest.fixture(scope="session")
+def mongod(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mongod]:
+    """The one-node replica set of the whole session, with failpoints and a TTL monitor that runs each second.
+
+    It is shared: a test that would stop, freeze or fill it starts its own with `own_mongod`.
+    """
+    with small_mongod(tmp_path_factory.mktemp("mongod")) as server:
+        yield server.initiate()
+
+
+@pytest.fixture(scope="session")
+def mongo_uri(mongod: Mongod) -> str:
+    """The URI of the session's replica set."""
+    return mongod.uri
+
+
+@pytest.fixture
+def database(mongo_uri: str) -> Iterator[str]:
+    """The name of a database that no other test uses, dropped afterwards."""
+    name = f"test_{uuid.uuid4().hex[:16]}"
+    yield name
+    with MongoClient[dict[str, object]](mongo_uri) as client:
+        client.drop_database(name)
+
+
+@pytest.fixture
+def own_mongod(tmp_path: Path) -> Iterator[Mongod]:
+    """A one-node replica set of this test alone, which it may kill, suspend and start again."""
+    with small_mongod(tmp_path / "own") as server:
+        yield server.initiate()
+
+
+@pytest.fixture
+def standalone_mongod(tmp_path: Path) -> Iterator[Mongod]:
+    """A server without a replica set."""
+    with small_mongod(tmp_path / "standalone", replica_set=None) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def replica_set(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ThreeNodes]:
+    """Three servers that elect a new primary within about two seconds. Mark the test `failover`.
+
+    Shared by one module: a test that stops a member starts it again.
+    """
+    with three_nodes(tmp_path_factory.mktemp("replica_set")) as nodes:
+        yield nodes
+
+
+@pytest.fixture(autouse=True)
+def _the_event_loop_is_never_blocked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test in which code of taskmesh makes a blocking call while an event loop runs in its thread."""
+    if request.node.get_closest_marker("blocks_the_loop"):
+        yield
+        return
+    with blockbuster_ctx("taskmesh"):
+        yield

@@ -1,0 +1,59 @@
+"""Real servers for tests: how a `mongod` is configured here, and a replica set of three that can lose members."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from taskmesh.embedded import Mongod
+from tests.waiting import wait_until
+
+PARAMETERS: dict[str, object] = {
+    "enableTestCommands": 1,  # failpoints: configureFailPoint
+    "ttlMonitorSleepSecs": 1,  # TTL indexes delete within a second, not within a minute
+}
+
+# Ten seconds until an election, as in production, would make every failover test that slow.
+QUICK_ELECTIONS = {"electionTimeoutMillis": 1_000, "heartbeatIntervalMillis": 300}
+
+
+def small_mongod(dbpath: Path, *, replica_set: str | None = "rs0") -> Mongod:
+    """Return a small server with failpoints, not started yet; `replica_set=None` makes it a standalone."""
+    return Mongod(dbpath, replica_set=replica_set, cache_gb=0.25, parameters=PARAMETERS)
+
+
+@dataclass(frozen=True)
+class ThreeNodes:
+    """A replica set of three real servers, any of which a test may kill, suspend and start again."""
+
+    members: tuple[Mongod, Mongod, Mongod]
+
+    @property
+    def uri(self) -> str:
+        """The URI that names all three members."""
+        return f"mongodb://{','.join(member.address for member in self.members)}/?replicaSet=rs0"
+
+    def primary(self, deadline_s: float = 30.0) -> Mongod:
+        """Wait for a primary among the members that run, and return it."""
+        first, *others = self.members
+        return first.wait_for_primary(*others, deadline_s=deadline_s)
+
+    def secondaries(self) -> list[Mongod]:
+        """Return the running members that are not the primary."""
+        primary = self.primary()
+        return [member for member in self.members if member.running and member is not primary]
+
+
+@contextmanager
+def three_nodes(directory: Path) -> Iterator[ThreeNodes]:
+    """Run a replica set of three below `directory`; all are stopped at the end, suspended ones too."""
+    with ExitStack() as stack:
+        first, second, third = (small_mongod(directory / f"node{number}") for number in range(3))
+        for member in (first, second, third):
+            stack.enter_context(member)
+        first.initiate(second, third, settings=QUICK_ELECTIONS)
+        # Until its first copy of the data is complete, a member neither votes nor can be elected.
+        wait_until(lambda: all(member.serves_reads for member in (first, second, third)), 60.0)
+        yield ThreeNodes((first, second, third))
