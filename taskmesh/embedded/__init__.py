@@ -1,13 +1,16 @@
 """The MongoDB that comes along: a real `mongod`, for laptops, demos and tests. Not for production.
 
-binary.py    which mongod
+shared.py    attach: one server for all processes of a directory, which ends with the last of them
+watchdog.py  the process that owns that server
 mongod.py    one mongod as a child process (tests build replica sets of it)
 replica.py   forming a replica set, waiting for a primary
+binary.py    which mongod
 """
 
 from __future__ import annotations
 
 from taskmesh.embedded.binary import find_mongod
 from taskmesh.embedded.mongod import Mongod
+from taskmesh.embedded.shared import EmbeddedServer, attach
 
-__all__ = ["Mongod", "find_mongod"]
+__all__ = ["EmbeddedServer", "Mongod", "attach", "find_mongod"]

@@ -17,11 +17,10 @@ from typing import Any, Self
 
 from taskmesh.embedded import replica
 from taskmesh.embedded.binary import find_mongod
+from taskmesh.embedded.watchdog import MONGOD_LOG, PORT_TAKEN
 from taskmesh.errors import EmbeddedUnavailable
 
 HOST = "127.0.0.1"
-LOG_NAME = "mongod.log"
-PORT_TAKEN = 48  # mongod's exit status when somebody else listens on its port
 _PORT_ATTEMPTS = 5
 
 
@@ -65,7 +64,7 @@ def free_port() -> int:
 def last_log_line(dbpath: Path) -> str:
     """Return why the `mongod` of `dbpath` ended, as far as its log tells: its last error, else its last message."""
     try:
-        lines = (dbpath / LOG_NAME).read_text("utf-8", "replace").splitlines()[-200:]
+        lines = (dbpath / MONGOD_LOG).read_text("utf-8", "replace").splitlines()[-200:]
     except OSError:
         return "it wrote no log"
     entries = [entry for entry in map(_log_entry, lines) if entry is not None]
@@ -73,6 +72,8 @@ def last_log_line(dbpath: Path) -> str:
     if severe or (entries and _log_entry(lines[-1]) is not None):
         chosen = (severe or entries)[-1]
         details = chosen.get("attr", {}).get("error")
+        if isinstance(details, dict):  # a status: code, codeName, errmsg
+            details = details.get("errmsg", details)
         return f"{chosen.get('msg', '')}: {details}" if details else str(chosen.get("msg", ""))
     # A wrong option or a missing library is said before logging starts, in plain text.
     return next((line for line in reversed(lines) if line and not line.startswith("try '")), "its log is empty")
@@ -238,8 +239,8 @@ class Mongod:
 
     def _spawn(self, port: int) -> subprocess.Popen[bytes]:
         # Without --logpath mongod logs to its standard output: one file for everything that it says, and no
-        # files renamed at each start.
-        with (self.dbpath / LOG_NAME).open("ab") as log:
+        # files renamed at each start. It tells of the last run alone.
+        with (self.dbpath / MONGOD_LOG).open("wb") as log:
             return subprocess.Popen(
                 [*self._command, "--port", str(port)],
                 stdin=subprocess.DEVNULL,

@@ -5,6 +5,7 @@ Blocking, with PyMongo's ordinary client: it runs before there is an event loop 
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -41,6 +42,12 @@ def wait_for(condition: Callable[[], bool], deadline_s: float) -> bool:
 
 def dbpath_of(address: str) -> str | None:
     """Return the dbpath of the server that listens at `address`; `None` if nothing there speaks to us yet."""
+    host, port = address.rsplit(":", 1)
+    try:
+        # The driver asks again only after half a second; a refused connection tells at once.
+        socket.create_connection((host, int(port)), timeout=0.5).close()
+    except OSError:
+        return None
     try:
         with direct_client(address, timeout_ms=500) as client:
             options = client.admin.command("getCmdLineOpts")
