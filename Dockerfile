@@ -1,0 +1,15 @@
+# A worker: taskmesh with its command line, without a database of its own. See docker-compose.yml.
+FROM python:3.11-slim
+
+WORKDIR /taskmesh
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY taskmesh taskmesh
+RUN pip install --no-cache-dir --constraint constraints.txt '.[cli,metrics,cron,speed]' \
+    && useradd --create-home worker
+
+USER worker
+WORKDIR /app
+# Log lines at once, not when a buffer is full. The code is mounted read-only, so no .pyc beside it.
+ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+ENTRYPOINT ["taskmesh"]
+CMD ["--help"]

@@ -1,0 +1,67 @@
+# taskmesh. `make help` says what there is. Needs Python 3.11 or newer, make and pip; everything else comes into .venv.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+# The first Python on this machine that is new enough: `make PYTHON=… install` takes another.
+PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.14 python3 python; do \
+	if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then echo $$python; break; fi; done)
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+CODE := $(wildcard taskmesh tests benchmarks examples)
+
+# Arguments that are handed on: `make test ARGS="-k fencing -x"`, `make demo ARGS=--help`
+ARGS ?=
+
+.PHONY: help install demo test test-all lint format bench bench-peers chaos soak docs clean
+
+help: ## Say what there is
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(INSTALLED) ## Create .venv with everything in it, in the versions of constraints.txt
+
+# Again only when the packages that we ask for have changed.
+$(INSTALLED): pyproject.toml constraints.txt
+	@if [ -z "$(PYTHON)" ]; then echo "taskmesh needs Python 3.11 or newer; found none on PATH" >&2; exit 1; fi
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[all,dev]'
+	@touch $@
+
+demo: $(INSTALLED) ## Do a real job on an embedded MongoDB, kill a worker half-way, check every result
+	$(BIN)/taskmesh demo $(ARGS)
+
+test: $(INSTALLED) ## Run the quick tests, on real mongods
+	$(BIN)/python -m pytest -m "not slow and not chaos and not failover" $(ARGS)
+
+test-all: $(INSTALLED) ## Run all tests but the chaos ones: also the slow ones, and failover on three mongods
+	$(BIN)/python -m pytest -m "not chaos" $(ARGS)
+
+lint: $(INSTALLED) ## Check style, format and types
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/mypy $(CODE)
+
+format: $(INSTALLED) ## Format the code, and mend what ruff can mend by itself
+	$(BIN)/ruff check --fix $(CODE)
+	$(BIN)/ruff format $(CODE)
+
+bench: $(INSTALLED) ## Measure the engine: each question prints one table
+	$(BIN)/python -m benchmarks $(ARGS)
+
+bench-peers: $(INSTALLED) ## Measure other task engines on the same machine, in environments of their own
+	$(BIN)/python -m benchmarks.peers $(ARGS)
+
+chaos: $(INSTALLED) ## Run the chaos and failover tests: random kills, a new primary, minutes long
+	$(BIN)/python -m pytest -m "chaos or failover" $(ARGS)
+
+soak: $(INSTALLED) ## Run workers under load and kills for SOAK_SECONDS (600)
+	TASKMESH_SOAK_SECONDS=$(or $(SOAK_SECONDS),600) $(BIN)/python -m pytest -m chaos tests/chaos -k soak $(ARGS)
+
+docs: $(INSTALLED) ## Check that links in the documents lead somewhere and that their examples run
+	$(BIN)/python -m pytest tests/docs $(ARGS)
+
+clean: ## Remove .venv, caches and the data of the embedded MongoDB
+	rm -rf $(VENV) .taskmesh .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
