@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from blockbuster import blockbuster_ctx
+from blockbuster import BlockBuster
 from pymongo import MongoClient
 
 from taskmesh.embedded import Mongod
@@ -75,5 +75,12 @@ def _the_event_loop_is_never_blocked(request: pytest.FixtureRequest) -> Iterator
     if request.node.get_closest_marker("blocks_the_loop"):
         yield
         return
-    with blockbuster_ctx("taskmesh"):
+    guard = BlockBuster("taskmesh")
+    for call in guard.functions.values():
+        # Once in a client's life PyMongo looks whether it runs in a container: a stat of one local file.
+        call.can_block_in("pymongo/pool_options.py", "get_container_env_info")
+    guard.activate()
+    try:
         yield
+    finally:
+        guard.deactivate()
