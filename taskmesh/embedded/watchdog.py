@@ -64,6 +64,7 @@ class Watchdog:
 
     def run(self) -> None:
         """Start mongod and return when it has ended, for whatever reason. Call it in the main thread."""
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the process that started us may have blocked some
         for number in (signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, lambda _number, _frame: self._stop_mongod())
