@@ -1,0 +1,81 @@
+"""taskmesh: a task engine on MongoDB.
+
+In reading order, as a task lives: `option` and `task` (what is stored), `rules` (who may claim what when), `definition` and
+`params` (publishing), `mesh` (the front door), `store` (every read and write), `consumer` (running), `feed`, `results` and
+`events` (hearing of it), `explain`, `stats`, `workers`; beside them `embedded`, `cli` and `web`.
+"""
+
+from taskmesh.consumer import Consumer
+from taskmesh.consumer.executor import Ending
+from taskmesh.context import BlockingTaskContext, TaskContext, current_task
+from taskmesh.definition import TaskDefinition, TaskHandle
+from taskmesh.errors import (
+    EmbeddedUnavailable,
+    IncompatibleCollection,
+    InvalidKey,
+    InvalidName,
+    InvalidOption,
+    InvalidParams,
+    LeaseLost,
+    NotAReplicaSet,
+    Retry,
+    Snooze,
+    TaskCancelled,
+    TaskError,
+    TaskExpired,
+    TaskFailed,
+    TaskMeshError,
+    TaskNotFound,
+    TaskRunning,
+    TaskTooLarge,
+    WorkerIdTaken,
+)
+from taskmesh.events import TaskEvent
+from taskmesh.explain import Explanation, Gate
+from taskmesh.mesh import TaskMesh
+from taskmesh.option import TaskOption
+from taskmesh.stats import Stats
+from taskmesh.task import LogLine, Progress, Status, Task, TaskState, WorkerState
+from taskmesh.workers import WorkerInfo
+
+__all__ = [
+    "BlockingTaskContext",
+    "Consumer",
+    "EmbeddedUnavailable",
+    "Ending",
+    "Explanation",
+    "Gate",
+    "IncompatibleCollection",
+    "InvalidKey",
+    "InvalidName",
+    "InvalidOption",
+    "InvalidParams",
+    "LeaseLost",
+    "LogLine",
+    "NotAReplicaSet",
+    "Progress",
+    "Retry",
+    "Snooze",
+    "Stats",
+    "Status",
+    "Task",
+    "TaskCancelled",
+    "TaskContext",
+    "TaskDefinition",
+    "TaskError",
+    "TaskEvent",
+    "TaskExpired",
+    "TaskFailed",
+    "TaskHandle",
+    "TaskMesh",
+    "TaskMeshError",
+    "TaskNotFound",
+    "TaskOption",
+    "TaskRunning",
+    "TaskState",
+    "TaskTooLarge",
+    "WorkerIdTaken",
+    "WorkerInfo",
+    "WorkerState",
+    "current_task",
+]

@@ -1,0 +1,263 @@
+"""The claimer: sleeps until a candidate is due and a slot is free, then claims as many as there are slots, as one set.
+
+A claim whose answer is lost, or which the server gave up half-way, is settled by asking for its `running_id`: what it had won is
+executed, the rest tried again in smaller sets, and a document that holds up a set is set aside. Nothing is won twice.
+If the process dies after a claim, the leases run out and others take over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from pymongo.errors import PyMongoError
+
+from taskmesh.consumer.claim_queue import Candidate, ClaimQueue
+from taskmesh.store import Store
+from taskmesh.store.claim import claim, won
+from taskmesh.store.driver import Document
+from taskmesh.store.faults import is_over_deadline, is_passing
+
+logger = logging.getLogger("taskmesh.claimer")
+
+_MAX_IN_FLIGHT = 2
+_DEADLINE_MS = 300
+_SET_ASIDE_S = 5.0
+_POISON_S = 3_600.0
+_SECOND_LOOK_S = 0.025
+_MAX_SET = 1_000
+
+Narrow = Callable[[], Awaitable[Mapping[str, Any] | None]]
+
+
+class Claimer:
+    """Turns candidates into claimed documents."""
+
+    def __init__(
+        self,
+        store: Store,
+        worker_id: str,
+        queue: ClaimQueue,
+        *,
+        free_slots: Callable[[], int],
+        narrow: Narrow,
+        closed_queues: Callable[[], frozenset[str]],
+        params_of: Mapping[str, Sequence[str] | None],
+        whole_state: bool,
+        start: Callable[[Document, str, float], None],
+        give_back: Callable[[Document, str], None],
+        next_running_id: Callable[[], str],
+        is_busy: Callable[[str], bool],
+        want_more: Callable[[], None],
+    ) -> None:
+        self._store = store
+        self._worker_id = worker_id
+        self._queue = queue
+        self._free_slots = free_slots
+        self._narrow = narrow
+        self._closed_queues = closed_queues
+        self._params_of = params_of
+        self._whole_state = whole_state
+        self._start = start
+        self._give_back = give_back
+        self._next_running_id = next_running_id
+        self._is_busy = is_busy
+        self._want_more = want_more
+        self._wake = asyncio.Event()
+        self._in_flight: set[asyncio.Task[None]] = set()
+        self._late: set[asyncio.Task[None]] = set()
+        self._reserved = 0
+        self._aside: dict[str, float] = {}
+        self._pause_until = 0.0
+        self.open = True
+        """False: no new claims (stopping, or this worker is paused)."""
+        self.tried = 0
+        self.won = 0
+
+    def wake(self) -> None:
+        """Look again: a candidate came, or a slot is free."""
+        self._wake.set()
+
+    @property
+    def reserved(self) -> int:
+        """Slots promised to claims in flight."""
+        return self._reserved
+
+    @property
+    def idle(self) -> bool:
+        """Whether no claim is in flight."""
+        return not self._in_flight
+
+    def is_aside(self, id_: str) -> bool:
+        """Whether a task is not to be tried for now."""
+        until = self._aside.get(id_)
+        if until is None:
+            return False
+        if until > time.monotonic():
+            return True
+        del self._aside[id_]
+        return False
+
+    async def run(self) -> None:
+        """Claim for ever."""
+        while True:
+            self._wake.clear()
+            pause = await self._run_once()
+            try:
+                await asyncio.wait_for(self._wake.wait(), pause)
+            except TimeoutError:
+                pass
+
+    async def drain(self) -> None:
+        """Wait until no claim is in flight."""
+        while self._in_flight:
+            await asyncio.wait(set(self._in_flight))
+
+    async def _run_once(self) -> float | None:
+        """Start what claims can be made now; return how long to sleep at most."""
+        now = time.monotonic()
+        if now < self._pause_until:
+            return self._pause_until - now
+        while self.open and len(self._in_flight) < _MAX_IN_FLIGHT:
+            free = self._free_slots() - self._reserved
+            if free <= 0:
+                return None
+            if not self._queue.ready_count(now):
+                break
+            narrowed_by = await self._narrow()
+            if narrowed_by is None:
+                return 0.1
+            closed = self._closed_queues()
+            taken = self._queue.take(min(free, _MAX_SET), now)
+            candidates = [
+                c for c in taken if c.queue not in closed and not self._is_busy(c.id) and not self.is_aside(c.id)
+            ]
+            if not candidates:
+                continue
+            self._send(candidates, narrowed_by)
+        self._want_more()
+        due = self._queue.next_due(now)
+        if due is None or not self.open or len(self._in_flight) >= _MAX_IN_FLIGHT:
+            return None
+        return max(0.0, due - time.monotonic())
+
+    def _send(self, candidates: list[Candidate], narrowed_by: Mapping[str, Any]) -> None:
+        self._reserved += len(candidates)
+        # In a task of its own, which nobody cancels: a driver call that is cut off costs a connection, and its claim.
+        claiming = asyncio.get_running_loop().create_task(self._claim(candidates, narrowed_by), name="taskmesh claim")
+        self._in_flight.add(claiming)
+        claiming.add_done_callback(self._claimed)
+
+    def _claimed(self, claiming: asyncio.Task[None]) -> None:
+        self._in_flight.discard(claiming)
+        if not claiming.cancelled() and (error := claiming.exception()) is not None:
+            logger.error("a claim failed for a reason that is not the database's", exc_info=error)
+        self._wake.set()
+
+    async def _claim(self, candidates: list[Candidate], narrowed_by: Mapping[str, Any]) -> None:
+        try:
+            await self._claim_set(candidates, narrowed_by)
+        finally:
+            self._reserved -= len(candidates)
+
+    async def _claim_set(self, candidates: list[Candidate], narrowed_by: Mapping[str, Any]) -> None:
+        ids = [candidate.id for candidate in candidates]
+        running_id = self._next_running_id()
+        sent = time.monotonic()
+        self.tried += len(ids)
+        try:
+            count = await claim(
+                self._store,
+                ids,
+                self._worker_id,
+                running_id,
+                closed_queues=self._closed_queues(),
+                narrowed_by=narrowed_by,
+                deadline_ms=_DEADLINE_MS,
+            )
+        except PyMongoError as error:
+            won_ids = await self._resolve(ids, running_id, sent, passing=is_passing(error))
+            rest = [candidate for candidate in candidates if candidate.id not in won_ids]
+            if not is_passing(error):
+                await self._split(rest, narrowed_by, error)
+            return
+        if count:
+            documents = await self._read_won(ids, running_id, sent, count)
+            self._begin(documents, running_id, sent)
+        if count < len(ids):
+            self._look_again(candidates)
+
+    async def _read_won(self, ids: list[str], running_id: str, sent: float, count: int) -> list[Document]:
+        """Read what was won. What cannot be read in time is left to run out; it was never started."""
+        pause = 0.02
+        while True:
+            try:
+                documents = await won(self._store, ids, running_id, self._params_of, whole_state=self._whole_state)
+            except PyMongoError as error:
+                if not is_passing(error):
+                    logger.error("%d claimed tasks cannot be read (%s): their leases will run out", count, error)
+                    return []
+                await asyncio.sleep(pause)
+                pause = min(pause * 2, 1.0)
+                if time.monotonic() - sent > 60:
+                    return []
+            else:
+                return documents
+
+    def _begin(self, documents: list[Document], running_id: str, sent: float) -> None:
+        self.won += len(documents)
+        age = time.monotonic() - sent
+        for document in documents:
+            too_old = age > 0.2 * document["task_option"]["worker_timeout_ms"] / 1000
+            if too_old or not self.open:  # too little is left of the lease, or we stopped meanwhile
+                self._give_back(document, running_id)
+            else:
+                self._start(document, running_id, sent)
+
+    async def _resolve(self, ids: list[str], running_id: str, sent: float, *, passing: bool) -> set[str]:
+        """After an error, find out what the claim had won, and begin that."""
+        if passing:
+            logger.warning("a claim of %d tasks was not answered: asking what it won", len(ids))
+        documents = await self._read_won(ids, running_id, sent, 0)
+        self._begin(documents, running_id, sent)
+        if passing:
+            self._pause_until = time.monotonic() + 0.1
+            won_ids = {document["_id"] for document in documents}
+            late = asyncio.get_running_loop().create_task(self._resolve_late(ids, running_id, sent, won_ids))
+            self._late.add(late)
+            late.add_done_callback(self._late.discard)
+        self._want_more()
+        return {document["_id"] for document in documents}
+
+    async def _resolve_late(self, ids: list[str], running_id: str, sent: float, known: set[str]) -> None:
+        """Ask once more when the server must have given up: the claim may have landed after the first question."""
+        await asyncio.sleep(_DEADLINE_MS / 1000 + 0.2)
+        documents = await self._read_won(ids, running_id, sent, 0)
+        for document in documents:
+            entry = next(e for e in document["task_state"]["worker_states"] if e["running_id"] == running_id)
+            if document["_id"] not in known and entry["state"] == "RUNNING":
+                self._give_back(document, running_id)
+
+    async def _split(self, rest: list[Candidate], narrowed_by: Mapping[str, Any], error: PyMongoError) -> None:
+        """Try smaller sets, and set the document aside that holds them up."""
+        if len(rest) > 1:
+            parts = [rest[i::8] for i in range(min(8, len(rest)))]
+            await asyncio.gather(*(self._claim_set(part, narrowed_by) for part in parts))
+        elif rest:
+            if is_over_deadline(error):
+                self._aside[rest[0].id] = time.monotonic() + _SET_ASIDE_S
+                logger.info("task %s is locked by somebody's transaction: set aside", rest[0].id)
+            else:
+                self._aside[rest[0].id] = time.monotonic() + _POISON_S
+                logger.error("the document of task %s is broken, and set aside: %s", rest[0].id, error)
+
+    def _look_again(self, candidates: list[Candidate]) -> None:
+        """Try once more, a moment later, what had only just become due: our idea of the server's clock may be off."""
+        soon = time.monotonic() + _SECOND_LOOK_S
+        for candidate in candidates:
+            if candidate.timed and candidate.due > soon - 0.1 and not self._is_busy(candidate.id):
+                self._queue.offer(replace(candidate, due=soon, timed=False))

@@ -1,0 +1,366 @@
+"""The executor: one execution is one visible pipeline.
+
+    check params → before → run the handler → judge how it ended → after → hand the outcome to the finisher
+
+Async handlers run in the event loop, each in an asyncio task of its own; plain functions in threads; `run="process"` in
+processes of their own. A handler's end, whatever it is, concerns its own execution alone.
+
+If the process dies before the outcome is recorded, the lease runs out and the task runs again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import logging
+import random
+import time
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import anyio
+import anyio.to_thread
+
+from taskmesh.clock import ServerClock
+from taskmesh.consumer.execution import Execution, Stop
+from taskmesh.consumer.finisher import Fate, Finisher
+from taskmesh.consumer.pinger import Pinger
+from taskmesh.context import BlockingTaskContext, TaskContext, enter
+from taskmesh.definition import TaskDefinition
+from taskmesh.errors import LeaseLost, Retry, Snooze, TaskFailed
+from taskmesh.store import Store
+from taskmesh.store.driver import Document
+from taskmesh.store.finish import Outcome, finish
+from taskmesh.task import Task
+from taskmesh.values import TooLarge, Unstorable, size_of
+
+logger = logging.getLogger("taskmesh.executor")
+
+_MAX_REASON_CHARS = 4_000
+_FRAMES_KEPT = 8
+
+BeforeHook = Callable[[Task], Awaitable[None] | None]
+AfterHook = Callable[[Task, "Ending"], Awaitable[None] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How an execution ended, as the hook `after` is told."""
+
+    kind: Literal["succeeded", "failed", "snoozed", "released", "cancelled", "lost"]
+    value: Any = None
+    reason: str | None = None
+    error: BaseException | None = None
+
+
+class Executor:
+    """The executions of one consumer."""
+
+    def __init__(
+        self,
+        store: Store,
+        worker_id: str,
+        clock: ServerClock,
+        finisher: Finisher,
+        pinger: Pinger,
+        definitions: Mapping[str, TaskDefinition[Any, Any]],
+        *,
+        before: BeforeHook | None,
+        after: AfterHook | None,
+        slot_freed: Callable[[], None],
+        report: Callable[[Execution], None],
+        publish_with: Callable[[Execution, Any], Awaitable[None]],
+    ) -> None:
+        self._store = store
+        self._worker_id = worker_id
+        self._clock = clock
+        self._finisher = finisher
+        self._pinger = pinger
+        self._definitions = definitions
+        self._before = before
+        self._after = after
+        self._slot_freed = slot_freed
+        self._report = report
+        self._publish_with = publish_with
+        self.executions: dict[str, Execution] = {}
+        """What holds a slot here, by `_id`: until the outcome is recorded, and a plain handler's thread has ended."""
+        self._threads = anyio.CapacityLimiter(1)
+        self.started = 0
+        self.finished = 0
+
+    # --- start and stop ---
+
+    def start(self, document: Document, running_id: str, claim_sent: float) -> None:
+        """Begin to execute a claimed task."""
+        execution = Execution(document, running_id, self._worker_id, claim_sent, self._clock)
+        execution.on_report = self._report
+        execution.open_transaction = self._transaction
+        self.executions[execution.id] = execution
+        self.started += 1
+        self._pinger.hold(execution)
+        execution.task = asyncio.get_running_loop().create_task(self._run(execution), name=f"task {execution.id}")
+
+    def stop(self, execution: Execution, reason: Stop) -> None:
+        """Make an execution stop; its handler is cancelled. The first reason stands."""
+        if execution.ended or execution.stop_reason is not None:
+            return
+        execution.stop_reason = reason
+        if reason is not Stop.TIMEOUT:
+            logger.info("stopping %s (%s): %s", execution.id, execution.running_id, reason.value)
+        if execution.handler_running and execution.task is not None:
+            execution.task.cancel()
+
+    def lose(self, execution: Execution) -> None:
+        """The lease is gone: whatever the handler still does counts no more."""
+        if not execution.ended:
+            logger.warning("lease lost: task %s, execution %s", execution.id, execution.running_id)
+            self.stop(execution, Stop.LEASE_LOST)
+
+    # --- the pipeline ---
+
+    async def _run(self, execution: Execution) -> None:
+        task: Task | None = None
+        try:
+            definition = self._definitions[execution.name]
+            args, kwargs = definition.params.to_run(execution.document.get("params") or {})
+            if self._before is not None or self._after is not None:
+                task = Task.from_document(execution.document)
+            if self._before is not None and task is not None:
+                await _maybe(self._before(task))
+            value = await self._call(execution, definition, args, kwargs)
+        except BaseException as error:  # whatever a handler raises ends its own execution and nothing else
+            ending = self._ending_of(execution, error)
+        else:
+            ending = self._ending_with(execution, value)
+        execution.ended = True
+        if self._after is not None and task is not None:
+            try:
+                await _maybe(self._after(task, ending))
+            except Exception:
+                logger.exception("the hook 'after' failed for task %s", execution.id)
+        await self._conclude(execution, ending)
+
+    async def _call(
+        self, execution: Execution, definition: TaskDefinition[Any, Any], args: list[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run the handler, within its time."""
+        limit_ms = execution.stored_option.get("run_timeout_ms")
+        timer = None
+        if limit_ms is not None:
+            timer = asyncio.get_running_loop().call_later(limit_ms / 1000, self.stop, execution, Stop.TIMEOUT)
+        execution.handler_running = True
+        if execution.stop_reason is not None:
+            raise asyncio.CancelledError
+        try:
+            if definition.run == "async":
+                enter(TaskContext(execution))
+                return await definition.fn(*args, **kwargs)
+            if definition.run == "thread":
+                return await self._call_in_thread(execution, definition, args, kwargs)
+            from taskmesh.consumer.processes import call_in_process
+
+            return await call_in_process(execution, definition, args, kwargs)
+        finally:
+            execution.handler_running = False
+            if timer is not None:
+                timer.cancel()
+
+    async def _call_in_thread(
+        self, execution: Execution, definition: TaskDefinition[Any, Any], args: list[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        loop = asyncio.get_running_loop()
+        done = execution.thread_done = asyncio.Event()
+
+        def call() -> Any:
+            enter(BlockingTaskContext(execution))
+            try:
+                return definition.fn(*args, **kwargs)
+            except StopIteration as error:  # it cannot be raised through a future
+                raise RuntimeError("the handler raised StopIteration") from error
+            finally:
+                with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                    loop.call_soon_threadsafe(done.set)
+
+        # Each execution holds a slot of the consumer, so the slots are the limit; this one only has to be no tighter.
+        self._threads.total_tokens = max(self._threads.total_tokens, len(self.executions) + 8)
+        return await anyio.to_thread.run_sync(call, abandon_on_cancel=True, limiter=self._threads)
+
+    def _ending_with(self, execution: Execution, value: Any) -> Ending:
+        reason = execution.stop_reason
+        if reason is Stop.TIMEOUT:
+            return Ending("failed", reason=_timeout_text(execution))
+        if reason in (Stop.CANCELLED, Stop.DELETED, Stop.NOT_ALLOWED):
+            return Ending("cancelled", reason=reason.value)
+        if reason is Stop.LEASE_LOST:
+            return Ending("lost", reason=reason.value)
+        return Ending("succeeded", value=value)
+
+    def _ending_of(self, execution: Execution, error: BaseException) -> Ending:
+        """Judge what a handler (or a check before it) raised."""
+        reason = execution.stop_reason
+        if reason is Stop.TIMEOUT:
+            return Ending("failed", reason=_timeout_text(execution), error=error)
+        if reason in (Stop.CANCELLED, Stop.DELETED, Stop.NOT_ALLOWED):
+            return Ending("cancelled", reason=reason.value, error=error)
+        if reason is Stop.LEASE_LOST or isinstance(error, LeaseLost):
+            return Ending("lost", reason=Stop.LEASE_LOST.value, error=error)
+        if isinstance(error, asyncio.CancelledError):
+            if reason is Stop.WORKER_STOPS:
+                return Ending("released", reason=reason.value, error=error)
+            return Ending(
+                "failed", reason="CancelledError: the handler was cancelled, and not by taskmesh", error=error
+            )
+        if isinstance(error, Snooze):
+            return Ending("snoozed", reason=str(error), error=error)
+        return Ending("failed", reason=reason_text(error), error=error)
+
+    async def _conclude(self, execution: Execution, ending: Ending) -> None:
+        """Turn the ending into an outcome and hand it to the finisher."""
+        if execution.recorded:
+            self._over(execution, "recorded")
+            return
+        if ending.kind == "succeeded":
+            outcome = self._success(execution, ending.value)
+        elif ending.kind == "failed":
+            outcome = _failure(execution, ending)
+        elif ending.kind == "snoozed":
+            outcome = execution.outcome(
+                "snoozed", {}, delay_ms=ending.error.delay_ms if isinstance(ending.error, Snooze) else 0
+            )
+        elif ending.kind == "released":
+            outcome = execution.outcome("released", {})
+        elif execution.stop_reason is Stop.CANCELLED:
+            outcome = execution.outcome("stopped", {"fail_reason": "the task was cancelled"})
+        else:
+            self._over(execution, "lost")
+            return
+        if outcome.kind == "succeeded" and execution.publications:
+            await self._record_with_publications(execution, outcome)
+            return
+        self._finisher.add(outcome, lambda fate: self._over(execution, fate))
+
+    def _success(self, execution: Execution, value: Any) -> Outcome:
+        try:
+            size = size_of(value, "result")
+        except (Unstorable, TooLarge) as error:
+            reason = f"the handler's result cannot be stored: {error}"
+            return _failure(execution, Ending("failed", reason=reason))
+        return execution.outcome("succeeded", {"returns": value}, size + 200)
+
+    async def _record_with_publications(self, execution: Execution, outcome: Outcome) -> None:
+        """Record SUCCESS and the tasks that the handler published in one transaction."""
+        while True:
+            try:
+                async with self._session_transaction() as session:
+                    if not await finish(self._store, self._worker_id, [outcome], session=session):
+                        raise LeaseLost(f"task {execution.name!r} {execution.key!r}: lost before its SUCCESS")
+                    await self._publish_with(execution, session)
+            except LeaseLost:
+                self._over(execution, "lost")
+            except Exception as error:
+                if time.monotonic() < execution.lease_until and getattr(error, "has_error_label", None) is not None:
+                    await asyncio.sleep(0.05)
+                    continue
+                failure = _failure(execution, Ending("failed", reason=reason_text(error)))
+                self._finisher.add(failure, lambda fate: self._over(execution, fate))
+            else:
+                self._over(execution, "recorded")
+            return
+
+    def _over(self, execution: Execution, fate: Fate) -> None:
+        """The outcome has its fate: free the slot, as soon as a plain handler's thread has really ended."""
+        execution.ended = True
+        self._pinger.release(execution)
+        if fate == "lost" and execution.stop_reason is None:
+            logger.warning(
+                "the outcome of task %s came too late: execution %s had lost its lease",
+                execution.id,
+                execution.running_id,
+            )
+        if execution.thread_done is not None and not execution.thread_done.is_set():
+            waiting = asyncio.get_running_loop().create_task(self._wait_for_thread(execution))
+            execution.task = waiting
+        else:
+            self._free(execution)
+
+    async def _wait_for_thread(self, execution: Execution) -> None:
+        assert execution.thread_done is not None
+        logger.warning(
+            "the thread of task %s goes on, though its execution is over: its slot stays taken", execution.id
+        )
+        await execution.thread_done.wait()
+        self._free(execution)
+
+    def _free(self, execution: Execution) -> None:
+        if self.executions.get(execution.id) is execution:
+            del self.executions[execution.id]
+            self.finished += 1
+            self._slot_freed()
+
+    # --- transactions ---
+
+    @contextlib.asynccontextmanager
+    async def _session_transaction(self) -> AsyncIterator[Any]:
+        session = self._store.driver.start_session()
+        if inspect.isawaitable(session):
+            session = await session
+        async with session:
+            transaction = session.start_transaction()
+            if inspect.isawaitable(transaction):
+                transaction = await transaction
+            async with transaction:
+                yield session
+
+    @contextlib.asynccontextmanager
+    async def _transaction(self, execution: Execution) -> AsyncIterator[Any]:
+        """See `TaskContext.transaction`. The SUCCESS is the last statement: an earlier write would block the pings."""
+        execution.check_lease()
+        async with self._session_transaction() as session:
+            yield session
+            outcome = self._success(execution, execution.result)
+            if outcome.kind != "succeeded":
+                raise TaskFailed(outcome.entry["fail_reason"])
+            execution.check_lease()
+            if not await finish(self._store, self._worker_id, [outcome], session=session):
+                raise LeaseLost(
+                    f"task {execution.name!r} {execution.key!r}: the lease was lost, so the transaction is undone"
+                )
+            if execution.publications:
+                await self._publish_with(execution, session)
+        execution.recorded = True
+
+
+async def _maybe(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
+
+
+def _failure(execution: Execution, ending: Ending) -> Outcome:
+    entry: Document = {"fail_reason": (ending.reason or "")[:_MAX_REASON_CHARS], "retry_jitter": random.uniform(-1, 1)}
+    if isinstance(ending.error, TaskFailed):
+        entry["final"] = True
+    delay_ms = ending.error.delay_ms if isinstance(ending.error, Retry) else None
+    return execution.outcome("failed", entry, 5_000, delay_ms)
+
+
+def reason_text(error: BaseException) -> str:
+    """Return type, message and the last frames of an error, bounded. Only code and line: never a variable's value."""
+    if isinstance(error, (TaskFailed, Retry)):
+        return _cleaned(str(error) or type(error).__name__)
+    summary = "".join(traceback.format_exception_only(error)).strip()
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "/taskmesh/consumer/" not in frame.filename][-_FRAMES_KEPT:]
+    text = summary[: _MAX_REASON_CHARS // 2]
+    if own:
+        text += "\n" + "".join(traceback.format_list(own)).rstrip()
+    return _cleaned(text)
+
+
+def _cleaned(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\0")[:_MAX_REASON_CHARS]
+
+
+def _timeout_text(execution: Execution) -> str:
+    return f"run_timeout_ms: the execution took more than {execution.stored_option['run_timeout_ms']} ms"

@@ -1,0 +1,140 @@
+"""The finisher: records outcomes, many at once (group commit).
+
+While writes are in flight the next outcomes collect, then go together; an idle consumer sends at once. An outcome leaves
+here in one of two ways: recorded, or lost, because the lease was. In between it is written again, for as long as it takes.
+
+If the process dies before the write, the lease runs out and the task runs again; after it, the task is finished.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from pymongo.errors import PyMongoError
+
+from taskmesh.store import Store
+from taskmesh.store.faults import is_over_deadline, is_passing
+from taskmesh.store.finish import Kind, Outcome, finish, standing
+
+logger = logging.getLogger("taskmesh.finisher")
+
+Fate = Literal["recorded", "lost"]
+_MAX_BATCH = 1_000
+_MAX_BATCH_BYTES = 6_000_000
+_MAX_IN_FLIGHT = 2
+_FIRST_DEADLINE_MS = 1_000
+"""Short, since a locked document holds up the whole set; then the set is split."""
+_LONGEST_PAUSE_S = 1.0
+
+Item = tuple[Outcome, Callable[[Fate], None]]
+
+
+class Finisher:
+    """The outcomes of one consumer, on their way to the database."""
+
+    def __init__(self, store: Store, worker_id: str) -> None:
+        self._store = store
+        self._worker_id = worker_id
+        self._waiting: dict[Kind, deque[Item]] = {}
+        self._in_flight: set[asyncio.Task[None]] = set()
+        self._told_outage = False
+
+    def add(self, outcome: Outcome, done: Callable[[Fate], None]) -> None:
+        """Record an outcome; `done` is told its fate."""
+        self._waiting.setdefault(outcome.kind, deque()).append((outcome, done))
+        if len(self._in_flight) < _MAX_IN_FLIGHT:
+            # At the end of this turn of the loop, so that what ends together is written together.
+            asyncio.get_running_loop().call_soon(self._send)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits and nothing is in flight."""
+        return not self._in_flight and not any(self._waiting.values())
+
+    async def drain(self) -> None:
+        """Wait until everything added so far has left."""
+        while not self.idle:
+            self._send()
+            if self._in_flight:
+                await asyncio.wait(set(self._in_flight), return_when=asyncio.FIRST_COMPLETED)
+
+    def _send(self) -> None:
+        for waiting in self._waiting.values():
+            while waiting and len(self._in_flight) < _MAX_IN_FLIGHT:
+                batch = _next_batch(waiting)
+                sending = asyncio.get_running_loop().create_task(self._record(batch), name="taskmesh finish")
+                self._in_flight.add(sending)
+                sending.add_done_callback(self._sent)
+
+    def _sent(self, sending: asyncio.Task[None]) -> None:
+        self._in_flight.discard(sending)
+        if not sending.cancelled() and (error := sending.exception()) is not None:
+            logger.error("recording outcomes failed for a reason that is not the database's", exc_info=error)
+        self._send()
+
+    async def _record(self, batch: Sequence[Item]) -> None:
+        """Write a batch, again and again if need be, until each outcome has its fate."""
+        pause = 0.05
+        deadline_ms = _FIRST_DEADLINE_MS
+        todo = list(batch)
+        while todo:
+            split = False
+            try:
+                if await finish(self._store, self._worker_id, [o for o, _ in todo], deadline_ms=deadline_ms) == len(
+                    todo
+                ):
+                    self._tell(todo, "recorded")
+                    return
+            except PyMongoError as error:
+                if is_passing(error):
+                    self._tell_outage(error)
+                    await asyncio.sleep(pause)
+                    pause = min(pause * 2, _LONGEST_PAUSE_S)
+                elif len(todo) > 1:
+                    split = True
+                elif not is_over_deadline(error):
+                    logger.error("the outcome of %s cannot be recorded: %s", todo[0][0].id, error)
+                    self._tell(todo, "lost")
+                    return
+                else:
+                    deadline_ms = 5_000
+            todo = await self._still_to_do(todo)
+            if split and len(todo) > 1:
+                parts = [todo[i::8] for i in range(min(8, len(todo)))]
+                await asyncio.gather(*(self._record(part) for part in parts))
+                return
+
+    async def _still_to_do(self, todo: list[Item]) -> list[Item]:
+        """Ask what became of outcomes whose write did not count for all, and return those that are still held."""
+        try:
+            fates = await standing(self._store, [outcome for outcome, _ in todo])
+        except PyMongoError:
+            return todo
+        self._told_outage = False
+        for fate in ("recorded", "lost"):
+            self._tell([item for item in todo if fates[item[0]] == fate], fate)
+        return [item for item in todo if fates[item[0]] == "held"]
+
+    def _tell(self, items: list[Item], fate: Fate) -> None:
+        for _, done in items:
+            done(fate)
+
+    def _tell_outage(self, error: Exception) -> None:
+        if not self._told_outage:
+            logger.warning(
+                "recording outcomes failed (%s: %.200s): trying again until it works", type(error).__name__, error
+            )
+            self._told_outage = True
+
+
+def _next_batch(waiting: deque[Item]) -> list[Item]:
+    batch: list[Item] = []
+    size = 0
+    while waiting and len(batch) < _MAX_BATCH and (not batch or size + waiting[0][0].size <= _MAX_BATCH_BYTES):
+        size += waiting[0][0].size
+        batch.append(waiting.popleft())
+    return batch

@@ -1,0 +1,247 @@
+"""The listener: turns the feed's hints into candidates, and tells executions what concerns them.
+
+A hint may be lost or late; the scan is the truth. When the claim queue is full, hints about new work are not even delivered,
+and a scan catches up when there is room again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import datetime
+
+from pymongo.errors import PyMongoError
+
+from taskmesh.clock import ServerClock
+from taskmesh.consumer.claim_queue import Candidate, ClaimQueue
+from taskmesh.consumer.execution import Execution, Stop
+from taskmesh.consumer.executor import Executor
+from taskmesh.consumer.lanes import Lanes
+from taskmesh.consumer.pinger import Pinger
+from taskmesh.consumer.scanner import PLACE_DELAY_S, Scanner
+from taskmesh.feed import Feed, Subscription
+from taskmesh.rules import NEVER
+from taskmesh.store import Store, schema
+from taskmesh.store.driver import Document
+from taskmesh.store.find import get, look_up
+from taskmesh.store.stamp import read_stamp
+from taskmesh.store.watch import STOPPING, Change, Interest
+
+logger = logging.getLogger("taskmesh.listener")
+
+_LAST_PLACE_TO_TRY = 2
+_QUEUES_AT_LEAST_EVERY_S = 2.0
+
+
+class Listener:
+    """One consumer's ear on the feed."""
+
+    def __init__(
+        self,
+        feed: Feed,
+        store: Store,
+        worker_id: str,
+        *,
+        names: Sequence[str],
+        queues: Sequence[str] | None,
+        lanes: Lanes,
+        clock: ServerClock,
+        queue: ClaimQueue,
+        executor: Executor,
+        pinger: Pinger,
+        scanner: Scanner,
+        wake: Callable[[], None],
+        read_queues: Callable[[], Awaitable[None]],
+        read_orders: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._feed = feed
+        self._store = store
+        self._worker_id = worker_id
+        self._names = frozenset(names)
+        self._queues = frozenset(queues) if queues is not None else None
+        self._lanes = lanes
+        self._clock = clock
+        self._queue = queue
+        self._executor = executor
+        self._pinger = pinger
+        self._scanner = scanner
+        self._wake = wake
+        self._read_queues = read_queues
+        self._read_orders = read_orders
+        self._subscription: Subscription | None = None
+        self._woken: set[str] = set()
+        self._concerned: set[str] = set()
+        self._queues_changed = False
+        self._orders_changed = False
+        self._dropped = False
+        self._something = asyncio.Event()
+
+    async def open(self) -> None:
+        """Subscribe, and wait until the stream is open."""
+        self._subscription = self._feed.subscribe(Interest(names=self._names, fleet=True), self._heard, self._missed)
+        await self._subscription.ready.wait()
+
+    def close(self) -> None:
+        """Stop to listen."""
+        if self._subscription is not None:
+            self._feed.unsubscribe(self._subscription)
+            self._subscription = None
+
+    async def run(self) -> None:
+        """Follow up, for ever, what hints leave open: they carry no more than an `_id`."""
+        while True:
+            try:
+                await asyncio.wait_for(self._something.wait(), _QUEUES_AT_LEAST_EVERY_S)
+            except TimeoutError:
+                self._queues_changed = True
+            self._something.clear()
+            try:
+                await self._follow_up()
+            except PyMongoError as error:
+                logger.debug("could not follow up what the stream told (%s): scanning instead", type(error).__name__)
+                self._scanner.order_scan()
+                await asyncio.sleep(0.5)
+
+    def _heard(self, change: Change) -> None:
+        if change.collection == self._store.tasks:
+            if change.operation in ("insert", "replace"):
+                self._heard_of_new(change)
+            elif change.operation == "update" and change.stamp is not None:
+                self._heard_of_update(change)
+            elif change.operation in ("drop", "rename"):
+                self._dropped = True
+                self._something.set()
+        elif change.operation == "dropDatabase":
+            self._dropped = True
+            self._something.set()
+        elif change.collection == self._store.queues:
+            self._queues_changed = True
+            self._something.set()
+        elif change.collection == self._store.workers and change.id == self._worker_id:
+            self._orders_changed = True
+            self._something.set()
+
+    def _missed(self) -> None:
+        """There was a gap: look at everything."""
+        self._scanner.order_scan()
+        self._queues_changed = self._orders_changed = True
+        self._concerned.update(self._executor.executions)
+        self._something.set()
+
+    def _heard_of_new(self, change: Change) -> None:
+        task = change.inserted
+        if task is None or not isinstance(change.id, str) or task.get("name") not in self._names:
+            return
+        queue, moment = task.get("queue"), task.get("next_claim_time")
+        if not isinstance(queue, str) or not isinstance(moment, datetime):
+            logger.warning("the document %r is no task of ours: left alone", change.id)
+            return
+        if self._queues is not None and queue not in self._queues:
+            return
+        self._scanner.learn_queue(queue)
+        option = task.get("task_option", {})
+        named = option.get("specific_worker_ids", [])
+        if named and self._worker_id not in named:
+            return
+        place = 0 if named else self._lanes.place(task.get("lane"))
+        if place > _LAST_PLACE_TO_TRY:
+            return
+        priority = option.get("priority", 0)
+        self._offer(
+            change.id,
+            queue,
+            moment,
+            priority if isinstance(priority, int) else 0,
+            bool(named),
+            place,
+            task.get("group"),
+        )
+
+    def _offer(
+        self, id_: str, queue: str, moment: datetime, priority: int, named: bool, place: int, group: str | None
+    ) -> None:
+        now = time.monotonic()
+        due = self._clock.monotonic(moment)
+        timed = due > now + 0.05  # what is due at once may seem to lie a little ahead, by the error of our clock
+        due = (due if timed else now) + place * PLACE_DELAY_S
+        if self._queue.offer(Candidate(id_, queue, due, priority, named, 0, group, timed)):
+            self._wake()
+
+    def _heard_of_update(self, change: Change) -> None:
+        assert change.stamp is not None
+        kind = read_stamp(change.stamp).kind
+        if kind in STOPPING and change.id in self._executor.executions:
+            execution = self._executor.executions[change.id]
+            if kind == "cancelled":
+                self._executor.stop(execution, Stop.CANCELLED)
+            elif kind == "deleted":
+                self._executor.stop(execution, Stop.DELETED)
+            else:
+                self._concerned.add(change.id)
+                self._something.set()
+        if (
+            change.next_claim_time is not None
+            and isinstance(change.id, str)
+            and change.id.partition(":")[0] in self._names
+        ):
+            self._woken.add(change.id)
+            self._something.set()
+
+    async def _follow_up(self) -> None:
+        if self._dropped:
+            self._dropped = False
+            logger.warning("the collection %s was dropped or renamed: creating its indexes again", self._store.tasks)
+            await schema.create(self._store)
+            self._scanner.order_scan()
+        if self._queues_changed:
+            self._queues_changed = False
+            await self._read_queues()
+        if self._orders_changed:
+            self._orders_changed = False
+            await self._read_orders()
+        woken, self._woken = self._woken, set()
+        if woken:
+            await self._look_at_woken(list(woken))
+        concerned, self._concerned = self._concerned, set()
+        if concerned:
+            await self._look_at_running(
+                [self._executor.executions[id_] for id_ in concerned if id_ in self._executor.executions]
+            )
+
+    async def _look_at_woken(self, ids: list[str]) -> None:
+        """Learn of tasks that became claimable again what their place in the queue depends on."""
+        for row in await look_up(self._store, self._worker_id, ids):
+            if row.claim_time == NEVER or (self._queues is not None and row.queue not in self._queues):
+                continue
+            place = 0 if row.named else self._lanes.place_of(row.id)
+            if place <= _LAST_PLACE_TO_TRY:
+                moment = max(filter(None, (row.claim_time, row.next_claim_time)))
+                self._scanner.learn_queue(row.queue)
+                self._offer(row.id, row.queue, moment, row.priority, row.named, place, row.group)
+
+    async def _look_at_running(self, executions: list[Execution]) -> None:
+        """Ask whether these still hold their tasks, and take over changed options."""
+        found: dict[str, Document] = {
+            task["_id"]: task for task in await get(self._store, [e.id for e in executions], params=False)
+        }
+        for execution in executions:
+            task = found.get(execution.id)
+            if task is None:
+                self._executor.stop(execution, Stop.DELETED)
+                continue
+            if task["status"] == "CANCELLED":
+                self._executor.stop(execution, Stop.CANCELLED)
+                continue
+            held = any(
+                entry["running_id"] == execution.running_id and entry["state"] == "RUNNING"
+                for entry in task["task_state"]["worker_states"]
+            )
+            allowed = task["task_option"]["specific_worker_ids"]
+            if held:
+                self._pinger.option_changed(execution, task["task_option"])
+            elif allowed and self._worker_id not in allowed:
+                self._executor.stop(execution, Stop.NOT_ALLOWED)
+            else:
+                self._executor.lose(execution)

@@ -1,0 +1,204 @@
+"""The pinger: renews leases from a thread of its own, with a blocking client.
+
+So a handler that blocks the event loop costs no lease. The thread also watches the loop: a handler that blocks it is named in
+the log, and if the loop has stood still for so long that it must be taken for dead, the pings stop and others take over.
+If this process is suspended and wakes up late, the leases have run out on the monotonic clock too, or the server says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from pymongo.errors import PyMongoError
+
+from taskmesh.consumer.execution import Execution
+from taskmesh.store import Store
+from taskmesh.store.faults import is_over_deadline
+from taskmesh.store.lease import PING_DEADLINE_MS, ping, still_held
+
+logger = logging.getLogger("taskmesh.pinger")
+
+_TICK_S = 0.25
+_BLOCKED_S = 1.0
+_MAX_BATCH = 1_000
+
+
+class Pinger:
+    """The leases of one consumer."""
+
+    def __init__(
+        self, store: Store, loop: asyncio.AbstractEventLoop, lost: Callable[[Execution], None], stall_limit_ms: int
+    ) -> None:
+        self._store = store
+        self._loop = loop
+        self._lost = lost
+        self._stall_limit_s = stall_limit_ms / 1000
+        self._held: dict[str, Execution] = {}
+        self._locked: set[str] = set()
+        """Tasks that held up a set: they are pinged alone."""
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._loop_thread = threading.get_ident()
+        self._loop_alive = time.monotonic()
+        self._blocked_told = False
+        self.stalled = False
+        """Whether the loop has stood still for longer than the limit."""
+        self._thread = threading.Thread(target=self._run, name="taskmesh pinger", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread. Called in the loop that is watched."""
+        self._beat()
+        self._thread.start()
+
+    def hold(self, execution: Execution) -> None:
+        """Renew this execution's lease from now on."""
+        with self._changed:
+            self._held[execution.running_id + execution.id] = execution
+            if execution.next_ping < time.monotonic() + _TICK_S:
+                self._changed.notify()
+
+    def release(self, execution: Execution) -> None:
+        """Renew it no more."""
+        with self._changed:
+            self._held.pop(execution.running_id + execution.id, None)
+            self._locked.discard(execution.id)
+
+    def option_changed(self, execution: Execution, stored_option: dict[str, Any]) -> None:
+        """Take a new option for the next ping."""
+        with self._changed:
+            execution.stored_option = execution.stored_option | {
+                name: stored_option[name] for name in ("ping_interval_ms", "worker_timeout_ms")
+            }
+            execution.next_ping = min(execution.next_ping, time.monotonic() + stored_option["ping_interval_ms"] / 1000)
+            self._changed.notify()
+
+    async def stop(self) -> None:
+        """End the thread."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        await asyncio.to_thread(self._thread.join)
+
+    def _beat(self) -> None:
+        """Show the thread that the loop turns."""
+        self._loop_alive = time.monotonic()
+        if not self._stopping:
+            self._loop.call_later(_TICK_S, self._beat)
+
+    def _run(self) -> None:
+        database, ours = self._store.driver.sync_database()
+        try:
+            while not self._stopping:
+                try:
+                    self._run_once(database)
+                except Exception:
+                    logger.exception("the pinger met an error that is not the database's: going on")
+                with self._changed:
+                    if not self._stopping:
+                        self._changed.wait(self._pause())
+        finally:
+            if ours:
+                database.client.close()
+
+    def _pause(self) -> float:
+        soonest = min((min(e.next_ping, e.lease_until) for e in self._held.values()), default=float("inf"))
+        return max(0.005, min(_TICK_S, soonest - time.monotonic()))
+
+    def _run_once(self, database: Any) -> None:
+        self._watch_loop()
+        now = time.monotonic()
+        with self._changed:
+            held = list(self._held.values())
+        for execution in held:
+            if now >= execution.lease_until:
+                self._give_up(execution)
+        if self.stalled:
+            return
+        # A little ahead of time, so that what is due at about the same time goes in one write.
+        due = [e for e in held if now >= e.next_ping - 0.02 and now < e.lease_until]
+        together = [e for e in due if e.id not in self._locked]
+        for start in range(0, len(together), _MAX_BATCH):
+            self._ping(database, together[start : start + _MAX_BATCH])
+        for execution in due:
+            if execution.id in self._locked:
+                self._ping(database, [execution])
+
+    def _ping(self, database: Any, executions: list[Execution]) -> None:
+        sent = time.monotonic()
+        shortest_lease_ms = min(e.stored_option["worker_timeout_ms"] for e in executions)
+        deadline_ms = max(100, min(PING_DEADLINE_MS, shortest_lease_ms // 8))
+        pairs = [(e.id, e.running_id) for e in executions]
+        try:
+            alive = ping(self._store, database, pairs, deadline_ms)
+            held = None if alive == len(pairs) else still_held(self._store, database, pairs)
+        except PyMongoError as error:
+            if is_over_deadline(error):
+                self._split(database, executions)
+                return
+            logger.warning("a ping of %d tasks failed (%s): trying again", len(executions), type(error).__name__)
+            for execution in executions:
+                execution.ping_again(time.monotonic())
+            return
+        for execution, pair in zip(executions, pairs, strict=True):
+            if held is None or pair in held:
+                execution.renewed(sent)
+            else:
+                self._give_up(execution)
+
+    def _split(self, database: Any, executions: list[Execution]) -> None:
+        """Somebody's transaction holds a document of the set: renew the others without it."""
+        if len(executions) == 1:
+            self._locked.add(executions[0].id)
+            executions[0].ping_again(time.monotonic())
+            return
+        for i in range(min(8, len(executions))):
+            self._ping(database, executions[i::8])
+
+    def _give_up(self, execution: Execution) -> None:
+        self.release(execution)
+        try:
+            self._loop.call_soon_threadsafe(self._lost, execution)
+        except RuntimeError:  # the loop is closed
+            self._stopping = True
+
+    def _watch_loop(self) -> None:
+        still_s = time.monotonic() - self._loop_alive - _TICK_S
+        if still_s < _BLOCKED_S:
+            self._blocked_told = False
+            if self.stalled:
+                self.stalled = False
+                logger.warning("the event loop turns again: pings go on")
+            return
+        if not self._blocked_told:
+            self._blocked_told = True
+            logger.warning("the event loop is blocked for %.1f s by %s", still_s, self._culprit())
+        if still_s > self._stall_limit_s and not self.stalled:
+            self.stalled = True
+            logger.error(
+                "the event loop has stood still for %.0f s: taken for dead, pings stop\n%s", still_s, _all_stacks()
+            )
+
+    def _culprit(self) -> str:
+        """Name the task whose handler holds the loop, and the line it hangs in."""
+        running = asyncio.current_task(self._loop)
+        name = running.get_name() if running is not None else "a callback"
+        frame = sys._current_frames().get(self._loop_thread)
+        where = (
+            "".join(traceback.format_stack(frame, limit=None)[-1:]).strip() if frame is not None else "an unknown place"
+        )
+        return f"{name}, at {where}"
+
+
+def _all_stacks() -> str:
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"--- {names.get(ident, ident)}\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+    )

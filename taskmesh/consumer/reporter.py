@@ -1,0 +1,61 @@
+"""The reporter: writes the progress and logs of running executions, the newest of each, together and not too often.
+
+A thousand calls a second cost two writes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from pymongo.errors import PyMongoError
+
+from taskmesh.consumer.execution import Execution
+from taskmesh.store import Store
+from taskmesh.store.finish import report
+
+logger = logging.getLogger("taskmesh.reporter")
+
+_EVERY_S = 0.5
+_MAX_BATCH = 200
+
+
+class Reporter:
+    """What one consumer's executions have to tell."""
+
+    def __init__(self, store: Store, worker_id: str) -> None:
+        self._store = store
+        self._worker_id = worker_id
+        self._loop = asyncio.get_running_loop()
+        self._dirty: dict[str, Execution] = {}
+        self._something = asyncio.Event()
+
+    def add(self, execution: Execution) -> None:
+        """Write what this execution has to tell soon. May be called from any thread."""
+        if execution.running_id + execution.id not in self._dirty:
+            self._dirty[execution.running_id + execution.id] = execution
+            self._loop.call_soon_threadsafe(self._something.set)
+
+    async def run(self) -> None:
+        """Write for ever."""
+        while True:
+            await self._something.wait()
+            self._something.clear()
+            await self.flush()
+            await asyncio.sleep(_EVERY_S)
+
+    async def flush(self) -> None:
+        """Write what there is. What cannot be written now is left to the next time, or to the outcome."""
+        while self._dirty:
+            executions = [self._dirty.pop(key) for key in list(self._dirty)[:_MAX_BATCH]]
+            outcomes = [execution.outcome("succeeded", {}) for execution in executions if not execution.ended]
+            outcomes = [outcome for outcome in outcomes if outcome.entry or outcome.progress]
+            # One update must not repeat a field that only some have: logs and progress go in one each.
+            for with_logs in (True, False):
+                batch = [outcome for outcome in outcomes if bool(outcome.entry) == with_logs]
+                if not batch:
+                    continue
+                try:
+                    await report(self._store, self._worker_id, batch)
+                except PyMongoError as error:
+                    logger.warning("progress of %d tasks could not be written: %s", len(batch), type(error).__name__)

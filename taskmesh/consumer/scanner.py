@@ -1,0 +1,198 @@
+"""The scanner: looks for claimable tasks in the database. The stream brings hints; this is the truth.
+
+It scans at the start, after every gap in the stream, whenever the claim queue runs low while there is more, and slowly for
+ever as a safety net: that finds what no event announced, leases that ran out, and delayed tasks that are about to start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pymongo.errors import PyMongoError
+
+from taskmesh.clock import ServerClock
+from taskmesh.consumer.claim_queue import Candidate, ClaimQueue
+from taskmesh.consumer.lanes import Lanes
+from taskmesh.rules import NEVER
+from taskmesh.store import Store
+from taskmesh.store.find import Claimable, ScanRange, claimable_from, open_scan, queues_of, scan
+from taskmesh.store.settle import settle
+
+logger = logging.getLogger("taskmesh.scanner")
+
+SCAN_EVERY_S = 1.0
+LOOK_AHEAD_MS = 1_500
+"""More than the interval, so that whatever comes due in between is known in time."""
+_SETTLE_EVERY_S = 2.0
+_QUEUES_EVERY_S = 5.0
+_MAX_COMBINATIONS = 150
+"""Of names × queues in one query; above about 200 the server sorts in memory instead of merging index ranges."""
+PLACE_DELAY_S = 0.015
+"""How much later each next worker in a lane's order of preference tries."""
+_PAGE_OF_REFUSED = 500
+
+
+class Scanner:
+    """Feeds one consumer's claim queue."""
+
+    def __init__(
+        self,
+        store: Store,
+        worker_id: str,
+        queue: ClaimQueue,
+        lanes: Lanes,
+        clock: ServerClock,
+        *,
+        names: Sequence[str],
+        queues: Sequence[str] | None,
+        closed_queues: Callable[[], frozenset[str]],
+        wanted: Callable[[], int],
+        skip: Callable[[str], bool],
+        found: Callable[[], None],
+        page: int,
+    ) -> None:
+        self._store = store
+        self._worker_id = worker_id
+        self._queue = queue
+        self._lanes = lanes
+        self._clock = clock
+        self._names = names
+        self._fixed_queues = queues
+        self._known_queues: list[str] = list(queues or ())
+        self._closed_queues = closed_queues
+        self._wanted = wanted
+        self._skip = skip
+        self._found = found
+        self._page = page
+        self._wake = asyncio.Event()
+        self._refill = False
+        self._more = True
+        """Whether the last scan left something unread."""
+        self._refused: Any = None
+        """A cursor over what lies behind tasks that only others may have; read on a little at each pass."""
+        self._next_settle = 0.0
+        self._next_queues = 0.0
+        self._told_outage = False
+        self.scans = 0
+        self.open = True
+
+    def order_scan(self) -> None:
+        """Scan soon: after a gap, or at the start."""
+        self._more = True
+        self._refill = True
+        self._wake.set()
+
+    def want_more(self) -> None:
+        """Scan soon if the last scan left something unread."""
+        if self._more and not self._refill:
+            self._refill = True
+            self._wake.set()
+
+    @property
+    def more(self) -> bool:
+        """Whether there is more work than the claim queue has been told of."""
+        return self._more or self._queue.overflowed
+
+    async def run(self) -> None:
+        """Scan for ever."""
+        while True:
+            self._wake.clear()
+            self._refill = False
+            try:
+                await self.run_once()
+                self._told_outage = False
+            except PyMongoError as error:
+                if not self._told_outage:
+                    logger.warning("a scan failed (%s: %.200s): trying again", type(error).__name__, error)
+                    self._told_outage = True
+                self._more = True
+                await asyncio.sleep(0.2)
+            try:
+                # A little at random, so that workers started together do not scan together.
+                await asyncio.wait_for(self._wake.wait(), SCAN_EVERY_S * random.uniform(0.8, 1.1))
+            except TimeoutError:
+                pass
+
+    async def run_once(self) -> int:
+        """Make one pass; return how many new candidates it brought."""
+        now = time.monotonic()
+        if now >= self._next_settle:
+            self._next_settle = now + _SETTLE_EVERY_S * random.uniform(0.8, 1.2)
+            await settle(self._store)
+        if self._fixed_queues is None and now >= self._next_queues:
+            self._next_queues = now + _QUEUES_EVERY_S
+            self._known_queues = await queues_of(self._store, self._names)
+        if not self.open or not self._names:
+            return 0
+        self.scans += 1
+        self._queue.refilled()
+        brought = 0
+        self._more = False
+        for what in self._ranges(self._lanes.own):
+            brought += await self._scan(what)
+        if self._lanes.own is not None and self._queue.ready_count(time.monotonic()) < self._wanted():
+            # My lanes do not fill my slots: help the others.
+            for what in self._ranges(None):
+                brought += await self._scan(what)
+        if brought:
+            self._found()
+        return brought
+
+    def learn_queue(self, queue: str) -> None:
+        """Note a queue that an event has shown."""
+        if self._fixed_queues is None and queue not in self._known_queues:
+            self._known_queues.append(queue)
+
+    def _ranges(self, lanes: Sequence[int] | None) -> list[ScanRange]:
+        closed = self._closed_queues()
+        queues = [queue for queue in self._known_queues if queue not in closed]
+        step = max(1, _MAX_COMBINATIONS // max(1, len(queues)))
+        return [
+            ScanRange(self._names[start : start + step], queues, lanes, LOOK_AHEAD_MS)
+            for start in range(0, len(self._names), step)
+            if queues
+        ]
+
+    async def _scan(self, what: ScanRange) -> int:
+        rows = await scan(self._store, self._worker_id, what, self._page)
+        named = (
+            await scan(self._store, self._worker_id, what, self._page, pinned=True)
+            if what.lanes == self._lanes.own
+            else []
+        )
+        brought = sum(self._offer(row) for row in [*named, *rows])
+        if len(rows) == self._page or len(named) == self._page:
+            self._more = True
+            if not brought and not len(self._queue):
+                brought += await self._read_behind_refused(what)
+        return brought
+
+    async def _read_behind_refused(self, what: ScanRange) -> int:
+        """A whole page that I may not have stands in front: read on behind it, a page at each pass."""
+        self._more = False  # the next page comes with the next pass, not at once
+        brought = 0
+        if self._refused is None:
+            self._refused = await open_scan(self._store, self._worker_id, what, 0)
+        rows: list[Any] = await self._refused.to_list(_PAGE_OF_REFUSED)
+        brought = sum(self._offer(claimable_from(row)) for row in rows)
+        if len(rows) < _PAGE_OF_REFUSED:
+            await self._refused.close()
+            self._refused = None
+        return brought
+
+    def _offer(self, row: Claimable) -> bool:
+        if row.claim_time == NEVER or self._skip(row.id):
+            return False
+        now = time.monotonic()
+        due = now if row.claim_time is None else self._clock.monotonic(max(row.claim_time, row.next_claim_time))
+        timed = due > now
+        place = 0 if row.named else self._lanes.place_of(row.id)
+        due += place * PLACE_DELAY_S
+        return self._queue.offer(
+            Candidate(row.id, row.queue, max(due, now), row.priority, row.named, row.fail_cnt, row.group, timed)
+        )

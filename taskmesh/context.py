@@ -1,0 +1,134 @@
+"""What a handler can ask and tell while it runs: `current_task()`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Protocol
+
+from taskmesh.option import TaskOption
+
+_current: ContextVar[Any] = ContextVar("taskmesh_current_task")
+
+
+class Running(Protocol):
+    """The execution behind a context; the executor's, or one at the other end of a pipe."""
+
+    name: str
+    key: str
+    worker_id: str
+    running_id: str
+    attempt: int
+    option: TaskOption
+    deadline: datetime | None
+
+    @property
+    def cancelled(self) -> bool: ...
+    def set_progress(self, fraction: float, message: str | None) -> None: ...
+    def log(self, message: str) -> None: ...
+    def add_publication(self, definition: Any, key: str, params: Mapping[str, Any]) -> None: ...
+    def transaction(self) -> AbstractAsyncContextManager[Any]: ...
+    def set_result(self, value: Any) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Context:
+    _running: Running
+
+    @property
+    def name(self) -> str:
+        """The task's name."""
+        return self._running.name
+
+    @property
+    def key(self) -> str:
+        """The task's key."""
+        return self._running.key
+
+    @property
+    def worker_id(self) -> str:
+        """The worker that runs this execution."""
+        return self._running.worker_id
+
+    @property
+    def running_id(self) -> str:
+        """The execution's fencing token: unique per task, also among all workers."""
+        return self._running.running_id
+
+    @property
+    def attempt(self) -> int:
+        """Which execution of the task this is, from 1; released and snoozed ones do not count."""
+        return self._running.attempt
+
+    @property
+    def option(self) -> TaskOption:
+        """The task's option, as of the claim."""
+        return self._running.option
+
+    @property
+    def deadline(self) -> datetime | None:
+        """When `run_timeout_ms` ends this execution, or None."""
+        return self._running.deadline
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the execution should stop: cancelled, timed out, lease lost, or a forced stop of the worker."""
+        return self._running.cancelled
+
+    def log(self, message: str) -> None:
+        """Add a line to the log that is kept with the execution; the newest lines stay."""
+        self._running.log(str(message))
+
+    def set_result(self, value: Any) -> None:
+        """Say, inside `transaction()`, what the execution's result is."""
+        self._running.set_result(value)
+
+
+class TaskContext(_Context):
+    """The running execution, seen from an async handler."""
+
+    async def progress(self, fraction: float, message: str | None = None) -> None:
+        """Report progress, from 0 to 1. Many calls cost few writes. Raises `LeaseLost` if the lease is gone."""
+        self._running.set_progress(fraction, message)
+
+    async def publish(self, definition: Any, key: str, /, **params: Any) -> None:
+        """Publish a task if, and only if, this execution SUCCEEDs, and atomically with it."""
+        self._running.add_publication(definition, key, params)
+
+    def transaction(self) -> AbstractAsyncContextManager[Any]:
+        """Return a block whose writes with its session commit together with this execution's SUCCESS, or not at all."""
+        return self._running.transaction()
+
+
+class BlockingTaskContext(_Context):
+    """The running execution, seen from a plain function in a thread or a process: the same names, without `await`."""
+
+    def progress(self, fraction: float, message: str | None = None) -> None:
+        """Report progress, from 0 to 1. Raises `LeaseLost` if the lease is gone."""
+        self._running.set_progress(fraction, message)
+
+    def publish(self, definition: Any, key: str, /, **params: Any) -> None:
+        """Publish a task if, and only if, this execution SUCCEEDs, and atomically with it."""
+        self._running.add_publication(definition, key, params)
+
+
+def current_task() -> Any:
+    """Return the context of the running execution: a `TaskContext`, in a plain function a `BlockingTaskContext`.
+
+    Raises `RuntimeError` outside of a handler.
+    """
+    try:
+        return _current.get()
+    except LookupError:
+        raise RuntimeError("current_task() was called outside of a task's execution: only a handler has one") from None
+
+
+def enter(context: _Context) -> None:
+    """Make this the current task of the running asyncio task or thread."""
+    _current.set(context)
+
+
+__all__ = ["BlockingTaskContext", "Running", "TaskContext", "current_task", "enter"]

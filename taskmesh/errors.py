@@ -1,0 +1,113 @@
+"""Every error taskmesh raises on purpose.
+
+    TaskMeshError
+    ├── InvalidName, InvalidKey, InvalidParams, InvalidOption     what was asked for cannot be stored
+    ├── TaskTooLarge                                              ... nor can so much of it
+    ├── TaskNotFound, TaskRunning                                 the task is not there, or is busy
+    ├── TaskError, TaskCancelled, TaskExpired                     how a task ended, raised by result()
+    ├── LeaseLost                                                 this execution no longer holds its task
+    ├── WorkerIdTaken                                             another live consumer has this worker_id
+    └── NotAReplicaSet, IncompatibleCollection, EmbeddedUnavailable   the database will not do
+
+Each message says what was wrong, with the value, and what to do. `TaskFailed`, `Retry` and `Snooze` are no
+errors of ours: a handler raises them to say how its execution ends.
+"""
+
+from __future__ import annotations
+
+
+class TaskMeshError(Exception):
+    """The root of all errors that taskmesh raises on purpose."""
+
+
+class InvalidName(TaskMeshError):
+    """A task name that is not 1–100 characters of letters, digits, `_`, `.`, `-`."""
+
+
+class InvalidKey(TaskMeshError):
+    """A key that is not 1–512 bytes of UTF-8 text without NUL."""
+
+
+class InvalidParams(TaskMeshError):
+    """Params that do not fit the handler's signature, or that MongoDB cannot store."""
+
+
+class InvalidOption(TaskMeshError):
+    """A `TaskOption` field or a setting of `configure` that is unknown or out of range."""
+
+
+class TaskTooLarge(TaskMeshError):
+    """A task whose document would come near MongoDB's limit of 16 MB."""
+
+
+class TaskNotFound(TaskMeshError):
+    """No task of this name and key: never published, deleted, or past its retention."""
+
+
+class TaskRunning(TaskMeshError):
+    """The task is running, and what was asked for must not disturb a running task."""
+
+
+class TaskError(TaskMeshError):
+    """The task ended as FAIL. `reasons` holds why, one line or traceback for each failed execution."""
+
+    def __init__(self, message: str, reasons: list[str] | None = None) -> None:
+        super().__init__(message)
+        self.reasons = reasons or []
+
+
+class TaskCancelled(TaskMeshError):
+    """The task was cancelled before it could finish."""
+
+
+class TaskExpired(TaskMeshError):
+    """The task had not succeeded by its `expire_time`, so nobody may start it any more."""
+
+
+class LeaseLost(TaskMeshError):
+    """This execution no longer holds its task: its lease ran out, or the task was cancelled or deleted.
+
+    Nothing that it writes through taskmesh counts any more.
+    """
+
+
+class WorkerIdTaken(TaskMeshError):
+    """A live consumer is registered under this `worker_id`; two must never act as one."""
+
+
+class NotAReplicaSet(TaskMeshError):
+    """The server is a standalone `mongod`: no change streams, no transactions, no majority writes."""
+
+
+class IncompatibleCollection(TaskMeshError):
+    """The collection holds data of a schema version that this release does not know. Nothing was touched."""
+
+
+class EmbeddedUnavailable(TaskMeshError):
+    """The embedded MongoDB cannot be started here; the message says what is missing."""
+
+
+class TaskFailed(Exception):
+    """Raise it in a handler: the task FAILs for good, whatever retries are left."""
+
+
+class Retry(Exception):
+    """Raise it in a handler: try again after exactly `delay_ms`, on any worker. Counted like a failure."""
+
+    def __init__(self, reason: str = "the handler asked for a retry", *, delay_ms: int = 0) -> None:
+        super().__init__(reason)
+        self.delay_ms = _checked_delay(delay_ms)
+
+
+class Snooze(Exception):
+    """Raise it in a handler: run again after exactly `delay_ms`, on any worker. Nothing is counted."""
+
+    def __init__(self, reason: str = "the handler snoozed", *, delay_ms: int = 0) -> None:
+        super().__init__(reason)
+        self.delay_ms = _checked_delay(delay_ms)
+
+
+def _checked_delay(delay_ms: int) -> int:
+    if isinstance(delay_ms, bool) or not isinstance(delay_ms, int) or not 0 <= delay_ms <= 10 * 366 * 86_400_000:
+        raise InvalidOption(f"delay_ms must be a whole number of milliseconds from 0 to ten years, not {delay_ms!r}")
+    return delay_ms

@@ -1,0 +1,118 @@
+"""Why is my task not running? Every gate of the claim rule, for one task and each worker, as the server judges it."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from taskmesh import rules
+from taskmesh.errors import TaskNotFound
+from taskmesh.rules import NEVER
+from taskmesh.store import Store, fleet
+from taskmesh.store.driver import Document
+
+
+class Gate(BaseModel):
+    """One condition of the claim rule."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    open: bool
+    reason: str
+    opens_at: datetime | None = None
+    """When the gate opens by itself, if it is shut now and ever does."""
+
+
+class Explanation(BaseModel):
+    """Whether a worker could claim a task, gate by gate."""
+
+    model_config = ConfigDict(frozen=True)
+
+    worker_id: str
+    claimable: bool
+    next_claim_time: datetime | None
+    """The earliest time at which this worker could claim it, as things stand; None: not by time alone."""
+    gates: list[Gate]
+
+
+async def explain(store: Store, id_: str, worker_id: str | None) -> list[Explanation]:
+    """Evaluate all gates on the server. Raises `TaskNotFound`."""
+    workers = {worker["_id"]: worker for worker in await fleet.workers(store)}
+    asked = (
+        [worker_id] if worker_id is not None else [w for w, d in workers.items() if d.get("live")] or ["(any worker)"]
+    )
+    closed = [name for name, queue in (await fleet.queues(store)).items() if queue.get("paused")]
+    explanations = []
+    for worker in asked:
+        gates = {**rules.task_gates(store.now), **rules.worker_gates(worker, store.now), **rules.queue_gate(closed)}
+        evaluated = {f"g{i}": {"$ifNull": [gate, None]} for i, gate in enumerate(gates.values())}
+        fields: Document = {"now": store.now, "gates": rules.with_facts(store.now, evaluated), "task": "$$ROOT"}
+        cursor = await store.driver.aggregate(
+            store.tasks, [{"$match": {"_id": id_}}, {"$project": fields}, {"$unset": "task.params"}]
+        )
+        found = await cursor.to_list(None)
+        if not found:
+            raise TaskNotFound(f"there is no task {id_!r}")
+        opens = {name: found[0]["gates"].get(f"g{i}") for i, name in enumerate(gates)}
+        explanations.append(_explanation(worker, workers.get(worker), opens, found[0]["task"], found[0]["now"]))
+    return explanations
+
+
+def _explanation(
+    worker_id: str, worker: Document | None, opens: dict[str, Any], task: Document, now: datetime
+) -> Explanation:
+    gates = [
+        Gate(
+            name=name,
+            open=moment is None or moment <= now,
+            reason=_reason(name, task, worker_id, moment, now),
+            opens_at=moment if moment is not None and now < moment < NEVER else None,
+        )
+        for name, moment in opens.items()
+    ]
+    if worker is not None:
+        knows = task["name"] in worker.get("names", ()) and (
+            worker.get("queues") is None or task["queue"] in worker["queues"]
+        )
+        reason = f"{'runs' if knows else 'does not run'} tasks named {task['name']!r} from queue {task['queue']!r}"
+        gates.append(Gate(name="worker runs such tasks", open=knows, reason=reason))
+    claimable = all(gate.open for gate in gates)
+    latest = max((moment for moment in opens.values() if moment is not None), default=now)
+    by_time = all(gate.open or gate.opens_at is not None for gate in gates)
+    return Explanation(
+        worker_id=worker_id, claimable=claimable, next_claim_time=max(latest, now) if by_time else None, gates=gates
+    )
+
+
+def _reason(gate: str, task: Document, worker_id: str, moment: datetime | None, now: datetime) -> str:
+    """Say in words which values the server compared."""
+    option, state = task.get("task_option", {}), task.get("task_state", {})
+    entries = state.get("worker_states", [])
+    live = [e for e in entries if e["state"] == "RUNNING" and e["ping_expire_time"] > now]
+    done = [e for e in entries if e["state"] == "SUCCESS"]
+    fails = sum(e["state"] == "FAIL" for e in entries) + state.get("dropped_fail_cnt", 0)
+    lost = sum(e["state"] == "RUNNING" and e["ping_expire_time"] <= now for e in entries)
+    texts = {
+        "unfinished": f"stored status {task.get('status')}, {len(done)} of {option.get('concurrent_worker_cnt')} SUCCESS",
+        "unexpired": f"expire_time {state.get('expire_time') or 'not set'}",
+        "started": f"start_time {state.get('start_time') or 'not set'}",
+        "room": f"{len(live)} live RUNNING + {len(done)} SUCCESS of concurrent_worker_cnt {option.get('concurrent_worker_cnt')}",
+        "retries left": f"{fails} FAIL, max_unexpected_retries {option.get('max_unexpected_retries')}",
+        "timeouts left": f"{state.get('timeout_cnt', 0) + lost} lost in a row, max_timeouts {option.get('max_timeouts')}",
+        "retry delay": f"{fails} FAIL, delay {option.get('unexpected_retry_delay_ms')} ms for the {option.get('unexpected_retry_delay_scope')}",
+        "own retry delay": f"delay {option.get('unexpected_retry_delay_ms')} ms for the {option.get('unexpected_retry_delay_scope')}",
+        "worker allowed": f"specific_worker_ids {', '.join(option.get('specific_worker_ids', [])) or 'any'}",
+        "not twice": f"{sum(e['worker_id'] == worker_id for e in live + done)} live or successful entries of {worker_id}",
+        "queue": f"queue {task.get('queue')!r} is {'paused' if moment is not None else 'open'}",
+    }
+    shut = (
+        ""
+        if moment is None or moment <= now
+        else " — shut for good"
+        if moment >= NEVER
+        else f" — opens at {moment.isoformat()}"
+    )
+    return texts.get(gate, "") + shut

@@ -1,0 +1,176 @@
+"""The feed: one change stream per process, read once and handed to everybody here who listens.
+
+It reopens by itself after every fault, behind the last event it saw. If that place is lost it tells every reader of
+the gap, and the reader looks for itself (a scan, a query). A stream that the server does not offer is no fault: said
+once, and then there is only the looking.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pymongo.errors import OperationFailure, PyMongoError
+
+from taskmesh.store import Store
+from taskmesh.store.driver import Document
+from taskmesh.store.watch import Change, Interest, change_from, open_stream
+
+logger = logging.getLogger("taskmesh.feed")
+
+_HISTORY_LOST = {286, 280, 260, 136, 234}
+_NOT_OFFERED = {13, 40573, 40415, 59}
+_LONGEST_PAUSE_S = 5.0
+_RETRY_NOT_OFFERED_S = 60.0
+
+
+@dataclass(eq=False)
+class Subscription:
+    """One reader of the feed."""
+
+    interest: Interest
+    on_change: Callable[[Change], None]
+    on_gap: Callable[[], None]
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once a stream that covers the interest is open, or it is known that there is none."""
+
+
+class Feed:
+    """The process's stream over one database."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._subscriptions: list[Subscription] = []
+        self._reader: asyncio.Task[None] | None = None
+        self._token: Document | None = None
+        self.offered = True
+        """Whether the server offers change streams to us."""
+        self._opened_before = False
+        self.delivered = 0
+        """How many events came, for tests and metrics."""
+
+    def subscribe(
+        self, interest: Interest, on_change: Callable[[Change], None], on_gap: Callable[[], None]
+    ) -> Subscription:
+        """Start to listen; wait for `ready` before the first look, so that nothing falls in between."""
+        subscription = Subscription(interest, on_change, on_gap)
+        covered = self._subscriptions and self._union() | interest == self._union()
+        self._subscriptions.append(subscription)
+        if covered and self._reader is not None and self._subscriptions[0].ready.is_set():
+            subscription.ready.set()
+        else:
+            self._restart()
+        return subscription
+
+    def change_interest(self, subscription: Subscription, interest: Interest) -> None:
+        """Listen to something else from now on, beginning where the stream stands."""
+        if subscription.interest != interest:
+            subscription.interest = interest
+            self._restart()
+
+    def unsubscribe(self, subscription: Subscription) -> None:
+        """Stop to listen. The last to go closes the stream."""
+        self._subscriptions.remove(subscription)
+        if not self._subscriptions:
+            self._stop()
+
+    async def close(self) -> None:
+        """Close the stream, whoever listens."""
+        self._subscriptions.clear()
+        reader = self._stop()
+        if reader is not None:
+            await asyncio.wait([reader])
+
+    def _union(self) -> Interest:
+        return functools.reduce(operator.or_, (s.interest for s in self._subscriptions), Interest())
+
+    def _stop(self) -> asyncio.Task[None] | None:
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.cancel()
+        self._token = None
+        self._opened_before = False
+        return reader
+
+    def _restart(self) -> None:
+        """Open a stream for what is wanted now. The old one goes: its connection is closed, which is rare enough."""
+        if self._reader is not None:
+            self._reader.cancel()
+        for subscription in self._subscriptions:
+            subscription.ready.clear()
+        self._reader = asyncio.get_running_loop().create_task(self._read_for_ever(), name="taskmesh feed")
+
+    async def _read_for_ever(self) -> None:
+        pause = 0.1
+        faults = 0
+        while True:
+            try:
+                async for opened in self._read():
+                    if opened:
+                        if faults:
+                            logger.info("change stream is open again")
+                        pause, faults = 0.1, 0
+            except OperationFailure as error:
+                if error.code in _HISTORY_LOST or error.has_error_label("NonResumableChangeStreamError"):
+                    logger.warning("change stream lost its place (code %s): opening afresh, and scanning", error.code)
+                    self._token = None
+                    self._announce_gap()
+                elif error.code in _NOT_OFFERED:
+                    if self.offered:
+                        logger.warning("the server offers no change stream (%s): relying on scans alone", error)
+                    self.offered = False
+                    self._set_ready()
+                    await asyncio.sleep(_RETRY_NOT_OFFERED_S)
+                    continue
+                else:
+                    self._tell_fault(error, faults)
+                faults += 1
+            except PyMongoError as error:
+                self._tell_fault(error, faults)
+                faults += 1
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, _LONGEST_PAUSE_S)
+
+    def _tell_fault(self, error: Exception, faults: int) -> None:
+        if faults == 0:  # an outage is one line, however long it lasts
+            logger.warning("change stream broke (%s): opening it again", type(error).__name__)
+
+    async def _read(self):  # type: ignore[no-untyped-def]  # an async generator of True, once open
+        """Read one stream until it ends or breaks."""
+        had_place = self._token is not None
+        stream = await open_stream(self._store, self._union(), start_after=self._token)
+        try:
+            if not had_place and self._opened_before:
+                self._announce_gap()
+            self._opened_before = True
+            self._token = stream.resume_token or self._token
+            self.offered = True
+            self._set_ready()
+            yield True
+            while stream.alive:
+                event = await stream.try_next()
+                if event is not None:
+                    self.delivered += 1
+                    self._hand_out(change_from(event))
+                self._token = stream.resume_token
+        finally:
+            await stream.close()
+
+    def _hand_out(self, change: Change) -> None:
+        for subscription in tuple(self._subscriptions):
+            try:
+                subscription.on_change(change)
+            except Exception:  # a stranger's document must not stop the stream
+                logger.exception("could not read the change of %r: skipped", change.id)
+
+    def _announce_gap(self) -> None:
+        for subscription in tuple(self._subscriptions):
+            subscription.on_gap()
+
+    def _set_ready(self) -> None:
+        for subscription in self._subscriptions:
+            subscription.ready.set()

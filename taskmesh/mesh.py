@@ -1,0 +1,495 @@
+"""`TaskMesh`: the front door. What it does stands in the files it calls."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, ParamSpec, Self, TypeVar, cast, overload
+
+from pymongo.errors import PyMongoError
+
+from taskmesh.clock import ServerClock
+from taskmesh.consumer import Consumer
+from taskmesh.consumer.execution import Execution
+from taskmesh.definition import Configuration, Run, TaskDefinition, TaskHandle, checked_queue
+from taskmesh.errors import InvalidOption, InvalidParams, TaskMeshError, TaskNotFound, TaskRunning
+from taskmesh.events import DEFAULT_BUFFER, EventReader, TaskEvent
+from taskmesh.explain import Explanation, explain
+from taskmesh.feed import Feed
+from taskmesh.option import TaskOption
+from taskmesh.params import checked_size
+from taskmesh.portal import run_blocking
+from taskmesh.results import Results
+from taskmesh.stats import Stats, read_stats
+from taskmesh.store import Store, control, find, fleet, schema
+from taskmesh.store.faults import is_over_deadline, is_passing
+from taskmesh.store.publish import Publication, Published, publish, publish_in_session, stored_option
+from taskmesh.task import Status, Task, checked_key, checked_name, task_id
+from taskmesh.workers import Registry, WorkerInfo
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+PUBLISH_DEADLINE_S = 30.0
+
+
+class TaskMesh:
+    """A set of task definitions on a MongoDB collection.
+
+    `client`: a MongoDB URI, a `pymongo.AsyncMongoClient` or a `motor.motor_asyncio.AsyncIOMotorClient`. None: the URI in
+    `TASKMESH_URI`; without one, the embedded MongoDB (`pip install 'taskmesh[embedded]'`).
+    """
+
+    def __init__(self, client: Any = None, *, database: str = "taskmesh", collection: str = "tasks") -> None:
+        self._client = client
+        self._database = database
+        self._collection = collection
+        self.definitions: dict[str, TaskDefinition[Any, Any]] = {}
+        self._store: Store | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._embedded: Any = None
+        self._pid = os.getpid()
+        self._twin: TaskMesh | None = None
+        """The same mesh on the portal's loop, for `publish_sync`."""
+
+    # --- definitions ---
+
+    @overload
+    def task(self, fn: Callable[P, Awaitable[R]], /) -> TaskDefinition[P, R]: ...
+    @overload
+    def task(self, fn: Callable[P, R], /) -> TaskDefinition[P, R]: ...
+    @overload
+    def task(
+        self,
+        fn: None = None,
+        /,
+        *,
+        name: str | None = None,
+        queue: str = "default",
+        option: TaskOption | None = None,
+        run: Run | None = None,
+        projection: Sequence[str] | None = None,
+    ) -> _Decorator: ...
+
+    def task(
+        self,
+        fn: Any = None,
+        /,
+        *,
+        name: str | None = None,
+        queue: str = "default",
+        option: TaskOption | None = None,
+        run: Run | None = None,
+        projection: Sequence[str] | None = None,
+    ) -> Any:
+        """Define a task: a decorator, with or without arguments.
+
+        `name`: the function's, by default. `run`: `"async"`, `"thread"` (the default for plain functions) or `"process"`.
+        `projection`: load only these params at execution; the others keep their defaults.
+        """
+        if option is not None and not isinstance(option, TaskOption):
+            raise InvalidOption(f"option is a TaskOption, not {option!r}")
+
+        def define(function: Any) -> TaskDefinition[Any, Any]:
+            configuration = Configuration(queue=checked_queue(queue), option=option or TaskOption())
+            definition: TaskDefinition[Any, Any] = TaskDefinition(
+                self, function, name or function.__name__, configuration, run, projection
+            )
+            if definition.name in self.definitions:
+                raise InvalidOption(f"a task {definition.name!r} is defined already: give one of them another name")
+            self.definitions[definition.name] = definition
+            return definition
+
+        return define if fn is None else define(fn)
+
+    # --- connection ---
+
+    async def __aenter__(self) -> Self:
+        await self.connect()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def connect(self) -> None:
+        """Connect, check the server, and create the collections and indexes that are missing.
+
+        Raises `NotAReplicaSet`, `IncompatibleCollection`, `EmbeddedUnavailable`, or `TaskMeshError` if no server answers.
+        """
+        if self._store is not None:
+            raise TaskMeshError("this mesh is connected already: use one `async with mesh` around all that needs it")
+        store = Store(await self._client_or_uri(), self._database, self._collection)
+        clock = ServerClock()
+        try:
+            await schema.check_server(store)
+            for _ in range(3):
+                sent = time.monotonic()
+                clock.observe(await fleet.server_time(store), sent, time.monotonic())
+            await schema.create(store)
+        except BaseException:
+            await store.close()
+            await self._leave_embedded()
+            raise
+        self._store, self.clock, self._loop, self._pid = store, clock, asyncio.get_running_loop(), os.getpid()
+        self.feed = Feed(store)
+        self._results = Results(store, self.feed)
+        self._registry = Registry(store)
+
+    async def close(self) -> None:
+        """Close what `connect` opened. Does nothing the second time."""
+        if self._store is None:
+            return
+        store, self._store = self._store, None
+        await self._results.close()
+        await self.feed.close()
+        await store.close()
+        await self._leave_embedded()
+
+    async def _client_or_uri(self) -> Any:
+        client = self._client or os.environ.get("TASKMESH_URI")
+        if client is not None:
+            return client
+        from taskmesh.embedded import attach
+
+        self._embedded = await asyncio.to_thread(attach)
+        return self._embedded.uri
+
+    async def _leave_embedded(self) -> None:
+        if self._embedded is not None:
+            embedded, self._embedded = self._embedded, None
+            await asyncio.to_thread(embedded.close)
+
+    @property
+    def store(self) -> Store:
+        """The connection. Raises `TaskMeshError` if there is none that can be used here."""
+        if self._store is None:
+            raise TaskMeshError("this mesh is not connected: use it inside `async with mesh:` (or `publish_sync`)")
+        if self._pid != os.getpid():
+            raise TaskMeshError(
+                "this mesh was connected before a fork: connect it anew in the child, or use `publish_sync`"
+            )
+        if self._loop is not asyncio.get_running_loop():
+            raise TaskMeshError("this mesh is connected in another event loop: connect it in the one that uses it")
+        return self._store
+
+    # --- publishing ---
+
+    async def publish(
+        self, name: str, key: str, params: Mapping[str, Any] | None = None, **configuration: Any
+    ) -> TaskHandle[Any]:
+        """Publish by task name, without the handler's code.
+
+        Uses the option and queue of the definition if this mesh knows the name, else the defaults. Raises as
+        `TaskDefinition.publish` does.
+        """
+        definition = self.definitions.get(checked_name(name))
+        if definition is not None:
+            return (await self._publish(definition.configure(**configuration), {key: params or {}}))[0]
+        return (
+            await self._publish_named(
+                name, Configuration().changed(**configuration), {key: self._unchecked(name, params)}
+            )
+        )[0]
+
+    @staticmethod
+    def _unchecked(name: str, params: Mapping[str, Any] | None) -> tuple[dict[str, Any], int]:
+        if params is not None and not isinstance(params, Mapping):
+            raise InvalidParams(f"task {name!r}: params are a mapping by parameter name, not {type(params).__name__}")
+        stored = dict(params or {})
+        return stored, checked_size(name, stored)
+
+    async def _publish(
+        self, definition: TaskDefinition[Any, Any], params_by_key: Mapping[str, Mapping[str, Any]]
+    ) -> list[TaskHandle[Any]]:
+        """Publish tasks of one definition; all are checked before any is written."""
+        checked = {checked_key(key): definition.params.to_store(params) for key, params in params_by_key.items()}
+        return await self._publish_named(definition.name, definition.configuration, checked)
+
+    async def _publish_named(
+        self, name: str, configuration: Configuration, checked: Mapping[str, tuple[dict[str, Any], int]]
+    ) -> list[TaskHandle[Any]]:
+        publications = [_publication(name, key, params, size, configuration) for key, (params, size) in checked.items()]
+        store = self.store
+        if configuration.session is not None:
+            published = [
+                await publish_in_session(store, publication, self.clock.now(), configuration.session)
+                for publication in publications
+            ]
+        else:
+            published = await self._published(store, publications)
+        warnings = await self._registry.warnings(name, configuration, self.clock.now())
+        return [
+            TaskHandle(
+                self, name, publication.key, created=result.created, updated=result.updated, warnings=list(warnings)
+            )
+            for publication, result in zip(publications, published, strict=True)
+        ]
+
+    async def _published(self, store: Store, publications: list[Publication]) -> list[Published]:
+        """Publish, and again while the database is away, up to a deadline: a repeated publish is known by its `publish_id`."""
+        give_up = time.monotonic() + PUBLISH_DEADLINE_S
+        pause = 0.05
+        while True:
+            try:
+                return await publish(store, publications, self.clock.now())
+            except PyMongoError as error:
+                locked = is_over_deadline(error)
+                if not (is_passing(error) or locked) or time.monotonic() + pause > give_up:
+                    if locked:
+                        keys = ", ".join(repr(publication.key) for publication in publications[:3])
+                        raise TaskMeshError(
+                            f"publishing {keys} waits for somebody's open transaction: try again later"
+                        ) from error
+                    raise
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, 1.0)
+
+    def _publish_sync(
+        self, definition: TaskDefinition[Any, Any], params_by_key: Mapping[str, Mapping[str, Any]]
+    ) -> list[TaskHandle[Any]]:
+        handles = run_blocking(self._publish_in_portal(definition, params_by_key), "publish_sync")
+        for handle in handles:
+            handle._mesh = self
+        return handles
+
+    async def _publish_in_portal(
+        self, definition: TaskDefinition[Any, Any], params_by_key: Mapping[str, Mapping[str, Any]]
+    ) -> list[TaskHandle[Any]]:
+        """Runs in the portal's loop, on a connection of its own."""
+        loop = asyncio.get_running_loop()
+        if self._twin is None or self._twin._loop is not loop or self._twin._pid != os.getpid():
+            twin = TaskMesh(self._twin_client(), database=self._database, collection=self._collection)
+            twin.definitions = self.definitions
+            await twin.connect()
+            self._twin = twin
+        return await self._twin._publish(definition, params_by_key)
+
+    def _twin_client(self) -> Any:
+        from taskmesh.store.driver import twin_of
+
+        return self._client if self._client is None or isinstance(self._client, str) else twin_of(self._client)
+
+    async def publish_with(self, execution: Execution, session: Any) -> None:
+        """Publish, inside a transaction, what an execution's handler asked for."""
+        for definition, key, params in execution.publications:
+            target = self.definitions[definition] if isinstance(definition, str) else definition
+            await self._publish(target.configure(session=session), {key: params})
+
+    # --- tasks ---
+
+    async def get(self, name: str, key: str) -> Task:
+        """Return the task as it stands now, params and all. Raises `TaskNotFound`."""
+        found = await find.get(self.store, [task_id(name, key)])
+        if not found:
+            raise TaskNotFound(
+                f"there is no task {name!r} {key!r}: it was never published, was deleted, or is past its retention"
+            )
+        return Task.from_document(found[0])
+
+    async def find(
+        self,
+        name: str | None = None,
+        status: Status | str | Sequence[Status | str] | None = None,
+        queue: str | None = None,
+        limit: int = 100,
+        *,
+        key_prefix: str | None = None,
+        sort: find.Sort = "key",
+        params: bool = False,
+        after: str | None = None,
+    ) -> AsyncIterator[Task]:
+        """Yield matching tasks, without their params unless asked for. `limit=0`: all.
+
+        `sort`: `"key"`, `"newest"` or `"oldest"`. `after`: a key, to go on behind it (with `name` and `sort="key"`).
+        """
+        wanted = None if status is None else [str(Status(s)) for s in ([status] if isinstance(status, str) else status)]
+        behind = None if after is None else task_id(name or "", after)
+        documents = find.find(
+            self.store,
+            name=name and checked_name(name),
+            status=wanted,
+            queue=queue,
+            key_prefix=key_prefix,
+            sort=sort,
+            limit=limit,
+            params=params,
+            after=behind,
+        )
+        async for document in documents:
+            task = _readable(document)
+            if task is not None:
+                yield task
+
+    async def cancel(self, name: str, key: str) -> Task:
+        """Cancel the task: CANCELLED from now on; a running execution is stopped. A finished task stays as it is."""
+        await control.cancel(self.store, task_id(name, key))
+        return await self.get(name, key)
+
+    async def retry(self, name: str, key: str) -> Task:
+        """Make a finished task INIT again, its entries and counts dropped; a waiting one is due at once.
+
+        Raises `TaskRunning`, `TaskNotFound`.
+        """
+        if not await control.retry(self.store, task_id(name, key)):
+            await self.get(name, key)
+            raise TaskRunning(f"task {name!r} {key!r} is running: cancel it first, or publish it with run_again")
+        return await self.get(name, key)
+
+    async def delete(self, name: str, key: str) -> Task:
+        """Remove the task, and return it as it was. A running execution is stopped. Raises `TaskNotFound`."""
+        task = await self.get(name, key)
+        await control.delete(self.store, task_id(name, key))
+        return task
+
+    async def set_option(self, name: str, key: str, **changes: Any) -> Task:
+        """Change fields of a published task's option. Raises `InvalidOption`, `TaskNotFound`.
+
+        On a running task, a worker that is no longer in `specific_worker_ids` stops; `ping_interval_ms` counts from the
+        next ping; all else from the next claim.
+        """
+        while True:
+            before = (await self.get(name, key)).task_option
+            after = stored_option(before.changed(**changes))
+            expected = stored_option(before)
+            if await control.set_option(self.store, task_id(name, key), {f: after[f] for f in changes}, expected):
+                return await self.get(name, key)
+
+    async def explain(self, name: str, key: str, worker_id: str | None = None) -> list[Explanation]:
+        """Tell, for one worker or every live one, which gates of the claim rule are open or shut, why, and until when."""
+        return await explain(self.store, task_id(name, key), worker_id)
+
+    async def _finished(self, name: str, key: str, timeout: float | None) -> Task:
+        _ = self.store
+        try:
+            document = await asyncio.wait_for(self._results.finished(task_id(name, key)), timeout)
+        except TimeoutError:
+            raise TimeoutError(f"task {name!r} {key!r} has not finished within {timeout} s") from None
+        return Task.from_document(document)
+
+    # --- queues and workers ---
+
+    async def pause(
+        self, queue: str, *, reason: str | None = None, by: str | None = None, until: datetime | None = None
+    ) -> None:
+        """Let no worker claim from this queue any more, until `resume`, or the time `until`. What runs, runs on."""
+        settings = {
+            "paused": True,
+            "paused_reason": reason,
+            "paused_by": by,
+            "paused_until": until,
+            "pause_time": self.clock.now(),
+        }
+        await fleet.set_queue(self.store, checked_queue(queue), settings)
+
+    async def resume(self, queue: str) -> None:
+        """Let workers claim from this queue again."""
+        await fleet.set_queue(self.store, checked_queue(queue), {"paused": False, "paused_until": None})
+
+    async def workers(self) -> list[WorkerInfo]:
+        """Return the live workers and those that went within the last hour."""
+        return await self._registry.read() if self.store else []
+
+    async def stop_worker(self, worker_id: str, grace_ms: int = 30_000) -> None:
+        """Let a consumer elsewhere stop gracefully. Raises `TaskNotFound` if no such worker is registered."""
+        await self._order(worker_id, {"stop_grace_ms": grace_ms})
+
+    async def pause_worker(self, worker_id: str) -> None:
+        """Let a consumer elsewhere claim no more; what it runs, runs on."""
+        await self._order(worker_id, {"paused": True})
+
+    async def resume_worker(self, worker_id: str) -> None:
+        """Let a paused consumer elsewhere go on."""
+        await self._order(worker_id, {"paused": False})
+
+    async def set_concurrency(self, worker_id: str, concurrency: int) -> None:
+        """Change how many executions a consumer elsewhere runs at once."""
+        await self._order(worker_id, {"concurrency": concurrency})
+
+    async def _order(self, worker_id: str, changes: dict[str, Any]) -> None:
+        if not await fleet.order(self.store, worker_id, changes):
+            raise TaskNotFound(f"no worker {worker_id!r} is registered: `taskmesh workers` lists those that are")
+
+    async def stats(self) -> Stats:
+        """Return counts by name and status, the lag of the oldest claimable task, and the throughput of the fleet."""
+        return await read_stats(self.store)
+
+    async def events(
+        self, name: str | None = None, key: str | None = None, *, buffer: int = DEFAULT_BUFFER
+    ) -> AsyncIterator[TaskEvent]:
+        """Yield what happens to tasks from now on, in order for each task."""
+        _ = self.store
+        reader = await EventReader(name, key, buffer=buffer).open(self.feed)
+        async for event in reader:
+            yield event
+
+    # --- consumers ---
+
+    def consumer(
+        self,
+        *,
+        worker_id: str | None = None,
+        concurrency: int = 100,
+        names: Sequence[str] | None = None,
+        queues: Sequence[str] | None = None,
+        listen: bool = True,
+        **hooks: Any,
+    ) -> Consumer:
+        """Return a consumer of this mesh's tasks. No `worker_id`: `host-pid-random`. `listen=False`: scans only.
+
+        Hooks: `on_claim(consumer)` returns a filter on task documents, or None to claim nothing this round;
+        `before(task)`, `after(task, ending)`. Plain or async.
+        """
+        return Consumer(
+            self, worker_id=worker_id, concurrency=concurrency, names=names, queues=queues, listen=listen, **hooks
+        )
+
+
+class _Decorator:
+    """The type of `mesh.task(…)`, which keeps the signature of what it decorates."""
+
+    @overload
+    def __call__(self, fn: Callable[P, Awaitable[R]], /) -> TaskDefinition[P, R]: ...
+    @overload
+    def __call__(self, fn: Callable[P, R], /) -> TaskDefinition[P, R]: ...
+    def __call__(self, fn: Any, /) -> Any:
+        """Define the task."""
+
+
+def _publication(name: str, key: str, params: dict[str, Any], size: int, configuration: Configuration) -> Publication:
+    return Publication(
+        name=name,
+        key=key,
+        queue=configuration.queue,
+        params=params,
+        option=configuration.option,
+        size=size + 1_000,
+        start_time=configuration.start_time,
+        expire_time=configuration.expire_time,
+        delay_ms=configuration.delay_ms,
+        group=configuration.group,
+        tuned=dict(configuration.tuned),
+        update_existing_params=configuration.update_existing_params,
+        not_update_running=configuration.not_update_running,
+        clean_success=configuration.clean_success,
+        clean_failed=configuration.clean_failed,
+        run_again=configuration.run_again,
+    )
+
+
+def _readable(document: dict[str, Any]) -> Task | None:
+    """Read a task, or skip a stranger's document with a word."""
+    try:
+        return Task.from_document(document)
+    except ValueError as error:
+        import logging
+
+        logging.getLogger("taskmesh").warning(
+            "the document %r is no task of ours, and skipped: %.300s", document.get("_id"), error
+        )
+        return None
+
+
+__all__ = ["UTC", "TaskMesh", "cast"]

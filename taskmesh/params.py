@@ -1,0 +1,115 @@
+"""Params from a handler's signature: checked at publish, so that nothing unfit is stored, and again at execution,
+since code and documents do not always change together.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from taskmesh.errors import InvalidParams, TaskTooLarge
+from taskmesh.values import TooLarge, Unstorable, size_of, storable
+
+_UNORDERED = (inspect.Parameter.VAR_POSITIONAL,)
+
+
+class Params:
+    """What one handler takes."""
+
+    def __init__(self, name: str, fn: Callable[..., Any]) -> None:
+        self._name = name
+        self._signature = inspect.signature(fn)
+        for parameter in self._signature.parameters.values():
+            if parameter.kind in _UNORDERED:
+                raise TypeError(
+                    f"task {name!r}: the handler takes *{parameter.name}, but params are stored by name: name them"
+                )
+        self._positional = [p.name for p in self._signature.parameters.values() if p.kind is p.POSITIONAL_ONLY]
+        self._open_ended = any(p.kind is p.VAR_KEYWORD for p in self._signature.parameters.values())
+        self._fn = fn
+        self._model: type[BaseModel] | None = None
+
+    def named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return positional and keyword arguments by name."""
+        if not args:
+            return dict(kwargs)
+        try:
+            bound = self._signature.bind_partial(*args, **kwargs)
+        except TypeError as error:
+            raise InvalidParams(f"task {self._name!r} takes {self._signature}: {error}") from None
+        named = dict(bound.arguments)
+        for parameter in self._signature.parameters.values():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                named |= named.pop(parameter.name, {})
+        return named
+
+    def to_store(self, params: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+        """Return checked params in MongoDB's types, and their size in bytes. Raises `InvalidParams`, `TaskTooLarge`."""
+        checked = self._validated(params, "at publish")
+        stored, turned = storable(checked)
+        if turned and self._validated(stored, "at publish") != checked:
+            raise InvalidParams(
+                f"task {self._name!r}: {_lossy(checked, stored)} would not come back from MongoDB as it is: annotate the "
+                "parameter with its type, or pass plain values"
+            )
+        return stored, checked_size(self._name, stored)
+
+    def to_run(self, stored: Any) -> tuple[list[Any], dict[str, Any]]:
+        """Return the arguments to call the handler with. Raises `InvalidParams` for what does not fit (any more)."""
+        if not isinstance(stored, dict):
+            raise InvalidParams(f"task {self._name!r}: the stored params are no document but {stored!r}")
+        params = self._validated(stored, "at execution")
+        return [params.pop(name) for name in self._positional if name in params], params
+
+    def _validated(self, params: Mapping[str, Any], when: str) -> dict[str, Any]:
+        model = self._model or self._build_model()
+        try:
+            valid = model.model_validate(params)
+        except ValidationError as error:
+            raise InvalidParams(f"task {self._name!r} takes {self._signature}; {when} {_explained(error)}") from None
+        values = {field.alias: getattr(valid, attribute) for attribute, field in model.model_fields.items()}
+        return values | (valid.model_extra or {})  # type: ignore[return-value]  # every field was made with an alias
+
+    def _build_model(self) -> type[BaseModel]:
+        """Make a model of the signature; at first use, when the names in the annotations exist."""
+        hints = get_type_hints(self._fn, include_extras=True)
+        fields: dict[str, Any] = {}
+        for i, parameter in enumerate(self._signature.parameters.values()):
+            if parameter.kind is parameter.VAR_KEYWORD:
+                continue
+            default = ... if parameter.default is parameter.empty else parameter.default
+            # Numbered attributes, so that no parameter can clash with a method of the model.
+            fields[f"p{i}"] = (hints.get(parameter.name, Any), Field(default, alias=parameter.name))
+        config = ConfigDict(extra="allow" if self._open_ended else "forbid", arbitrary_types_allowed=True)
+        self._model = create_model(f"{self._name}_params", __config__=config, **fields)
+        return self._model
+
+
+def checked_size(name: str, params: dict[str, Any]) -> int:
+    """Return the size of params in bytes. Raises `InvalidParams` for what cannot be stored, `TaskTooLarge`."""
+    try:
+        return size_of(params, "params")
+    except Unstorable as error:
+        raise InvalidParams(f"task {name!r}: {error}") from None
+    except TooLarge as error:
+        raise TaskTooLarge(f"task {name!r}: {error}") from None
+
+
+def _explained(error: ValidationError) -> str:
+    problems = []
+    for found in error.errors(include_url=False):
+        where = ".".join(str(part) for part in found["loc"]) or "params"
+        if found["type"] == "missing":
+            problems.append(f"{where!r} is missing")
+        elif found["type"] == "extra_forbidden":
+            problems.append(f"there is no parameter {where!r} (given: {found['input']!r:.200})")
+        else:
+            problems.append(f"{where!r}={found['input']!r:.200} does not fit: {found['msg']}")
+    return "; ".join(problems)
+
+
+def _lossy(checked: dict[str, Any], stored: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r:.200}" for name, value in checked.items() if stored.get(name) != value)

@@ -1,0 +1,128 @@
+"""Waiting for results: all waiters of a process share the feed, and ask for what has finished in one query.
+
+A finished task is announced by the feed; whoever waits for it is then served by reading the task. A slow look at all
+that is waited for covers what no event announced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from pymongo.errors import PyMongoError
+
+from taskmesh.errors import TaskNotFound
+from taskmesh.feed import Feed, Subscription
+from taskmesh.store import Store
+from taskmesh.store.driver import Document
+from taskmesh.store.find import get
+from taskmesh.store.watch import FINISHED, Change, Interest
+
+logger = logging.getLogger("taskmesh.results")
+
+_LOOK_EVERY_S = 5.0
+_PER_QUERY = 1_000
+
+
+class Results:
+    """The waiters of one process."""
+
+    def __init__(self, store: Store, feed: Feed) -> None:
+        self._store = store
+        self._feed = feed
+        self._waiters: dict[str, set[asyncio.Future[Document]]] = {}
+        self._due: set[str] = set()
+        self._wake = asyncio.Event()
+        self._subscription: Subscription | None = None
+        self._reader: asyncio.Task[None] | None = None
+
+    async def finished(self, id_: str) -> Document:
+        """Return the task's document once it is finished. Raises `TaskNotFound` if it is not there (any more)."""
+        self._start()
+        waiter: asyncio.Future[Document] = asyncio.get_running_loop().create_future()
+        self._waiters.setdefault(id_, set()).add(waiter)
+        try:
+            assert self._subscription is not None
+            await self._subscription.ready.wait()
+            self._look_at(id_)
+            return await waiter
+        finally:
+            waiting = self._waiters.get(id_, set())
+            waiting.discard(waiter)
+            if not waiting:
+                self._waiters.pop(id_, None)
+
+    async def close(self) -> None:
+        """Stop waiting; waiters are cancelled."""
+        if self._subscription is not None and self._subscription in self._feed._subscriptions:
+            self._feed.unsubscribe(self._subscription)
+        self._subscription = None
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.wait([self._reader])
+        for waiters in tuple(self._waiters.values()):
+            for waiter in waiters:
+                waiter.cancel()
+
+    def _start(self) -> None:
+        if self._subscription is None:
+            self._subscription = self._feed.subscribe(Interest(finished=True), self._heard, self._look_at_all)
+        if self._reader is None or self._reader.done():
+            self._reader = asyncio.get_running_loop().create_task(self._serve_for_ever(), name="taskmesh results")
+
+    def _heard(self, change: Change) -> None:
+        if change.status in FINISHED and change.id in self._waiters:
+            self._look_at(change.id)
+
+    def _look_at(self, id_: str) -> None:
+        self._due.add(id_)
+        self._wake.set()
+
+    def _look_at_all(self) -> None:
+        self._due.update(self._waiters)
+        self._wake.set()
+
+    async def _serve_for_ever(self) -> None:
+        while True:
+            try:
+                await asyncio.wait_for(self._wake.wait(), _LOOK_EVERY_S)
+            except TimeoutError:
+                self._due.update(self._waiters)
+            self._wake.clear()
+            try:
+                await self._serve_due()
+            except PyMongoError as error:
+                logger.warning("could not read finished tasks (%s): trying again", type(error).__name__)
+                await asyncio.sleep(0.5)
+                self._wake.set()
+
+    async def _serve_due(self) -> None:
+        while self._due:
+            ids = [self._due.pop() for _ in range(min(_PER_QUERY, len(self._due)))]
+            try:
+                found = {task["_id"]: task for task in await get(self._store, ids, params=False)}
+            except BaseException:
+                self._due.update(ids)
+                raise
+            for id_ in ids:
+                self._tell(id_, found.get(id_))
+
+    def _tell(self, id_: str, task: Document | None) -> None:
+        for waiter in self._waiters.get(id_, ()):
+            if waiter.done():
+                continue
+            if task is None:
+                name, _, key = id_.partition(":")
+                waiter.set_exception(
+                    TaskNotFound(
+                        f"there is no task {name!r} {key!r} (any more): it was deleted, or is past its retention"
+                    )
+                )
+            elif task["status"] in FINISHED:
+                waiter.set_result(task)
+
+
+def value_of(task: Any) -> Any:
+    """Return the value of a task's first SUCCESS."""
+    return task.successes[0].returns

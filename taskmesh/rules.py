@@ -1,0 +1,347 @@
+"""The claim rule, written once, as expressions that MongoDB evaluates.
+
+Every gate is an expression that says **when** it opens: null (it stands open), a time, or `NEVER` (not unless
+somebody changes the task). A worker may claim a task when the latest of its gates is not later than now. All else
+follows from that:
+
+- the claim's filter and `explain` ask all gates (`claim_time`);
+- `next_claim_time`, by which tasks are found, is the latest of the gates that do not depend on the worker;
+- `status` is read off the same facts.
+
+Python holds no second copy of the rule. "Now" is an expression too: `$$NOW`, the server's clock, in production; a
+literal in tests, which so move time on the real database.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from typing import Any
+
+Expression = Any
+"""A MongoDB aggregation expression."""
+
+Stage = dict[str, Any]
+
+NOW: Expression = "$$NOW"
+NEVER = datetime(9999, 12, 31, 23, 59, 59, 999_000, tzinfo=UTC)
+LONG_AGO = datetime(1970, 1, 1, tzinfo=UTC)
+
+ENTRIES = "$task_state.worker_states"
+KEPT_FAILS = 32
+"""FAIL entries kept in a document; older ones are only counted, so that it stays small."""
+KEPT_LOSSES = 8
+_ONE_DAY_MS = 86_400_000
+
+
+# --- facts: what the entries say at a moment -------------------------------------------------------------------------
+
+
+def with_facts(now: Expression, result: Expression) -> Expression:
+    """Evaluate `result` with `$$live`, `$$lost`, `$$done` and `$$fails`: the entries, sorted out."""
+    return {
+        "$let": {
+            "vars": {
+                "live": _entries(is_live(now)),
+                "lost": _entries(is_lost(now)),
+                "done": _entries({"$eq": ["$$this.state", "SUCCESS"]}),
+                "fails": _entries({"$eq": ["$$this.state", "FAIL"]}),
+            },
+            "in": result,
+        }
+    }
+
+
+def is_live(now: Expression) -> Expression:
+    """The entry `$$this` holds a lease: nobody else may take its place."""
+    return {"$and": [{"$eq": ["$$this.state", "RUNNING"]}, {"$gt": ["$$this.ping_expire_time", now]}]}
+
+
+def is_lost(now: Expression) -> Expression:
+    """The entry `$$this` held a lease that ran out. It is dead for good: no write of its worker counts."""
+    return {"$and": [{"$eq": ["$$this.state", "RUNNING"]}, {"$lte": ["$$this.ping_expire_time", now]}]}
+
+
+def _entries(condition: Expression) -> Expression:
+    return {"$filter": {"input": ENTRIES, "cond": condition}}
+
+
+def _never_if(condition: Expression) -> Expression:
+    return {"$cond": [condition, NEVER, None]}
+
+
+FAIL_CNT = {"$add": [{"$size": "$$fails"}, {"$ifNull": ["$task_state.dropped_fail_cnt", 0]}]}
+TIMEOUT_CNT = {"$add": ["$task_state.timeout_cnt", {"$size": "$$lost"}]}
+
+_cancelled = {"$gt": ["$task_state.cancel_time", None]}
+_succeeded = {"$gte": [{"$size": "$$done"}, "$task_option.concurrent_worker_cnt"]}
+_failed_for_good = {"$in": [True, "$$fails.final"]}
+_retries_used_up = {"$gt": [FAIL_CNT, "$task_option.max_unexpected_retries"]}
+_timeouts_used_up = {"$gt": [TIMEOUT_CNT, "$task_option.max_timeouts"]}
+
+
+def _expired(now: Expression) -> Expression:
+    return {"$lte": [{"$ifNull": ["$task_state.expire_time", NEVER]}, now]}
+
+
+# --- gates -----------------------------------------------------------------------------------------------------------
+
+
+def task_gates(now: Expression) -> dict[str, Expression]:
+    """The gates that are the same for every worker."""
+    return {
+        "unfinished": _never_if({"$or": [_cancelled, _succeeded, _failed_for_good]}),
+        "unexpired": _never_if(_expired(now)),
+        "started": "$task_state.start_time",
+        "room": _room_opens,
+        "retries left": _never_if(_retries_used_up),
+        "timeouts left": _never_if(_timeouts_used_up),
+        "retry delay": {"$max": ["$task_state.resume_time", _retry_opens_for_some_worker]},
+    }
+
+
+def worker_gates(worker_id: str, now: Expression) -> dict[str, Expression]:
+    """The gates that ask who is claiming."""
+    me = {"$literal": worker_id}
+    mine = {"$eq": ["$$this.worker_id", me]}
+    return {
+        "worker allowed": _never_if(
+            {
+                "$and": [
+                    {"$ne": ["$task_option.specific_worker_ids", []]},
+                    {"$not": [{"$in": [me, "$task_option.specific_worker_ids"]}]},
+                ]
+            }
+        ),
+        "not twice": {
+            "$cond": [
+                {"$in": [me, "$$done.worker_id"]},
+                NEVER,
+                {
+                    "$max": {
+                        "$map": {
+                            "input": {"$filter": {"input": "$$live", "cond": mine}},
+                            "in": "$$this.ping_expire_time",
+                        }
+                    }
+                },
+            ]
+        },
+        "own retry delay": {
+            "$cond": [
+                {"$eq": ["$task_option.unexpected_retry_delay_scope", "worker"]},
+                _retry_opens({"$filter": {"input": "$$fails", "cond": mine}}),
+                None,
+            ]
+        },
+    }
+
+
+def queue_gate(closed_queues: Iterable[str]) -> dict[str, Expression]:
+    """The gate of the task's queue: `closed_queues` are paused, or have no room under their limits."""
+    return {"queue": _never_if({"$in": ["$queue", [{"$literal": queue} for queue in closed_queues]]})}
+
+
+_room_opens: Expression = {
+    # With too many live or successful entries, room appears when enough of the leases have run out.
+    "$let": {
+        "vars": {
+            "over": {
+                "$subtract": [
+                    {"$add": [{"$size": "$$live"}, {"$size": "$$done"}]},
+                    "$task_option.concurrent_worker_cnt",
+                ]
+            }
+        },
+        "in": {
+            "$cond": [
+                {"$lt": ["$$over", 0]},
+                None,
+                {
+                    "$ifNull": [
+                        {"$arrayElemAt": [{"$sortArray": {"input": "$$live.ping_expire_time", "sortBy": 1}}, "$$over"]},
+                        NEVER,
+                    ]
+                },
+            ]
+        },
+    }
+}
+
+
+def _retry_opens(fails: Expression) -> Expression:
+    """When the delay after the last of `fails` is over. `Retry` sets an exact time; else the option tells."""
+    delay = "$task_option.unexpected_retry_delay_ms"
+    further_failures = {"$min": [{"$subtract": [{"$size": "$$counted"}, 1]}, 100]}
+    grown = {
+        "$min": [
+            {"$max": [_ONE_DAY_MS, delay]},
+            {"$multiply": [delay, {"$pow": ["$task_option.unexpected_retry_backoff", further_failures]}]},
+        ]
+    }
+    jitter = {"$add": [1, {"$multiply": ["$task_option.unexpected_retry_jitter", "$$last.retry_jitter"]}]}
+    return {
+        "$let": {
+            "vars": {"counted": fails, "last": {"$arrayElemAt": [fails, -1]}},
+            "in": {
+                "$cond": [
+                    {"$eq": ["$$counted", []]},
+                    None,
+                    {
+                        "$ifNull": [
+                            "$$last.retry_time",
+                            {"$add": ["$$last.fail_time", {"$toLong": {"$multiply": [grown, jitter]}}]},
+                        ]
+                    },
+                ]
+            },
+        }
+    }
+
+
+_retry_opens_for_some_worker: Expression = {
+    "$switch": {
+        "branches": [
+            {"case": {"$eq": ["$$fails", []]}, "then": None},
+            {
+                "case": {"$eq": ["$task_option.unexpected_retry_delay_scope", "task"]},
+                "then": _retry_opens("$$fails"),
+            },
+            {
+                # Only those who failed wait. A task for named workers waits for the first of them.
+                "case": {"$ne": ["$task_option.specific_worker_ids", []]},
+                "then": {
+                    "$min": {
+                        "$map": {
+                            "input": "$task_option.specific_worker_ids",
+                            "as": "allowed",
+                            "in": {
+                                "$ifNull": [
+                                    _retry_opens(
+                                        {
+                                            "$filter": {
+                                                "input": "$$fails",
+                                                "cond": {"$eq": ["$$this.worker_id", "$$allowed"]},
+                                            }
+                                        }
+                                    ),
+                                    LONG_AGO,
+                                ]
+                            },
+                        }
+                    }
+                },
+            },
+        ],
+        "default": None,
+    }
+}
+
+
+def claim_time(worker_id: str, now: Expression = NOW) -> Expression:
+    """When this worker may claim the task, as things stand: null (at once), a time, or `NEVER`."""
+    gates = {**task_gates(now), **worker_gates(worker_id, now)}
+    return with_facts(now, {"$max": list(gates.values())})
+
+
+def claimable(worker_id: str, closed_queues: Iterable[str] = (), now: Expression = NOW) -> Expression:
+    """Whether this worker may claim the task now: all gates are open."""
+    gates = {**task_gates(now), **worker_gates(worker_id, now)}
+    closed = list(closed_queues)
+    if closed:
+        gates |= queue_gate(closed)
+    return with_facts(now, {"$lte": [{"$max": list(gates.values())}, now]})
+
+
+# --- what is derived ---------------------------------------------------------------------------------------------------
+
+
+def status(now: Expression) -> Expression:
+    """Where the task stands now. To be evaluated inside `with_facts`."""
+    return {
+        "$switch": {
+            "branches": [
+                {"case": _cancelled, "then": "CANCELLED"},
+                {"case": _succeeded, "then": "SUCCESS"},
+                {"case": {"$ne": ["$$live", []]}, "then": "RUNNING"},
+                {"case": {"$or": [_failed_for_good, _retries_used_up, _timeouts_used_up]}, "then": "FAIL"},
+                {"case": _expired(now), "then": "EXPIRED"},
+            ],
+            "default": "INIT",
+        }
+    }
+
+
+def status_on_reading(now: Expression = NOW) -> Expression:
+    """`status`, for a document that may not be one of ours: what is stored there where it cannot be derived."""
+    ours = {"$and": [{"$isArray": [ENTRIES]}, {"$isNumber": "$task_state.timeout_cnt"}]}
+    return {"$cond": [ours, with_facts(now, status(now)), "$status"]}
+
+
+def _settle_time(now: Expression) -> Expression:
+    """When the stored status becomes wrong by time alone, so that somebody has to write it down anew."""
+    lease_end = {"$max": "$$live.ping_expire_time"}
+    would_fail = {
+        "$or": [
+            _failed_for_good,
+            _retries_used_up,
+            {"$gt": [{"$add": [TIMEOUT_CNT, {"$size": "$$live"}]}, "$task_option.max_timeouts"]},
+        ]
+    }
+    return {
+        "$min": [
+            {
+                "$cond": [
+                    {"$gt": ["$task_state.expire_time", None]},
+                    {"$max": ["$task_state.expire_time", lease_end]},
+                    None,
+                ]
+            },
+            {"$cond": [would_fail, lease_end, None]},
+        ]
+    }
+
+
+def derivation(now: Expression = NOW) -> list[Stage]:
+    """The last stages of every update: set `status` and all that follows from the entries.
+
+    Nothing else writes these fields (but the insert of a new task, whose values are trivial), so they cannot drift.
+    """
+    facts = {
+        "status": status(now),
+        "next_claim_time": {"$max": ["$task_state.create_time", *task_gates(now).values()]},
+        "settle_time": _settle_time(now),
+    }
+    finished = {"$not": [{"$in": ["$_derived.status", ["INIT", "RUNNING"]]}]}
+    retained_ms = {
+        "$cond": [
+            {"$eq": ["$_derived.status", "SUCCESS"]},
+            "$task_option.retain_success_ms",
+            "$task_option.retain_failed_ms",
+        ]
+    }
+    finish_time = {"$ifNull": ["$finish_time", now]}
+    return [
+        {"$set": {"_derived": with_facts(now, facts)}},
+        {
+            "$set": {
+                "status": "$_derived.status",
+                "pinned": {"$ne": ["$task_option.specific_worker_ids", []]},
+                "next_claim_time": _present_if(
+                    {"$lt": ["$_derived.next_claim_time", NEVER]}, "$_derived.next_claim_time"
+                ),
+                "settle_time": _present_if(
+                    {"$and": [{"$not": [finished]}, {"$gt": ["$_derived.settle_time", None]}]}, "$_derived.settle_time"
+                ),
+                "finish_time": _present_if(finished, finish_time),
+                "delete_time": _present_if(
+                    {"$and": [finished, {"$gt": [retained_ms, None]}]}, {"$add": [finish_time, retained_ms]}
+                ),
+                "_derived": "$$REMOVE",
+            }
+        },
+    ]
+
+
+def _present_if(condition: Expression, value: Expression) -> Expression:
+    return {"$cond": [condition, value, "$$REMOVE"]}

@@ -1,0 +1,46 @@
+"""Counts of tasks, the lag of the oldest that could be claimed, and the fleet's throughput."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from pydantic import BaseModel, ConfigDict
+
+from taskmesh import rules
+from taskmesh.store import Store, fleet
+
+
+class Stats(BaseModel):
+    """The state of a mesh at a glance."""
+
+    model_config = ConfigDict(frozen=True)
+
+    counts: dict[str, dict[str, int]]
+    """How many tasks there are, by name, then status."""
+    oldest_claimable_ms: float | None
+    """For how long the oldest claimable task has been waiting, or None if none is. The number to scale workers by."""
+    started_per_s: float
+    finished_per_s: float
+    """Executions of all live workers, per second since the sign of life before the last."""
+
+
+async def read_stats(store: Store) -> Stats:
+    """Count, from the indexes, and correct for what time alone has changed."""
+    counts: dict[str, dict[str, int]] = {}
+    for row in await fleet.counts(store):
+        counts.setdefault(str(row["_id"].get("name")), {})[str(row["_id"].get("status"))] = row["count"]
+    for row in await fleet.stale_counts(store):
+        by_status = counts.setdefault(str(row["_id"]["name"]), {})
+        for status, change in ((row["_id"]["stored"], -row["count"]), (row["_id"]["now"], row["count"])):
+            by_status[status] = by_status.get(status, 0) + change
+    now, oldest = await fleet.oldest_claimable(store)
+    live = [worker for worker in await fleet.workers(store) if worker.get("live")]
+    return Stats(
+        counts={name: {s: n for s, n in by_status.items() if n > 0} for name, by_status in counts.items()},
+        oldest_claimable_ms=None if oldest is None else max(0.0, (now - oldest).total_seconds() * 1000),
+        started_per_s=sum(float(worker.get("started_per_s", 0)) for worker in live),
+        finished_per_s=sum(float(worker.get("finished_per_s", 0)) for worker in live),
+    )
+
+
+__all__ = ["Stats", "datetime", "read_stats", "rules"]

@@ -1,0 +1,132 @@
+"""Claim: append an entry to every task of a set that this worker may have, atomically for each.
+
+The server judges each task by all gates of the rule; who loses a race changes nothing. One `running_id` serves a whole
+set, since a task holds it at most once. A process that dies after the claim leaves leases that run out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from taskmesh import rules
+from taskmesh.store.connection import Store
+from taskmesh.store.driver import Document
+from taskmesh.store.stamp import stamp
+
+_ENTRY_FIELDS = {"task_state.worker_states.running_id": 1, "task_state.worker_states.state": 1}
+_STATE_FIELDS = {f"task_state.{field}": 1 for field in ("dropped_fail_cnt", "lost_cnt", "progress", "params_version")}
+CLAIMED_FIELDS: Document = {
+    "name": 1,
+    "key": 1,
+    "queue": 1,
+    "task_option": 1,
+    "trace": 1,
+    **_ENTRY_FIELDS,
+    **_STATE_FIELDS,
+}
+WHOLE_FIELDS: Document = dict.fromkeys(("name", "key", "queue", "group", "status", "task_option", "task_state", "trace"), 1)
+
+
+async def claim(
+    store: Store,
+    ids: Sequence[str],
+    worker_id: str,
+    running_id: str,
+    *,
+    closed_queues: Collection[str] = (),
+    narrowed_by: Mapping[str, Any] | None = None,
+    deadline_ms: int = 2_000,
+) -> int:
+    """Claim what can be claimed of `ids`, and return how many were won; `won` reads them.
+
+    Eligible: every gate of the rule is open, and the task matches the filter `narrowed_by`. Writes: the entry,
+    `timeout_cnt`, `lost_cnt`, `losses` (for the leases found run out), the derived fields. Not repeatable blindly: after an
+    error ask `won`.
+    """
+    query: Document = {
+        "_id": {"$in": list(ids)},
+        "status": {"$in": ["INIT", "RUNNING"]},
+        "$expr": rules.claimable(worker_id, closed_queues, store.now),
+    }
+    if narrowed_by:
+        query = {"$and": [query, dict(narrowed_by)]}
+    reply = await store.update(query, claim_pipeline(worker_id, running_id, store.now), deadline_ms)
+    return int(reply["nModified"])
+
+
+def claim_pipeline(worker_id: str, running_id: str, now: rules.Expression) -> list[Document]:
+    """Append the entry, and drop those whose lease ran out: that is the preemption."""
+    entry = {
+        "running_id": {"$literal": running_id},
+        "worker_id": {"$literal": worker_id},
+        "state": "RUNNING",
+        "start_time": now,
+        "ping_expire_time": {"$add": [now, "$task_option.worker_timeout_ms"]},
+        "wish": "$task_state.wanted",
+        "params_version": "$task_state.params_version",
+    }
+    kept = {"$filter": {"input": rules.ENTRIES, "cond": {"$not": [rules.is_lost(now)]}}}
+    state = {
+        "$mergeObjects": [
+            "$task_state",
+            {"$cond": [{"$eq": ["$$lost", []]}, {}, counted_losses()]},
+            {"worker_states": {"$concatArrays": [kept, [entry]]}},
+        ]
+    }
+    lost = {"$map": {"input": _lost(now), "in": "$$this.worker_id"}}
+    return [
+        {"$set": {"task_state": rules.with_facts(now, state), "event": stamp("claimed", now, worker_id, lost)}},
+        *rules.derivation(now),
+    ]
+
+
+def _lost(now: rules.Expression) -> rules.Expression:
+    return {"$filter": {"input": rules.ENTRIES, "cond": rules.is_lost(now)}}
+
+
+def counted_losses() -> rules.Expression:
+    """The fields of `task_state` that count `$$lost` and keep the newest as evidence."""
+    evidence = {
+        "$map": {
+            "input": "$$lost",
+            "in": {
+                "running_id": "$$this.running_id",
+                "worker_id": "$$this.worker_id",
+                "start_time": "$$this.start_time",
+                "ping_expire_time": "$$this.ping_expire_time",
+            },
+        }
+    }
+    return {
+        "timeout_cnt": rules.TIMEOUT_CNT,
+        "lost_cnt": {"$add": [{"$ifNull": ["$task_state.lost_cnt", 0]}, {"$size": "$$lost"}]},
+        "losses": {
+            "$slice": [{"$concatArrays": [{"$ifNull": ["$task_state.losses", []]}, evidence]}, -rules.KEPT_LOSSES]
+        },
+    }
+
+
+async def won(
+    store: Store,
+    ids: Iterable[str],
+    running_id: str,
+    params_of: Mapping[str, Sequence[str] | None],
+    *,
+    whole_state: bool = False,
+) -> list[Document]:
+    """Return the tasks among `ids` that `running_id` holds.
+
+    `params_of`: by task name, which params are wanted (None: all). `whole_state`: with all of `task_state`, for hooks.
+    """
+    by_projection: dict[tuple[str, ...] | None, list[str]] = {}
+    for id_ in ids:
+        wanted = params_of.get(id_.partition(":")[0])
+        by_projection.setdefault(tuple(wanted) if wanted is not None else None, []).append(id_)
+    found: list[Document] = []
+    for wanted_params, group in by_projection.items():
+        wanted_fields = {"params": 1} if wanted_params is None else {f"params.{name}": 1 for name in wanted_params}
+        fields = (WHOLE_FIELDS if whole_state else CLAIMED_FIELDS) | wanted_fields
+        query = {"_id": {"$in": group}, "task_state.worker_states.running_id": running_id}
+        found += await store.find(query, fields)
+    return found

@@ -1,0 +1,82 @@
+"""The one place that speaks to MongoDB: a `Store` holds the connection; the verbs are the modules beside this one.
+
+In the order of a task's life: `publish` `find` `claim` `lease` `finish` `control` `settle`; and for the rest of the
+fleet `watch` (change stream), `fleet` (workers, queues) and `schema` (collections, indexes). Every verb that writes to a
+task is one pipeline update that ends in `rules.derivation`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pymongo import AsyncMongoClient
+from pymongo.read_concern import ReadConcern
+
+from taskmesh import rules
+from taskmesh.store.driver import Document, Driver, checked
+
+WRITE_DEADLINE_MS = 5_000
+"""How long the server may work on one write of ours. An `update_many` waits at a document that an open transaction
+has changed (measured: up to 60 s), so every one has a deadline."""
+
+
+class Store:
+    """A task collection and its neighbours, on one connection."""
+
+    def __init__(
+        self, client: Any, database: str, collection: str = "tasks", now: rules.Expression = rules.NOW
+    ) -> None:
+        """`client`: a URI, an `AsyncMongoClient` or an `AsyncIOMotorClient`. `now`: for tests, a literal time."""
+        self._owned = isinstance(client, str)
+        if self._owned:
+            client = AsyncMongoClient(client, appname="taskmesh", tz_aware=True)
+        self.driver = Driver(client, database)
+        self.now = now
+        prefix = "" if collection == "tasks" else f"{collection}."
+        self.tasks = collection
+        self.workers = f"{prefix}workers"
+        self.queues = f"{prefix}queues"
+        self.schedules = f"{prefix}schedules"
+        self.meta = f"{prefix}meta"
+
+    def update_command(
+        self, query: Document, pipeline: list[Document], deadline_ms: int = WRITE_DEADLINE_MS
+    ) -> Document:
+        """The command of a set-based update of tasks: each document atomically, the set not."""
+        return {
+            "update": self.tasks,
+            "updates": [{"q": query, "u": pipeline, "multi": True}],
+            "writeConcern": {"w": "majority"},
+            "maxTimeMS": deadline_ms,
+        }
+
+    async def update(
+        self, query: Document, pipeline: list[Document], deadline_ms: int = WRITE_DEADLINE_MS, session: Any = None
+    ) -> Document:
+        """Update all tasks that match, and return the reply with `n` (matched) and `nModified`.
+
+        Not repeated by the driver after a network error: the caller asks by `running_id` what happened.
+        """
+        command = self.update_command(query, pipeline, deadline_ms)
+        if session is not None and session.in_transaction:
+            del command["writeConcern"]
+            del command["maxTimeMS"]
+        return await self.driver.command(command, session)
+
+    async def find(self, query: Document, fields: Document, *, majority: bool = False) -> list[Document]:
+        """Return the matching tasks, with these fields only. `majority`: only what no failover can take back."""
+        collection = self.driver.collection(self.tasks)
+        if majority:
+            collection = collection.with_options(read_concern=ReadConcern("majority"))
+        cursor = collection.find(query, fields, batch_size=10_000)
+        return await cursor.to_list(None)  # type: ignore[no-any-return]  # both drivers leave it untyped
+
+    async def close(self) -> None:
+        """Close the connection, if it is ours."""
+        if self._owned:
+            await self.driver.close()
+
+
+def run_sync(database: Any, command: Document) -> Document:
+    """Run a command on a blocking database, with the same checks."""
+    return checked(database.command(command))

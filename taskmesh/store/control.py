@@ -1,0 +1,112 @@
+"""Control: cancel, retry, delete and re-tune one task, at any moment of its life.
+
+| | INIT | RUNNING | SUCCESS, FAIL, EXPIRED | CANCELLED |
+| --- | --- | --- | --- | --- |
+| cancel | CANCELLED | CANCELLED, the execution is stopped | unchanged | unchanged |
+| retry | due at once | refused: `TaskRunning` | INIT, entries and counts dropped | INIT, likewise |
+| delete | gone | gone, the execution is stopped | gone | gone |
+| set_option | changed | changed; a worker no longer named stops | changed (retention counts) | changed |
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from taskmesh import rules
+from taskmesh.store.connection import Store
+from taskmesh.store.driver import Document
+from taskmesh.store.finish import fresh_state
+from taskmesh.store.stamp import stamp
+
+_UNFINISHED = {"$in": ["$_now", ["INIT", "RUNNING"]]}
+
+
+async def cancel(store: Store, id_: str) -> bool:
+    """Cancel an unfinished task; False if there is no such task. Repeating it changes nothing."""
+    now = store.now
+    unfinished = rules.with_facts(now, {"$in": [rules.status(now), ["INIT", "RUNNING"]]})
+    pipeline = [
+        {"$set": {"_now": rules.with_facts(now, rules.status(now))}},
+        {
+            "$set": {
+                "task_state.cancel_time": {
+                    "$cond": [_UNFINISHED, now, {"$ifNull": ["$task_state.cancel_time", "$$REMOVE"]}]
+                },
+                "event": {"$cond": [_UNFINISHED, stamp("cancelled", now), {"$ifNull": ["$event", "$$REMOVE"]}]},
+            }
+        },
+        {"$unset": "_now"},
+        *rules.derivation(now),
+    ]
+    reply = await store.update({"_id": id_, "$expr": unfinished}, pipeline)
+    return bool(reply["n"])
+
+
+async def retry(store: Store, id_: str) -> bool:
+    """Make a finished task INIT again, a waiting one due at once; False if it is running or there is none."""
+    now = store.now
+    not_running = rules.with_facts(now, {"$ne": [rules.status(now), "RUNNING"]})
+    waiting = rules.with_facts(now, {"$eq": [rules.status(now), "INIT"]})
+    due = {
+        "$mergeObjects": [
+            "$task_state",
+            {"start_time": None, "resume_time": None, "worker_states": _without_delay(now)},
+        ]
+    }
+    expire_time = {
+        "$cond": [
+            {"$lte": [{"$ifNull": ["$task_state.expire_time", rules.NEVER]}, now]},
+            None,
+            "$task_state.expire_time",
+        ]
+    }
+    anew = fresh_state({"start_time": None, "expire_time": expire_time})
+    pipeline = [
+        {"$set": {"task_state": {"$cond": [waiting, due, anew]}, "event": stamp("retried", now)}},
+        *rules.derivation(now),
+    ]
+    reply = await store.update({"_id": id_, "$expr": not_running}, pipeline)
+    return bool(reply["n"])
+
+
+def _without_delay(now: rules.Expression) -> rules.Expression:
+    """The entries, with no delay left after the failures among them."""
+    over = {"$mergeObjects": ["$$this", {"retry_time": now}]}
+    return {"$map": {"input": rules.ENTRIES, "in": {"$cond": [{"$eq": ["$$this.state", "FAIL"]}, over, "$$this"]}}}
+
+
+async def mark_deleted(store: Store, id_: str) -> None:
+    """Tell whoever runs the task that it is about to go: a change stream shows no more of a deletion than the `_id`."""
+    await store.update({"_id": id_, "status": "RUNNING"}, [{"$set": {"event": stamp("deleted", store.now)}}])
+
+
+async def delete(store: Store, id_: str) -> bool:
+    """Remove the task; False if there is none."""
+    await mark_deleted(store, id_)
+    result = await store.driver.collection(store.tasks).delete_one({"_id": id_})
+    return bool(result.deleted_count)
+
+
+async def set_option(store: Store, id_: str, changes: Document, expected: Document) -> bool:
+    """Change these fields of the option; False if the option is not as `expected` any more, or there is no task.
+
+    An entry whose worker is no longer allowed loses its lease here and now (released: nothing is counted).
+    """
+    now = store.now
+    allowed = {
+        "$or": [
+            {"$ne": ["$$this.state", "RUNNING"]},
+            {"$eq": ["$task_option.specific_worker_ids", []]},
+            {"$in": ["$$this.worker_id", "$task_option.specific_worker_ids"]},
+        ]
+    }
+    stages: list[Document] = [
+        {"$set": {"task_option": {name: {"$literal": value} for name, value in changes.items()}}},
+        {"$set": {"event": stamp("option_changed", now)}},
+    ]
+    if "specific_worker_ids" in changes:
+        entries = {"$filter": {"input": rules.ENTRIES, "cond": allowed}}
+        stages.append({"$set": {"task_state.worker_states": entries}})
+    same: list[Any] = [{"$eq": [f"$task_option.{name}", {"$literal": value}]} for name, value in expected.items()]
+    reply = await store.update({"_id": id_, "$expr": {"$and": same}}, [*stages, *rules.derivation(now)])
+    return bool(reply["n"])

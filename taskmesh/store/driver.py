@@ -1,0 +1,143 @@
+"""The driver seam: all that differs between PyMongo's async API and Motor, and between them and plain PyMongo.
+
+The rest of the store speaks to a `Driver` and does not know which of the two is underneath. Motor's development has
+ended, but many code bases hold a Motor client, and it has to be as good a start as any.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from decimal import Decimal
+from typing import Any, Protocol, cast
+
+from bson.codec_options import CodecOptions, DatetimeConversion, TypeCodec, TypeRegistry
+from bson.decimal128 import Decimal128
+from pymongo import AsyncMongoClient, MongoClient
+from pymongo.errors import OperationFailure, WriteConcernError
+from pymongo.read_concern import ReadConcern
+from pymongo.write_concern import WriteConcern
+
+try:
+    from motor.motor_asyncio import AsyncIOMotorClient
+except ImportError:  # Motor is a dependency, but an environment that dropped it still works with PyMongo
+    AsyncIOMotorClient = None
+
+Document = dict[str, Any]
+MAJORITY = WriteConcern("majority")
+
+
+class _DecimalCodec(TypeCodec):
+    """Python's `Decimal` is stored as MongoDB's Decimal128 and comes back as `Decimal`."""
+
+    python_type = Decimal
+    bson_type = Decimal128
+
+    def transform_python(self, value: Any) -> Decimal128:
+        return Decimal128(value)
+
+    def transform_bson(self, value: Any) -> Decimal:
+        return cast(Decimal, value.to_decimal())
+
+
+CODEC: CodecOptions[Document] = CodecOptions(
+    tz_aware=True,
+    uuid_representation=4,  # the standard one, readable by every other driver
+    datetime_conversion=DatetimeConversion.DATETIME_AUTO,  # a stranger's date in the year 20 000 must not stop a scan
+    type_registry=TypeRegistry([_DecimalCodec()]),
+)
+
+
+class Cursor(Protocol):
+    """What the store uses of a cursor, common to both drivers."""
+
+    async def to_list(self, length: int | None = None) -> list[Document]:
+        """Return the next `length` documents, or all."""
+
+    async def close(self) -> None:
+        """Give the cursor back to the server."""
+
+
+class Driver:
+    """One database on one client, PyMongo async or Motor. Writes and reads are `majority`, from the primary."""
+
+    def __init__(self, client: Any, database: str) -> None:
+        self.client = client
+        self.is_motor = AsyncIOMotorClient is not None and isinstance(client, AsyncIOMotorClient)
+        if not self.is_motor and not isinstance(client, AsyncMongoClient):
+            raise TypeError(
+                f"client must be a MongoDB URI, a pymongo.AsyncMongoClient or a motor AsyncIOMotorClient, "
+                f"not {type(client).__name__}"
+            )
+        self.database = client.get_database(database, codec_options=CODEC, write_concern=MAJORITY)
+
+    def collection(self, name: str) -> Any:
+        """Return a collection that writes with majority and decodes as taskmesh does."""
+        return self.database.get_collection(
+            name, codec_options=CODEC, write_concern=MAJORITY, read_concern=ReadConcern("local")
+        )
+
+    async def command(self, command: Mapping[str, Any], session: Any = None) -> Document:
+        """Run a database command and return its reply. Raises also for what the reply says of failed writes."""
+        reply = await self.database.command(command, codec_options=CODEC, session=session)
+        return checked(reply)
+
+    async def admin(self, command: Mapping[str, Any]) -> Document:
+        """Run a command on the `admin` database."""
+        return cast(Document, await self.client.admin.command(command))
+
+    async def aggregate(self, collection: str, pipeline: list[Document], **options: Any) -> Any:
+        """Open a cursor over a pipeline's results."""
+        cursor = self.collection(collection).aggregate(pipeline, **options)
+        return await cursor if inspect.isawaitable(cursor) else cursor
+
+    async def watch(self, pipeline: list[Document], **options: Any) -> Any:
+        """Open a change stream over the whole database."""
+        stream = self.database.watch(pipeline, **options)
+        if inspect.isawaitable(stream):
+            return await stream
+        await stream._lazy_init()  # Motor opens a stream at its first read; we promise it is open on return
+        return stream
+
+    def start_session(self) -> Any:
+        """Return a session, or (Motor) an awaitable of one."""
+        return self.client.start_session()
+
+    def sync_database(self) -> tuple[Any, bool]:
+        """Return the same database on a blocking client, for threads, and whether that client is ours to close."""
+        if self.is_motor:
+            sync, ours = self.client.delegate, False
+        else:
+            sync, ours = MongoClient(**_settings_of(self.client)), True
+        return sync.get_database(self.database.name, codec_options=CODEC, write_concern=MAJORITY), ours
+
+    async def close(self) -> None:
+        """Close the client."""
+        closing = self.client.close()
+        if inspect.isawaitable(closing):
+            await closing
+
+
+def checked(reply: Document) -> Document:
+    """Raise for failed writes inside a successful reply, as the driver's own write methods do."""
+    if errors := reply.get("writeErrors"):
+        first = errors[0]
+        raise OperationFailure(first.get("errmsg", "write failed"), first.get("code"), reply)
+    if error := reply.get("writeConcernError"):
+        raise WriteConcernError(error.get("errmsg", "write concern failed"), error.get("code"), reply)
+    return reply
+
+
+def twin_of(client: Any) -> Any:
+    """Return an async PyMongo client with the settings of `client`, for another event loop."""
+    if AsyncIOMotorClient is not None and isinstance(client, AsyncIOMotorClient):
+        client = client.delegate
+    return AsyncMongoClient(**_settings_of(client))
+
+
+def _settings_of(client: Any) -> Document:
+    """The settings that `client` was made with, for a blocking twin of it (PyMongo keeps them for its own twins)."""
+    settings = dict(client._init_kwargs)
+    settings.pop("event_loop_thread_id", None)
+    settings.pop("_connect", None)
+    return settings

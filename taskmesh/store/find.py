@@ -1,0 +1,210 @@
+"""Find: read tasks, as they stand at the moment of reading; and scan for what can be claimed.
+
+What became true by time alone (expired, a lease that ran out) is computed with the expressions of the rule, so nothing
+read here is stale. `params` are left out unless asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pymongo.read_concern import ReadConcern
+
+from taskmesh import rules
+from taskmesh.store.connection import Store
+from taskmesh.store.driver import Document
+
+Sort = Literal["key", "newest", "oldest"]
+_SORTS: dict[str, list[tuple[str, int]]] = {
+    "key": [("_id", 1)],
+    "newest": [("task_state.create_time", -1), ("_id", 1)],
+    "oldest": [("task_state.create_time", 1), ("_id", 1)],
+}
+UNFINISHED = ("INIT", "RUNNING")
+_STORED_AS: dict[str, list[str]] = {
+    # By time alone a task can get from the stored status to the one that is asked for.
+    "INIT": ["INIT", "RUNNING"],
+    "RUNNING": ["RUNNING"],
+    "SUCCESS": ["SUCCESS"],
+    "FAIL": ["FAIL", "INIT", "RUNNING"],
+    "CANCELLED": ["CANCELLED"],
+    "EXPIRED": ["EXPIRED", "INIT", "RUNNING"],
+}
+
+
+async def get(store: Store, ids: Sequence[str], *, params: bool = True, session: Any = None) -> list[Document]:
+    """Return the tasks with these `_id`s that are still kept."""
+    stages = [{"$match": {"_id": {"$in": list(ids)}}}, *as_read(store.now, params=params)]
+    collection_cursor = await store.driver.aggregate(store.tasks, stages, session=session)
+    return await collection_cursor.to_list(None)  # type: ignore[no-any-return]  # both drivers leave it untyped
+
+
+def as_read(now: rules.Expression, *, params: bool) -> list[Document]:
+    """Stages that show documents as they stand now, without what is past its retention."""
+    return [
+        {"$match": {"$expr": {"$gt": [{"$ifNull": ["$delete_time", rules.NEVER]}, now]}}},
+        {"$set": {"status": rules.status_on_reading(now)}},
+        *([] if params else [{"$unset": "params"}]),
+    ]
+
+
+async def find(
+    store: Store,
+    *,
+    name: str | None = None,
+    status: Collection[str] | None = None,
+    queue: str | None = None,
+    key_prefix: str | None = None,
+    sort: Sort = "key",
+    limit: int = 100,
+    params: bool = False,
+    after: str | None = None,
+    extra: Document | None = None,
+) -> AsyncIterator[Document]:
+    """Yield matching tasks. `after`: an `_id`, to go on behind it (with `sort="key"`). `limit=0`: all."""
+    query: Document = dict(extra or {})
+    if status is not None:
+        query["status"] = {"$in": sorted({stored for wanted in status for stored in _STORED_AS[wanted]})}
+    if queue is not None:
+        query["queue"] = queue
+    bounds: Document = {}
+    if name is not None:
+        query["name"] = name
+        bounds |= {
+            "$gte": f"{name}:{key_prefix or ''}",
+            "$lt": f"{name}:{key_prefix}\U0010ffff" if key_prefix else f"{name};",
+        }
+    elif key_prefix is not None:
+        query["key"] = {"$gte": key_prefix, "$lt": key_prefix + "\U0010ffff"}
+    if after is not None:
+        bounds["$gt"] = after
+    if bounds:
+        query["_id"] = bounds
+    stages: list[Document] = [{"$match": query}, {"$sort": dict(_SORTS[sort])}, *as_read(store.now, params=params)]
+    if status is not None:
+        stages.append({"$match": {"status": {"$in": list(status)}}})
+    if limit:
+        stages.append({"$limit": limit})
+    cursor = await store.driver.aggregate(store.tasks, stages, batchSize=min(limit or 500, 500))
+    try:
+        while batch := await cursor.to_list(500):
+            for document in batch:
+                yield document
+    finally:
+        await cursor.close()
+
+
+@dataclass(slots=True, frozen=True)
+class Claimable:
+    """A task that a scan found, with what its place in the claim queue depends on."""
+
+    id: str
+    queue: str
+    priority: int
+    named: bool
+    """Whether it is for this worker by name."""
+    fail_cnt: int
+    claim_time: Any
+    """When this worker may claim it: None (at once), a time, or `NEVER`."""
+    next_claim_time: Any
+    group: str | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class ScanRange:
+    """What a scan looks at: task names, queues, lanes (None: all), up to a time."""
+
+    names: Sequence[str]
+    queues: Sequence[str]
+    lanes: Sequence[int] | None
+    horizon_ms: int
+
+
+async def scan(store: Store, worker_id: str, what: ScanRange, limit: int, *, pinned: bool = False) -> list[Claimable]:
+    """Return the first tasks by (priority, next_claim_time) that some worker may claim by now or soon.
+
+    `pinned`: those for this worker by name (an index of their own, so that neither starves the other).
+    """
+    cursor = await open_scan(store, worker_id, what, limit, pinned=pinned)
+    return [claimable_from(document) for document in await cursor.to_list(None)]
+
+
+async def open_scan(store: Store, worker_id: str, what: ScanRange, limit: int, *, pinned: bool = False) -> Any:
+    """Open a cursor over such tasks, to read on in batches."""
+    query: Document = {
+        "pinned": pinned,
+        "queue": {"$in": list(what.queues)},
+        "name": {"$in": list(what.names)},
+        "$expr": {"$lte": ["$next_claim_time", {"$add": [store.now, what.horizon_ms]}]},
+    }
+    if pinned:
+        query["task_option.specific_worker_ids"] = worker_id
+    elif what.lanes is not None:
+        query["lane"] = {"$in": list(what.lanes)}
+    query["next_claim_time"] = {"$exists": True}
+    fields: Document = {
+        "queue": 1,
+        "group": 1,
+        "next_claim_time": 1,
+        "priority": "$task_option.priority",
+        "fail_cnt": rules.with_facts(store.now, rules.FAIL_CNT),
+        "claim_time": rules.claim_time(worker_id, store.now),
+        "pinned": 1,
+    }
+    return (
+        store.driver.collection(store.tasks)
+        .find(query, fields, limit=limit, batch_size=min(limit or 1000, 1000))
+        .sort([("task_option.priority", -1), ("next_claim_time", 1)])
+    )
+
+
+async def look_up(store: Store, worker_id: str, ids: Sequence[str]) -> list[Claimable]:
+    """Tell the same of these tasks, whatever their queue: used for hints that carry the `_id` alone."""
+    fields: Document = {
+        "queue": 1,
+        "group": 1,
+        "next_claim_time": 1,
+        "priority": "$task_option.priority",
+        "fail_cnt": rules.with_facts(store.now, rules.FAIL_CNT),
+        "claim_time": rules.claim_time(worker_id, store.now),
+        "pinned": 1,
+    }
+    query = {"_id": {"$in": list(ids)}, "next_claim_time": {"$exists": True}}
+    return [claimable_from(document) for document in await store.find(query, fields)]
+
+
+def claimable_from(document: Document) -> Claimable:
+    """Read what a scan returned."""
+    return Claimable(
+        id=document["_id"],
+        queue=document["queue"],
+        priority=int(document["priority"]),
+        named=document["pinned"],
+        fail_cnt=document["fail_cnt"],
+        claim_time=document["claim_time"],
+        next_claim_time=document["next_claim_time"],
+        group=document.get("group"),
+    )
+
+
+async def queues_of(store: Store, names: Sequence[str]) -> list[str]:
+    """Return the queues in which unfinished tasks of these names are or were."""
+    tasks = store.driver.collection(store.tasks)
+    return [
+        queue
+        for queue in await tasks.distinct("queue", {"next_claim_time": {"$exists": True}})
+        if isinstance(queue, str)
+    ]
+
+
+async def unfinished_left(store: Store, worker_id: str, names: Sequence[str], queues: Sequence[str] | None) -> bool:
+    """Whether anything is claimable by this worker now, or running anywhere, of these names."""
+    query: Document = {"status": {"$in": list(UNFINISHED)}, "name": {"$in": list(names)}}
+    if queues is not None:
+        query["queue"] = {"$in": list(queues)}
+    running = rules.with_facts(store.now, {"$ne": ["$$live", []]})
+    query["$expr"] = {"$or": [running, rules.claimable(worker_id, (), store.now)]}
+    tasks = store.driver.collection(store.tasks).with_options(read_concern=ReadConcern("majority"))
+    return await tasks.find_one(query, {"_id": 1}) is not None

@@ -1,0 +1,264 @@
+"""Finish: record how executions ended, many in one update: SUCCESS, FAIL, or given back.
+
+Every outcome names its `running_id`, and counts only while that entry holds a live lease on a RUNNING task: a worker
+that was preempted, or whose task was cancelled, changes nothing any more (fencing). All verbs are safe to repeat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from taskmesh import rules
+from taskmesh.store.connection import WRITE_DEADLINE_MS, Store
+from taskmesh.store.driver import Document
+from taskmesh.store.stamp import stamp
+
+Kind = Literal["succeeded", "failed", "released", "snoozed", "stopped"]
+_STATE_OF: dict[Kind, str] = {"succeeded": "SUCCESS", "failed": "FAIL", "stopped": "FAIL"}
+
+
+@dataclass(slots=True, eq=False)
+class Outcome:
+    """How one execution ended."""
+
+    id: str
+    running_id: str
+    kind: Kind
+    entry: Document = field(default_factory=dict)
+    """Fields for the worker's entry: `returns`, `fail_reason`, `final`, `retry_jitter`, `logs`. Checked to be storable."""
+    delay_ms: int | None = None
+    """Of `Retry` and `Snooze`: no worker claims the task before this has passed."""
+    progress: Document | None = None
+    size: int = 0
+    """About how many bytes `entry` needs, so that a batch stays within one message."""
+
+
+async def finish(
+    store: Store,
+    worker_id: str,
+    outcomes: Sequence[Outcome],
+    *,
+    session: Any = None,
+    deadline_ms: int = WRITE_DEADLINE_MS,
+) -> int:
+    """Record outcomes of one kind; return how many counted. If fewer than given, ask `recorded` and `held`.
+
+    Eligible: the entry with this `running_id` is live and the task RUNNING. Writes: the entry (`released` and `snoozed`
+    remove it), `resume_time`, `timeout_cnt`, the derived fields; re-opens the task if `run_again` was asked for meanwhile.
+    """
+    kind = outcomes[0].kind
+    if kind == "stopped":
+        return await _note_stopped(store, outcomes)
+    query = _still_held_by(outcomes, store.now)
+    stages = _given_back(outcomes, store.now) if kind in ("released", "snoozed") else _ended(outcomes, store.now)
+    pipeline = [*stages, {"$set": {"event": stamp(kind, store.now, worker_id)}}, *rules.derivation(store.now)]
+    reply = await store.update(query, pipeline, deadline_ms, session)
+    return int(reply["n"])
+
+
+async def _note_stopped(store: Store, outcomes: Sequence[Outcome]) -> int:
+    """Write into the entries of cancelled tasks that their handlers have come to an end. Counts for nothing else."""
+    mine = _held_entry(outcomes)
+    ended = {
+        "$mergeObjects": [
+            "$$this",
+            {"state": "FAIL", "fail_time": store.now},
+            _own([o.entry for o in outcomes], outcomes),
+        ]
+    }
+    entries = {"$map": {"input": rules.ENTRIES, "in": {"$cond": [mine, ended, "$$this"]}}}
+    query = {"_id": {"$in": [outcome.id for outcome in outcomes]}, "status": "CANCELLED"}
+    await store.update(query, [{"$set": {"task_state.worker_states": entries}}, *rules.derivation(store.now)])
+    return len(outcomes)
+
+
+def _still_held_by(outcomes: Iterable[Outcome], now: rules.Expression) -> Document:
+    """Match each task with its own `running_id` only; several claims may be in one batch."""
+    ids_of: dict[str, list[str]] = {}
+    for outcome in outcomes:
+        ids_of.setdefault(outcome.running_id, []).append(outcome.id)
+    per_claim = [
+        {
+            "_id": {"$in": ids},
+            "task_state.worker_states": {"$elemMatch": {"running_id": running_id, "state": "RUNNING"}},
+        }
+        for running_id, ids in ids_of.items()
+    ]
+    mine = {"$and": [{"$in": ["$$this.running_id", {"$literal": list(ids_of)}]}, rules.is_live(now)]}
+    live = {"$expr": {"$anyElementTrue": [{"$map": {"input": rules.ENTRIES, "in": mine}}]}}
+    held = per_claim[0] if len(per_claim) == 1 else {"$or": per_claim}
+    return {"status": "RUNNING", **held, **live}
+
+
+def _ended(outcomes: Sequence[Outcome], now: rules.Expression) -> list[Document]:
+    """Turn the RUNNING entries into SUCCESS or FAIL. FAIL entries go to the end of the list: the last is the newest."""
+    state = _STATE_OF[outcomes[0].kind]
+    moment = "success_time" if state == "SUCCESS" else "fail_time"
+    fields: Document = {"state": state, moment: now}
+    updates: list[rules.Expression] = ["$$this", fields, _own([outcome.entry for outcome in outcomes], outcomes)]
+    if any(outcome.delay_ms is not None for outcome in outcomes):
+        updates.append({"retry_time": _resume_time(outcomes, now)})
+    ended = {"$mergeObjects": updates}
+    mine = _held_entry(outcomes)
+    task_state: Document
+    if state == "SUCCESS":
+        mapped = {"$map": {"input": rules.ENTRIES, "in": {"$cond": [mine, ended, "$$this"]}}}
+        task_state = {"worker_states": mapped}
+    else:
+        others = {"$filter": {"input": rules.ENTRIES, "cond": {"$not": [mine]}}}
+        failed = {"$map": {"input": {"$filter": {"input": rules.ENTRIES, "cond": mine}}, "in": ended}}
+        task_state = {"worker_states": {"$concatArrays": [others, failed]}, "resume_time": _resume_time(outcomes, now)}
+    task_state |= {"timeout_cnt": 0} | _progress(outcomes)
+    stages: list[Document] = [{"$set": {"task_state": task_state}}]
+    if state == "FAIL":
+        stages.append(_oldest_fails_dropped())
+    return [*stages, reopened_if_wished(outcomes)]
+
+
+def _given_back(outcomes: Sequence[Outcome], now: rules.Expression) -> list[Document]:
+    """Remove the entries, as if the claim had not been: nothing is counted."""
+    others = {"$filter": {"input": rules.ENTRIES, "cond": {"$not": [_held_entry(outcomes)]}}}
+    task_state = {"worker_states": others, "resume_time": _resume_time(outcomes, now)}
+    return [{"$set": {"task_state": task_state | _progress(outcomes)}}]
+
+
+def _held_entry(outcomes: Iterable[Outcome]) -> rules.Expression:
+    running_ids = sorted({outcome.running_id for outcome in outcomes})
+    return {"$and": [{"$eq": ["$$this.state", "RUNNING"]}, {"$in": ["$$this.running_id", {"$literal": running_ids}]}]}
+
+
+def _own(values: Sequence[Any], outcomes: Sequence[Outcome]) -> rules.Expression:
+    """The one of `values` that belongs to the document at hand. User data, so never but inside `$literal`."""
+    if all(value == values[0] and type(value) is type(values[0]) for value in values):
+        if values[0] in ({}, {"returns": None}, None):
+            return {"$literal": values[0]}
+        if len(values) == 1:
+            return {"$literal": values[0]}
+    ids = [outcome.id for outcome in outcomes]
+    return {"$arrayElemAt": [{"$literal": list(values)}, {"$indexOfArray": [{"$literal": ids}, "$_id"]}]}
+
+
+def _resume_time(outcomes: Sequence[Outcome], now: rules.Expression) -> rules.Expression:
+    delays = [outcome.delay_ms for outcome in outcomes]
+    if all(delay is None for delay in delays):
+        return "$$REMOVE"
+    # $add with null is null: what did not ask for a delay gets none.
+    return {"$ifNull": [{"$add": [now, _own(delays, outcomes)]}, "$$REMOVE"]}
+
+
+def _progress(outcomes: Sequence[Outcome]) -> Document:
+    if all(outcome.progress is None for outcome in outcomes):
+        return {}
+    own = _own([outcome.progress for outcome in outcomes], outcomes)
+    return {"progress": {"$ifNull": [own, {"$ifNull": ["$task_state.progress", "$$REMOVE"]}]}}
+
+
+def _oldest_fails_dropped() -> Document:
+    """Keep the newest FAIL entries and count the others, so that no document grows without end."""
+    fails = {"$filter": {"input": rules.ENTRIES, "cond": {"$eq": ["$$this.state", "FAIL"]}}}
+    others = {"$filter": {"input": rules.ENTRIES, "cond": {"$ne": ["$$this.state", "FAIL"]}}}
+    too_many = {"$gt": [{"$size": fails}, rules.KEPT_FAILS]}
+    dropped = {
+        "$add": [{"$ifNull": ["$task_state.dropped_fail_cnt", 0]}, {"$subtract": [{"$size": fails}, rules.KEPT_FAILS]}]
+    }
+    return {
+        "$set": {
+            "task_state.worker_states": {
+                "$cond": [too_many, {"$concatArrays": [others, {"$slice": [fails, -rules.KEPT_FAILS]}]}, rules.ENTRIES]
+            },
+            "task_state.dropped_fail_cnt": {
+                "$cond": [too_many, dropped, {"$ifNull": ["$task_state.dropped_fail_cnt", "$$REMOVE"]}]
+            },
+        }
+    }
+
+
+def reopened_if_wished(outcomes: Sequence[Outcome]) -> Document:
+    """Re-open a task that would now be finished, if `run_again` was asked for after its executions had started.
+
+    An execution notes at its claim how many wishes there were (`wish`); a publish during the run adds one.
+    """
+    wishes = {"$map": {"input": "$$done", "in": {"$ifNull": ["$$this.wish", 0]}}}
+    tried = {"$map": {"input": "$$fails", "in": {"$ifNull": ["$$this.wish", 0]}}}
+    status = rules.status(rules.LONG_AGO)  # at that time no lease has run out: what is finished now stays finished
+    served = {"$cond": [{"$eq": [status, "SUCCESS"]}, {"$min": wishes}, {"$max": tried}]}
+    finished = {"$in": [status, ["SUCCESS", "FAIL"]]}
+    wished = {"$gt": ["$task_state.wanted", None]}
+    return {
+        "$set": {
+            "task_state": {
+                "$cond": [
+                    {
+                        "$and": [
+                            wished,
+                            rules.with_facts(
+                                rules.LONG_AGO, {"$and": [finished, {"$gt": ["$task_state.wanted", served]}]}
+                            ),
+                        ]
+                    },
+                    fresh_state({"reopened_by": _own([outcome.running_id for outcome in outcomes], outcomes)}),
+                    "$task_state",
+                ]
+            }
+        }
+    }
+
+
+def fresh_state(changes: Document) -> rules.Expression:
+    """`task_state` as of a task that nobody has tried, but with its times and its count of wishes."""
+    kept = {
+        name: f"$task_state.{name}" for name in ("create_time", "start_time", "expire_time", "wanted", "params_version")
+    }
+    return {**kept, "timeout_cnt": 0, "worker_states": {"$literal": []}, **changes}
+
+
+async def report(store: Store, worker_id: str, outcomes: Sequence[Outcome]) -> int:
+    """Write progress and logs of executions that go on; return how many counted. Progress starts `timeout_cnt` anew."""
+    mine = _held_entry(outcomes)
+    own = {"$mergeObjects": ["$$this", _own([outcome.entry for outcome in outcomes], outcomes)]}
+    entries = {"$map": {"input": rules.ENTRIES, "in": {"$cond": [mine, own, "$$this"]}}}
+    stages: list[Document] = [
+        {"$set": {"task_state": {"worker_states": entries, "timeout_cnt": 0} | _progress(outcomes)}},
+        {"$set": {"event": stamp("progressed", store.now, worker_id)}},
+    ]
+    reply = await store.update(_still_held_by(outcomes, store.now), [*stages, *rules.derivation(store.now)])
+    return int(reply["n"])
+
+
+async def standing(store: Store, outcomes: Sequence[Outcome]) -> dict[Outcome, Literal["recorded", "held", "lost"]]:
+    """Tell what became of outcomes whose write was not answered, or did not count for all.
+
+    `recorded`: it is written down. `held`: the entry is still live, so write it again. `lost`: somebody else has the
+    task, or it is cancelled, finished or gone.
+    """
+    mine = {"$in": ["$$this.running_id", {"$literal": sorted({outcome.running_id for outcome in outcomes})}]}
+    fields = {
+        "reopened_by": "$task_state.reopened_by",
+        "status": 1,
+        "entries": {
+            "$map": {
+                "input": {"$filter": {"input": rules.ENTRIES, "cond": mine}},
+                "in": {"running_id": "$$this.running_id", "state": "$$this.state", "live": rules.is_live(store.now)},
+            }
+        },
+    }
+    found = await store.find({"_id": {"$in": [outcome.id for outcome in outcomes]}}, fields, majority=True)
+    entries = {(task["_id"], entry["running_id"]): entry for task in found for entry in task["entries"]}
+    tasks = {task["_id"]: task for task in found}
+    return {
+        outcome: _standing(outcome, tasks.get(outcome.id), entries.get((outcome.id, outcome.running_id)))
+        for outcome in outcomes
+    }
+
+
+def _standing(outcome: Outcome, task: Document | None, entry: Document | None) -> Literal["recorded", "held", "lost"]:
+    if task is None:
+        return "lost"
+    if entry is None:
+        given_back = outcome.kind in ("released", "snoozed")
+        return "recorded" if given_back or task.get("reopened_by") == outcome.running_id else "lost"
+    if entry["state"] == _STATE_OF.get(outcome.kind):
+        return "recorded"
+    return "held" if entry["live"] and task["status"] == "RUNNING" else "lost"

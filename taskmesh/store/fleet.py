@@ -1,0 +1,156 @@
+"""Fleet: the registry of workers, with orders to them, and the settings of queues.
+
+A worker's document is a sign of life and a letter box, nothing else: it never decides who holds a task; only leases do.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+from pymongo import ReturnDocument
+from pymongo.errors import DuplicateKeyError
+
+from taskmesh import rules
+from taskmesh.store.connection import Store
+from taskmesh.store.driver import Document
+
+HEARTBEAT_MS = 2_000
+LIVE_MS = 8_000
+"""A worker that was not seen for this long counts as gone."""
+_REMEMBERED_MS = 3_600_000
+
+
+async def register(store: Store, worker_id: str, instance: str, description: Document) -> Document | None:
+    """Enter a worker; None if a live one of another instance stands under this id. Returns its document."""
+    workers = store.driver.collection(store.workers)
+    fields = _seen(store) | {"instance": instance, "start_time": store.now, **_literal(description)}
+    free = {
+        "$or": [
+            {"instance": instance},
+            {"state": "stopped"},
+            {"$expr": {"$lt": ["$last_seen", {"$subtract": [store.now, LIVE_MS]}]}},
+        ]
+    }
+    try:
+        await workers.insert_one({"_id": worker_id, "instance": instance})
+    except DuplicateKeyError:
+        pass
+    fresh = [{"$replaceWith": {"_id": "$_id"}}, {"$set": fields}]
+    return await _updated(store, {"_id": worker_id, **free}, fresh)
+
+
+async def heartbeat(store: Store, worker_id: str, instance: str, description: Document) -> Document | None:
+    """Show that the worker lives, and return its document: `last_seen` is the server's time. None if it lost its id."""
+    fields = _seen(store) | _literal(description)
+    return await _updated(store, {"_id": worker_id, "instance": instance}, [{"$set": fields}])
+
+
+async def _updated(store: Store, query: Document, pipeline: list[Document]) -> Document | None:
+    workers = store.driver.collection(store.workers)
+    return await workers.find_one_and_update(query, pipeline, return_document=ReturnDocument.AFTER)  # type: ignore[no-any-return]
+
+
+def _seen(store: Store) -> Document:
+    return {"last_seen": store.now, "delete_time": {"$add": [store.now, _REMEMBERED_MS]}}
+
+
+def _literal(values: Document) -> Document:
+    return {name: {"$literal": value} for name, value in values.items()}
+
+
+async def order(store: Store, worker_id: str, changes: Document) -> bool:
+    """Leave an order to a worker; False if nobody of that id is registered. Its stream announces `order_time`."""
+    fields = {f"order.{name}": {"$literal": value} for name, value in changes.items()}
+    workers = store.driver.collection(store.workers)
+    result = await workers.update_one({"_id": worker_id}, [{"$set": fields | {"order_time": store.now}}])
+    return bool(result.matched_count)
+
+
+async def read_worker(store: Store, worker_id: str) -> Document | None:
+    """Return a worker's document."""
+    return await store.driver.collection(store.workers).find_one({"_id": worker_id})  # type: ignore[no-any-return]
+
+
+async def workers(store: Store) -> list[Document]:
+    """Return all workers of the last hour, each with `live` and the server's `now`."""
+    live = {
+        "$and": [
+            {"$ne": ["$state", "stopped"]},
+            {"$gte": ["$last_seen", {"$subtract": [store.now, LIVE_MS]}]},
+        ]
+    }
+    stages = [
+        {"$match": {"last_seen": {"$exists": True}}},
+        {"$set": {"live": live, "now": store.now}},
+        {"$sort": {"_id": 1}},
+    ]
+    cursor = await store.driver.aggregate(store.workers, stages)
+    return await cursor.to_list(None)  # type: ignore[no-any-return]
+
+
+async def queues(store: Store) -> dict[str, Document]:
+    """Return the settings of all queues that have any, by name, each with whether it is `paused` now."""
+    paused = {
+        "$and": [
+            {"$eq": ["$paused", True]},
+            {"$gt": [{"$ifNull": ["$paused_until", datetime(9999, 12, 31)]}, store.now]},
+        ]
+    }
+    cursor = await store.driver.aggregate(store.queues, [{"$set": {"paused": paused}}])
+    return {document["_id"]: document for document in await cursor.to_list(None)}
+
+
+async def set_queue(store: Store, queue: str, settings: Document) -> None:
+    """Change settings of a queue, creating it if need be."""
+    collection = store.driver.collection(store.queues)
+    await collection.update_one({"_id": queue}, {"$set": settings}, upsert=True)
+
+
+async def server_time(store: Store) -> datetime:
+    """Return the server's clock."""
+    hello = await store.driver.admin({"hello": 1})
+    return hello["localTime"]  # type: ignore[no-any-return]
+
+
+async def counts(store: Store) -> list[Document]:
+    """Return how many tasks there are by name and stored status, from the index alone."""
+    stages: list[Any] = [{"$group": {"_id": {"name": "$name", "status": "$status"}, "count": {"$sum": 1}}}]
+    cursor = await store.driver.aggregate(store.tasks, stages, hint="taskmesh_status")
+    return await cursor.to_list(None)  # type: ignore[no-any-return]
+
+
+async def forget(store: Store, worker_id: str, instance: str) -> None:
+    """Mark a registration as that of a process which is known to be gone."""
+    await _updated(store, {"_id": worker_id, "instance": instance}, [{"$set": {"state": "stopped"}}])
+
+
+async def stale_counts(store: Store) -> list[Document]:
+    """Count the tasks whose stored status is wrong by time alone, by name, stored status and the true one."""
+    stale = {
+        "$or": [
+            {"settle_time": {"$exists": True}, "$expr": {"$lte": ["$settle_time", store.now]}},
+            {"status": "RUNNING", "$expr": {"$lte": ["$next_claim_time", store.now]}},
+        ]
+    }
+    stages: list[Any] = [
+        {"$match": stale},
+        {"$project": {"name": 1, "stored": "$status", "now": rules.status_on_reading(store.now)}},
+        {"$match": {"$expr": {"$ne": ["$stored", "$now"]}}},
+        {"$group": {"_id": {"name": "$name", "stored": "$stored", "now": "$now"}, "count": {"$sum": 1}}},
+    ]
+    cursor = await store.driver.aggregate(store.tasks, stages)
+    return await cursor.to_list(None)  # type: ignore[no-any-return]
+
+
+async def oldest_claimable(store: Store) -> tuple[datetime, datetime | None]:
+    """Return the server's time, and since when the oldest claimable task has been so."""
+    now = await server_time(store)
+    oldest: datetime | None = None
+    for pinned, hint in ((False, "taskmesh_claimable"), (True, "taskmesh_claimable_by_name")):
+        query = {"pinned": pinned, "next_claim_time": {"$lte": now}}
+        stages: list[Any] = [{"$match": query}, {"$group": {"_id": None, "oldest": {"$min": "$next_claim_time"}}}]
+        cursor = await store.driver.aggregate(store.tasks, stages, hint=hint)
+        for row in await cursor.to_list(None):
+            oldest = row["oldest"] if oldest is None else min(oldest, row["oldest"])
+    return now, oldest

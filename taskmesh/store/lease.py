@@ -1,0 +1,62 @@
+"""Ping: renew the leases of what runs here, one update for all that is due. Called from the pinger's thread.
+
+A lease that ran out is not renewed, even if nobody has taken the task yet: expired is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from taskmesh import rules
+from taskmesh.store.connection import Store, run_sync
+from taskmesh.store.driver import Document
+
+PING_DEADLINE_MS = 2_000
+
+
+def ping(store: Store, database: Any, held: Iterable[tuple[str, str]], deadline_ms: int = PING_DEADLINE_MS) -> int:
+    """Renew the leases of `held`, pairs of `_id` and `running_id`; return how many were found alive.
+
+    Eligible: the task is RUNNING and the entry is live. Writes: `ping_expire_time`, the derived fields. Safe to repeat.
+    If the count is less than asked for, `still_held` tells which are left.
+    """
+    pairs = list(held)
+    ids, running_ids = [id_ for id_, _ in pairs], sorted({running_id for _, running_id in pairs})
+    mine = _is_mine(running_ids, store.now)
+    query = {"_id": {"$in": ids}, "status": "RUNNING", "$expr": {"$anyElementTrue": [_map_entries(mine)]}}
+    renewed = {
+        "$mergeObjects": ["$$this", {"ping_expire_time": {"$add": [store.now, "$task_option.worker_timeout_ms"]}}]
+    }
+    pipeline = [
+        {"$set": {"task_state.worker_states": _map_entries({"$cond": [mine, renewed, "$$this"]})}},
+        *rules.derivation(store.now),
+    ]
+    return int(run_sync(database, store.update_command(query, pipeline, deadline_ms))["n"])
+
+
+def still_held(store: Store, database: Any, held: Iterable[tuple[str, str]]) -> dict[tuple[str, str], Document]:
+    """Return which of `held` are live, with the task's option as it is now."""
+    pairs = set(held)
+    query = {"_id": {"$in": [id_ for id_, _ in pairs]}, "status": "RUNNING"}
+    mine = _is_mine(sorted({running_id for _, running_id in pairs}), store.now)
+    fields = {
+        "task_option": 1,
+        "running_ids": {
+            "$map": {"input": {"$filter": {"input": rules.ENTRIES, "cond": mine}}, "in": "$$this.running_id"}
+        },
+    }
+    found: dict[tuple[str, str], Document] = {}
+    for document in database[store.tasks].find(query, fields):
+        for running_id in document["running_ids"]:
+            if (document["_id"], running_id) in pairs:
+                found[document["_id"], running_id] = document["task_option"]
+    return found
+
+
+def _is_mine(running_ids: list[str], now: rules.Expression) -> rules.Expression:
+    return {"$and": [{"$in": ["$$this.running_id", {"$literal": running_ids}]}, rules.is_live(now)]}
+
+
+def _map_entries(result: rules.Expression) -> rules.Expression:
+    return {"$map": {"input": rules.ENTRIES, "in": result}}

@@ -1,0 +1,324 @@
+"""Publish: put tasks there, once per key, whoever and how often anybody asks.
+
+By plain inserts first: an upsert of a key that stands in somebody's open transaction hangs past any deadline
+(measured), an insert does not. What exists already is then updated as far as its publisher asked for that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Any
+from zlib import crc32
+
+from bson import ObjectId
+from pymongo.errors import BulkWriteError, DuplicateKeyError
+
+from taskmesh import rules
+from taskmesh.errors import TaskRunning
+from taskmesh.option import TaskOption
+from taskmesh.store.connection import WRITE_DEADLINE_MS, Store
+from taskmesh.store.driver import Document
+from taskmesh.store.finish import fresh_state
+from taskmesh.store.stamp import stamp
+
+LANES = 64
+"""Every task sits in a lane, by its `_id`; live workers divide the lanes among themselves, so that they seldom race."""
+_MAX_BATCH = 1_000
+_MAX_BATCH_BYTES = 8_000_000
+
+
+@dataclass(slots=True)
+class Publication:
+    """One wish to publish: a checked task, and what to do if its key exists already."""
+
+    name: str
+    key: str
+    queue: str
+    params: Document
+    option: TaskOption
+    size: int = 0
+    start_time: datetime | None = None
+    expire_time: datetime | None = None
+    delay_ms: int | None = None
+    group: str | None = None
+    trace: Document | None = None
+    tuned: Document = field(default_factory=dict)
+    """The option fields that this publisher set itself; only these are changed on an existing task."""
+    update_existing_params: bool = False
+    not_update_running: bool = False
+    clean_success: bool = False
+    clean_failed: bool = False
+    run_again: bool = False
+    publish_id: ObjectId = field(default_factory=ObjectId)
+
+    @property
+    def id(self) -> str:
+        """The `_id` of the task."""
+        return f"{self.name}:{self.key}"
+
+    @property
+    def changes_existing(self) -> bool:
+        """Whether an existing task is to be touched, or at least looked at."""
+        return (
+            self.update_existing_params
+            or self.not_update_running
+            or self.clean_success
+            or self.clean_failed
+            or self.run_again
+        )
+
+
+@dataclass(slots=True, frozen=True)
+class Published:
+    """What a publish did."""
+
+    created: bool
+    updated: bool = False
+
+
+def new_document(publication: Publication, now: datetime) -> Document:
+    """Return the document of a new task. `now`: the server's time, as well as we know it."""
+    start_time = _start_time(publication, now)
+    document: Document = {
+        "_id": publication.id,
+        "name": publication.name,
+        "key": publication.key,
+        "queue": publication.queue,
+        "params": publication.params,
+        "task_option": stored_option(publication.option),
+        "task_state": {
+            "create_time": now,
+            "start_time": start_time,
+            "expire_time": publication.expire_time,
+            "timeout_cnt": 0,
+            "worker_states": [],
+        },
+        "status": "INIT",
+        "next_claim_time": max(start_time, now) if start_time else now,
+        "pinned": bool(publication.option.specific_worker_ids),
+        "lane": lane_of(publication.id),
+        "publish_id": publication.publish_id,
+    }
+    if publication.expire_time is not None:
+        document["settle_time"] = publication.expire_time
+    if publication.group is not None:
+        document["group"] = publication.group
+    if publication.trace is not None:
+        document["trace"] = publication.trace
+    return document
+
+
+def stored_option(option: TaskOption) -> Document:
+    """Return the option as it is stored."""
+    return {**dict(option), "specific_worker_ids": list(option.specific_worker_ids)}
+
+
+def lane_of(id_: str) -> int:
+    """Return the lane of a task."""
+    return crc32(id_.encode()) % LANES
+
+
+def _start_time(publication: Publication, now: datetime) -> datetime | None:
+    if publication.delay_ms is not None:
+        return now + timedelta(milliseconds=publication.delay_ms)
+    return publication.start_time
+
+
+async def publish(store: Store, publications: Sequence[Publication], now: datetime) -> list[Published]:
+    """Insert what is new, then treat what existed as each publication asks. Results in the order given.
+
+    Safe to repeat: a repeated insert of ours is known by its `publish_id`. Raises `TaskRunning` for a publication with
+    `not_update_running`; of several, the others are done all the same.
+    """
+    results: dict[int, Published] = {}
+    for batch in _batches(publications):
+        duplicates = await _insert(store, [publications[i] for i in batch], now)
+        existing = [i for place, i in enumerate(batch) if place in duplicates]
+        results |= {i: Published(created=True) for place, i in enumerate(batch) if place not in duplicates}
+        results |= await _treat_existing(store, {i: publications[i] for i in existing}, now)
+    return [results[i] for i in range(len(publications))]
+
+
+def _batches(publications: Sequence[Publication]) -> Iterator[list[int]]:
+    batch: list[int] = []
+    size = 0
+    for i, publication in enumerate(publications):
+        if batch and (len(batch) == _MAX_BATCH or size + publication.size > _MAX_BATCH_BYTES):
+            yield batch
+            batch, size = [], 0
+        batch.append(i)
+        size += publication.size
+    if batch:
+        yield batch
+
+
+async def _insert(store: Store, publications: list[Publication], now: datetime) -> set[int]:
+    """Insert documents, and return the places of those whose key was there already."""
+    tasks = store.driver.collection(store.tasks)
+    try:
+        if len(publications) == 1:
+            await tasks.insert_one(new_document(publications[0], now))
+        else:
+            await tasks.insert_many([new_document(publication, now) for publication in publications], ordered=False)
+    except DuplicateKeyError:
+        return {0}
+    except BulkWriteError as error:
+        failed = error.details["writeErrors"]
+        if any(failure["code"] != 11000 for failure in failed) or error.details.get("writeConcernErrors"):
+            raise
+        return {failure["index"] for failure in failed}
+    return set()
+
+
+async def _treat_existing(store: Store, existing: dict[int, Publication], now: datetime) -> dict[int, Published]:
+    if not existing:
+        return {}
+    untouched = {i: publication for i, publication in existing.items() if not publication.changes_existing}
+    results = await _replace_forgotten(store, untouched, now)
+    changed = [i for i in existing if i not in untouched]
+    for start in range(0, len(changed), 50):
+        chunk = changed[start : start + 50]
+        outcomes = await asyncio.gather(
+            *(_change_existing(store, existing[i], now) for i in chunk), return_exceptions=True
+        )
+        for i, outcome in zip(chunk, outcomes, strict=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
+            results[i] = outcome
+    return results
+
+
+async def _replace_forgotten(store: Store, existing: dict[int, Publication], now: datetime) -> dict[int, Published]:
+    """Publish afresh what is past its retention, though the TTL monitor has not come round yet; leave the rest."""
+    ids = {publication.id: i for i, publication in existing.items()}
+    query = {"_id": {"$in": list(ids)}}
+    stored = await store.find(query, {"publish_id": 1, "forgotten": _forgotten(store.now)}) if ids else []
+    results = {i: Published(created=False) for i in existing}
+    for document in stored:
+        i = ids[document["_id"]]
+        if document.get("publish_id") == existing[i].publish_id:
+            results[i] = Published(created=True)  # an insert of ours that was applied, and whose answer was lost
+        elif document["forgotten"]:
+            results[i] = Published(created=await _replace(store, existing[i], now))
+    return results
+
+
+def _forgotten(now: rules.Expression) -> rules.Expression:
+    return {"$lte": [{"$ifNull": ["$delete_time", rules.NEVER]}, now]}
+
+
+async def _replace(store: Store, publication: Publication, now: datetime) -> bool:
+    fresh = [{"$replaceWith": {"$literal": new_document(publication, now)}}]
+    reply = await store.update({"_id": publication.id, "$expr": _forgotten(store.now)}, fresh)
+    if reply["n"] == 0:  # somebody else did it, or the TTL monitor came round in between
+        return not await _insert(store, [publication], now)
+    return True
+
+
+async def _change_existing(store: Store, publication: Publication, now: datetime) -> Published:
+    """Update one existing task as its publication asks."""
+    for _ in range(10):
+        if (await _replace_forgotten(store, {0: publication}, now))[0].created:
+            return Published(created=True)
+        query: Document = {"_id": publication.id}
+        if publication.not_update_running:
+            query["$expr"] = {"$not": [rules.with_facts(store.now, _running)]}
+        reply = await store.update(query, change_pipeline(publication, now, store.now))
+        if reply["n"]:
+            return Published(created=False, updated=bool(reply["nModified"]))
+        if await store.find({"_id": publication.id}, {"_id": 1}):
+            raise TaskRunning(
+                f"task {publication.name!r} {publication.key!r} is running, and not_update_running was asked for: "
+                "publish again when it is done, or use run_again"
+            )
+        if not await _insert(store, [publication], now):  # deleted in between
+            return Published(created=True)
+    raise TaskRunning(f"task {publication.name!r} {publication.key!r} is being created and deleted again and again")
+
+
+_running = {"$and": [{"$ne": ["$$live", []]}, {"$eq": ["$status", "RUNNING"]}]}
+
+
+def change_pipeline(publication: Publication, now: datetime, at: rules.Expression) -> list[Document]:
+    """Apply a publication to an existing task. What changes nothing leaves the document as it was, event and all."""
+    stages: list[Document] = [
+        {"$set": {"_before": {field: f"${field}" for field in ("params", "task_option", "task_state")}}}
+    ]
+    if publication.update_existing_params or publication.run_again:
+        stages.append({"$set": _new_wish(publication, now)})
+    running = rules.with_facts(at, _running)
+    if publication.run_again:
+        again = fresh_state({"wanted": {"$add": [{"$ifNull": ["$task_state.wanted", 0]}, 1]}})
+        one_more = {"$mergeObjects": ["$task_state", {"wanted": again["wanted"]}]}
+        stages.append({"$set": {"task_state": {"$cond": [running, one_more, again]}}})
+    for wanted, state in ((publication.clean_success, "SUCCESS"), (publication.clean_failed, "FAIL")):
+        if wanted:
+            stages.append({"$set": {"task_state": {"$cond": [running, "$task_state", _without(state)]}}})
+    unchanged = {
+        "$and": [{"$eq": [f"${field}", f"$_before.{field}"]} for field in ("params", "task_option", "task_state")]
+    }
+    event = {"$cond": [unchanged, {"$ifNull": ["$event", "$$REMOVE"]}, stamp("published", at)]}
+    return [*stages, {"$set": {"event": event}}, {"$unset": "_before"}, *rules.derivation(at)]
+
+
+def _new_wish(publication: Publication, now: datetime) -> Document:
+    """The params, and the times and options that the publisher set itself."""
+    start_time = _start_time(publication, now)
+    params = {"$literal": publication.params}
+    version = {"$ifNull": ["$task_state.params_version", 0]}
+    state: Document = {
+        "params_version": {
+            "$cond": [
+                {"$eq": ["$params", params]},
+                {"$ifNull": ["$task_state.params_version", "$$REMOVE"]},
+                {"$add": [version, 1]},
+            ]
+        }
+    }
+    if start_time is not None or publication.run_again:
+        state["start_time"] = start_time
+    if publication.expire_time is not None or publication.run_again:
+        state["expire_time"] = publication.expire_time
+    changes: Document = {"params": params, "task_state": state}
+    if publication.tuned:
+        changes["task_option"] = {name: {"$literal": value} for name, value in publication.tuned.items()}
+    return changes
+
+
+def _without(state: str) -> rules.Expression:
+    """`task_state` without the entries of this state. Without failures, nothing counts against the task."""
+    entries = {"$filter": {"input": rules.ENTRIES, "cond": {"$ne": ["$$this.state", state]}}}
+    if state == "SUCCESS":
+        return {"$mergeObjects": ["$task_state", {"worker_states": entries}]}
+    forgotten = ("dropped_fail_cnt", "losses", "lost_cnt", "resume_time")
+    fields = {
+        name: f"$task_state.{name}"
+        for name in ("create_time", "start_time", "expire_time", "cancel_time", "wanted", "params_version", "progress")
+    }
+    assert not set(forgotten) & set(fields)
+    return {**fields, "timeout_cnt": 0, "worker_states": entries}
+
+
+async def publish_in_session(store: Store, publication: Publication, now: datetime, session: Any) -> Published:
+    """Publish inside the caller's transaction: the task appears if and when that commits.
+
+    An existing key is seen by the transaction's snapshot and not locked, unless it is really changed.
+    """
+    tasks = store.driver.collection(store.tasks)
+    if await tasks.find_one({"_id": publication.id}, {"_id": 1}, session=session) is None:
+        await tasks.insert_one(new_document(publication, now), session=session)
+        return Published(created=True)
+    if not publication.changes_existing:
+        return Published(created=False)
+    query: Document = {"_id": publication.id}
+    if publication.not_update_running:
+        query["$expr"] = {"$not": [rules.with_facts(store.now, _running)]}
+    reply = await store.update(query, change_pipeline(publication, now, store.now), WRITE_DEADLINE_MS, session)
+    if not reply["n"]:
+        raise TaskRunning(
+            f"task {publication.name!r} {publication.key!r} is running, and not_update_running was asked for"
+        )
+    return Published(created=False, updated=bool(reply["nModified"]))

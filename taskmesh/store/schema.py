@@ -1,0 +1,119 @@
+"""Schema: check the server, and create what is missing: collections, indexes, the schema version.
+
+Data of a version that this release does not know is refused before anything is touched.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from pymongo.errors import CollectionInvalid, OperationFailure, PyMongoError
+
+from taskmesh.errors import IncompatibleCollection, NotAReplicaSet, TaskMeshError
+from taskmesh.store.connection import Store
+from taskmesh.store.driver import Document
+
+SCHEMA_VERSION = 1
+_SERVER_6_0 = 17  # its maxWireVersion; `wallTime` in change events needs it
+
+_present = {"$exists": True}
+INDEXES: dict[str, tuple[list[tuple[str, int]], Document]] = {
+    # What can be claimed by anybody, in the order of claiming. Finished tasks are not in it.
+    "claimable": (
+        [("queue", 1), ("name", 1), ("task_option.priority", -1), ("next_claim_time", 1), ("lane", 1)],
+        {"partialFilterExpression": {"pinned": False, "next_claim_time": _present}},
+    ),
+    # The same for tasks that name their workers: they starve nobody, and nobody starves them.
+    "claimable_by_name": (
+        [
+            ("task_option.specific_worker_ids", 1),
+            ("queue", 1),
+            ("name", 1),
+            ("task_option.priority", -1),
+            ("next_claim_time", 1),
+        ],
+        {"partialFilterExpression": {"pinned": True, "next_claim_time": _present}},
+    ),
+    # What time alone will finish.
+    "settle": ([("settle_time", 1)], {"partialFilterExpression": {"settle_time": _present}}),
+    # Listings and counts.
+    "status": ([("status", 1), ("queue", 1), ("name", 1), ("_id", 1)], {}),
+    "create_time": ([("task_state.create_time", 1)], {}),
+    # Retention.
+    "delete": ([("delete_time", 1)], {"expireAfterSeconds": 0, "partialFilterExpression": {"delete_time": _present}}),
+}
+WORKER_INDEXES: dict[str, tuple[list[tuple[str, int]], Document]] = {
+    "delete": ([("delete_time", 1)], {"expireAfterSeconds": 0}),
+}
+
+
+async def check_server(store: Store) -> Document:
+    """Return the server's `hello`. Raises `NotAReplicaSet`; another `TaskMeshError` if it is too old or out of reach."""
+    try:
+        hello = await store.driver.admin({"hello": 1})
+    except OperationFailure:
+        raise
+    except PyMongoError as error:
+        raise TaskMeshError(
+            f"no MongoDB answers at {_hosts(store)}: start one, or correct the URI ({type(error).__name__})"
+        ) from error
+    if "setName" not in hello and hello.get("msg") != "isdbgrid":
+        raise NotAReplicaSet(
+            f"the MongoDB at {_hosts(store)} is a standalone server, without change streams and transactions: start it "
+            "with --replSet rs0 and run rs.initiate() once, or use the embedded one (pip install 'taskmesh[embedded]')"
+        )
+    if hello["maxWireVersion"] < _SERVER_6_0:
+        raise TaskMeshError(f"the MongoDB at {_hosts(store)} is older than 6.0: upgrade it")
+    return hello
+
+
+def _hosts(store: Store) -> str:
+    """Where the client points, without credentials."""
+    try:
+        description = store.driver.client.topology_description
+    except AttributeError:
+        description = store.driver.client.delegate.topology_description
+    return ", ".join(f"{host}:{port}" for host, port in sorted(description.server_descriptions()))
+
+
+async def create(store: Store) -> None:
+    """Create what is missing. Raises `IncompatibleCollection`; safe to run from many processes at once."""
+    await check_version(store)
+    for name in (store.tasks, store.workers, store.queues, store.schedules):
+        try:
+            await store.driver.database.create_collection(name)
+        except (CollectionInvalid, OperationFailure) as error:
+            if isinstance(error, OperationFailure) and error.code != 48:  # NamespaceExists
+                raise
+    await create_indexes(store)
+    await store.driver.collection(store.meta).update_one(
+        {"_id": "schema"}, {"$setOnInsert": {"version": SCHEMA_VERSION, "create_time": datetime.now(UTC)}}, upsert=True
+    )
+
+
+async def check_version(store: Store) -> None:
+    """Refuse a collection whose schema version is unknown."""
+    stored = await store.driver.collection(store.meta).find_one({"_id": "schema"})
+    if stored is not None and stored.get("version") != SCHEMA_VERSION:
+        raise IncompatibleCollection(
+            f"the collection {store.driver.database.name}.{store.tasks} has schema version {stored.get('version')!r}, and this "
+            f"taskmesh knows version {SCHEMA_VERSION}: use the taskmesh release that wrote it, or another collection"
+        )
+
+
+async def create_indexes(store: Store) -> None:
+    """Create the indexes that are missing. Raises `IncompatibleCollection` if one of another shape has its name."""
+    for collection, indexes in ((store.tasks, INDEXES), (store.workers, WORKER_INDEXES)):
+        specifications: list[Any] = [
+            {"key": dict(keys), "name": f"taskmesh_{name}", **options} for name, (keys, options) in indexes.items()
+        ]
+        try:
+            await store.driver.command({"createIndexes": collection, "indexes": specifications})
+        except OperationFailure as error:
+            if error.code in (85, 86):  # IndexOptionsConflict, IndexKeySpecsConflict
+                raise IncompatibleCollection(
+                    f"an index of {store.driver.database.name}.{collection} is in the way of one that taskmesh needs "
+                    f"({error.details and error.details.get('errmsg')}): drop it, then start again"
+                ) from error
+            raise

@@ -1,0 +1,45 @@
+"""The event stamp: every write says in one short text field what happened, so that change streams can tell.
+
+A text, because a change stream shows changed parts of sub-documents under dotted names, but a text whole. It holds the
+kind, the server's time (two stamps are never the same, so each shows as a change), the worker, and the workers whose
+leases were found run out. Pings leave no stamp: nobody hears of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from taskmesh import rules
+
+_SEPARATOR = "\x1f"
+
+
+@dataclass(slots=True, frozen=True)
+class Stamp:
+    """What a stamp says."""
+
+    kind: str
+    worker_id: str | None
+    lost: tuple[str, ...]
+
+
+def stamp(
+    kind: str, now: rules.Expression, worker_id: str = "", lost: rules.Expression | None = None
+) -> rules.Expression:
+    """The expression of a stamp. `lost`: one that gives a list of worker ids."""
+    parts: list[rules.Expression] = [
+        kind + _SEPARATOR,
+        {"$toString": {"$toLong": now}},
+        {"$literal": _SEPARATOR + worker_id},
+    ]
+    if lost is not None:
+        parts.append(
+            {"$reduce": {"input": lost, "initialValue": "", "in": {"$concat": ["$$value", _SEPARATOR, "$$this"]}}}
+        )
+    return {"$concat": parts}
+
+
+def read_stamp(text: str) -> Stamp:
+    """Read a stamp back."""
+    kind, _, worker_id, *lost = text.split(_SEPARATOR)
+    return Stamp(kind, worker_id or None, tuple(lost))

@@ -1,0 +1,131 @@
+"""Which values can be stored: params on their way in, results on their way out.
+
+A value is stored and comes back equal, or it is refused with the path of the culprit; nothing is interpreted. What
+MongoDB's own types imply: times are kept to the millisecond and in UTC, tuples come back as lists.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from datetime import date, datetime
+from decimal import Decimal
+from enum import Enum
+from typing import Any
+
+import bson
+from bson.errors import BSONError
+from pydantic import BaseModel
+from pydantic_core import PydanticSerializationError, to_jsonable_python
+
+from taskmesh.store.driver import CODEC
+
+MAX_BYTES = 15_000_000
+"""Of params or of a result. MongoDB's limit for a whole document is 16 MB, and the rest needs room too."""
+
+_PLAIN = (str, int, float, bool, type(None), bytes, datetime)
+
+
+class Unstorable(Exception):
+    """A value that MongoDB cannot store as it is."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(f"{path}: {reason}")
+
+
+class TooLarge(Exception):
+    """A value of too many bytes."""
+
+
+def size_of(value: Any, path: str) -> int:
+    """Return how many bytes the value needs. Raises `Unstorable` with the path of the culprit, or `TooLarge`."""
+    if value is None or value is True or value is False:
+        return 1
+    try:
+        size = len(bson.encode({"v": value}, codec_options=CODEC))
+    except _REFUSALS as error:
+        raise _culprit(value, path, error) from None
+    if size > MAX_BYTES:
+        raise TooLarge(
+            f"{path} has {size} bytes, more than the {MAX_BYTES} that fit: store it elsewhere and pass a reference"
+        )
+    return size
+
+
+_REFUSALS = (
+    BSONError,
+    OverflowError,
+    UnicodeError,
+    ValueError,
+    TypeError,
+    ArithmeticError,
+    RecursionError,
+    SystemError,
+)
+
+
+def _culprit(value: Any, path: str, error: BaseException) -> Unstorable:
+    """Find the innermost part that cannot be stored."""
+    for step, part in _parts(value):
+        if not isinstance(step, str):
+            return Unstorable(f"{path}[{step!r}]", f"a key of a dict must be a text, not {type(step).__name__}")
+        if isinstance(value, dict) and "\0" in step:
+            return Unstorable(f"{path}[{step!r}]", "a key of a dict must not have a NUL")
+        inner = f"{path}.{step}" if isinstance(value, dict) else f"{path}{step}"
+        try:
+            bson.encode({"v": part}, codec_options=CODEC)
+        except RecursionError:
+            return Unstorable(path, "nested too deeply, or holding itself")
+        except _REFUSALS as inner_error:
+            return _culprit(part, inner, inner_error)
+    if isinstance(value, int):
+        return Unstorable(path, f"{value} does not fit into 64 bits")
+    if isinstance(value, str):
+        return Unstorable(path, f"{value[:40]!r} is not valid Unicode text")
+    if isinstance(value, Decimal):
+        return Unstorable(path, f"Decimal {value} has more than the 34 digits that MongoDB keeps")
+    if isinstance(value, dict) and any(not isinstance(key, str) for key in value):
+        return Unstorable(path, "a key of a dict must be a text")
+    return Unstorable(path, f"MongoDB cannot store a {type(value).__name__} ({error})")
+
+
+def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(value, dict):
+        yield from value.items()
+    elif isinstance(value, (list, tuple)):
+        yield from ((f"[{i}]", part) for i, part in enumerate(value))
+
+
+def storable(value: Any) -> tuple[Any, bool]:
+    """Return the value in MongoDB's types, and whether anything had to be turned into something else for that.
+
+    For validated params, which their annotations turn back at execution: models, dataclasses, enums, sets, dates, paths …
+    """
+    if type(value) in _PLAIN:
+        return value, False
+    if isinstance(value, dict):
+        parts = {key: storable(part) for key, part in value.items()}
+        return {key: part for key, (part, _) in parts.items()}, any(turned for _, turned in parts.values())
+    if isinstance(value, (list, tuple)):
+        items = [storable(item) for item in value]
+        return [item for item, _ in items], any(turned for _, turned in items)
+    if isinstance(value, Enum):
+        return storable(value.value)[0], True
+    if isinstance(value, BaseModel):
+        return storable({name: getattr(value, name) for name in type(value).model_fields} | (value.model_extra or {}))[
+            0
+        ], True
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return storable({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})[0], True
+    if isinstance(value, (set, frozenset)):
+        return [storable(item)[0] for item in value], True
+    if isinstance(value, date) and not isinstance(value, datetime):
+        return value.isoformat(), True
+    try:
+        bson.encode({"v": value}, codec_options=CODEC)
+    except _REFUSALS:
+        try:
+            return to_jsonable_python(value), True
+        except (PydanticSerializationError, ValueError):
+            return value, False
+    return value, False

@@ -1,0 +1,105 @@
+"""The registry as its readers see it: which workers there are, and whether anybody could run a task."""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime, timedelta
+
+from pydantic import BaseModel, ConfigDict
+
+from taskmesh.definition import Configuration
+from taskmesh.store import Store, fleet
+from taskmesh.store.driver import Document
+
+_TRUSTED_S = 2.0
+_ASKED_AGAIN_S = 0.25
+
+
+class WorkerInfo(BaseModel):
+    """A worker as it last described itself."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    worker_id: str
+    host: str
+    pid: int
+    version: str
+    state: str
+    """`running`, `stopping`, `stopped`; `gone` if it has shown no sign of life for a while."""
+    names: list[str]
+    queues: list[str] | None
+    """None: all."""
+    concurrency: int
+    running: int
+    last_seen: datetime
+    paused: bool = False
+    start_time: datetime | None = None
+    started: int = 0
+    finished: int = 0
+
+    @property
+    def live(self) -> bool:
+        """Whether the worker is there."""
+        return self.state not in ("stopped", "gone")
+
+    @classmethod
+    def from_document(cls, document: Document) -> WorkerInfo:
+        """Read a registry document."""
+        state = document.get("state", "stopped")
+        if not document.get("live") and state != "stopped":
+            state = "gone"
+        return cls.model_validate({**document, "worker_id": document["_id"], "state": state})
+
+
+class Registry:
+    """Reads the registry, not more often than needed."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._workers: list[WorkerInfo] = []
+        self._queues: dict[str, Document] = {}
+        self._read_at = float("-inf")
+
+    async def read(self) -> list[WorkerInfo]:
+        """Return all workers of the last hour."""
+        documents = [d for d in await fleet.workers(self._store) if "names" in d and "host" in d]
+        self._workers = [WorkerInfo.from_document(document) for document in documents]
+        return self._workers
+
+    async def warnings(self, name: str, configuration: Configuration, now: datetime) -> list[str]:
+        """Tell why nobody could run such a task now. Reads at most every two seconds while all is well."""
+        age = time.monotonic() - self._read_at
+        if age > _TRUSTED_S:
+            await self._refresh()
+            age = 0.0
+        found = self._warnings(name, configuration, now)
+        if found and age > _ASKED_AGAIN_S:
+            await self._refresh()
+            found = self._warnings(name, configuration, now)
+        return found
+
+    async def _refresh(self) -> None:
+        await self.read()
+        self._queues = await fleet.queues(self._store)
+        self._read_at = time.monotonic()
+
+    def _warnings(self, name: str, configuration: Configuration, now: datetime) -> list[str]:
+        found = []
+        live = [worker for worker in self._workers if worker.live]
+        knowing = [w for w in live if name in w.names and (w.queues is None or configuration.queue in w.queues)]
+        if not live:
+            found.append("no worker is alive: start one with `taskmesh worker MODULE:MESH`")
+        elif not knowing:
+            found.append(f"no live worker runs tasks named {name!r} from queue {configuration.queue!r}")
+        named = configuration.option.specific_worker_ids
+        if knowing and named and not any(worker.worker_id in named for worker in knowing):
+            found.append(f"none of specific_worker_ids ({', '.join(named)}) is a live worker that runs {name!r}")
+        queue = self._queues.get(configuration.queue)
+        if queue is not None and queue.get("paused"):
+            found.append(f"queue {configuration.queue!r} is paused")
+        start = configuration.start_time
+        if configuration.delay_ms is not None:
+            start = now + timedelta(milliseconds=configuration.delay_ms)
+        if configuration.expire_time is not None and configuration.expire_time <= max(now, start or now):
+            found.append(f"it expires at {configuration.expire_time.isoformat()}, before it can start")
+        return found
