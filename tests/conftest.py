@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 from blockbuster import BlockBuster
 from pymongo import MongoClient
 
+from taskmesh import TaskMesh
 from taskmesh.embedded import Mongod
 from tests.mongods import ThreeNodes, small_mongod, three_nodes
 
@@ -43,6 +44,13 @@ def database(mongo_uri: str) -> Iterator[str]:
     yield name
     with MongoClient[dict[str, object]](mongo_uri) as client:
         client.drop_database(name)
+
+
+@pytest.fixture
+async def mesh(mongo_uri: str, database: str) -> AsyncIterator[TaskMesh]:
+    """A connected mesh on a database of its own. Define its tasks in the test; run consumers by `tests/working.py`."""
+    async with TaskMesh(mongo_uri, database=database) as mesh:
+        yield mesh
 
 
 @pytest.fixture

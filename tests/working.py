@@ -1,0 +1,63 @@
+"""Consumers at work in the background of a test, and what tests ask the database about them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+from taskmesh import Consumer, Status, Task, TaskMesh
+from tests.waiting import eventually
+
+STOP_DEADLINE_S = 20.0
+
+
+@asynccontextmanager
+async def working(mesh: TaskMesh, worker_id: str | None = None, **settings: Any) -> AsyncIterator[Consumer]:
+    """Run a consumer while the block lasts; at its end stop it at once, and raise what `run()` raised."""
+    consumer = mesh.consumer(worker_id=worker_id, **settings)
+    running = asyncio.get_running_loop().create_task(consumer.run())
+    try:
+        await eventually(lambda: consumer.state == "running" or running.done(), what="the consumer runs")
+        if running.done():
+            await running
+        yield consumer
+    finally:
+        if not running.done():
+            async with asyncio.timeout(STOP_DEADLINE_S):
+                await consumer.stop(grace_ms=0)
+                await running
+        elif not running.cancelled():
+            running.result()
+
+
+@asynccontextmanager
+async def all_working(mesh: TaskMesh, worker_ids: Iterable[str], **settings: Any) -> AsyncIterator[list[Consumer]]:
+    """Run one consumer for each id while the block lasts."""
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(working(mesh, worker_id, **settings)) for worker_id in worker_ids]
+
+
+async def finished(mesh: TaskMesh, name: str, key: str, deadline_s: float = 20.0) -> Task:
+    """Wait until a task is finished, by polling alone, and return it."""
+
+    async def task_if_finished() -> Task | None:
+        task = await mesh.get(name, key)
+        return task if task.status.finished else None
+
+    task = await eventually(task_if_finished, deadline_s, what=f"task {name}:{key} is finished")
+    assert task is not None
+    return task
+
+
+async def status_is(mesh: TaskMesh, name: str, key: str, status: Status, deadline_s: float = 10.0) -> Task:
+    """Wait until a task has this status, and return it."""
+
+    async def task_if_so() -> Task | None:
+        task = await mesh.get(name, key)
+        return task if task.status is status else None
+
+    task = await eventually(task_if_so, deadline_s, what=f"task {name}:{key} is {status}")
+    assert task is not None
+    return task
