@@ -14,7 +14,7 @@ from typing import Any
 from zlib import crc32
 
 from bson import ObjectId
-from pymongo.errors import BulkWriteError, DuplicateKeyError
+from pymongo.errors import OperationFailure
 
 from taskmesh import rules
 from taskmesh.errors import TaskRunning
@@ -26,6 +26,7 @@ from taskmesh.store.stamp import stamp
 
 LANES = 64
 """Every task sits in a lane, by its `_id`; live workers divide the lanes among themselves, so that they seldom race."""
+_DUPLICATE_KEY = 11000
 _MAX_BATCH = 1_000
 _MAX_BATCH_BYTES = 8_000_000
 
@@ -157,18 +158,16 @@ def _batches(publications: Sequence[Publication]) -> Iterator[list[int]]:
 
 async def _insert(store: Store, publications: list[Publication], now: datetime) -> set[int]:
     """Insert documents, and return the places of those whose key was there already."""
-    tasks = store.driver.collection(store.tasks)
     try:
-        if len(publications) == 1:
-            await tasks.insert_one(new_document(publications[0], now))
-        else:
-            await tasks.insert_many([new_document(publication, now) for publication in publications], ordered=False)
-    except DuplicateKeyError:
-        return {0}
-    except BulkWriteError as error:
-        failed = error.details["writeErrors"]
-        if any(failure["code"] != 11000 for failure in failed) or error.details.get("writeConcernErrors"):
+        await store.insert([new_document(publication, now) for publication in publications], WRITE_DEADLINE_MS)
+    except OperationFailure as error:
+        reply = error.details or {}
+        failed = reply.get("writeErrors", [])
+        if not failed or "writeConcernError" in reply:
             raise
+        for failure in failed:
+            if failure["code"] != _DUPLICATE_KEY:
+                raise OperationFailure(failure["errmsg"], failure["code"], reply) from error
         return {failure["index"] for failure in failed}
     return set()
 

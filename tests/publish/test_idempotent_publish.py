@@ -1,0 +1,153 @@
+"""However many publish one key, however often: one task, one `created`, no error."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pymongo import AsyncMongoClient, MongoClient
+
+import taskmesh.mesh
+import taskmesh.store.publish
+from taskmesh import TaskMesh, TaskMeshError
+from tests.waiting import eventually
+
+ROOT = Path(__file__).parents[2]
+
+
+async def test_t36_a_thousand_publishes_at_once_create_one_task(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def job(n: int) -> int:
+        return n
+
+    handles = await asyncio.gather(*(job.publish("the key", n=n) for n in range(1000)))
+
+    winners = [n for n, handle in enumerate(handles) if handle.created]
+    assert len(winners) == 1
+    assert not any(handle.updated for handle in handles)
+    tasks = [task async for task in mesh.find(params=True)]
+    assert [(task.key, task.params) for task in tasks] == [("the key", {"n": winners[0]})]
+
+
+def test_t36_a_thousand_publishes_from_four_processes_create_one_task(mongo_uri: str, database: str) -> None:
+    command = [sys.executable, "-m", "tests.publish.publishers", mongo_uri, database, "250"]
+    with MongoClient[dict[str, Any]](mongo_uri) as client:
+        publishers = [
+            subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            for _ in range(4)
+        ]
+        for publisher in publishers:
+            assert publisher.stdout is not None
+            assert publisher.stdout.readline() == "ready\n"
+        for publisher in publishers:
+            assert publisher.stdin is not None
+            publisher.stdin.write("go\n")
+            publisher.stdin.flush()
+        created = [int(publisher.communicate(timeout=60)[0]) for publisher in publishers]
+
+        assert sorted(created) == [0, 0, 0, 1]
+        assert [publisher.returncode for publisher in publishers] == [0, 0, 0, 0]
+        assert [task["_id"] for task in client[database]["tasks"].find()] == ["job:the key"]
+
+
+async def test_many_keys_are_published_at_once_with_their_handles_in_order(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def job(n: int) -> int:
+        return n
+
+    await job.publish("key 17", n=-1)
+    handles = await job.publish_many({f"key {n}": {"n": n} for n in range(2_500)})
+
+    assert [handle.key for handle in handles] == [f"key {n}" for n in range(2_500)]
+    assert [handle.key for handle in handles if not handle.created] == ["key 17"]
+    assert (await mesh.get("job", "key 17")).params == {"n": -1}
+    assert (await mesh.get("job", "key 2499")).params == {"n": 2499}
+
+
+@pytest.mark.parametrize("configuration", [{}, {"update_existing_params": True}])
+async def test_m28_an_identical_publish_updates_nothing_and_writes_nothing(
+    mesh: TaskMesh, mongo_uri: str, database: str, configuration: dict[str, Any]
+) -> None:
+    @mesh.task
+    async def job(n: int) -> int:
+        return n
+
+    async def oplog_entries() -> int:
+        return await oplog.count_documents({"ns": f"{database}.tasks", "op": {"$ne": "n"}})
+
+    async with AsyncMongoClient[dict[str, Any]](mongo_uri) as client:
+        oplog, tasks = client["local"]["oplog.rs"], client[database]["tasks"]
+        await job.publish("k", n=1)
+        before, written = await tasks.find_one({}), await oplog_entries()
+
+        handle = await job.configure(**configuration).publish("k", n=1)
+
+        assert (handle.created, handle.updated) == (False, False)
+        assert await tasks.find_one({}) == before
+        assert await oplog_entries() == written
+
+
+async def test_t36_a_key_in_an_open_transaction_is_waited_for_and_created_once(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def job(n: int) -> int:
+        return n
+
+    async with mesh.store.driver.start_session() as session, await session.start_transaction():
+        assert (await job.configure(session=session).publish("k", n=1)).created
+        second = asyncio.create_task(job.publish("k", n=2))
+        await eventually(lambda: _waits(mesh), what="the second publish waits")
+        assert not second.done()
+
+    assert not (await second).created
+    assert (await mesh.get("job", "k")).params == {"n": 1}
+
+
+async def test_t36_a_key_whose_transaction_is_undone_is_created_by_who_waited(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def job(n: int) -> int:
+        return n
+
+    async with mesh.store.driver.start_session() as session:
+        await session.start_transaction()
+        await job.configure(session=session).publish("k", n=1)
+        second = asyncio.create_task(job.publish("k", n=2))
+        await eventually(lambda: _waits(mesh), what="the second publish waits")
+        await session.abort_transaction()
+
+    assert (await second).created
+    assert (await mesh.get("job", "k")).params == {"n": 2}
+
+
+@pytest.mark.parametrize("configuration", [{}, {"update_existing_params": True}, {"run_again": True}])
+async def test_t36_a_publish_gives_up_at_its_deadline_while_somebodys_transaction_holds_the_key(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch, configuration: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(taskmesh.mesh, "PUBLISH_DEADLINE_S", 0.5)
+    monkeypatch.setattr(taskmesh.store.publish, "WRITE_DEADLINE_MS", 300)
+
+    @mesh.task
+    async def job(n: int) -> int:
+        return n
+
+    async with mesh.store.driver.start_session() as session:
+        await session.start_transaction()
+        await job.configure(session=session).publish("k", n=1)
+        began = time.monotonic()
+        with pytest.raises(TaskMeshError, match="'k' waits for somebody's open transaction"):
+            await job.configure(**configuration).publish("k", n=2)
+        assert time.monotonic() - began < 5
+        await session.abort_transaction()
+
+    assert (await job.publish("k", n=3)).created
+
+
+async def _waits(mesh: TaskMesh) -> bool:
+    """Whether an insert of ours hits the write conflict again and again."""
+    pipeline: list[dict[str, Any]] = [{"$currentOp": {}}, {"$match": {"op": "insert", "writeConflicts": {"$gt": 0}}}]
+    database = mesh.store.driver.client.admin
+    return bool(await (await database.aggregate(pipeline)).to_list())
