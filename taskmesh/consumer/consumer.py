@@ -102,6 +102,11 @@ class Consumer:
         return [execution.key for execution in self._executions()]
 
     @property
+    def finished(self) -> int:
+        """How many executions have ended here, whatever their outcome."""
+        return 0 if self._executor is None else self._executor.finished
+
+    @property
     def concurrency(self) -> int:
         """How many executions may run here at once. Can be set while the consumer runs; what runs, runs on."""
         return self._concurrency
@@ -200,6 +205,7 @@ class Consumer:
             store,
             self.worker_id,
             self._queue,
+            concurrency=lambda: self._concurrency,
             free_slots=lambda: self._concurrency - len(self._executor_().executions),
             narrow=self._narrow,
             closed_queues=lambda: self._fleet_closed,
@@ -223,6 +229,7 @@ class Consumer:
             wanted=self._free_slots,
             skip=lambda id_: id_ in self._executor_().executions or self._claimer_().is_aside(id_),
             found=self._claimer.wake,
+            want_hints=self._want_hints,
             page=max(1_000, min(5_000, 4 * self._concurrency)),
         )
         self._listener = Listener(
@@ -358,6 +365,13 @@ class Consumer:
     def _slot_freed(self) -> None:
         self._freed.set()
         self._claimer_().wake()
+
+    async def _want_hints(self, wanted: bool) -> None:
+        """Under a backlog the stream is not asked for new work; when it is worked off, a scan closes the gap."""
+        if self._listen and wanted != self._listener.wants_hints:
+            await self._listener.want_hints(wanted)
+            if wanted:
+                self._scanner.order_scan()
 
     def _want_more(self) -> None:
         """The claimer has few candidates left."""

@@ -56,20 +56,20 @@ async def check_server(store: Store) -> Document:
         raise
     except PyMongoError as error:
         raise TaskMeshError(
-            f"no MongoDB answers at {_hosts(store)}: start one, or correct the URI ({type(error).__name__})"
+            f"no MongoDB answers at {hosts(store)}: start one, or correct the URI ({type(error).__name__})"
         ) from error
     if "setName" not in hello and hello.get("msg") != "isdbgrid":
         raise NotAReplicaSet(
-            f"the MongoDB at {_hosts(store)} is a standalone server, without change streams and transactions: start it "
+            f"the MongoDB at {hosts(store)} is a standalone server, without change streams and transactions: start it "
             "with --replSet rs0 and run rs.initiate() once, or use the embedded one (pip install 'taskmesh[embedded]')"
         )
     if hello["maxWireVersion"] < _SERVER_6_0:
-        raise TaskMeshError(f"the MongoDB at {_hosts(store)} is older than 6.0: upgrade it")
+        raise TaskMeshError(f"the MongoDB at {hosts(store)} is older than 6.0: upgrade it")
     return hello
 
 
-def _hosts(store: Store) -> str:
-    """Where the client points, without credentials."""
+def hosts(store: Store) -> str:
+    """Return where the client points, without credentials."""
     try:
         description = store.driver.client.topology_description
     except AttributeError:
