@@ -11,6 +11,7 @@ import asyncio
 import functools
 import logging
 import operator
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -25,6 +26,10 @@ logger = logging.getLogger("taskmesh.feed")
 _HISTORY_LOST = {286, 280, 260, 136, 234}
 _NOT_OFFERED = {13, 40573, 40415, 59}
 _LONGEST_PAUSE_S = 5.0
+_EAGER_AWAIT_MS = 500
+_EAGER_PAUSE_S = 0.002
+_RELAXED_AWAIT_MS = 1
+_RELAXED_PAUSE_S = 0.1
 _RETRY_NOT_OFFERED_S = 60.0
 
 
@@ -35,6 +40,8 @@ class Subscription:
     interest: Interest
     on_change: Callable[[Change], None]
     on_gap: Callable[[], None]
+    relaxed: bool = False
+    """Whether hearing of things a tenth of a second later is soon enough."""
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once a stream that covers the interest is open, or it is known that there is none."""
 
@@ -66,10 +73,11 @@ class Feed:
             self._restart()
         return subscription
 
-    def change_interest(self, subscription: Subscription, interest: Interest) -> None:
-        """Listen to something else from now on, beginning where the stream stands."""
-        if subscription.interest != interest:
+    def change(self, subscription: Subscription, interest: Interest, *, relaxed: bool) -> None:
+        """Listen to something else from now on, beginning where the stream stands, or at another pace."""
+        if subscription.interest != interest or subscription.relaxed != relaxed:
             subscription.interest = interest
+            subscription.relaxed = relaxed
             self._restart()
 
     def unsubscribe(self, subscription: Subscription) -> None:
@@ -142,7 +150,9 @@ class Feed:
     async def _read(self):  # type: ignore[no-untyped-def]  # an async generator of True, once open
         """Read one stream until it ends or breaks."""
         had_place = self._token is not None
-        stream = await open_stream(self._store, self._union(), start_after=self._token)
+        relaxed = all(subscription.relaxed for subscription in self._subscriptions)
+        await_ms = _RELAXED_AWAIT_MS if relaxed else _EAGER_AWAIT_MS
+        stream = await open_stream(self._store, self._union(), start_after=self._token, await_ms=await_ms)
         try:
             if not had_place and self._opened_before:
                 self._announce_gap()
@@ -151,12 +161,19 @@ class Feed:
             self.offered = True
             self._set_ready()
             yield True
+            paused_at = time.monotonic()
             while stream.alive:
                 event = await stream.try_next()
                 if event is not None:
                     self.delivered += 1
                     self._hand_out(change_from(event))
                 self._token = stream.resume_token
+                if event is None and relaxed:
+                    await asyncio.sleep(_RELAXED_PAUSE_S)
+                elif event is not None and time.monotonic() - paused_at > _EAGER_PAUSE_S:
+                    # What comes next comes together: a read that waits is woken by every write to the server.
+                    await asyncio.sleep(_EAGER_PAUSE_S)
+                    paused_at = time.monotonic()
         finally:
             await stream.close()
 

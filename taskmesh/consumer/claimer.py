@@ -43,6 +43,7 @@ class Claimer:
         worker_id: str,
         queue: ClaimQueue,
         *,
+        concurrency: Callable[[], int],
         free_slots: Callable[[], int],
         narrow: Narrow,
         closed_queues: Callable[[], frozenset[str]],
@@ -57,6 +58,7 @@ class Claimer:
         self._store = store
         self._worker_id = worker_id
         self._queue = queue
+        self._concurrency = concurrency
         self._free_slots = free_slots
         self._narrow = narrow
         self._closed_queues = closed_queues
@@ -132,7 +134,7 @@ class Claimer:
             if narrowed_by is None:
                 return 0.1
             closed = self._closed_queues()
-            taken = self._queue.take(min(free, _MAX_SET), now)
+            taken = self._queue.take(min(free, self._largest_set()), now)
             candidates = [
                 c for c in taken if c.queue not in closed and not self._is_busy(c.id) and not self.is_aside(c.id)
             ]
@@ -144,6 +146,10 @@ class Claimer:
         if due is None or not self.open or len(self._in_flight) >= _MAX_IN_FLIGHT:
             return None
         return max(0.0, due - time.monotonic())
+
+    def _largest_set(self) -> int:
+        """Half of the slots, so that one half is claimed while the outcomes of the other are recorded."""
+        return min(_MAX_SET, max(1, (self._concurrency() + 1) // 2))
 
     def _send(self, candidates: list[Candidate], narrowed_by: Mapping[str, Any]) -> None:
         self._reserved += len(candidates)

@@ -80,7 +80,21 @@ class Listener:
 
     async def open(self) -> None:
         """Subscribe, and wait until the stream is open."""
-        self._subscription = self._feed.subscribe(Interest(names=self._names, fleet=True), self._heard, self._missed)
+        interest = Interest(names=self._names, control=True)
+        self._subscription = self._feed.subscribe(interest, self._heard, self._missed)
+        await self._subscription.ready.wait()
+
+    @property
+    def wants_hints(self) -> bool:
+        """Whether new work is announced here."""
+        return self._subscription is not None and bool(self._subscription.interest.names)
+
+    async def want_hints(self, wanted: bool) -> None:
+        """Hear of new work, or, while there is more than enough of it, only of what concerns executions."""
+        if self._subscription is None or wanted == self.wants_hints:
+            return
+        interest = Interest(names=self._names if wanted else frozenset(), control=True)
+        self._feed.change(self._subscription, interest, relaxed=not wanted)
         await self._subscription.ready.wait()
 
     def close(self) -> None:

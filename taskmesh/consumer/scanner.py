@@ -10,7 +10,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from pymongo.errors import PyMongoError
@@ -54,6 +54,7 @@ class Scanner:
         wanted: Callable[[], int],
         skip: Callable[[str], bool],
         found: Callable[[], None],
+        want_hints: Callable[[bool], Awaitable[None]],
         page: int,
     ) -> None:
         self._store = store
@@ -68,6 +69,7 @@ class Scanner:
         self._wanted = wanted
         self._skip = skip
         self._found = found
+        self._want_hints = want_hints
         self._page = page
         self._wake = asyncio.Event()
         self._refill = False
@@ -141,6 +143,11 @@ class Scanner:
                 brought += await self._scan(what)
         if brought:
             self._found()
+        if self._more and len(self._queue) >= self._page:
+            await self._want_hints(False)
+        elif not self._more:
+            # The stream is open for hints again before the next scan, so that nothing falls in between.
+            await self._want_hints(True)
         return brought
 
     def learn_queue(self, queue: str) -> None:

@@ -31,9 +31,9 @@ class Interest:
     """What the readers of a process want to hear of, all together."""
 
     names: frozenset[str] = frozenset()
-    """Tasks of these names, when they can be claimed soon; and whatever should stop an execution."""
-    fleet: bool = False
-    """Changes of queues, and orders to workers."""
+    """Tasks of these names, when they can be claimed soon."""
+    control: bool = False
+    """Whatever should stop an execution; changes of queues; orders to workers."""
     finished: bool = False
     """Tasks that finish."""
     events: bool = False
@@ -42,7 +42,7 @@ class Interest:
     def __or__(self, other: Interest) -> Interest:
         return Interest(
             self.names | other.names,
-            self.fleet or other.fleet,
+            self.control or other.control,
             self.finished or other.finished,
             self.events or other.events,
         )
@@ -85,8 +85,8 @@ def pipeline(store: Store, interest: Interest) -> list[Document]:
                 "$expr": {"$lte": [f"${_UPDATED}.next_claim_time", soon]},
             }
         )
+    if interest.control:
         wanted.append(tasks | {f"{_UPDATED}.event": _starting_with(STOPPING)})
-    if interest.fleet:
         wanted.append({"ns.coll": store.queues})
         wanted.append({"ns.coll": store.workers, f"{_UPDATED}.order_time": {"$exists": True}})
     if interest.finished:
@@ -137,9 +137,15 @@ def change_from(event: Document) -> Change:
     )
 
 
-async def open_stream(store: Store, interest: Interest, *, start_after: Document | None = None) -> Any:
-    """Open the stream: from now on, or from behind the event of a resume token."""
-    options: Document = {"max_await_time_ms": 500, "batch_size": 1000}
+async def open_stream(
+    store: Store, interest: Interest, *, start_after: Document | None = None, await_ms: int = 500
+) -> Any:
+    """Open the stream: from now on, or from behind the event of a resume token.
+
+    `await_ms`: how long a read waits for something to come. Every write to the server wakes a waiting read, whatever it
+    filters for, at about 45 µs of the server's time (measured); a read that does not wait costs a tenth of that.
+    """
+    options: Document = {"max_await_time_ms": await_ms, "batch_size": 1000}
     if start_after is not None:
         options["start_after"] = start_after
     return await store.driver.watch(pipeline(store, interest), **options)
