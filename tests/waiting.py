@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar, overload
 
 import anyio
 
@@ -28,14 +28,18 @@ def wait_until(condition: Callable[[], T], deadline_s: float = 10.0, *, what: st
     return value
 
 
+@overload
 async def eventually(
-    condition: Callable[[], T | Awaitable[T]], deadline_s: float = 10.0, *, what: str | None = None
-) -> T:
+    condition: Callable[[], Awaitable[T | None]], deadline_s: float = 10.0, *, what: str | None = None
+) -> T: ...
+@overload
+async def eventually(condition: Callable[[], T | None], deadline_s: float = 10.0, *, what: str | None = None) -> T: ...
+async def eventually(condition: Callable[[], Any], deadline_s: float = 10.0, *, what: str | None = None) -> Any:
     """Do as `wait_until` does, in an event loop; `condition` may be plain or async."""
     end = time.monotonic() + deadline_s
     while True:
         found = condition()
-        value: T = await found if inspect.isawaitable(found) else found
+        value = await found if inspect.isawaitable(found) else found
         if value:
             return value
         if time.monotonic() >= end:

@@ -46,9 +46,7 @@ async def finished(mesh: TaskMesh, name: str, key: str, deadline_s: float = 20.0
         task = await mesh.get(name, key)
         return task if task.status.finished else None
 
-    task = await eventually(task_if_finished, deadline_s, what=f"task {name}:{key} is finished")
-    assert task is not None
-    return task
+    return await eventually(task_if_finished, deadline_s, what=f"task {name}:{key} is finished")
 
 
 async def status_is(mesh: TaskMesh, name: str, key: str, status: Status, deadline_s: float = 10.0) -> Task:
@@ -58,6 +56,4 @@ async def status_is(mesh: TaskMesh, name: str, key: str, status: Status, deadlin
         task = await mesh.get(name, key)
         return task if task.status is status else None
 
-    task = await eventually(task_if_so, deadline_s, what=f"task {name}:{key} is {status}")
-    assert task is not None
-    return task
+    return await eventually(task_if_so, deadline_s, what=f"task {name}:{key} is {status}")
