@@ -15,16 +15,24 @@ _current: ContextVar[Any] = ContextVar("taskmesh_current_task")
 
 
 class Running(Protocol):
-    """The execution behind a context; the executor's, or one at the other end of a pipe."""
+    """The execution behind a context; the executor's, or one at the other end of a pipe. See `TaskContext`."""
 
-    name: str
-    key: str
-    worker_id: str
-    running_id: str
-    attempt: int
-    option: TaskOption
-    deadline: datetime | None
+    # ruff: noqa: D102 — the methods are documented where handlers see them, in the classes below
 
+    @property
+    def name(self) -> str: ...
+    @property
+    def key(self) -> str: ...
+    @property
+    def worker_id(self) -> str: ...
+    @property
+    def running_id(self) -> str: ...
+    @property
+    def attempt(self) -> int: ...
+    @property
+    def option(self) -> TaskOption: ...
+    @property
+    def deadline(self) -> datetime | None: ...
     @property
     def cancelled(self) -> bool: ...
     def set_progress(self, fraction: float, message: str | None) -> None: ...

@@ -6,10 +6,10 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar, cast
 
 from taskmesh.clock import in_utc
-from taskmesh.errors import InvalidOption, TaskCancelled, TaskError, TaskExpired, TaskNotFound
+from taskmesh.errors import InvalidName, InvalidOption, TaskCancelled, TaskError, TaskExpired, TaskNotFound
 from taskmesh.option import TaskOption
 from taskmesh.params import Params
 from taskmesh.task import Status, Task, checked_key, checked_name
@@ -94,7 +94,7 @@ def checked_queue(queue: Any) -> str:
     """Return the queue's name, or raise `InvalidOption`."""
     try:
         return checked_name(queue)
-    except Exception:
+    except InvalidName:
         raise InvalidOption(
             f"a queue's name has 1 to 100 characters of letters, digits, '_', '.' and '-', which {queue!r} has not"
         ) from None
@@ -129,6 +129,7 @@ class TaskDefinition(Generic[P, R]):
         self.__wrapped__ = fn
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """Call the handler's function, here and now."""
         return self.fn(*args, **kwargs)
 
     @property
@@ -160,14 +161,14 @@ class TaskDefinition(Generic[P, R]):
         `InvalidKey`, `InvalidParams`, `TaskTooLarge`, `TaskRunning`; then nothing is written.
         """
         named = self.params.named(args, params)
-        return cast("TaskHandle[R]", (await self.mesh._publish(self, {key: named}))[0])
+        return cast("TaskHandle[R]", (await self.mesh.publish_all(self, {key: named}))[0])
 
     async def publish_many(self, params_by_key: Mapping[str, Mapping[str, Any]], /) -> list[TaskHandle[R]]:
         """Publish many tasks, about a thousand per round trip; handles in the order given.
 
         All are checked before any is written.
         """
-        return cast("list[TaskHandle[R]]", await self.mesh._publish(self, params_by_key))
+        return cast("list[TaskHandle[R]]", await self.mesh.publish_all(self, params_by_key))
 
     def publish_sync(self, key: str, /, *args: P.args, **params: P.kwargs) -> TaskHandle[R]:
         """Publish from code without an event loop: threads, WSGI apps, after a fork.
@@ -175,7 +176,7 @@ class TaskDefinition(Generic[P, R]):
         Raises `RuntimeError` when called from inside a running loop.
         """
         named = self.params.named(args, params)
-        return cast("TaskHandle[R]", self.mesh._publish_sync(self, {key: named})[0])
+        return cast("TaskHandle[R]", self.mesh.publish_all_sync(self, {key: named})[0])
 
     def __repr__(self) -> str:
         return f"<TaskDefinition {self.name!r} queue={self.queue!r} run={self.run!r}>"
@@ -186,15 +187,11 @@ def is_async(fn: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004  # the method itself is asked
 
 
-class _Mesh(Protocol):
-    async def get(self, name: str, key: str) -> Task: ...
-
-
 class TaskHandle(Generic[R]):
     """A published task, to wait for and to ask about."""
 
     def __init__(self, mesh: Any, name: str, key: str, *, created: bool, updated: bool, warnings: list[str]) -> None:
-        self._mesh = mesh
+        self.mesh = mesh
         self.name = checked_name(name)
         self.key = checked_key(key)
         self.created = created
@@ -206,7 +203,7 @@ class TaskHandle(Generic[R]):
 
     async def task(self) -> Task:
         """Return the task as it stands now. Raises `TaskNotFound`."""
-        return cast(Task, await self._mesh.get(self.name, self.key))
+        return cast(Task, await self.mesh.get(self.name, self.key))
 
     async def status(self) -> Status:
         """Return where the task stands now. Raises `TaskNotFound`."""
@@ -227,10 +224,10 @@ class TaskHandle(Generic[R]):
 
     async def cancel(self) -> Task:
         """Cancel the task; a finished one stays as it is. Returns it as it stands after."""
-        return cast(Task, await self._mesh.cancel(self.name, self.key))
+        return cast(Task, await self.mesh.cancel(self.name, self.key))
 
     async def _finished(self, timeout: float | None) -> Task:
-        task = cast(Task, await self._mesh._finished(self.name, self.key, timeout))
+        task = cast(Task, await self.mesh.finished(self.name, self.key, timeout))
         label = f"task {self.name!r} {self.key!r}"
         if task.status is Status.FAIL:
             raise TaskError(

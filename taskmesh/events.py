@@ -129,7 +129,7 @@ class EventReader:
 
     def close(self) -> None:
         """Stop to listen; the iterator ends after what is buffered."""
-        if self._feed is not None and self._subscription in self._feed._subscriptions:
+        if self._feed is not None and self._feed.listens(self._subscription):
             assert self._subscription is not None
             self._feed.unsubscribe(self._subscription)
         self._subscription = None

@@ -47,7 +47,7 @@ async def explain(store: Store, id_: str, worker_id: str | None) -> list[Explana
     closed = [name for name, queue in (await fleet.queues(store)).items() if queue.get("paused")]
     explanations = []
     for worker in asked:
-        gates = {**rules.task_gates(store.now), **rules.worker_gates(worker, store.now), **rules.queue_gate(closed)}
+        gates = {**rules.task_gates(store.now), **rules.worker_gates(worker), **rules.queue_gate(closed)}
         evaluated = {f"g{i}": {"$ifNull": [gate, None]} for i, gate in enumerate(gates.values())}
         fields: Document = {"now": store.now, "gates": rules.with_facts(store.now, evaluated), "task": "$$ROOT"}
         cursor = await store.driver.aggregate(
@@ -95,6 +95,7 @@ def _reason(gate: str, task: Document, worker_id: str, moment: datetime | None, 
     done = [e for e in entries if e["state"] == "SUCCESS"]
     fails = sum(e["state"] == "FAIL" for e in entries) + state.get("dropped_fail_cnt", 0)
     lost = sum(e["state"] == "RUNNING" and e["ping_expire_time"] <= now for e in entries)
+    delay = f"delay {option.get('unexpected_retry_delay_ms')} ms for the {option.get('unexpected_retry_delay_scope')}"
     texts = {
         "unfinished": f"stored status {task.get('status')}, {len(done)} of {option.get('concurrent_worker_cnt')} SUCCESS",
         "unexpired": f"expire_time {state.get('expire_time') or 'not set'}",
@@ -102,8 +103,8 @@ def _reason(gate: str, task: Document, worker_id: str, moment: datetime | None, 
         "room": f"{len(live)} live RUNNING + {len(done)} SUCCESS of concurrent_worker_cnt {option.get('concurrent_worker_cnt')}",
         "retries left": f"{fails} FAIL, max_unexpected_retries {option.get('max_unexpected_retries')}",
         "timeouts left": f"{state.get('timeout_cnt', 0) + lost} lost in a row, max_timeouts {option.get('max_timeouts')}",
-        "retry delay": f"{fails} FAIL, delay {option.get('unexpected_retry_delay_ms')} ms for the {option.get('unexpected_retry_delay_scope')}",
-        "own retry delay": f"delay {option.get('unexpected_retry_delay_ms')} ms for the {option.get('unexpected_retry_delay_scope')}",
+        "retry delay": f"{fails} FAIL, {delay}",
+        "own retry delay": delay,
         "worker allowed": f"specific_worker_ids {', '.join(option.get('specific_worker_ids', [])) or 'any'}",
         "not twice": f"{sum(e['worker_id'] == worker_id for e in live + done)} live or successful entries of {worker_id}",
         "queue": f"queue {task.get('queue')!r} is {'paused' if moment is not None else 'open'}",

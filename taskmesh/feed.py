@@ -12,7 +12,7 @@ import functools
 import logging
 import operator
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from pymongo.errors import OperationFailure, PyMongoError
@@ -86,6 +86,10 @@ class Feed:
         if not self._subscriptions:
             self._stop()
 
+    def listens(self, subscription: Subscription | None) -> bool:
+        """Whether the subscription is still open."""
+        return subscription in self._subscriptions
+
     async def close(self) -> None:
         """Close the stream, whoever listens."""
         self._subscriptions.clear()
@@ -147,7 +151,7 @@ class Feed:
         if faults == 0:  # an outage is one line, however long it lasts
             logger.warning("change stream broke (%s): opening it again", type(error).__name__)
 
-    async def _read(self):  # type: ignore[no-untyped-def]  # an async generator of True, once open
+    async def _read(self) -> AsyncIterator[bool]:
         """Read one stream until it ends or breaks."""
         had_place = self._token is not None
         relaxed = all(subscription.relaxed for subscription in self._subscriptions)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from datetime import UTC, datetime
-from typing import Any, ParamSpec, Self, TypeVar, cast, overload
+from datetime import datetime
+from typing import Any, ParamSpec, Self, TypeVar, overload
 
 from pymongo.errors import PyMongoError
 
@@ -25,6 +26,7 @@ from taskmesh.portal import run_blocking
 from taskmesh.results import Results
 from taskmesh.stats import Stats, read_stats
 from taskmesh.store import Store, control, find, fleet, schema
+from taskmesh.store.driver import twin_of
 from taskmesh.store.faults import is_over_deadline, is_passing
 from taskmesh.store.publish import Publication, Published, publish, publish_in_session, stored_option
 from taskmesh.task import Status, Task, checked_key, checked_name, task_id
@@ -32,6 +34,8 @@ from taskmesh.workers import Registry, WorkerInfo
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+logger = logging.getLogger("taskmesh")
 
 PUBLISH_DEADLINE_S = 30.0
 
@@ -169,7 +173,7 @@ class TaskMesh:
         client = self._client or os.environ.get("TASKMESH_URI")
         if client is not None:
             return client
-        from taskmesh.embedded import attach
+        from taskmesh.embedded import attach  # noqa: PLC0415 — an extra
 
         self._embedded = await asyncio.to_thread(attach)
         return self._embedded.uri
@@ -178,6 +182,10 @@ class TaskMesh:
         if self._embedded is not None:
             embedded, self._embedded = self._embedded, None
             await asyncio.to_thread(embedded.close)
+
+    def connected_in(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Whether the mesh can be used in this event loop, in this process."""
+        return self._store is not None and self._loop is loop and self._pid == os.getpid()
 
     @property
     def store(self) -> Store:
@@ -213,7 +221,7 @@ class TaskMesh:
         """
         definition = self.definitions.get(checked_name(name))
         if definition is not None:
-            return await self._publish(definition.configure(**configuration), params_by_key)
+            return await self.publish_all(definition.configure(**configuration), params_by_key)
         checked = {checked_key(key): self._unchecked(name, params) for key, params in params_by_key.items()}
         return await self._publish_named(name, Configuration().changed(**configuration), checked)
 
@@ -224,7 +232,7 @@ class TaskMesh:
         stored = dict(params or {})
         return stored, checked_size(name, stored)
 
-    async def _publish(
+    async def publish_all(
         self, definition: TaskDefinition[Any, Any], params_by_key: Mapping[str, Mapping[str, Any]]
     ) -> list[TaskHandle[Any]]:
         """Publish tasks of one definition; all are checked before any is written."""
@@ -270,36 +278,35 @@ class TaskMesh:
             await asyncio.sleep(pause)
             pause = min(pause * 2, 1.0)
 
-    def _publish_sync(
+    def publish_all_sync(
         self, definition: TaskDefinition[Any, Any], params_by_key: Mapping[str, Mapping[str, Any]]
     ) -> list[TaskHandle[Any]]:
+        """Publish from code without an event loop. Raises `RuntimeError` inside one."""
         handles = run_blocking(self._publish_in_portal(definition, params_by_key), "publish_sync")
         for handle in handles:
-            handle._mesh = self
+            handle.mesh = self
         return handles
 
     async def _publish_in_portal(
         self, definition: TaskDefinition[Any, Any], params_by_key: Mapping[str, Mapping[str, Any]]
     ) -> list[TaskHandle[Any]]:
-        """Runs in the portal's loop, on a connection of its own."""
+        """Publish in the portal's loop, on a connection of its own."""
         loop = asyncio.get_running_loop()
-        if self._twin is None or self._twin._loop is not loop or self._twin._pid != os.getpid():
+        if self._twin is None or not self._twin.connected_in(loop):
             twin = TaskMesh(self._twin_client(), database=self._database, collection=self._collection)
             twin.definitions = self.definitions
             await twin.connect()
             self._twin = twin
-        return await self._twin._publish(definition, params_by_key)
+        return await self._twin.publish_all(definition, params_by_key)
 
     def _twin_client(self) -> Any:
-        from taskmesh.store.driver import twin_of
-
         return self._client if self._client is None or isinstance(self._client, str) else twin_of(self._client)
 
     async def publish_with(self, execution: Execution, session: Any) -> None:
         """Publish, inside a transaction, what an execution's handler asked for."""
         for definition, key, params in execution.publications:
             target = self.definitions[definition] if isinstance(definition, str) else definition
-            await self._publish(target.configure(session=session), {key: params})
+            await self.publish_all(target.configure(session=session), {key: params})
 
     # --- tasks ---
 
@@ -384,7 +391,8 @@ class TaskMesh:
         """Tell, for one worker or every live one, which gates of the claim rule are open or shut, why, and until when."""
         return await explain(self.store, task_id(name, key), worker_id)
 
-    async def _finished(self, name: str, key: str, timeout: float | None) -> Task:
+    async def finished(self, name: str, key: str, timeout: float | None) -> Task:
+        """Wait until the task is finished, and return it. Raises `TaskNotFound`, `TimeoutError`."""
         _ = self.store
         try:
             document = await asyncio.wait_for(self._results.finished(task_id(name, key)), timeout)
@@ -413,7 +421,8 @@ class TaskMesh:
 
     async def workers(self) -> list[WorkerInfo]:
         """Return the live workers and those that went within the last hour."""
-        return await self._registry.read() if self.store else []
+        _ = self.store
+        return await self._registry.read()
 
     async def stop_worker(self, worker_id: str, grace_ms: int = 30_000) -> None:
         """Let a consumer elsewhere stop gracefully. Raises `TaskNotFound` if no such worker is registered."""
@@ -507,12 +516,5 @@ def _readable(document: dict[str, Any]) -> Task | None:
     try:
         return Task.from_document(document)
     except ValueError as error:
-        import logging
-
-        logging.getLogger("taskmesh").warning(
-            "the document %r is no task of ours, and skipped: %.300s", document.get("_id"), error
-        )
+        logger.warning("the document %r is no task of ours, and skipped: %.300s", document.get("_id"), error)
         return None
-
-
-__all__ = ["UTC", "TaskMesh", "cast"]

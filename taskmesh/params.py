@@ -1,5 +1,7 @@
-"""Params from a handler's signature: checked at publish, so that nothing unfit is stored, and again at execution,
-since code and documents do not always change together.
+"""Params from a handler's signature.
+
+They are checked at publish, so that nothing unfit is stored, and again at execution, since code and documents do not
+always change together.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ _loops: dict[int, asyncio.AbstractEventLoop] = {}
 
 
 def _reset_after_fork() -> None:
-    global _lock
+    global _lock  # noqa: PLW0603 — it may be held by a thread that the child does not have
     _lock = threading.Lock()
     _loops.clear()
 

@@ -55,7 +55,7 @@ class Results:
 
     async def close(self) -> None:
         """Stop waiting; waiters are cancelled."""
-        if self._subscription is not None and self._subscription in self._feed._subscriptions:
+        if self._subscription is not None and self._feed.listens(self._subscription):
             self._feed.unsubscribe(self._subscription)
         self._subscription = None
         if self._reader is not None:

@@ -100,7 +100,7 @@ def task_gates(now: Expression) -> dict[str, Expression]:
     }
 
 
-def worker_gates(worker_id: str, now: Expression) -> dict[str, Expression]:
+def worker_gates(worker_id: str) -> dict[str, Expression]:
     """The gates that ask who is claiming."""
     me = {"$literal": worker_id}
     mine = {"$eq": ["$$this.worker_id", me]}
@@ -240,13 +240,13 @@ _retry_opens_for_some_worker: Expression = {
 
 def claim_time(worker_id: str, now: Expression = NOW) -> Expression:
     """When this worker may claim the task, as things stand: null (at once), a time, or `NEVER`."""
-    gates = {**task_gates(now), **worker_gates(worker_id, now)}
+    gates = {**task_gates(now), **worker_gates(worker_id)}
     return with_facts(now, {"$max": list(gates.values())})
 
 
 def claimable(worker_id: str, closed_queues: Iterable[str] = (), now: Expression = NOW) -> Expression:
     """Whether this worker may claim the task now: all gates are open."""
-    gates = {**task_gates(now), **worker_gates(worker_id, now)}
+    gates = {**task_gates(now), **worker_gates(worker_id)}
     closed = list(closed_queues)
     if closed:
         gates |= queue_gate(closed)
@@ -278,7 +278,7 @@ def status_on_reading(now: Expression = NOW) -> Expression:
     return {"$cond": [ours, with_facts(now, status(now)), "$status"]}
 
 
-def _settle_time(now: Expression) -> Expression:
+def _settle_time() -> Expression:
     """When the stored status becomes wrong by time alone, so that somebody has to write it down anew."""
     lease_end = {"$max": "$$live.ping_expire_time"}
     would_fail = {
@@ -310,7 +310,7 @@ def derivation(now: Expression = NOW) -> list[Stage]:
     facts = {
         "status": status(now),
         "next_claim_time": {"$max": ["$task_state.create_time", *task_gates(now).values()]},
-        "settle_time": _settle_time(now),
+        "settle_time": _settle_time(),
     }
     finished = {"$not": [{"$in": ["$_derived.status", ["INIT", "RUNNING"]]}]}
     retained_ms = {

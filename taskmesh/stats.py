@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from datetime import datetime
-
 from pydantic import BaseModel, ConfigDict
 
-from taskmesh import rules
 from taskmesh.store import Store, fleet
 
 
@@ -41,6 +38,3 @@ async def read_stats(store: Store) -> Stats:
         started_per_s=sum(float(worker.get("started_per_s", 0)) for worker in live),
         finished_per_s=sum(float(worker.get("finished_per_s", 0)) for worker in live),
     )
-
-
-__all__ = ["Stats", "datetime", "read_stats", "rules"]

@@ -124,7 +124,27 @@ class Task(_Stored):
     extra: dict[str, Any] = Field(default_factory=dict)
 
     OWN_FIELDS: ClassVar[frozenset[str]] = frozenset(
-        ["_id", "name", "key", "queue", "status", "params", "task_option", "task_state", "next_claim_time", "finish_time", "delete_time", "group", "settle_time", "pinned", "lane", "event", "publish_id", "schema_version", "trace"]
+        [
+            "_id",
+            "name",
+            "key",
+            "queue",
+            "status",
+            "params",
+            "task_option",
+            "task_state",
+            "next_claim_time",
+            "finish_time",
+            "delete_time",
+            "group",
+            "settle_time",
+            "pinned",
+            "lane",
+            "event",
+            "publish_id",
+            "schema_version",
+            "trace",
+        ]
     )
     """Top-level fields that belong to taskmesh; all others are the users' own."""
 
@@ -149,7 +169,7 @@ class Task(_Stored):
             if entry.state == "FAIL"
         ]
         lost = [
-            f"{loss.worker_id}: lost, no ping until {loss.ping_expire_time:%Y-%m-%dT%H:%M:%S.%f}Z (worker died, hung or was cut off)"
+            f"{loss.worker_id}: lost: no ping until {loss.ping_expire_time} (the worker died, hung or was cut off)"
             for loss in self.task_state.losses
         ]
         return failed + lost

@@ -17,6 +17,7 @@ from typing import Any
 from pymongo.errors import PyMongoError
 
 from taskmesh.consumer.claim_queue import Candidate, ClaimQueue
+from taskmesh.consumer.pause import until
 from taskmesh.store import Store
 from taskmesh.store.claim import claim, won
 from taskmesh.store.driver import Document
@@ -109,10 +110,7 @@ class Claimer:
         while True:
             self._wake.clear()
             pause = await self._run_once()
-            try:
-                await asyncio.wait_for(self._wake.wait(), pause)
-            except TimeoutError:
-                pass
+            await until(self._wake, pause)
 
     async def drain(self) -> None:
         """Wait until no claim is in flight."""
@@ -205,7 +203,7 @@ class Claimer:
                 documents = await won(self._store, ids, running_id, self._params_of, whole_state=self._whole_state)
             except PyMongoError as error:
                 if not is_passing(error):
-                    logger.error("%d claimed tasks cannot be read (%s): their leases will run out", count, error)
+                    logger.exception("%d claimed tasks cannot be read: their leases will run out", count)
                     return []
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, 1.0)

@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import anyio
+from pymongo.errors import PyMongoError
 
 from taskmesh.consumer import signals
 from taskmesh.consumer.claim_queue import ClaimQueue
@@ -26,6 +27,7 @@ from taskmesh.consumer.executor import AfterHook, BeforeHook, Executor
 from taskmesh.consumer.finisher import Finisher
 from taskmesh.consumer.lanes import Lanes
 from taskmesh.consumer.listener import Listener
+from taskmesh.consumer.pause import until
 from taskmesh.consumer.pinger import Pinger
 from taskmesh.consumer.registration import Registration
 from taskmesh.consumer.reporter import Reporter
@@ -286,11 +288,9 @@ class Consumer:
 
     async def _until_asked_to_stop(self, until_idle: bool) -> None:
         while not self._stop_asked.is_set():
-            try:
-                await asyncio.wait_for(self._stop_asked.wait(), _IDLE_CHECK_S if until_idle else None)
-            except TimeoutError:
-                if await self._is_idle():
-                    return
+            stopping = await until(self._stop_asked, _IDLE_CHECK_S if until_idle else None)
+            if not stopping and await self._is_idle():
+                return
 
     async def _is_idle(self) -> bool:
         if self._executions() or not self._claimer_().idle or not self._finisher.idle or self._scanner.scans == 0:
@@ -299,7 +299,7 @@ class Consumer:
             return False
         try:
             return not await unfinished_left(self._mesh.store, self.worker_id, self.names, self.queues)
-        except Exception as error:  # the database is away: surely not idle
+        except PyMongoError as error:  # the database is away: surely not idle
             logger.debug("could not ask whether anything is left: %s", error)
             return False
 

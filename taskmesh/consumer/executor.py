@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import inspect
 import logging
-import random
 import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -27,6 +26,7 @@ import anyio.to_thread
 from taskmesh.clock import ServerClock
 from taskmesh.consumer.execution import Execution, Stop
 from taskmesh.consumer.finisher import Fate, Finisher
+from taskmesh.consumer.pause import varied
 from taskmesh.consumer.pinger import Pinger
 from taskmesh.context import BlockingTaskContext, TaskContext, enter
 from taskmesh.definition import TaskDefinition
@@ -131,7 +131,7 @@ class Executor:
             if self._before is not None and task is not None:
                 await _maybe(self._before(task))
             value = await self._call(execution, definition, args, kwargs)
-        except BaseException as error:  # whatever a handler raises ends its own execution and nothing else
+        except BaseException as error:  # noqa: BLE001 — whatever a handler raises ends its own execution and nothing else
             ending = self._ending_of(execution, error)
         else:
             ending = self._ending_with(execution, value)
@@ -160,7 +160,7 @@ class Executor:
                 return await definition.fn(*args, **kwargs)
             if definition.run == "thread":
                 return await self._call_in_thread(execution, definition, args, kwargs)
-            from taskmesh.consumer.processes import call_in_process
+            from taskmesh.consumer.processes import call_in_process  # noqa: PLC0415 — few need it
 
             return await call_in_process(execution, definition, args, kwargs)
         finally:
@@ -256,11 +256,11 @@ class Executor:
             try:
                 async with self._session_transaction() as session:
                     if not await finish(self._store, self._worker_id, [outcome], session=session):
-                        raise LeaseLost(f"task {execution.name!r} {execution.key!r}: lost before its SUCCESS")
+                        raise LeaseLost(f"task {execution.name!r} {execution.key!r}: lost before its SUCCESS")  # noqa: TRY301 — undoes the transaction
                     await self._publish_with(execution, session)
             except LeaseLost:
                 self._over(execution, "lost")
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 — what is published may be refused in any way
                 if time.monotonic() < execution.lease_until and getattr(error, "has_error_label", None) is not None:
                     await asyncio.sleep(0.05)
                     continue
@@ -338,7 +338,7 @@ async def _maybe(value: Any) -> Any:
 
 
 def _failure(execution: Execution, ending: Ending) -> Outcome:
-    entry: Document = {"fail_reason": (ending.reason or "")[:_MAX_REASON_CHARS], "retry_jitter": random.uniform(-1, 1)}
+    entry: Document = {"fail_reason": (ending.reason or "")[:_MAX_REASON_CHARS], "retry_jitter": varied(1.0, 1.0) - 1.0}
     if isinstance(ending.error, TaskFailed):
         entry["final"] = True
     delay_ms = ending.error.delay_ms if isinstance(ending.error, Retry) else None

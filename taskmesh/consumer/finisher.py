@@ -97,7 +97,7 @@ class Finisher:
                 elif len(todo) > 1:
                     split = True
                 elif not is_over_deadline(error):
-                    logger.error("the outcome of %s cannot be recorded: %s", todo[0][0].id, error)
+                    logger.exception("the outcome of %s cannot be recorded", todo[0][0].id)
                     self._tell(todo, "lost")
                     return
                 else:

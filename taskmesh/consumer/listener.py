@@ -19,6 +19,7 @@ from taskmesh.consumer.claim_queue import Candidate, ClaimQueue
 from taskmesh.consumer.execution import Execution, Stop
 from taskmesh.consumer.executor import Executor
 from taskmesh.consumer.lanes import Lanes
+from taskmesh.consumer.pause import until
 from taskmesh.consumer.pinger import Pinger
 from taskmesh.consumer.scanner import PLACE_DELAY_S, Scanner
 from taskmesh.feed import Feed, Subscription
@@ -106,9 +107,7 @@ class Listener:
     async def run(self) -> None:
         """Follow up, for ever, what hints leave open: they carry no more than an `_id`."""
         while True:
-            try:
-                await asyncio.wait_for(self._something.wait(), _QUEUES_AT_LEAST_EVERY_S)
-            except TimeoutError:
+            if not await until(self._something, _QUEUES_AT_LEAST_EVERY_S):
                 self._queues_changed = True
             self._something.clear()
             try:

@@ -189,7 +189,7 @@ class Pinger:
         """Name the task whose handler holds the loop, and the line it hangs in."""
         running = asyncio.current_task(self._loop)
         name = running.get_name() if running is not None else "a callback"
-        frame = sys._current_frames().get(self._loop_thread)
+        frame = sys._current_frames().get(self._loop_thread)  # noqa: SLF001 — the documented way to see another thread
         where = (
             "".join(traceback.format_stack(frame, limit=None)[-1:]).strip() if frame is not None else "an unknown place"
         )
@@ -200,5 +200,5 @@ def _all_stacks() -> str:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "\n".join(
         f"--- {names.get(ident, ident)}\n{''.join(traceback.format_stack(frame))}"
-        for ident, frame in sys._current_frames().items()
+        for ident, frame in sys._current_frames().items()  # noqa: SLF001 — the documented way to see other threads
     )

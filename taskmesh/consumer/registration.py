@@ -14,6 +14,7 @@ from typing import Any
 from pymongo.errors import PyMongoError
 
 from taskmesh.clock import ServerClock
+from taskmesh.consumer.pause import until
 from taskmesh.errors import WorkerIdTaken
 from taskmesh.store import Store, fleet
 from taskmesh.store.driver import Document
@@ -76,8 +77,8 @@ class Registration:
                 continue
             if (first_seen is not None and other.get("last_seen") != first_seen) or time.monotonic() > waited_until:
                 raise WorkerIdTaken(
-                    f"worker id {self._worker_id!r} is in use by process {other.get('pid')} on {other.get('host')}: give each worker "
-                    "its own id, or none (then one is made up)"
+                    f"worker id {self._worker_id!r} is in use by process {other.get('pid')} on {other.get('host')}: "
+                    "give each worker its own id, or none (then one is made up)"
                 )
             first_seen = other.get("last_seen")
             await asyncio.sleep(fleet.HEARTBEAT_MS / 1000 + 0.3)
@@ -85,10 +86,7 @@ class Registration:
     async def run(self) -> None:
         """Show signs of life for ever."""
         while True:
-            try:
-                await asyncio.wait_for(self._wake.wait(), fleet.HEARTBEAT_MS / 1000)
-            except TimeoutError:
-                pass
+            await until(self._wake, fleet.HEARTBEAT_MS / 1000)
             self._wake.clear()
             await self.run_once()
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -18,9 +17,10 @@ from pymongo.errors import PyMongoError
 from taskmesh.clock import ServerClock
 from taskmesh.consumer.claim_queue import Candidate, ClaimQueue
 from taskmesh.consumer.lanes import Lanes
+from taskmesh.consumer.pause import until, varied
 from taskmesh.rules import NEVER
 from taskmesh.store import Store
-from taskmesh.store.find import Claimable, ScanRange, claimable_from, open_scan, queues_of, scan
+from taskmesh.store.find import Claimable, ScanRange, claimable_from, open_scan, queues_in_use, scan
 from taskmesh.store.settle import settle
 
 logger = logging.getLogger("taskmesh.scanner")
@@ -114,21 +114,17 @@ class Scanner:
                     self._told_outage = True
                 self._more = True
                 await asyncio.sleep(0.2)
-            try:
-                # A little at random, so that workers started together do not scan together.
-                await asyncio.wait_for(self._wake.wait(), SCAN_EVERY_S * random.uniform(0.8, 1.1))
-            except TimeoutError:
-                pass
+            await until(self._wake, varied(SCAN_EVERY_S, 0.1))
 
     async def run_once(self) -> int:
         """Make one pass; return how many new candidates it brought."""
         now = time.monotonic()
         if now >= self._next_settle:
-            self._next_settle = now + _SETTLE_EVERY_S * random.uniform(0.8, 1.2)
+            self._next_settle = now + varied(_SETTLE_EVERY_S, 0.2)
             await settle(self._store)
         if self._fixed_queues is None and now >= self._next_queues:
             self._next_queues = now + _QUEUES_EVERY_S
-            self._known_queues = await queues_of(self._store, self._names)
+            self._known_queues = await queues_in_use(self._store)
         if not self.open or not self._names:
             return 0
         self.scans += 1

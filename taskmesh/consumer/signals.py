@@ -20,7 +20,7 @@ logger = logging.getLogger("taskmesh.signals")
 
 GRACE_MS = 30_000
 _handled: list[Consumer] = []
-_received = 0
+_received: list[int] = []
 
 
 @contextmanager
@@ -41,8 +41,7 @@ _installed: list[tuple[Any, int, Any]] = []
 
 
 def _install() -> None:
-    global _received
-    _received = 0
+    _received.clear()
     if threading.current_thread() is not threading.main_thread():
         return
     loop = asyncio.get_running_loop()
@@ -71,10 +70,9 @@ def _remove() -> None:
 
 
 def _on_signal(number: int) -> None:
-    global _received
-    _received += 1
+    _received.append(number)
     name = signal.Signals(number).name
-    grace_ms = GRACE_MS if _received == 1 else 0
+    grace_ms = GRACE_MS if len(_received) == 1 else 0
     logger.info("%s: stopping %s", name, "gracefully (again: at once)" if grace_ms else "at once")
     for consumer in _handled:
         consumer.begin_stop(grace_ms)

@@ -25,7 +25,9 @@ CLAIMED_FIELDS: Document = {
     **_ENTRY_FIELDS,
     **_STATE_FIELDS,
 }
-WHOLE_FIELDS: Document = dict.fromkeys(("name", "key", "queue", "group", "status", "task_option", "task_state", "trace"), 1)
+WHOLE_FIELDS: Document = dict.fromkeys(
+    ("name", "key", "queue", "group", "status", "task_option", "task_state", "trace"), 1
+)
 
 
 async def claim(

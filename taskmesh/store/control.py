@@ -10,32 +10,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from taskmesh import rules
 from taskmesh.store.connection import Store
 from taskmesh.store.driver import Document
 from taskmesh.store.finish import fresh_state
 from taskmesh.store.stamp import stamp
 
-_UNFINISHED = {"$in": ["$_now", ["INIT", "RUNNING"]]}
-
 
 async def cancel(store: Store, id_: str) -> bool:
-    """Cancel an unfinished task; False if there is no such task. Repeating it changes nothing."""
+    """Cancel an unfinished task; False if there is none. Repeating it changes nothing."""
     now = store.now
     unfinished = rules.with_facts(now, {"$in": [rules.status(now), ["INIT", "RUNNING"]]})
-    pipeline = [
-        {"$set": {"_now": rules.with_facts(now, rules.status(now))}},
-        {
-            "$set": {
-                "task_state.cancel_time": {
-                    "$cond": [_UNFINISHED, now, {"$ifNull": ["$task_state.cancel_time", "$$REMOVE"]}]
-                },
-                "event": {"$cond": [_UNFINISHED, stamp("cancelled", now), {"$ifNull": ["$event", "$$REMOVE"]}]},
-            }
-        },
-        {"$unset": "_now"},
+    pipeline: list[Document] = [
+        {"$set": {"task_state": {"cancel_time": now}, "event": stamp("cancelled", now)}},
         *rules.derivation(now),
     ]
     reply = await store.update({"_id": id_, "$expr": unfinished}, pipeline)
@@ -107,6 +94,6 @@ async def set_option(store: Store, id_: str, changes: Document, expected: Docume
     if "specific_worker_ids" in changes:
         entries = {"$filter": {"input": rules.ENTRIES, "cond": allowed}}
         stages.append({"$set": {"task_state.worker_states": entries}})
-    same: list[Any] = [{"$eq": [f"$task_option.{name}", {"$literal": value}]} for name, value in expected.items()]
+    same: list[Document] = [{"$eq": [f"$task_option.{name}", {"$literal": value}]} for name, value in expected.items()]
     reply = await store.update({"_id": id_, "$expr": {"$and": same}}, [*stages, *rules.derivation(now)])
     return bool(reply["n"])

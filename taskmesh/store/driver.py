@@ -13,15 +13,11 @@ from typing import Any, Protocol, cast
 
 from bson.codec_options import CodecOptions, DatetimeConversion, TypeCodec, TypeRegistry
 from bson.decimal128 import Decimal128
+from motor.motor_asyncio import AsyncIOMotorClient
 from pymongo import AsyncMongoClient, MongoClient
 from pymongo.errors import OperationFailure, WriteConcernError
 from pymongo.read_concern import ReadConcern
 from pymongo.write_concern import WriteConcern
-
-try:
-    from motor.motor_asyncio import AsyncIOMotorClient
-except ImportError:  # Motor is a dependency, but an environment that dropped it still works with PyMongo
-    AsyncIOMotorClient = None
 
 Document = dict[str, Any]
 MAJORITY = WriteConcern("majority")
@@ -63,7 +59,7 @@ class Driver:
 
     def __init__(self, client: Any, database: str) -> None:
         self.client = client
-        self.is_motor = AsyncIOMotorClient is not None and isinstance(client, AsyncIOMotorClient)
+        self.is_motor = isinstance(client, AsyncIOMotorClient)
         if not self.is_motor and not isinstance(client, AsyncMongoClient):
             raise TypeError(
                 f"client must be a MongoDB URI, a pymongo.AsyncMongoClient or a motor AsyncIOMotorClient, "
@@ -96,7 +92,7 @@ class Driver:
         stream = self.database.watch(pipeline, **options)
         if inspect.isawaitable(stream):
             return await stream
-        await stream._lazy_init()  # Motor opens a stream at its first read; we promise it is open on return
+        await stream._lazy_init()  # noqa: SLF001 —  Motor opens a stream at its first read; we promise it is open on return
         return stream
 
     def start_session(self) -> Any:
@@ -130,14 +126,14 @@ def checked(reply: Document) -> Document:
 
 def twin_of(client: Any) -> Any:
     """Return an async PyMongo client with the settings of `client`, for another event loop."""
-    if AsyncIOMotorClient is not None and isinstance(client, AsyncIOMotorClient):
+    if isinstance(client, AsyncIOMotorClient):
         client = client.delegate
     return AsyncMongoClient(**_settings_of(client))
 
 
 def _settings_of(client: Any) -> Document:
     """The settings that `client` was made with, for a blocking twin of it (PyMongo keeps them for its own twins)."""
-    settings = dict(client._init_kwargs)
+    settings = dict(client._init_kwargs)  # noqa: SLF001 — the only place where a client keeps them
     settings.pop("event_loop_thread_id", None)
     settings.pop("_connect", None)
     return settings

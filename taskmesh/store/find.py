@@ -189,8 +189,8 @@ def claimable_from(document: Document) -> Claimable:
     )
 
 
-async def queues_of(store: Store, names: Sequence[str]) -> list[str]:
-    """Return the queues in which unfinished tasks of these names are or were."""
+async def queues_in_use(store: Store) -> list[str]:
+    """Return the queues in which there are unfinished tasks."""
     tasks = store.driver.collection(store.tasks)
     return [
         queue

@@ -5,6 +5,7 @@ A worker's document is a sign of life and a letter box, nothing else: it never d
 
 from __future__ import annotations
 
+import contextlib
 from datetime import datetime
 from typing import Any
 
@@ -32,10 +33,8 @@ async def register(store: Store, worker_id: str, instance: str, description: Doc
             {"$expr": {"$lt": ["$last_seen", {"$subtract": [store.now, LIVE_MS]}]}},
         ]
     }
-    try:
+    with contextlib.suppress(DuplicateKeyError):
         await workers.insert_one({"_id": worker_id, "instance": instance})
-    except DuplicateKeyError:
-        pass
     fresh = [{"$replaceWith": {"_id": "$_id"}}, {"$set": fields}]
     return await _updated(store, {"_id": worker_id, **free}, fresh)
 
@@ -94,7 +93,7 @@ async def queues(store: Store) -> dict[str, Document]:
     paused = {
         "$and": [
             {"$eq": ["$paused", True]},
-            {"$gt": [{"$ifNull": ["$paused_until", datetime(9999, 12, 31)]}, store.now]},
+            {"$gt": [{"$ifNull": ["$paused_until", rules.NEVER]}, store.now]},
         ]
     }
     cursor = await store.driver.aggregate(store.queues, [{"$set": {"paused": paused}}])

@@ -28,6 +28,7 @@ LANES = 64
 """Every task sits in a lane, by its `_id`; live workers divide the lanes among themselves, so that they seldom race."""
 _DUPLICATE_KEY = 11000
 _MAX_BATCH = 1_000
+_DUPLICATE_KEY = 11000
 _MAX_BATCH_BYTES = 8_000_000
 
 

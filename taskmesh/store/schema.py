@@ -17,6 +17,9 @@ from taskmesh.store.driver import Document
 SCHEMA_VERSION = 1
 _SERVER_6_0 = 17  # its maxWireVersion; `wallTime` in change events needs it
 
+_NAMESPACE_EXISTS = 48
+_INDEX_CONFLICTS = (85, 86)
+
 _present = {"$exists": True}
 INDEXES: dict[str, tuple[list[tuple[str, int]], Document]] = {
     # What can be claimed by anybody, in the order of claiming. Finished tasks are not in it.
@@ -84,7 +87,7 @@ async def create(store: Store) -> None:
         try:
             await store.driver.database.create_collection(name)
         except (CollectionInvalid, OperationFailure) as error:
-            if isinstance(error, OperationFailure) and error.code != 48:  # NamespaceExists
+            if isinstance(error, OperationFailure) and error.code != _NAMESPACE_EXISTS:
                 raise
     await create_indexes(store)
     await store.driver.collection(store.meta).update_one(
@@ -111,7 +114,7 @@ async def create_indexes(store: Store) -> None:
         try:
             await store.driver.command({"createIndexes": collection, "indexes": specifications})
         except OperationFailure as error:
-            if error.code in (85, 86):  # IndexOptionsConflict, IndexKeySpecsConflict
+            if error.code in _INDEX_CONFLICTS:
                 raise IncompatibleCollection(
                     f"an index of {store.driver.database.name}.{collection} is in the way of one that taskmesh needs "
                     f"({error.details and error.details.get('errmsg')}): drop it, then start again"
