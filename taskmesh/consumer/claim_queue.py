@@ -6,28 +6,33 @@ It holds hints, not truth: an entry may be claimed by somebody else meanwhile, a
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 
-@dataclass(order=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Candidate:
-    """A task to try. Ordered as tasks are to be claimed: priority, those that name this worker, fewer failures, time."""
+    """A task to try."""
 
-    rank: tuple[int, bool, int, float] = field(init=False)
-    id: str = field(compare=False)
-    queue: str = field(compare=False)
-    due: float = field(compare=False)
+    id: str
+    queue: str
+    due: float
     """When to try, on the monotonic clock."""
-    priority: int = field(compare=False, default=0)
-    named: bool = field(compare=False, default=False)
-    fail_cnt: int = field(compare=False, default=0)
-    group: str | None = field(compare=False, default=None)
-    timed: bool = field(compare=False, default=False)
+    priority: int = 0
+    named: bool = False
+    fail_cnt: int = 0
+    group: str | None = None
+    timed: bool = False
     """Whether it waited for a time. Then a refusal just after may mean that our clock is a little fast."""
 
-    def __post_init__(self) -> None:
-        self.rank = (-self.priority, not self.named, self.fail_cnt, self.due)
+    @property
+    def rank(self) -> tuple[int, bool, int, float]:
+        """The order of claiming: priority, those that name this worker, fewer failures, time."""
+        return (-self.priority, not self.named, self.fail_cnt, self.due)
+
+
+_Ranked = tuple[tuple[int, bool, int, float], int, Candidate]
+_Timed = tuple[float, int, Candidate]
 
 
 class ClaimQueue:
@@ -36,8 +41,8 @@ class ClaimQueue:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._held: dict[str, Candidate] = {}
-        self._ready: list[Candidate] = []
-        self._later: list[tuple[float, int, Candidate]] = []
+        self._ready: list[_Ranked] = []
+        self._later: list[_Timed] = []
         self._sequence = 0
         self.overflowed = False
         """Whether something was dropped since `refilled()`: there is more work than is held here."""
@@ -79,7 +84,7 @@ class ClaimQueue:
         self._ripen(now)
         taken: list[Candidate] = []
         while self._ready and len(taken) < count:
-            candidate = heapq.heappop(self._ready)
+            candidate = heapq.heappop(self._ready)[2]
             if self._held.get(candidate.id) is candidate:
                 del self._held[candidate.id]
                 taken.append(candidate)
@@ -107,20 +112,18 @@ class ClaimQueue:
 
     def _ripen(self, now: float) -> None:
         """Move what has become due to the ready heap, and clear what was forgotten from the heads of both."""
-        while self._later and (
-            self._later[0][0] <= now or self._held.get(self._later[0][2].id) is not self._later[0][2]
-        ):
-            candidate = heapq.heappop(self._later)[2]
-            if self._held.get(candidate.id) is candidate:
-                heapq.heappush(self._ready, candidate)
-        while self._ready and self._held.get(self._ready[0].id) is not self._ready[0]:
-            heapq.heappop(self._ready)
+        held, later, ready = self._held, self._later, self._ready
+        while later and (later[0][0] <= now or held.get(later[0][2].id) is not later[0][2]):
+            _, sequence, candidate = heapq.heappop(later)
+            if held.get(candidate.id) is candidate:
+                heapq.heappush(ready, (candidate.rank, sequence, candidate))
+        while ready and held.get(ready[0][2].id) is not ready[0][2]:
+            heapq.heappop(ready)
 
     def _drop_worst(self) -> None:
         """Keep the best: what is due by rank, then what comes first."""
-        ready = sorted(c for c in self._ready if self._held.get(c.id) is c)
-        later = sorted((entry for entry in self._later if self._held.get(entry[2].id) is entry[2]), key=lambda e: e[:2])
-        self._ready = ready[: self._limit]
+        self._ready = sorted(entry for entry in self._ready if self._held.get(entry[2].id) is entry[2])[: self._limit]
+        later = sorted(entry for entry in self._later if self._held.get(entry[2].id) is entry[2])
         self._later = later[: self._limit - len(self._ready)]
-        self._held = {c.id: c for c in self._ready} | {entry[2].id: entry[2] for entry in self._later}
+        self._held = {entry[2].id: entry[2] for entry in (*self._ready, *self._later)}
         self.overflowed = True

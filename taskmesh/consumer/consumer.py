@@ -189,7 +189,9 @@ class Consumer:
         self._lanes = Lanes(self.worker_id)
         self._finisher = Finisher(store, self.worker_id)
         self._reporter = Reporter(store, self.worker_id)
-        self._pinger = Pinger(store, asyncio.get_running_loop(), self._lose, self._stall_limit_ms)
+        self._pinger = Pinger(
+            store, asyncio.get_running_loop(), lambda: self._executor_().executions, self._lose, self._stall_limit_ms
+        )
         self._executor = Executor(
             store,
             self.worker_id,

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from enum import Enum
 from typing import Any
 
@@ -21,6 +21,8 @@ from taskmesh.store.finish import Outcome
 LOG_LINES = 100
 LOG_LINE_CHARS = 2_000
 _MARGIN_SHARE, _LARGEST_MARGIN_S = 0.1, 1.0
+_log_lock = threading.Lock()
+"""Handlers in threads log; one lock for all is enough, since it is held for a moment."""
 
 
 class Stop(Enum):
@@ -61,16 +63,17 @@ class Execution:
         """Whether its outcome is decided, so that nothing can stop it any more."""
         self.thread_done: asyncio.Event | None = None
         """For a plain handler: set when its thread has really ended, which no cancellation can hasten."""
-        self.logs: deque[Document] = deque(maxlen=LOG_LINES)
-        self.logs_changed = False
+        self._logs: deque[Document] | None = None
+        self._logs_changed = False
         self.progress: Document | None = None
         self.on_report: Any = None
         self.publications: list[tuple[Any, str, dict[str, Any]]] = []
         self.result: Any = None
+        self.recorded_or_lost = False
+        """Whether its outcome has its fate, so that its lease is of no interest any more."""
         self.recorded = False
         """Whether `transaction()` has recorded SUCCESS already."""
         self.open_transaction: Any = None
-        self._lock = threading.Lock()
 
     # --- the lease ---
 
@@ -126,9 +129,11 @@ class Execution:
     def log(self, message: str) -> None:
         """Keep a line; it is written soon."""
         text = message.encode("utf-8", "replace").decode()[:LOG_LINE_CHARS]
-        with self._lock:
-            self.logs.append({"time": self._clock.now(), "message": text})
-            self.logs_changed = True
+        with _log_lock:
+            if self._logs is None:
+                self._logs = deque(maxlen=LOG_LINES)
+            self._logs.append({"time": self._clock.now(), "message": text})
+            self._logs_changed = True
         self._report()
 
     def add_publication(self, definition: Any, key: str, params: Mapping[str, Any]) -> None:
@@ -159,18 +164,13 @@ class Execution:
 
     def take_report(self) -> Document:
         """Return the log lines as they are to be stored, if there are new ones."""
-        with self._lock:
-            if not self.logs_changed:
-                return {}
-            self.logs_changed = False
-            return {"logs": list(self.logs)}
+        if not self._logs_changed or self._logs is None:
+            return {}
+        with _log_lock:
+            self._logs_changed = False
+            return {"logs": list(self._logs)}
 
     def outcome(self, kind: Any, entry: Document, size: int = 0, delay_ms: int | None = None) -> Outcome:
         """Return how this execution ended, with the logs and progress that are not yet written."""
         progress, self.progress = self.progress, None
         return Outcome(self.id, self.running_id, kind, entry | self.take_report(), delay_ms, progress, size)
-
-
-def utc_now() -> datetime:
-    """Return this machine's time, for logs alone."""
-    return datetime.now(UTC)

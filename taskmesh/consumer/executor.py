@@ -100,7 +100,7 @@ class Executor:
         execution.open_transaction = self._transaction
         self.executions[execution.id] = execution
         self.started += 1
-        self._pinger.hold(execution)
+        self._pinger.expect(execution.stored_option["ping_interval_ms"])
         execution.task = asyncio.get_running_loop().create_task(self._run(execution), name=f"task {execution.id}")
 
     def stop(self, execution: Execution, reason: Stop) -> None:
@@ -273,7 +273,7 @@ class Executor:
     def _over(self, execution: Execution, fate: Fate) -> None:
         """The outcome has its fate: free the slot, as soon as a plain handler's thread has really ended."""
         execution.ended = True
-        self._pinger.release(execution)
+        execution.recorded_or_lost = True
         if fate == "lost" and execution.stop_reason is None:
             logger.warning(
                 "the outcome of task %s came too late: execution %s had lost its lease",

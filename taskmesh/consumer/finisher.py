@@ -42,12 +42,14 @@ class Finisher:
         self._waiting: dict[Kind, deque[Item]] = {}
         self._in_flight: set[asyncio.Task[None]] = set()
         self._told_outage = False
+        self._send_planned = False
 
     def add(self, outcome: Outcome, done: Callable[[Fate], None]) -> None:
         """Record an outcome; `done` is told its fate."""
         self._waiting.setdefault(outcome.kind, deque()).append((outcome, done))
-        if len(self._in_flight) < _MAX_IN_FLIGHT:
+        if not self._send_planned and len(self._in_flight) < _MAX_IN_FLIGHT:
             # At the end of this turn of the loop, so that what ends together is written together.
+            self._send_planned = True
             asyncio.get_running_loop().call_soon(self._send)
 
     @property
@@ -63,6 +65,7 @@ class Finisher:
                 await asyncio.wait(set(self._in_flight), return_when=asyncio.FIRST_COMPLETED)
 
     def _send(self) -> None:
+        self._send_planned = False
         for waiting in self._waiting.values():
             while waiting and len(self._in_flight) < _MAX_IN_FLIGHT:
                 batch = _next_batch(waiting)

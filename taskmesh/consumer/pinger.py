@@ -26,6 +26,7 @@ from taskmesh.store.lease import PING_DEADLINE_MS, ping, still_held
 logger = logging.getLogger("taskmesh.pinger")
 
 _TICK_S = 0.25
+_SHORTEST_TICK_S = 0.01
 _BLOCKED_S = 1.0
 _MAX_BATCH = 1_000
 
@@ -34,13 +35,20 @@ class Pinger:
     """The leases of one consumer."""
 
     def __init__(
-        self, store: Store, loop: asyncio.AbstractEventLoop, lost: Callable[[Execution], None], stall_limit_ms: int
+        self,
+        store: Store,
+        loop: asyncio.AbstractEventLoop,
+        executions: Callable[[], dict[str, Execution]],
+        lost: Callable[[Execution], None],
+        stall_limit_ms: int,
     ) -> None:
         self._store = store
         self._loop = loop
         self._lost = lost
         self._stall_limit_s = stall_limit_ms / 1000
-        self._held: dict[str, Execution] = {}
+        self._executions = executions
+        self._given_up: set[Execution] = set()
+        self._tick_s = _TICK_S
         self._locked: set[str] = set()
         """Tasks that held up a set: they are pinged alone."""
         self._changed = threading.Condition()
@@ -57,18 +65,13 @@ class Pinger:
         self._beat()
         self._thread.start()
 
-    def hold(self, execution: Execution) -> None:
-        """Renew this execution's lease from now on."""
-        with self._changed:
-            self._held[execution.running_id + execution.id] = execution
-            if execution.next_ping < time.monotonic() + _TICK_S:
+    def expect(self, ping_interval_ms: int) -> None:
+        """Look often enough for executions that ping so often."""
+        tick_s = max(_SHORTEST_TICK_S, ping_interval_ms / 4_000)
+        if tick_s < self._tick_s:
+            with self._changed:
+                self._tick_s = tick_s
                 self._changed.notify()
-
-    def release(self, execution: Execution) -> None:
-        """Renew it no more."""
-        with self._changed:
-            self._held.pop(execution.running_id + execution.id, None)
-            self._locked.discard(execution.id)
 
     def option_changed(self, execution: Execution, stored_option: dict[str, Any]) -> None:
         """Take a new option for the next ping."""
@@ -108,21 +111,30 @@ class Pinger:
                 database.client.close()
 
     def _pause(self) -> float:
-        soonest = min((min(e.next_ping, e.lease_until) for e in self._held.values()), default=float("inf"))
-        return max(0.005, min(_TICK_S, soonest - time.monotonic()))
+        soonest = min((min(e.next_ping, e.lease_until) for e in self._held()), default=float("inf"))
+        return max(0.005, min(self._tick_s, soonest - time.monotonic()))
+
+    def _held(self) -> list[Execution]:
+        """The executions whose leases are to be kept.
+
+        The loop's own dict, copied by one call in C, which no other thread can come into: so nothing has to be locked for
+        each task, most of which end before their first ping.
+        """
+        held = [e for e in list(self._executions().values()) if not e.recorded_or_lost]
+        self._given_up.intersection_update(held)
+        return [e for e in held if e not in self._given_up]
 
     def _run_once(self, database: Any) -> None:
         self._watch_loop()
         now = time.monotonic()
-        with self._changed:
-            held = list(self._held.values())
+        held = self._held()
         for execution in held:
             if now >= execution.lease_until:
                 self._give_up(execution)
         if self.stalled:
             return
         # A little ahead of time, so that what is due at about the same time goes in one write.
-        due = [e for e in held if now >= e.next_ping - 0.02 and now < e.lease_until]
+        due = [e for e in held if e.next_ping - 0.02 <= now < e.lease_until]
         together = [e for e in due if e.id not in self._locked]
         for start in range(0, len(together), _MAX_BATCH):
             self._ping(database, together[start : start + _MAX_BATCH])
@@ -162,7 +174,8 @@ class Pinger:
             self._ping(database, executions[i::8])
 
     def _give_up(self, execution: Execution) -> None:
-        self.release(execution)
+        self._given_up.add(execution)
+        self._locked.discard(execution.id)
         try:
             self._loop.call_soon_threadsafe(self._lost, execution)
         except RuntimeError:  # the loop is closed
