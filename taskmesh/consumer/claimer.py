@@ -27,7 +27,9 @@ logger = logging.getLogger("taskmesh.claimer")
 
 _MAX_IN_FLIGHT = 2
 _DEADLINE_MS = 300
-_SET_ASIDE_S = 5.0
+_SET_ASIDE_S = 2.0
+_SPENT_SHARE = 0.2
+"""How much of a lease may be over when its execution starts: a set waits for a locked document with its time frozen."""
 _POISON_S = 3_600.0
 _SECOND_LOOK_S = 0.025
 _MAX_SET = 1_000
@@ -113,9 +115,9 @@ class Claimer:
             await until(self._wake, pause)
 
     async def drain(self) -> None:
-        """Wait until no claim is in flight."""
-        while self._in_flight:
-            await asyncio.wait(set(self._in_flight))
+        """Wait until no claim is in flight, and what became of those without an answer is known."""
+        while self._in_flight or self._late:
+            await asyncio.wait(self._in_flight | self._late)
 
     async def _run_once(self) -> float | None:
         """Start what claims can be made now; return how long to sleep at most."""
@@ -181,7 +183,7 @@ class Claimer:
                 running_id,
                 closed_queues=self._closed_queues(),
                 narrowed_by=narrowed_by,
-                deadline_ms=_DEADLINE_MS,
+                deadline_ms=_DEADLINE_MS + len(ids),
             )
         except PyMongoError as error:
             won_ids = await self._resolve(ids, running_id, sent, passing=is_passing(error))
@@ -190,8 +192,8 @@ class Claimer:
                 await self._split(rest, narrowed_by, error)
             return
         if count:
-            documents = await self._read_won(ids, running_id, sent, count)
-            self._begin(documents, running_id, sent)
+            took = time.monotonic() - sent
+            self._begin(await self._read_won(ids, running_id, sent, count), running_id, sent, took)
         if count < len(ids):
             self._look_again(candidates)
 
@@ -212,12 +214,12 @@ class Claimer:
             else:
                 return documents
 
-    def _begin(self, documents: list[Document], running_id: str, sent: float) -> None:
+    def _begin(self, documents: list[Document], running_id: str, sent: float, took: float) -> None:
+        """Start what was won; give back leases of which the claim itself, which `took` so long, has left too little."""
         self.won += len(documents)
-        age = time.monotonic() - sent
         for document in documents:
-            too_old = age > 0.2 * document["task_option"]["worker_timeout_ms"] / 1000
-            if too_old or not self.open:  # too little is left of the lease, or we stopped meanwhile
+            lease_s = document["task_option"]["worker_timeout_ms"] / 1000
+            if took > _SPENT_SHARE * lease_s or not self.open:
                 self._give_back(document, running_id)
             else:
                 self._start(document, running_id, sent)
@@ -226,8 +228,9 @@ class Claimer:
         """After an error, find out what the claim had won, and begin that."""
         if passing:
             logger.warning("a claim of %d tasks was not answered: asking what it won", len(ids))
+        took = time.monotonic() - sent
         documents = await self._read_won(ids, running_id, sent, 0)
-        self._begin(documents, running_id, sent)
+        self._begin(documents, running_id, sent, took)
         if passing:
             self._pause_until = time.monotonic() + 0.1
             won_ids = {document["_id"] for document in documents}

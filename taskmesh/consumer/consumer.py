@@ -300,7 +300,9 @@ class Consumer:
         if self._queue.ready_count(time.monotonic()):
             return False
         try:
-            return not await unfinished_left(self._mesh.store, self.worker_id, self.names, self.queues)
+            return not await unfinished_left(
+                self._mesh.store, self.worker_id, self.names, self.queues, self._fleet_closed
+            )
         except PyMongoError as error:  # the database is away: surely not idle
             logger.debug("could not ask whether anything is left: %s", error)
             return False

@@ -91,7 +91,7 @@ class Scanner:
 
     def want_more(self) -> None:
         """Scan soon if the last scan left something unread."""
-        if self._more and not self._refill:
+        if self.more and not self._refill:
             self._refill = True
             self._wake.set()
 

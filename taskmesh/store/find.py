@@ -144,15 +144,7 @@ async def open_scan(store: Store, worker_id: str, what: ScanRange, limit: int, *
     elif what.lanes is not None:
         query["lane"] = {"$in": list(what.lanes)}
     query["next_claim_time"] = {"$exists": True}
-    fields: Document = {
-        "queue": 1,
-        "group": 1,
-        "next_claim_time": 1,
-        "priority": "$task_option.priority",
-        "fail_cnt": rules.with_facts(store.now, rules.FAIL_CNT),
-        "claim_time": rules.claim_time(worker_id, store.now),
-        "pinned": 1,
-    }
+    fields = claimable_fields(worker_id, store.now)
     return (
         store.driver.collection(store.tasks)
         .find(query, fields, limit=limit, batch_size=min(limit or 1000, 1000))
@@ -162,17 +154,22 @@ async def open_scan(store: Store, worker_id: str, what: ScanRange, limit: int, *
 
 async def look_up(store: Store, worker_id: str, ids: Sequence[str]) -> list[Claimable]:
     """Tell the same of these tasks, whatever their queue: used for hints that carry the `_id` alone."""
-    fields: Document = {
+    fields = claimable_fields(worker_id, store.now)
+    query = {"_id": {"$in": list(ids)}, "next_claim_time": {"$exists": True}}
+    return [claimable_from(document) for document in await store.find(query, fields)]
+
+
+def claimable_fields(worker_id: str, now: rules.Expression) -> Document:
+    """Return the projection that `claimable_from` reads."""
+    return {
         "queue": 1,
         "group": 1,
         "next_claim_time": 1,
         "priority": "$task_option.priority",
-        "fail_cnt": rules.with_facts(store.now, rules.FAIL_CNT),
-        "claim_time": rules.claim_time(worker_id, store.now),
+        "fail_cnt": rules.with_facts(now, rules.FAIL_CNT),
+        "claim_time": rules.claim_time(worker_id, now),
         "pinned": 1,
     }
-    query = {"_id": {"$in": list(ids)}, "next_claim_time": {"$exists": True}}
-    return [claimable_from(document) for document in await store.find(query, fields)]
 
 
 def claimable_from(document: Document) -> Claimable:
@@ -199,12 +196,18 @@ async def queues_in_use(store: Store) -> list[str]:
     ]
 
 
-async def unfinished_left(store: Store, worker_id: str, names: Sequence[str], queues: Sequence[str] | None) -> bool:
+async def unfinished_left(
+    store: Store,
+    worker_id: str,
+    names: Sequence[str],
+    queues: Sequence[str] | None,
+    closed_queues: Collection[str] = (),
+) -> bool:
     """Whether anything is claimable by this worker now, or running anywhere, of these names."""
     query: Document = {"status": {"$in": list(UNFINISHED)}, "name": {"$in": list(names)}}
     if queues is not None:
         query["queue"] = {"$in": list(queues)}
     running = rules.with_facts(store.now, {"$ne": ["$$live", []]})
-    query["$expr"] = {"$or": [running, rules.claimable(worker_id, (), store.now)]}
+    query["$expr"] = {"$or": [running, rules.claimable(worker_id, closed_queues, store.now)]}
     tasks = store.driver.collection(store.tasks).with_options(read_concern=ReadConcern("majority"))
     return await tasks.find_one(query, {"_id": 1}) is not None
