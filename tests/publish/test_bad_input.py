@@ -1,0 +1,295 @@
+"""What cannot be published is refused with a sentence that names the value, and nothing is written."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from datetime import UTC, datetime, timedelta, timezone
+from typing import Any
+
+import pytest
+from pymongo import MongoClient
+
+from taskmesh import (
+    InvalidKey,
+    InvalidName,
+    InvalidOption,
+    InvalidParams,
+    TaskDefinition,
+    TaskMesh,
+    TaskNotFound,
+    TaskOption,
+    TaskTooLarge,
+)
+
+MEGABYTE = 1_000_000
+
+
+@pytest.fixture(scope="module")
+def database(mongo_uri: str) -> Iterator[str]:
+    """One for all these tests, since none of them writes."""
+    name = f"test_{uuid.uuid4().hex[:16]}"
+    yield name
+    with MongoClient[dict[str, Any]](mongo_uri) as client:
+        client.drop_database(name)
+
+
+@pytest.fixture(autouse=True)
+async def _nothing_is_written(mesh: TaskMesh) -> AsyncIterator[None]:
+    yield
+    assert await mesh.store.driver.collection("tasks").count_documents({}) == 0
+
+
+@pytest.fixture
+def resize(mesh: TaskMesh) -> TaskDefinition[..., Any]:
+    @mesh.task
+    async def resize(path: str, width: int = 200, **more: Any) -> None:
+        del path, width, more
+
+    return resize
+
+
+@pytest.mark.parametrize(
+    ("key", "complaint"),
+    [
+        ("", "'' is empty"),
+        ("a\0b", "has a NUL"),
+        ("k" * 513, "has 513 bytes"),
+        ("ü" * 257, "has 514 bytes"),
+        ("half \ud800 a pair", "half a surrogate pair"),
+        (17, "not int 17"),
+        (b"k", "not bytes"),
+        (None, "not NoneType None"),
+    ],
+    ids=ascii,
+)
+async def test_a_bad_key_is_refused_wherever_it_is_given(
+    mesh: TaskMesh, resize: TaskDefinition[..., Any], key: Any, complaint: str
+) -> None:
+    with pytest.raises(InvalidKey, match=complaint):
+        await resize.publish(key, path="a.png")
+    with pytest.raises(InvalidKey, match=complaint):
+        await resize.publish_many({"good": {"path": "a.png"}, key: {"path": "b.png"}})
+    with pytest.raises(InvalidKey, match=complaint):
+        await mesh.publish("unknown", key)
+    for verb in (mesh.get, mesh.cancel, mesh.retry, mesh.delete, mesh.explain, mesh.set_option):
+        with pytest.raises(InvalidKey, match=complaint):
+            await verb("resize", key)
+
+
+@pytest.mark.parametrize("name", ["", "a:b", "a b", "ü", "a/b", "n" * 101, "$where", "a\0", "a\n", 5], ids=ascii)
+async def test_a_bad_name_is_refused(mesh: TaskMesh, name: Any) -> None:
+    with pytest.raises(InvalidName, match="a task name has 1 to 100 characters of letters"):
+        await mesh.publish(name, "k")
+    with pytest.raises(InvalidName):
+        await mesh.get(name, "k")
+    if name:  # without a name, a definition has its function's
+
+        async def function() -> None: ...
+
+        with pytest.raises(InvalidName):
+            mesh.task(name=name)(function)
+
+
+async def test_params_that_do_not_fit_the_signature_are_refused_by_name_and_value(
+    mesh: TaskMesh,
+) -> None:
+    @mesh.task
+    async def crop(path: str, width: int = 200) -> None:
+        del path, width
+
+    anything: TaskDefinition[..., Any] = crop
+    with pytest.raises(InvalidParams, match="'path' is missing"):
+        await anything.publish("k")
+    with pytest.raises(InvalidParams, match="'width'='wide' does not fit"):
+        await anything.publish("k", path="a.png", width="wide")
+    with pytest.raises(InvalidParams, match=r"there is no parameter 'height' \(given: 3\)"):
+        await anything.publish("k", path="a.png", height=3)
+    with pytest.raises(InvalidParams, match="too many positional arguments"):
+        await anything.publish("k", "a.png", 3, 4)
+    with pytest.raises(InvalidParams, match="'path' is missing"):
+        await anything.publish_many({"good": {"path": "a"}, "bad": {}})
+    with pytest.raises(InvalidParams, match="'path' is missing"):
+        await mesh.publish("crop", "k", {})
+
+
+@pytest.mark.parametrize(
+    ("value", "complaint"),
+    [
+        (2**63, r"params\.deep\[1\]\.x: 9223372036854775808 does not fit into 64 bits"),
+        (-(2**63) - 1, "does not fit into 64 bits"),
+        ({1: "a"}, r"params\.deep\[1\]\.x\[1\]: a key of a dict must be a text, not int"),
+        ({"a\0b": 1}, "must not have a NUL"),
+        ("half \ud800 a pair", "is not valid Unicode text"),
+        (object(), "cannot store a object"),
+    ],
+    ids=["65 bits", "-65 bits", "number as key", "NUL in a key", "half a pair", "object"],
+)
+async def test_params_that_mongodb_cannot_store_are_refused_with_their_path(
+    mesh: TaskMesh, resize: TaskDefinition[..., Any], value: Any, complaint: str
+) -> None:
+    with pytest.raises(InvalidParams, match=complaint):
+        await resize.publish("k", path="a", deep=[0, {"x": value}])
+    with pytest.raises(InvalidParams, match=complaint):
+        await mesh.publish("unknown", "k", {"deep": [0, {"x": value}]})
+
+
+async def test_a_value_that_would_come_back_as_something_else_is_refused(
+    mesh: TaskMesh, resize: TaskDefinition[..., Any]
+) -> None:
+    with pytest.raises(InvalidParams, match=r"number=\(1\+2j\) would not come back from MongoDB as it is"):
+        await resize.publish("k", path="a", number=1 + 2j)
+    with pytest.raises(InvalidParams, match=r"params\.number: MongoDB cannot store a complex"):
+        await mesh.publish("unknown", "k", {"number": 1 + 2j})
+
+
+async def test_params_that_hold_themselves_are_refused(mesh: TaskMesh) -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(InvalidParams, match="nested too deeply, or holding itself"):
+        await mesh.publish("unknown", "k", {"endless": endless})
+
+
+async def test_params_that_are_no_mapping_are_refused(mesh: TaskMesh) -> None:
+    with pytest.raises(InvalidParams, match="params are a mapping by parameter name, not list"):
+        await mesh.publish("unknown", "k", [1, 2])  # type: ignore[arg-type]  # that is the point
+
+
+@pytest.mark.parametrize("size", [15 * MEGABYTE + 1, 16 * MEGABYTE, 20 * MEGABYTE])
+async def test_a_document_near_16_mb_is_refused_as_too_large(mesh: TaskMesh, size: int) -> None:
+    @mesh.task
+    async def swallow(blob: bytes) -> None:
+        del blob
+
+    with pytest.raises(TaskTooLarge, match=r"params has \d+ bytes, more than the 15000000 that fit"):
+        await swallow.publish("k", blob=bytes(size))
+    with pytest.raises(TaskTooLarge):
+        await mesh.publish("unknown", "k", {"blob": bytes(size)})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("priority", 2**31),
+        ("priority", 1.5),
+        ("priority", True),
+        ("concurrent_worker_cnt", 0),
+        ("concurrent_worker_cnt", -1),
+        ("specific_worker_ids", ("",)),
+        ("specific_worker_ids", (1,)),
+        ("ping_interval_ms", 0),
+        ("ping_interval_ms", -1),
+        ("worker_timeout_ms", 0),
+        ("worker_timeout_ms", "60000"),
+        ("max_unexpected_retries", -1),
+        ("unexpected_retry_delay_ms", -1),
+        ("unexpected_retry_delay_ms", 10**18),
+        ("unexpected_retry_delay_scope", "fleet"),
+        ("unexpected_retry_backoff", 0.5),
+        ("unexpected_retry_backoff", float("nan")),
+        ("unexpected_retry_backoff", float("inf")),
+        ("unexpected_retry_jitter", -0.1),
+        ("unexpected_retry_jitter", 1.1),
+        ("max_timeouts", -1),
+        ("run_timeout_ms", 0),
+        ("retain_success_ms", -1),
+        ("retain_failed_ms", -1),
+        ("no_such_option", 1),
+    ],
+)
+async def test_m25_an_option_out_of_range_is_refused_with_its_name_and_value(
+    mesh: TaskMesh, resize: TaskDefinition[..., Any], field: str, value: Any
+) -> None:
+    with pytest.raises(InvalidOption, match=field):
+        TaskOption(**{field: value})
+    with pytest.raises(InvalidOption, match=field):
+        resize.configure(**{field: value})
+    with pytest.raises(InvalidOption, match=field):
+        await mesh.publish("unknown", "k", {}, **{field: value})
+
+
+@pytest.mark.parametrize(("ping", "timeout"), [(1_000, 1_000), (2_000, 1_000), (30_000, 29_999)])
+async def test_m25_a_lease_not_longer_than_its_ping_interval_is_refused_with_both_values(
+    mesh: TaskMesh, resize: TaskDefinition[..., Any], ping: int, timeout: int
+) -> None:
+    both = rf"worker_timeout_ms \({timeout}\) must be more than ping_interval_ms \({ping}\)"
+    with pytest.raises(InvalidOption, match=both):
+        TaskOption(ping_interval_ms=ping, worker_timeout_ms=timeout)
+    with pytest.raises(InvalidOption, match=both):
+        resize.configure(ping_interval_ms=ping, worker_timeout_ms=timeout)
+    with pytest.raises(InvalidOption, match=both):
+        await mesh.publish("unknown", "k", {}, ping_interval_ms=ping, worker_timeout_ms=timeout)
+
+
+async def test_m25_a_bad_pair_is_refused_by_set_option_too_and_changes_nothing(mesh: TaskMesh) -> None:
+    await mesh.publish("unknown", "k", {}, ping_interval_ms=1_000, worker_timeout_ms=3_000)
+    before = await mesh.get("unknown", "k")
+    with pytest.raises(InvalidOption, match=r"worker_timeout_ms \(500\) .* ping_interval_ms \(1000\)"):
+        await mesh.set_option("unknown", "k", worker_timeout_ms=500)
+    with pytest.raises(InvalidOption, match="max_timeouts=-1"):
+        await mesh.set_option("unknown", "k", max_timeouts=-1)
+    with pytest.raises(InvalidOption, match="unknown option 'colour'"):
+        await mesh.set_option("unknown", "k", colour="red")
+    assert await mesh.get("unknown", "k") == before
+    await mesh.delete("unknown", "k")
+    with pytest.raises(TaskNotFound):
+        await mesh.set_option("unknown", "k", priority=1)
+
+
+@pytest.mark.parametrize(
+    "configuration",
+    [
+        {"start_time": "tomorrow"},
+        {"expire_time": 1_700_000_000},
+        {"start_time": datetime(9999, 12, 31, 23, tzinfo=timezone(timedelta(hours=-5)))},
+        {"delay_ms": -1},
+        {"delay_ms": 1.5},
+        {"delay_ms": 10**15},
+        {"delay_ms": 5, "start_time": datetime.now(UTC) + timedelta(hours=1)},
+        {"queue": ""},
+        {"queue": "a b"},
+        {"run_again": 1},
+        {"colour": "red"},
+    ],
+    ids=str,
+)
+async def test_a_bad_setting_is_refused(
+    mesh: TaskMesh, resize: TaskDefinition[..., Any], configuration: dict[str, Any]
+) -> None:
+    with pytest.raises(InvalidOption):
+        resize.configure(**configuration)
+    with pytest.raises(InvalidOption):
+        await mesh.publish("unknown", "k", {}, **configuration)
+
+
+async def test_bad_arguments_of_a_consumer_are_refused(mesh: TaskMesh, resize: TaskDefinition[..., Any]) -> None:
+    assert resize.name == "resize"
+    for concurrency in (0, -1, 1.5, True, "2"):
+        with pytest.raises(InvalidOption, match="concurrency is a whole number from 1"):
+            mesh.consumer(concurrency=concurrency)  # type: ignore[arg-type]  # that is the point
+    for worker_id in ("", "w" * 257, "a\nb", 5):
+        with pytest.raises(InvalidOption, match="a worker id is a printable text of 1 to 256 characters"):
+            mesh.consumer(worker_id=worker_id)  # type: ignore[arg-type]  # that is the point
+    with pytest.raises(InvalidOption, match="no handler is defined for crop; there are: resize"):
+        mesh.consumer(names=["crop"])
+
+
+async def test_a_bad_definition_is_refused(mesh: TaskMesh) -> None:
+    def plain() -> None: ...
+    async def coroutine() -> None: ...
+
+    with pytest.raises(InvalidOption, match="run='async' does not go with a plain function"):
+        mesh.task(run="async")(plain)
+    with pytest.raises(InvalidOption, match="run='thread' does not go with an async function"):
+        mesh.task(run="thread")(coroutine)
+    with pytest.raises(InvalidOption, match="option is a TaskOption"):
+        mesh.task(option={"priority": 1})(coroutine)  # type: ignore[call-overload]  # that is the point
+    with pytest.raises(TypeError, match=r"takes \*args"):
+        mesh.task(_takes_positional)
+    mesh.task(coroutine)
+    with pytest.raises(InvalidOption, match="'coroutine' is defined already"):
+        mesh.task(coroutine)
+
+
+async def _takes_positional(*args: int) -> None:
+    del args

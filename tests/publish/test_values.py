@@ -1,0 +1,170 @@
+"""What users pass comes back as it was, or is refused with a clear error; none of it is ever an operator (trap T46)."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from datetime import UTC, date, datetime, timedelta
+from decimal import Decimal
+from enum import Enum
+from pathlib import PurePosixPath
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from taskmesh import Status, TaskError, TaskFailed, TaskMesh, TaskOption, current_task
+from tests.bson_values import TRICKY_TEXTS, as_it_comes_back, texts, values
+from tests.working import working
+
+ONCE = TaskOption(max_unexpected_retries=0)
+# The database is the same for all examples, on purpose: every example uses keys of its own.
+many_examples = settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+
+
+@pytest.fixture
+async def echoing(mesh: TaskMesh) -> AsyncIterator[TaskMesh]:
+    """A mesh whose tasks `echo` return their param `value`, with a worker of a tricky name."""
+
+    @mesh.task(option=ONCE)
+    async def echo(**params: Any) -> Any:
+        return params["value"]
+
+    @mesh.task(option=ONCE)
+    async def complain(text: str, *, for_good: bool) -> None:
+        raise TaskFailed(text) if for_good else ValueError(text)
+
+    async with working(mesh, "$$NOW $worker.a"):
+        yield mesh
+
+
+@many_examples
+@given(st.lists(values, min_size=1, max_size=30))
+async def test_t46_params_and_results_come_back_as_they_were(echoing: TaskMesh, some: list[Any]) -> None:
+    run = uuid4().hex
+    handles = await echoing.definitions["echo"].publish_many(
+        {f"{run} {i}": {"value": value, "$set": value, "": "$$NOW"} for i, value in enumerate(some)}
+    )
+    results = [await handle.result(timeout=30) for handle in handles]
+    assert [as_it_comes_back(result) for result in results] == [as_it_comes_back(value) for value in some]
+    params = [(await handle.task()).params for handle in handles]
+    expected = [{"value": value, "$set": value, "": "$$NOW"} for value in some]
+    assert [as_it_comes_back(param) for param in params] == [as_it_comes_back(param) for param in expected]
+
+
+@many_examples
+@given(values)
+async def test_t46_new_params_of_an_existing_task_come_back_as_they_were(echoing: TaskMesh, value: Any) -> None:
+    key = uuid4().hex
+    await echoing.publish("waiting", key, {"value": 0})
+    handle = await echoing.publish("waiting", key, {"value": value}, update_existing_params=True)
+    assert as_it_comes_back((await handle.task()).params) == as_it_comes_back({"value": value})
+
+
+@many_examples
+@given(st.lists(texts.filter(lambda key: key and "\0" not in key), min_size=1, max_size=10, unique=True))
+async def test_t46_any_text_can_be_a_key(echoing: TaskMesh, keys: list[str]) -> None:
+    name = f"echo{uuid4().hex}"
+    handles = [await echoing.publish(name, key, {"value": key}) for key in keys]
+    assert [handle.created for handle in handles] == [True] * len(keys)
+    found = [task.key async for task in echoing.find(name, limit=0)]
+    assert sorted(found) == sorted(keys)
+    for key in keys:
+        assert (await echoing.get(name, key)).key == key
+        assert key in [task.key async for task in echoing.find(name, key_prefix=key)]
+        assert (await echoing.cancel(name, key)).status is Status.CANCELLED
+
+
+@many_examples
+@given(text=texts, for_good=st.booleans())
+async def test_t46_error_texts_are_kept_as_they_were(echoing: TaskMesh, text: str, *, for_good: bool) -> None:
+    complain = echoing.definitions["complain"]
+    handle = await complain.publish(uuid4().hex, text=text, for_good=for_good)
+    with pytest.raises(TaskError) as caught:
+        await handle.result(timeout=30)
+    shown = text.replace("\0", "\\0")
+    if for_good:
+        assert (await handle.task()).task_state.worker_states[0].fail_reason == (shown or "TaskFailed")
+    else:
+        assert caught.value.reasons[0].startswith(
+            f"$$NOW $worker.a: ValueError{f': {shown}' if shown else ''}".rstrip()
+        )
+
+
+@pytest.mark.parametrize("text", TRICKY_TEXTS)
+async def test_t46_logs_and_progress_are_kept_as_they_were(mesh: TaskMesh, text: str) -> None:
+    @mesh.task
+    async def talk() -> None:
+        current_task().log(text)
+        await current_task().progress(0.5, text)
+
+    handle = await talk.publish("k")
+    await mesh.consumer(worker_id="$w").run(until_idle=True)
+    task = await handle.task()
+    assert [line.message for line in task.task_state.worker_states[0].logs] == [text]
+    assert task.task_state.progress is not None
+    assert (task.task_state.progress.fraction, task.task_state.progress.message) == (0.5, text)
+
+
+@pytest.mark.parametrize(
+    "start_time",
+    [
+        datetime(9999, 12, 31, 23, 59, 59, 999_999, tzinfo=UTC),
+        datetime(9999, 12, 31, 23, 59, 59, 999_999),  # noqa: DTZ001  # naive: the same, by contract
+        datetime(2200, 1, 1, tzinfo=UTC),
+    ],
+)
+async def test_t46_m32_a_far_start_time_waits_and_harms_nobody(mesh: TaskMesh, start_time: datetime) -> None:
+    @mesh.task
+    async def job() -> str:
+        return "done"
+
+    await job.configure(start_time=start_time).publish("far")
+    near = await job.publish("near")
+    await mesh.consumer().run(until_idle=True)
+
+    assert await near.result(timeout=5) == "done"
+    far = await mesh.get("job", "far")
+    assert far.status is Status.INIT
+    assert far.task_state.start_time == as_it_comes_back(start_time)[1]
+
+
+async def test_t46_a_naive_start_time_is_utc(mesh: TaskMesh) -> None:
+    naive = datetime.now(UTC).replace(tzinfo=None) + timedelta(days=30)
+    await mesh.publish("waiting", "k", start_time=naive, expire_time=naive + timedelta(days=1))
+    state = (await mesh.get("waiting", "k")).task_state
+    assert state.start_time == as_it_comes_back(naive)[1]
+    assert state.expire_time == as_it_comes_back(naive + timedelta(days=1))[1]
+
+
+class Colour(Enum):
+    RED = "red"
+
+
+class Point(BaseModel):
+    x: int
+    y: Decimal
+
+
+@dataclass
+class Box:
+    corner: Point
+    made: date
+
+
+async def test_annotated_params_reach_the_handler_in_their_own_types(mesh: TaskMesh) -> None:
+    seen: list[Any] = []
+
+    @mesh.task
+    async def paint(box: Box, colours: set[Colour], path: PurePosixPath, first: int, /, *, wait: timedelta) -> None:
+        seen.extend([box, colours, path, first, wait])
+
+    box = Box(Point(x=1, y=Decimal("2.50")), date(2026, 2, 28))
+    await paint.publish("k", box, {Colour.RED}, PurePosixPath("/a/b"), 7, wait=timedelta(seconds=90))
+    await mesh.consumer().run(until_idle=True)
+    assert seen == [box, {Colour.RED}, PurePosixPath("/a/b"), 7, timedelta(seconds=90)]
