@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from datetime import date, datetime
 from decimal import Decimal
 from enum import Enum
+from pathlib import PurePath
 from typing import Any
 
 import bson
@@ -121,6 +122,8 @@ def storable(value: Any) -> tuple[Any, bool]:
         return [storable(item)[0] for item in value], True
     if isinstance(value, date) and not isinstance(value, datetime):
         return value.isoformat(), True
+    if isinstance(value, PurePath):
+        return str(value), True
     try:
         bson.encode({"v": value}, codec_options=CODEC)
     except _REFUSALS:

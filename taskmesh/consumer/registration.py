@@ -22,12 +22,15 @@ from taskmesh.store.driver import Document
 logger = logging.getLogger("taskmesh.registration")
 
 
-def release_name() -> str:
-    """Return the release of taskmesh that runs here."""
+def _release_name() -> str:
     try:
         return version("taskmesh")
     except PackageNotFoundError:
         return "unknown"
+
+
+RELEASE = _release_name()
+"""The release of taskmesh that runs here. Read once, at import: it takes a look into several files."""
 
 
 class Registration:
@@ -124,7 +127,7 @@ class Registration:
         self._on_fleet(await fleet.workers(self._store))
 
     def _description(self) -> Document:
-        return {"host": socket.gethostname(), "pid": os.getpid(), "version": release_name(), **self._describe()}
+        return {"host": socket.gethostname(), "pid": os.getpid(), "version": RELEASE, **self._describe()}
 
 
 def _is_dead_here(other: Document) -> bool:
