@@ -1,0 +1,173 @@
+"""A fleet of real worker processes that a test starts, kills, suspends and stops; it keeps a record of what it did."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from tests.processes.history import Mark, Run, read_history, runs_in
+from tests.waiting import wait_until
+
+_FAKETIME = next(
+    (path for path in Path("/usr/lib").glob("*/faketime/libfaketime.so.1")), Path("/no libfaketime on this machine")
+)
+READY_WITHIN_S = 30.0
+
+
+class Worker:
+    """One worker process."""
+
+    def __init__(self, process: subprocess.Popen[bytes], worker_id: str, output: Path, log: Path) -> None:
+        self.process = process
+        self.worker_id = worker_id
+        self._output = output
+        self._log = log
+        self.gone: float | None = None
+        """When (monotonic) it was known to be gone."""
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self.process.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether the process exists. A suspended one does."""
+        if self.process.poll() is None:
+            return True
+        if self.gone is None:
+            self.gone = time.monotonic()
+        return False
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """All that it has told so far."""
+        facts: dict[str, Any] = {}
+        for line in self._output.read_bytes().splitlines(keepends=True):
+            if line.endswith(b"\n"):
+                facts |= json.loads(line)
+        return facts
+
+    @property
+    def log(self) -> str:
+        """What it has logged so far."""
+        return self._log.read_text(errors="replace")
+
+    def wait_ready(self) -> Self:
+        """Wait until it claims."""
+        wait_until(lambda: "ready" in self.told or not self.running, READY_WITHIN_S, what="the worker is ready")
+        assert "ready" in self.told, f"the worker ended with {self.process.returncode}:\n{self.log[-3000:]}"
+        return self
+
+    def kill(self) -> None:
+        """End it as a crash would."""
+        self.process.kill()
+        self.process.wait()
+        self.gone = time.monotonic()
+
+    def suspend(self) -> None:
+        """Freeze it, as a laptop's lid or a hypervisor does."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let it go on."""
+        self.process.send_signal(signal.SIGCONT)
+
+    def terminate(self) -> None:
+        """Ask it to stop."""
+        self.process.terminate()
+
+    def wait(self, deadline_s: float = 60.0) -> int:
+        """Wait until it has ended, and return its exit status."""
+        status = self.process.wait(deadline_s)
+        self.gone = time.monotonic()
+        return status
+
+
+@dataclass
+class Fleet:
+    """All worker processes of one test, on one database."""
+
+    uri: str
+    database: str
+    directory: Path
+
+    def __post_init__(self) -> None:
+        self.workers: list[Worker] = []
+        self._numbers = count(1)
+        self.history_directory = self.directory / "history"
+        self.history_directory.mkdir(parents=True, exist_ok=True)
+
+    def start(self, worker_id: str | None = None, *, clock_offset_s: float = 0.0, **setting: Any) -> Worker:
+        """Start a worker; see `worker.Setting` for what can be set. `wait_ready` tells when it claims."""
+        number = next(self._numbers)
+        worker_id = worker_id or f"w{number}"
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        if clock_offset_s and _FAKETIME.exists():
+            environment |= {
+                "LD_PRELOAD": str(_FAKETIME),
+                "FAKETIME": f"{clock_offset_s:+.0f}s",
+                "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+            }
+        elif clock_offset_s:
+            setting["clock_offset_s"] = clock_offset_s
+        told = {
+            "uri": self.uri,
+            "database": self.database,
+            "history": str(self.history_directory),
+            "worker_id": worker_id,
+            **setting,
+        }
+        output, log = self.directory / f"{number}.told", self.directory / f"{number}.log"
+        with output.open("wb") as out, log.open("wb") as errors:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tests.processes.worker", json.dumps(told)],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=errors,
+                env=environment,
+            )
+        worker = Worker(process, worker_id, output, log)
+        self.workers.append(worker)
+        return worker
+
+    def start_many(self, count: int, **setting: Any) -> list[Worker]:
+        """Start some workers, and wait until all of them claim."""
+        workers = [self.start(**setting) for _ in range(count)]
+        for worker in workers:
+            worker.wait_ready()
+        return workers
+
+    @property
+    def history(self) -> list[Mark]:
+        """What the handlers have noted so far."""
+        return read_history(self.history_directory)
+
+    @property
+    def runs(self) -> list[Run]:
+        """The handlers' runs so far."""
+        return runs_in(self.history)
+
+    @property
+    def died(self) -> dict[int, float]:
+        """When which process was gone, by process id."""
+        return {worker.pid: worker.gone for worker in self.workers if not worker.running and worker.gone is not None}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for worker in self.workers:
+            if worker.running:
+                worker.kill()

@@ -1,0 +1,138 @@
+"""What handlers did, written by themselves to files of their own: not through taskmesh, so it can bear witness about it.
+
+Each process appends to one file, a line per mark, each by a single write: what is there survives SIGKILL. The times are
+monotonic ones, which on Linux all processes of a machine share.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from taskmesh import current_task
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """One line: at `mono`, this execution did `what`."""
+
+    what: str
+    name: str
+    key: str
+    worker_id: str
+    running_id: str
+    attempt: int
+    pid: int
+    mono: float
+    wall: float
+    more: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of a handler, from its first line to its last. A process that died left no last line."""
+
+    start: Mark
+    end: Mark | None
+
+    @property
+    def task(self) -> str:
+        """The `_id` of the task."""
+        return f"{self.start.name}:{self.start.key}"
+
+    @property
+    def returned(self) -> bool:
+        """Whether the handler came to its end by itself and without an error."""
+        return self.end is not None and self.end.what == "returned"
+
+
+class Notebook:
+    """The file of this process."""
+
+    def __init__(self, directory: Path) -> None:
+        path = directory / f"{os.getpid()}-{time.monotonic_ns()}.history"
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def note(self, what: str, **more: Any) -> None:
+        """Append a line about the running execution."""
+        task = current_task()
+        line = {
+            "what": what,
+            "name": task.name,
+            "key": task.key,
+            "worker_id": task.worker_id,
+            "running_id": task.running_id,
+            "attempt": task.attempt,
+            "pid": os.getpid(),
+            "mono": time.monotonic(),
+            "wall": time.time(),
+            "more": more,
+        }
+        os.write(self._file, (json.dumps(line) + "\n").encode())
+
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        """Note the beginning and the end of a handler's run."""
+        self.note("started")
+        try:
+            yield
+        except BaseException as error:
+            self.note("raised", error=type(error).__name__)
+            raise
+        self.note("returned")
+
+
+def read_history(directory: Path) -> list[Mark]:
+    """Return what all processes have noted so far, in the order of time."""
+    marks = [
+        Mark(**json.loads(line))
+        for path in directory.glob("*.history")
+        for line in path.read_bytes().splitlines(keepends=True)
+        if line.endswith(b"\n")
+    ]
+    return sorted(marks, key=lambda mark: mark.mono)
+
+
+def runs_in(marks: Iterable[Mark]) -> list[Run]:
+    """Pair the first and last lines of each run."""
+    started: dict[tuple[str, str, str], Mark] = {}
+    ended: dict[tuple[str, str, str], Mark] = {}
+    for mark in marks:
+        place = (mark.running_id, mark.name, mark.key)
+        if mark.what == "started":
+            assert place not in started, f"the handler ran twice under one running_id: {mark}"
+            started[place] = mark
+        elif mark.what in ("returned", "raised"):
+            ended[place] = mark
+    return [Run(start, ended.get(place)) for place, start in started.items()]
+
+
+def runs_by_task(runs: Iterable[Run]) -> dict[str, list[Run]]:
+    """Sort runs by the `_id` of their tasks."""
+    by_task: dict[str, list[Run]] = defaultdict(list)
+    for run in runs:
+        by_task[run.task].append(run)
+    return dict(by_task)
+
+
+def most_at_once(runs: Iterable[Run], died: Mapping[int, float]) -> int:
+    """Return how many of the runs were under way at the same time, at most.
+
+    `died`: when which process was gone, for the runs that have no end.
+    """
+    steps: list[tuple[float, int]] = []
+    for run in runs:
+        end = run.end.mono if run.end is not None else died.get(run.start.pid, float("inf"))
+        steps += [(run.start.mono, 1), (end, -1)]
+    now = most = 0
+    for _, step in sorted(steps):
+        now += step
+        most = max(most, now)
+    return most

@@ -1,0 +1,89 @@
+"""Workers that die at any moment cost time and never a task; and never do more run a task than it allows."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from pymongo.collection import Collection
+
+from tests.processes.fleet import Fleet, Worker
+from tests.processes.handlers import Handlers
+from tests.processes.history import most_at_once, runs_by_task
+from tests.waiting import eventually
+
+
+async def test_t18_with_a_worker_killed_every_200_ms_every_task_ends_and_none_runs_oftener_than_kills_allow(
+    fleet: Fleet, handlers: Handlers, documents: Collection[dict[str, Any]]
+) -> None:
+    await handlers.work.publish_many({f"k{number}": {"ms": 150} for number in range(300)})
+    fleet.start_many(4, concurrency=5)
+    kills = _kill_at_random(fleet, every_s=0.2, for_s=8.0, watch=lambda: _check_entries(documents), concurrency=5)
+
+    await eventually(lambda: documents.count_documents({"status": "SUCCESS"}) == 300, 60.0, what="all are done")
+    assert kills >= 10, "the machine was too slow for this to mean anything"
+    runs = runs_by_task(fleet.runs)
+    assert len(runs) == 300
+    for task, times in runs.items():
+        killed = sum(run.end is None for run in times)
+        assert len(times) <= kills + 1
+        assert len(times) == killed + 1 or _gap_between_end_and_record(times, killed), (task, times)
+    _check_entries(documents)
+
+
+async def test_never_do_more_workers_run_a_task_than_it_allows_whoever_dies(
+    fleet: Fleet, handlers: Handlers, documents: Collection[dict[str, Any]]
+) -> None:
+    for allowed, share in ((1, 4_000), (2, 700), (3, 300)):
+        tasks = {f"for-{allowed}-{number}": {"ms": number % 40} for number in range(share)}
+        await handlers.work.configure(concurrent_worker_cnt=allowed).publish_many(tasks)
+    fleet.start_many(5, concurrency=40)
+    kills = _kill_at_random(fleet, every_s=0.7, for_s=7.0, watch=lambda: None, concurrency=40)
+
+    await eventually(lambda: documents.count_documents({"status": "SUCCESS"}) == 5_000, 90.0, what="all are done")
+    assert kills >= 3, "the machine was too slow for this to mean anything"
+    died = fleet.died
+    for task, runs in runs_by_task(fleet.runs).items():
+        allowed = int(task.split("-")[1])
+        assert most_at_once(runs, died) <= allowed, task
+        done = [run.start.running_id for run in runs if run.returned]
+        assert len(done) >= allowed, task
+    for document in documents.find({}, {"task_option": 1, "task_state": 1}):
+        entries = document["task_state"]["worker_states"]
+        assert [entry["state"] for entry in entries] == ["SUCCESS"] * document["task_option"]["concurrent_worker_cnt"]
+        assert len({entry["worker_id"] for entry in entries}) == len(entries), "different workers"
+
+
+def _kill_at_random(fleet: Fleet, *, every_s: float, for_s: float, watch: Callable[[], None], concurrency: int) -> int:
+    """Kill a random worker each time, and start it again under its id; return how many were killed at work."""
+    chance = random.Random(18)
+    kills = 0
+    end = time.monotonic() + for_s
+    living: list[Worker] = list(fleet.workers)
+    while time.monotonic() < end:
+        time.sleep(every_s)  # the rhythm of the kills is what the test is about
+        victim = living.pop(chance.randrange(len(living)))
+        kills += "ready" in victim.told
+        victim.kill()
+        living.append(fleet.start(victim.worker_id, concurrency=concurrency))
+        watch()
+    return kills
+
+
+def _check_entries(documents: Collection[dict[str, Any]]) -> None:
+    """What has to be true of every task at every moment."""
+    for document in documents.find({}, {"task_option": 1, "task_state": 1, "status": 1}):
+        entries = document["task_state"]["worker_states"]
+        states = Counter(entry["state"] for entry in entries)
+        assert states["RUNNING"] + states["SUCCESS"] <= document["task_option"]["concurrent_worker_cnt"], document
+        assert states["FAIL"] == 0, document
+        assert (document["status"] == "SUCCESS") == (states["SUCCESS"] == 1), document
+        assert document["task_state"]["timeout_cnt"] <= document["task_state"].get("lost_cnt", 0), document
+
+
+def _gap_between_end_and_record(times: list[Any], killed: int) -> bool:
+    """Whether further runs are those that ended in a process that died before it could record them."""
+    return len(times) > killed + 1 and sum(run.returned for run in times) == len(times) - killed
