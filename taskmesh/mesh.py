@@ -22,7 +22,7 @@ from taskmesh.explain import Explanation, explain
 from taskmesh.feed import Feed
 from taskmesh.option import TaskOption
 from taskmesh.params import checked_size
-from taskmesh.portal import run_blocking
+from taskmesh.portal import portal_loop, run_blocking
 from taskmesh.results import Results
 from taskmesh.stats import Stats, read_stats
 from taskmesh.store import Store, control, find, fleet, schema
@@ -56,7 +56,7 @@ class TaskMesh:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._embedded: Any = None
         self._pid = os.getpid()
-        self._twin: TaskMesh | None = None
+        self._twin: tuple[asyncio.AbstractEventLoop, asyncio.Task[TaskMesh]] | None = None
         """The same mesh on the portal's loop, for `publish_sync`."""
 
     # --- definitions ---
@@ -161,6 +161,8 @@ class TaskMesh:
 
     async def close(self) -> None:
         """Close what `connect` opened. Does nothing the second time."""
+        if self._twin is not None:
+            await asyncio.to_thread(self.close_sync)
         if self._store is None:
             return
         store, self._store = self._store, None
@@ -292,12 +294,27 @@ class TaskMesh:
     ) -> list[TaskHandle[Any]]:
         """Publish in the portal's loop, on a connection of its own."""
         loop = asyncio.get_running_loop()
-        if self._twin is None or not self._twin.connected_in(loop):
-            twin = TaskMesh(self._twin_client(), database=self._database, collection=self._collection)
-            twin.definitions = self.definitions
-            await twin.connect()
-            self._twin = twin
-        return await self._twin.publish_all(definition, params_by_key)
+        if self._twin is None or self._twin[0] is not loop:  # after a fork, the child has a portal of its own
+            # As a task, since many threads may ask at once: the first connects, and all wait for that.
+            self._twin = loop, loop.create_task(self._connected_twin(), name="taskmesh connects publish_sync")
+        try:
+            twin = await self._twin[1]
+        except BaseException:
+            self._twin = None
+            raise
+        return await twin.publish_all(definition, params_by_key)
+
+    async def _connected_twin(self) -> TaskMesh:
+        twin = TaskMesh(self._twin_client(), database=self._database, collection=self._collection)
+        twin.definitions = self.definitions
+        await twin.connect()
+        return twin
+
+    def close_sync(self) -> None:
+        """Close what `publish_sync` opened, if it did; the next `publish_sync` opens it again. `close` does it too."""
+        twin, self._twin = self._twin, None
+        if twin is not None and twin[0] is portal_loop():
+            run_blocking(_close_twin(twin[1]), "close_sync")
 
     def _twin_client(self) -> Any:
         return self._client if self._client is None or isinstance(self._client, str) else twin_of(self._client)
@@ -477,6 +494,17 @@ class TaskMesh:
         return Consumer(
             self, worker_id=worker_id, concurrency=concurrency, names=names, queues=queues, listen=listen, **hooks
         )
+
+
+async def _close_twin(connecting: asyncio.Task[TaskMesh]) -> None:
+    """Close a mesh on the portal's loop, and its client, which is nobody else's."""
+    try:
+        twin = await connecting
+    except Exception:  # it never connected: whoever asked for it was told
+        return
+    driver = twin.store.driver
+    await twin.close()
+    await driver.close()
 
 
 class _Decorator:

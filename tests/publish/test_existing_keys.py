@@ -1,0 +1,205 @@
+"""What a publish does to a key that exists already: nothing, unless it was configured to."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from taskmesh import InvalidOption, Status, TaskFailed, TaskMesh, TaskOption, TaskRunning, current_task
+from tests.waiting import eventually
+from tests.working import finished, status_is, working
+
+NO_RETRIES = TaskOption(max_unexpected_retries=0)
+
+
+async def test_an_existing_task_is_left_as_it_is(mesh: TaskMesh) -> None:
+    await mesh.publish("job", "k", {"n": 1}, priority=1, delay_ms=60_000)
+    before = await mesh.get("job", "k")
+    handle = await mesh.publish("job", "k", {"n": 2}, priority=9, queue="other", worker_timeout_ms=40_000)
+    assert (handle.created, handle.updated) == (False, False)
+    assert await mesh.get("job", "k") == before
+
+
+async def test_m9_new_params_options_and_times_take_effect_together(mesh: TaskMesh) -> None:
+    await mesh.publish("job", "k", {"n": 1}, priority=1, max_timeouts=7, delay_ms=60_000)
+    first = await mesh.get("job", "k")
+    assert (first.task_option.priority, first.task_option.max_timeouts) == (1, 7)
+
+    handle = await mesh.publish("job", "k", {"n": 2}, update_existing_params=True, priority=9, delay_ms=5_000)
+
+    assert (handle.created, handle.updated) == (False, True)
+    task = await mesh.get("job", "k")
+    assert task.params == {"n": 2}
+    assert (task.task_option.priority, task.task_option.max_timeouts) == (9, 7), "what was not set is not changed"
+    assert task.task_state.start_time is not None
+    assert first.task_state.start_time is not None
+    assert task.task_state.start_time < first.task_state.start_time
+    assert task.next_claim_time == task.task_state.start_time
+
+
+async def test_m9_every_option_can_be_set_at_publish_and_changed_later(mesh: TaskMesh) -> None:
+    options: dict[str, Any] = {
+        "priority": -5,
+        "concurrent_worker_cnt": 3,
+        "specific_worker_ids": ("a", "$b"),
+        "ping_interval_ms": 500,
+        "worker_timeout_ms": 90_000,
+        "max_unexpected_retries": 0,
+        "unexpected_retry_delay_ms": 0,
+        "unexpected_retry_delay_scope": "worker",
+        "unexpected_retry_backoff": 2.5,
+        "unexpected_retry_jitter": 0.0,
+        "max_timeouts": 0,
+        "run_timeout_ms": 1_000,
+        "retain_success_ms": None,
+        "retain_failed_ms": 0,
+    }
+    assert set(options) == set(TaskOption.model_fields)
+    for field, value in options.items():
+        await mesh.publish("job", f"{field} at publish", {}, **{field: value})
+        assert getattr((await mesh.get("job", f"{field} at publish")).task_option, field) == value
+        await mesh.publish("job", f"{field} later", {})
+        assert getattr((await mesh.set_option("job", f"{field} later", **{field: value})).task_option, field) == value
+        await mesh.publish("job", f"{field} again", {})
+        await mesh.publish("job", f"{field} again", {}, update_existing_params=True, **{field: value})
+        assert getattr((await mesh.get("job", f"{field} again")).task_option, field) == value
+
+
+async def test_m38_a_running_execution_keeps_its_params_and_the_entry_tells_which_it_had(mesh: TaskMesh) -> None:
+    go_on = asyncio.Event()
+
+    @mesh.task
+    async def job(n: int) -> int:
+        await go_on.wait()
+        return n
+
+    handle = await job.publish("k", n=1)
+    async with working(mesh):
+        await status_is(mesh, "job", "k", Status.RUNNING)
+        assert (await job.configure(update_existing_params=True).publish("k", n=2)).updated
+        assert (await handle.task()).params == {"n": 2}
+        assert (await handle.task()).status is Status.RUNNING, "it is not disturbed"
+        go_on.set()
+        assert await handle.result(timeout=10) == 1
+
+    task = await handle.task()
+    assert task.task_state.params_version == 1
+    assert [entry.params_version for entry in task.task_state.worker_states] == [0]
+
+
+async def test_m38_run_again_during_a_run_gives_exactly_one_more_with_the_newest_params(mesh: TaskMesh) -> None:
+    ran: list[int] = []
+    go_on = asyncio.Event()
+
+    @mesh.task
+    async def job(n: int) -> int:
+        ran.append(n)
+        await go_on.wait()
+        return n
+
+    handle = await job.publish("k", n=0)
+    async with working(mesh):
+        await eventually(lambda: ran == [0], what="the first run")
+        for n in range(1, 6):
+            assert (await job.configure(run_again=True).publish("k", n=n)).updated
+        go_on.set()
+        await eventually(lambda: ran == [0, 5], what="the second run")
+        assert await handle.result(timeout=10) == 5
+    assert ran == [0, 5]
+
+
+async def test_t36_a_change_at_the_end_of_a_run_is_seen_by_that_run_or_by_another(mesh: TaskMesh) -> None:
+    """Publish with changed params at many moments around the end of runs."""
+    seen: dict[str, list[int]] = {}
+
+    @mesh.task
+    async def job(n: int) -> None:
+        seen.setdefault(current_task().key, []).append(n)
+
+    async def publish_changes(key: str, pause_s: float) -> None:
+        for n in range(1, 9):
+            await asyncio.sleep(pause_s)
+            await job.configure(run_again=True).publish(key, n=n)
+
+    await job.publish_many({f"k{i}": {"n": 0} for i in range(40)})
+    async with working(mesh):
+        await asyncio.gather(*(publish_changes(f"k{i}", i * 0.0007) for i in range(40)))
+        await eventually(
+            lambda: all(runs[-1] == 8 for runs in seen.values()), what="every key ran with its last params"
+        )
+        for key, runs in seen.items():
+            task = await finished(mesh, "job", key)
+            assert task.status is Status.SUCCESS
+            assert len(runs) <= 9, "no wish is served twice"
+            assert runs == sorted(runs)
+
+
+@pytest.mark.parametrize("ending", ["success", "fail"])
+async def test_m28_a_finished_task_runs_again_when_its_entries_are_dropped(mesh: TaskMesh, ending: str) -> None:
+    ran = 0
+
+    @mesh.task(option=NO_RETRIES)
+    async def job() -> int:
+        nonlocal ran
+        ran += 1
+        if ending == "fail" and ran == 1:
+            raise TaskFailed("the first time")
+        return ran
+
+    other, own = {"success": ("clean_failed", "clean_success"), "fail": ("clean_success", "clean_failed")}[ending]
+    await job.publish("k")
+    async with working(mesh):
+        first = await finished(mesh, "job", "k")
+        assert first.status is (Status.SUCCESS if ending == "success" else Status.FAIL)
+        assert not (await job.configure(**{other: True}).publish("k")).updated
+        assert await mesh.get("job", "k") == first
+
+        handle = await job.configure(**{own: True}).publish("k")
+        assert (handle.created, handle.updated) == (False, True)
+        assert await handle.result(timeout=10) == 2
+
+
+async def test_m27_not_update_running_raises_on_a_running_task_and_leaves_it_unchanged(mesh: TaskMesh) -> None:
+    go_on = asyncio.Event()
+
+    @mesh.task
+    async def job(n: int) -> int:
+        await go_on.wait()
+        return n
+
+    careful = job.configure(update_existing_params=True, not_update_running=True)
+    assert (await careful.publish("k", n=1)).created
+    assert (await careful.publish("k", n=2)).updated
+    async with working(mesh):
+        before = await status_is(mesh, "job", "k", Status.RUNNING)
+        with pytest.raises(TaskRunning, match="'job' 'k' is running, and not_update_running was asked for"):
+            await careful.publish("k", n=3)
+        assert await mesh.get("job", "k") == before
+        go_on.set()
+        await finished(mesh, "job", "k")
+
+    assert (await careful.publish("k", n=4)).updated, "a finished task is no running one"
+    task = await mesh.get("job", "k")
+    assert (task.params, task.status) == ({"n": 4}, Status.SUCCESS)
+    untouched = await job.configure(not_update_running=True).publish("k", n=5)
+    assert (untouched.created, untouched.updated) == (False, False)
+
+
+async def test_a_forgotten_key_is_published_afresh_before_the_ttl_monitor_came_round(mesh: TaskMesh) -> None:
+    @mesh.task(option=TaskOption(retain_success_ms=0))
+    async def job(n: int) -> int:
+        return n
+
+    await job.publish("k", n=1)
+    await mesh.consumer().run(until_idle=True)
+    handle = await job.publish("k", n=2)
+    assert handle.created
+    assert (await handle.task()).params == {"n": 2}
+    assert (await handle.task()).status is Status.INIT
+
+
+async def test_unknown_settings_are_refused(mesh: TaskMesh) -> None:
+    with pytest.raises(InvalidOption, match="unknown setting update_params"):
+        await mesh.publish("job", "k", update_params=True)
