@@ -1,0 +1,48 @@
+"""`dev`: the embedded MongoDB in the foreground."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from taskmesh.cli import output
+from taskmesh.cli.listing import Json
+from taskmesh.embedded import attach
+from taskmesh.errors import EmbeddedUnavailable
+
+_LOOK_S = 1.0
+
+
+def dev(
+    directory: Annotated[Path, typer.Option(help="Where its data is.")] = Path(".taskmesh"),
+    as_json: Json = False,
+) -> None:
+    """Run the embedded MongoDB until Ctrl-C; all taskmesh processes of this directory use it by themselves."""
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda _number, _frame: ended.set())
+    with attach(directory) as server:
+        if as_json:
+            output.show_json({"uri": server.uri, "pid": server.pid, "directory": str(server.directory)})
+        else:
+            output.say(f"MongoDB runs at {server.uri}")
+            output.say(f"  data   {server.directory} (pid {server.pid}); it stays when the server stops")
+            output.say("  use    nothing to do in this directory; elsewhere:")
+            output.say(f"         export TASKMESH_URI='{server.uri}'")
+            output.say("  stop   Ctrl-C (it goes on while others in this directory use it)")
+        sys.stdout.flush()
+        while not ended.wait(_LOOK_S):
+            with contextlib.suppress(PermissionError):
+                try:
+                    os.kill(server.pid, 0)
+                except ProcessLookupError:
+                    raise EmbeddedUnavailable(
+                        f"the MongoDB in {str(server.directory)!r} has ended by itself: see data/mongod.log there"
+                    ) from None

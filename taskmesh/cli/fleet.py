@@ -1,0 +1,199 @@
+"""Queues, workers and counts: `pause resume limit workers stop-worker stats health` and their kin."""
+
+from __future__ import annotations
+
+import asyncio
+import getpass
+import socket
+from datetime import UTC, datetime, timedelta
+from typing import Annotated, Any
+
+import typer
+from pymongo.errors import PyMongoError
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from taskmesh.cli import output
+from taskmesh.cli.connected import Collection, Database, Uri, connected, mesh_at
+from taskmesh.cli.listing import Json, Listing, Watch, show
+from taskmesh.errors import TaskMeshError
+from taskmesh.mesh import TaskMesh
+from taskmesh.stats import Stats
+from taskmesh.task import Status
+from taskmesh.workers import WorkerInfo
+
+Queue = Annotated[str, typer.Argument(metavar="QUEUE", help="The queue's name.")]
+WorkerId = Annotated[str, typer.Argument(metavar="WORKER", help="The worker's id.")]
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add these commands."""
+    app.command("pause", rich_help_panel="Queues")(connected(pause))
+    app.command("resume", rich_help_panel="Queues")(connected(resume))
+    app.command("workers", rich_help_panel="Fleet")(connected(workers))
+    app.command("stop-worker", rich_help_panel="Fleet")(connected(stop_worker))
+    app.command("pause-worker", rich_help_panel="Fleet")(connected(pause_worker))
+    app.command("resume-worker", rich_help_panel="Fleet")(connected(resume_worker))
+    app.command("set-concurrency", rich_help_panel="Fleet")(connected(set_concurrency))
+    app.command("stats", rich_help_panel="Fleet")(connected(stats))
+    app.command("health", rich_help_panel="Fleet")(health)
+
+
+async def pause(
+    mesh: TaskMesh,
+    queue: Queue,
+    reason: Annotated[str | None, typer.Option(help="Why; `explain` and the dashboard tell it.")] = None,
+    for_ms: Annotated[int | None, typer.Option(min=1, help="Only for so long.")] = None,
+) -> None:
+    """Let no worker claim from a queue any more. What runs, runs on."""
+    until = None if for_ms is None else datetime.now(UTC) + timedelta(milliseconds=for_ms)
+    await mesh.pause(queue, reason=reason, by=f"{getpass.getuser()}@{socket.gethostname()}", until=until)
+    output.say(f"queue {queue} is paused" + (f" until {until.isoformat(' ', 'seconds')}" if until else ""))
+
+
+async def resume(mesh: TaskMesh, queue: Queue) -> None:
+    """Let workers claim from a queue again."""
+    await mesh.resume(queue)
+    output.say(f"queue {queue} is open")
+
+
+async def workers(
+    mesh: TaskMesh,
+    live: Annotated[bool, typer.Option("--live", help="Not those that have gone.")] = False,
+    as_json: Json = False,
+    watch: Watch = None,
+) -> None:
+    """List the workers that live, and those that went within the last hour."""
+
+    async def read() -> Listing:
+        found = [worker for worker in await mesh.workers() if worker.live or not live]
+        return Listing(found, worker_table(found))
+
+    await show(read, as_json=as_json, every_s=watch)
+
+
+def worker_table(found: list[WorkerInfo]) -> RenderableType:
+    """Return a table of workers."""
+    if not found:
+        return Text("no workers: start one with `taskmesh worker MODULE:MESH`", style="dim")
+    now = datetime.now(UTC)
+    rows = [
+        [
+            worker.worker_id,
+            worker.host,
+            worker.pid,
+            "paused" if worker.paused and worker.live else worker.state,
+            f"{worker.running}/{worker.concurrency}",
+            worker.finished,
+            "all" if worker.queues is None else worker.queues,
+            worker.names,
+            worker.version,
+            output.cell(worker.last_seen, now=now),
+        ]
+        for worker in found
+    ]
+    columns = ["WORKER", "HOST", "PID", "STATE", "RUNNING", "DONE", "QUEUES", "TASKS", "VERSION", "SEEN"]
+    return output.table(columns, rows)
+
+
+async def stop_worker(
+    mesh: TaskMesh,
+    worker_id: WorkerId,
+    grace_ms: Annotated[int, typer.Option(min=0, help="How long what runs may go on.")] = 30_000,
+    wait: Annotated[bool, typer.Option("--wait", help="Return when it has stopped.")] = False,
+) -> None:
+    """Let a worker stop gracefully, wherever it runs."""
+    await mesh.stop_worker(worker_id, grace_ms)
+    while wait and await _lives(mesh, worker_id):  # noqa: ASYNC110  # it is another process
+        await asyncio.sleep(0.2)
+    output.say(f"worker {worker_id} {'has stopped' if wait else 'will stop'}")
+
+
+async def _lives(mesh: TaskMesh, worker_id: str) -> bool:
+    return any(worker.worker_id == worker_id and worker.live for worker in await mesh.workers())
+
+
+async def pause_worker(mesh: TaskMesh, worker_id: WorkerId) -> None:
+    """Let one worker claim no more. What it runs, runs on."""
+    await mesh.pause_worker(worker_id)
+    output.say(f"worker {worker_id} is told to pause")
+
+
+async def resume_worker(mesh: TaskMesh, worker_id: WorkerId) -> None:
+    """Let a paused worker go on."""
+    await mesh.resume_worker(worker_id)
+    output.say(f"worker {worker_id} is told to go on")
+
+
+async def set_concurrency(
+    mesh: TaskMesh,
+    worker_id: WorkerId,
+    concurrency: Annotated[int, typer.Argument(min=1, metavar="N", help="How many executions at once.")],
+) -> None:
+    """Change how many executions a worker runs at once."""
+    await mesh.set_concurrency(worker_id, concurrency)
+    output.say(f"worker {worker_id} is told to run {concurrency} at once")
+
+
+async def stats(mesh: TaskMesh, as_json: Json = False, watch: Watch = None) -> None:
+    """Count the tasks by name and status, and show how far behind the workers are."""
+
+    async def read() -> Listing:
+        found = await mesh.stats()
+        return Listing(found, stats_page(found))
+
+    await show(read, as_json=as_json, every_s=watch)
+
+
+def stats_page(found: Stats) -> RenderableType:
+    """Return a table of counts, and a line about speed."""
+    rows: list[list[object]] = [
+        [name, *(by_status.get(status, 0) for status in Status)] for name, by_status in sorted(found.counts.items())
+    ]
+    if len(rows) > 1:
+        rows.append(["all", *(sum(by.get(status, 0) for by in found.counts.values()) for status in Status)])
+    lag = "–" if found.oldest_claimable_ms is None else output.span(found.oldest_claimable_ms / 1000)
+    speed = Text(
+        f"oldest claimable {lag} · started {found.started_per_s:.1f}/s · finished {found.finished_per_s:.1f}/s"
+    )
+    if not rows:
+        return Group(Text("no tasks", style="dim"), speed)
+    return Group(output.table(["TASKS", *Status], rows), speed)
+
+
+def health(
+    worker_id: Annotated[str | None, typer.Option(help="Is this worker alive?")] = None,
+    timeout_ms: Annotated[int, typer.Option(min=1, help="Give up after so long.")] = 5_000,
+    as_json: Json = False,
+    uri: Uri = None,
+    database: Database = None,
+    collection: Collection = None,
+) -> None:
+    """Tell by the exit status whether the database answers, and a worker lives. For probes."""
+
+    async def check() -> None:
+        async with mesh_at(uri, database, collection, timeout_ms) as mesh:
+            if worker_id is None:
+                return
+            found = {worker.worker_id: worker for worker in await mesh.workers()}
+            if worker_id not in found:
+                raise TaskMeshError(f"no worker {worker_id!r} is registered")
+            if not found[worker_id].live:
+                raise TaskMeshError(f"worker {worker_id!r} is {found[worker_id].state}")
+
+    async def within_time() -> None:
+        await asyncio.wait_for(check(), timeout_ms / 1000)
+
+    problem: str | None = None
+    try:
+        asyncio.run(within_time())
+    except TimeoutError:
+        problem = f"the database did not answer within {timeout_ms} ms"
+    except (TaskMeshError, PyMongoError) as error:
+        problem = str(error)
+    found: dict[str, Any] = {"healthy": problem is None, "problem": problem}
+    if as_json:
+        output.show_json(found)
+    else:
+        output.say("healthy" if problem is None else f"taskmesh: {problem}", stderr=problem is not None)
+    raise typer.Exit(0 if problem is None else 1)

@@ -1,0 +1,67 @@
+"""Listings: once or again and again (`--watch`), as a table or as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import anyio
+import typer
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from taskmesh.cli import output
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON: one object for one thing, else an array.")]
+Watch = Annotated[
+    float | None, typer.Option("--watch", min=0.1, metavar="SECONDS", help="Show it again every so often; Ctrl-C ends.")
+]
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What there is to show: `data` for programs, `shown` for people."""
+
+    data: Any
+    shown: RenderableType
+
+
+async def show(read: Callable[[], Awaitable[Listing]], *, as_json: bool, every_s: float | None = None) -> None:
+    """Read and print once, or every `every_s` seconds until Ctrl-C. JSON that is repeated takes one line each time."""
+    if every_s is None:
+        listing = await read()
+        if as_json:
+            output.show_json(listing.data)
+        else:
+            output.console().print(listing.shown)
+        return
+    try:
+        if as_json or not sys.stdout.isatty():
+            await _repeat(read, every_s, as_json)
+        else:
+            await _live(read, every_s)
+    except (KeyboardInterrupt, anyio.get_cancelled_exc_class()):
+        raise typer.Exit(0) from None  # that is how one ends it
+
+
+async def _repeat(read: Callable[[], Awaitable[Listing]], every_s: float, as_json: bool) -> None:
+    while True:
+        listing = await read()
+        if as_json:
+            print(json.dumps(output.plain(listing.data), ensure_ascii=False), flush=True)
+        else:
+            output.console().print(listing.shown)
+            print(flush=True)
+        await anyio.sleep(every_s)
+
+
+async def _live(read: Callable[[], Awaitable[Listing]], every_s: float) -> None:
+    with Live(console=output.console(), screen=True, auto_refresh=False, vertical_overflow="ellipsis") as live:
+        while True:
+            shown = (await read()).shown
+            live.update(Group(shown, Text(f"\nevery {every_s:g} s · Ctrl-C ends", style="dim")), refresh=True)
+            await anyio.sleep(every_s)

@@ -1,0 +1,139 @@
+"""What commands print: tables for people, JSON for programs.
+
+Tables fit the terminal; in a pipe they are as wide as they need to be, without colours. What users put into keys, results
+and reasons is never taken for markup or for a terminal's control codes.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import typer
+from pydantic import BaseModel
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from taskmesh.task import Status
+
+_PIPE_WIDTH = 100_000
+
+STYLES = {
+    "INIT": "cyan",
+    "RUNNING": "blue",
+    "SUCCESS": "green",
+    "FAIL": "red",
+    "CANCELLED": "yellow",
+    "EXPIRED": "magenta",
+    "running": "green",
+    "stopping": "yellow",
+    "gone": "red",
+    "ok": "green",
+    "warning": "yellow",
+    "error": "red",
+}
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Return a console for standard output: as wide as the terminal, or as the text if there is none."""
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() else _PIPE_WIDTH
+    return Console(stderr=stderr, markup=False, highlight=False, emoji=False, width=width, soft_wrap=width is not None)
+
+
+def say(text: str, *, stderr: bool = False) -> None:
+    """Print a line."""
+    print(printable(text), file=sys.stderr if stderr else sys.stdout)
+
+
+def printable(text: str) -> str:
+    """Return the text with what would move a terminal's cursor, or change its colours, made visible."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def cell(value: object, *, now: datetime | None = None) -> Text:
+    """Return what a table shows for this value."""
+    if value is None:
+        return Text("–", style="dim")
+    if isinstance(value, datetime):
+        return Text(age(value, now or datetime.now(UTC)))
+    if isinstance(value, float):
+        return Text(f"{value:.1f}")
+    if isinstance(value, (list, tuple)):
+        value = ", ".join(map(str, value)) or "–"
+    text = printable(str(value))
+    return Text(text, style=STYLES.get(text, ""))
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None) -> Table:
+    """Return a plain table; columns of numbers stand to the right."""
+    cells = [[each if isinstance(each, Text) else cell(each) for each in row] for row in rows]
+    values = [list(row) for row in cells]
+    made = Table(box=None, title=title, title_justify="left", header_style="bold", pad_edge=False)
+    for place, name in enumerate(columns):
+        numeric = bool(values) and all(_is_number(row[place].plain) for row in values)
+        made.add_column(name, justify="right" if numeric else "left", overflow="ellipsis", no_wrap=place == 0)
+    for row in cells:
+        made.add_row(*row)
+    return made
+
+
+def _is_number(text: str) -> bool:
+    return text == "–" or text.replace(".", "", 1).replace(",", "").isdigit()
+
+
+def age(moment: datetime, now: datetime) -> str:
+    """Return how long ago, or in how long, in two characters and a unit."""
+    seconds = (now - moment).total_seconds()
+    return f"in {span(-seconds)}" if seconds < -1 else f"{span(seconds)} ago"
+
+
+def span(seconds: float) -> str:
+    """Return a length of time in its largest unit."""
+    seconds = abs(seconds)
+    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def show_json(value: object) -> None:
+    """Print one value as JSON."""
+    print(json.dumps(plain(value), indent=2, ensure_ascii=False))
+
+
+def plain(value: Any) -> Any:
+    """Return the value in JSON's types. Times become ISO 8601, bytes base64, what JSON has no word for its text."""
+    if isinstance(value, BaseModel):
+        return {name: plain(getattr(value, name)) for name in type(value).model_fields}
+    if isinstance(value, Mapping):
+        return {str(name): plain(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(each) for each in value]
+    if isinstance(value, datetime):
+        return (value if value.tzinfo else value.replace(tzinfo=UTC)).isoformat()
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Status) or not isinstance(value, (str, int, float, bool, type(None))):
+        return str(value)
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    return value
+
+
+def confirm(question: str, *, yes: bool) -> None:
+    """Ask on a terminal before what cannot be undone; a script has nobody to ask. Ends the command on a no."""
+    if yes or not sys.stdin.isatty():
+        return
+    if not typer.confirm(printable(question)):
+        raise typer.Exit(1)

@@ -1,0 +1,210 @@
+"""`publish`: one task from the command line, or many from a file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import Progress
+
+from taskmesh.cli import output
+from taskmesh.cli.connected import Collection, Database, Uri, run_at
+from taskmesh.cli.listing import Json
+from taskmesh.definition import TaskHandle
+from taskmesh.errors import InvalidParams
+from taskmesh.mesh import TaskMesh
+
+_BATCH = 1_000
+_HOW = "How it runs"
+_EXISTING = "If the key is there already"
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add this command."""
+    app.command("publish", rich_help_panel="Tasks")(publish)
+
+
+def publish(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The task's name.")],
+    key: Annotated[str | None, typer.Argument(metavar="[KEY]", help="Its key. None: with --from-file.")] = None,
+    params: Annotated[str | None, typer.Argument(metavar="[JSON]", help="Its params, as a JSON object.")] = None,
+    *,
+    from_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help='Many: one object with "key" and "params" on each line ("-": standard input).'
+        ),
+    ] = None,
+    queue: Annotated[str | None, typer.Option(help="Its queue.", rich_help_panel=_HOW)] = None,
+    group: Annotated[str | None, typer.Option(help="Its group, for limits.", rich_help_panel=_HOW)] = None,
+    delay_ms: Annotated[int | None, typer.Option(help="Not before so long from now.", rich_help_panel=_HOW)] = None,
+    start_time: Annotated[
+        str | None, typer.Option(help="Not before, ISO 8601 (UTC if without zone).", rich_help_panel=_HOW)
+    ] = None,
+    expire_time: Annotated[str | None, typer.Option(help="Not after, ISO 8601.", rich_help_panel=_HOW)] = None,
+    priority: Annotated[int | None, typer.Option(help="Higher is claimed first.", rich_help_panel=_HOW)] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FIELD=VALUE", help="Any field of TaskOption; can be given several times.", rich_help_panel=_HOW
+        ),
+    ] = None,
+    run_again: Annotated[
+        bool, typer.Option("--run-again", help="One more run with these params.", rich_help_panel=_EXISTING)
+    ] = False,
+    update_existing_params: Annotated[
+        bool, typer.Option("--update-existing-params", help="Set these params.", rich_help_panel=_EXISTING)
+    ] = False,
+    not_update_running: Annotated[
+        bool, typer.Option("--not-update-running", help="Fail if it is running.", rich_help_panel=_EXISTING)
+    ] = False,
+    clean_success: Annotated[
+        bool, typer.Option("--clean-success", help="Forget its successes.", rich_help_panel=_EXISTING)
+    ] = False,
+    clean_failed: Annotated[
+        bool, typer.Option("--clean-failed", help="Forget its failures.", rich_help_panel=_EXISTING)
+    ] = False,
+    as_json: Json = False,
+    uri: Uri = None,
+    database: Database = None,
+    collection: Collection = None,
+) -> None:
+    """Publish a task, once: a key that is there already is left as it is, unless told otherwise."""
+    given: dict[str, Any] = {
+        "queue": queue,
+        "group": group,
+        "delay_ms": delay_ms,
+        "start_time": _time("--start-time", start_time),
+        "expire_time": _time("--expire-time", expire_time),
+        "priority": priority,
+        **_options(option or []),
+        "run_again": run_again or None,
+        "update_existing_params": update_existing_params or None,
+        "not_update_running": not_update_running or None,
+        "clean_success": clean_success or None,
+        "clean_failed": clean_failed or None,
+    }
+    configuration = {setting: value for setting, value in given.items() if value is not None}
+    if from_file is not None:
+        if key is not None:
+            raise typer.BadParameter("KEY and --from-file exclude each other: each line of the file has its key")
+        tasks = dict(_read_lines(from_file))
+        run_at(uri, database, collection, lambda mesh: _publish_all(mesh, name, tasks, configuration, as_json=as_json))
+    elif key is None:
+        raise typer.BadParameter("a KEY is missing (or --from-file)")
+    else:
+        task = _object(params)
+        run_at(
+            uri, database, collection, lambda mesh: _publish_one(mesh, name, key, task, configuration, as_json=as_json)
+        )
+
+
+async def _publish_one(
+    mesh: TaskMesh, name: str, key: str, params: dict[str, Any], configuration: dict[str, Any], *, as_json: bool
+) -> None:
+    handle = await mesh.publish(name, key, params, **configuration)
+    if as_json:
+        output.show_json(_handle_json(handle))
+    else:
+        output.say(f"{name} {key} {_what_happened(handle)}")
+    for warning in handle.warnings:
+        output.say(f"warning: {warning}", stderr=True)
+
+
+async def _publish_all(
+    mesh: TaskMesh, name: str, tasks: dict[str, dict[str, Any]], configuration: dict[str, Any], *, as_json: bool
+) -> None:
+    handles: list[TaskHandle[Any]] = []
+    keys = list(tasks)
+    console = output.console(stderr=True)
+    with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
+        bar = progress.add_task("publishing", total=len(keys))
+        for start in range(0, len(keys), _BATCH):
+            batch = {key: tasks[key] for key in keys[start : start + _BATCH]}
+            handles += await mesh.publish_many(name, batch, **configuration)
+            progress.advance(bar, len(batch))
+    if as_json:
+        output.show_json([_handle_json(handle) for handle in handles])
+        return
+    created = sum(handle.created for handle in handles)
+    updated = sum(handle.updated for handle in handles)
+    output.say(f"{len(handles)} tasks: {created} created, {updated} updated, {len(handles) - created - updated} left")
+    for warning in sorted({warning for handle in handles for warning in handle.warnings}):
+        output.say(f"warning: {warning}", stderr=True)
+
+
+def _read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Read a file of tasks; all of it before anything is written, so that a mistake in its last line costs nothing."""
+    try:
+        text = sys.stdin.read() if str(path) == "-" else path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"{path} cannot be read: {error}") from None
+    seen: set[str] = set()
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            task = json.loads(line)
+        except ValueError as error:
+            raise typer.BadParameter(f"{path}, line {number} is not JSON: {error}") from None
+        if not isinstance(task, dict) or not isinstance(task.get("key"), str) or task.keys() - {"key", "params"}:
+            raise typer.BadParameter(f'{path}, line {number}: an object with "key" and "params" is wanted')
+        if task["key"] in seen:
+            raise typer.BadParameter(f"{path}, line {number}: the key {task['key']!r} was there before")
+        seen.add(task["key"])
+        yield task["key"], task.get("params") or {}
+
+
+def _object(text: str | None) -> dict[str, Any]:
+    if text is None:
+        return {}
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"the params are not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InvalidParams(f"the params are a JSON object by parameter name, not {text}")
+    return value
+
+
+def _time(name: str, text: str | None) -> datetime | None:
+    if text is None:
+        return None
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise typer.BadParameter(f"{name}: {text!r} is no time like 2026-12-31T18:00:00+01:00") from None
+    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+
+
+def _options(settings: list[str]) -> dict[str, Any]:
+    """Read FIELD=VALUE; the value is JSON, or the text itself. The mesh checks the field."""
+    found: dict[str, Any] = {}
+    for setting in settings:
+        field, equals, text = setting.partition("=")
+        if not equals:
+            raise typer.BadParameter(f"--option {setting!r}: FIELD=VALUE is wanted")
+        try:
+            found[field] = json.loads(text)
+        except ValueError:
+            found[field] = text
+    return found
+
+
+def _handle_json(handle: TaskHandle[Any]) -> dict[str, Any]:
+    return {
+        "name": handle.name,
+        "key": handle.key,
+        "created": handle.created,
+        "updated": handle.updated,
+        "warnings": handle.warnings,
+    }
+
+
+def _what_happened(handle: TaskHandle[Any]) -> str:
+    return "is published" if handle.created else "is updated" if handle.updated else "was there already: left as it is"

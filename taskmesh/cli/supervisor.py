@@ -1,0 +1,334 @@
+"""The supervisor: keeps a set of worker processes alive, and passes signals on.
+
+A child that dies is replaced, after a pause that grows while its successors die young. One whose end says that trying
+again is useless ends all, unless others of its kind work. SIGTERM or SIGINT stops the children gracefully, a second one at
+once; SIGHUP replaces them one by one; SIGUSR1 is theirs. Should the supervisor be killed, the children hear of it (see
+link.py) and stop gracefully.
+
+Children have process groups of their own: Ctrl-C in the terminal is for the supervisor, which then tells them once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+from taskmesh.cli.link import HOPELESS, VARIABLE
+from taskmesh.cli.notify import notify, notify_reloading
+from taskmesh.cli.processes import changed_files, rss_mb
+
+logger = logging.getLogger("taskmesh.supervisor")
+
+SETTLED_S = 10.0
+"""A child that lived so long did not fail at once: the pause before its successor is short again."""
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 10.0
+_STARTS_AT_MOST = 5
+"""How often a child may fail before it was ever ready, when no other is."""
+_READY_DEADLINE_S = 120.0
+_KILL_AFTER_S = 20.0
+_LOOK_S = 1.0
+
+
+class Slot:
+    """One place among the children: a process, and after its end the next."""
+
+    def __init__(self, name: str, command: Sequence[str]) -> None:
+        self.name = name
+        self.command = command
+        self.process: asyncio.subprocess.Process | None = None
+        self.ready = asyncio.Event()
+        self.words: set[str] = set()
+        self.failures = 0
+        self.failed_starts = 0
+        self.replacing = False
+        self.started_at = 0.0
+        self._stops_sent = 0
+        self._listening: asyncio.Task[None] | None = None
+
+    async def start(self, life: int, environment: Mapping[str, str], output: int | None = None) -> None:
+        """Start the process. `output`: a descriptor for all it prints, instead of ours."""
+        reading, writing = os.pipe()
+        self.ready.clear()
+        self.words = set()
+        self.replacing = False
+        self._stops_sent = 0
+        self.started_at = time.monotonic()
+        try:
+            self.process = await asyncio.create_subprocess_exec(
+                *self.command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**environment, VARIABLE: f"{life},{writing}"},
+                pass_fds=(life, writing),
+                process_group=0,
+            )
+        except BaseException:
+            os.close(reading)
+            raise
+        finally:
+            os.close(writing)
+        self._listening = asyncio.create_task(self._listen(reading))
+
+    async def _listen(self, descriptor: int) -> None:
+        reader = asyncio.StreamReader()
+        with os.fdopen(descriptor, "rb", buffering=0) as pipe:
+            transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+                lambda: asyncio.StreamReaderProtocol(reader), pipe
+            )
+            try:
+                while line := await reader.readline():
+                    self.words.add(line.decode().strip())
+                    if "ready" in self.words:
+                        self.ready.set()
+            finally:
+                transport.close()
+
+    async def ended(self) -> int:
+        """Wait for its end, and return the exit status; a signal's number is negative."""
+        assert self.process is not None
+        status = await self.process.wait()
+        if self._listening is not None:
+            # A process that it left behind may hold the pipe open: what is in it now is all there is to hear.
+            await asyncio.wait([self._listening], timeout=0.5)
+            self._listening.cancel()
+        return status
+
+    @property
+    def alive(self) -> bool:
+        """Whether its process runs."""
+        return self.process is not None and self.process.returncode is None
+
+    def send(self, number: int) -> None:
+        """Send a signal, if there is somebody to receive it."""
+        if self.alive and self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.send_signal(number)
+
+    def stop(self, count: int) -> None:
+        """Send stop signals until it has had `count`; two different ones, since equal ones could merge into one."""
+        while self._stops_sent < count:
+            self.send(signal.SIGTERM if self._stops_sent == 0 else signal.SIGINT)
+            self._stops_sent += 1
+
+
+class Supervisor:
+    """Keeps one child per command alive. `run` returns the exit status."""
+
+    def __init__(
+        self,
+        commands: Mapping[str, Sequence[str]],
+        *,
+        environment: Mapping[str, str],
+        grace_ms: int,
+        max_rss_mb: int | None = None,
+        reload: bool = False,
+    ) -> None:
+        self._slots = [Slot(name, command) for name, command in commands.items()]
+        self._environment = environment
+        self._grace_ms = grace_ms
+        self._max_rss_mb = max_rss_mb
+        self._reload = reload
+        self._stops = 0
+        self._stopping = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._status = 0
+        self._life = -1
+        self._background: set[asyncio.Task[None]] = set()
+        self._rolling = False
+        self._terminal = sys.stdin is not None and sys.stdin.isatty()
+
+    async def run(self) -> int:
+        """Keep the children until they are done, or until told to stop."""
+        self._life, held = os.pipe()  # nobody else ever holds the second: its closing is our death
+        self._take_signals()
+        self._spawn(self._announce())
+        if self._max_rss_mb is not None:
+            self._spawn(self._watch_memory(self._max_rss_mb))
+        if self._reload:
+            self._spawn(self._watch_files())
+        try:
+            await asyncio.gather(*(self._keep(slot) for slot in self._slots))
+        finally:
+            for task in self._background:
+                task.cancel()
+            os.close(held)
+            os.close(self._life)
+        logger.info("all workers have ended%s", "" if self._status == 0 else ", not as they should")
+        return self._status
+
+    # --- one child after the other ---
+
+    async def _keep(self, slot: Slot) -> None:
+        while not self._stopping.is_set():
+            await slot.start(self._life, self._environment)
+            slot.stop(self._stops)  # told to stop while it was starting
+            status = await slot.ended()
+            if self._stopping.is_set() or (status == 0 and "done" in slot.words):
+                return
+            await self._before_the_next(slot, status)
+
+    async def _before_the_next(self, slot: Slot, status: int) -> None:
+        """Judge how a child ended; wait as long as that asks for, or give up."""
+        if status == 0 or slot.replacing:
+            slot.failures = slot.failed_starts = 0
+            return
+        lived_s = time.monotonic() - slot.started_at
+        if slot.ready.is_set():
+            slot.failed_starts = 0
+        else:
+            slot.failed_starts += 1
+        slot.failures = 1 if slot.ready.is_set() and lived_s >= SETTLED_S else slot.failures + 1
+        others_work = any(other.alive and other.ready.is_set() for other in self._slots)
+        useless = status == HOPELESS or slot.failed_starts >= _STARTS_AT_MOST
+        if useless and self._reload:
+            logger.error("worker %s cannot start: waiting for a change of its files", slot.name)
+            self._changed.clear()
+            await self._either(self._changed, None)
+            return
+        if useless and not others_work:
+            if status != HOPELESS:
+                logger.error(
+                    "worker %s failed %d times before it could begin: giving up", slot.name, slot.failed_starts
+                )
+            self._fail()
+            return
+        pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (slot.failures - 1))
+        if status == HOPELESS:
+            pause_s = _LONGEST_PAUSE_S
+        logger.warning(
+            "worker %s %s after %.1f s: the next one starts in %.1f s", slot.name, _ending(status), lived_s, pause_s
+        )
+        await self._either(self._stopping, pause_s)
+
+    def _fail(self) -> None:
+        self._status = 1
+        self._begin_stop()
+
+    async def _either(self, event: asyncio.Event, timeout_s: float | None) -> None:
+        """Wait for the event, the time, or the order to stop."""
+        waits = [asyncio.ensure_future(event.wait()), asyncio.ensure_future(self._stopping.wait())]
+        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+
+    # --- signals ---
+
+    def _take_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_stop, signal.Signals(number).name)
+        loop.add_signal_handler(signal.SIGHUP, self._on_hang_up)
+        loop.add_signal_handler(signal.SIGUSR1, self._pass_on, signal.SIGUSR1)
+
+    def _pass_on(self, number: int) -> None:
+        for slot in self._slots:
+            slot.send(number)
+
+    def _on_stop(self, why: str) -> None:
+        logger.info("%s: stopping %s", why, "at once" if self._stops else "gracefully (again: at once)")
+        self._begin_stop()
+
+    def _begin_stop(self) -> None:
+        self._stops += 1
+        self._stopping.set()
+        notify("STOPPING=1")
+        for slot in self._slots:
+            slot.stop(self._stops)
+        self._spawn(self._kill_after(_KILL_AFTER_S + (self._grace_ms / 1000 if self._stops == 1 else 0)))
+
+    async def _kill_after(self, deadline_s: float) -> None:
+        """A child that does not end is ended; its tasks then move when their leases run out."""
+        await asyncio.sleep(deadline_s)
+        for slot in self._slots:
+            if slot.alive:
+                logger.error("worker %s did not stop within %.0f s: killed", slot.name, deadline_s)
+                self._status = 1
+                slot.send(signal.SIGKILL)
+
+    def _on_hang_up(self) -> None:
+        """A terminal that was closed means the end; without one, SIGHUP asks for new processes."""
+        if self._terminal and not _has_terminal():
+            self._on_stop("the terminal was closed")
+        elif not self._stopping.is_set() and not self._rolling:
+            self._spawn(self._roll())
+
+    # --- replacing children ---
+
+    async def _roll(self) -> None:
+        """Replace one child after the other; stop at the first whose successor does not get ready."""
+        self._rolling = True
+        notify_reloading()
+        try:
+            for slot in self._slots:
+                logger.info("replacing worker %s", slot.name)
+                if not await self._replace(slot):
+                    logger.error("the successor of worker %s is not ready: the others stay as they are", slot.name)
+                    return
+            logger.info("all workers were replaced")
+        finally:
+            self._rolling = False
+            notify("READY=1")
+
+    async def _replace(self, slot: Slot) -> bool:
+        before = slot.process
+        slot.replacing = True
+        slot.stop(1)
+        deadline = time.monotonic() + self._grace_ms / 1000 + _READY_DEADLINE_S
+        while time.monotonic() < deadline and not self._stopping.is_set():
+            if slot.process is not before and (slot.ready.is_set() or slot.failures):
+                return slot.ready.is_set()
+            await asyncio.sleep(0.05)
+        return False
+
+    async def _watch_memory(self, limit_mb: int) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            for slot in self._slots:
+                used = rss_mb(slot.process.pid) if slot.alive and slot.process is not None else None
+                if used is not None and used > limit_mb and not slot.replacing and slot.ready.is_set():
+                    logger.warning("worker %s uses %.0f MB, more than %d: replacing it", slot.name, used, limit_mb)
+                    slot.replacing = True
+                    slot.stop(1)
+
+    async def _watch_files(self) -> None:
+        async for path in changed_files():
+            logger.info("%s has changed: restarting", path)
+            self._changed.set()
+            for slot in self._slots:
+                slot.replacing = True
+                slot.stop(2)
+
+    async def _announce(self) -> None:
+        for slot in self._slots:
+            await slot.ready.wait()
+        notify("READY=1", f"STATUS={len(self._slots)} workers run")
+        logger.info("all %d workers are ready", len(self._slots))
+
+    def _spawn(self, work: object) -> None:
+        task = asyncio.ensure_future(work)  # type: ignore[call-overload]
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+
+def _ending(status: int) -> str:
+    if status >= 0:
+        return f"ended with status {status}"
+    with contextlib.suppress(ValueError):
+        return f"was ended by {signal.Signals(-status).name}"
+    return f"was ended by signal {-status}"
+
+
+def _has_terminal() -> bool:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,282 @@
+"""Looking at tasks, and changing one: `ls show explain retry cancel delete`."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+import typer
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from taskmesh.cli import output
+from taskmesh.cli.connected import connected
+from taskmesh.cli.listing import Json, Listing, Watch, show
+from taskmesh.explain import Explanation
+from taskmesh.mesh import TaskMesh
+from taskmesh.task import Status, Task
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="The task's name.")]
+Key = Annotated[str, typer.Argument(metavar="KEY", help="Its key.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add these commands."""
+    app.command("ls", rich_help_panel="Tasks")(connected(ls))
+    app.command("show", rich_help_panel="Tasks")(connected(show_task))
+    app.command("explain", rich_help_panel="Tasks")(connected(explain))
+    app.command("retry", rich_help_panel="Tasks")(connected(retry))
+    app.command("cancel", rich_help_panel="Tasks")(connected(cancel))
+    app.command("delete", rich_help_panel="Tasks")(connected(delete))
+
+
+async def ls(
+    mesh: TaskMesh,
+    name: Annotated[str | None, typer.Option(help="Only tasks of this name.")] = None,
+    status: Annotated[
+        list[Status] | None,
+        typer.Option(case_sensitive=False, metavar="STATUS", help="Only of this status; can be given several times."),
+    ] = None,
+    queue: Annotated[str | None, typer.Option(help="Only of this queue.")] = None,
+    key_prefix: Annotated[str | None, typer.Option(help="Only keys that begin so.")] = None,
+    limit: Annotated[int, typer.Option(min=0, help="At most so many; 0: all.")] = 100,
+    newest: Annotated[bool, typer.Option("--newest", help="The newest first, not by key.")] = False,
+    params: Annotated[bool, typer.Option("--params", help="With their params.")] = False,
+    as_json: Json = False,
+    watch: Watch = None,
+) -> None:
+    """List tasks."""
+
+    async def read() -> Listing:
+        found = mesh.find(
+            name,
+            status or None,
+            queue,
+            limit,
+            key_prefix=key_prefix,
+            sort="newest" if newest else "key",
+            params=params,
+        )
+        tasks = [task async for task in found]
+        return Listing([task_json(task) for task in tasks], _task_table(tasks, params=params, limit=limit))
+
+    await show(read, as_json=as_json, every_s=watch)
+
+
+def task_json(task: Task) -> dict[str, Any]:
+    """Return the task for a program; without `params` if they were not asked for."""
+    found: dict[str, Any] = output.plain(task)
+    if task.params is None:
+        del found["params"]
+    return found
+
+
+def _task_table(tasks: list[Task], *, params: bool, limit: int) -> RenderableType:
+    if not tasks:
+        return Text("no tasks", style="dim")
+    now = datetime.now(UTC)
+    columns = ["NAME", "KEY", "STATUS", "QUEUE", "PRIO", "FAILED", "LOST", "WORKERS", "NEXT", "CREATED"]
+    rows: list[list[object]] = [
+        [
+            task.name,
+            task.key,
+            task.status,
+            task.queue,
+            task.task_option.priority,
+            _failed(task),
+            task.task_state.lost_cnt,
+            sorted({entry.worker_id for entry in task.task_state.worker_states}),
+            None if task.next_claim_time is None else output.cell(task.next_claim_time, now=now),
+            output.cell(task.task_state.create_time, now=now),
+            *([str(task.params)] if params else []),
+        ]
+        for task in tasks
+    ]
+    listed = output.table(columns + (["PARAMS"] if params else []), rows)
+    if limit and len(tasks) == limit:
+        return Group(listed, Text(f"the first {limit}; --limit 0 lists all", style="dim"))
+    return listed
+
+
+def _failed(task: Task) -> int:
+    return task.task_state.dropped_fail_cnt + sum(entry.state == "FAIL" for entry in task.task_state.worker_states)
+
+
+async def show_task(mesh: TaskMesh, name: Name, key: Key, as_json: Json = False, watch: Watch = None) -> None:
+    """Show one task: its params, and what each worker did with it."""
+
+    async def read() -> Listing:
+        task = await mesh.get(name, key)
+        return Listing(task_json(task), _task_page(task))
+
+    await show(read, as_json=as_json, every_s=watch)
+
+
+def _task_page(task: Task) -> RenderableType:
+    now = datetime.now(UTC)
+    state = task.task_state
+    facts: list[tuple[str, object]] = [
+        ("status", task.status),
+        ("queue", task.queue if task.group is None else f"{task.queue}, group {task.group}"),
+        ("created", state.create_time),
+        ("start time", state.start_time),
+        ("expires", state.expire_time),
+        ("cancelled", state.cancel_time),
+        ("next claim", task.next_claim_time),
+        ("finished", task.finish_time),
+        ("kept until", task.delete_time),
+        ("lost", f"{state.lost_cnt} executions, {state.timeout_cnt} in a row" if state.lost_cnt else None),
+        ("progress", _progress(task)),
+        ("option", _changed_option(task)),
+        ("params", task.params),
+        *((name, value) for name, value in task.extra.items()),
+    ]
+    page = Table.grid(padding=(0, 2))
+    page.add_row(Text(task.name, style="bold"), Text(output.printable(task.key), style="bold"))
+    for name, value in facts:
+        if value is not None:
+            page.add_row(Text(output.printable(name), style="dim"), _fact(value, now))
+    return Group(page, *_entries(task, now))
+
+
+def _fact(value: object, now: datetime) -> Text:
+    if isinstance(value, datetime):
+        return Text(f"{value.isoformat(' ', 'milliseconds')}  ({output.age(value, now)})")
+    if isinstance(value, (dict, list)):
+        return Text(output.printable(str(output.plain(value))))
+    return output.cell(value)
+
+
+def _progress(task: Task) -> str | None:
+    progress = task.task_state.progress
+    return None if progress is None else f"{progress.fraction:.0%} {progress.message or ''}".strip()
+
+
+def _changed_option(task: Task) -> str | None:
+    """Only what is not the default: that is what somebody looks for."""
+    fields = type(task.task_option).model_fields
+    values = {name: getattr(task.task_option, name) for name in fields}
+    changed = [f"{name}={value}" for name, value in values.items() if value != fields[name].default]
+    return ", ".join(changed) or None
+
+
+def _entries(task: Task, now: datetime) -> list[RenderableType]:
+    rows: list[list[object]] = []
+    texts: list[RenderableType] = []
+    for entry in task.task_state.worker_states:
+        end = entry.success_time or entry.fail_time
+        lasted = None if entry.start_time is None else (end or now) - entry.start_time
+        rows.append(
+            [
+                entry.worker_id,
+                entry.state,
+                None if entry.start_time is None else entry.start_time.isoformat(" ", "milliseconds"),
+                None if lasted is None else f"{lasted.total_seconds():.3f} s",
+                entry.returns if entry.state == "SUCCESS" else (entry.fail_reason or "").partition("\n")[0],
+            ]
+        )
+        if entry.fail_reason and "\n" in entry.fail_reason:
+            texts.append(Text(f"\n{entry.worker_id} failed: {output.printable(entry.fail_reason)}"))
+        texts += [
+            Text(f"{line.time.isoformat(' ', 'milliseconds')}  {entry.worker_id}  {output.printable(line.message)}")
+            for line in entry.logs
+        ]
+    rows += [
+        [loss.worker_id, "LOST", loss.start_time, None, "no ping: died, hung or was cut off"]
+        for loss in task.task_state.losses
+    ]
+    if not rows:
+        return []
+    return [Text(""), output.table(["WORKER", "STATE", "STARTED", "TOOK", "RESULT"], rows), *texts]
+
+
+async def explain(
+    mesh: TaskMesh,
+    name: Name,
+    key: Key,
+    worker_id: Annotated[str | None, typer.Option(help="For this worker; else for every live one.")] = None,
+    as_json: Json = False,
+    watch: Watch = None,
+) -> None:
+    """Tell why a task is not running: every gate of the claim rule, as the server judges it."""
+
+    async def read() -> Listing:
+        explanations = await mesh.explain(name, key, worker_id)
+        task = await mesh.get(name, key)
+        return Listing(explanations, _verdict(task, explanations))
+
+    await show(read, as_json=as_json, every_s=watch)
+
+
+def _verdict(task: Task, explanations: list[Explanation]) -> RenderableType:
+    """A sentence first; then the gates, once for all workers that they judge alike."""
+    now = datetime.now(UTC)
+    able = [explanation.worker_id for explanation in explanations if explanation.claimable]
+    times = [explanation.next_claim_time for explanation in explanations if explanation.next_claim_time is not None]
+    if task.status.finished:
+        said = f"It is finished: {task.status}."
+    elif able:
+        said = f"It can be claimed now, by {_some(able)}."
+    elif task.status is Status.RUNNING:
+        said = "It is running."
+    elif times:
+        said = f"Nobody can claim it yet; the first could {output.age(min(times), now)}."
+    else:
+        said = "Nobody can claim it, and time alone will not change that."
+    parts: list[RenderableType] = [Text(f"{task.name} {output.printable(task.key)}: {said}", style="bold")]
+    groups: dict[tuple[tuple[str, bool], ...], list[Explanation]] = {}
+    for explanation in explanations:
+        alike = tuple((gate.name, gate.open) for gate in explanation.gates)
+        groups.setdefault(alike, []).append(explanation)
+    for group in groups.values():
+        rows = [
+            [
+                Text("open", style="green") if gate.open else Text("SHUT", style="bold red"),
+                gate.name,
+                gate.reason,
+                None if gate.opens_at is None else output.cell(gate.opens_at, now=now),
+            ]
+            for gate in sorted(group[0].gates, key=lambda gate: gate.open)
+        ]
+        parts += [
+            Text(f"\nfor {_some([each.worker_id for each in group])}"),
+            output.table(["", "GATE", "WHY", "OPENS"], rows),
+        ]
+    return Group(*parts)
+
+
+def _some(workers: list[str]) -> str:
+    shown = ", ".join(workers[:3])
+    return shown if len(workers) <= 3 else f"{shown} and {len(workers) - 3} more"
+
+
+async def retry(mesh: TaskMesh, name: Name, key: Key, as_json: Json = False) -> None:
+    """Run a finished task again from the start; make a waiting one due at once."""
+    await _change(mesh.retry, "will run again", name, key, as_json=as_json)
+
+
+async def cancel(mesh: TaskMesh, name: Name, key: Key, yes: Yes = False, as_json: Json = False) -> None:
+    """Cancel a task; what runs of it is stopped. A finished one stays as it is."""
+    output.confirm(f"cancel {name} {key}?", yes=yes)
+    await _change(mesh.cancel, "is cancelled", name, key, as_json=as_json)
+
+
+async def delete(mesh: TaskMesh, name: Name, key: Key, yes: Yes = False, as_json: Json = False) -> None:
+    """Remove a task with its results; what runs of it is stopped."""
+    output.confirm(f"delete {name} {key} for good, with its results?", yes=yes)
+    await _change(mesh.delete, "is deleted", name, key, as_json=as_json)
+
+
+async def _change(
+    change: Callable[[str, str], Awaitable[Task]], done: str, name: str, key: str, *, as_json: bool
+) -> None:
+    task = await change(name, key)
+    if as_json:
+        output.show_json(task_json(task))
+    elif done == "is cancelled" and task.status is not Status.CANCELLED:
+        output.say(f"{name} {key} was finished already: {task.status}")
+    else:
+        output.say(f"{name} {key} {done}")
