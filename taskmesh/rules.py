@@ -130,7 +130,7 @@ def worker_gates(worker_id: str) -> dict[str, Expression]:
         "own retry delay": {
             "$cond": [
                 {"$eq": ["$task_option.unexpected_retry_delay_scope", "worker"]},
-                _retry_opens({"$filter": {"input": "$$fails", "cond": mine}}),
+                {"$let": {"vars": {"counted": _fails_of(me)}, "in": _retry_opens("$$counted")}},
                 None,
             ]
         },
@@ -169,10 +169,13 @@ _room_opens: Expression = {
 }
 
 
-def _retry_opens(fails: Expression) -> Expression:
-    """When the delay after the last of `fails` is over. `Retry` sets an exact time; else the option tells."""
+def _retry_opens(counted: Expression) -> Expression:
+    """When the delay after the last of the FAIL entries `counted` is over; null if there are none.
+
+    `Retry` sets an exact time; else the option tells.
+    """
     delay = "$task_option.unexpected_retry_delay_ms"
-    further_failures = {"$min": [{"$subtract": [{"$size": "$$counted"}, 1]}, 100]}
+    further_failures = {"$min": [{"$subtract": [{"$size": counted}, 1]}, 100]}
     grown = {
         "$min": [
             {"$max": [_ONE_DAY_MS, delay]},
@@ -180,61 +183,47 @@ def _retry_opens(fails: Expression) -> Expression:
         ]
     }
     jitter = {"$add": [1, {"$multiply": ["$task_option.unexpected_retry_jitter", "$$last.retry_jitter"]}]}
+    after_last = {"$add": ["$$last.fail_time", {"$toLong": {"$multiply": [grown, jitter]}}]}
     return {
         "$let": {
-            "vars": {"counted": fails, "last": {"$arrayElemAt": [fails, -1]}},
-            "in": {
-                "$cond": [
-                    {"$eq": ["$$counted", []]},
-                    None,
-                    {
-                        "$ifNull": [
-                            "$$last.retry_time",
-                            {"$add": ["$$last.fail_time", {"$toLong": {"$multiply": [grown, jitter]}}]},
-                        ]
-                    },
-                ]
-            },
+            "vars": {"last": {"$arrayElemAt": [counted, -1]}},
+            "in": {"$cond": [{"$eq": [counted, []]}, None, {"$ifNull": ["$$last.retry_time", after_last]}]},
         }
     }
 
 
+def _fails_of(worker: Expression) -> Expression:
+    return {"$filter": {"input": "$$fails", "cond": {"$eq": ["$$this.worker_id", worker]}}}
+
+
+# With scope "task" all wait for the last failure of anybody. With scope "worker" only those who failed wait; then a task
+# for named workers waits for the first of them, and any other task for nobody.
 _retry_opens_for_some_worker: Expression = {
-    "$switch": {
-        "branches": [
-            {"case": {"$eq": ["$$fails", []]}, "then": None},
-            {
-                "case": {"$eq": ["$task_option.unexpected_retry_delay_scope", "task"]},
-                "then": _retry_opens("$$fails"),
-            },
-            {
-                # Only those who failed wait. A task for named workers waits for the first of them.
-                "case": {"$ne": ["$task_option.specific_worker_ids", []]},
-                "then": {
-                    "$min": {
-                        "$map": {
-                            "input": "$task_option.specific_worker_ids",
-                            "as": "allowed",
-                            "in": {
-                                "$ifNull": [
-                                    _retry_opens(
-                                        {
-                                            "$filter": {
-                                                "input": "$$fails",
-                                                "cond": {"$eq": ["$$this.worker_id", "$$allowed"]},
-                                            }
-                                        }
-                                    ),
-                                    LONG_AGO,
-                                ]
+    "$cond": [
+        {"$eq": ["$$fails", []]},
+        None,
+        {
+            "$min": {
+                "$map": {
+                    "input": {
+                        "$cond": [
+                            {"$eq": ["$task_option.unexpected_retry_delay_scope", "task"]},
+                            ["$$fails"],
+                            {
+                                "$map": {
+                                    "input": "$task_option.specific_worker_ids",
+                                    "as": "worker",
+                                    "in": _fails_of("$$worker"),
+                                }
                             },
-                        }
-                    }
-                },
-            },
-        ],
-        "default": None,
-    }
+                        ]
+                    },
+                    "as": "counted",
+                    "in": {"$ifNull": [_retry_opens("$$counted"), LONG_AGO]},
+                }
+            }
+        },
+    ]
 }
 
 
@@ -245,12 +234,17 @@ def claim_time(worker_id: str, now: Expression = NOW) -> Expression:
 
 
 def claimable(worker_id: str, closed_queues: Iterable[str] = (), now: Expression = NOW) -> Expression:
-    """Whether this worker may claim the task now: all gates are open."""
+    """Whether this worker may claim the task now."""
+    return with_facts(now, all_open(worker_id, closed_queues, now))
+
+
+def all_open(worker_id: str, closed_queues: Iterable[str], now: Expression) -> Expression:
+    """Whether all gates are open. To be evaluated inside `with_facts`."""
     gates = {**task_gates(now), **worker_gates(worker_id)}
     closed = list(closed_queues)
     if closed:
         gates |= queue_gate(closed)
-    return with_facts(now, {"$lte": [{"$max": list(gates.values())}, now]})
+    return {"$lte": [{"$max": list(gates.values())}, now]}
 
 
 # --- what is derived ---------------------------------------------------------------------------------------------------

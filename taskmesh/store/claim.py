@@ -46,9 +46,12 @@ async def claim(
     `timeout_cnt`, `lost_cnt`, `losses` (for the leases found run out), the derived fields. Not repeatable blindly: after an
     error ask `won`.
     """
-    query = _claimable(store, {"$in": list(ids)}, worker_id, closed_queues, narrowed_by)
-    reply = await store.update(query, claim_pipeline(worker_id, running_id, store.now), deadline_ms)
-    return int(reply["nModified"])
+    command = store.update_command(
+        _candidates({"$in": list(ids)}, narrowed_by),
+        claim_pipeline(worker_id, running_id, store.now, closed_queues),
+        deadline_ms,
+    )
+    return int((await store.driver.command(command))["nModified"])
 
 
 async def claim_one(
@@ -66,30 +69,37 @@ async def claim_one(
     reply = await store.driver.command(
         {
             "findAndModify": store.tasks,
-            "query": _claimable(store, id_, worker_id, closed_queues, narrowed_by),
-            "update": claim_pipeline(worker_id, running_id, store.now),
+            "query": _candidates(id_, narrowed_by),
+            "update": claim_pipeline(worker_id, running_id, store.now, closed_queues),
             "fields": fields,
             "new": True,
             "writeConcern": {"w": "majority"},
             "maxTimeMS": deadline_ms,
         }
     )
-    return reply["value"]  # type: ignore[no-any-return]  # a reply is a plain document
+    document: Document | None = reply["value"]
+    if document is None:
+        return None
+    return document if any(e["running_id"] == running_id for e in document["task_state"]["worker_states"]) else None
 
 
-def _claimable(
-    store: Store, ids: Any, worker_id: str, closed_queues: Collection[str], narrowed_by: Mapping[str, Any] | None
-) -> Document:
+def _candidates(ids: Any, narrowed_by: Mapping[str, Any] | None) -> Document:
     query: Document = {
         "_id": ids,
         "status": {"$in": ["INIT", "RUNNING"]},
-        "$expr": rules.claimable(worker_id, closed_queues, store.now),
+        "task_state.worker_states": {"$type": "array"},
     }
     return {"$and": [query, dict(narrowed_by)]} if narrowed_by else query
 
 
-def claim_pipeline(worker_id: str, running_id: str, now: rules.Expression) -> list[Document]:
-    """Append the entry, and drop those whose lease ran out: that is the preemption."""
+def claim_pipeline(
+    worker_id: str, running_id: str, now: rules.Expression, closed_queues: Collection[str] = ()
+) -> list[Document]:
+    """Append the entry if all gates are open, and drop those whose lease ran out: that is the preemption.
+
+    The gates are asked here and not in the query: the server takes four times as long to read an expression there
+    (measured: half a millisecond a command), and the facts are sorted out once for both.
+    """
     entry = {
         "running_id": {"$literal": running_id},
         "worker_id": {"$literal": worker_id},
@@ -100,22 +110,23 @@ def claim_pipeline(worker_id: str, running_id: str, now: rules.Expression) -> li
         "params_version": "$task_state.params_version",
     }
     kept = {"$filter": {"input": rules.ENTRIES, "cond": {"$not": [rules.is_lost(now)]}}}
-    state = {
-        "$mergeObjects": [
-            "$task_state",
-            {"$cond": [{"$eq": ["$$lost", []]}, {}, counted_losses()]},
-            {"worker_states": {"$concatArrays": [kept, [entry]]}},
-        ]
+    claimed = {
+        "task_state": {
+            "$mergeObjects": [
+                "$task_state",
+                {"$cond": [{"$eq": ["$$lost", []]}, {}, counted_losses()]},
+                {"worker_states": {"$concatArrays": [kept, [entry]]}},
+            ]
+        },
+        "event": stamp("claimed", now, worker_id, "$$lost.worker_id"),
     }
-    lost = {"$map": {"input": _lost(now), "in": "$$this.worker_id"}}
+    refused = {"task_state": "$task_state", "event": "$event"}
+    outcome = {"$cond": [rules.all_open(worker_id, closed_queues, now), claimed, refused]}
     return [
-        {"$set": {"task_state": rules.with_facts(now, state), "event": stamp("claimed", now, worker_id, lost)}},
+        {"$set": {"_claim": rules.with_facts(now, outcome)}},
+        {"$set": {"task_state": "$_claim.task_state", "event": "$_claim.event", "_claim": "$$REMOVE"}},
         *rules.derivation(now),
     ]
-
-
-def _lost(now: rules.Expression) -> rules.Expression:
-    return {"$filter": {"input": rules.ENTRIES, "cond": rules.is_lost(now)}}
 
 
 def counted_losses() -> rules.Expression:

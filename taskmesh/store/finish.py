@@ -182,28 +182,19 @@ def reopened_if_wished(outcomes: Sequence[Outcome]) -> Document:
     """
     wishes = {"$map": {"input": "$$done", "in": {"$ifNull": ["$$this.wish", 0]}}}
     tried = {"$map": {"input": "$$fails", "in": {"$ifNull": ["$$this.wish", 0]}}}
-    status = rules.status(rules.LONG_AGO)  # at that time no lease has run out: what is finished now stays finished
-    served = {"$cond": [{"$eq": [status, "SUCCESS"]}, {"$min": wishes}, {"$max": tried}]}
-    finished = {"$in": [status, ["SUCCESS", "FAIL"]]}
-    wished = {"$gt": ["$task_state.wanted", None]}
-    return {
-        "$set": {
-            "task_state": {
-                "$cond": [
-                    {
-                        "$and": [
-                            wished,
-                            rules.with_facts(
-                                rules.LONG_AGO, {"$and": [finished, {"$gt": ["$task_state.wanted", served]}]}
-                            ),
-                        ]
-                    },
-                    fresh_state({"reopened_by": _own([outcome.running_id for outcome in outcomes], outcomes)}),
-                    "$task_state",
-                ]
-            }
+    served = {"$cond": [{"$eq": ["$$status", "SUCCESS"]}, {"$min": wishes}, {"$max": tried}]}
+    unserved = {
+        "$let": {
+            "vars": {"status": rules.status(rules.LONG_AGO)},  # then no lease has run out: what is finished stays so
+            "in": {
+                "$and": [{"$in": ["$$status", ["SUCCESS", "FAIL"]]}, {"$gt": ["$task_state.wanted", served]}],
+            },
         }
     }
+    wished = {"$gt": ["$task_state.wanted", None]}
+    reopened = fresh_state({"reopened_by": _own([outcome.running_id for outcome in outcomes], outcomes)})
+    condition = {"$and": [wished, rules.with_facts(rules.LONG_AGO, unserved)]}
+    return {"$set": {"task_state": {"$cond": [condition, reopened, "$task_state"]}}}
 
 
 def fresh_state(changes: Document) -> rules.Expression:
