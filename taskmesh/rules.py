@@ -272,6 +272,11 @@ def status_on_reading(now: Expression = NOW) -> Expression:
     return {"$cond": [ours, with_facts(now, status(now)), "$status"]}
 
 
+def is_forgotten(now: Expression = NOW) -> Expression:
+    """Whether the task is past its retention: gone, and its key free, though the TTL monitor has not come round yet."""
+    return {"$lte": [{"$ifNull": ["$delete_time", NEVER]}, now]}
+
+
 def _settle_time() -> Expression:
     """When the stored status becomes wrong by time alone, so that somebody has to write it down anew."""
     lease_end = {"$max": "$$live.ping_expire_time"}

@@ -33,6 +33,7 @@ async def retry(store: Store, id_: str) -> bool:
     """Make a finished task INIT again, a waiting one due at once; False if it is running or there is none."""
     now = store.now
     not_running = rules.with_facts(now, {"$ne": [rules.status(now), "RUNNING"]})
+    kept = {"$not": [rules.is_forgotten(now)]}
     waiting = rules.with_facts(now, {"$eq": [rules.status(now), "INIT"]})
     due = {
         "$mergeObjects": [
@@ -52,7 +53,7 @@ async def retry(store: Store, id_: str) -> bool:
         {"$set": {"task_state": {"$cond": [waiting, due, anew]}, "event": stamp("retried", now)}},
         *rules.derivation(now),
     ]
-    reply = await store.update({"_id": id_, "$expr": not_running}, pipeline)
+    reply = await store.update({"_id": id_, "$expr": {"$and": [kept, not_running]}}, pipeline)
     return bool(reply["n"])
 
 

@@ -44,7 +44,7 @@ async def get(store: Store, ids: Sequence[str], *, params: bool = True, session:
 def as_read(now: rules.Expression, *, params: bool) -> list[Document]:
     """Stages that show documents as they stand now, without what is past its retention."""
     return [
-        {"$match": {"$expr": {"$gt": [{"$ifNull": ["$delete_time", rules.NEVER]}, now]}}},
+        {"$match": {"$expr": {"$not": [rules.is_forgotten(now)]}}},
         {"$set": {"status": rules.status_on_reading(now)}},
         *([] if params else [{"$unset": "params"}]),
     ]

@@ -195,7 +195,7 @@ async def _replace_forgotten(store: Store, existing: dict[int, Publication], now
     """Publish afresh what is past its retention, though the TTL monitor has not come round yet; leave the rest."""
     ids = {publication.id: i for i, publication in existing.items()}
     query = {"_id": {"$in": list(ids)}}
-    stored = await store.find(query, {"publish_id": 1, "forgotten": _forgotten(store.now)}) if ids else []
+    stored = await store.find(query, {"publish_id": 1, "forgotten": rules.is_forgotten(store.now)}) if ids else []
     results = {i: Published(created=False) for i in existing}
     for document in stored:
         i = ids[document["_id"]]
@@ -206,16 +206,16 @@ async def _replace_forgotten(store: Store, existing: dict[int, Publication], now
     return results
 
 
-def _forgotten(now: rules.Expression) -> rules.Expression:
-    return {"$lte": [{"$ifNull": ["$delete_time", rules.NEVER]}, now]}
-
-
 async def _replace(store: Store, publication: Publication, now: datetime) -> bool:
-    fresh = [{"$replaceWith": {"$literal": new_document(publication, now)}}]
-    reply = await store.update({"_id": publication.id, "$expr": _forgotten(store.now)}, fresh)
+    query = {"_id": publication.id, "$expr": rules.is_forgotten(store.now)}
+    reply = await store.update(query, _afresh(publication, now))
     if reply["n"] == 0:  # somebody else did it, or the TTL monitor came round in between
         return not await _insert(store, [publication], now)
     return True
+
+
+def _afresh(publication: Publication, now: datetime) -> list[Document]:
+    return [{"$replaceWith": {"$literal": new_document(publication, now)}}]
 
 
 async def _change_existing(store: Store, publication: Publication, now: datetime) -> Published:
@@ -308,8 +308,12 @@ async def publish_in_session(store: Store, publication: Publication, now: dateti
     An existing key is seen by the transaction's snapshot and not locked, unless it is really changed.
     """
     tasks = store.driver.collection(store.tasks)
-    if await tasks.find_one({"_id": publication.id}, {"_id": 1}, session=session) is None:
+    stored = await tasks.find_one({"_id": publication.id}, {"forgotten": rules.is_forgotten(store.now)}, session=session)
+    if stored is None:
         await tasks.insert_one(new_document(publication, now), session=session)
+        return Published(created=True)
+    if stored["forgotten"]:
+        await store.update({"_id": publication.id}, _afresh(publication, now), WRITE_DEADLINE_MS, session)
         return Published(created=True)
     if not publication.changes_existing:
         return Published(created=False)

@@ -1,0 +1,16 @@
+"""What the tests of the rule and the verbs ask for."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.properties.life import Life, a_life
+
+
+@pytest.fixture
+async def life(mongo_uri: str, database: str) -> AsyncIterator[Life]:
+    """The task `job:1` in a collection of its own, and the means to let time pass."""
+    async with a_life(mongo_uri, database) as life:
+        yield life
