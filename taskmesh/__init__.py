@@ -34,6 +34,7 @@ from taskmesh.events import TaskEvent
 from taskmesh.explain import Explanation, Gate
 from taskmesh.mesh import TaskMesh
 from taskmesh.option import TaskOption
+from taskmesh.queues import QueueInfo, QueueLimits
 from taskmesh.stats import Stats
 from taskmesh.task import LogLine, Progress, Status, Task, TaskState, WorkerState
 from taskmesh.workers import WorkerInfo
@@ -54,6 +55,8 @@ __all__ = [
     "LogLine",
     "NotAReplicaSet",
     "Progress",
+    "QueueInfo",
+    "QueueLimits",
     "Retry",
     "Snooze",
     "Stats",

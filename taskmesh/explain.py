@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 from taskmesh import rules
 from taskmesh.errors import TaskNotFound
+from taskmesh.queues import QueueInfo, read_queue
 from taskmesh.rules import NEVER
 from taskmesh.store import Store, fleet
 from taskmesh.store.driver import Document
@@ -44,10 +45,10 @@ async def explain(store: Store, id_: str, worker_id: str | None) -> list[Explana
     asked = (
         [worker_id] if worker_id is not None else [w for w, d in workers.items() if d.get("live")] or ["(any worker)"]
     )
-    closed = [name for name, queue in (await fleet.queues(store)).items() if queue.get("paused")]
     explanations = []
+    queue: QueueInfo | None = None
     for worker in asked:
-        gates = {**rules.task_gates(store.now), **rules.worker_gates(worker), **rules.queue_gate(closed)}
+        gates = {**rules.task_gates(store.now), **rules.worker_gates(worker)}
         evaluated = {f"g{i}": {"$ifNull": [gate, None]} for i, gate in enumerate(gates.values())}
         fields: Document = {"now": store.now, "gates": rules.with_facts(store.now, evaluated), "task": "$$ROOT"}
         cursor = await store.driver.aggregate(
@@ -57,12 +58,40 @@ async def explain(store: Store, id_: str, worker_id: str | None) -> list[Explana
         if not found:
             raise TaskNotFound(f"there is no task {id_!r}")
         opens = {name: found[0]["gates"].get(f"g{i}") for i, name in enumerate(gates)}
-        explanations.append(_explanation(worker, workers.get(worker), opens, found[0]["task"], found[0]["now"]))
+        task, now = found[0]["task"], found[0]["now"]
+        if queue is None or queue.queue != task["queue"]:
+            queue = await read_queue(store, task["queue"])
+        explanations.append(_explanation(worker, workers.get(worker), opens, task, _queue_gate(queue, task), now))
     return explanations
 
 
+def _queue_gate(queue: QueueInfo, task: Document) -> Gate:
+    """Whether the task's queue, and its group in there, has room: what the fleet's limits and pauses say."""
+    group = task.get("group")
+    limit = queue.limits.of_group(group)
+    running = queue.running_by_group.get(group, 0) if group is not None else 0
+    if (why := queue.shut_because) is not None:
+        opens_at = queue.paused_until if queue.paused else queue.next_start
+        return Gate(name="queue", open=False, reason=f"queue {queue.queue!r} is shut: {why}", opens_at=opens_at)
+    if limit is not None and running >= limit:
+        return Gate(
+            name="queue", open=False, reason=f"{running} of at most {limit} executions of group {group!r} run"
+        )
+    return Gate(name="queue", open=True, reason=f"queue {queue.queue!r} is open{_room(queue)}")
+
+
+def _room(queue: QueueInfo) -> str:
+    limits = queue.limits
+    parts = []
+    if limits.running is not None:
+        parts.append(f"{queue.running} of {limits.running} run")
+    if limits.rate is not None:
+        parts.append(f"{queue.started} of {limits.rate} starts in {limits.per_ms} ms")
+    return f" ({', '.join(parts)})" if parts else ""
+
+
 def _explanation(
-    worker_id: str, worker: Document | None, opens: dict[str, Any], task: Document, now: datetime
+    worker_id: str, worker: Document | None, opens: dict[str, Any], task: Document, queue: Gate, now: datetime
 ) -> Explanation:
     gates = [
         Gate(
@@ -73,18 +102,28 @@ def _explanation(
         )
         for name, moment in opens.items()
     ]
+    gates.append(queue)
     if worker is not None:
         knows = task["name"] in worker.get("names", ()) and (
             worker.get("queues") is None or task["queue"] in worker["queues"]
         )
         reason = f"{'runs' if knows else 'does not run'} tasks named {task['name']!r} from queue {task['queue']!r}"
         gates.append(Gate(name="worker runs such tasks", open=knows, reason=reason))
+        gates.append(_worker_gate(worker))
     claimable = all(gate.open for gate in gates)
-    latest = max((moment for moment in opens.values() if moment is not None), default=now)
+    latest = max((moment for moment in (*opens.values(), queue.opens_at) if moment is not None), default=now)
     by_time = all(gate.open or gate.opens_at is not None for gate in gates)
     return Explanation(
         worker_id=worker_id, claimable=claimable, next_claim_time=max(latest, now) if by_time else None, gates=gates
     )
+
+
+def _worker_gate(worker: Document) -> Gate:
+    """Whether the worker claims anything at all now."""
+    state = worker.get("state", "stopped") if worker.get("live") else "gone"
+    if worker.get("paused") and state == "running":
+        state = "paused"
+    return Gate(name="worker claims", open=state == "running", reason=f"worker {worker['_id']!r} is {state}")
 
 
 def _reason(gate: str, task: Document, worker_id: str, moment: datetime | None, now: datetime) -> str:
@@ -107,7 +146,6 @@ def _reason(gate: str, task: Document, worker_id: str, moment: datetime | None, 
         "own retry delay": delay,
         "worker allowed": f"specific_worker_ids {', '.join(option.get('specific_worker_ids', [])) or 'any'}",
         "not twice": f"{sum(e['worker_id'] == worker_id for e in live + done)} live or successful entries of {worker_id}",
-        "queue": f"queue {task.get('queue')!r} is {'paused' if moment is not None else 'open'}",
     }
     shut = (
         ""

@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, Self, TypeVar, overload
 
 from pymongo.errors import PyMongoError
 
-from taskmesh.clock import ServerClock
+from taskmesh.clock import ServerClock, in_utc
 from taskmesh.consumer import Consumer
 from taskmesh.consumer.execution import Execution
 from taskmesh.definition import Configuration, Run, TaskDefinition, TaskHandle, checked_queue
@@ -23,6 +23,7 @@ from taskmesh.feed import Feed
 from taskmesh.option import TaskOption
 from taskmesh.params import checked_size
 from taskmesh.portal import portal_loop, run_blocking
+from taskmesh.queues import QueueInfo, read_queues, set_group_limit, set_limit
 from taskmesh.results import Results
 from taskmesh.stats import Stats, read_stats
 from taskmesh.store import Store, control, find, fleet, schema
@@ -427,7 +428,7 @@ class TaskMesh:
             "paused": True,
             "paused_reason": reason,
             "paused_by": by,
-            "paused_until": until,
+            "paused_until": None if until is None else in_utc(until),
             "pause_time": self.clock.now(),
         }
         await fleet.set_queue(self.store, checked_queue(queue), settings)
@@ -435,6 +436,33 @@ class TaskMesh:
     async def resume(self, queue: str) -> None:
         """Let workers claim from this queue again."""
         await fleet.set_queue(self.store, checked_queue(queue), {"paused": False, "paused_until": None})
+
+    async def set_limit(
+        self,
+        queue: str,
+        *,
+        rate: int | None = None,
+        per_ms: int | None = None,
+        running: int | None = None,
+        group_running: int | None = None,
+    ) -> None:
+        """Limit a queue, over the whole fleet; what is not given here is not limited (any more).
+
+        At most `rate` starts in any `per_ms` (1000 by default); at most `running` executions at a time; at most
+        `group_running` of each group (`configure(group=…)`) at a time: tasks of a full group hold up nobody else. What
+        runs already runs on, and is counted. Workers hear of it within two seconds. Raises `InvalidOption`.
+        """
+        await set_limit(
+            self.store, checked_queue(queue), rate=rate, per_ms=per_ms, running=running, group_running=group_running
+        )
+
+    async def set_group_limit(self, queue: str, group: str, running: int | None) -> None:
+        """Let this one group of a queue run `running` executions at a time; None: as many as every other group."""
+        await set_group_limit(self.store, checked_queue(queue), group, running)
+
+    async def queues(self) -> list[QueueInfo]:
+        """Return the queues that have settings or unfinished tasks, with their pauses and limits."""
+        return await read_queues(self.store)
 
     async def workers(self) -> list[WorkerInfo]:
         """Return the live workers and those that went within the last hour."""

@@ -8,18 +8,20 @@ If the process dies after a claim, the leases run out and others take over.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from pymongo.errors import PyMongoError
 
 from taskmesh.consumer.claim_queue import Candidate, ClaimQueue
+from taskmesh.consumer.limits import Limits
 from taskmesh.consumer.pause import until
 from taskmesh.store import Store
-from taskmesh.store.claim import claim, won
+from taskmesh.store.claim import claim, claim_one, fields_of_claimed, won
 from taskmesh.store.driver import Document
 from taskmesh.store.faults import is_over_deadline, is_passing
 
@@ -50,6 +52,7 @@ class Claimer:
         free_slots: Callable[[], int],
         narrow: Narrow,
         closed_queues: Callable[[], frozenset[str]],
+        limits: Limits,
         params_of: Mapping[str, Sequence[str] | None],
         whole_state: bool,
         start: Callable[[Document, str, float], None],
@@ -65,6 +68,7 @@ class Claimer:
         self._free_slots = free_slots
         self._narrow = narrow
         self._closed_queues = closed_queues
+        self._limits = limits
         self._params_of = params_of
         self._whole_state = whole_state
         self._start = start
@@ -73,7 +77,7 @@ class Claimer:
         self._is_busy = is_busy
         self._want_more = want_more
         self._wake = asyncio.Event()
-        self._in_flight: set[asyncio.Task[None]] = set()
+        self._in_flight: set[asyncio.Task[bool]] = set()
         self._late: set[asyncio.Task[None]] = set()
         self._reserved = 0
         self._aside: dict[str, float] = {}
@@ -138,9 +142,12 @@ class Claimer:
             candidates = [
                 c for c in taken if c.queue not in closed and not self._is_busy(c.id) and not self.is_aside(c.id)
             ]
-            if not candidates:
-                continue
-            self._send(candidates, narrowed_by)
+            if self._limits.queues:
+                candidates, by_queue = self._limits.sorted_out(candidates)
+                for queue, limited in by_queue.items():
+                    self._send(self._claim_limited(queue, limited, narrowed_by), len(limited))
+            if candidates:
+                self._send(self._claim_set(candidates, narrowed_by), len(candidates))
         self._want_more()
         due = self._queue.next_due(now)
         if due is None or not self.open or len(self._in_flight) >= _MAX_IN_FLIGHT:
@@ -151,51 +158,73 @@ class Claimer:
         """Half of the slots, so that one half is claimed while the outcomes of the other are recorded."""
         return min(_MAX_SET, max(1, (self._concurrency() + 1) // 2))
 
-    def _send(self, candidates: list[Candidate], narrowed_by: Mapping[str, Any]) -> None:
-        self._reserved += len(candidates)
+    def _send(self, claim: Coroutine[Any, Any, bool], size: int) -> None:
+        self._reserved += size
         # In a task of its own, which nobody cancels: a driver call that is cut off costs a connection, and its claim.
-        claiming = asyncio.get_running_loop().create_task(self._claim(candidates, narrowed_by), name="taskmesh claim")
+        claiming = asyncio.get_running_loop().create_task(claim, name="taskmesh claim")
         self._in_flight.add(claiming)
-        claiming.add_done_callback(self._claimed)
+        claiming.add_done_callback(functools.partial(self._claimed, size))
 
-    def _claimed(self, claiming: asyncio.Task[None]) -> None:
+    def _claimed(self, size: int, claiming: asyncio.Task[bool]) -> None:
+        self._reserved -= size
         self._in_flight.discard(claiming)
         if not claiming.cancelled() and (error := claiming.exception()) is not None:
             logger.error("a claim failed for a reason that is not the database's", exc_info=error)
         self._wake.set()
 
-    async def _claim(self, candidates: list[Candidate], narrowed_by: Mapping[str, Any]) -> None:
+    async def _claim_limited(self, queue: str, candidates: list[Candidate], narrowed_by: Mapping[str, Any]) -> bool:
+        """Claim what the queue's limits have room for."""
         try:
-            await self._claim_set(candidates, narrowed_by)
+            admission = await self._limits.admit(queue, candidates)
+            if not admission.candidates:
+                return True
+            claimed = await self._claim_set(admission.candidates, {"$and": [{**narrowed_by}, admission.claim_filter]})
+            if claimed:
+                await self._limits.claimed(admission)
+        except PyMongoError as error:  # what was booked is written off in time
+            logger.warning("the limits of queue %s could not be asked (%s)", queue, type(error).__name__)
+            self._pause_until = time.monotonic() + 0.1
+            return False
+        else:
+            return claimed
         finally:
-            self._reserved -= len(candidates)
+            self._limits.done(queue)
 
-    async def _claim_set(self, candidates: list[Candidate], narrowed_by: Mapping[str, Any]) -> None:
+    async def _claim_set(self, candidates: list[Candidate], narrowed_by: Mapping[str, Any]) -> bool:
+        """Claim a set, and start what was won. False if the claim was not answered: then it may still land."""
         ids = [candidate.id for candidate in candidates]
         running_id = self._next_running_id()
         sent = time.monotonic()
         self.tried += len(ids)
         try:
-            count = await claim(
-                self._store,
-                ids,
-                self._worker_id,
-                running_id,
-                closed_queues=self._closed_queues(),
-                narrowed_by=narrowed_by,
-                deadline_ms=_DEADLINE_MS + len(ids),
-            )
+            documents, took = await self._won_of(ids, running_id, sent, narrowed_by)
         except PyMongoError as error:
             won_ids = await self._resolve(ids, running_id, sent, passing=is_passing(error))
             rest = [candidate for candidate in candidates if candidate.id not in won_ids]
             if not is_passing(error):
                 await self._split(rest, narrowed_by, error)
-            return
-        if count:
-            took = time.monotonic() - sent
-            self._begin(await self._read_won(ids, running_id, sent, count), running_id, sent, took)
-        if count < len(ids):
+            return False
+        self._begin(documents, running_id, sent, took)
+        if len(documents) < len(ids):
             self._look_again(candidates)
+        return True
+
+    async def _won_of(
+        self, ids: list[str], running_id: str, sent: float, narrowed_by: Mapping[str, Any]
+    ) -> tuple[list[Document], float]:
+        """Claim a set, and return what was won and how long the claim took."""
+        settings: dict[str, Any] = {
+            "closed_queues": self._closed_queues(),
+            "narrowed_by": narrowed_by,
+            "deadline_ms": _DEADLINE_MS + len(ids),
+        }
+        if len(ids) == 1:
+            fields = fields_of_claimed(self._params_of.get(ids[0].partition(":")[0]), whole_state=self._whole_state)
+            document = await claim_one(self._store, ids[0], self._worker_id, running_id, fields=fields, **settings)
+            return [document] if document is not None else [], time.monotonic() - sent
+        count = await claim(self._store, ids, self._worker_id, running_id, **settings)
+        took = time.monotonic() - sent
+        return await self._read_won(ids, running_id, sent, count) if count else [], took
 
     async def _read_won(self, ids: list[str], running_id: str, sent: float, count: int) -> list[Document]:
         """Read what was won. What cannot be read in time is left to run out; it was never started."""

@@ -27,6 +27,7 @@ from taskmesh.consumer.executor import AfterHook, BeforeHook, Executor
 from taskmesh.consumer.finisher import Finisher
 from taskmesh.consumer.lanes import Lanes
 from taskmesh.consumer.listener import Listener
+from taskmesh.consumer.limits import Limits
 from taskmesh.consumer.pause import until
 from taskmesh.consumer.pinger import Pinger
 from taskmesh.consumer.registration import Registration
@@ -211,6 +212,16 @@ class Consumer:
             self._queue,
             concurrency=lambda: self._concurrency,
             free_slots=lambda: self._concurrency - len(self._executor_().executions),
+        self._limits = Limits(
+            store,
+            self.worker_id,
+            clock,
+            self._queue,
+            names=self.names,
+            is_busy=lambda id_: id_ in self._executor_().executions,
+            wake=lambda: self._claimer_().wake(),
+            want_more=lambda: self._scanner.order_scan(),
+        )
             narrow=self._narrow,
             closed_queues=lambda: self._fleet_closed,
             params_of={name: self._mesh.definitions[name].projection for name in self.names},
@@ -219,6 +230,7 @@ class Consumer:
             give_back=self._give_back,
             next_running_id=self._next_running_id,
             is_busy=lambda id_: id_ in self._executor_().executions,
+            limits=self._limits,
             want_more=self._want_more,
         )
         self._scanner = Scanner(
@@ -236,6 +248,7 @@ class Consumer:
             want_hints=self._want_hints,
             page=max(1_000, min(5_000, 4 * self._concurrency)),
         )
+            limits=self._limits,
         self._listener = Listener(
             self._mesh.feed,
             store,
@@ -360,6 +373,7 @@ class Consumer:
         if self._registration is not None and not isinstance(self._fatal, WorkerIdTaken):
             await self._registration.leave()
         for reader in self._readers:
+        self._limits.close()
             reader.close()
         self._stopped.set()
         logger.info("worker %s has stopped", self.worker_id)
@@ -375,6 +389,7 @@ class Consumer:
         if self._listen and wanted != self._listener.wants_hints:
             await self._listener.want_hints(wanted)
             if wanted:
+        self._limits.slot_freed()
                 self._scanner.order_scan()
 
     def _want_more(self) -> None:
@@ -417,6 +432,7 @@ class Consumer:
             self._queue.discard_queues(closed)
             if reopened:
                 self._scanner.order_scan()
+        self._limits.learn(settings)
 
     async def _read_orders(self) -> None:
         document = await fleet.read_worker(self._mesh.store, self.worker_id)

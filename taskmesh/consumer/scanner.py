@@ -17,6 +17,7 @@ from pymongo.errors import PyMongoError
 from taskmesh.clock import ServerClock
 from taskmesh.consumer.claim_queue import Candidate, ClaimQueue
 from taskmesh.consumer.lanes import Lanes
+from taskmesh.consumer.limits import Limits
 from taskmesh.consumer.pause import until, varied
 from taskmesh.rules import NEVER
 from taskmesh.store import Store
@@ -51,6 +52,7 @@ class Scanner:
         names: Sequence[str],
         queues: Sequence[str] | None,
         closed_queues: Callable[[], frozenset[str]],
+        limits: Limits,
         wanted: Callable[[], int],
         skip: Callable[[str], bool],
         found: Callable[[], None],
@@ -66,6 +68,7 @@ class Scanner:
         self._fixed_queues = queues
         self._known_queues: list[str] = list(queues or ())
         self._closed_queues = closed_queues
+        self._limits = limits
         self._wanted = wanted
         self._skip = skip
         self._found = found
@@ -137,6 +140,9 @@ class Scanner:
             # My lanes do not fill my slots: help the others.
             for what in self._ranges(None):
                 brought += await self._scan(what)
+        if self._limits.full_groups and (beside := sum(map(self._offer, await self._limits.scan_groups()))):
+            brought += beside
+            self._more = True
         if brought:
             self._found()
         if self._more and len(self._queue) >= self._page:
@@ -152,7 +158,7 @@ class Scanner:
             self._known_queues.append(queue)
 
     def _ranges(self, lanes: Sequence[int] | None) -> list[ScanRange]:
-        closed = self._closed_queues()
+        closed = self._closed_queues() | self._limits.full_queues
         queues = [queue for queue in self._known_queues if queue not in closed]
         step = max(1, _MAX_COMBINATIONS // max(1, len(queues)))
         return [
@@ -189,7 +195,7 @@ class Scanner:
         return brought
 
     def _offer(self, row: Claimable) -> bool:
-        if row.claim_time == NEVER or self._skip(row.id):
+        if row.claim_time == NEVER or self._skip(row.id) or self._limits.is_full(row.queue, row.group):
             return False
         now = time.monotonic()
         due = now if row.claim_time is None else self._clock.monotonic(max(row.claim_time, row.next_claim_time))

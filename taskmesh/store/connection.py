@@ -36,6 +36,7 @@ class Store:
         self.tasks = collection
         self.workers = f"{prefix}workers"
         self.queues = f"{prefix}queues"
+        self.limits = f"{prefix}limits"
         self.schedules = f"{prefix}schedules"
         self.meta = f"{prefix}meta"
 

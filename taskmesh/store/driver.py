@@ -80,7 +80,7 @@ class Driver:
 
     async def admin(self, command: Mapping[str, Any]) -> Document:
         """Run a command on the `admin` database."""
-        return cast(Document, await self.client.admin.command(command))
+        return cast(Document, await self.client.admin.command(command, codec_options=CODEC))
 
     async def aggregate(self, collection: str, pipeline: list[Document], **options: Any) -> Any:
         """Open a cursor over a pipeline's results."""

@@ -42,6 +42,9 @@ async def register(store: Store, worker_id: str, instance: str, description: Doc
 async def heartbeat(store: Store, worker_id: str, instance: str, description: Document) -> Document | None:
     """Show that the worker lives, and return its document: `last_seen` is the server's time. None if it lost its id."""
     fields = _seen(store) | _literal(description)
+    for counter in ("started", "finished"):
+        if counter in description:
+            fields[f"{counter}_per_s"] = _rate(store, counter, description[counter])
     return await _updated(store, {"_id": worker_id, "instance": instance}, [{"$set": fields}])
 
 
@@ -52,6 +55,13 @@ async def _updated(store: Store, query: Document, pipeline: list[Document]) -> D
 
 def _seen(store: Store) -> Document:
     return {"last_seen": store.now, "delete_time": {"$add": [store.now, _REMEMBERED_MS]}}
+
+
+def _rate(store: Store, counter: str, value: int) -> rules.Expression:
+    """How fast a counter grew since the last sign of life, per second."""
+    age_ms = {"$subtract": [store.now, "$last_seen"]}
+    grown = {"$subtract": [value, {"$ifNull": [f"${counter}", value]}]}
+    return {"$cond": [{"$gt": [age_ms, 0]}, {"$divide": [{"$multiply": [grown, 1000]}, age_ms]}, 0]}
 
 
 def _literal(values: Document) -> Document:
@@ -104,6 +114,18 @@ async def set_queue(store: Store, queue: str, settings: Document) -> None:
     """Change settings of a queue, creating it if need be."""
     collection = store.driver.collection(store.queues)
     await collection.update_one({"_id": queue}, {"$set": settings}, upsert=True)
+
+
+async def waiting(store: Store, queue: str, at_most: int = 10_000) -> int:
+    """Count the tasks of a queue that could be claimed now if it has room, among its first `at_most` unfinished ones."""
+    due = {"$expr": {"$lte": ["$next_claim_time", store.now]}}
+    count = 0
+    for pinned, hint in ((False, "taskmesh_claimable"), (True, "taskmesh_claimable_by_name")):
+        unfinished = {"pinned": pinned, "queue": queue, "next_claim_time": {"$exists": True}}
+        stages: list[Any] = [{"$match": unfinished}, {"$limit": at_most}, {"$match": due}, {"$count": "n"}]
+        cursor = await store.driver.aggregate(store.tasks, stages, hint=hint)
+        count += sum(row["n"] for row in await cursor.to_list(None))
+    return min(count, at_most)
 
 
 async def server_time(store: Store) -> datetime:

@@ -38,6 +38,11 @@ INDEXES: dict[str, tuple[list[tuple[str, int]], Document]] = {
         ],
         {"partialFilterExpression": {"pinned": True, "next_claim_time": _present}},
     ),
+    # The same once more, by group: where groups have limits, the full ones are stepped over. Empty without groups.
+    "claimable_by_group": (
+        [("queue", 1), ("group", 1), ("name", 1), ("task_option.priority", -1), ("next_claim_time", 1)],
+        {"partialFilterExpression": {"group": _present, "pinned": False, "next_claim_time": _present}},
+    ),
     # What time alone will finish.
     "settle": ([("settle_time", 1)], {"partialFilterExpression": {"settle_time": _present}}),
     # Listings and counts.
@@ -83,7 +88,7 @@ def hosts(store: Store) -> str:
 async def create(store: Store) -> None:
     """Create what is missing. Raises `IncompatibleCollection`; safe to run from many processes at once."""
     await check_version(store)
-    for name in (store.tasks, store.workers, store.queues, store.schedules):
+    for name in (store.tasks, store.workers, store.queues, store.limits, store.schedules):
         try:
             await store.driver.database.create_collection(name)
         except (CollectionInvalid, OperationFailure) as error:

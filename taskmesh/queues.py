@@ -1,0 +1,148 @@
+"""Queues as their users see them: paused or open, and how far their limits are used up."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from taskmesh.errors import InvalidOption
+from taskmesh.store import Store, fleet, limits
+from taskmesh.store.driver import Document
+from taskmesh.store.find import queues_in_use
+
+_LARGEST = 1_000_000
+_LONGEST_WINDOW_MS = 7 * 86_400_000
+_DEFAULT_WINDOW_MS = 1_000
+
+
+class QueueLimits(BaseModel):
+    """What a queue is limited to, over the whole fleet. None: no limit."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    rate: int | None = None
+    """At most so many starts in any `per_ms`."""
+    per_ms: int | None = None
+    running: int | None = None
+    """At most so many executions at a time."""
+    group_running: int | None = None
+    """At most so many executions of one group at a time."""
+    groups: dict[str, int] = {}
+    """The same for single groups that have a limit of their own."""
+
+    @classmethod
+    def from_document(cls, document: Document) -> QueueLimits:
+        """Read the limits as they are stored with the queue."""
+        groups = {entry["g"]: entry["n"] for entry in document.get("groups") or []}
+        return cls.model_validate({**document, "groups": groups})
+
+    def of_group(self, group: str | None) -> int | None:
+        """Return how many of this group may run at a time."""
+        return None if group is None else self.groups.get(group, self.group_running)
+
+
+class QueueInfo(BaseModel):
+    """A queue: what is set for it, and how much of that is used."""
+
+    model_config = ConfigDict(frozen=True)
+
+    queue: str
+    paused: bool = False
+    paused_by: str | None = None
+    paused_reason: str | None = None
+    pause_time: datetime | None = None
+    paused_until: datetime | None = None
+    """When the pause ends by itself."""
+    limits: QueueLimits = QueueLimits()
+    running: int = 0
+    """Executions that run now."""
+    running_by_group: dict[str, int] = {}
+    started: int = 0
+    """Starts that count against the rate now."""
+    next_start: datetime | None = None
+    """When the rate has room again, if it has none now."""
+    waiting: int = 0
+    """Tasks that could be claimed now if the queue has room; counted up to 10 000."""
+
+    @property
+    def shut_because(self) -> str | None:
+        """Why nothing can be claimed from the queue now, whatever the task; None if something can."""
+        if self.paused:
+            by = f" by {self.paused_by}" if self.paused_by else ""
+            why = f": {self.paused_reason}" if self.paused_reason else ""
+            until = f", until {self.paused_until.isoformat()}" if self.paused_until else ""
+            return f"paused{by}{until}{why}"
+        if self.limits.running is not None and self.running >= self.limits.running:
+            return f"{self.running} of at most {self.limits.running} executions run"
+        if self.next_start is not None:
+            return f"{self.started} of at most {self.limits.rate} starts in {self.limits.per_ms} ms are used up"
+        return None
+
+
+async def read_queues(store: Store) -> list[QueueInfo]:
+    """Return all queues that have settings or unfinished tasks."""
+    settings = await fleet.queues(store)
+    return [
+        await _info(store, queue, settings.get(queue, {})) for queue in sorted({*settings, *await queues_in_use(store)})
+    ]
+
+
+async def read_queue(store: Store, queue: str) -> QueueInfo:
+    """Return one queue, which need not have anything in it."""
+    return await _info(store, queue, (await fleet.queues(store)).get(queue, {}))
+
+
+async def _info(store: Store, queue: str, settings: Document) -> QueueInfo:
+    usage = await limits.usage(store, queue)
+    pause = ("paused_by", "paused_reason", "pause_time", "paused_until") if settings.get("paused") else ()
+    return QueueInfo(
+        queue=queue,
+        paused=bool(settings.get("paused")),
+        limits=QueueLimits.from_document(settings.get("limits") or {}),
+        running=usage.running,
+        running_by_group=dict(usage.running_by_group),
+        started=usage.starts,
+        next_start=usage.next_start,
+        waiting=await fleet.waiting(store, queue),
+        **{name: settings.get(name) for name in pause},
+    )
+
+
+async def set_limit(
+    store: Store,
+    queue: str,
+    *,
+    rate: int | None,
+    per_ms: int | None,
+    running: int | None,
+    group_running: int | None,
+) -> None:
+    """Check and set what a queue is limited to; what is None is not limited any more. Raises `InvalidOption`."""
+    if per_ms is not None and rate is None:
+        raise InvalidOption(f"per_ms={per_ms!r} says nothing without rate: set both, or none")
+    if rate is not None and per_ms is None:
+        per_ms = _DEFAULT_WINDOW_MS
+    checked: dict[str, Any] = {
+        "rate": _whole("rate", rate, 1, _LARGEST),
+        "per_ms": _whole("per_ms", per_ms, 1, _LONGEST_WINDOW_MS),
+        "running": _whole("running", running, 0, _LARGEST),
+        "group_running": _whole("group_running", group_running, 1, _LARGEST),
+    }
+    await limits.set_limits(store, queue, checked)
+
+
+async def set_group_limit(store: Store, queue: str, group: str, running: int | None) -> None:
+    """Check and set how many executions of one group of the queue may run at a time. Raises `InvalidOption`."""
+    if not isinstance(group, str) or not 1 <= len(group) <= 256:
+        raise InvalidOption(f"group is a text of 1 to 256 characters, not {group!r}")
+    await limits.set_group_limit(store, queue, group, _whole("running", running, 0, _LARGEST))
+
+
+def _whole(name: str, value: Any, least: int, most: int) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise InvalidOption(f"{name} is a whole number from {least} to {most}, or None for no limit, not {value!r}")
+    return value

@@ -1,0 +1,368 @@
+"""Limits: how many tasks of a queue may start in a while, and how many may run at once, over the whole fleet.
+
+Settings stand in `queues`, where every worker hears of a change. What moves stands in a collection of its own, `limits`,
+of which no stream tells: one document per queue, in which workers book before they claim.
+
+- `slots`: who may run what. A slot is booked before the claim and goes when no live entry answers to it, which anybody
+  may check against the tasks. So the number running is derived from the leases, and a crash cannot make it drift.
+- `starts`: how many starts were booked, and when each of these bookings leaves the window.
+
+A booking is good until a time that the claim repeats (`booked_until`), so that a worker that was frozen in between claims
+nothing on a booking that others have written off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from bson import ObjectId
+from pymongo import ReturnDocument
+
+from taskmesh import rules
+from taskmesh.store.connection import Store
+from taskmesh.store.driver import Document
+
+BOOKED_MS = 3_000
+"""How long a booking may be claimed on."""
+_LANDED_MS = 2_000
+"""After this much longer, no claim on the booking can still be on its way (see the claimer's deadline)."""
+_CHECKED_EVERY_MS = 100
+NO_LIMIT = 2**31 - 1
+_LIMITS = ("running", "rate", "group_running", "groups")
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A task that a worker wants to claim, the best first in a list of them."""
+
+    id: str
+    group: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Booking:
+    """What a worker may claim, and until when."""
+
+    token: str
+    ids: frozenset[str]
+    until: datetime
+    next_start: datetime | None
+    """When the rate has room again, if that is what held some back."""
+    full_groups: frozenset[str]
+    """Groups that had no room."""
+    check: bool
+    """Whether the caller is the one to check now which slots nobody uses any more."""
+
+
+async def set_limits(store: Store, queue: str, limits: Document) -> None:
+    """Set `running`, `rate`, `per_ms`, `group_running`; None takes a limit away. What runs already is counted."""
+    await _change(store, queue, {"$set": limits})
+
+
+async def set_group_limit(store: Store, queue: str, group: str, running: int | None) -> None:
+    """Set how many of one group may run at once; None: as many as of any other group."""
+    entry = [] if running is None else [{"g": group, "n": running}]
+    others = {"$filter": {"input": _list("groups"), "cond": {"$ne": ["$$this.g", {"$literal": group}]}}}
+    await _change(store, queue, [{"$set": {"groups": {"$concatArrays": [others, {"$literal": entry}]}}}])
+
+
+async def _change(store: Store, queue: str, update: Any) -> None:
+    """Change the limits, count what runs without a slot, and let the workers know."""
+    collection = store.driver.collection(store.limits)
+    fields = dict.fromkeys((*_LIMITS, "per_ms"), 1) | {"_id": 0}
+    document: Document = await collection.find_one_and_update(
+        {"_id": queue}, update, fields, upsert=True, return_document=ReturnDocument.AFTER
+    )
+    await check(store, queue)
+    limits = {name: value for name, value in document.items() if value not in (None, [])}
+    await store.driver.collection(store.queues).update_one({"_id": queue}, {"$set": {"limits": limits}}, upsert=True)
+
+
+async def book(
+    store: Store, queue: str, worker_id: str, wishes: Sequence[Wish], unused: Collection[tuple[str, str]] = ()
+) -> Booking | None:
+    """Book as many of the wishes as the limits have room for; None if the queue has no limits (any more).
+
+    `unused`: slots to free before, pairs of token and `_id` to which no live entry answers. If the answer is lost, the
+    booking is written off when its time is over.
+    """
+    token = str(ObjectId())
+    document = await store.driver.collection(store.limits).find_one_and_update(
+        {"_id": queue},
+        [{"$set": {"slots": _slots_without(unused)}}, *_booking(store, token, worker_id, wishes)],
+        dict.fromkeys(("booked", "next_start", "full_groups", "checker", *_LIMITS), 1),
+        return_document=ReturnDocument.AFTER,
+    )
+    if document is None or all(document.get(name) in (None, []) for name in _LIMITS):
+        return None
+    booked = document["booked"]
+    return Booking(
+        token=token,
+        ids=frozenset(booked["ids"]),
+        until=booked["until"],
+        next_start=document.get("next_start"),
+        full_groups=frozenset(document.get("full_groups") or ()),
+        check=document.get("checker") == token,
+    )
+
+
+def _booking(store: Store, token: str, worker_id: str, wishes: Sequence[Wish]) -> list[Document]:
+    now = store.now
+    until = {"$add": [now, BOOKED_MS]}
+    by_group: dict[str | None, list[Document]] = {}
+    for place, wish in enumerate(wishes):
+        by_group.setdefault(wish.group, []).append({"id": wish.id, "g": wish.group, "i": place})
+    asked = {"$literal": [{"g": group, "of": of} for group, of in by_group.items()]}
+    limit_of_group = _limit_of("$$ask.g")
+    room_in_group = {
+        "$subtract": [
+            limit_of_group,
+            {"$size": {"$filter": {"input": "$slots", "as": "slot", "cond": {"$eq": ["$$slot.g", "$$ask.g"]}}}},
+        ]
+    }
+    within_groups = {
+        "$reduce": {
+            "input": {
+                "$map": {
+                    "input": asked,
+                    "as": "ask",
+                    "in": {
+                        "$cond": [
+                            {"$eq": ["$$ask.g", None]},
+                            "$$ask.of",
+                            _first("$$ask.of", room_in_group),
+                        ]
+                    },
+                }
+            },
+            "initialValue": [],
+            "in": {"$concatArrays": ["$$value", "$$this"]},
+        }
+    }
+    full_groups = {
+        "$map": {
+            "input": {
+                "$filter": {
+                    "input": asked,
+                    "as": "ask",
+                    "cond": {"$and": [{"$ne": ["$$ask.g", None]}, {"$lt": [room_in_group, {"$size": "$$ask.of"}]}]},
+                }
+            },
+            "in": "$$this.g",
+        }
+    }
+    rate = {"$ifNull": ["$rate", NO_LIMIT]}
+    rate_room = {"$subtract": [rate, {"$sum": "$starts.n"}]}
+    run_room = {"$subtract": [{"$ifNull": ["$running", NO_LIMIT]}, {"$size": "$slots"}]}
+    room = {"$min": [rate_room, run_room]}
+    granted = _first({"$sortArray": {"input": "$_within", "sortBy": {"i": 1}}}, room)
+    needs_slot = {"$or": [{"$gt": ["$running", None]}, {"$lt": [_limit_of("$$this.g"), NO_LIMIT]}]}
+    slots = {
+        "$map": {
+            "input": {"$filter": {"input": "$_granted", "cond": needs_slot}},
+            "in": {"t": token, "id": "$$this.id", "g": "$$this.g", "w": {"$literal": worker_id}, "until": until},
+        }
+    }
+    count = {"$size": "$_granted"}
+    leaves = {"$add": [until, {"$ifNull": ["$per_ms", 0]}]}
+    start = [{"t": token, "n": count, "leaves": leaves}]
+    held_by_slots = {"$lt": [{"$min": [run_room, {"$size": "$_within"}]}, len(wishes)]}
+    due_for_check = {"$lte": [{"$ifNull": ["$checked_time", rules.LONG_AGO]}, {"$subtract": [now, _CHECKED_EVERY_MS]}]}
+    return [
+        {
+            "$set": {
+                "starts": {"$filter": {"input": _list("starts"), "cond": {"$gt": ["$$this.leaves", now]}}},
+                "groups": _list("groups"),
+            }
+        },
+        {"$set": {"_within": within_groups, "full_groups": full_groups}},
+        {"$set": {"_granted": granted}},
+        {"$set": {"_check": {"$and": [held_by_slots, due_for_check]}}},
+        {
+            "$set": {
+                "booked": {"ids": "$_granted.id", "until": until},
+                "next_start": {"$cond": [{"$lt": [rate_room, len(wishes)]}, {"$min": "$starts.leaves"}, None]},
+                "slots": {"$concatArrays": ["$slots", slots]},
+                "starts": {
+                    "$cond": [
+                        {"$and": [{"$gt": ["$rate", None]}, {"$gt": [count, 0]}]},
+                        {"$concatArrays": ["$starts", start]},
+                        "$starts",
+                    ]
+                },
+                "checker": {"$cond": ["$_check", token, None]},
+                "checked_time": {"$cond": ["$_check", now, {"$ifNull": ["$checked_time", None]}]},
+            }
+        },
+        {"$unset": ["_within", "_granted", "_check"]},
+    ]
+
+
+def _limit_of(group: rules.Expression) -> rules.Expression:
+    """How many of a group may run: its own limit, else that of every group, else any number."""
+    own = {"$filter": {"input": "$groups", "as": "own", "cond": {"$eq": ["$$own.g", group]}}}
+    general = {"$ifNull": ["$group_running", NO_LIMIT]}
+    limit = {"$ifNull": [{"$arrayElemAt": [{"$map": {"input": own, "as": "own", "in": "$$own.n"}}, 0]}, general]}
+    return {"$cond": [{"$gt": [group, None]}, limit, NO_LIMIT]}
+
+
+def _first(items: rules.Expression, count: rules.Expression) -> rules.Expression:
+    """The first so many of a list; none if the number is not positive (which `$slice` refuses)."""
+    return {"$cond": [{"$gt": [count, 0]}, {"$slice": [items, {"$max": [count, 1]}]}, []]}
+
+
+def _list(name: str) -> rules.Expression:
+    return {"$ifNull": [f"${name}", []]}
+
+
+def booked_until(store: Store, booking: Booking) -> Document:
+    """The filter that a claim on this booking has to carry."""
+    return {"$expr": {"$lt": [store.now, {"$literal": booking.until}]}}
+
+
+async def confirm(store: Store, queue: str, token: str, unused: Collection[str]) -> None:
+    """Say that the claim on a booking was answered: it has started all but the `unused`, and nothing more will follow."""
+    mine = {"$eq": ["$$this.t", token]}
+    used = {"$not": [{"$and": [mine, {"$in": ["$$this.id", {"$literal": list(unused)}]}]}]}
+    claimed = {"$cond": [mine, {"$mergeObjects": ["$$this", {"until": rules.LONG_AGO}]}, "$$this"]}
+    started = {
+        "n": {"$subtract": ["$$this.n", len(unused)]},
+        # Counted from now, which is a moment after the starts: so no window can hold too many of them.
+        "leaves": {"$add": [store.now, {"$ifNull": ["$per_ms", 0]}]},
+    }
+    fields = {
+        "slots": {"$map": {"input": {"$filter": {"input": _list("slots"), "cond": used}}, "in": claimed}},
+        "starts": {
+            "$map": {
+                "input": _list("starts"),
+                "in": {"$cond": [mine, {"$mergeObjects": ["$$this", started]}, "$$this"]},
+            }
+        },
+    }
+    await store.driver.collection(store.limits).update_one({"_id": queue}, [{"$set": fields}])
+
+
+async def free(store: Store, queue: str, slots: Collection[tuple[str, str]]) -> None:
+    """Remove these slots, pairs of token and `_id`. The caller knows that no live entry answers to them."""
+    kept = [{"$set": {"slots": _slots_without(slots)}}]
+    await store.driver.collection(store.limits).update_one({"_id": queue}, kept)
+
+
+def _slots_without(unused: Collection[tuple[str, str]]) -> rules.Expression:
+    if not unused:
+        return _list("slots")
+    gone = {"$literal": [{"t": token, "id": id_} for token, id_ in unused]}
+    return {
+        "$filter": {
+            "input": _list("slots"),
+            "cond": {"$not": [{"$in": [{"t": "$$this.t", "id": "$$this.id"}, gone]}]},
+        }
+    }
+
+
+async def check(store: Store, queue: str) -> int:
+    """Make the slots of a queue agree with the leases, and return how many of them were found unused.
+
+    Frees those to which no live entry answers (any more), and adds one for every live entry that has none: it was
+    claimed before there was a limit.
+    """
+    document = await store.driver.collection(store.limits).find_one({"_id": queue}, {"slots": 1})
+    if document is None:
+        return 0
+    slots = document.get("slots") or []
+    live, now = await _live(store, queue, [slot["id"] for slot in slots])
+    landed = now - timedelta(milliseconds=_LANDED_MS)
+    unused = [
+        (slot["t"], slot["id"]) for slot in slots if (slot["id"], slot["w"]) not in live and slot["until"] <= landed
+    ]
+    if unused:
+        await free(store, queue, unused)
+    known = {(slot["id"], slot["w"]) for slot in slots}
+    missing = [{"id": id_, "w": worker, "g": live[id_, worker]} for id_, worker in live if (id_, worker) not in known]
+    if missing:
+        await _adopt(store, queue, missing)
+    return len(unused)
+
+
+async def _adopt(store: Store, queue: str, missing: list[Document]) -> None:
+    """Add slots for live entries that have none. They may have got one meanwhile, so the server looks again."""
+    slot = {"t": {"$concat": ["adopted by check from ", "$$this.w"]}, "until": rules.LONG_AGO}
+    held = {"$map": {"input": "$slots", "as": "slot", "in": {"id": "$$slot.id", "w": "$$slot.w"}}}
+    needed = {
+        "$and": [
+            {"$not": [{"$in": [{"id": "$$this.id", "w": "$$this.w"}, held]}]},
+            {"$or": [{"$gt": ["$running", None]}, {"$lt": [_limit_of("$$this.g"), NO_LIMIT]}]},
+        ]
+    }
+    added = {
+        "$map": {
+            "input": {"$filter": {"input": {"$literal": missing}, "cond": needed}},
+            "in": {"$mergeObjects": ["$$this", slot]},
+        }
+    }
+    stages = [
+        {"$set": {"slots": _list("slots"), "groups": _list("groups")}},
+        {"$set": {"slots": {"$concatArrays": ["$slots", added]}}},
+    ]
+    await store.driver.collection(store.limits).update_one({"_id": queue}, stages)
+
+
+async def _live(store: Store, queue: str, ids: Sequence[str]) -> tuple[dict[tuple[str, str], str | None], datetime]:
+    """Return the live entries of a queue, as `_id` and worker, with the group; those of `ids` also if cancelled."""
+    entries = {"$filter": {"input": rules.ENTRIES, "cond": rules.is_live(store.now)}}
+    workers = {"$map": {"input": entries, "in": "$$this.worker_id"}}
+    fields = {"group": 1, "now": store.now, "workers": {"$cond": [{"$isArray": [rules.ENTRIES]}, workers, []]}}
+    found = await store.find({"status": "RUNNING", "queue": queue}, fields)
+    if ids:
+        found += await store.find({"_id": {"$in": list(ids)}}, fields)
+    now = found[0]["now"] if found else await server_now(store, queue)
+    return {(task["_id"], worker): task.get("group") for task in found for worker in task["workers"]}, now
+
+
+async def server_now(store: Store, queue: str) -> datetime:
+    """Return the store's now, as the server has it."""
+    cursor = await store.driver.aggregate(store.limits, [{"$match": {"_id": queue}}, {"$project": {"now": store.now}}])
+    rows = await cursor.to_list(None)
+    return rows[0]["now"] if rows else rules.LONG_AGO
+
+
+async def live_here(store: Store, worker_id: str, ids: Collection[str]) -> set[str]:
+    """Return which of these tasks have a live entry of this worker."""
+    mine = {"$and": [{"$eq": ["$$this.worker_id", {"$literal": worker_id}]}, rules.is_live(store.now)]}
+    has_live = {"$anyElementTrue": [{"$map": {"input": rules.ENTRIES, "in": mine}}]}
+    found = await store.find({"_id": {"$in": list(ids)}, "$expr": has_live}, {"_id": 1})
+    return {task["_id"] for task in found}
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """How far the limits of a queue are used up, derived from the entries."""
+
+    running: int
+    running_by_group: Mapping[str, int]
+    starts: int
+    next_start: datetime | None
+    """When the rate has room again, if it has none now."""
+
+
+async def usage(store: Store, queue: str) -> Usage:
+    """Return how far the limits of a queue are used up now."""
+    live, _ = await _live(store, queue, [])
+    by_group: dict[str, int] = {}
+    for group in live.values():
+        if group is not None:
+            by_group[group] = by_group.get(group, 0) + 1
+    starts = {"$filter": {"input": _list("starts"), "cond": {"$gt": ["$$this.leaves", store.now]}}}
+    stages: list[Document] = [
+        {"$match": {"_id": queue}},
+        {"$project": {"rate": 1, "starts": starts}},
+        {"$project": {"rate": 1, "used": {"$sum": "$starts.n"}, "next": {"$min": "$starts.leaves"}}},
+    ]
+    cursor = await store.driver.aggregate(store.limits, stages)
+    rows = await cursor.to_list(None)
+    row = rows[0] if rows else {}
+    exhausted = row.get("rate") is not None and row["used"] >= row["rate"]
+    return Usage(len(live), by_group, int(row.get("used", 0)), row.get("next") if exhausted else None)

@@ -1,0 +1,148 @@
+"""Limits over several consumers of one process: what they promise, and that they hold up nobody else."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+
+from taskmesh import InvalidOption, Status, TaskMesh
+from tests.fleet.sampling import most_running, most_starts_within, starts_of
+from tests.waiting import eventually
+from tests.working import all_working, finished, working
+
+
+async def all_finished(mesh: TaskMesh, name: str, count: int, deadline_s: float = 30.0) -> None:
+    async def as_many() -> bool:
+        counts = (await mesh.stats()).counts.get(name, {})
+        return sum(counts.get(status, 0) for status in ("SUCCESS", "FAIL", "CANCELLED", "EXPIRED")) == count
+
+    await eventually(as_many, deadline_s, what=f"{count} tasks are finished")
+
+
+async def test_no_more_than_running_run_at_once_over_all_consumers(mesh: TaskMesh) -> None:
+    @mesh.task(queue="narrow")
+    async def work(n: int) -> int:
+        await anyio.sleep(0.03)
+        return n
+
+    await mesh.set_limit("narrow", running=3)
+    await work.publish_many({f"k{n}": {"n": n} for n in range(60)})
+    async with all_working(mesh, ["w1", "w2", "w3"], concurrency=10):
+        await all_finished(mesh, "work", 60)
+    assert most_running(await starts_of(mesh, "work")) == 3
+
+
+async def test_a_rate_holds_in_every_window_and_is_used_up(mesh: TaskMesh) -> None:
+    @mesh.task(queue="slow")
+    async def work() -> None:
+        return None
+
+    await mesh.set_limit("slow", rate=10, per_ms=500)
+    await work.publish_many({f"k{n}": {} for n in range(50)})
+    async with all_working(mesh, ["w1", "w2", "w3"], concurrency=20):
+        await all_finished(mesh, "work", 50)
+    starts = sorted(start for start, _ in await starts_of(mesh, "work"))
+    assert most_starts_within(starts, 500) <= 10
+    assert (starts[-1] - starts[0]).total_seconds() < 6, "50 tasks at 10 per half second take 2 s if all is well"
+
+
+async def test_a_queue_at_its_limit_holds_up_no_other_queue(mesh: TaskMesh) -> None:
+    gate = anyio.Event()
+
+    @mesh.task(queue="full")
+    async def stuck() -> None:
+        await gate.wait()
+
+    @mesh.task(queue="free")
+    async def quick() -> str:
+        return "done"
+
+    await mesh.set_limit("full", running=1)
+    await stuck.configure(priority=5).publish_many({f"k{n}": {} for n in range(200)})
+    async with working(mesh, "w1", concurrency=5) as consumer:
+        await eventually(lambda: len(consumer.running) == 1)
+        assert await (await quick.publish("q")).result(timeout=10) == "done"
+        assert len(consumer.running) == 1
+        gate.set()
+
+
+async def test_tasks_of_a_full_group_do_not_block_other_groups(mesh: TaskMesh) -> None:
+    gate = anyio.Event()
+
+    @mesh.task(queue="shared")
+    async def work(customer: int) -> int:
+        if customer == 1:
+            await gate.wait()
+        return customer
+
+    await mesh.set_limit("shared", group_running=2)
+    # More than a scan reads at a time, and before everybody else.
+    many = {f"big-{n:05}": {"customer": 1} for n in range(3_000)}
+    await work.configure(group="customer-1", priority=9).publish_many(many)
+    small = await work.configure(group="customer-2").publish("small", customer=2)
+    async with working(mesh, "w1", concurrency=20) as consumer:
+        assert await small.result(timeout=20) == 2
+        await eventually(lambda: len(consumer.running) == 2)
+        assert all(key.startswith("big") for key in consumer.running)
+        await mesh.set_group_limit("shared", "customer-1", 5)
+        await eventually(lambda: len(consumer.running) == 5, what="the group may run five now")
+        gate.set()
+        await eventually(lambda: consumer.finished > 200, 30)
+    assert most_running(await starts_of(mesh, "work", status=Status.SUCCESS)) <= 7
+
+
+async def test_what_runs_already_is_counted_when_a_limit_is_set(mesh: TaskMesh) -> None:
+    gate = anyio.Event()
+
+    @mesh.task(queue="late")
+    async def work() -> None:
+        await gate.wait()
+
+    await work.publish_many({f"k{n}": {} for n in range(20)})
+    async with working(mesh, "w1", concurrency=4) as consumer, working(mesh, "w2", concurrency=4) as other:
+        await eventually(lambda: len(consumer.running) + len(other.running) == 8)
+        await mesh.set_limit("late", running=9)
+        consumer.concurrency = 20
+        await eventually(lambda: len(consumer.running) + len(other.running) == 9)
+        for _ in range(30):
+            assert len(consumer.running) + len(other.running) == 9
+            await anyio.sleep(0.01)
+        await mesh.set_limit("late")
+        await eventually(lambda: len(consumer.running) + len(other.running) == 20, what="without a limit all run")
+        gate.set()
+
+
+async def test_explain_and_the_queue_say_how_much_of_a_limit_is_used(mesh: TaskMesh) -> None:
+    gate = anyio.Event()
+
+    @mesh.task(queue="told")
+    async def work() -> None:
+        await gate.wait()
+
+    await mesh.set_limit("told", running=1, rate=100, per_ms=60_000)
+    await work.publish_many({"a": {}, "b": {}})
+    async with working(mesh, "w1") as consumer:
+        await eventually(lambda: len(consumer.running) == 1)
+        waiting = "b" if consumer.running == ["a"] else "a"
+        (queue,) = [info for info in await mesh.queues() if info.queue == "told"]
+        assert (queue.running, queue.limits.running, queue.waiting) == (1, 1, 1)
+        await eventually(lambda: _started_is(mesh, 1), what="the booking of the other task is given back")
+        (explanation,) = await mesh.explain("work", waiting)
+        (gate_of_queue,) = [g for g in explanation.gates if g.name == "queue"]
+        assert not gate_of_queue.open
+        assert not explanation.claimable
+        assert "1 of at most 1" in gate_of_queue.reason
+        gate.set()
+        await finished(mesh, "work", waiting)
+
+
+async def _started_is(mesh: TaskMesh, count: int) -> bool:
+    return [queue.started for queue in await mesh.queues() if queue.queue == "told"] == [count]
+
+
+@pytest.mark.parametrize(
+    "limit", [{"running": -1}, {"rate": 0, "per_ms": 5}, {"per_ms": 5}, {"rate": 1.5, "per_ms": 5}, {"running": True}]
+)
+async def test_a_limit_that_makes_no_sense_is_refused(mesh: TaskMesh, limit: dict[str, object]) -> None:
+    with pytest.raises(InvalidOption):
+        await mesh.set_limit("q", **limit)  # type: ignore[arg-type]  # that is the test

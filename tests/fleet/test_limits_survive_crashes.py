@@ -1,0 +1,168 @@
+"""T40: limits do not drift, whoever dies. Real processes, killed at random, while somebody counts.
+
+solid_queue's limit of one once ran eleven at a time, since a counter was added to and subtracted from.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from pymongo import MongoClient
+from pymongo.collection import Collection
+from pymongo.read_concern import ReadConcern
+
+from taskmesh import TaskMesh
+from tests.fleet.sampling import most_starts_within
+from tests.processes.fleet import Fleet, Worker
+from tests.processes.handlers import Handlers, define
+from tests.waiting import eventually
+
+_SEED = 40
+
+
+@pytest.fixture
+def fleet(mongo_uri: str, database: str, tmp_path: Path) -> Iterator[Fleet]:
+    """Worker processes on the test's database; those that are left are killed."""
+    with Fleet(mongo_uri, database, tmp_path / "fleet") as workers:
+        yield workers
+
+
+@pytest.fixture
+def handlers(mesh: TaskMesh) -> Handlers:
+    """The definitions of the tasks that the workers run."""
+    return define(mesh)
+
+
+@pytest.fixture
+def tasks(mongo_uri: str, database: str) -> Iterator[Collection[dict[str, Any]]]:
+    """The stored tasks, as of one moment at each look."""
+    with MongoClient[dict[str, Any]](mongo_uri, tz_aware=True) as client:
+        yield client[database].get_collection("tasks", read_concern=ReadConcern("snapshot"))
+
+
+def live_now(tasks: Collection[dict[str, Any]], queue: str) -> list[tuple[str, str | None]]:
+    """Return all live entries of a queue, as worker and group, by one look at one moment."""
+    live = {"$and": [{"$eq": ["$$this.state", "RUNNING"]}, {"$gt": ["$$this.ping_expire_time", "$$NOW"]}]}
+    entries = {"$filter": {"input": "$task_state.worker_states", "cond": live}}
+    stages: list[dict[str, Any]] = [
+        {"$match": {"queue": queue}},
+        {"$project": {"group": 1, "live": entries}},
+        {"$unwind": "$live"},
+    ]
+    return [(row["live"]["worker_id"], row.get("group")) for row in tasks.aggregate(stages)]
+
+
+def starts(tasks: Collection[dict[str, Any]], queue: str) -> list[datetime]:
+    """Return the start of every execution, those that were lost too."""
+    found: list[datetime] = []
+    for task in tasks.find({"queue": queue}):
+        state = task["task_state"]
+        found += [entry["start_time"] for entry in [*state["worker_states"], *state.get("losses", [])]]
+    return sorted(found)
+
+
+async def kill_some(fleet: Fleet, workers: list[Worker], chance: random.Random, watch: Any, seconds: float) -> int:
+    """Look all the time, kill a worker now and then, and start another in its place. Return how often it looked."""
+    looks = 0
+    next_kill = anyio.current_time() + 0.5
+    end = anyio.current_time() + seconds
+    while anyio.current_time() < end:
+        await anyio.to_thread.run_sync(watch)
+        looks += 1
+        if anyio.current_time() >= next_kill:
+            next_kill = anyio.current_time() + chance.uniform(0.3, 1.2)
+            place = chance.randrange(len(workers))
+            await anyio.to_thread.run_sync(workers[place].kill)
+            workers[place] = await anyio.to_thread.run_sync(lambda: fleet.start())
+    return looks
+
+
+@pytest.mark.parametrize(
+    ("processes", "seconds"), [(4, 10.0), pytest.param(8, 60.0, marks=pytest.mark.slow)], ids=["short", "long"]
+)
+async def test_t40_running_limits_hold_while_workers_are_killed(
+    mesh: TaskMesh,
+    handlers: Handlers,
+    fleet: Fleet,
+    tasks: Collection[dict[str, Any]],
+    processes: int,
+    seconds: float,
+) -> None:
+    await mesh.set_limit("narrow", running=3, group_running=2)
+    work = handlers.work.configure(queue="narrow")
+    for group in ("a", "b", "c"):
+        await work.configure(group=group).publish_many({f"{group}{n}": {"ms": 150} for n in range(2_000)})
+    workers = await anyio.to_thread.run_sync(lambda: fleet.start_many(processes))
+    most: list[int] = []
+
+    def look() -> None:
+        live = live_now(tasks, "narrow")
+        assert len(live) <= 3, f"{len(live)} run at once: {live}"
+        for group in ("a", "b", "c"):
+            assert sum(entry[1] == group for entry in live) <= 2, f"too many of one group: {live}"
+        most.append(len(live))
+
+    looks = await kill_some(fleet, workers, random.Random(_SEED), look, seconds)
+    assert looks > 20
+    assert 3 in most, "the limit was never used up"
+    # Nothing has drifted: as soon as the last leases of the dead have ended, three can run again.
+    await eventually(lambda: len(live_now(tasks, "narrow")) == 3, 20.0, what="three run again")
+    await mesh.set_limit("narrow")
+    await eventually(lambda: len(live_now(tasks, "narrow")) > 3, 20.0, what="without a limit more run")
+
+
+async def test_t40_no_window_holds_more_starts_than_the_rate_while_workers_are_killed(
+    mesh: TaskMesh, handlers: Handlers, fleet: Fleet, tasks: Collection[dict[str, Any]]
+) -> None:
+    await mesh.set_limit("slow", rate=8, per_ms=1_000)
+    await handlers.work.configure(queue="slow").publish_many({f"k{n}": {"ms": 20} for n in range(2_000)})
+    fast = fleet.start(clock_offset_s=7_200)
+    workers = [fast, *await anyio.to_thread.run_sync(lambda: fleet.start_many(3))]
+    await kill_some(fleet, workers, random.Random(_SEED), lambda: None, 8.0)
+    found = starts(tasks, "slow")
+    assert most_starts_within(found, 1_000) <= 8
+    assert len(found) > 30, "the rate was hardly used"
+
+
+async def test_t40_a_lost_booking_is_written_off(mesh: TaskMesh, handlers: Handlers, fleet: Fleet) -> None:
+    """A worker that dies between its booking and its claim takes no room for longer than a booking is good."""
+    from taskmesh.store import limits
+
+    await mesh.set_limit("narrow", running=1)
+    booking = await limits.book(mesh.store, "narrow", "dead", [limits.Wish("work:nobody", None)])
+    assert booking is not None
+    assert booking.ids == {"work:nobody"}
+    handle = await handlers.work.configure(queue="narrow").publish("k")
+    worker = await anyio.to_thread.run_sync(lambda: fleet.start().wait_ready())
+    assert await handle.result(timeout=20) == worker.worker_id
+
+
+async def test_t40_nothing_is_claimed_on_a_booking_that_was_written_off(mesh: TaskMesh) -> None:
+    """A worker that was frozen after its booking claims nothing when it goes on."""
+    from taskmesh.store import limits
+    from taskmesh.store.claim import claim
+
+    @mesh.task(queue="narrow")
+    async def work() -> None:
+        return None
+
+    await mesh.set_limit("narrow", running=1)
+    await work.publish("k")
+    booking = await limits.book(mesh.store, "narrow", "frozen", [limits.Wish("work:k", None)])
+    assert booking is not None
+    in_time = limits.booked_until(mesh.store, booking)
+
+    async def written_off() -> bool:
+        await limits.check(mesh.store, "narrow")
+        other = await limits.book(mesh.store, "narrow", "other", [limits.Wish("work:k", None)])
+        return other is not None and bool(other.ids)
+
+    await eventually(written_off, 20.0, what="the booking of the frozen worker is written off")
+    assert await claim(mesh.store, ["work:k"], "frozen", "r1", narrowed_by=in_time) == 0
+    assert await claim(mesh.store, ["work:k"], "other", "r2") == 1
