@@ -301,11 +301,13 @@ def _settle_time() -> Expression:
     }
 
 
-def derivation(now: Expression = NOW) -> list[Stage]:
+def derivation(now: Expression = NOW, *, where: Expression = True) -> list[Stage]:
     """The last stages of every update: set `status` and all that follows from the entries.
 
     Nothing else writes these fields (but the insert of a new task, whose values are trivial), so they cannot drift.
+    An unfinished task for which `where` is false keeps the fields that it has.
     """
+    stored = {field: f"${field}" for field in ("status", "next_claim_time", "settle_time")}
     facts = {
         "status": status(now),
         "next_claim_time": {"$max": ["$task_state.create_time", *task_gates(now).values()]},
@@ -321,7 +323,13 @@ def derivation(now: Expression = NOW) -> list[Stage]:
     }
     finish_time = {"$ifNull": ["$finish_time", now]}
     return [
-        {"$set": {"_derived": with_facts(now, facts)}},
+        {
+            "$set": {
+                "_derived": with_facts(now, facts)
+                if where is True
+                else {"$cond": [where, with_facts(now, facts), stored]}
+            }
+        },
         {
             "$set": {
                 "status": "$_derived.status",

@@ -120,12 +120,14 @@ def claim_pipeline(
         },
         "event": stamp("claimed", now, worker_id, "$$lost.worker_id"),
     }
-    refused = {"task_state": "$task_state", "event": "$event"}
+    # Who is refused changes nothing at all: what became of the task by time alone, `settle` writes down.
+    refused = {"task_state": "$task_state", "event": "$event", "refused": True}
     outcome = {"$cond": [rules.all_open(worker_id, closed_queues, now), claimed, refused]}
     return [
         {"$set": {"_claim": rules.with_facts(now, outcome)}},
-        {"$set": {"task_state": "$_claim.task_state", "event": "$_claim.event", "_claim": "$$REMOVE"}},
-        *rules.derivation(now),
+        {"$set": {"task_state": "$_claim.task_state", "event": "$_claim.event"}},
+        *rules.derivation(now, where={"$ne": ["$_claim.refused", True]}),
+        {"$unset": "_claim"},
     ]
 
 
