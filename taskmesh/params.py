@@ -33,6 +33,7 @@ class Params:
         self._open_ended = any(p.kind is p.VAR_KEYWORD for p in self._signature.parameters.values())
         self._fn = fn
         self._model: type[BaseModel] | None = None
+        self._names: list[tuple[str, str]] = []
 
     def named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return positional and keyword arguments by name."""
@@ -72,19 +73,21 @@ class Params:
             valid = model.model_validate(params)
         except ValidationError as error:
             raise InvalidParams(f"task {self._name!r} takes {self._signature}; {when} {_explained(error)}") from None
-        values = {field.alias: getattr(valid, attribute) for attribute, field in model.model_fields.items()}
-        return values | (valid.model_extra or {})  # type: ignore[return-value]  # every field was made with an alias
+        values = {name: getattr(valid, attribute) for attribute, name in self._names}
+        return values | valid.model_extra if valid.model_extra else values
 
     def _build_model(self) -> type[BaseModel]:
         """Make a model of the signature; at first use, when the names in the annotations exist."""
         hints = get_type_hints(self._fn, include_extras=True)
         fields: dict[str, Any] = {}
+        self._names.clear()
         for i, parameter in enumerate(self._signature.parameters.values()):
             if parameter.kind is parameter.VAR_KEYWORD:
                 continue
             default = ... if parameter.default is parameter.empty else parameter.default
             # Numbered attributes, so that no parameter can clash with a method of the model.
             fields[f"p{i}"] = (hints.get(parameter.name, Any), Field(default, alias=parameter.name))
+            self._names.append((f"p{i}", parameter.name))
         config = ConfigDict(extra="allow" if self._open_ended else "forbid", arbitrary_types_allowed=True)
         self._model = create_model(f"{self._name}_params", __config__=config, **fields)
         return self._model

@@ -6,6 +6,7 @@ It holds hints, not truth: an entry may be claimed by somebody else meanwhile, a
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,8 +45,9 @@ class ClaimQueue:
         self._ready: list[_Ranked] = []
         self._later: list[_Timed] = []
         self._sequence = 0
+        self._taken: set[str] = set()
         self.overflowed = False
-        """Whether something was dropped since `refilled()`: there is more work than is held here."""
+        """Whether something was dropped since the last scan began: there is more work than is held here."""
 
     def __len__(self) -> int:
         return len(self._held)
@@ -87,6 +89,7 @@ class ClaimQueue:
             candidate = heapq.heappop(self._ready)[2]
             if self._held.get(candidate.id) is candidate:
                 del self._held[candidate.id]
+                self._taken.add(candidate.id)
                 taken.append(candidate)
         return taken
 
@@ -106,9 +109,14 @@ class ClaimQueue:
         for candidate in [c for c in self._held.values() if c.queue in closed]:
             del self._held[candidate.id]
 
-    def refilled(self) -> None:
-        """Note that a scan has just looked at everything."""
+    def begin_scan(self, being_claimed: Iterable[str]) -> None:
+        """Note that a scan looks at everything from now on; what is taken meanwhile it may still see as claimable."""
         self.overflowed = False
+        self._taken = set(being_claimed)
+
+    def taken_meanwhile(self, id_: str) -> bool:
+        """Whether a candidate was taken since the scan began, or was being claimed then: what the scan saw is old."""
+        return id_ in self._taken
 
     def _ripen(self, now: float) -> None:
         """Move what has become due to the ready heap, and clear what was forgotten from the heads of both."""

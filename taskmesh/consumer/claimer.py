@@ -80,6 +80,7 @@ class Claimer:
         self._in_flight: set[asyncio.Task[bool]] = set()
         self._late: set[asyncio.Task[None]] = set()
         self._reserved = 0
+        self.being_claimed: set[str] = set()
         self._aside: dict[str, float] = {}
         self._pause_until = 0.0
         self.open = True
@@ -196,6 +197,7 @@ class Claimer:
         running_id = self._next_running_id()
         sent = time.monotonic()
         self.tried += len(ids)
+        self.being_claimed.update(ids)
         try:
             documents, took = await self._won_of(ids, running_id, sent, narrowed_by)
         except PyMongoError as error:
@@ -204,6 +206,8 @@ class Claimer:
             if not is_passing(error):
                 await self._split(rest, narrowed_by, error)
             return False
+        finally:
+            self.being_claimed.difference_update(ids)
         self._begin(documents, running_id, sent, took)
         if len(documents) < len(ids):
             self._look_again(candidates)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from pymongo.errors import PyMongoError
@@ -55,6 +55,7 @@ class Scanner:
         limits: Limits,
         wanted: Callable[[], int],
         skip: Callable[[str], bool],
+        being_claimed: Callable[[], Iterable[str]],
         found: Callable[[], None],
         want_hints: Callable[[bool], Awaitable[None]],
         page: int,
@@ -71,6 +72,7 @@ class Scanner:
         self._limits = limits
         self._wanted = wanted
         self._skip = skip
+        self._being_claimed = being_claimed
         self._found = found
         self._want_hints = want_hints
         self._page = page
@@ -131,7 +133,7 @@ class Scanner:
         if not self.open or not self._names:
             return 0
         self.scans += 1
-        self._queue.refilled()
+        self._queue.begin_scan(self._being_claimed())
         brought = 0
         self._more = False
         for what in self._ranges(self._lanes.own):
@@ -195,7 +197,9 @@ class Scanner:
         return brought
 
     def _offer(self, row: Claimable) -> bool:
-        if row.claim_time == NEVER or self._skip(row.id) or self._limits.is_full(row.queue, row.group):
+        if row.claim_time == NEVER or self._skip(row.id) or self._queue.taken_meanwhile(row.id):
+            return False
+        if self._limits.is_full(row.queue, row.group):
             return False
         now = time.monotonic()
         due = now if row.claim_time is None else self._clock.monotonic(max(row.claim_time, row.next_claim_time))
