@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import socket
+import sys
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,8 +27,8 @@ from taskmesh.consumer.execution import Execution, Stop
 from taskmesh.consumer.executor import AfterHook, BeforeHook, Executor
 from taskmesh.consumer.finisher import Finisher
 from taskmesh.consumer.lanes import Lanes
-from taskmesh.consumer.listener import Listener
 from taskmesh.consumer.limits import Limits
+from taskmesh.consumer.listener import Listener
 from taskmesh.consumer.pause import until
 from taskmesh.consumer.pinger import Pinger
 from taskmesh.consumer.registration import Registration
@@ -163,6 +164,11 @@ class Consumer:
         """
         if self.state != "ready":
             raise RuntimeError(f"this consumer is {self.state}: a consumer runs once, make another")
+        if getattr(sys.modules.get("taskmesh.consumer.child"), "serving", False):
+            raise RuntimeError(
+                "a consumer was started in the child process of a handler: the script that defines the handler must start "
+                "its consumer under `if __name__ == '__main__':`"
+            )
         self._wire()
         await self._registration_entered()
         self.state = "running"
@@ -206,12 +212,6 @@ class Consumer:
             report=self._reporter.add,
             publish_with=self._mesh.publish_with,
         )
-        self._claimer = Claimer(
-            store,
-            self.worker_id,
-            self._queue,
-            concurrency=lambda: self._concurrency,
-            free_slots=lambda: self._concurrency - len(self._executor_().executions),
         self._limits = Limits(
             store,
             self.worker_id,
@@ -222,15 +222,21 @@ class Consumer:
             wake=lambda: self._claimer_().wake(),
             want_more=lambda: self._scanner.order_scan(),
         )
+        self._claimer = Claimer(
+            store,
+            self.worker_id,
+            self._queue,
+            concurrency=lambda: self._concurrency,
+            free_slots=lambda: self._concurrency - len(self._executor_().executions),
             narrow=self._narrow,
             closed_queues=lambda: self._fleet_closed,
+            limits=self._limits,
             params_of={name: self._mesh.definitions[name].projection for name in self.names},
             whole_state=self._before is not None or self._after is not None,
             start=self._executor.start,
             give_back=self._give_back,
             next_running_id=self._next_running_id,
             is_busy=lambda id_: id_ in self._executor_().executions,
-            limits=self._limits,
             want_more=self._want_more,
         )
         self._scanner = Scanner(
@@ -242,13 +248,14 @@ class Consumer:
             names=self.names,
             queues=self.queues,
             closed_queues=lambda: self._fleet_closed,
+            limits=self._limits,
             wanted=self._free_slots,
             skip=lambda id_: id_ in self._executor_().executions or self._claimer_().is_aside(id_),
+            being_claimed=lambda: self._claimer_().being_claimed,
             found=self._claimer.wake,
             want_hints=self._want_hints,
             page=max(1_000, min(5_000, 4 * self._concurrency)),
         )
-            limits=self._limits,
         self._listener = Listener(
             self._mesh.feed,
             store,
@@ -367,13 +374,14 @@ class Consumer:
     async def _end(self) -> None:
         """Give everything back."""
         self._listener.close()
+        self._limits.close()
         await self._pinger.stop()
         await self._reporter.flush()
+        await self._executor_().close()
         self.state = "stopped"
         if self._registration is not None and not isinstance(self._fatal, WorkerIdTaken):
             await self._registration.leave()
         for reader in self._readers:
-        self._limits.close()
             reader.close()
         self._stopped.set()
         logger.info("worker %s has stopped", self.worker_id)
@@ -382,6 +390,7 @@ class Consumer:
 
     def _slot_freed(self) -> None:
         self._freed.set()
+        self._limits.slot_freed()
         self._claimer_().wake()
 
     async def _want_hints(self, wanted: bool) -> None:
@@ -389,7 +398,6 @@ class Consumer:
         if self._listen and wanted != self._listener.wants_hints:
             await self._listener.want_hints(wanted)
             if wanted:
-        self._limits.slot_freed()
                 self._scanner.order_scan()
 
     def _want_more(self) -> None:
@@ -425,6 +433,7 @@ class Consumer:
     async def _read_queues(self) -> None:
         """Learn which queues are closed now."""
         settings = await fleet.queues(self._mesh.store)
+        self._limits.learn(settings)
         closed = frozenset(name for name, queue in settings.items() if queue.get("paused"))
         if closed != self._fleet_closed:
             reopened = self._fleet_closed - closed
@@ -432,7 +441,6 @@ class Consumer:
             self._queue.discard_queues(closed)
             if reopened:
                 self._scanner.order_scan()
-        self._limits.learn(settings)
 
     async def _read_orders(self) -> None:
         document = await fleet.read_worker(self._mesh.store, self.worker_id)
