@@ -1,0 +1,86 @@
+"""T14: more workers on one backlog do not get into each other's way."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from pymongo.collection import Collection
+
+from taskmesh import TaskMesh
+from tests.processes.fleet import Fleet
+from tests.processes.handlers import Handlers
+from tests.waiting import eventually
+
+
+_OPEN = pytest.mark.xfail(
+    strict=False,
+    reason="measured on a busy machine: 0 to 15 % lost at two processes, 25 to 45 % at eight, since what a worker comes "
+    "second in, by a hint or a scan, is tried without another look whether it is still there",
+)
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=_OPEN), pytest.param(8, marks=_OPEN)])
+async def test_t14_few_claims_are_lost_however_many_processes_share_a_backlog(
+    fleet: Fleet, mesh: TaskMesh, handlers: Handlers, documents: Collection[dict[str, Any]], processes: int
+) -> None:
+    work = handlers.work.configure(worker_timeout_ms=60_000, ping_interval_ms=30_000)
+    workers = fleet.start_many(processes, concurrency=100)
+    await eventually(lambda: _know_each_other(documents), what="every worker knows of all others")
+    await mesh.pause("default")
+    await work.publish_many({f"k{number}": {} for number in range(5_000)})
+    await mesh.resume("default")
+    await eventually(lambda: documents.count_documents({"status": "SUCCESS"}) == 5_000, 60.0)
+    for worker in workers:
+        worker.terminate()
+    assert [worker.wait() for worker in workers] == [0] * processes
+    assert len(fleet.runs) == 5_000
+    tried, won = (sum(worker.told[counter] for worker in workers) for counter in ("tried", "won"))
+    assert won == 5_000, "with long leases, whatever is won is run"
+    share = (tried - won) / tried
+    assert share < 0.10
+
+
+def _know_each_other(documents: Collection[dict[str, Any]]) -> bool:
+    """Whether every live worker has read the registry since the last of them entered it."""
+    living = list(documents.database["workers"].find({"state": "running"}))
+    newest = max(worker["start_time"] for worker in living)
+    return all(worker["last_seen"] > newest for worker in living if worker["start_time"] != newest)
+
+
+@pytest.mark.slow
+async def test_t14_throughput_does_not_fall_as_processes_are_added(
+    fleet: Fleet, handlers: Handlers, documents: Collection[dict[str, Any]]
+) -> None:
+    rates: dict[int, float] = {}
+    conflicts: dict[int, float] = {}
+    for processes in (1, 2, 8):
+        workers = fleet.start_many(processes, concurrency=200)
+        documents.delete_many({})
+        began, server = time.monotonic(), _writes(documents)
+        await handlers.work.publish_many({f"{processes}-{number}": {} for number in range(5_000)})
+        await eventually(lambda: documents.count_documents({"status": "SUCCESS"}) == 5_000, 120.0)
+        rates[processes] = 5_000 / (time.monotonic() - began)
+        conflicts[processes] = (_writes(documents)[1] - server[1]) / (_writes(documents)[0] - server[0])
+        for worker in workers:
+            worker.kill()
+    assert max(conflicts.values()) < 0.05, conflicts
+    # Eight processes share the two cores of a small machine with the server: no gain is asked for, but no collapse.
+    assert min(rates.values()) > 0.4 * rates[1], rates
+
+
+def _writes(documents: Collection[dict[str, Any]]) -> tuple[int, int]:
+    """Return how many documents the server has updated, and how many write conflicts it met."""
+    metrics = documents.database.client.admin.command("serverStatus")["metrics"]
+    return metrics["document"]["updated"], metrics["operation"]["writeConflicts"]
+
+
+async def test_t14_one_task_for_many_idle_workers_costs_a_few_attempts(fleet: Fleet, handlers: Handlers) -> None:
+    workers = fleet.start_many(8)
+    assert await (await handlers.work.publish("lonely", ms=200)).result(30)
+    for worker in workers:
+        worker.terminate()
+    assert [worker.wait() for worker in workers] == [0] * 8
+    assert sum(worker.told["won"] for worker in workers) == 1
+    assert 1 <= sum(worker.told["tried"] for worker in workers) <= 6
