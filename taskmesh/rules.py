@@ -96,14 +96,13 @@ def task_gates(now: Expression) -> dict[str, Expression]:
         "room": _room_opens,
         "retries left": _never_if(_retries_used_up),
         "timeouts left": _never_if(_timeouts_used_up),
-        "retry delay": {"$max": ["$task_state.resume_time", _retry_opens_for_some_worker]},
+        "delay asked for": "$task_state.resume_time",
     }
 
 
 def worker_gates(worker_id: str) -> dict[str, Expression]:
     """The gates that ask who is claiming."""
     me = {"$literal": worker_id}
-    mine = {"$eq": ["$$this.worker_id", me]}
     return {
         "worker allowed": _never_if(
             {
@@ -113,27 +112,8 @@ def worker_gates(worker_id: str) -> dict[str, Expression]:
                 ]
             }
         ),
-        "not twice": {
-            "$cond": [
-                {"$in": [me, "$$done.worker_id"]},
-                NEVER,
-                {
-                    "$max": {
-                        "$map": {
-                            "input": {"$filter": {"input": "$$live", "cond": mine}},
-                            "in": "$$this.ping_expire_time",
-                        }
-                    }
-                },
-            ]
-        },
-        "own retry delay": {
-            "$cond": [
-                {"$eq": ["$task_option.unexpected_retry_delay_scope", "worker"]},
-                {"$let": {"vars": {"counted": _fails_of(me)}, "in": _retry_opens("$$counted")}},
-                None,
-            ]
-        },
+        "not twice": _own_entry_ends(me),
+        "retry delay": _retry_opens(me),
     }
 
 
@@ -169,61 +149,51 @@ _room_opens: Expression = {
 }
 
 
-def _retry_opens(counted: Expression) -> Expression:
-    """When the delay after the last of the FAIL entries `counted` is over; null if there are none.
+def _own_entry_ends(worker: Expression) -> Expression:
+    """When the live entry of `worker` runs out; never, if it has had its SUCCESS."""
+    mine = {"$filter": {"input": "$$live", "cond": {"$eq": ["$$this.worker_id", worker]}}}
+    ends = {"$max": {"$map": {"input": mine, "in": "$$this.ping_expire_time"}}}
+    return {"$cond": [{"$in": [worker, "$$done.worker_id"]}, NEVER, ends]}
 
-    `Retry` sets an exact time; else the option tells.
+
+def _retry_opens(worker: Expression) -> Expression:
+    """When the delay after the last failure is over: of anybody with scope "task", of `worker` with scope "worker".
+
+    `Retry` sets an exact time; else the option tells. Null if there is no such failure.
     """
+    for_all = {"$eq": ["$task_option.unexpected_retry_delay_scope", "task"]}
+    own = {"$filter": {"input": "$$fails", "cond": {"$eq": ["$$this.worker_id", worker]}}}
     delay = "$task_option.unexpected_retry_delay_ms"
-    further_failures = {"$min": [{"$subtract": [{"$size": counted}, 1]}, 100]}
-    grown = {
-        "$min": [
-            {"$max": [_ONE_DAY_MS, delay]},
-            {"$multiply": [delay, {"$pow": ["$task_option.unexpected_retry_backoff", further_failures]}]},
-        ]
-    }
-    jitter = {"$add": [1, {"$multiply": ["$task_option.unexpected_retry_jitter", "$$last.retry_jitter"]}]}
-    after_last = {"$add": ["$$last.fail_time", {"$toLong": {"$multiply": [grown, jitter]}}]}
-    return {
+    failures = {"$cond": [for_all, FAIL_CNT, {"$size": "$$counted"}]}
+    growth = {"$pow": ["$task_option.unexpected_retry_backoff", {"$min": [{"$subtract": [failures, 1]}, 100]}]}
+    grown = {"$min": [{"$max": [_ONE_DAY_MS, delay]}, {"$multiply": [delay, growth]}]}
+    by_chance = {"$multiply": ["$task_option.unexpected_retry_jitter", {"$ifNull": ["$$last.retry_jitter", 0]}]}
+    ordinary = {"$add": ["$$last.fail_time", {"$toLong": {"$multiply": [grown, {"$add": [1, by_chance]}]}}]}
+    opens = {
         "$let": {
-            "vars": {"last": {"$arrayElemAt": [counted, -1]}},
-            "in": {"$cond": [{"$eq": [counted, []]}, None, {"$ifNull": ["$$last.retry_time", after_last]}]},
+            "vars": {"last": {"$arrayElemAt": ["$$counted", -1]}},
+            "in": {"$cond": [{"$eq": ["$$counted", []]}, None, {"$ifNull": ["$$last.retry_time", ordinary]}]},
         }
     }
+    counted = {"$let": {"vars": {"counted": {"$cond": [for_all, "$$fails", own]}}, "in": opens}}
+    return {"$cond": [{"$eq": ["$$fails", []]}, None, counted]}
 
 
-def _fails_of(worker: Expression) -> Expression:
-    return {"$filter": {"input": "$$fails", "cond": {"$eq": ["$$this.worker_id", worker]}}}
-
-
-# With scope "task" all wait for the last failure of anybody. With scope "worker" only those who failed wait; then a task
-# for named workers waits for the first of them, and any other task for nobody.
-_retry_opens_for_some_worker: Expression = {
-    "$cond": [
-        {"$eq": ["$$fails", []]},
-        None,
-        {
-            "$min": {
-                "$map": {
-                    "input": {
-                        "$cond": [
-                            {"$eq": ["$task_option.unexpected_retry_delay_scope", "task"]},
-                            ["$$fails"],
-                            {
-                                "$map": {
-                                    "input": "$task_option.specific_worker_ids",
-                                    "as": "worker",
-                                    "in": _fails_of("$$worker"),
-                                }
-                            },
-                        ]
-                    },
-                    "as": "counted",
-                    "in": {"$ifNull": [_retry_opens("$$counted"), LONG_AGO]},
-                }
-            }
-        },
-    ]
+_opens_for_some_worker: Expression = {
+    # The first of those who may; if that is anybody, one who has no entry in this task yet.
+    "$min": {
+        "$map": {
+            "input": {
+                "$cond": [
+                    {"$eq": ["$task_option.specific_worker_ids", []]},
+                    [None],
+                    "$task_option.specific_worker_ids",
+                ]
+            },
+            "as": "worker",
+            "in": {"$ifNull": [{"$max": [_own_entry_ends("$$worker"), _retry_opens("$$worker")]}, LONG_AGO]},
+        }
+    }
 }
 
 
@@ -310,7 +280,7 @@ def derivation(now: Expression = NOW, *, where: Expression = True) -> list[Stage
     stored = {field: f"${field}" for field in ("status", "next_claim_time", "settle_time")}
     facts = {
         "status": status(now),
-        "next_claim_time": {"$max": ["$task_state.create_time", *task_gates(now).values()]},
+        "next_claim_time": {"$max": ["$task_state.create_time", *task_gates(now).values(), _opens_for_some_worker]},
         "settle_time": _settle_time(),
     }
     finished = {"$not": [{"$in": ["$_derived.status", ["INIT", "RUNNING"]]}]}

@@ -142,6 +142,7 @@ class Task(_Stored):
             "lane",
             "event",
             "publish_id",
+            "change_id",
             "schema_version",
             "trace",
         ]

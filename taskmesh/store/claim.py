@@ -141,6 +141,7 @@ def counted_losses() -> rules.Expression:
                 "worker_id": "$$this.worker_id",
                 "start_time": "$$this.start_time",
                 "ping_expire_time": "$$this.ping_expire_time",
+                "wish": "$$this.wish",
             },
         }
     }

@@ -99,7 +99,7 @@ def _ended(outcomes: Sequence[Outcome], now: rules.Expression) -> list[Document]
     fields: Document = {"state": state, moment: now}
     updates: list[rules.Expression] = ["$$this", fields, _own([outcome.entry for outcome in outcomes], outcomes)]
     if any(outcome.delay_ms is not None for outcome in outcomes):
-        updates.append({"retry_time": _resume_time(outcomes, now)})
+        updates.append({"retry_time": {"$ifNull": [_asked_for(outcomes, now), "$$REMOVE"]}})
     ended = {"$mergeObjects": updates}
     mine = _held_entry(outcomes)
     task_state: Document
@@ -109,19 +109,18 @@ def _ended(outcomes: Sequence[Outcome], now: rules.Expression) -> list[Document]
     else:
         others = {"$filter": {"input": rules.ENTRIES, "cond": {"$not": [mine]}}}
         failed = {"$map": {"input": {"$filter": {"input": rules.ENTRIES, "cond": mine}}, "in": ended}}
-        task_state = {"worker_states": {"$concatArrays": [others, failed]}, "resume_time": _resume_time(outcomes, now)}
+        task_state = {"worker_states": {"$concatArrays": [others, failed]}} | _resume_time(outcomes, now)
     task_state |= {"timeout_cnt": 0} | _progress(outcomes)
     stages: list[Document] = [{"$set": {"task_state": task_state}}]
     if state == "FAIL":
         stages.append(_oldest_fails_dropped())
-    return [*stages, reopened_if_wished(outcomes)]
+    return [*stages, reopened_if_wished(now, _own([outcome.running_id for outcome in outcomes], outcomes))]
 
 
 def _given_back(outcomes: Sequence[Outcome], now: rules.Expression) -> list[Document]:
     """Remove the entries, as if the claim had not been: nothing is counted."""
     others = {"$filter": {"input": rules.ENTRIES, "cond": {"$not": [_held_entry(outcomes)]}}}
-    task_state = {"worker_states": others, "resume_time": _resume_time(outcomes, now)}
-    return [{"$set": {"task_state": task_state | _progress(outcomes)}}]
+    return [{"$set": {"task_state": {"worker_states": others} | _resume_time(outcomes, now) | _progress(outcomes)}}]
 
 
 def _held_entry(outcomes: Iterable[Outcome]) -> rules.Expression:
@@ -140,12 +139,17 @@ def _own(values: Sequence[Any], outcomes: Sequence[Outcome]) -> rules.Expression
     return {"$arrayElemAt": [{"$literal": list(values)}, {"$indexOfArray": [{"$literal": ids}, "$_id"]}]}
 
 
-def _resume_time(outcomes: Sequence[Outcome], now: rules.Expression) -> rules.Expression:
-    delays = [outcome.delay_ms for outcome in outcomes]
-    if all(delay is None for delay in delays):
-        return "$$REMOVE"
-    # $add with null is null: what did not ask for a delay gets none.
-    return {"$ifNull": [{"$add": [now, _own(delays, outcomes)]}, "$$REMOVE"]}
+def _asked_for(outcomes: Sequence[Outcome], now: rules.Expression) -> rules.Expression:
+    """The moment before which `Retry` or `Snooze` wants nobody to come back; null for what did not ask."""
+    return {"$add": [now, _own([outcome.delay_ms for outcome in outcomes], outcomes)]}
+
+
+def _resume_time(outcomes: Sequence[Outcome], now: rules.Expression) -> Document:
+    """The latest such moment so far: how another worker's execution ends must not shorten it."""
+    if all(outcome.delay_ms is None for outcome in outcomes):
+        return {}
+    latest = {"$max": ["$task_state.resume_time", _asked_for(outcomes, now)]}
+    return {"resume_time": {"$ifNull": [latest, "$$REMOVE"]}}
 
 
 def _progress(outcomes: Sequence[Outcome]) -> Document:
@@ -156,9 +160,13 @@ def _progress(outcomes: Sequence[Outcome]) -> Document:
 
 
 def _oldest_fails_dropped() -> Document:
-    """Keep the newest FAIL entries and count the others, so that no document grows without end."""
-    fails = {"$filter": {"input": rules.ENTRIES, "cond": {"$eq": ["$$this.state", "FAIL"]}}}
-    others = {"$filter": {"input": rules.ENTRIES, "cond": {"$ne": ["$$this.state", "FAIL"]}}}
+    """Keep the newest FAIL entries and count the others, so that no document grows without end.
+
+    One that says "for good" stays: it alone keeps the task from being claimed again.
+    """
+    droppable = {"$and": [{"$eq": ["$$this.state", "FAIL"]}, {"$ne": ["$$this.final", True]}]}
+    fails = {"$filter": {"input": rules.ENTRIES, "cond": droppable}}
+    others = {"$filter": {"input": rules.ENTRIES, "cond": {"$not": [droppable]}}}
     too_many = {"$gt": [{"$size": fails}, rules.KEPT_FAILS]}
     dropped = {
         "$add": [{"$ifNull": ["$task_state.dropped_fail_cnt", 0]}, {"$subtract": [{"$size": fails}, rules.KEPT_FAILS]}]
@@ -175,26 +183,35 @@ def _oldest_fails_dropped() -> Document:
     }
 
 
-def reopened_if_wished(outcomes: Sequence[Outcome]) -> Document:
-    """Re-open a task that would now be finished, if `run_again` was asked for after its executions had started.
+def reopened_if_wished(now: rules.Expression, reopened_by: rules.Expression = "$$REMOVE") -> Document:
+    """Re-open a task that is finished now, if `run_again` was asked for after its executions had started.
 
-    An execution notes at its claim how many wishes there were (`wish`); a publish during the run adds one.
+    An execution notes at its claim how many wishes there were (`wish`); a publish during the run adds one. A wish is served
+    by all that SUCCEEDed after it, or, if the task FAILs, by one execution after it, be it lost.
     """
-    wishes = {"$map": {"input": "$$done", "in": {"$ifNull": ["$$this.wish", 0]}}}
-    tried = {"$map": {"input": "$$fails", "in": {"$ifNull": ["$$this.wish", 0]}}}
-    served = {"$cond": [{"$eq": ["$$status", "SUCCESS"]}, {"$min": wishes}, {"$max": tried}]}
+    lost = {"$concatArrays": ["$$lost", {"$ifNull": ["$task_state.losses", []]}]}
+    served = {
+        "$cond": [
+            {"$eq": ["$$status", "SUCCESS"]},
+            {"$min": _wishes("$$done")},
+            {"$max": _wishes({"$concatArrays": ["$$fails", lost]})},
+        ]
+    }
     unserved = {
         "$let": {
-            "vars": {"status": rules.status(rules.LONG_AGO)},  # then no lease has run out: what is finished stays so
+            "vars": {"status": rules.status(now)},
             "in": {
                 "$and": [{"$in": ["$$status", ["SUCCESS", "FAIL"]]}, {"$gt": ["$task_state.wanted", served]}],
             },
         }
     }
     wished = {"$gt": ["$task_state.wanted", None]}
-    reopened = fresh_state({"reopened_by": _own([outcome.running_id for outcome in outcomes], outcomes)})
-    condition = {"$and": [wished, rules.with_facts(rules.LONG_AGO, unserved)]}
-    return {"$set": {"task_state": {"$cond": [condition, reopened, "$task_state"]}}}
+    condition = {"$and": [wished, rules.with_facts(now, unserved)]}
+    return {"$set": {"task_state": {"$cond": [condition, fresh_state({"reopened_by": reopened_by}), "$task_state"]}}}
+
+
+def _wishes(entries: rules.Expression) -> rules.Expression:
+    return {"$map": {"input": entries, "in": {"$ifNull": ["$$this.wish", 0]}}}
 
 
 def fresh_state(changes: Document) -> rules.Expression:

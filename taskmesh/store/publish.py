@@ -195,12 +195,15 @@ async def _replace_forgotten(store: Store, existing: dict[int, Publication], now
     """Publish afresh what is past its retention, though the TTL monitor has not come round yet; leave the rest."""
     ids = {publication.id: i for i, publication in existing.items()}
     query = {"_id": {"$in": list(ids)}}
-    stored = await store.find(query, {"publish_id": 1, "forgotten": rules.is_forgotten(store.now)}) if ids else []
+    fields = {"publish_id": 1, "change_id": 1, "forgotten": rules.is_forgotten(store.now)}
+    stored = await store.find(query, fields) if ids else []
     results = {i: Published(created=False) for i in existing}
     for document in stored:
         i = ids[document["_id"]]
         if document.get("publish_id") == existing[i].publish_id:
             results[i] = Published(created=True)  # an insert of ours that was applied, and whose answer was lost
+        elif document.get("change_id") == existing[i].publish_id:
+            results[i] = Published(created=False, updated=True)  # likewise a change
         elif document["forgotten"]:
             results[i] = Published(created=await _replace(store, existing[i], now))
     return results
@@ -221,15 +224,19 @@ def _afresh(publication: Publication, now: datetime) -> list[Document]:
 async def _change_existing(store: Store, publication: Publication, now: datetime) -> Published:
     """Update one existing task as its publication asks."""
     for _ in range(10):
-        if (await _replace_forgotten(store, {0: publication}, now))[0].created:
-            return Published(created=True)
-        query: Document = {"_id": publication.id}
+        published = (await _replace_forgotten(store, {0: publication}, now))[0]
+        if published.created or published.updated:
+            return published
+        query: Document = {"_id": publication.id, "change_id": {"$ne": publication.publish_id}}
         if publication.not_update_running:
             query["$expr"] = {"$not": [rules.with_facts(store.now, _running)]}
         reply = await store.update(query, change_pipeline(publication, now, store.now))
         if reply["n"]:
             return Published(created=False, updated=bool(reply["nModified"]))
-        if await store.find({"_id": publication.id}, {"_id": 1}):
+        found = await store.find({"_id": publication.id}, {"change_id": 1})
+        if found and found[0].get("change_id") == publication.publish_id:
+            continue  # an earlier attempt of ours came through only now
+        if found:
             raise TaskRunning(
                 f"task {publication.name!r} {publication.key!r} is running, and not_update_running was asked for: "
                 "publish again when it is done, or use run_again"
@@ -256,12 +263,15 @@ def change_pipeline(publication: Publication, now: datetime, at: rules.Expressio
         stages.append({"$set": {"task_state": {"$cond": [running, one_more, again]}}})
     for wanted, state in ((publication.clean_success, "SUCCESS"), (publication.clean_failed, "FAIL")):
         if wanted:
-            stages.append({"$set": {"task_state": {"$cond": [running, "$task_state", _without(state)]}}})
+            stages.append({"$set": {"task_state": {"$cond": [running, "$task_state", _without(state, at)]}}})
     unchanged = {
         "$and": [{"$eq": [f"${field}", f"$_before.{field}"]} for field in ("params", "task_option", "task_state")]
     }
-    event = {"$cond": [unchanged, {"$ifNull": ["$event", "$$REMOVE"]}, stamp("published", at)]}
-    return [*stages, {"$set": {"event": event}}, {"$unset": "_before"}, *rules.derivation(at)]
+    marks = {
+        name: {"$cond": [unchanged, {"$ifNull": [f"${name}", "$$REMOVE"]}, value]}
+        for name, value in (("event", stamp("published", at)), ("change_id", publication.publish_id))
+    }
+    return [*stages, {"$set": marks}, {"$unset": "_before"}, *rules.derivation(at)]
 
 
 def _new_wish(publication: Publication, now: datetime) -> Document:
@@ -288,18 +298,19 @@ def _new_wish(publication: Publication, now: datetime) -> Document:
     return changes
 
 
-def _without(state: str) -> rules.Expression:
-    """`task_state` without the entries of this state. Without failures, nothing counts against the task."""
-    entries = {"$filter": {"input": rules.ENTRIES, "cond": {"$ne": ["$$this.state", state]}}}
+def _without(state: str, at: rules.Expression) -> rules.Expression:
+    """`task_state` without the entries of this state.
+
+    Without failures nothing counts against the task any more, leases that ran out neither.
+    """
+    dropped: rules.Expression = {"$eq": ["$$this.state", state]}
+    if state == "FAIL":
+        dropped = {"$or": [dropped, rules.is_lost(at)]}
+    entries = {"$filter": {"input": rules.ENTRIES, "cond": {"$not": [dropped]}}}
     if state == "SUCCESS":
         return {"$mergeObjects": ["$task_state", {"worker_states": entries}]}
-    forgotten = ("dropped_fail_cnt", "losses", "lost_cnt", "resume_time")
-    fields = {
-        name: f"$task_state.{name}"
-        for name in ("create_time", "start_time", "expire_time", "cancel_time", "wanted", "params_version", "progress")
-    }
-    assert not set(forgotten) & set(fields)
-    return {**fields, "timeout_cnt": 0, "worker_states": entries}
+    kept = ("create_time", "start_time", "expire_time", "cancel_time", "wanted", "params_version", "progress")
+    return {**{name: f"$task_state.{name}" for name in kept}, "timeout_cnt": 0, "worker_states": entries}
 
 
 async def publish_in_session(store: Store, publication: Publication, now: datetime, session: Any) -> Published:
@@ -308,7 +319,9 @@ async def publish_in_session(store: Store, publication: Publication, now: dateti
     An existing key is seen by the transaction's snapshot and not locked, unless it is really changed.
     """
     tasks = store.driver.collection(store.tasks)
-    stored = await tasks.find_one({"_id": publication.id}, {"forgotten": rules.is_forgotten(store.now)}, session=session)
+    stored = await tasks.find_one(
+        {"_id": publication.id}, {"forgotten": rules.is_forgotten(store.now)}, session=session
+    )
     if stored is None:
         await tasks.insert_one(new_document(publication, now), session=session)
         return Published(created=True)

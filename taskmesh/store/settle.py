@@ -9,6 +9,7 @@ from __future__ import annotations
 from taskmesh import rules
 from taskmesh.store.claim import counted_losses
 from taskmesh.store.connection import Store
+from taskmesh.store.finish import reopened_if_wished
 from taskmesh.store.stamp import stamp
 
 
@@ -33,6 +34,7 @@ async def settle(store: Store) -> int:
     }
     pipeline = [
         {"$set": {"task_state": rules.with_facts(now, state), "event": stamp("settled", now, lost=lost)}},
+        reopened_if_wished(now),
         *rules.derivation(now),
     ]
     reply = await store.update(query, pipeline)
