@@ -13,7 +13,6 @@ from tests.processes.fleet import Fleet
 from tests.processes.handlers import Handlers
 from tests.waiting import eventually
 
-
 _OPEN = pytest.mark.xfail(
     strict=False,
     reason="measured on a busy machine: 0 to 15 % lost at two processes, 25 to 45 % at eight, since what a worker comes "
