@@ -19,6 +19,8 @@ class Candidate:
     queue: str
     due: float
     """When to try, on the monotonic clock."""
+    since: float
+    """Since when it waits, on the same clock: who has waited longest goes first."""
     priority: int = 0
     named: bool = False
     fail_cnt: int = 0
@@ -28,8 +30,8 @@ class Candidate:
 
     @property
     def rank(self) -> tuple[int, bool, int, float]:
-        """The order of claiming: priority, those that name this worker, fewer failures, time."""
-        return (-self.priority, not self.named, self.fail_cnt, self.due)
+        """The order of claiming: priority, those that name this worker, fewer failures, longest wait."""
+        return (-self.priority, not self.named, self.fail_cnt, self.since)
 
 
 _Ranked = tuple[tuple[int, bool, int, float], int, Candidate]

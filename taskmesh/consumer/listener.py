@@ -179,7 +179,7 @@ class Listener:
         due = self._clock.monotonic(moment)
         timed = due > now + 0.05  # what is due at once may seem to lie a little ahead, by the error of our clock
         due = (due if timed else now) + place * PLACE_DELAY_S
-        if self._queue.offer(Candidate(id_, queue, due, priority, named, 0, group, timed)):
+        if self._queue.offer(Candidate(id_, queue, due, due, priority, named, 0, group, timed)):
             self._wake()
 
     def _heard_of_update(self, change: Change) -> None:

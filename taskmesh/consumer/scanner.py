@@ -21,7 +21,7 @@ from taskmesh.consumer.limits import Limits
 from taskmesh.consumer.pause import until, varied
 from taskmesh.rules import NEVER
 from taskmesh.store import Store
-from taskmesh.store.find import Claimable, ScanRange, claimable_from, open_scan, queues_in_use, scan
+from taskmesh.store.find import Claimable, ScanRange, claimable_from, open_scan, queues_in_use, scan, scan_leases
 from taskmesh.store.settle import settle
 
 logger = logging.getLogger("taskmesh.scanner")
@@ -36,6 +36,7 @@ _MAX_COMBINATIONS = 150
 PLACE_DELAY_S = 0.015
 """How much later each next worker in a lane's order of preference tries."""
 _PAGE_OF_REFUSED = 500
+_PAGE_BESIDE = 200
 
 
 class Scanner:
@@ -84,6 +85,8 @@ class Scanner:
         """A cursor over what lies behind tasks that only others may have; read on a little at each pass."""
         self._next_settle = 0.0
         self._next_queues = 0.0
+        self._next_beside = 0.0
+        self._heads: set[tuple[str, Any]] = set()
         self._told_outage = False
         self.scans = 0
         self.open = True
@@ -138,6 +141,7 @@ class Scanner:
         self._more = False
         for what in self._ranges(self._lanes.own):
             brought += await self._scan(what)
+        brought += await self._look_beside_my_lanes(now)
         if self._lanes.own is not None and self._queue.ready_count(time.monotonic()) < self._wanted():
             # My lanes do not fill my slots: help the others.
             for what in self._ranges(None):
@@ -183,6 +187,30 @@ class Scanner:
                 brought += await self._read_behind_refused(what)
         return brought
 
+    async def _look_beside_my_lanes(self, now: float) -> int:
+        """Once a second: leases that ran out, and tasks in others' lanes that nobody sees to.
+
+        Under a backlog a scan reads its own lanes only. Without this, what a dead or busy worker should have taken would
+        wait until the backlog of the others is worked off.
+        """
+        if now < self._next_beside:
+            return 0
+        self._next_beside = now + 0.8 * SCAN_EVERY_S
+        brought = 0
+        for what in self._ranges(None):
+            leases = await scan_leases(self._store, self._worker_id, what, _PAGE_BESIDE)
+            brought += sum(self._offer(row, waiting_since=0.0) for row in leases)
+        if self._lanes.own is not None and self._more:
+            heads = [
+                row
+                for what in self._ranges(None)
+                for row in await scan(self._store, self._worker_id, what, _PAGE_BESIDE)
+            ]
+            # Whoever stood at the head a second ago, and still does, is neglected by the worker who comes first there.
+            brought += sum(self._offer(row) for row in heads if (row.id, row.next_claim_time) in self._heads)
+            self._heads = {(row.id, row.next_claim_time) for row in heads}
+        return brought
+
     async def _read_behind_refused(self, what: ScanRange) -> int:
         """A whole page that I may not have stands in front: read on behind it, a page at each pass."""
         self._more = False  # the next page comes with the next pass, not at once
@@ -196,16 +224,26 @@ class Scanner:
             self._refused = None
         return brought
 
-    def _offer(self, row: Claimable) -> bool:
+    def _offer(self, row: Claimable, waiting_since: float | None = None) -> bool:
         if row.claim_time == NEVER or self._skip(row.id) or self._queue.taken_meanwhile(row.id):
             return False
         if self._limits.is_full(row.queue, row.group):
             return False
         now = time.monotonic()
-        due = now if row.claim_time is None else self._clock.monotonic(max(row.claim_time, row.next_claim_time))
-        timed = due > now
+        since = self._clock.monotonic(
+            row.next_claim_time if row.claim_time is None else max(row.claim_time, row.next_claim_time)
+        )
         place = 0 if row.named else self._lanes.place_of(row.id)
-        due += place * PLACE_DELAY_S
         return self._queue.offer(
-            Candidate(row.id, row.queue, max(due, now), row.priority, row.named, row.fail_cnt, row.group, timed)
+            Candidate(
+                row.id,
+                row.queue,
+                due=max(since, now) + place * PLACE_DELAY_S,
+                since=since if waiting_since is None else waiting_since,
+                priority=row.priority,
+                named=row.named,
+                fail_cnt=row.fail_cnt,
+                group=row.group,
+                timed=since > now,
+            )
         )

@@ -152,6 +152,24 @@ async def open_scan(store: Store, worker_id: str, what: ScanRange, limit: int, *
     )
 
 
+async def scan_leases(store: Store, worker_id: str, what: ScanRange, limit: int) -> list[Claimable]:
+    """Return RUNNING tasks with room for a worker by now or soon: above all those whose lease runs out."""
+    query: Document = {
+        "status": "RUNNING",
+        "queue": {"$in": list(what.queues)},
+        "name": {"$in": list(what.names)},
+        "next_claim_time": {"$exists": True},
+        "$expr": {"$lte": ["$next_claim_time", {"$add": [store.now, what.horizon_ms]}]},
+    }
+    cursor = (
+        store.driver.collection(store.tasks)
+        .find(query, claimable_fields(worker_id, store.now), limit=limit, batch_size=limit)
+        .sort([("next_claim_time", 1)])
+        .hint("taskmesh_leases")
+    )
+    return [claimable_from(document) for document in await cursor.to_list(None)]
+
+
 async def look_up(store: Store, worker_id: str, ids: Sequence[str]) -> list[Claimable]:
     """Tell the same of these tasks, whatever their queue: used for hints that carry the `_id` alone."""
     fields = claimable_fields(worker_id, store.now)

@@ -43,6 +43,11 @@ INDEXES: dict[str, tuple[list[tuple[str, int]], Document]] = {
         [("queue", 1), ("group", 1), ("name", 1), ("task_option.priority", -1), ("next_claim_time", 1)],
         {"partialFilterExpression": {"group": _present, "pinned": False, "next_claim_time": _present}},
     ),
+    # Leases that run out: whoever scans finds them at once, however long the backlog that waits.
+    "leases": (
+        [("queue", 1), ("name", 1), ("next_claim_time", 1)],
+        {"partialFilterExpression": {"status": "RUNNING", "next_claim_time": _present}},
+    ),
     # What time alone will finish.
     "settle": ([("settle_time", 1)], {"partialFilterExpression": {"settle_time": _present}}),
     # Listings and counts.
