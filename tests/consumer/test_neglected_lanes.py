@@ -1,0 +1,69 @@
+"""Lanes divide a backlog among workers, and nobody's death or business makes a task wait for the end of it."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+
+from taskmesh import Status, Task, TaskMesh, TaskOption
+from taskmesh.consumer.lanes import Lanes
+from taskmesh.store import fleet
+from taskmesh.store.claim import claim
+from taskmesh.store.publish import lane_of
+from tests.waiting import eventually
+from tests.working import working
+
+SHORT_LEASE = TaskOption(worker_timeout_ms=1_500, ping_interval_ms=500)
+BACKLOG = 3_000
+
+
+async def a_worker_that_does_nothing(mesh: TaskMesh, worker_id: str) -> None:
+    """Register a worker that looks alive for some seconds, and claims nothing more."""
+    description = {"state": "running", "names": ["step"], "queues": None, "host": "elsewhere", "pid": 1, "version": "0"}
+    await fleet.register(mesh.store, worker_id, "instance", {**description, "concurrency": 1, "running": 1})
+
+
+def keys_in_lanes_of(worker_id: str, other: str) -> list[str]:
+    lanes = Lanes(worker_id)
+    lanes.set_workers([other])
+    return [key for key in map(str, range(BACKLOG)) if lanes.own and lane_of(f"step:{key}") in lanes.own]
+
+
+async def test_a_lost_task_is_taken_over_in_time_though_a_backlog_waits(mesh: TaskMesh) -> None:
+    @mesh.task(option=SHORT_LEASE)
+    async def step() -> None:
+        await asyncio.sleep(0.02)
+
+    await a_worker_that_does_nothing(mesh, "dead")
+    lost = keys_in_lanes_of("dead", "alive")[0]
+    await step.publish(lost)
+    assert await claim(mesh.store, [f"step:{lost}"], "dead", "a-lost-execution") == 1
+    lease_end = (await mesh.get("step", lost)).task_state.worker_states[0].ping_expire_time
+    await step.publish_many({str(i): {} for i in range(BACKLOG) if str(i) != lost})
+    async with working(mesh, "alive", concurrency=4):
+        task = await eventually(lambda: successful(mesh, lost), 20, what="the lost task has its SUCCESS")
+        waiting = [task async for task in mesh.find(status="INIT", limit=1)]
+    assert waiting, "the backlog was worked off before: the test proves nothing"
+    assert lease_end is not None
+    start_time = task.task_state.worker_states[0].start_time
+    assert lease_end <= start_time <= lease_end + timedelta(seconds=2.5)
+
+
+async def test_a_task_in_the_lane_of_a_busy_worker_does_not_wait_for_the_end_of_the_backlog(mesh: TaskMesh) -> None:
+    @mesh.task(option=SHORT_LEASE)
+    async def step() -> None:
+        await asyncio.sleep(0.02)
+
+    await a_worker_that_does_nothing(mesh, "busy")
+    urgent = keys_in_lanes_of("busy", "alive")[0]
+    await step.configure(priority=9).publish(urgent)
+    await step.publish_many({str(i): {} for i in range(BACKLOG) if str(i) != urgent})
+    async with working(mesh, "alive", concurrency=2):
+        await eventually(lambda: successful(mesh, urgent), 20, what="the urgent task has its SUCCESS")
+        waiting = [task async for task in mesh.find(status="INIT", limit=1)]
+    assert waiting, "the backlog was worked off before: the test proves nothing"
+
+
+async def successful(mesh: TaskMesh, key: str) -> Task | None:
+    task = await mesh.get("step", key)
+    return task if task.status is Status.SUCCESS else None
