@@ -144,6 +144,9 @@ class Feed:
             except PyMongoError as error:
                 self._tell_fault(error, faults)
                 faults += 1
+            except Exception:
+                logger.exception("the change stream met an error that is not the database's: opening it again")
+                faults += 1
             await asyncio.sleep(pause)
             pause = min(pause * 2, _LONGEST_PAUSE_S)
 

@@ -6,6 +6,7 @@ ended, but many code bases hold a Motor client, and it has to be as good a start
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Mapping
 from decimal import Decimal
@@ -92,7 +93,8 @@ class Driver:
         stream = self.database.watch(pipeline, **options)
         if inspect.isawaitable(stream):
             return await stream
-        await stream._lazy_init()  # noqa: SLF001 —  Motor opens a stream at its first read; we promise it is open on return
+        # Motor opens a stream at its first read, in a thread; we promise that it is open on return.
+        await asyncio.to_thread(stream._lazy_init)  # noqa: SLF001 — the only way to open it without reading
         return stream
 
     def start_session(self) -> Any:
