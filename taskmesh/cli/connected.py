@@ -10,6 +10,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import typer
 
+from taskmesh.cli.loading import load_mesh
+from taskmesh.errors import TaskMeshError
 from taskmesh.mesh import TaskMesh
 
 P = ParamSpec("P")
@@ -42,7 +44,9 @@ def mesh_at(uri: str | None, database: str | None, collection: str | None, patie
 
 
 def patient_for(uri: str, patience_ms: int) -> str:
-    """Return the URI with a limit on the search for a server, unless it has one."""
+    """Return the URI with a limit on the search for a server, unless it has one. Raises `TaskMeshError`."""
+    if not uri.startswith(("mongodb://", "mongodb+srv://")):
+        raise TaskMeshError("this is no MongoDB URI; one looks like mongodb://127.0.0.1:27017/?replicaSet=rs0")
     try:
         parts = urlsplit(uri)
     except ValueError:
@@ -55,12 +59,22 @@ def patient_for(uri: str, patience_ms: int) -> str:
 
 
 def run_at(
-    uri: str | None, database: str | None, collection: str | None, use: Callable[[TaskMesh], Awaitable[None]]
+    uri: str | None,
+    database: str | None,
+    collection: str | None,
+    use: Callable[[TaskMesh], Awaitable[None]],
+    *,
+    app: str | None = None,
 ) -> None:
-    """Connect a mesh at that place, use it, and close it."""
+    """Connect a mesh at that place, use it, and close it. `app`: MODULE:MESH, whose definitions it shall have."""
+    if app is None:
+        mesh = mesh_at(uri, database, collection)
+    else:
+        mesh = load_mesh(app)
+        mesh.connect_to(uri and patient_for(uri, _PATIENCE_MS), database=database, collection=collection)
 
     async def connect_and_use() -> None:
-        async with mesh_at(uri, database, collection) as mesh:
+        async with mesh:
             await use(mesh)
 
     asyncio.run(connect_and_use())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -52,7 +51,7 @@ async def _repeat(read: Callable[[], Awaitable[Listing]], every_s: float, as_jso
     while True:
         listing = await read()
         if as_json:
-            print(json.dumps(output.plain(listing.data), ensure_ascii=False), flush=True)
+            print(output.one_line(listing.data), flush=True)
         else:
             output.console().print(listing.shown)
             print(flush=True)

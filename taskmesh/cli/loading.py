@@ -7,6 +7,8 @@ import sys
 import traceback
 from pathlib import Path
 
+import typer
+
 from taskmesh.errors import TaskMeshError
 from taskmesh.mesh import TaskMesh
 
@@ -15,11 +17,19 @@ class CannotLoad(TaskMeshError):
     """The user's module, or the mesh in it, cannot be used. Trying again changes nothing."""
 
 
+def check_target(target: str) -> None:
+    """Raise typer's `BadParameter` for what cannot be a MODULE:MESH."""
+    module_name, _, path = target.partition(":")
+    if not (module_name and path):
+        raise typer.BadParameter(f"{target!r} is not of the form MODULE:MESH, like tasks:mesh")
+
+
 def load_mesh(target: str) -> TaskMesh:
     """Return the mesh that MODULE:MESH names; the current directory is looked through first.
 
     Raises `CannotLoad`, with the traceback of the user's own code if that is where it failed.
     """
+    check_target(target)
     module_name, _, path = target.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:

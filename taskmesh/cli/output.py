@@ -77,15 +77,12 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: st
     values = [list(row) for row in cells]
     made = Table(box=None, title=title, title_justify="left", header_style="bold", pad_edge=False)
     for place, name in enumerate(columns):
-        numeric = bool(values) and all(_is_number(row[place].plain) for row in values)
+        shown = {row[place].plain for row in values} - {"–"}
+        numeric = bool(shown) and all(text.replace(".", "", 1).replace(",", "").isdigit() for text in shown)
         made.add_column(name, justify="right" if numeric else "left", overflow="ellipsis", no_wrap=place == 0)
     for row in cells:
         made.add_row(*row)
     return made
-
-
-def _is_number(text: str) -> bool:
-    return text == "–" or text.replace(".", "", 1).replace(",", "").isdigit()
 
 
 def age(moment: datetime, now: datetime) -> str:
@@ -104,8 +101,13 @@ def span(seconds: float) -> str:
 
 
 def show_json(value: object) -> None:
-    """Print one value as JSON."""
+    """Print one value as JSON, on many lines."""
     print(json.dumps(plain(value), indent=2, ensure_ascii=False))
+
+
+def one_line(value: object) -> str:
+    """Return a value as JSON, on one line."""
+    return json.dumps(plain(value), ensure_ascii=False)
 
 
 def plain(value: Any) -> Any:

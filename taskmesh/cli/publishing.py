@@ -40,6 +40,12 @@ def publish(
             metavar="FILE", help='Many: one object with "key" and "params" on each line ("-": standard input).'
         ),
     ] = None,
+    app: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:MESH", help="Check the params against its handler, and take its options and queue."
+        ),
+    ] = None,
     queue: Annotated[str | None, typer.Option(help="Its queue.", rich_help_panel=_HOW)] = None,
     group: Annotated[str | None, typer.Option(help="Its group, for limits.", rich_help_panel=_HOW)] = None,
     delay_ms: Annotated[int | None, typer.Option(help="Not before so long from now.", rich_help_panel=_HOW)] = None,
@@ -94,14 +100,18 @@ def publish(
         if key is not None:
             raise typer.BadParameter("KEY and --from-file exclude each other: each line of the file has its key")
         tasks = dict(_read_lines(from_file))
-        run_at(uri, database, collection, lambda mesh: _publish_all(mesh, name, tasks, configuration, as_json=as_json))
+
+        async def use(mesh: TaskMesh) -> None:
+            await _publish_all(mesh, name, tasks, configuration, as_json=as_json)
     elif key is None:
         raise typer.BadParameter("a KEY is missing (or --from-file)")
     else:
         task = _object(params)
-        run_at(
-            uri, database, collection, lambda mesh: _publish_one(mesh, name, key, task, configuration, as_json=as_json)
-        )
+
+        async def use(mesh: TaskMesh) -> None:
+            await _publish_one(mesh, name, key, task, configuration, as_json=as_json)
+
+    run_at(uri, database, collection, use, app=app)
 
 
 async def _publish_one(

@@ -187,7 +187,7 @@ class Supervisor:
             slot.failed_starts += 1
         slot.failures = 1 if slot.ready.is_set() and lived_s >= SETTLED_S else slot.failures + 1
         others_work = any(other.alive and other.ready.is_set() for other in self._slots)
-        useless = status == HOPELESS or slot.failed_starts >= _STARTS_AT_MOST
+        useless = not slot.ready.is_set() and (status == HOPELESS or slot.failed_starts >= _STARTS_AT_MOST)
         if useless and self._reload:
             logger.error("worker %s cannot start: waiting for a change of its files", slot.name)
             self._changed.clear()

@@ -91,7 +91,7 @@ def _task_table(tasks: list[Task], *, params: bool, limit: int) -> RenderableTyp
             sorted({entry.worker_id for entry in task.task_state.worker_states}),
             None if task.next_claim_time is None else output.cell(task.next_claim_time, now=now),
             output.cell(task.task_state.create_time, now=now),
-            *([str(task.params)] if params else []),
+            *([output.one_line(task.params)] if params else []),
         ]
         for task in tasks
     ]
@@ -146,7 +146,7 @@ def _fact(value: object, now: datetime) -> Text:
     if isinstance(value, datetime):
         return Text(f"{value.isoformat(' ', 'milliseconds')}  ({output.age(value, now)})")
     if isinstance(value, (dict, list)):
-        return Text(output.printable(str(output.plain(value))))
+        return Text(output.printable(output.one_line(value)))
     return output.cell(value)
 
 
@@ -175,7 +175,9 @@ def _entries(task: Task, now: datetime) -> list[RenderableType]:
                 entry.state,
                 None if entry.start_time is None else entry.start_time.isoformat(" ", "milliseconds"),
                 None if lasted is None else f"{lasted.total_seconds():.3f} s",
-                entry.returns if entry.state == "SUCCESS" else (entry.fail_reason or "").partition("\n")[0],
+                output.one_line(entry.returns)
+                if entry.state == "SUCCESS"
+                else (entry.fail_reason or "").partition("\n")[0],
             ]
         )
         if entry.fail_reason and "\n" in entry.fail_reason:

@@ -21,7 +21,7 @@ from taskmesh.cli import FAILED, output
 from taskmesh.cli.connected import Collection, Database, Uri
 from taskmesh.cli.dump import dump_on_signal
 from taskmesh.cli.link import HOPELESS, Link
-from taskmesh.cli.loading import CannotLoad, load_mesh
+from taskmesh.cli.loading import CannotLoad, check_target, load_mesh
 from taskmesh.cli.notify import notify
 from taskmesh.cli.supervisor import Supervisor
 from taskmesh.consumer import Consumer
@@ -31,7 +31,6 @@ from taskmesh.mesh import TaskMesh
 
 logger = logging.getLogger("taskmesh.worker")
 
-_PARTS = 2
 _EXIT_DEADLINE_S = 10.0
 _LOOK_S = 0.2
 
@@ -114,9 +113,7 @@ def worker(
     SIGUSR1 writes all stacks and the running keys to standard error. With several processes SIGHUP replaces them
     one by one.
     """
-    module, colon, mesh = target.partition(":")
-    if not (module and colon and mesh):
-        raise typer.BadParameter(f"{target!r} is not of the form MODULE:MESH, like tasks:mesh")
+    check_target(target)
     link = Link.from_environment()
     options = WorkerOptions(
         target=target,
@@ -237,7 +234,6 @@ class _Worker:
                 await consumer.run(until_idle=options.until_idle)
             finally:
                 watching.cancel()
-                notify("STOPPING=1")
 
     def _introduce(self, consumer: Consumer) -> None:
         _banner(
@@ -253,7 +249,8 @@ class _Worker:
         while consumer.state == "ready":  # noqa: ASYNC110  # a consumer has no event for that
             await asyncio.sleep(0.01)
         self._link.say("ready")
-        notify("READY=1", f"STATUS=worker {consumer.worker_id} runs")
+        if not self._link.supervised:
+            notify("READY=1", f"STATUS=worker {consumer.worker_id} runs")
         limit = self._options.max_tasks
         while limit is not None and consumer.finished < limit:  # noqa: ASYNC110  # a count has no event
             await asyncio.sleep(_LOOK_S)
@@ -276,6 +273,8 @@ class _Worker:
             assert self._main is not None
             self._main.cancel()
             return
+        if not self._link.supervised:
+            notify("STOPPING=1")
         logger.info("%s: worker %s stops %s", why, consumer.worker_id, "gracefully" if self._stops == 1 else "at once")
         consumer.begin_stop(self._options.grace_ms if self._stops == 1 else 0)
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 from pymongo import AsyncMongoClient
+from pymongo.errors import PyMongoError
 from pymongo.read_concern import ReadConcern
 
 from taskmesh import rules
+from taskmesh.errors import TaskMeshError
 from taskmesh.store.driver import Document, Driver, checked
 
 WRITE_DEADLINE_MS = 5_000
@@ -29,8 +31,11 @@ class Store:
         """`client`: a URI, an `AsyncMongoClient` or an `AsyncIOMotorClient`. `now`: for tests, a literal time."""
         self._owned = isinstance(client, str)
         if self._owned:
-            client = AsyncMongoClient(client, appname="taskmesh", tz_aware=True)
+            client = _client_of(client)
         self.driver = Driver(client, database)
+        self._name(collection, now)
+
+    def _name(self, collection: str, now: rules.Expression) -> None:
         self.now = now
         prefix = "" if collection == "tasks" else f"{collection}."
         self.tasks = collection
@@ -91,6 +96,14 @@ class Store:
         """Close the connection, if it is ours."""
         if self._owned:
             await self.driver.close()
+
+
+def _client_of(uri: str) -> Any:
+    """Return a client. Raises `TaskMeshError` for a URI that is none; the driver names it in several ways."""
+    try:
+        return AsyncMongoClient[Any](uri, appname="taskmesh", tz_aware=True)
+    except (ValueError, PyMongoError) as error:
+        raise TaskMeshError(f"the MongoDB URI cannot be used: {error}") from error
 
 
 def run_sync(database: Any, command: Document) -> Document:

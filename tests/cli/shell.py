@@ -1,0 +1,235 @@
+"""Running `taskmesh` as a real process, and reading what it prints."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.waiting import wait_until
+
+DEADLINE_S = 60.0
+
+APP = '''
+"""A module as a user of taskmesh writes it."""
+
+import asyncio
+import os
+import time
+
+from taskmesh import TaskFailed, TaskMesh, TaskOption, current_task
+
+mesh = TaskMesh(os.environ.get("APP_URI"), database=os.environ.get("APP_DATABASE", "not_this_one"))
+quick = TaskOption(worker_timeout_ms=2_000, ping_interval_ms=500, unexpected_retry_delay_ms=100)
+
+
+@mesh.task(option=quick)
+async def add(a: int, b: int) -> int:
+    return a + b
+
+
+@mesh.task(option=quick)
+async def nap(ms: int) -> str:
+    await asyncio.sleep(ms / 1000)
+    return current_task().worker_id
+
+
+@mesh.task(option=quick)
+def block(ms: int) -> str:
+    time.sleep(ms / 1000)
+    return "ok"
+
+
+@mesh.task(option=quick)
+async def refuse(why: str) -> None:
+    raise TaskFailed(why)
+
+
+@mesh.task(option=quick)
+async def crash() -> None:
+    os._exit(3)
+
+
+@mesh.task(option=quick)
+async def grow(mb: int) -> str:
+    grow.__dict__["kept"] = b"x" * (mb * 1_000_000)
+    return current_task().worker_id
+'''
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a command that has ended left behind."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        """Its standard output, parsed."""
+        return json.loads(self.out)
+
+
+@dataclass
+class Started:
+    """A command that runs on."""
+
+    process: subprocess.Popen[bytes]
+    _out: Path
+    _err: Path
+
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        return self.process.pid
+
+    @property
+    def out(self) -> str:
+        """What it has printed so far."""
+        return self._out.read_text()
+
+    @property
+    def err(self) -> str:
+        """What it has logged so far."""
+        return self._err.read_text()
+
+    @property
+    def children(self) -> list[psutil.Process]:
+        """The processes that it has started and that run."""
+        with_zombies = psutil.Process(self.pid).children()
+        return [child for child in with_zombies if child.status() != psutil.STATUS_ZOMBIE]
+
+    def says(self, text: str, times: int = 1) -> None:
+        """Wait until it has printed or logged this, so often."""
+
+        def said() -> bool:
+            count = (self.out + self.err).count(text)
+            assert count >= times or self.process.poll() is None, f"it ended without {text!r}:\n{self.out}{self.err}"
+            return count >= times
+
+        try:
+            wait_until(said, DEADLINE_S, what=f"it says {text!r}")
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.out}{self.err}") from None
+
+    def signal(self, number: int) -> None:
+        """Send it a signal."""
+        self.process.send_signal(number)
+
+    def wait(self) -> int:
+        """Wait for its end, and return its exit status."""
+        try:
+            return self.process.wait(DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it goes on and on:\n{self.out}{self.err}") from None
+
+    def stop(self) -> int:
+        """Send SIGTERM, wait, and return its exit status."""
+        self.signal(signal.SIGTERM)
+        return self.wait()
+
+
+@dataclass
+class Shell:
+    """A directory with a module `app`, a database, and `taskmesh` to call."""
+
+    uri: str
+    database: str
+    directory: Path
+    stack: ExitStack
+    environment: dict[str, str] = field(default_factory=dict)
+    _started: int = 0
+
+    def __call__(self, *words: str, typed: str | None = None, **environment: str) -> Ended:
+        """Run a command to its end."""
+        done = subprocess.run(
+            self._command(words),
+            input=typed,
+            stdin=subprocess.DEVNULL if typed is None else None,
+            capture_output=True,
+            text=True,
+            cwd=self.directory,
+            env=self._environment(environment),
+            timeout=DEADLINE_S,
+            check=False,
+        )
+        return Ended(done.returncode, done.stdout, done.stderr)
+
+    def done(self, *words: str, typed: str | None = None, **environment: str) -> Ended:
+        """Run a command that must succeed."""
+        ended = self(*words, typed=typed, **environment)
+        assert ended.status == 0, f"{words}: {ended}"
+        return ended
+
+    def start(self, *words: str, **environment: str) -> Started:
+        """Start a command; it is killed at the end of the test, with all its children."""
+        self._started += 1
+        paths = [self.directory / f"{self._started}.{name}" for name in ("out", "err")]
+        with paths[0].open("wb") as out, paths[1].open("wb") as err:
+            process = subprocess.Popen(
+                self._command(words),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                cwd=self.directory,
+                env=self._environment(environment),
+                start_new_session=True,
+            )
+        self.stack.callback(_kill_tree, process)
+        return Started(process, *paths)
+
+    def worker(self, *words: str, **environment: str) -> Started:
+        """Start `taskmesh worker app:mesh`, and wait until it works."""
+        started = self.start("worker", "app:mesh", *words, **environment)
+        started.says("at once\n", times=2 if "--processes" not in words else int(words[words.index("--processes") + 1]))
+        return started
+
+    def status(self, name: str, key: str) -> str:
+        """Ask for a task's status."""
+        return str(self.done("show", name, key, "--json").json["status"])
+
+    def until(self, status: str, name: str, key: str) -> None:
+        """Wait until a task has this status."""
+        wait_until(lambda: self.status(name, key) == status, DEADLINE_S, what=f"{name} {key} is {status}")
+
+    def _command(self, words: tuple[str, ...]) -> list[str]:
+        return [str(Path(sys.executable).with_name("taskmesh")), *words]
+
+    def _environment(self, more: dict[str, str]) -> dict[str, str]:
+        base = {name: value for name, value in os.environ.items() if not name.startswith("TASKMESH_")}
+        ours = {"TASKMESH_URI": self.uri, "TASKMESH_DATABASE": self.database, "PYTHONDONTWRITEBYTECODE": "1"}
+        merged = base | ours | self.environment | more
+        return {name: value for name, value in merged.items() if value}  # "" takes one away
+
+
+@contextmanager
+def shell_in(directory: Path, uri: str, database: str) -> Iterator[Shell]:
+    """Return a shell whose processes are gone at the end."""
+    (directory / "app.py").write_text(APP)
+    with ExitStack() as stack:
+        yield Shell(uri, database, directory, stack)
+
+
+def _kill_tree(process: subprocess.Popen[bytes]) -> None:
+    try:
+        family = psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        family = []
+    process.kill()
+    process.wait()
+    for child in family:
+        try:
+            child.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(family, timeout=DEADLINE_S)

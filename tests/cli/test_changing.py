@@ -1,0 +1,40 @@
+"""`taskmesh retry`, `cancel`, `delete`: one task."""
+
+from __future__ import annotations
+
+from tests.cli.shell import Shell
+
+
+def test_retry_makes_a_failed_task_wait_again(taskmesh: Shell) -> None:
+    taskmesh.done("publish", "refuse", "k", '{"why": "no"}')
+    taskmesh.done("worker", "app:mesh", "--until-idle")
+    assert taskmesh.status("refuse", "k") == "FAIL"
+    assert taskmesh.done("retry", "refuse", "k").out == "refuse k will run again\n"
+    assert taskmesh.status("refuse", "k") == "INIT"
+    assert taskmesh.done("retry", "refuse", "k", "--json").json["status"] == "INIT"
+
+
+def test_cancel_stops_what_runs(taskmesh: Shell) -> None:
+    worker = taskmesh.worker()
+    taskmesh.done("publish", "nap", "k", '{"ms": 60000}')
+    taskmesh.until("RUNNING", "nap", "k")
+    assert taskmesh("retry", "nap", "k").status == 1
+    assert taskmesh.done("cancel", "nap", "k", "--json").json["status"] == "CANCELLED"
+    assert worker.stop() == 0
+
+
+def test_cancel_leaves_a_finished_task_as_it_is_and_says_so(taskmesh: Shell) -> None:
+    taskmesh.done("publish", "add", "k", '{"a": 1, "b": 2}')
+    taskmesh.done("worker", "app:mesh", "--until-idle")
+    assert taskmesh.done("cancel", "add", "k").out == "add k was finished already: SUCCESS\n"
+
+
+def test_delete_removes_the_task_and_prints_it_as_it_was(taskmesh: Shell) -> None:
+    taskmesh.done("publish", "add", "k", '{"a": 1, "b": 2}')
+    assert taskmesh.done("delete", "add", "k", "--yes", "--json").json["params"] == {"a": 1, "b": 2}
+    assert taskmesh("show", "add", "k").status == 1
+
+
+def test_wrong_usage_ends_with_2(taskmesh: Shell) -> None:
+    for words in (["retry"], ["retry", "add"], ["cancel", "add", "k", "more"], ["delete", "add", "k", "--what"]):
+        assert taskmesh(*words).status == 2, words

@@ -1,0 +1,158 @@
+"""`taskmesh ls`, `show` and `explain`."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from datetime import datetime
+
+import pytest
+from pymongo import MongoClient
+
+from tests.cli.shell import Shell, shell_in
+
+
+@pytest.fixture(scope="module")
+def three(mongo_uri: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
+    """A finished task, a failed one, and one that waits in another queue; for tests that only look."""
+    with shell_in(tmp_path_factory.mktemp("three"), mongo_uri, f"test_{uuid.uuid4().hex[:16]}") as shell:
+        _fill(shell)
+        yield shell
+        with MongoClient[dict[str, object]](mongo_uri) as client:
+            client.drop_database(shell.database)
+
+
+def _fill(taskmesh: Shell) -> None:
+    taskmesh.done("publish", "add", "sum", '{"a": 1, "b": 2}')
+    taskmesh.done("publish", "refuse", "no", '{"why": "it rained"}')
+    taskmesh.done("publish", "nap", "later", '{"ms": 1}', "--queue", "slow", "--priority", "3")
+    taskmesh.done("worker", "app:mesh", "--queues", "default", "--until-idle", "--worker-id", "w1")
+
+
+@pytest.mark.parametrize(
+    ("filters", "keys"),
+    [
+        ([], ["sum", "later", "no"]),
+        (["--name", "add"], ["sum"]),
+        (["--status", "FAIL"], ["no"]),
+        (["--status", "fail", "--status", "success"], ["sum", "no"]),
+        (["--queue", "slow"], ["later"]),
+        (["--key-prefix", "la"], ["later"]),
+        (["--name", "nap", "--status", "SUCCESS"], []),
+        (["--limit", "1"], ["sum"]),
+        (["--newest", "--limit", "1"], ["later"]),
+    ],
+)
+def test_filters(three: Shell, filters: list[str], keys: list[str]) -> None:
+    assert [task["key"] for task in three.done("ls", "--json", *filters).json] == keys
+
+
+def test_tasks_as_a_table(three: Shell) -> None:
+    header, *rows = three.done("ls").out.splitlines()
+    assert header.split() == ["NAME", "KEY", "STATUS", "QUEUE", "PRIO", "FAILED", "LOST", "WORKERS", "NEXT", "CREATED"]
+    assert [row.split()[:8] for row in rows] == [
+        ["add", "sum", "SUCCESS", "default", "0", "0", "0", "w1"],
+        ["nap", "later", "INIT", "slow", "3", "0", "0", "–"],
+        ["refuse", "no", "FAIL", "default", "0", "1", "0", "w1"],
+    ]
+
+
+def test_params_are_listed_only_when_asked_for(three: Shell) -> None:
+    assert "params" not in three.done("ls", "--json", "--name", "add").json[0]
+    assert three.done("ls", "--json", "--name", "add", "--params").json[0]["params"] == {"a": 1, "b": 2}
+    assert '{"a": 1, "b": 2}' in three.done("ls", "--params").out
+
+
+def test_a_full_page_says_that_there_may_be_more(three: Shell) -> None:
+    assert "the first 2; --limit 0 lists all" in three.done("ls", "--limit", "2").out
+    assert "first" not in three.done("ls", "--limit", "4").out
+
+
+def test_no_tasks_at_all(taskmesh: Shell) -> None:
+    assert taskmesh.done("ls").out == "no tasks\n"
+    assert taskmesh.done("ls", "--json").json == []
+
+
+def test_one_task_as_json(three: Shell) -> None:
+    task = three.done("show", "add", "sum", "--json").json
+    assert (task["name"], task["key"], task["status"], task["queue"]) == ("add", "sum", "SUCCESS", "default")
+    [entry] = task["task_state"]["worker_states"]
+    assert (entry["worker_id"], entry["state"], entry["returns"]) == ("w1", "SUCCESS", 3)
+    for moment in (task["task_state"]["create_time"], entry["start_time"], entry["success_time"]):
+        assert datetime.fromisoformat(moment).tzinfo is not None
+
+
+def test_one_task_for_people(three: Shell) -> None:
+    shown = three.done("show", "refuse", "no").out
+    assert '{"why": "it rained"}' in shown
+    assert "FAIL" in shown
+    assert "it rained" in shown.splitlines()[-1]
+
+
+def test_a_task_that_is_not_there(taskmesh: Shell) -> None:
+    for command in ("show", "explain", "retry", "cancel", "delete"):
+        ended = taskmesh(command, "add", "nobody")
+        assert (ended.status, ended.out) == (1, ""), command
+        assert ended.err.startswith("taskmesh: there is no task"), command
+        assert len(ended.err.splitlines()) == 1
+
+
+def test_explain_begins_with_a_sentence(three: Shell) -> None:
+    three.done("pause", "slow", "--reason", "maintenance")
+    assert "finished: SUCCESS" in three.done("explain", "add", "sum").out.splitlines()[0]
+    told = three.done("explain", "nap", "later").out
+    assert "Nobody can claim it" in told.splitlines()[0]
+    first_gate = told.splitlines()[4].split()
+    assert first_gate[:2] == ["SHUT", "queue"]
+    three.done("resume", "slow")
+    assert "It can be claimed now" in three.done("explain", "nap", "later").out.splitlines()[0]
+
+
+def test_explain_for_one_worker_as_json(three: Shell) -> None:
+    [explanation] = three.done("explain", "nap", "later", "--worker-id", "w9", "--json").json
+    assert explanation["worker_id"] == "w9"
+    assert explanation["claimable"] is True
+    assert {"name", "open", "reason"} <= explanation["gates"][0].keys()
+    assert all(gate["open"] for gate in explanation["gates"])
+
+
+def test_what_users_put_into_keys_cannot_move_the_terminals_cursor(taskmesh: Shell) -> None:
+    key = "\x1b[31mred\x1b[2J [bold]b[/bold] \u202ex"
+    taskmesh.done("publish", "add", key)
+    for shown in (taskmesh.done("ls").out, taskmesh.done("show", "add", key).out):
+        assert "\x1b" not in shown
+        assert "\u202e" not in shown
+        assert "\\x1b[31mred\\x1b[2J [bold]b[/bold] \\u202ex" in shown
+    assert taskmesh.done("ls", "--json").json[0]["key"] == key
+
+
+def test_a_pipe_gets_no_colours_and_every_row_whole(taskmesh: Shell) -> None:
+    key = "k" * 400
+    taskmesh.done("publish", "add", key)
+    assert f"add   {key}  INIT" in taskmesh.done("ls", COLUMNS="40").out
+
+
+def test_odd_values_become_json(taskmesh: Shell, mongo_uri: str, database: str) -> None:
+    taskmesh.done("publish", "add", "k")
+    with MongoClient[dict[str, object]](mongo_uri) as client:
+        odd = {"nan": float("nan"), "bytes": b"\x00\xff", "time": datetime(2026, 1, 2, 3, 4), "deep": [{"x": b""}]}  # noqa: DTZ001  # as MongoDB stores it
+        client[database].tasks.update_one({"_id": "add:k"}, {"$set": {"params": odd, "mine": {"a": 1}}})
+    task = taskmesh.done("show", "add", "k", "--json").json
+    assert task["params"] == {
+        "nan": "nan",
+        "bytes": "AP8=",
+        "time": "2026-01-02T03:04:00+00:00",
+        "deep": [{"x": ""}],
+    }
+    assert task["extra"] == {"mine": {"a": 1}}
+    assert "AP8=" in taskmesh.done("show", "add", "k").out
+
+
+def test_watch_shows_it_again_until_ctrl_c(taskmesh: Shell) -> None:
+    watching = taskmesh.start("ls", "--watch", "0.1", "--json")
+    watching.says("[]\n", times=3)
+    taskmesh.done("publish", "add", "k")
+    watching.says('"key": "k"')
+    watching.signal(2)
+    assert watching.wait() == 0
+    assert "Traceback" not in watching.err

@@ -1,0 +1,93 @@
+"""What every command has in common: where it connects, and how it ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from taskmesh.cli.connected import patient_for
+from taskmesh.embedded import Mongod
+from tests.cli.shell import Shell
+
+
+def test_the_place_can_be_given_after_the_command_before_it_and_by_environment(taskmesh: Shell) -> None:
+    there = ["--uri", taskmesh.uri, "--database", taskmesh.database]
+    nothing = {"TASKMESH_URI": "", "TASKMESH_DATABASE": ""}
+    taskmesh.done("publish", "add", "k")
+    for words in (["ls", "--json", *there], [*there, "ls", "--json"]):
+        assert [task["key"] for task in taskmesh.done(*words, **nothing).json] == ["k"]
+    assert [task["key"] for task in taskmesh.done("ls", "--json").json] == ["k"]
+
+
+def test_an_option_counts_more_than_the_environment(taskmesh: Shell) -> None:
+    taskmesh.done("publish", "add", "k")
+    assert taskmesh.done("ls", "--json", "--database", f"{taskmesh.database}_other").json == []
+
+
+def test_another_collection(taskmesh: Shell) -> None:
+    taskmesh.done("publish", "add", "k", "--collection", "jobs")
+    assert taskmesh.done("ls", "--json").json == []
+    assert len(taskmesh.done("ls", "--json", "--collection", "jobs").json) == 1
+
+
+@pytest.mark.parametrize("words", [["nothing"], ["ls", "--nothing"], ["ls", "--limit", "x"], ["ls", "--status", "x"]])
+def test_wrong_usage_ends_with_2(taskmesh: Shell, words: list[str]) -> None:
+    ended = taskmesh(*words)
+    assert (ended.status, ended.out) == (2, "")
+    assert "Traceback" not in ended.err
+
+
+def test_help_and_version_end_with_0(taskmesh: Shell) -> None:
+    assert "worker" in taskmesh.done("--help").out
+    assert taskmesh.done("--version").out.startswith("taskmesh ")
+    for command in ("worker", "demo", "dev", "publish", "ls", "explain", "web"):
+        assert "Usage" in taskmesh.done(command, "--help").out
+
+
+@pytest.mark.parametrize(
+    ("uri", "told"),
+    [
+        ("mongodb://127.0.0.1:1/?serverSelectionTimeoutMS=200", "no MongoDB answers at 127.0.0.1:1"),
+        ("mongodb://127.0.0.1:x/", "the MongoDB URI cannot be used: "),
+        ("mongodb://[/", "the MongoDB URI cannot be used: "),
+        ("nonsense", "this is no MongoDB URI"),
+    ],
+)
+def test_a_database_that_cannot_be_reached_is_told_in_a_sentence(taskmesh: Shell, uri: str, told: str) -> None:
+    ended = taskmesh("ls", "--uri", uri)
+    assert (ended.status, ended.out) == (1, "")
+    assert ended.err.startswith(f"taskmesh: {told}")
+    assert len(ended.err.splitlines()) == 1
+
+
+def test_t23_a_standalone_server_is_refused_with_the_remedy(taskmesh: Shell, standalone_mongod: Mongod) -> None:
+    for words in (["ls"], ["worker", "app:mesh"]):
+        ended = taskmesh(*words, "--uri", standalone_mongod.uri)
+        assert ended.status == 1
+        assert "--replSet" in ended.err.splitlines()[-1]
+        assert "Traceback" not in ended.err
+
+
+def test_without_the_extra_it_says_what_to_install() -> None:
+    script = "import sys; sys.modules['typer'] = None; from taskmesh.cli import main; main()"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr == "taskmesh: the command line needs typer: pip install 'taskmesh[cli]'\n"
+
+
+@pytest.mark.parametrize(
+    ("uri", "expected"),
+    [
+        ("mongodb://h", "mongodb://h/?serverSelectionTimeoutMS=5"),
+        (
+            "mongodb://u:p%40@a:1,b:2/?replicaSet=rs0",
+            "mongodb://u:p%40@a:1,b:2/?replicaSet=rs0&serverSelectionTimeoutMS=5",
+        ),
+        ("mongodb://h/?serverselectiontimeoutms=9", "mongodb://h/?serverselectiontimeoutms=9"),
+        ("mongodb+srv://h/db", "mongodb+srv://h/db?serverSelectionTimeoutMS=5"),
+    ],
+)
+def test_a_command_is_less_patient_than_a_service(uri: str, expected: str) -> None:
+    assert patient_for(uri, 5) == expected
