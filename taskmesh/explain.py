@@ -35,7 +35,7 @@ class Explanation(BaseModel):
     worker_id: str
     claimable: bool
     next_claim_time: datetime | None
-    """The earliest time at which this worker could claim it, as things stand; None: not by time alone."""
+    """The earliest time at which this worker could claim it if nobody touches it; None: not by time alone."""
     gates: list[Gate]
 
 
@@ -52,7 +52,12 @@ async def explain(store: Store, id_: str, worker_id: str | None) -> list[Explana
         evaluated = {f"g{i}": {"$ifNull": [gate, None]} for i, gate in enumerate(gates.values())}
         fields: Document = {"now": store.now, "gates": rules.with_facts(store.now, evaluated), "task": "$$ROOT"}
         cursor = await store.driver.aggregate(
-            store.tasks, [{"$match": {"_id": id_}}, {"$project": fields}, {"$unset": "task.params"}]
+            store.tasks,
+            [
+                {"$match": {"_id": id_, "$expr": {"$not": [rules.is_forgotten(store.now)]}}},
+                {"$project": fields},
+                {"$unset": "task.params"},
+            ],
         )
         found = await cursor.to_list(None)
         if not found:
@@ -74,9 +79,7 @@ def _queue_gate(queue: QueueInfo, task: Document) -> Gate:
         opens_at = queue.paused_until if queue.paused else queue.next_start
         return Gate(name="queue", open=False, reason=f"queue {queue.queue!r} is shut: {why}", opens_at=opens_at)
     if limit is not None and running >= limit:
-        return Gate(
-            name="queue", open=False, reason=f"{running} of at most {limit} executions of group {group!r} run"
-        )
+        return Gate(name="queue", open=False, reason=f"{running} of at most {limit} executions of group {group!r} run")
     return Gate(name="queue", open=True, reason=f"queue {queue.queue!r} is open{_room(queue)}")
 
 
@@ -112,9 +115,12 @@ def _explanation(
         gates.append(_worker_gate(worker))
     claimable = all(gate.open for gate in gates)
     latest = max((moment for moment in (*opens.values(), queue.opens_at) if moment is not None), default=now)
-    by_time = all(gate.open or gate.opens_at is not None for gate in gates)
+    opens_at = max(latest, now)
+    # By then it may have expired, or failed by the last lease that was allowed to run out.
+    finished_before = task.get("settle_time") is not None and task["settle_time"] <= opens_at
+    by_time = all(gate.open or gate.opens_at is not None for gate in gates) and not finished_before
     return Explanation(
-        worker_id=worker_id, claimable=claimable, next_claim_time=max(latest, now) if by_time else None, gates=gates
+        worker_id=worker_id, claimable=claimable, next_claim_time=opens_at if by_time else None, gates=gates
     )
 
 
@@ -143,7 +149,7 @@ def _reason(gate: str, task: Document, worker_id: str, moment: datetime | None, 
         "retries left": f"{fails} FAIL, max_unexpected_retries {option.get('max_unexpected_retries')}",
         "timeouts left": f"{state.get('timeout_cnt', 0) + lost} lost in a row, max_timeouts {option.get('max_timeouts')}",
         "retry delay": f"{fails} FAIL, {delay}",
-        "own retry delay": delay,
+        "delay asked for": f"Retry or Snooze until {state.get('resume_time') or 'no time'}",
         "worker allowed": f"specific_worker_ids {', '.join(option.get('specific_worker_ids', [])) or 'any'}",
         "not twice": f"{sum(e['worker_id'] == worker_id for e in live + done)} live or successful entries of {worker_id}",
     }

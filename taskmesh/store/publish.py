@@ -136,11 +136,14 @@ async def publish(store: Store, publications: Sequence[Publication], now: dateti
     `not_update_running`; of several, the others are done all the same.
     """
     results: dict[int, Published] = {}
+    refused: list[TaskRunning] = []
     for batch in _batches(publications):
         duplicates = await _insert(store, [publications[i] for i in batch], now)
         existing = [i for place, i in enumerate(batch) if place in duplicates]
         results |= {i: Published(created=True) for place, i in enumerate(batch) if place not in duplicates}
-        results |= await _treat_existing(store, {i: publications[i] for i in existing}, now)
+        results |= await _treat_existing(store, {i: publications[i] for i in existing}, now, refused)
+    if refused:
+        raise refused[0]
     return [results[i] for i in range(len(publications))]
 
 
@@ -173,7 +176,10 @@ async def _insert(store: Store, publications: list[Publication], now: datetime) 
     return set()
 
 
-async def _treat_existing(store: Store, existing: dict[int, Publication], now: datetime) -> dict[int, Published]:
+async def _treat_existing(
+    store: Store, existing: dict[int, Publication], now: datetime, refused: list[TaskRunning]
+) -> dict[int, Published]:
+    """Those that met a running task and must not disturb it are added to `refused`."""
     if not existing:
         return {}
     untouched = {i: publication for i, publication in existing.items() if not publication.changes_existing}
@@ -185,9 +191,12 @@ async def _treat_existing(store: Store, existing: dict[int, Publication], now: d
             *(_change_existing(store, existing[i], now) for i in chunk), return_exceptions=True
         )
         for i, outcome in zip(chunk, outcomes, strict=True):
-            if isinstance(outcome, BaseException):
+            if isinstance(outcome, TaskRunning):
+                refused.append(outcome)
+            elif isinstance(outcome, BaseException):
                 raise outcome
-            results[i] = outcome
+            else:
+                results[i] = outcome
     return results
 
 
@@ -249,6 +258,10 @@ async def _change_existing(store: Store, publication: Publication, now: datetime
 _running = {"$and": [{"$ne": ["$$live", []]}, {"$eq": ["$status", "RUNNING"]}]}
 
 
+_COUNTED_AGAINST = ("dropped_fail_cnt", "losses", "lost_cnt", "resume_time", "reopened_by")
+"""What `clean_failed` forgets, beside the entries and `timeout_cnt`."""
+
+
 def change_pipeline(publication: Publication, now: datetime, at: rules.Expression) -> list[Document]:
     """Apply a publication to an existing task. What changes nothing leaves the document as it was, event and all."""
     stages: list[Document] = [
@@ -264,6 +277,9 @@ def change_pipeline(publication: Publication, now: datetime, at: rules.Expressio
     for wanted, state in ((publication.clean_success, "SUCCESS"), (publication.clean_failed, "FAIL")):
         if wanted:
             stages.append({"$set": {"task_state": {"$cond": [running, "$task_state", _without(state, at)]}}})
+    if publication.clean_failed:
+        forgotten = {name: {"$cond": [running, f"$task_state.{name}", "$$REMOVE"]} for name in _COUNTED_AGAINST}
+        stages.append({"$set": {"task_state": forgotten}})
     unchanged = {
         "$and": [{"$eq": [f"${field}", f"$_before.{field}"]} for field in ("params", "task_option", "task_state")]
     }
@@ -299,18 +315,14 @@ def _new_wish(publication: Publication, now: datetime) -> Document:
 
 
 def _without(state: str, at: rules.Expression) -> rules.Expression:
-    """`task_state` without the entries of this state.
-
-    Without failures nothing counts against the task any more, leases that ran out neither.
-    """
+    """`task_state` without the entries of this state; without failures, a lease that ran out counts no more either."""
     dropped: rules.Expression = {"$eq": ["$$this.state", state]}
     if state == "FAIL":
         dropped = {"$or": [dropped, rules.is_lost(at)]}
-    entries = {"$filter": {"input": rules.ENTRIES, "cond": {"$not": [dropped]}}}
-    if state == "SUCCESS":
-        return {"$mergeObjects": ["$task_state", {"worker_states": entries}]}
-    kept = ("create_time", "start_time", "expire_time", "cancel_time", "wanted", "params_version", "progress")
-    return {**{name: f"$task_state.{name}" for name in kept}, "timeout_cnt": 0, "worker_states": entries}
+    changes: Document = {"worker_states": {"$filter": {"input": rules.ENTRIES, "cond": {"$not": [dropped]}}}}
+    if state == "FAIL":
+        changes["timeout_cnt"] = 0
+    return {"$mergeObjects": ["$task_state", changes]}
 
 
 async def publish_in_session(store: Store, publication: Publication, now: datetime, session: Any) -> Published:
