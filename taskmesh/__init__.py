@@ -2,7 +2,8 @@
 
 In reading order, as a task lives: `option` and `task` (what is stored), `rules` (who may claim what when), `definition` and
 `params` (publishing), `mesh` (the front door), `store` (every read and write), `consumer` (running), `feed`, `results` and
-`events` (hearing of it), `explain`, `stats`, `workers`; beside them `embedded`, `cli` and `web`.
+`events` (hearing of it), `queues` (pauses and limits), `periodic` and `ticks`, `explain`, `stats`, `workers`; beside
+them `embedded`, `cli` and `web`.
 """
 
 from taskmesh.consumer import Consumer
@@ -34,6 +35,7 @@ from taskmesh.events import TaskEvent
 from taskmesh.explain import Explanation, Gate
 from taskmesh.mesh import TaskMesh
 from taskmesh.option import TaskOption
+from taskmesh.periodic import ScheduleInfo, Tick
 from taskmesh.queues import QueueInfo, QueueLimits
 from taskmesh.stats import Stats
 from taskmesh.task import LogLine, Progress, Status, Task, TaskState, WorkerState
@@ -58,6 +60,7 @@ __all__ = [
     "QueueInfo",
     "QueueLimits",
     "Retry",
+    "ScheduleInfo",
     "Snooze",
     "Stats",
     "Status",
@@ -77,6 +80,7 @@ __all__ = [
     "TaskRunning",
     "TaskState",
     "TaskTooLarge",
+    "Tick",
     "WorkerIdTaken",
     "WorkerInfo",
     "WorkerState",

@@ -24,6 +24,7 @@ from taskmesh.option import TaskOption
 from taskmesh.params import checked_size
 from taskmesh.portal import portal_loop, run_blocking
 from taskmesh.queues import QueueInfo, read_queues, set_group_limit, set_limit
+from taskmesh.scheduling import Scheduling
 from taskmesh.results import Results
 from taskmesh.stats import Stats, read_stats
 from taskmesh.store import Store, control, find, fleet, schema
@@ -41,7 +42,7 @@ logger = logging.getLogger("taskmesh")
 PUBLISH_DEADLINE_S = 30.0
 
 
-class TaskMesh:
+class TaskMesh(Scheduling):
     """A set of task definitions on a MongoDB collection.
 
     `client`: a MongoDB URI, a `pymongo.AsyncMongoClient` or a `motor.motor_asyncio.AsyncIOMotorClient`. None: the URI in
@@ -52,6 +53,7 @@ class TaskMesh:
         self._client = client
         self._database = database
         self._collection = collection
+        self._declarations = {}
         self.definitions: dict[str, TaskDefinition[Any, Any]] = {}
         self._store: Store | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -76,6 +78,9 @@ class TaskMesh:
         queue: str = "default",
         option: TaskOption | None = None,
         run: Run | None = None,
+        cron: str | None = None,
+        interval_ms: int | None = None,
+        timezone: str = "UTC",
         projection: Sequence[str] | None = None,
     ) -> _Decorator: ...
 
@@ -88,12 +93,16 @@ class TaskMesh:
         queue: str = "default",
         option: TaskOption | None = None,
         run: Run | None = None,
+        cron: str | None = None,
+        interval_ms: int | None = None,
+        timezone: str = "UTC",
         projection: Sequence[str] | None = None,
     ) -> Any:
         """Define a task: a decorator, with or without arguments.
 
         `name`: the function's, by default. `run`: `"async"`, `"thread"` (the default for plain functions) or `"process"`.
-        `projection`: load only these params at execution; the others keep their defaults.
+        `projection`: load only these params at execution; the others keep their defaults. `cron`, `interval_ms`,
+        `timezone`: run it periodically, with the defaults of its params; `every` can say more.
         """
         if option is not None and not isinstance(option, TaskOption):
             raise InvalidOption(f"option is a TaskOption, not {option!r}")
@@ -105,6 +114,8 @@ class TaskMesh:
             )
             if definition.name in self.definitions:
                 raise InvalidOption(f"a task {definition.name!r} is defined already: give one of them another name")
+            if cron is not None or interval_ms is not None:
+                self.every(definition, cron=cron, interval_ms=interval_ms, timezone=timezone)
             self.definitions[definition.name] = definition
             return definition
 
@@ -158,6 +169,7 @@ class TaskMesh:
         self._store, self.clock, self._loop, self._pid = store, clock, asyncio.get_running_loop(), os.getpid()
         self.feed = Feed(store)
         self._results = Results(store, self.feed)
+        await self.store_declarations()
         self._registry = Registry(store)
 
     async def close(self) -> None:
@@ -261,6 +273,13 @@ class TaskMesh:
             )
             for publication, result in zip(publications, published, strict=True)
         ]
+    @staticmethod
+    def publication(
+        name: str, key: str, params: dict[str, Any], size: int, configuration: Configuration
+    ) -> Publication:
+        """Return the task to publish, from params that were checked."""
+        return _publication(name, key, params, size, configuration)
+
 
     async def _published(self, store: Store, publications: list[Publication]) -> list[Published]:
         """Publish, and again while the database is away, up to a deadline: a repeated publish is known by its `publish_id`."""

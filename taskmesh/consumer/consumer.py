@@ -34,6 +34,7 @@ from taskmesh.consumer.pinger import Pinger
 from taskmesh.consumer.registration import Registration
 from taskmesh.consumer.reporter import Reporter
 from taskmesh.consumer.scanner import Scanner
+from taskmesh.consumer.ticker import Ticker
 from taskmesh.errors import InvalidOption, WorkerIdTaken
 from taskmesh.events import EventReader
 from taskmesh.store import fleet
@@ -257,6 +258,7 @@ class Consumer:
             page=max(1_000, min(5_000, 4 * self._concurrency)),
         )
         self._listener = Listener(
+        self._ticker = Ticker(store, self._mesh.publication_of_tick)
             self._mesh.feed,
             store,
             self.worker_id,
@@ -297,6 +299,7 @@ class Consumer:
         loops.start_soon(self._listener.run, name="taskmesh listener")
         loops.start_soon(self._reporter.run, name="taskmesh reporter")
         assert self._registration is not None
+        loops.start_soon(self._ticker.run, name="taskmesh ticker")
         loops.start_soon(self._registration.run, name="taskmesh registration")
         self._registration.show_soon()
         self._scanner.order_scan()

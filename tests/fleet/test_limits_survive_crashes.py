@@ -18,6 +18,8 @@ from pymongo.collection import Collection
 from pymongo.read_concern import ReadConcern
 
 from taskmesh import TaskMesh
+from taskmesh.store import limits
+from taskmesh.store.claim import claim
 from tests.fleet.sampling import most_starts_within
 from tests.processes.fleet import Fleet, Worker
 from tests.processes.handlers import Handlers, define
@@ -79,7 +81,7 @@ async def kill_some(fleet: Fleet, workers: list[Worker], chance: random.Random, 
             next_kill = anyio.current_time() + chance.uniform(0.3, 1.2)
             place = chance.randrange(len(workers))
             await anyio.to_thread.run_sync(workers[place].kill)
-            workers[place] = await anyio.to_thread.run_sync(lambda: fleet.start())
+            workers[place] = await anyio.to_thread.run_sync(fleet.start)
     return looks
 
 
@@ -132,8 +134,6 @@ async def test_t40_no_window_holds_more_starts_than_the_rate_while_workers_are_k
 
 async def test_t40_a_lost_booking_is_written_off(mesh: TaskMesh, handlers: Handlers, fleet: Fleet) -> None:
     """A worker that dies between its booking and its claim takes no room for longer than a booking is good."""
-    from taskmesh.store import limits
-
     await mesh.set_limit("narrow", running=1)
     booking = await limits.book(mesh.store, "narrow", "dead", [limits.Wish("work:nobody", None)])
     assert booking is not None
@@ -145,8 +145,6 @@ async def test_t40_a_lost_booking_is_written_off(mesh: TaskMesh, handlers: Handl
 
 async def test_t40_nothing_is_claimed_on_a_booking_that_was_written_off(mesh: TaskMesh) -> None:
     """A worker that was frozen after its booking claims nothing when it goes on."""
-    from taskmesh.store import limits
-    from taskmesh.store.claim import claim
 
     @mesh.task(queue="narrow")
     async def work() -> None:

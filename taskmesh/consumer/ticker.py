@@ -1,0 +1,103 @@
+"""The ticker: publishes what periodic tasks have ticked. Every worker has one, and whichever comes first does it.
+
+If it dies in between, the next worker finds the schedule as it was, the tick perhaps published already, and goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from zlib import crc32
+
+from pymongo.errors import PyMongoError
+
+from taskmesh.consumer.pause import until, varied
+from taskmesh.errors import TaskMeshError
+from taskmesh.periodic import key_of, ticks_to_publish
+from taskmesh.store import Store, schedules
+from taskmesh.store.driver import Document
+from taskmesh.store.publish import Publication
+from taskmesh.store.schedules import Attendance
+from taskmesh.task import task_id
+
+logger = logging.getLogger("taskmesh.ticker")
+
+_LOOK_EVERY_S = 1.0
+_WHEN_OTHERS_ARE_AT_IT_S = 0.02
+
+
+class Ticker:
+    """The periodic tasks, as one worker looks after them."""
+
+    def __init__(self, store: Store, publication: Callable[[Document, str, datetime | None], Publication]) -> None:
+        """`publication` makes the task of a tick from a schedule, a key and a start time."""
+        self._store = store
+        self._publication = publication
+        self._wake = asyncio.Event()
+        self._told: set[str] = set()
+        self.published = 0
+
+    async def run(self) -> None:
+        """Look after the schedules for ever."""
+        while True:
+            try:
+                pause = await self.run_once()
+            except PyMongoError as error:
+                logger.debug("could not look after the schedules (%s): trying again", type(error).__name__)
+                pause = _LOOK_EVERY_S
+            await until(self._wake, pause)
+
+    async def run_once(self) -> float:
+        """Publish what has ticked; return how many seconds to wait before the next look."""
+        waiting = await schedules.due(self._store)
+        if not waiting:
+            return varied(_LOOK_EVERY_S, 0.1)
+        attendance = await schedules.attend(self._store)
+        pause = varied(_LOOK_EVERY_S, 0.1)
+        for schedule in waiting:
+            if schedule["next_time"] > attendance.now:
+                ahead: float = (schedule["next_time"] - attendance.now).total_seconds()
+                return min(pause, ahead + 0.001)
+            pause = min(pause, await self._look_after(schedule, attendance))
+        return pause
+
+    async def _look_after(self, schedule: Document, attendance: Attendance) -> float:
+        """Publish the ticks of one schedule; return when to look at it again."""
+        id_ = schedule["_id"]
+        try:
+            ticks, next_time = ticks_to_publish(schedule, attendance)
+            made = [self._task_of(schedule, tick) for tick in ticks]
+        except TaskMeshError as error:  # cronsim is missing here, or the settings are of another release
+            if id_ not in self._told:
+                self._told.add(id_)
+                logger.warning("schedule %r is left to other workers: %s", id_, error)
+            return _LOOK_EVERY_S
+        kept = made
+        if schedule["overlap"] == "skip":
+            kept = [] if await self._before_is_unfinished(schedule) else made[:1]
+        notes = [
+            {"time": tick, "key": publication.key, "kind": "published" if place < len(kept) else "overlapped"}
+            for place, (tick, publication) in enumerate(zip(ticks, made, strict=True))
+        ]
+        created, moved = await schedules.publish_ticks(self._store, schedule, kept, notes, next_time)
+        self.published += created
+        if created:
+            logger.info("schedule %s ticked: published %d, up to %s", id_, created, kept[-1].key)
+        if not moved:
+            return varied(_WHEN_OTHERS_ARE_AT_IT_S, 0.5)
+        if len(kept) < len(made):
+            logger.info("schedule %s ticked while the task before was not finished: left out", id_)
+        return 0.0
+
+    def _task_of(self, schedule: Document, tick: datetime) -> Publication:
+        key = key_of(schedule["_id"], tick)
+        jitter = schedule.get("jitter_ms") or 0
+        # The same whoever publishes it, so that it does not depend on who comes first.
+        start = tick + timedelta(milliseconds=crc32(key.encode()) % (jitter + 1)) if jitter else None
+        return self._publication(schedule, key, start)
+
+    async def _before_is_unfinished(self, schedule: Document) -> bool:
+        last = schedule.get("last_key")
+        return last is not None and await schedules.is_unfinished(self._store, task_id(schedule["name"], last))

@@ -1,0 +1,207 @@
+"""Schedules: periodic tasks, and which of their ticks were published.
+
+First the tick's task is put there, under a key that tells the tick, then the schedule is moved on behind it, if it still
+stands where its reader saw it. However many workers race, the key is there once, and whoever is late (frozen since it read
+the schedule) is refused by the server's clock before the key can be forgotten. Whoever dies in between leaves a tick that
+is put there already and a schedule that the next worker moves on. (A transaction around both would be simpler, but one
+whose worker is killed keeps the schedule locked for a minute; measured.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from pymongo import ReturnDocument
+from pymongo.errors import DuplicateKeyError, OperationFailure
+
+from taskmesh import rules
+from taskmesh.store.connection import Store
+from taskmesh.store.driver import Document
+from taskmesh.store.publish import Publication, new_document
+
+OUTAGE_MS = 3_000
+"""If no worker looked after the schedules for this long, what ticked meanwhile was missed."""
+_SEEN_EVERY_MS = 700
+KEPT_TICKS = 10
+_READ_GOOD_FOR_MS = 10_000
+"""For how long a worker may publish ticks by what it has read of a schedule."""
+KEY_KEPT_MS = 60_000
+"""A tick's key stays taken at least for so long: by then, nobody can publish it any more."""
+_CONVERSION_FAILURE = 241
+_PERIODIC = {"_id": "periodic"}
+
+
+@dataclass(frozen=True, slots=True)
+class Attendance:
+    """The server's time, and the last time that nobody looked after the schedules."""
+
+    now: datetime
+    outage_from: datetime | None = None
+    outage_to: datetime | None = None
+
+    def missed(self, tick: datetime) -> bool:
+        """Whether no worker was there when it ticked."""
+        return self.outage_from is not None and self.outage_to is not None and self.outage_from < tick < self.outage_to
+
+
+async def attend(store: Store) -> Attendance:
+    """Note that somebody looks after the schedules now, and tell of the last time that nobody did."""
+    meta = store.driver.collection(store.meta)
+    stages = [{"$match": _PERIODIC}, {"$set": {"now": store.now, "age": {"$subtract": [store.now, "$seen"]}}}]
+    while True:
+        cursor = await store.driver.aggregate(store.meta, stages)
+        found = await cursor.to_list(None)
+        if not found:
+            with contextlib.suppress(DuplicateKeyError):
+                await meta.update_one(_PERIODIC, [{"$set": {"seen": store.now}}], upsert=True)
+        elif 0 <= found[0]["age"] <= _SEEN_EVERY_MS:  # most of the time somebody else has just done it
+            return _attendance(found[0])
+        else:
+            silent = {"$gt": [{"$subtract": [store.now, "$seen"]}, OUTAGE_MS]}
+            outage = {
+                "outage_from": {"$cond": [silent, "$seen", {"$ifNull": ["$outage_from", None]}]},
+                "outage_to": {"$cond": [silent, store.now, {"$ifNull": ["$outage_to", None]}]},
+            }
+            seen = await meta.find_one_and_update(
+                _PERIODIC | {"seen": found[0]["seen"]},
+                [{"$set": outage | {"seen": store.now}}],
+                return_document=ReturnDocument.AFTER,
+            )
+            if seen is not None:
+                return _attendance(seen | {"now": seen["seen"]})
+
+
+def _attendance(document: Document) -> Attendance:
+    return Attendance(document["now"], document.get("outage_from"), document.get("outage_to"))
+
+
+async def declare(store: Store, id_: str, fields: Document, first_time: Any) -> Document:
+    """Create a schedule, or change it to these fields; what happens next is told by `first_time`, a function of now.
+
+    A schedule that already is so keeps its next tick, and a paused one stays paused.
+    """
+    schedules = store.driver.collection(store.schedules)
+    while True:
+        stored = await read(store, id_)
+        if stored is not None and all(stored.get(name) == value for name, value in fields.items()):
+            return stored
+        now = stored["now"] if stored is not None else await server_now(store)
+        timing = ("cron", "interval_ms", "timezone")
+        fresh: Document = dict(fields)
+        if stored is None or any(stored.get(name) != fields.get(name) for name in timing):
+            fresh |= {"anchor_time": now, "next_time": first_time(now)}
+        if stored is None:
+            document = {"_id": id_, "paused": False, "create_time": now, "ticks": [], "revision": 0, **fresh}
+            with contextlib.suppress(DuplicateKeyError):
+                await schedules.insert_one(document)
+        else:
+            update = {"$set": fresh, "$inc": {"revision": 1}}
+            await schedules.update_one({"_id": id_, "revision": stored["revision"]}, update)
+
+
+async def read(store: Store, id_: str) -> Document | None:
+    """Return a schedule, with the server's `now`."""
+    found = await _read(store, {"_id": id_})
+    return found[0] if found else None
+
+
+async def read_all(store: Store) -> list[Document]:
+    """Return all schedules, each with the server's `now`."""
+    return await _read(store, {})
+
+
+async def due(store: Store) -> list[Document]:
+    """Return the schedules that have ticked, and those that tick next, the next first."""
+    return [document for document in await _read(store, {"paused": False}) if document.get("next_time") is not None]
+
+
+async def _read(store: Store, query: Document) -> list[Document]:
+    stages = [{"$match": query}, {"$set": {"now": store.now}}, {"$sort": {"next_time": 1, "_id": 1}}]
+    cursor = await store.driver.aggregate(store.schedules, stages)
+    return await cursor.to_list(None)  # type: ignore[no-any-return]  # both drivers leave it untyped
+
+
+async def server_now(store: Store) -> datetime:
+    """Return the store's now, as the server has it."""
+    cursor = await store.driver.aggregate(store.meta, [{"$limit": 1}, {"$project": {"now": store.now}}])
+    (row,) = await cursor.to_list(None)  # the schema's version stands there
+    return row["now"]  # type: ignore[no-any-return]
+
+
+async def publish_ticks(
+    store: Store,
+    schedule: Document,
+    publications: Sequence[Publication],
+    ticks: list[Document],
+    next_time: datetime | None,
+) -> tuple[int, bool]:
+    """Publish these tasks and move the schedule on to `next_time`; return how many were new, and whether it was we who did.
+
+    `ticks`: what to remember of them with the schedule. Safe to repeat, to race and to die in.
+    """
+    created = 0
+    for publication in publications:
+        put = await _put(store, publication, schedule["now"])
+        if put is None:
+            return created, False
+        created += put
+    last = {"last_key": publications[-1].key} if publications else {}
+    moved = {
+        "$set": {"next_time": next_time, **last},
+        "$inc": {"revision": 1},
+        "$push": {"ticks": {"$each": ticks, "$slice": -KEPT_TICKS}},
+    }
+    as_seen = {"_id": schedule["_id"], "revision": schedule["revision"], "paused": False}
+    result = await store.driver.collection(store.schedules).update_one(as_seen, moved)
+    return created, bool(result.matched_count)
+
+
+async def _put(store: Store, publication: Publication, read_at: datetime) -> bool | None:
+    """Put a tick's task there; whether it is new. None, and nothing done, if the schedule was read too long ago.
+
+    Not a plain insert: only an update can ask the server's clock.
+    """
+    too_late = {"$gt": [{"$subtract": [store.now, read_at]}, _READ_GOOD_FOR_MS]}
+    document = new_document(publication, read_at)
+    pipeline = [
+        {"$set": {"_late": {"$cond": [too_late, {"$toInt": "too late"}, "$$REMOVE"]}}},
+        {"$replaceWith": {"$cond": [{"$eq": [{"$type": "$publish_id"}, "missing"]}, {"$literal": document}, "$$ROOT"]}},
+    ]
+    try:
+        result = await store.driver.collection(store.tasks).update_one({"_id": publication.id}, pipeline, upsert=True)
+    except DuplicateKeyError:  # another worker did it in the same moment
+        return False
+    except OperationFailure as error:
+        if error.code == _CONVERSION_FAILURE:
+            return None
+        raise
+    return result.upserted_id is not None
+
+
+async def note_tick(store: Store, id_: str, tick: Document) -> None:
+    """Remember a tick that somebody triggered by hand."""
+    update = {"$push": {"ticks": {"$each": [tick], "$slice": -KEPT_TICKS}}}
+    await store.driver.collection(store.schedules).update_one({"_id": id_}, update)
+
+
+async def set_paused(store: Store, id_: str, fields: Document) -> bool:
+    """Pause a schedule or let it go on; False if there is none."""
+    update = {"$set": fields, "$inc": {"revision": 1}}
+    result = await store.driver.collection(store.schedules).update_one({"_id": id_}, update)
+    return bool(result.matched_count)
+
+
+async def remove(store: Store, id_: str) -> bool:
+    """Remove a schedule; False if there is none. Tasks that it published stay."""
+    result = await store.driver.collection(store.schedules).delete_one({"_id": id_})
+    return bool(result.deleted_count)
+
+
+async def is_unfinished(store: Store, id_: str) -> bool:
+    """Whether this task is there and not finished."""
+    unfinished = rules.with_facts(store.now, {"$in": [rules.status(store.now), ["INIT", "RUNNING"]]})
+    return bool(await store.find({"_id": id_, "$expr": unfinished}, {"_id": 1}))
