@@ -24,11 +24,10 @@ async def working(mesh: TaskMesh, worker_id: str | None = None, **settings: Any)
             await running
         yield consumer
     finally:
-        if not running.done():
-            async with asyncio.timeout(STOP_DEADLINE_S):
-                await consumer.stop(grace_ms=0)
-                await running
-        elif not running.cancelled():
+        consumer.begin_stop(grace_ms=0)
+        await asyncio.wait([running], timeout=STOP_DEADLINE_S)
+        assert running.done(), f"the consumer did not stop within {STOP_DEADLINE_S} s"
+        if not running.cancelled():
             running.result()
 
 

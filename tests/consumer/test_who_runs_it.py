@@ -1,0 +1,279 @@
+"""How many workers run a task, and which: `concurrent_worker_cnt`, `specific_worker_ids`, never twice the same."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from taskmesh import Status, TaskMesh, TaskOption, current_task
+from taskmesh.store.claim import claim
+from tests.waiting import eventually
+from tests.working import all_working, finished, status_is, working
+
+FIVE = ["w1", "w2", "w3", "w4", "w5"]
+
+
+@dataclass
+class History:
+    """What handlers noted of themselves, by key."""
+
+    ran: dict[str, list[str]] = field(default_factory=dict)
+    now: Counter[str] = field(default_factory=Counter)
+    most: Counter[str] = field(default_factory=Counter)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Note the execution at hand."""
+        task = current_task()
+        self.ran.setdefault(task.key, []).append(task.worker_id)
+        self.now[task.key] += 1
+        self.most[task.key] = max(self.most[task.key], self.now[task.key])
+        try:
+            yield
+        finally:
+            self.now[task.key] -= 1
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+async def test_exactly_so_many_different_workers_of_five_run_a_task_to_success(mesh: TaskMesh, count: int) -> None:
+    history = History()
+
+    @mesh.task(option=TaskOption(concurrent_worker_cnt=count))
+    async def job() -> Any:
+        with history.running():
+            await asyncio.sleep(0.01)
+            return current_task().worker_id
+
+    handles = await job.publish_many({f"k{i}": {} for i in range(30)})
+    async with all_working(mesh, FIVE, concurrency=10):
+        for handle in handles:
+            results = await handle.results(timeout=20)
+            assert len(results) == count
+            assert results == {worker: worker for worker in results}
+
+    assert set(history.most.values()) <= set(range(1, count + 1))
+    for key, workers in history.ran.items():
+        assert len(workers) == len(set(workers)) == count, key
+        task = await mesh.get("job", key)
+        assert sorted(entry.worker_id for entry in task.task_state.worker_states) == sorted(workers)
+        assert task.status is Status.SUCCESS
+
+
+async def test_m37_one_worker_alone_never_takes_a_second_place(mesh: TaskMesh) -> None:
+    history = History()
+
+    @mesh.task(option=TaskOption(concurrent_worker_cnt=2))
+    async def job() -> int:
+        with history.running():
+            return 1
+
+    handle = await job.publish("k")
+    async with working(mesh, "w1") as first:
+        await eventually(lambda: not first.running and history.ran, what="the first has run it")
+        await job.publish("another")
+        await eventually(lambda: "another" in history.ran)
+        assert (await handle.status()) is Status.INIT, "one of two"
+        async with working(mesh, "w2"):
+            assert await handle.results(timeout=10) == {"w1": 1, "w2": 1}
+    assert history.ran["k"] == ["w1", "w2"]
+
+
+async def test_m1_a_task_for_five_workers_goes_on_after_three_successes(mesh: TaskMesh) -> None:
+    history = History()
+
+    @mesh.task(option=TaskOption(concurrent_worker_cnt=5, max_unexpected_retries=3))
+    async def job() -> None:
+        with history.running():
+            pass
+
+    handle = await job.publish("k")
+    async with all_working(mesh, FIVE[:3]):
+        await eventually(lambda: len(history.ran.get("k", [])) == 3)
+    async with all_working(mesh, FIVE[3:]):
+        assert set(await handle.results(timeout=10)) == set(FIVE)
+        assert await claim(mesh.store, ["job:k"], "w6", "a late claim") == 0
+    assert sorted(history.ran["k"]) == FIVE
+
+
+async def test_t12_eight_workers_some_failing_fill_exactly_five_places(mesh: TaskMesh) -> None:
+    """Also M1 and M37: with failures, takeovers and eight workers never more than five live and successful entries."""
+    history = History()
+    option = TaskOption(
+        concurrent_worker_cnt=5, max_unexpected_retries=100, unexpected_retry_delay_ms=0, unexpected_retry_jitter=0.0
+    )
+    failing = {"w1", "w5"}
+
+    @mesh.task(option=option)
+    async def job() -> Any:
+        with history.running():
+            await asyncio.sleep(0.005)
+            task = current_task()
+            if task.worker_id in failing and task.attempt <= 12:
+                raise ValueError("not me")
+            return task.worker_id
+
+    eight = [f"w{i}" for i in range(1, 9)]
+    handles = await job.publish_many({f"k{i}": {} for i in range(10)})
+    tasks = mesh.store.driver.collection("tasks")
+    too_many: list[Any] = []
+
+    async def sample() -> None:
+        while True:
+            async for document in tasks.find({}):
+                entries = document["task_state"]["worker_states"]
+                if sum(entry["state"] in ("RUNNING", "SUCCESS") for entry in entries) > 5:
+                    too_many.append(document)
+
+    async with all_working(mesh, eight, concurrency=5):
+        sampling = asyncio.create_task(sample())
+        for handle in handles:
+            assert len(await handle.results(timeout=30)) == 5
+        sampling.cancel()
+        await asyncio.wait([sampling])
+    assert not too_many
+    assert max(history.most.values()) <= 5
+    for handle in handles:
+        for worker_id in eight:
+            assert await claim(mesh.store, [f"job:{handle.key}"], worker_id, "a late claim") == 0
+
+
+async def test_only_specific_workers_run_a_task(mesh: TaskMesh) -> None:
+    history = History()
+
+    @mesh.task(option=TaskOption(specific_worker_ids=("w4",)))
+    async def job() -> Any:
+        with history.running():
+            return current_task().worker_id
+
+    async with all_working(mesh, FIVE[:3]):
+        handles = await job.publish_many({f"k{i}": {} for i in range(20)})
+        both = await job.configure(specific_worker_ids=("w5", "w4"), concurrent_worker_cnt=2).publish("both")
+        mine = await job.configure(specific_worker_ids=("w2",)).publish("mine")
+        assert await mine.result(timeout=10) == "w2"
+        assert [task.status async for task in mesh.find("job", Status.INIT)] == [Status.INIT] * 21
+        async with all_working(mesh, FIVE[3:]):
+            assert {await handle.result(timeout=10) for handle in handles} == {"w4"}
+            assert set(await both.results(timeout=10)) == {"w4", "w5"}
+    assert all(len(workers) == len(set(workers)) for workers in history.ran.values())
+
+
+@pytest.mark.parametrize(
+    "change", ["option", "success", "cancel", "expiry", "pause", "delete", "deferred", "run by me", "used up"]
+)
+async def test_t11_m2_the_claim_asks_every_gate_again(mesh: TaskMesh, change: str) -> None:
+    """A key that W was right to try is refused when something changed before its claim arrives."""
+
+    @mesh.task(option=TaskOption(max_unexpected_retries=0))
+    async def job() -> None:
+        if change == "used up":
+            raise ValueError
+
+    await job.publish("k")
+    closed: list[str] = []
+    match change:
+        case "option":
+            await mesh.set_option("job", "k", specific_worker_ids=("another",))
+        case "success" | "used up":
+            await mesh.consumer(worker_id="another").run(until_idle=True)
+        case "run by me":
+            await mesh.set_option("job", "k", concurrent_worker_cnt=2)
+            await mesh.consumer(worker_id="w").run(until_idle=True)
+            assert (await mesh.get("job", "k")).status is Status.INIT
+        case "cancel":
+            await mesh.cancel("job", "k")
+        case "expiry":
+            soon = mesh.clock.now()
+            await job.configure(update_existing_params=True, expire_time=soon).publish("k")
+        case "deferred":
+            await job.configure(update_existing_params=True, delay_ms=60_000).publish("k")
+        case "pause":
+            await mesh.pause("default")
+            closed.append("default")
+        case "delete":
+            await mesh.delete("job", "k")
+    before = await mesh.store.driver.collection("tasks").find_one({"_id": "job:k"})
+
+    assert await claim(mesh.store, ["job:k"], "w", "late", closed_queues=closed) == 0
+
+    after = await mesh.store.driver.collection("tasks").find_one({"_id": "job:k"})
+    assert (before or {}).get("task_state", {}).get("worker_states") == (
+        (after or {}).get("task_state", {}).get("worker_states")
+    )
+
+
+async def test_t17_a_worker_claims_no_more_than_it_runs(mesh: TaskMesh) -> None:
+    release = asyncio.Event()
+    history = History()
+
+    @mesh.task
+    async def job() -> None:
+        with history.running():
+            await release.wait()
+
+    await job.publish_many({f"k{i}": {} for i in range(50)})
+    async with working(mesh, "a", concurrency=2) as a:
+        await eventually(lambda: len(a.running) == 2)
+        async with working(mesh, "b", concurrency=3) as b:
+            await eventually(lambda: len(b.running) == 3, 3, what="B has work at once")
+            running = [task async for task in mesh.find("job", Status.RUNNING)]
+            assert Counter(entry.worker_id for task in running for entry in task.task_state.worker_states) == {
+                "a": 2,
+                "b": 3,
+            }
+            release.set()
+            for i in range(50):
+                await finished(mesh, "job", f"k{i}")
+    assert max(history.most.values()) == 1
+
+
+async def test_m24_an_option_that_excludes_the_running_worker_stops_it_and_frees_the_task(mesh: TaskMesh) -> None:
+    ended: list[str] = []
+
+    @mesh.task
+    async def job() -> Any:
+        try:
+            if current_task().worker_id == "w1":
+                await asyncio.sleep(60)
+            return current_task().worker_id
+        finally:
+            ended.append(current_task().worker_id)
+
+    handle = await job.publish("k")
+    async with working(mesh, "w1"):
+        await status_is(mesh, "job", "k", Status.RUNNING)
+        async with working(mesh, "w2"):
+            await mesh.set_option("job", "k", specific_worker_ids=("w2",))
+            assert await handle.result(timeout=5) == "w2"
+            await eventually(lambda: sorted(ended) == ["w1", "w2"], 3)
+    task = await handle.task()
+    assert [(entry.worker_id, entry.state) for entry in task.task_state.worker_states] == [("w2", "SUCCESS")]
+    assert (task.task_state.timeout_cnt, task.task_state.lost_cnt) == (0, 0)
+
+
+async def test_m24_a_changed_ping_interval_counts_from_the_next_ping(mesh: TaskMesh) -> None:
+    release = asyncio.Event()
+
+    @mesh.task(option=TaskOption(ping_interval_ms=30_000, worker_timeout_ms=60_000))
+    async def job() -> None:
+        await release.wait()
+
+    await job.publish("k")
+    async with working(mesh):
+        first = (await status_is(mesh, "job", "k", Status.RUNNING)).task_state.worker_states[0].ping_expire_time
+        assert first is not None
+        await mesh.set_option("job", "k", ping_interval_ms=100)
+
+        async def renewed() -> bool:
+            entry = (await mesh.get("job", "k")).task_state.worker_states[0]
+            assert entry.ping_expire_time is not None
+            return (entry.ping_expire_time - first).total_seconds() > 0.3
+
+        await eventually(renewed, 5, what="it pings ten times a second")
+        release.set()
+        assert (await finished(mesh, "job", "k")).status is Status.SUCCESS
