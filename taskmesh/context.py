@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime
@@ -38,8 +38,19 @@ class Running(Protocol):
     def set_progress(self, fraction: float, message: str | None) -> None: ...
     def log(self, message: str) -> None: ...
     def add_publication(self, definition: Any, key: str, params: Mapping[str, Any]) -> None: ...
-    def transaction(self) -> AbstractAsyncContextManager[Any]: ...
     def set_result(self, value: Any) -> None: ...
+
+
+class RunningInLoop(Running, Protocol):
+    """An execution whose handler runs in the event loop."""
+
+    def transaction(self) -> AbstractAsyncContextManager[Any]: ...
+
+
+class RunningElsewhere(Running, Protocol):
+    """An execution whose handler runs in a thread or a child process."""
+
+    def blocking_transaction(self) -> AbstractContextManager[Any]: ...
 
 
 @dataclass(frozen=True)
@@ -95,8 +106,11 @@ class _Context:
         self._running.set_result(value)
 
 
+@dataclass(frozen=True)
 class TaskContext(_Context):
     """The running execution, seen from an async handler."""
+
+    _running: RunningInLoop
 
     async def progress(self, fraction: float, message: str | None = None) -> None:
         """Report progress, from 0 to 1. Many calls cost few writes. Raises `LeaseLost` if the lease is gone."""
@@ -107,12 +121,25 @@ class TaskContext(_Context):
         self._running.add_publication(definition, key, params)
 
     def transaction(self) -> AbstractAsyncContextManager[Any]:
-        """Return a block whose writes with its session commit together with this execution's SUCCESS, or not at all."""
+        """Return a block whose writes with its session commit together with this execution's SUCCESS, or not at all.
+
+            async with current_task().transaction() as session:
+                await client["shop"]["orders"].insert_one(order, session=session)
+                current_task().set_result("ordered")
+
+        A session belongs to the client that the mesh was made with (`session.client`). The block ends the execution: its
+        result is that of `set_result`. Slow work belongs before it, since the server ends a transaction after
+        `transactionLifetimeLimitSeconds` (60). If others change the task meanwhile (a cancel, an option), nothing of the
+        block remains. Raises `LeaseLost`.
+        """
         return self._running.transaction()
 
 
+@dataclass(frozen=True)
 class BlockingTaskContext(_Context):
     """The running execution, seen from a plain function in a thread or a process: the same names, without `await`."""
+
+    _running: RunningElsewhere
 
     def progress(self, fraction: float, message: str | None = None) -> None:
         """Report progress, from 0 to 1. Raises `LeaseLost` if the lease is gone."""
@@ -121,6 +148,10 @@ class BlockingTaskContext(_Context):
     def publish(self, definition: Any, key: str, /, **params: Any) -> None:
         """Publish a task if, and only if, this execution SUCCEEDs, and atomically with it."""
         self._running.add_publication(definition, key, params)
+
+    def transaction(self) -> AbstractContextManager[Any]:
+        """Do as `TaskContext.transaction` does, with a session of a blocking client: write with `session.client`."""
+        return self._running.blocking_transaction()
 
 
 def current_task() -> Any:

@@ -14,7 +14,6 @@ from pymongo.errors import PyMongoError
 
 from taskmesh.clock import ServerClock, in_utc
 from taskmesh.consumer import Consumer
-from taskmesh.consumer.execution import Execution
 from taskmesh.definition import Configuration, Run, TaskDefinition, TaskHandle, checked_queue
 from taskmesh.errors import InvalidOption, InvalidParams, TaskMeshError, TaskNotFound, TaskRunning
 from taskmesh.events import DEFAULT_BUFFER, EventReader, TaskEvent
@@ -339,11 +338,17 @@ class TaskMesh(Scheduling):
     def _twin_client(self) -> Any:
         return self._client if self._client is None or isinstance(self._client, str) else twin_of(self._client)
 
-    async def publish_with(self, execution: Execution, session: Any) -> None:
-        """Publish, inside a transaction, what an execution's handler asked for."""
-        for definition, key, params in execution.publications:
-            target = self.definitions[definition] if isinstance(definition, str) else definition
-            await self.publish_all(target.configure(session=session), {key: params})
+    def publication_of(
+        self, definition: TaskDefinition[Any, Any] | str, key: str, params: Mapping[str, Any]
+    ) -> Publication:
+        """Check what a handler wants to be published with its SUCCESS. Raises as `publish` does."""
+        if isinstance(definition, str):
+            named = self.definitions.get(checked_name(definition))
+            stored, size = named.params.to_store(params) if named else self._unchecked(definition, params)
+            configuration = named.configuration if named else Configuration()
+            return _publication(definition, checked_key(key), stored, size, configuration)
+        stored, size = definition.params.to_store(params)
+        return _publication(definition.name, checked_key(key), stored, size, definition.configuration)
 
     # --- tasks ---
 

@@ -68,6 +68,8 @@ class WorkerState(_Stored):
     fail_reason: str | None = None
     returns: Any = None
     logs: list[LogLine] = []
+    dropped_log_cnt: int = 0
+    """Older log lines that are no longer kept."""
     params_version: int = 0
     final: bool = False
     """Whether this FAIL is for good (`TaskFailed`)."""

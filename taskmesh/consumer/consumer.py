@@ -211,7 +211,8 @@ class Consumer:
             after=self._after,
             slot_freed=self._slot_freed,
             report=self._reporter.add,
-            publish_with=self._mesh.publish_with,
+            reports_written=self._reporter.written,
+            make_publication=self._mesh.publication_of,
         )
         self._limits = Limits(
             store,

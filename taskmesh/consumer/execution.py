@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from datetime import datetime, timedelta
 from enum import Enum
 from typing import Any
@@ -17,9 +17,12 @@ from taskmesh.errors import InvalidParams, LeaseLost
 from taskmesh.option import TaskOption
 from taskmesh.store.driver import Document
 from taskmesh.store.finish import Outcome
+from taskmesh.store.publish import Publication
 
 LOG_LINES = 100
 LOG_LINE_CHARS = 2_000
+LOG_BYTES = 32_000
+"""Of one execution's log. A document keeps the logs of up to `rules.KEPT_FAILS` executions, and has room for results too."""
 _MARGIN_SHARE, _LARGEST_MARGIN_S = 0.1, 1.0
 _log_lock = threading.Lock()
 """Handlers in threads log; one lock for all is enough, since it is held for a moment."""
@@ -64,24 +67,35 @@ class Execution:
         self.thread_done: asyncio.Event | None = None
         """For a plain handler: set when its thread has really ended, which no cancellation can hasten."""
         self._logs: deque[Document] | None = None
+        self._log_bytes = 0
+        self._dropped_logs = 0
         self._logs_changed = False
         self.progress: Document | None = None
+        self._progress_changed = False
         self.on_report: Any = None
-        self.publications: list[tuple[Any, str, dict[str, Any]]] = []
+        self.make_publication: Any = None
+        self.publications: list[Publication] = []
         self.result: Any = None
         self.recorded_or_lost = False
         """Whether its outcome has its fate, so that its lease is of no interest any more."""
         self.recorded = False
         """Whether `transaction()` has recorded SUCCESS already."""
-        self.open_transaction: Any = None
+        self.hushed = False
+        """Whether nothing may be written to its task, since a `transaction()` is open that will."""
+        self.session_id: Any = None
+        """Of its transaction, if it has begun one."""
+        self.transactions: Any = None
 
     # --- the lease ---
 
     def renewed(self, sent: float) -> None:
         """Note a renewal that was sent at this monotonic time: the lease is trusted from then, less a margin."""
-        length = self.stored_option["worker_timeout_ms"] / 1000
-        self.lease_until = sent + length - min(length * _MARGIN_SHARE, _LARGEST_MARGIN_S)
+        self.leased(sent, self.stored_option["worker_timeout_ms"] / 1000)
         self.next_ping = sent + self.stored_option["ping_interval_ms"] / 1000
+
+    def leased(self, sent: float, seconds: float) -> None:
+        """Trust the lease for so long from when it was asked for, less a margin."""
+        self.lease_until = sent + seconds - min(seconds * _MARGIN_SHARE, _LARGEST_MARGIN_S)
 
     def ping_again(self, now: float) -> None:
         """Plan the next try after a ping that failed."""
@@ -122,24 +136,29 @@ class Execution:
         self.check_lease()
         if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 <= fraction <= 1:
             raise InvalidParams(f"progress goes from 0 to 1, not {fraction!r}")
-        text = None if message is None else str(message)[:LOG_LINE_CHARS]
+        text = None if message is None else _line(message)
         self.progress = {"fraction": float(fraction), "message": text, "time": self._clock.now()}
+        self._progress_changed = True
         self._report()
 
     def log(self, message: str) -> None:
         """Keep a line; it is written soon."""
-        text = message.encode("utf-8", "replace").decode()[:LOG_LINE_CHARS]
+        text = _line(message)
         with _log_lock:
             if self._logs is None:
-                self._logs = deque(maxlen=LOG_LINES)
+                self._logs = deque()
             self._logs.append({"time": self._clock.now(), "message": text})
+            self._log_bytes += len(text.encode())
+            while len(self._logs) > LOG_LINES or self._log_bytes > LOG_BYTES:
+                self._log_bytes -= len(self._logs.popleft()["message"].encode())
+                self._dropped_logs += 1
             self._logs_changed = True
         self._report()
 
     def add_publication(self, definition: Any, key: str, params: Mapping[str, Any]) -> None:
-        """Keep a task to be published with this execution's SUCCESS."""
+        """Keep a task to be published with this execution's SUCCESS. Raises what publishing it would."""
         self.check_lease()
-        self.publications.append((definition, key, dict(params)))
+        self.publications.append(self.make_publication(definition, key, params))
 
     def set_result(self, value: Any) -> None:
         """Keep the result for the end of a `transaction()`."""
@@ -147,7 +166,11 @@ class Execution:
 
     def transaction(self) -> AbstractAsyncContextManager[Any]:
         """Open a block that commits with the SUCCESS."""
-        return self.open_transaction(self)  # type: ignore[no-any-return]  # set by the executor
+        return self.transactions.in_loop(self)  # type: ignore[no-any-return]  # set by the executor
+
+    def blocking_transaction(self) -> AbstractContextManager[Any]:
+        """Open the same from a thread."""
+        return self.transactions.in_thread(self)  # type: ignore[no-any-return]  # likewise
 
     def check_lease(self) -> None:
         """Raise `LeaseLost` if nothing that this execution writes counts any more."""
@@ -157,20 +180,43 @@ class Execution:
             )
 
     def _report(self) -> None:
-        if self.on_report is not None:
+        if not self.hushed and self.on_report is not None:
             self.on_report(self)
+
+    def speak_again(self) -> None:
+        """After a `transaction()` that failed: ping at once, and report what was held back."""
+        self.hushed = False
+        self.next_ping = time.monotonic()
+        self._report()
 
     # --- the outcome ---
 
-    def take_report(self) -> Document:
-        """Return the log lines as they are to be stored, if there are new ones."""
-        if not self._logs_changed or self._logs is None:
+    def outcome(self, kind: Any, entry: Document, size: int = 0, delay_ms: int | None = None) -> Outcome:
+        """Return how this execution ended, with its logs and progress: the last report of them may have failed."""
+        logs = self._stored_logs()
+        size += self._log_bytes + 60 * len(logs.get("logs", ()))
+        return Outcome(self.id, self.running_id, kind, entry | logs, delay_ms, self.progress, size)
+
+    def report(self) -> Outcome | None:
+        """Return what is new in logs and progress, to be written while the execution goes on."""
+        logs = self._stored_logs() if self._logs_changed else {}
+        progress = self.progress if self._progress_changed else None
+        self._logs_changed = self._progress_changed = False
+        return Outcome(self.id, self.running_id, "succeeded", logs, None, progress) if logs or progress else None
+
+    def report_failed(self, report: Outcome) -> None:
+        """Tell again, a little later, what could not be written."""
+        self._logs_changed = self._logs_changed or bool(report.entry)
+        self._progress_changed = self._progress_changed or report.progress is not None
+        self._report()
+
+    def _stored_logs(self) -> Document:
+        if self._logs is None:
             return {}
         with _log_lock:
-            self._logs_changed = False
-            return {"logs": list(self._logs)}
+            return {"logs": list(self._logs), "dropped_log_cnt": self._dropped_logs}
 
-    def outcome(self, kind: Any, entry: Document, size: int = 0, delay_ms: int | None = None) -> Outcome:
-        """Return how this execution ended, with the logs and progress that are not yet written."""
-        progress, self.progress = self.progress, None
-        return Outcome(self.id, self.running_id, kind, entry | self.take_report(), delay_ms, progress, size)
+
+def _line(message: object) -> str:
+    """A line as it can be stored: valid Unicode, and not too long."""
+    return str(message).encode("utf-8", "replace").decode()[:LOG_LINE_CHARS]

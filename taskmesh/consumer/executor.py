@@ -14,11 +14,9 @@ import asyncio
 import contextlib
 import inspect
 import logging
-import time
-import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import anyio
 import anyio.to_thread
@@ -28,19 +26,22 @@ from taskmesh.consumer.execution import Execution, Stop
 from taskmesh.consumer.finisher import Fate, Finisher
 from taskmesh.consumer.pause import varied
 from taskmesh.consumer.pinger import Pinger
+from taskmesh.consumer.reasons import MAX_REASON_CHARS, reason_text, unstorable_text
+from taskmesh.consumer.transactions import Transactions
 from taskmesh.context import BlockingTaskContext, TaskContext, enter
 from taskmesh.definition import TaskDefinition
 from taskmesh.errors import LeaseLost, Retry, Snooze, TaskFailed
 from taskmesh.store import Store
 from taskmesh.store.driver import Document
-from taskmesh.store.finish import Outcome, finish
+from taskmesh.store.finish import Outcome
+from taskmesh.store.publish import Publication
 from taskmesh.task import Task
 from taskmesh.values import TooLarge, Unstorable, size_of
 
-logger = logging.getLogger("taskmesh.executor")
+if TYPE_CHECKING:
+    from taskmesh.consumer.processes import Processes
 
-_MAX_REASON_CHARS = 4_000
-_FRAMES_KEPT = 8
+logger = logging.getLogger("taskmesh.executor")
 
 BeforeHook = Callable[[Task], Awaitable[None] | None]
 AfterHook = Callable[[Task, "Ending"], Awaitable[None] | None]
@@ -72,7 +73,8 @@ class Executor:
         after: AfterHook | None,
         slot_freed: Callable[[], None],
         report: Callable[[Execution], None],
-        publish_with: Callable[[Execution, Any], Awaitable[None]],
+        reports_written: Callable[[], Awaitable[None]],
+        make_publication: Callable[[Any, str, Mapping[str, Any]], Publication],
     ) -> None:
         self._store = store
         self._worker_id = worker_id
@@ -84,10 +86,12 @@ class Executor:
         self._after = after
         self._slot_freed = slot_freed
         self._report = report
-        self._publish_with = publish_with
+        self._make_publication = make_publication
+        self._transactions = Transactions(store, worker_id, clock, pinger, reports_written, self._success)
         self.executions: dict[str, Execution] = {}
         """What holds a slot here, by `_id`: until the outcome is recorded, and a plain handler's thread has ended."""
         self._threads = anyio.CapacityLimiter(1)
+        self._processes: Processes | None = None
         self.started = 0
         self.finished = 0
 
@@ -97,7 +101,8 @@ class Executor:
         """Begin to execute a claimed task."""
         execution = Execution(document, running_id, self._worker_id, claim_sent, self._clock)
         execution.on_report = self._report
-        execution.open_transaction = self._transaction
+        execution.transactions = self._transactions
+        execution.make_publication = self._make_publication
         self.executions[execution.id] = execution
         self.started += 1
         self._pinger.expect(execution.stored_option["ping_interval_ms"])
@@ -160,9 +165,7 @@ class Executor:
                 return await definition.fn(*args, **kwargs)
             if definition.run == "thread":
                 return await self._call_in_thread(execution, definition, args, kwargs)
-            from taskmesh.consumer.processes import call_in_process  # noqa: PLC0415 — few need it
-
-            return await call_in_process(execution, definition, args, kwargs)
+            return await self._call_in_process(execution, definition, args, kwargs)
         finally:
             execution.handler_running = False
             if timer is not None:
@@ -188,8 +191,25 @@ class Executor:
         self._threads.total_tokens = max(self._threads.total_tokens, len(self.executions) + 8)
         return await anyio.to_thread.run_sync(call, abandon_on_cancel=True, limiter=self._threads)
 
+    async def _call_in_process(
+        self, execution: Execution, definition: TaskDefinition[Any, Any], args: list[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        if self._processes is None:
+            from taskmesh.consumer.processes import Processes  # noqa: PLC0415 — few need it, and it is POSIX's alone
+
+            self._processes = Processes()
+        return await self._processes.call(execution, definition, args, kwargs)
+
+    async def close(self) -> None:
+        """End what was kept for the next execution."""
+        await self._transactions.close()
+        if self._processes is not None:
+            await self._processes.close()
+
     def _ending_with(self, execution: Execution, value: Any) -> Ending:
         reason = execution.stop_reason
+        if execution.recorded:
+            return Ending("succeeded", value=execution.result)
         if reason is Stop.TIMEOUT:
             return Ending("failed", reason=_timeout_text(execution))
         if reason in (Stop.CANCELLED, Stop.DELETED, Stop.NOT_ALLOWED):
@@ -201,6 +221,9 @@ class Executor:
     def _ending_of(self, execution: Execution, error: BaseException) -> Ending:
         """Judge what a handler (or a check before it) raised."""
         reason = execution.stop_reason
+        if execution.recorded:
+            logger.warning("task %s raised after its transaction had recorded it: %r", execution.id, error)
+            return Ending("succeeded", value=execution.result)
         if reason is Stop.TIMEOUT:
             return Ending("failed", reason=_timeout_text(execution), error=error)
         if reason in (Stop.CANCELLED, Stop.DELETED, Stop.NOT_ALLOWED):
@@ -246,29 +269,20 @@ class Executor:
         try:
             size = size_of(value, "result")
         except (Unstorable, TooLarge) as error:
-            reason = f"the handler's result cannot be stored: {error}"
-            return _failure(execution, Ending("failed", reason=reason))
+            return _failure(execution, Ending("failed", reason=unstorable_text(error)))
         return execution.outcome("succeeded", {"returns": value}, size + 200)
 
     async def _record_with_publications(self, execution: Execution, outcome: Outcome) -> None:
-        """Record SUCCESS and the tasks that the handler published in one transaction."""
-        while True:
-            try:
-                async with self._session_transaction() as session:
-                    if not await finish(self._store, self._worker_id, [outcome], session=session):
-                        raise LeaseLost(f"task {execution.name!r} {execution.key!r}: lost before its SUCCESS")  # noqa: TRY301 — undoes the transaction
-                    await self._publish_with(execution, session)
-            except LeaseLost:
-                self._over(execution, "lost")
-            except Exception as error:  # noqa: BLE001 — what is published may be refused in any way
-                if time.monotonic() < execution.lease_until and getattr(error, "has_error_label", None) is not None:
-                    await asyncio.sleep(0.05)
-                    continue
-                failure = _failure(execution, Ending("failed", reason=reason_text(error)))
-                self._finisher.add(failure, lambda fate: self._over(execution, fate))
-            else:
-                self._over(execution, "recorded")
-            return
+        """Record SUCCESS and the tasks that the handler published as one."""
+        try:
+            await self._transactions.record(execution, outcome)
+        except LeaseLost:
+            self._over(execution, "lost")
+        except Exception as error:  # noqa: BLE001 — what is published may be refused in any way
+            failure = _failure(execution, Ending("failed", reason=reason_text(error)))
+            self._finisher.add(failure, lambda fate: self._over(execution, fate))
+        else:
+            self._over(execution, "recorded")
 
     def _over(self, execution: Execution, fate: Fate) -> None:
         """The outcome has its fate: free the slot, as soon as a plain handler's thread has really ended."""
@@ -300,66 +314,17 @@ class Executor:
             self.finished += 1
             self._slot_freed()
 
-    # --- transactions ---
-
-    @contextlib.asynccontextmanager
-    async def _session_transaction(self) -> AsyncIterator[Any]:
-        session = self._store.driver.start_session()
-        if inspect.isawaitable(session):
-            session = await session
-        async with session:
-            transaction = session.start_transaction()
-            if inspect.isawaitable(transaction):
-                transaction = await transaction
-            async with transaction:
-                yield session
-
-    @contextlib.asynccontextmanager
-    async def _transaction(self, execution: Execution) -> AsyncIterator[Any]:
-        """See `TaskContext.transaction`. The SUCCESS is the last statement: an earlier write would block the pings."""
-        execution.check_lease()
-        async with self._session_transaction() as session:
-            yield session
-            outcome = self._success(execution, execution.result)
-            if outcome.kind != "succeeded":
-                raise TaskFailed(outcome.entry["fail_reason"])
-            execution.check_lease()
-            if not await finish(self._store, self._worker_id, [outcome], session=session):
-                raise LeaseLost(
-                    f"task {execution.name!r} {execution.key!r}: the lease was lost, so the transaction is undone"
-                )
-            if execution.publications:
-                await self._publish_with(execution, session)
-        execution.recorded = True
-
 
 async def _maybe(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
 def _failure(execution: Execution, ending: Ending) -> Outcome:
-    entry: Document = {"fail_reason": (ending.reason or "")[:_MAX_REASON_CHARS], "retry_jitter": varied(1.0, 1.0) - 1.0}
+    entry: Document = {"fail_reason": (ending.reason or "")[:MAX_REASON_CHARS], "retry_jitter": varied(1.0, 1.0) - 1.0}
     if isinstance(ending.error, TaskFailed):
         entry["final"] = True
     delay_ms = ending.error.delay_ms if isinstance(ending.error, Retry) else None
     return execution.outcome("failed", entry, 5_000, delay_ms)
-
-
-def reason_text(error: BaseException) -> str:
-    """Return type, message and the last frames of an error, bounded. Only code and line: never a variable's value."""
-    if isinstance(error, (TaskFailed, Retry)):
-        return _cleaned(str(error) or type(error).__name__)
-    summary = "".join(traceback.format_exception_only(error)).strip()
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if "/taskmesh/consumer/" not in frame.filename][-_FRAMES_KEPT:]
-    text = summary[: _MAX_REASON_CHARS // 2]
-    if own:
-        text += "\n" + "".join(traceback.format_list(own)).rstrip()
-    return _cleaned(text)
-
-
-def _cleaned(text: str) -> str:
-    return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\0")[:_MAX_REASON_CHARS]
 
 
 def _timeout_text(execution: Execution) -> str:

@@ -52,6 +52,8 @@ class Pinger:
         self._locked: set[str] = set()
         """Tasks that held up a set: they are pinged alone."""
         self._changed = threading.Condition()
+        self._round = threading.Lock()
+        """Held while pings are on their way."""
         self._stopping = False
         self._loop_thread = threading.get_ident()
         self._loop_alive = time.monotonic()
@@ -82,6 +84,15 @@ class Pinger:
             execution.next_ping = min(execution.next_ping, time.monotonic() + stored_option["ping_interval_ms"] / 1000)
             self._changed.notify()
 
+    async def postpone(self, execution: Execution, seconds: float) -> None:
+        """Ping no more for so long. On return no ping of this execution is on its way."""
+
+        def wait_for_the_round() -> None:
+            with self._round:
+                execution.next_ping = time.monotonic() + seconds
+
+        await asyncio.to_thread(wait_for_the_round)
+
     async def stop(self) -> None:
         """End the thread."""
         with self._changed:
@@ -100,7 +111,8 @@ class Pinger:
         try:
             while not self._stopping:
                 try:
-                    self._run_once(database)
+                    with self._round:
+                        self._run_once(database)
                 except Exception:
                     logger.exception("the pinger met an error that is not the database's: going on")
                 with self._changed:

@@ -17,7 +17,7 @@ from taskmesh.store.finish import report
 logger = logging.getLogger("taskmesh.reporter")
 
 _EVERY_S = 0.5
-_MAX_BATCH = 200
+_MAX_BATCH = 100  # with the largest logs, a quarter of what a command may hold
 
 
 class Reporter:
@@ -29,6 +29,7 @@ class Reporter:
         self._loop = asyncio.get_running_loop()
         self._dirty: dict[str, Execution] = {}
         self._something = asyncio.Event()
+        self._writing = asyncio.Lock()
 
     def add(self, execution: Execution) -> None:
         """Write what this execution has to tell soon. May be called from any thread."""
@@ -44,18 +45,30 @@ class Reporter:
             await self.flush()
             await asyncio.sleep(_EVERY_S)
 
+    async def written(self) -> None:
+        """Wait until no report is on its way."""
+        async with self._writing:
+            pass
+
     async def flush(self) -> None:
         """Write what there is. What cannot be written now is left to the next time, or to the outcome."""
+        async with self._writing:
+            await self._flush()
+
+    async def _flush(self) -> None:
         while self._dirty:
             executions = [self._dirty.pop(key) for key in list(self._dirty)[:_MAX_BATCH]]
-            outcomes = [execution.outcome("succeeded", {}) for execution in executions if not execution.ended]
-            outcomes = [outcome for outcome in outcomes if outcome.entry or outcome.progress]
+            speaking = [execution for execution in executions if not (execution.ended or execution.hushed)]
+            told = [(execution, news) for execution in speaking if (news := execution.report()) is not None]
             # One update must not repeat a field that only some have: logs and progress go in one each.
             for with_logs in (True, False):
-                batch = [outcome for outcome in outcomes if bool(outcome.entry) == with_logs]
+                batch = [(execution, news) for execution, news in told if bool(news.entry) == with_logs]
                 if not batch:
                     continue
                 try:
-                    await report(self._store, self._worker_id, batch)
+                    await report(self._store, self._worker_id, [news for _, news in batch])
                 except PyMongoError as error:
                     logger.warning("progress of %d tasks could not be written: %s", len(batch), type(error).__name__)
+                    for execution, news in batch:
+                        execution.report_failed(news)
+                    return

@@ -106,7 +106,7 @@ class Driver:
         if self.is_motor:
             sync, ours = self.client.delegate, False
         else:
-            sync, ours = MongoClient(**_settings_of(self.client)), True
+            sync, ours = MongoClient(**settings_of(self.client)), True
         return sync.get_database(self.database.name, codec_options=CODEC, write_concern=MAJORITY), ours
 
     async def close(self) -> None:
@@ -128,13 +128,13 @@ def checked(reply: Document) -> Document:
 
 def twin_of(client: Any) -> Any:
     """Return an async PyMongo client with the settings of `client`, for another event loop."""
+    return AsyncMongoClient(**settings_of(client))
+
+
+def settings_of(client: Any) -> Document:
+    """Return the settings that `client` was made with, for a twin of it (PyMongo keeps them for its own twins)."""
     if isinstance(client, AsyncIOMotorClient):
         client = client.delegate
-    return AsyncMongoClient(**_settings_of(client))
-
-
-def _settings_of(client: Any) -> Document:
-    """The settings that `client` was made with, for a blocking twin of it (PyMongo keeps them for its own twins)."""
     settings = dict(client._init_kwargs)  # noqa: SLF001 — the only place where a client keeps them
     settings.pop("event_loop_thread_id", None)
     settings.pop("_connect", None)

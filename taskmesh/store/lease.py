@@ -23,16 +23,27 @@ def ping(store: Store, database: Any, held: Iterable[tuple[str, str]], deadline_
     """
     pairs = list(held)
     ids, running_ids = [id_ for id_, _ in pairs], sorted({running_id for _, running_id in pairs})
+    query, pipeline = _renewal(store, ids, running_ids, "$task_option.worker_timeout_ms")
+    return int(run_sync(database, store.update_command(query, pipeline, deadline_ms))["n"])
+
+
+async def extend(store: Store, id_: str, running_id: str, lease_ms: int) -> bool:
+    """Make one lease end so much later than now, whatever the option says; False if it is lost. Safe to repeat."""
+    query, pipeline = _renewal(store, [id_], [running_id], lease_ms)
+    return bool((await store.update(query, pipeline))["n"])
+
+
+def _renewal(
+    store: Store, ids: list[str], running_ids: list[str], lease_ms: rules.Expression
+) -> tuple[Document, list[Document]]:
     mine = _is_mine(running_ids, store.now)
     query = {"_id": {"$in": ids}, "status": "RUNNING", "$expr": {"$anyElementTrue": [_map_entries(mine)]}}
-    renewed = {
-        "$mergeObjects": ["$$this", {"ping_expire_time": {"$add": [store.now, "$task_option.worker_timeout_ms"]}}]
-    }
+    renewed = {"$mergeObjects": ["$$this", {"ping_expire_time": {"$add": [store.now, lease_ms]}}]}
     pipeline = [
         {"$set": {"task_state.worker_states": _map_entries({"$cond": [mine, renewed, "$$this"]})}},
         *rules.derivation(store.now),
     ]
-    return int(run_sync(database, store.update_command(query, pipeline, deadline_ms))["n"])
+    return query, pipeline
 
 
 def still_held(store: Store, database: Any, held: Iterable[tuple[str, str]]) -> dict[tuple[str, str], Document]:

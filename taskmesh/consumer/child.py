@@ -1,0 +1,279 @@
+"""The inside of a child process for `run="process"` handlers: one call at a time, until the parent hangs up.
+
+The parent's half, and the whole of what is promised, is in `processes`. The two talk over one socket: down comes a `Call`,
+up go tuples that begin with their kind. A child ends with its parent, however that ends: the read end of the lifeline sees it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import importlib
+import importlib.util
+import os
+import pickle
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime
+from multiprocessing import spawn
+from multiprocessing.connection import Connection
+from types import ModuleType
+from typing import Any
+
+import bson
+
+from taskmesh.consumer.reasons import reason_text, unstorable_text
+from taskmesh.consumer.transactions import Record, blocking_block
+from taskmesh.context import BlockingTaskContext, enter
+from taskmesh.definition import TaskDefinition
+from taskmesh.errors import LeaseLost, Retry, Snooze, TaskFailed
+from taskmesh.option import TaskOption
+from taskmesh.params import Params
+from taskmesh.store.blocking import BlockingStore, StoreAddress, blocking_client
+from taskmesh.store.driver import CODEC
+from taskmesh.values import TooLarge, Unstorable, size_of
+
+serving = False
+"""Whether this process is such a child: it must not become a worker itself, if a script forgets to guard its main part."""
+
+_LOAD = pickle.loads  # what is loaded was written by our own parent
+
+
+@dataclass(frozen=True)
+class HandlerRef:
+    """Where a child finds a handler: by module and qualified name; or else the handler and its arguments, by value."""
+
+    module: str
+    qualname: str
+    file: str | None
+    main: Mapping[str, Any]
+    """What it takes to import the parent's `__main__`, for a handler that lives there."""
+    pickled: bytes | None
+
+
+@dataclass(frozen=True)
+class Call:
+    """One execution, as its child needs to know it."""
+
+    handler: HandlerRef
+    params: Mapping[str, Any]
+    name: str
+    key: str
+    worker_id: str
+    running_id: str
+    attempt: int
+    option: TaskOption
+    deadline: datetime | None
+
+
+class Remote:
+    """The execution as the handler's context sees it (`context.Running`), with the real one in the parent."""
+
+    def __init__(self, call: Call, connection: Connection) -> None:
+        self.name = call.name
+        self.key = call.key
+        self.worker_id = call.worker_id
+        self.running_id = call.running_id
+        self.attempt = call.attempt
+        self.option = call.option
+        self.deadline = call.deadline
+        self.result: Any = None
+        self._call = call
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._over = False
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the handler should stop. Hardly ever seen: a process is killed at once."""
+        return bool(self.ask("cancelled"))
+
+    def set_progress(self, fraction: float, message: str | None) -> None:
+        """Report progress."""
+        self.ask("progress", fraction, message)
+
+    def log(self, message: str) -> None:
+        """Keep a line. Without an answer, so that it costs little; what a thread says after the handler's end is dropped."""
+        with self._lock:
+            if not self._over:
+                self._connection.send(("log", message))
+
+    def add_publication(self, definition: Any, key: str, params: Mapping[str, Any]) -> None:
+        """Publish with the SUCCESS."""
+        if isinstance(definition, TaskDefinition):
+            self.ask("publish", definition.name, definition.configuration, key, dict(params))
+        else:
+            self.ask("publish", definition, None, key, dict(params))
+
+    def set_result(self, value: Any) -> None:
+        """Keep the result for the end of a `transaction()`."""
+        self.result = value
+
+    @contextmanager
+    def blocking_transaction(self) -> Iterator[Any]:
+        """Open a block that commits with the SUCCESS, on a client of this process's own."""
+        address: bytes = self.ask("address")
+        store = _store_at(address)
+        with blocking_block(store, _Side(self)) as session:
+            yield session
+
+    def ask(self, question: str, *arguments: Any) -> Any:
+        """Ask the parent. Raises what it refuses with."""
+        with self._lock:
+            if self._over:
+                raise LeaseLost(f"task {self.name!r} {self.key!r}: this execution has ended already")
+            self._connection.send((question, *arguments))
+            answer, error = self._connection.recv()
+        if error is not None:
+            raise error
+        return answer
+
+    def end(self) -> None:
+        """Say no more: the next thing that the parent hears is the outcome."""
+        with self._lock:
+            self._over = True
+
+
+class _Side:
+    """The side of a `transactions.Side` that is in the parent."""
+
+    def __init__(self, remote: Remote) -> None:
+        self._remote = remote
+
+    async def begin(self, session_id: Any) -> float:
+        return float(self._remote.ask("begin", session_id))
+
+    async def record(self) -> Record:
+        try:
+            size_of(self._remote.result, "result")
+        except (Unstorable, TooLarge) as error:
+            raise TaskFailed(unstorable_text(error)) from None
+        found: Record = self._remote.ask("record", bson.encode({"value": self._remote.result}, codec_options=CODEC))
+        return found
+
+    async def end(self, recorded: bool) -> None:
+        self._remote.ask("end", recorded)
+
+
+@functools.lru_cache(maxsize=4)
+def _store_at(pickled: bytes) -> BlockingStore:
+    address: StoreAddress = _LOAD(pickled)
+    return BlockingStore(blocking_client(address), address.database, address.collection)
+
+
+def main(connection_fd: int, lifeline_fd: int) -> None:
+    """Serve calls until the parent hangs up."""
+    global serving  # noqa: PLW0603 — a fact about this process
+    serving = True
+    _end_with_the_parent(lifeline_fd)
+    _leave_signals_to_the_parent()
+    connection = Connection(connection_fd)
+    while True:
+        try:
+            call: Call = connection.recv()
+            connection.send(("started",))
+            connection.send(_answer(call, connection))
+        except (EOFError, ConnectionError):
+            return
+
+
+def _end_with_the_parent(lifeline_fd: int) -> None:
+    """Kill this process and all that it started when the parent is gone.
+
+    On Linux the kernel does it, even if a handler sits in native code and holds the interpreter; elsewhere a thread.
+    """
+    with suppress(AttributeError, OSError):
+        fcntl.fcntl(lifeline_fd, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, fcntl.fcntl(lifeline_fd, fcntl.F_GETFL) | os.O_ASYNC)
+    threading.Thread(target=_wait_for_the_end, args=[lifeline_fd], name="taskmesh lifeline", daemon=True).start()
+
+
+def _wait_for_the_end(lifeline_fd: int) -> None:
+    os.read(lifeline_fd, 1)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def _leave_signals_to_the_parent() -> None:
+    """Do nothing at SIGINT and SIGTERM: a terminal and a service manager send them to us too, but the parent decides.
+
+    Handlers that do nothing, not SIG_IGN, which the programs that a task starts would inherit.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _do_nothing)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def _do_nothing(_number: int, _frame: Any) -> None: ...
+
+
+def _answer(call: Call, connection: Connection) -> tuple[Any, ...]:
+    """Run the handler, and return the outcome as it is sent."""
+    remote = Remote(call, connection)
+    try:
+        handler, args, kwargs = _prepared(call)
+        enter(BlockingTaskContext(remote))
+        value = handler(*args, **kwargs)
+        return _returned(value)
+    except BaseException as error:  # noqa: BLE001 — whatever a handler raises, SystemExit too, is its outcome
+        return _raised(error)
+    finally:
+        remote.end()
+
+
+def _returned(value: Any) -> tuple[Any, ...]:
+    try:
+        size_of(value, "result")
+    except (Unstorable, TooLarge) as error:
+        return ("raised", None, unstorable_text(error), None, None)
+    return ("returned", bson.encode({"value": value}, codec_options=CODEC))
+
+
+def _raised(error: BaseException) -> tuple[Any, ...]:
+    """Tell an error: the text, what kind of ending it is, and the error itself if it can travel."""
+    kind = next((k for k in (TaskFailed, Retry, Snooze, LeaseLost) if isinstance(error, k)), None)
+    delay_ms = error.delay_ms if isinstance(error, (Retry, Snooze)) else None
+    pickled = None
+    with suppress(Exception):
+        pickled = pickle.dumps(error)
+    return ("raised", kind.__name__ if kind else None, reason_text(error), delay_ms, pickled)
+
+
+@functools.lru_cache(maxsize=256)
+def _found_by_name(module: str, qualname: str, file: str | None) -> Callable[..., Any]:
+    found: Any = _imported(module, file)
+    for part in qualname.split("."):
+        found = getattr(found, part)
+    return found.fn if isinstance(found, TaskDefinition) else found
+
+
+def _prepared(call: Call) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]:
+    """Find the handler, and make its arguments of the stored params."""
+    handler = call.handler
+    if handler.pickled is not None:
+        fn, args, kwargs = _LOAD(handler.pickled)
+        return fn, args, kwargs
+    if handler.main:
+        spawn.prepare(dict(handler.main))  # only once, as it sees itself
+    fn = _found_by_name(handler.module, handler.qualname, handler.file)
+    args, kwargs = Params(call.name, fn).to_run(dict(call.params))
+    return fn, args, kwargs
+
+
+def _imported(module: str, file: str | None) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if file is None or error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+    # Loaded in the parent from a place that no path leads to, as test runners and plug-in systems do.
+    spec = importlib.util.spec_from_file_location(module, file)
+    if spec is None or spec.loader is None:
+        raise ModuleNotFoundError(f"there is no module {module!r}, and {file} is no Python file", name=module)
+    loaded = sys.modules[module] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded

@@ -1,0 +1,340 @@
+"""Transactions that end with an execution's SUCCESS: `current_task().transaction()`, and SUCCESS with what it published.
+
+MongoDB refuses a transaction's write to a document that anybody has changed since the transaction's first statement. So,
+while a handler is in such a block, nobody here may write to its task: pings and reports pause, and one longer lease, as
+long as the server lets a transaction live, is taken beforehand (docs/decisions/0010-transactions-and-leases.md).
+
+If the process dies in the block, nothing of it remains, and the task runs again when the longer lease is over. If it dies
+after the commit, both the handler's writes and the SUCCESS are there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Protocol
+
+from pymongo.errors import OperationFailure, PyMongoError
+
+from taskmesh.clock import ServerClock
+from taskmesh.consumer.execution import Execution
+from taskmesh.consumer.pinger import Pinger
+from taskmesh.errors import LeaseLost, Snooze, TaskFailed, TaskMeshError
+from taskmesh.store import Store
+from taskmesh.store.blocking import BlockingStore, StoreAddress, maybe, run_now
+from taskmesh.store.driver import settings_of
+from taskmesh.store.faults import is_passing
+from taskmesh.store.finish import Outcome, finish, standing
+from taskmesh.store.lease import extend
+from taskmesh.store.publish import Publication, publish_in_session
+
+_DEFAULT_LIMIT_S = 60.0
+_LEASE_BEYOND_LIMIT_S = 5.0
+_PING_AFTER_LIMIT_S = 1.0
+_TRANSACTION_GONE = (251, 290)  # NoSuchTransaction, TransactionExceededLifetimeLimitSeconds
+_TRANSIENT = "TransientTransactionError"
+_UNKNOWN_COMMIT = "UnknownTransactionCommitResult"
+_COMMIT_TRIES_S = 30.0
+_PAUSE_S = 0.05
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a transaction writes beside the handler's own: the SUCCESS, and the tasks to publish."""
+
+    worker_id: str
+    outcome: Outcome
+    publications: Sequence[Publication]
+    now: datetime
+
+
+class Side(Protocol):
+    """The execution, as a transaction needs it: here, or at the other end of a pipe."""
+
+    async def begin(self, session_id: Any) -> float:
+        """Take the longer lease; return how many seconds a transaction may last. Raises `LeaseLost`."""
+
+    async def record(self) -> Record:
+        """Decide the outcome: nothing stops the execution any more. Raises `LeaseLost`, `TaskFailed`."""
+
+    async def end(self, recorded: bool) -> None:
+        """Go on as before, or as an execution that is recorded."""
+
+
+class Transactions:
+    """The transactions of one consumer's executions."""
+
+    def __init__(
+        self,
+        store: Store,
+        worker_id: str,
+        clock: ServerClock,
+        pinger: Pinger,
+        reports_written: Callable[[], Awaitable[None]],
+        success: Callable[[Execution, Any], Outcome],
+    ) -> None:
+        self._store = store
+        self._worker_id = worker_id
+        self._clock = clock
+        self._pinger = pinger
+        self._reports_written = reports_written
+        self._success = success
+        self._loop = asyncio.get_running_loop()
+        self._limit_s: float | None = None
+        self._blocking: BlockingStore | None = None
+        self._closing: Any = None
+
+    # --- in the event loop ---
+
+    @asynccontextmanager
+    async def in_loop(self, execution: Execution) -> AsyncIterator[Any]:
+        """See `TaskContext.transaction`."""
+        async with (
+            _session(self._store) as session,
+            _block(self._store, session, _Here(self, execution), asyncio.sleep),
+        ):
+            yield session
+
+    async def record(self, execution: Execution, outcome: Outcome) -> None:
+        """Record SUCCESS and what the handler published, as one; again, while the database only falters.
+
+        Raises `LeaseLost`, or what makes the publishing impossible.
+        """
+        record = Record(self._worker_id, outcome, execution.publications, self._clock.now())
+        while True:
+            try:
+                async with _session(self._store) as session:
+                    await maybe(session.start_transaction())
+                    await _write(self._store, session, record)
+                    await _commit(session, asyncio.sleep)
+            except PyMongoError as error:
+                if not is_passing(error):
+                    raise
+                with suppress(PyMongoError):
+                    if (await standing(self._store, [outcome]))[outcome] == "recorded":
+                        return
+                if time.monotonic() > execution.lease_until:
+                    raise _lost(execution.name, execution.key) from error
+                await asyncio.sleep(_PAUSE_S)
+            else:
+                return
+
+    # --- in a thread ---
+
+    @contextmanager
+    def in_thread(self, execution: Execution) -> Iterator[Any]:
+        """See `BlockingTaskContext.transaction`."""
+        side = self.side(execution)
+        with blocking_block(side.call(self._blocking_store()), side) as session:
+            yield session
+
+    def side(self, execution: Execution) -> _FromThread:
+        """The side of an execution, for a thread that is not the event loop's."""
+        return _FromThread(_Here(self, execution), self._loop)
+
+    def address(self) -> StoreAddress:
+        """Where a child process finds the store."""
+        driver = self._store.driver
+        return StoreAddress(settings_of(driver.client), driver.database.name, self._store.tasks)
+
+    async def _blocking_store(self) -> BlockingStore:
+        if self._blocking is None:
+            database, ours = await asyncio.to_thread(self._store.driver.sync_database)
+            self._blocking = BlockingStore(database.client, database.name, self._store.tasks, self._store.now)
+            self._closing = database.client if ours else None
+        return self._blocking
+
+    async def close(self) -> None:
+        """Close the blocking client, if there is one of ours."""
+        if self._closing is not None:
+            await asyncio.to_thread(self._closing.close)
+
+    # --- what a side does here ---
+
+    async def begin(self, execution: Execution) -> float:
+        """Hush the execution, and take the longer lease."""
+        execution.check_lease()
+        if execution.hushed or execution.recorded:
+            raise RuntimeError(f"task {execution.name!r} {execution.key!r}: an execution has one transaction")
+        limit_s = await self._lifetime_limit_s()
+        lease_s = max(execution.stored_option["worker_timeout_ms"] / 1000, limit_s + _LEASE_BEYOND_LIMIT_S)
+        execution.hushed = True
+        try:
+            await self._reports_written()
+            await self._pinger.postpone(execution, limit_s + _PING_AFTER_LIMIT_S)
+            sent = time.monotonic()
+            if not await extend(self._store, execution.id, execution.running_id, int(lease_s * 1000)):
+                raise _lost(execution.name, execution.key)  # noqa: TRY301 — undoes what was begun
+            execution.leased(sent, lease_s)
+        except BaseException:
+            self.resume(execution)
+            raise
+        return limit_s
+
+    def decide(self, execution: Execution) -> Record:
+        """Make the execution's outcome a SUCCESS that nothing stops any more, but a transaction that fails."""
+        execution.check_lease()
+        outcome = self._success(execution, execution.result)
+        if outcome.kind != "succeeded":
+            raise TaskFailed(outcome.entry["fail_reason"])
+        execution.ended = True
+        return Record(self._worker_id, outcome, execution.publications, self._clock.now())
+
+    def resume(self, execution: Execution) -> None:
+        """Ping and report as before."""
+        execution.ended = False
+        execution.speak_again()
+
+    def abandoned(self, execution: Execution) -> None:
+        """End the transaction of a process that died in it, from a thread: what it has written is locked until then."""
+        if execution.hushed and not execution.recorded:
+            with suppress(PyMongoError, RuntimeError):  # the server does it by itself when the limit is over
+                self.side(execution).call(self._store.driver.admin({"killSessions": [execution.session_id]}))
+
+    async def _lifetime_limit_s(self) -> float:
+        if self._limit_s is None:
+            try:
+                reply = await self._store.driver.admin({"getParameter": 1, "transactionLifetimeLimitSeconds": 1})
+                self._limit_s = float(reply["transactionLifetimeLimitSeconds"])
+            except OperationFailure:  # not everybody may ask, and a sharded cluster has no answer
+                self._limit_s = _DEFAULT_LIMIT_S
+        return self._limit_s
+
+
+class _Here:
+    """The side of an execution in this process, in the event loop."""
+
+    def __init__(self, transactions: Transactions, execution: Execution) -> None:
+        self._transactions = transactions
+        self._execution = execution
+
+    async def begin(self, session_id: Any) -> float:
+        self._execution.session_id = session_id
+        return await self._transactions.begin(self._execution)
+
+    async def record(self) -> Record:
+        return self._transactions.decide(self._execution)
+
+    async def end(self, recorded: bool) -> None:
+        if recorded:
+            self._execution.recorded = True
+        else:
+            self._transactions.resume(self._execution)
+
+
+class _FromThread:
+    """The same, called from a thread."""
+
+    def __init__(self, here: _Here, loop: asyncio.AbstractEventLoop) -> None:
+        self._here = here
+        self._loop = loop
+
+    def call(self, coroutine: Any) -> Any:
+        """Run it in the loop, and wait."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    async def begin(self, session_id: Any) -> float:
+        return float(self.call(self._here.begin(session_id)))
+
+    async def record(self) -> Record:
+        found: Record = self.call(self._here.record())
+        return found
+
+    async def end(self, recorded: bool) -> None:
+        self.call(self._here.end(recorded))
+
+
+# --- the block itself, for all sides ---
+
+
+@contextmanager
+def blocking_block(store: BlockingStore, side: Side) -> Iterator[Any]:
+    """The block, on a blocking client: yields the session."""
+    with store.driver.client.start_session() as session:
+        block = _block(store, session, side, _sleep)
+        run_now(block.__aenter__())
+        try:
+            yield session
+        except BaseException as error:
+            run_now(block.__aexit__(type(error), error, error.__traceback__))
+            raise
+        run_now(block.__aexit__(None, None, None))
+
+
+async def _sleep(seconds: float) -> None:
+    time.sleep(seconds)  # noqa: ASYNC251 — runs in a thread, by `run_now`
+
+
+@asynccontextmanager
+async def _session(store: Store) -> AsyncIterator[Any]:
+    session = await maybe(store.driver.start_session())
+    async with session:
+        yield session
+
+
+@asynccontextmanager
+async def _block(
+    store: Store, session: Any, side: Side, pause: Callable[[float], Awaitable[None]]
+) -> AsyncIterator[None]:
+    limit_s = await side.begin(session.session_id)
+    started = time.monotonic()
+    recorded = False
+    try:
+        await maybe(session.start_transaction())
+        yield
+        record = await side.record()
+        try:
+            await _write(store, session, record)
+            await _commit(session, pause)
+        except PyMongoError as error:
+            if _outlived(error, started, limit_s) or not error.has_error_label(_TRANSIENT):
+                raise
+            raise Snooze("the task was changed by others during its transaction, which is undone") from error
+        recorded = True
+    except PyMongoError as error:
+        if _outlived(error, started, limit_s):
+            raise TaskMeshError(
+                f"the server ended the transaction, which had lasted {time.monotonic() - started:.0f} s: it may last "
+                f"transactionLifetimeLimitSeconds={limit_s:.0f}; do slow work before the block"
+            ) from error
+        raise
+    finally:
+        if session.in_transaction:
+            with suppress(PyMongoError):
+                await maybe(session.abort_transaction())
+        await side.end(recorded)
+
+
+def _outlived(error: PyMongoError, started: float, limit_s: float) -> bool:
+    is_gone = isinstance(error, OperationFailure) and error.code in _TRANSACTION_GONE
+    return is_gone and time.monotonic() - started >= limit_s
+
+
+async def _write(store: Store, session: Any, record: Record) -> None:
+    if not await finish(store, record.worker_id, [record.outcome], session=session):
+        name, _, key = record.outcome.id.partition(":")
+        raise _lost(name, key)
+    for publication in record.publications:
+        await publish_in_session(store, publication, record.now, session)
+
+
+async def _commit(session: Any, pause: Callable[[float], Awaitable[None]]) -> None:
+    """Commit; again as long as the answer is unknown, which the server allows for."""
+    give_up = time.monotonic() + _COMMIT_TRIES_S
+    while True:
+        try:
+            await maybe(session.commit_transaction())
+        except PyMongoError as error:
+            if not error.has_error_label(_UNKNOWN_COMMIT) or time.monotonic() > give_up:
+                raise
+            await pause(_PAUSE_S)
+        else:
+            return
+
+
+def _lost(name: str, key: str) -> LeaseLost:
+    return LeaseLost(f"task {name!r} {key!r}: the lease was lost, so nothing of the transaction remains")

@@ -1,0 +1,90 @@
+"""The store for code that has no event loop: the same verbs, on PyMongo's blocking client.
+
+A verb is a coroutine that waits for nothing but its driver. With a driver that never lets it wait, it runs through at once:
+`run_now`. So what is written about a task is written down once, whoever writes it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pymongo import MongoClient
+from pymongo.read_concern import ReadConcern
+
+from taskmesh import rules
+from taskmesh.store.connection import Store
+from taskmesh.store.driver import CODEC, MAJORITY, Document, checked
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class StoreAddress:
+    """Where a store is, in a form that can be sent to another process."""
+
+    settings: Mapping[str, Any]
+    database: str
+    collection: str
+
+
+def blocking_client(address: StoreAddress) -> Any:
+    """Return a blocking client with the settings of the store's own."""
+    return MongoClient(**address.settings)
+
+
+class BlockingStore(Store):
+    """A store on a blocking client, which stays its owner's. Its verbs are run by `run_now`."""
+
+    def __init__(
+        self, client: Any, database: str, collection: str = "tasks", now: rules.Expression = rules.NOW
+    ) -> None:
+        self._owned = False
+        self._name(collection, now)
+        self.driver = BlockingDriver(client, database)  # type: ignore[assignment]  # as far as a transaction needs it
+
+
+class BlockingDriver:
+    """As much of a `Driver` as the verbs inside a transaction use."""
+
+    def __init__(self, client: Any, database: str) -> None:
+        self.client = client
+        self.database = client.get_database(database, codec_options=CODEC, write_concern=MAJORITY)
+
+    def collection(self, name: str) -> Any:
+        """Return a collection whose methods can be awaited, and have done their work by then."""
+        return _Eager(self.database.get_collection(name, read_concern=ReadConcern("local")))
+
+    async def command(self, command: Mapping[str, Any], session: Any = None) -> Document:
+        """Run a database command and return its reply. Raises also for what the reply says of failed writes."""
+        return checked(self.database.command(command, codec_options=CODEC, session=session))
+
+
+class _Eager:
+    def __init__(self, collection: Any) -> None:
+        self._collection = collection
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._collection, name)
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            return method(*args, **kwargs)
+
+        return call
+
+
+def run_now(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine that never waits. Raises `RuntimeError` if it does."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
+    coroutine.close()
+    raise RuntimeError(f"{coroutine!r} waited, where nothing may wait")
+
+
+async def maybe(value: Any) -> Any:
+    """Await what can be awaited: Motor, PyMongo async and blocking PyMongo differ in that."""
+    return await value if inspect.isawaitable(value) else value

@@ -1,0 +1,176 @@
+"""Plain functions that tests run in child processes: a child imports this module by its name."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from taskmesh import Retry, Snooze, TaskFailed, current_task
+
+
+class NotPortable(Exception):
+    """Cannot be unpickled: its arguments are not its text's."""
+
+    def __init__(self, code: int, place: str) -> None:
+        super().__init__(f"{place} says {code}")
+        self.code = code
+
+
+class FinalNotPortable(TaskFailed):
+    """A TaskFailed that cannot be unpickled."""
+
+    def __init__(self, code: int, place: str) -> None:
+        super().__init__(f"{place} says {code}, for good")
+
+
+def add(a: int, b: int = 1) -> int:
+    return a + b
+
+
+def own_pid() -> int:
+    return os.getpid()
+
+
+def end_at_once(code: int) -> None:
+    os._exit(code)
+
+
+def segfault() -> None:
+    ctypes.string_at(0)
+
+
+def segfault_with_a_child_that_holds_on() -> None:
+    """Die with a fork still alive that holds all our file descriptors open."""
+    if os.fork() == 0:
+        time.sleep(60)
+        os._exit(0)
+    ctypes.string_at(0)
+
+
+def kill_self(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def loop_for_ever(pid_file: str) -> None:
+    Path(pid_file).write_text(str(os.getpid()))
+    while True:
+        pass
+
+
+def sleep_with_a_program(pid_file: str, seconds: float = 60) -> None:
+    program = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    Path(pid_file).write_text(f"{os.getpid()} {program.pid}")
+    time.sleep(seconds)
+
+
+def hold_the_interpreter(pid_file: str) -> None:
+    """Sit in native code that never lets another thread of this process run."""
+    Path(pid_file).write_text(str(os.getpid()))
+    re.match(r"(a+)+$", "a" * 60 + "b")
+
+
+def wait_for_file(path: str, marker: str) -> str:
+    Path(marker).touch()
+    while not Path(path).exists():
+        time.sleep(0.01)
+    return "saw it"
+
+
+def raise_named(kind: str) -> None:
+    errors: dict[str, BaseException] = {
+        "value": ValueError("a bad value"),
+        "not portable": NotPortable(7, "here"),
+        "final": TaskFailed("no use"),
+        "final, not portable": FinalNotPortable(7, "here"),
+        "exit": SystemExit(3),
+        "interrupt": KeyboardInterrupt(),
+        "surrogate": ValueError("half \ud800 a pair"),
+    }
+    raise errors[kind]
+
+
+def retry_once(delay_ms: int) -> int:
+    if current_task().attempt == 1:
+        raise Retry("not yet", delay_ms=delay_ms)
+    return int(current_task().attempt)
+
+
+def snooze_until(path: str) -> int:
+    if not Path(path).exists():
+        Path(path).touch()
+        raise Snooze(delay_ms=0)
+    return int(current_task().attempt)
+
+
+def return_named(kind: str) -> Any:
+    values: dict[str, Any] = {
+        "set": {"deep": [{1}]},
+        "lambda": lambda: None,
+        "large": b"x" * 17_000_000,
+        "tuple": (1, "two", b"3"),
+    }
+    return values[kind]
+
+
+def tell_about_itself() -> dict[str, Any]:
+    task = current_task()
+    task.log("the first line")
+    task.progress(0.5, "half way")
+    return {
+        "name": task.name,
+        "key": task.key,
+        "worker_id": task.worker_id,
+        "running_id": task.running_id,
+        "attempt": task.attempt,
+        "priority": task.option.priority,
+        "deadline": task.deadline,
+        "cancelled": task.cancelled,
+    }
+
+
+def bad_progress() -> None:
+    current_task().progress(2)
+
+
+def publish_another(definition_name: str, key: str, fail: bool = False) -> None:
+    current_task().publish(definition_name, key, a=1)
+    if fail:
+        raise ValueError("after the publish")
+
+
+def log_after_the_end() -> None:
+    """Leave a thread behind that goes on to speak for this execution when it has ended."""
+    task = current_task()
+
+    def speak() -> None:
+        for _ in range(200):
+            task.log("too late")
+            time.sleep(0.001)
+
+    threading.Thread(target=speak, daemon=True).start()
+
+
+def blocked_signals() -> list[int]:
+    return sorted(int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+
+
+def order_in_transaction(database: str, n: int, ending: str = "") -> str:
+    task = current_task()
+    with task.transaction() as session:
+        session.client[database]["orders"].insert_one({"n": n}, session=session)
+        task.publish("add", f"after {n}", a=n)
+        if ending == "raise":
+            raise ValueError("changed my mind")
+        if ending == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1.2)
+        task.set_result({1} if ending == "set" else f"ordered {n}")
+    return "not this"

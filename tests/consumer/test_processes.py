@@ -1,0 +1,374 @@
+"""Handlers in child processes: whatever happens in one hurts its own execution, and it can be ended at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from taskmesh import Status, TaskError, TaskMesh, TaskOption
+from taskmesh.consumer.child import _imported
+from taskmesh.consumer.processes import MAX_IDLE
+from tests.consumer import process_handlers as handlers
+from tests.waiting import eventually
+from tests.working import finished, working
+
+ONCE = TaskOption(max_unexpected_retries=0)
+AT_ONCE = TaskOption(unexpected_retry_delay_ms=0)
+
+
+def define(mesh: TaskMesh, fn: Any, **settings: Any) -> Any:
+    return mesh.task(run="process", name=fn.__name__, **settings)(fn)
+
+
+def gone(*pids: int) -> bool:
+    return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
+
+
+async def pids_in(path: Path) -> list[int]:
+    text = await eventually(lambda: path.exists() and path.read_text())
+    return [int(pid) for pid in str(text).split()]
+
+
+async def test_the_value_comes_back_and_defaults_hold(mesh: TaskMesh) -> None:
+    add = define(mesh, handlers.add)
+    async with working(mesh):
+        assert await (await add.publish("k", a=41)).result(10) == 42
+
+
+async def test_a_child_is_used_again(mesh: TaskMesh) -> None:
+    own_pid = define(mesh, handlers.own_pid)
+    async with working(mesh, concurrency=1):
+        pids = [await (await own_pid.publish(str(i))).result(10) for i in range(4)]
+    assert len(set(pids)) == 1
+    assert pids[0] != os.getpid()
+    await eventually(lambda: gone(*pids), what="the idle child ends with its consumer")
+
+
+async def test_several_run_side_by_side_and_few_stay_idle(mesh: TaskMesh, tmp_path: Path) -> None:
+    wait_for_file = define(mesh, handlers.wait_for_file)
+    count = MAX_IDLE + 2
+    go = tmp_path / "go"
+    async with working(mesh) as consumer:
+        tasks = [
+            await wait_for_file.publish(str(i), path=str(go), marker=str(tmp_path / f"m{i}")) for i in range(count)
+        ]
+        await eventually(lambda: len(list(tmp_path.glob("m*"))) == count, what="all run at once")
+        go.touch()
+        assert [await task.result(10) for task in tasks] == ["saw it"] * count
+        executor = consumer._executor
+        assert executor is not None
+        processes = executor._processes
+        assert processes is not None
+        await eventually(lambda: len(processes.pids) <= MAX_IDLE)
+
+
+@pytest.mark.parametrize(
+    ("fn", "params", "reason"),
+    [
+        (handlers.end_at_once, {"code": 3}, "exit code 3"),
+        (handlers.end_at_once, {"code": 0}, "exit code 0"),
+        (handlers.segfault, {}, "SIGSEGV"),
+        (handlers.segfault_with_a_child_that_holds_on, {}, "SIGSEGV"),
+        (handlers.kill_self, {"number": signal.SIGKILL}, "SIGKILL"),
+    ],
+    ids=["_exit(3)", "_exit(0)", "segfault", "segfault beside a fork", "SIGKILL"],
+)
+async def test_a_crash_fails_its_own_execution_with_the_exit_code_or_signal(
+    mesh: TaskMesh, tmp_path: Path, fn: Any, params: dict[str, Any], reason: str
+) -> None:
+    crash = define(mesh, fn, option=ONCE)
+    bystander = define(mesh, handlers.wait_for_file)
+    go, marker = tmp_path / "go", tmp_path / "marker"
+    async with working(mesh):
+        other = await bystander.publish("other", path=str(go), marker=str(marker))
+        await eventually(marker.exists)
+        handle = await crash.publish("k", **params)
+        with pytest.raises(TaskError, match=reason) as caught:
+            await handle.result(10)
+        assert "ProcessDied" in caught.value.reasons[0]
+        go.touch()
+        assert await other.result(10) == "saw it"
+
+
+async def test_after_a_crash_a_retry_has_a_new_child(mesh: TaskMesh, tmp_path: Path) -> None:
+    @mesh.task(run="process", option=AT_ONCE)
+    def crash_once(path: str) -> str:
+        if not Path(path).exists():
+            Path(path).touch()
+            os._exit(9)
+        return "second time"
+
+    async with working(mesh):
+        handle = await crash_once.publish("k", path=str(tmp_path / "seen"))
+        assert await handle.result(10) == "second time"
+
+
+async def test_an_idle_child_that_dies_costs_no_execution(mesh: TaskMesh) -> None:
+    own_pid = define(mesh, handlers.own_pid, option=ONCE)
+    async with working(mesh, concurrency=1):
+        first = await (await own_pid.publish("1")).result(10)
+        os.kill(first, signal.SIGKILL)
+        await eventually(lambda: gone(first))
+        assert await (await own_pid.publish("2")).result(10) != first
+
+
+async def test_t33_past_run_timeout_the_process_is_gone_and_its_slot_is_free(mesh: TaskMesh, tmp_path: Path) -> None:
+    loop_for_ever = define(mesh, handlers.loop_for_ever, option=ONCE)
+    add = define(mesh, handlers.add)
+    pid_file = tmp_path / "pid"
+    async with working(mesh, concurrency=1):
+        handle = await loop_for_ever.configure(run_timeout_ms=1000).publish("k", pid_file=str(pid_file))
+        with pytest.raises(TaskError, match="run_timeout_ms"):
+            await handle.result(10)
+        assert gone(*await pids_in(pid_file))
+        assert await (await add.publish("next", a=1)).result(10) == 2
+
+
+@pytest.mark.parametrize("fn", [handlers.loop_for_ever, handlers.hold_the_interpreter, handlers.sleep_with_a_program])
+async def test_a_cancel_kills_the_process_and_all_that_it_started(mesh: TaskMesh, tmp_path: Path, fn: Any) -> None:
+    handler = define(mesh, fn)
+    pid_file = tmp_path / "pid"
+    async with working(mesh) as consumer:
+        handle = await handler.publish("k", pid_file=str(pid_file))
+        pids = await pids_in(pid_file)
+        assert (await handle.cancel()).status is Status.CANCELLED
+        await eventually(lambda: gone(*pids), 2.0, what="process and program are gone")
+        await eventually(lambda: not consumer.running, 2.0)
+
+
+async def test_a_stop_kills_the_process_and_gives_the_task_back(mesh: TaskMesh, tmp_path: Path) -> None:
+    loop_for_ever = define(mesh, handlers.loop_for_ever)
+    pid_file = tmp_path / "pid"
+    async with working(mesh) as consumer:
+        handle = await loop_for_ever.publish("k", pid_file=str(pid_file))
+        pids = await pids_in(pid_file)
+        await consumer.stop(grace_ms=0)
+    assert gone(*pids)
+    task = await handle.task()
+    assert task.status is Status.INIT
+    assert task.task_state.worker_states == []
+    assert task.task_state.timeout_cnt == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("value", "ValueError: a bad value"),
+        ("not portable", "here says 7"),
+        ("exit", "SystemExit: 3"),
+        ("interrupt", "KeyboardInterrupt"),
+        ("surrogate", r"half \\ud800 a pair"),
+    ],
+)
+async def test_an_exception_is_kept_with_the_line_it_came_from(mesh: TaskMesh, kind: str, reason: str) -> None:
+    raise_named = define(mesh, handlers.raise_named, option=ONCE)
+    async with working(mesh):
+        await raise_named.publish("k", kind=kind)
+        task = await finished(mesh, "raise_named", "k")
+    [entry] = task.task_state.worker_states
+    assert entry.fail_reason is not None
+    assert reason.replace(r"\\", "\\") in entry.fail_reason
+    assert "raise errors[kind]" in entry.fail_reason
+    assert "child.py" not in entry.fail_reason, "the machinery around the handler says nothing"
+
+
+@pytest.mark.parametrize("kind", ["final", "final, not portable"])
+async def test_task_failed_is_for_good(mesh: TaskMesh, kind: str) -> None:
+    raise_named = define(mesh, handlers.raise_named)
+    async with working(mesh):
+        await raise_named.publish("k", kind=kind)
+        task = await finished(mesh, "raise_named", "k")
+    assert task.status is Status.FAIL
+    assert len(task.task_state.worker_states) == 1
+
+
+async def test_the_hook_after_sees_the_error_itself(mesh: TaskMesh) -> None:
+    raise_named = define(mesh, handlers.raise_named, option=ONCE)
+    seen: list[Any] = []
+    async with working(mesh, after=lambda _task, ending: seen.append(ending.error)):
+        await raise_named.publish("k", kind="value")
+        await finished(mesh, "raise_named", "k")
+    assert isinstance(seen[0], ValueError)
+
+
+async def test_retry_and_snooze_mean_what_they_mean_elsewhere(mesh: TaskMesh, tmp_path: Path) -> None:
+    retry_once = define(mesh, handlers.retry_once)
+    snooze_until = define(mesh, handlers.snooze_until)
+    async with working(mesh):
+        assert await (await retry_once.publish("k", delay_ms=50)).result(10) == 2
+        assert await (await snooze_until.publish("k", path=str(tmp_path / "f"))).result(10) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("set", r"result\.deep\[0\].*set"), ("lambda", "result.*function"), ("large", "17000.* bytes")],
+)
+async def test_a_result_that_cannot_be_stored_fails_with_its_place(mesh: TaskMesh, kind: str, reason: str) -> None:
+    return_named = define(mesh, handlers.return_named, option=ONCE)
+    async with working(mesh):
+        handle = await return_named.publish("k", kind=kind)
+        with pytest.raises(TaskError, match=reason):
+            await handle.result(10)
+
+
+async def test_current_task_works_in_a_process(mesh: TaskMesh) -> None:
+    tell = define(mesh, handlers.tell_about_itself, option=TaskOption(priority=7, run_timeout_ms=60_000))
+    async with working(mesh, "w1"):
+        handle = await tell.publish("k")
+        told: Any = await handle.result(10)
+    task = await handle.task()
+    [entry] = task.task_state.worker_states
+    assert told | {"deadline": None} == {
+        "name": "tell_about_itself",
+        "key": "k",
+        "worker_id": "w1",
+        "running_id": entry.running_id,
+        "attempt": 1,
+        "priority": 7,
+        "deadline": None,
+        "cancelled": False,
+    }
+    assert entry.start_time is not None
+    assert 50 < (told["deadline"] - entry.start_time).total_seconds() < 70
+    assert [line.message for line in entry.logs] == ["the first line"]
+    assert task.task_state.progress is not None
+    assert (task.task_state.progress.fraction, task.task_state.progress.message) == (0.5, "half way")
+
+
+async def test_what_current_task_refuses_is_raised_in_the_handler(mesh: TaskMesh) -> None:
+    bad_progress = define(mesh, handlers.bad_progress, option=ONCE)
+    async with working(mesh):
+        handle = await bad_progress.publish("k")
+        with pytest.raises(TaskError, match="progress goes from 0 to 1"):
+            await handle.result(10)
+
+
+async def test_a_publish_from_a_process_happens_with_its_success_and_not_without(mesh: TaskMesh) -> None:
+    publish_another = define(mesh, handlers.publish_another, option=ONCE)
+    add = define(mesh, handlers.add)
+    async with working(mesh, names=["publish_another"]):
+        await (await publish_another.publish("good", definition_name="add", key="from good")).result(10)
+        await publish_another.publish("bad", definition_name="add", key="from bad", fail=True)
+        await finished(mesh, "publish_another", "bad")
+    assert [task.key async for task in mesh.find("add")] == ["from good"]
+    assert add.name == "add"
+
+
+async def test_a_thread_left_behind_does_not_disturb_the_next_execution(mesh: TaskMesh) -> None:
+    late = define(mesh, handlers.log_after_the_end)
+    add = define(mesh, handlers.add)
+    async with working(mesh, concurrency=1):
+        await (await late.publish("k")).result(10)
+        for i in range(20):
+            assert await (await add.publish(str(i), a=i)).result(10) == i + 1
+        logs = [(await mesh.get("add", str(i))).task_state.worker_states[0].logs for i in range(20)]
+    assert logs == [[]] * 20
+
+
+async def test_a_child_takes_no_signals_and_has_none_blocked(mesh: TaskMesh, tmp_path: Path) -> None:
+    wait_for_file = define(mesh, handlers.wait_for_file, option=ONCE)
+    blocked = define(mesh, handlers.blocked_signals)
+    go, marker = tmp_path / "go", tmp_path / "marker"
+    async with working(mesh) as consumer:
+        assert await (await blocked.publish("k")).result(10) == []
+        handle = await wait_for_file.publish("k", path=str(go), marker=str(marker))
+        await eventually(marker.exists)
+        executor = consumer._executor
+        assert executor is not None
+        assert executor._processes is not None
+        for pid in executor._processes.pids:
+            assert os.getsid(pid) != os.getsid(0), "the signals of our terminal do not reach it"
+            os.kill(pid, signal.SIGINT)
+            os.kill(pid, signal.SIGTERM)
+        go.touch()
+        assert await handle.result(10) == "saw it"
+
+
+async def test_params_are_turned_into_the_handlers_types_in_the_child_too(mesh: TaskMesh) -> None:
+    @mesh.task(run="process")
+    def where(path: Path) -> list[str]:
+        return [type(path).__name__, str(path)]
+
+    async with working(mesh):
+        assert (await (await where.publish("k", path=Path("a/b"))).result(10))[1] == "a/b"
+
+
+async def test_a_handler_that_no_child_can_find_fails_with_what_to_do(mesh: TaskMesh) -> None:
+    lock = __import__("threading").Lock()
+
+    @mesh.task(run="process", option=ONCE)
+    def local() -> None:
+        lock.acquire()
+
+    async with working(mesh):
+        handle = await local.publish("k")
+        with pytest.raises(TaskError, match="at the top of a module"):
+            await handle.result(10)
+
+
+SCRIPT = """
+import asyncio, os, sys, time
+from pathlib import Path
+from taskmesh import TaskMesh, current_task
+
+mesh = TaskMesh(sys.argv[1] if len(sys.argv) > 1 else None, database=sys.argv[2] if len(sys.argv) > 1 else "x")
+
+class OwnError(Exception): ...
+
+@mesh.task(run="process")
+def in_main() -> str:
+    return f"{__name__} {current_task().key}"
+
+@mesh.task(run="process")
+def write_pid_and_stay(path: str) -> None:
+    import re, subprocess
+    program = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    Path(path).write_text(f"{os.getpid()} {program.pid}")
+    re.match(r"(a+)+$", "a" * 60 + "b")
+
+async def main() -> None:
+    async with mesh:
+        await mesh.consumer().run()
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+async def test_handlers_of_a_script_run_and_its_children_die_with_it(
+    mesh: TaskMesh, mongo_uri: str, database: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    pid_file = tmp_path / "pids"
+    worker = subprocess.Popen([sys.executable, str(script), mongo_uri, database])  # noqa: ASYNC220 — returns at once
+    try:
+        handle = await mesh.publish("in_main", "k", {})
+        assert await handle.result(15) == "__mp_main__ k"
+        await mesh.publish("write_pid_and_stay", "k", {"path": str(pid_file)})
+        pids = await pids_in(pid_file)
+        worker.kill()
+        worker.wait()
+        await eventually(lambda: gone(*pids), 2.0, what="the child and its program die with the worker")
+    finally:
+        worker.kill()
+        worker.wait()
+
+
+def test_what_cannot_be_imported_by_name_is_loaded_from_its_file(tmp_path: Path) -> None:
+    plugin = tmp_path / "plugin_elsewhere.py"
+    plugin.write_text("answer = 42")
+    try:
+        assert _imported("plugin_elsewhere", str(plugin)).answer == 42
+    finally:
+        sys.modules.pop("plugin_elsewhere", None)
+    with pytest.raises(ModuleNotFoundError):
+        _imported("plugin_nowhere", None)

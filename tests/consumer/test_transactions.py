@@ -1,0 +1,327 @@
+"""What a handler writes in `transaction()`, what it publishes, and its SUCCESS are there together or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from motor.motor_asyncio import AsyncIOMotorClient
+from pymongo import AsyncMongoClient
+
+from taskmesh import LeaseLost, Status, TaskError, TaskHandle, TaskMesh, TaskMeshError, TaskOption, current_task
+from taskmesh.embedded import Mongod
+from tests.consumer import process_handlers as handlers
+from tests.waiting import eventually
+from tests.working import finished, status_is, working
+
+ONCE = TaskOption(max_unexpected_retries=0)
+SHORT = TaskOption(worker_timeout_ms=1_000, ping_interval_ms=200, max_unexpected_retries=0)
+
+
+@pytest.fixture
+async def client(mongo_uri: str) -> AsyncIterator[AsyncMongoClient[dict[str, Any]]]:
+    async with AsyncMongoClient[dict[str, Any]](mongo_uri) as client:
+        yield client
+
+
+async def orders_in(client: Any, database: str) -> list[Any]:
+    return [order["n"] async for order in client[database]["orders"].find().sort("n")]
+
+
+@pytest.fixture(params=["pymongo", "motor"])
+async def mesh_of_client(
+    request: pytest.FixtureRequest, mongo_uri: str, database: str, client: Any
+) -> AsyncIterator[TaskMesh]:
+    """A mesh that was made with the caller's own client: its handlers write with that."""
+    own = client if request.param == "pymongo" else AsyncIOMotorClient(mongo_uri)
+    async with TaskMesh(own, database=database) as mesh:
+        yield mesh
+    if own is not client:
+        own.close()
+
+
+async def test_the_writes_the_result_and_what_was_published_come_together(
+    mesh_of_client: TaskMesh, client: Any, database: str
+) -> None:
+    mesh = mesh_of_client
+
+    @mesh.task
+    async def after_order(n: int) -> None: ...
+
+    @mesh.task
+    async def order(n: int) -> str:
+        task = current_task()
+        async with task.transaction() as session:
+            await session.client[database]["orders"].insert_one({"n": n}, session=session)
+            await task.publish(after_order, "next", n=n)
+            task.set_result("ordered")
+            assert await orders_in(client, database) == []
+        assert await orders_in(client, database) == [n]
+        assert (await mesh.get("order", task.key)).status is Status.SUCCESS
+        return "not this"
+
+    endings: list[Any] = []
+    async with working(mesh, names=["order"], after=lambda _, ending: endings.append(ending)):
+        assert await (await order.publish("k", n=1)).result(10) == "ordered"
+        assert [task.key async for task in mesh.find("after_order")] == ["next"]
+    assert [(ending.kind, ending.value) for ending in endings] == [("succeeded", "ordered")]
+
+
+async def test_an_exception_in_the_block_undoes_it(mesh: TaskMesh, client: Any, database: str) -> None:
+    @mesh.task(option=ONCE)
+    async def order() -> None:
+        async with current_task().transaction() as session:
+            await session.client[database]["orders"].insert_one({"n": 1}, session=session)
+            raise ValueError("changed my mind")
+
+    async with working(mesh):
+        handle = await order.publish("k")
+        with pytest.raises(TaskError, match="changed my mind"):
+            await handle.result(10)
+    assert await orders_in(client, database) == []
+
+
+async def test_a_handler_may_go_on_after_a_block_that_failed(mesh: TaskMesh, client: Any, database: str) -> None:
+    @mesh.task(option=SHORT)
+    async def order() -> str:
+        try:
+            async with current_task().transaction() as session:
+                await session.client[database]["orders"].insert_one({"n": 1}, session=session)
+                raise ValueError  # noqa: TRY301 — it has to be raised in the block
+        except ValueError:
+            await asyncio.sleep(1.5)  # longer than the lease: it is renewed again
+            return "the other way"
+
+    async with working(mesh):
+        handle = await order.publish("k")
+        assert await handle.result(10) == "the other way"
+    assert await orders_in(client, database) == []
+    assert len((await handle.task()).task_state.worker_states) == 1
+
+
+async def test_what_is_raised_after_the_block_changes_nothing(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def order() -> None:
+        async with current_task().transaction():
+            current_task().set_result("done")
+        raise ValueError("too late")
+
+    async with working(mesh):
+        handle: TaskHandle[Any] = await order.publish("k")
+        assert await handle.result(10) == "done"
+    assert (await handle.task()).status is Status.SUCCESS
+
+
+async def test_t10_a_long_transaction_keeps_its_lease_and_those_of_others(
+    mesh: TaskMesh, client: Any, database: str
+) -> None:
+    @mesh.task(option=SHORT)
+    async def order() -> None:
+        async with current_task().transaction() as session:
+            await session.client[database]["orders"].insert_one({"n": 1}, session=session)
+            await current_task().progress(0.5)
+            current_task().log("in the middle")
+            await asyncio.sleep(2.5)
+            current_task().set_result("kept")
+
+    @mesh.task(option=SHORT)
+    async def wait() -> str:
+        await asyncio.sleep(2.5)
+        return "kept"
+
+    async with working(mesh, "a"), working(mesh, "b"):
+        handles: list[TaskHandle[Any]] = [await order.publish("k"), *[await wait.publish(str(i)) for i in range(50)]]
+        assert [await handle.result(15) for handle in handles] == ["kept"] * 51
+    for handle in handles:
+        task = await handle.task()
+        assert (len(task.task_state.worker_states), task.task_state.lost_cnt) == (1, 0)
+    task = await handles[0].task()
+    assert [line.message for line in task.task_state.worker_states[0].logs] == ["in the middle"]
+    assert task.task_state.progress is not None
+    assert await orders_in(client, database) == [1]
+
+
+async def test_t10_a_transaction_that_outlives_the_server_s_limit_says_so(own_mongod: Mongod, database: str) -> None:
+    async with (
+        AsyncMongoClient[dict[str, Any]](own_mongod.uri) as client,
+        TaskMesh(client, database=database) as mesh,
+    ):
+        await client.admin.command({"setParameter": 1, "transactionLifetimeLimitSeconds": 1})
+
+        @mesh.task(option=SHORT)
+        async def order() -> None:
+            async with current_task().transaction() as session:
+                await client[database]["orders"].insert_one({"n": 1}, session=session)
+                await asyncio.sleep(4)
+
+        async with working(mesh):
+            handle = await order.publish("k")
+            with pytest.raises(TaskError, match="transactionLifetimeLimitSeconds=1"):
+                await handle.result(15)
+        assert await orders_in(client, database) == []
+
+
+async def test_t10_a_commit_after_the_lease_was_lost_leaves_nothing(mesh: TaskMesh, client: Any, database: str) -> None:
+    at_the_end = asyncio.Event()
+    errors: list[Exception] = []
+
+    @mesh.task(option=ONCE)
+    async def order() -> None:
+        try:
+            async with current_task().transaction() as session:
+                await session.client[database]["orders"].insert_one({"n": 1}, session=session)
+                await at_the_end.wait()
+        except Exception as error:
+            errors.append(error)
+            raise
+
+    async with working(mesh):
+        await order.publish("k")
+        await status_is(mesh, "order", "k", Status.RUNNING)
+        # As if another worker had preempted it: its entry is no longer there.
+        await client[database]["tasks"].update_one({"_id": "order:k"}, {"$set": {"task_state.worker_states": []}})
+        at_the_end.set()
+        await eventually(lambda: errors)
+    assert await orders_in(client, database) == []
+    assert isinstance(errors[0], (LeaseLost, TaskMeshError)) or "undone" in str(errors[0])
+
+
+async def test_a_cancel_during_the_block_undoes_it(mesh: TaskMesh, client: Any, database: str) -> None:
+    inside = asyncio.Event()
+
+    @mesh.task
+    async def order() -> None:
+        async with current_task().transaction() as session:
+            await session.client[database]["orders"].insert_one({"n": 1}, session=session)
+            inside.set()
+            await asyncio.sleep(30)
+
+    async with working(mesh) as consumer:
+        handle = await order.publish("k")
+        await inside.wait()
+        cancelled_at = time.monotonic()
+        assert (await handle.cancel()).status is Status.CANCELLED
+        assert time.monotonic() - cancelled_at < 1, "a cancel does not wait for the transaction"
+        await eventually(lambda: not consumer.running, 3)
+    assert await orders_in(client, database) == []
+
+
+async def test_a_change_of_the_task_during_the_block_undoes_it_and_runs_it_again_uncounted(
+    mesh: TaskMesh, client: Any, database: str
+) -> None:
+    changed = asyncio.Event()
+    inside = asyncio.Event()
+    attempts: list[int] = []
+
+    @mesh.task(option=ONCE)
+    async def order() -> None:
+        attempts.append(current_task().attempt)
+        async with current_task().transaction() as session:
+            await session.client[database]["orders"].insert_one({"n": len(attempts)}, session=session)
+            inside.set()
+            await changed.wait()
+
+    async with working(mesh):
+        handle = await order.publish("k")
+        await inside.wait()
+        await mesh.set_option("order", "k", priority=5)
+        changed.set()
+        await handle.result(10)
+    assert attempts == [1, 1]
+    assert await orders_in(client, database) == [2]
+
+
+async def test_a_result_that_cannot_be_stored_undoes_the_block(mesh: TaskMesh, client: Any, database: str) -> None:
+    @mesh.task
+    async def order() -> None:
+        async with current_task().transaction() as session:
+            await session.client[database]["orders"].insert_one({"n": 1}, session=session)
+            current_task().set_result({1, 2})
+
+    async with working(mesh):
+        handle = await order.publish("k")
+        with pytest.raises(TaskError, match="cannot be stored"):
+            await handle.result(10)
+    assert await orders_in(client, database) == []
+
+
+async def test_it_works_in_a_thread(mesh_of_client: TaskMesh, client: Any, database: str) -> None:
+    mesh = mesh_of_client
+
+    @mesh.task
+    async def after_order(n: int) -> None: ...
+
+    @mesh.task(option=SHORT)
+    def order(n: int, fail: bool = False) -> str:
+        with current_task().transaction() as session:
+            session.client[database]["orders"].insert_one({"n": n}, session=session)
+            current_task().publish(after_order, f"after {n}", n=n)
+            if fail:
+                raise ValueError("changed my mind")
+            time.sleep(1.2)
+            current_task().set_result(f"ordered {n}")
+        return "not this"
+
+    async with working(mesh, names=["order"]):
+        assert await (await order.publish("good", n=1)).result(10) == "ordered 1"
+        handle = await order.publish("bad", n=2, fail=True)
+        with pytest.raises(TaskError, match="changed my mind"):
+            await handle.result(10)
+    assert await orders_in(client, database) == [1]
+    assert [task.key async for task in mesh.find("after_order")] == ["after 1"]
+
+
+async def test_it_works_in_a_process(mesh_of_client: TaskMesh, client: Any, database: str) -> None:
+    mesh = mesh_of_client
+    mesh.task(run="process", name="add")(handlers.add)
+    order = mesh.task(run="process", option=SHORT)(handlers.order_in_transaction)
+    async with working(mesh, names=["order_in_transaction"]):
+        handle = await order.publish("good", database=database, n=1)
+        assert await handle.result(15) == "ordered 1"
+        assert len((await handle.task()).task_state.worker_states) == 1
+        for kind, reason in (("raise", "changed my mind"), ("die", "SIGKILL"), ("set", "cannot be stored")):
+            handle = await order.publish(kind, database=database, n=2, ending=kind)
+            with pytest.raises(TaskError, match=reason):
+                await handle.result(10)
+    assert await orders_in(client, database) == [1]
+    assert [task.key async for task in mesh.find("add")] == ["after 1"]
+
+
+async def test_success_and_publications_are_one_and_are_refused_together(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def child(n: int) -> None: ...
+
+    @mesh.task(option=ONCE)
+    async def parent(good: bool) -> None:
+        await current_task().publish(child, "a", n=1)
+        await current_task().publish("unknown.here", "b", anything=[1])
+        await current_task().publish(child.configure(priority=7, delay_ms=60_000), "c", n=2)
+        if not good:
+            await current_task().publish(child, "d", n="no number")
+
+    async with working(mesh, names=["parent"]):
+        await (await parent.publish("good", good=True)).result(10)
+        published = {task.key: task async for task in mesh.find()}
+        assert set(published) == {"good", "a", "b", "c"}
+        assert published["c"].task_option.priority == 7
+        await parent.publish("bad", good=False)
+        failed = await finished(mesh, "parent", "bad")
+    assert "no number" in (failed.task_state.worker_states[0].fail_reason or "")
+    assert len([task async for task in mesh.find()]) == 5
+
+
+async def test_a_publication_of_an_existing_key_leaves_that_task_alone(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def child(n: int) -> None: ...
+
+    @mesh.task
+    async def parent() -> None:
+        await current_task().publish(child, "a", n=2)
+
+    await child.publish("a", n=1)
+    async with working(mesh, names=["parent"]):
+        await (await parent.publish("k")).result(10)
+    assert (await mesh.get("child", "a")).params == {"n": 1}
