@@ -87,7 +87,8 @@ async def _finish_one(tasks: Tasks, id_: str, running_id: str) -> int:
     mine = {"$elemMatch": {"running_id": running_id, "state": "RUNNING"}}
     ended = {"state": "SUCCESS", "success_time": datetime.now(UTC), "returns": None}
     change = {
-        "$set": {f"task_state.worker_states.$.{field}": value for field, value in ended.items()} | {"status": "SUCCESS"},
+        "$set": {f"task_state.worker_states.$.{field}": value for field, value in ended.items()}
+        | {"status": "SUCCESS"},
         "$unset": {"next_claim_time": True},
     }
     done = await tasks.update_one({"_id": id_, "status": "RUNNING", "task_state.worker_states": mine}, change)
@@ -148,7 +149,7 @@ async def bare_floor_worker(line: Line, setting: Setting) -> None:
     client: AsyncMongoClient[dict[str, Any]] = AsyncMongoClient(setting["uri"])
     async with client:
         tasks = client[setting["database"]].get_collection("tasks", write_concern=WriteConcern("majority"))
-        pipeline = [{"$match": {"operationType": "insert"}}, {"$project": {"documentKey": 1}}]
+        pipeline: list[dict[str, Any]] = [{"$match": {"operationType": "insert"}}, {"$project": {"documentKey": 1}}]
         async with await tasks.watch(pipeline, max_await_time_ms=100) as stream:
             line.say(ready=True)
             while not line.end.is_set():
@@ -169,7 +170,10 @@ async def bare_floor_publisher(line: Line, setting: Setting) -> None:
     client: AsyncMongoClient[dict[str, Any]] = AsyncMongoClient(setting["uri"])
     async with client:
         tasks = client[setting["database"]].get_collection("tasks", write_concern=WriteConcern("majority"))
-        pipeline = [{"$match": {"updateDescription.updatedFields.status": "SUCCESS"}}, {"$project": {"documentKey": 1}}]
+        pipeline: list[dict[str, Any]] = [
+            {"$match": {"updateDescription.updatedFields.status": "SUCCESS"}},
+            {"$project": {"documentKey": 1}},
+        ]
         template = setting["template"]
         async with await tasks.watch(pipeline, max_await_time_ms=500) as stream:
             line.say(ready=True)

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import psutil
@@ -151,7 +152,7 @@ def _at(own: list[tuple[float, int]], moment: float) -> float:
 
 
 def _crossing(totals: Sequence[tuple[float, float]], level: float) -> float:
-    for (t0, n0), (t1, n1) in zip(totals, totals[1:], strict=False):
+    for (t0, n0), (t1, n1) in pairwise(totals):
         if n1 >= level > n0 or (n1 > level >= n0):
             return t0 + (level - n0) * (t1 - t0) / (n1 - n0)
     raise RuntimeError(f"the level {level:g} was never crossed: {totals[:2]} … {totals[-2:]}")

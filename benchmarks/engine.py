@@ -25,8 +25,8 @@ class Work:
         """Publish → start, of each `stamp` that ran here."""
 
         @mesh.task
-        async def noop(n: int = 0) -> None:  # noqa: ARG001 -- a param that costs what a param costs
-            """Do nothing."""
+        async def noop(n: int = 0) -> None:
+            """Do nothing; the param costs what a param costs."""
 
         @mesh.task
         async def answer(n: int = 0) -> dict[str, Any]:
@@ -84,7 +84,7 @@ async def consume(line: Line, setting: Setting) -> None:
         line.say(ready=True)
         await line.go.wait()
     async with consuming(setting, commands) as (_, work, consumer, running):
-        while consumer.state == "ready":
+        while consumer.state == "ready":  # noqa: ASYNC110 -- the consumer has no event for it
             await asyncio.sleep(0.01)
         if setting.get("at_once"):
             await asyncio.sleep(setting.get("settle_s", 0.5))  # until the others' registrations have been read

@@ -1,4 +1,4 @@
-"""How do many consumers share one backlog, and what does it cost that they are there?
+"""Asks how many consumers share one backlog, and what it costs that they are there.
 
 Real processes, one consumer each. Claims are counted by PyMongo's monitoring: tasks named in claims, and tasks won.
 """
@@ -127,8 +127,8 @@ def _backlog(backlogs: Backlogs, fleet: Fleet, share: float) -> None:
 
 
 def _wasted(reports: list[dict[str, Any]]) -> float:
-    tried = sum(report["claims_tried"] for report in reports)
-    return (tried - sum(report["claims_won"] for report in reports)) / max(1, tried)
+    tried = sum(int(report["claims_tried"]) for report in reports)
+    return (tried - sum(int(report["claims_won"]) for report in reports)) / max(1, tried)
 
 
 def _trickle(backlogs: Backlogs, fleet: Fleet, share: float) -> None:
@@ -142,7 +142,7 @@ def _trickle(backlogs: Backlogs, fleet: Fleet, share: float) -> None:
         before, begun = _operations(backlogs), time.monotonic()
         time.sleep(2.0)
         fleet.idle_ops.append((_operations(backlogs) - before) / (time.monotonic() - begun))
-        setting = {
+        setting: dict[str, Any] = {
             "uri": backlogs.uri,
             "database": database,
             "prefix": "t",

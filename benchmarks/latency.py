@@ -57,7 +57,7 @@ def measure(backlogs: Backlogs, *, repetitions: int = 3, share: float = 1.0) -> 
     measured = loads()
     for repetition in range(repetitions):
         for load in (floor, *measured):
-            (_measure_floor if load is floor else _measure)(backlogs, load, share)
+            (_measure_floor if load is floor else measure_one)(backlogs, load, share)
             print(
                 f"  latency {repetition + 1}/{repetitions}: {load.label}: publish → start "
                 f"p50 {percentile(load.starts[-1], 0.5):.2f} ms, p99 {percentile(load.starts[-1], 0.99):.2f} ms",
@@ -91,7 +91,8 @@ def measure(backlogs: Backlogs, *, repetitions: int = 3, share: float = 1.0) -> 
     return answer
 
 
-def _measure(backlogs: Backlogs, load: Load, share: float) -> None:
+def measure_one(backlogs: Backlogs, load: Load, share: float) -> None:
+    """One run of one load, added to its figures."""
     with backlogs.database() as database:
         setting: dict[str, Any] = {"uri": backlogs.uri, "database": database}
         consumer = setting | {"worker_id": "w", "concurrency": 100, "names": ["stamp"], "at_once": True}

@@ -73,11 +73,17 @@ def bare_set_variant(processes: int, batch: int, in_flight: int) -> Variant:
 
 def variants() -> dict[Any, Variant]:
     """All that is compared."""
-    found: dict[Any, Variant] = {("single", 1): Variant(
-        "bare find_one_and_update + update_one, 1 process, 64 in flight", "bare_single", 1, 6_000, {"in_flight": 64}
-    )}
+    found: dict[Any, Variant] = {
+        ("single", 1): Variant(
+            "bare find_one_and_update + update_one, 1 process, 64 in flight", "bare_single", 1, 6_000, {"in_flight": 64}
+        )
+    }
     found["single", 2] = Variant(
-        "bare find_one_and_update + update_one, 2 processes, 32 in flight each", "bare_single", 2, 6_000, {"in_flight": 32}
+        "bare find_one_and_update + update_one, 2 processes, 32 in flight each",
+        "bare_single",
+        2,
+        6_000,
+        {"in_flight": 32},
     )
     for batch, in_flight in ((200, 1), (500, 1), (500, 2), (500, 3), (500, 4)):
         found["set", 1, batch, in_flight] = bare_set_variant(1, batch, in_flight)

@@ -61,9 +61,7 @@ def _commit() -> str:
     here = Path(__file__).parent
 
     def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", *arguments], cwd=here, capture_output=True, text=True, check=True
-        ).stdout.strip()
+        return subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
         changed = git("status", "--porcelain", "--", "../taskmesh")

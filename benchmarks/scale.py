@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
 from benchmarks.backlog import Backlogs
 from benchmarks.crew import Member, crew, rate_between, wait_for
+from benchmarks.engine import Work
 from benchmarks.tables import Answer, Goal, cut, median, percentile
+from taskmesh import TaskMesh
 
 OTHERS = (0, 100_000, 1_000_000)
 LONG_OTHERS = 10_000_000
@@ -103,11 +106,19 @@ def others(backlogs: Backlogs, database: str, count: int) -> None:
     day = 86_400_000
 
     def of_kind(finished: Any, future: Any, pinned: Any) -> dict[str, Any]:
-        return {"$switch": {"branches": [{"case": {"$eq": [kind, 0]}, "then": finished}, {"case": {"$eq": [kind, 1]}, "then": future}], "default": pinned}}
+        return {
+            "$switch": {
+                "branches": [
+                    {"case": {"$eq": [kind, 0]}, "then": finished},
+                    {"case": {"$eq": [kind, 1]}, "then": future},
+                ],
+                "default": pinned,
+            }
+        }
 
     for first in range(0, count, 100_000):
         last = min(count, first + 100_000)
-        pipeline = [
+        pipeline: list[dict[str, Any]] = [
             {"$match": {"_id": "noop:0"}},
             {"$set": {"block": {"$range": [first // 1_000, -(-last // 1_000)]}}},
             {"$unwind": "$block"},
@@ -230,7 +241,7 @@ def _claimable(backlogs: Backlogs, database: str, count: int) -> None:
 
 
 def _executions_at_once(backlogs: Backlogs, answer: Answer, share: float, *, long: bool) -> None:
-    """Many executions at once, their leases renewed each second: how many are lost?"""
+    """Run many executions at once, their leases renewed each second, and count those that are lost."""
     for size in (*RUNNING, *((LONG_RUNNING,) if long else ())):
         count = max(200, int(size * share))
         lost, mb, started = _nap_run(backlogs, count)
@@ -267,10 +278,6 @@ def _nap_run(backlogs: Backlogs, count: int) -> tuple[int, float, int]:
 
 def publish_naps(uri: str, database: str, count: int, seconds: float) -> None:
     """Publish tasks that last."""
-    import asyncio
-
-    from benchmarks.engine import Work
-    from taskmesh import TaskMesh
 
     async def publish() -> None:
         mesh = TaskMesh(uri, database=database)

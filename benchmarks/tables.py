@@ -37,7 +37,13 @@ class Goal:
         """The row as text. The figure is cut towards the worse side, so that no rounding flatters it."""
         sign = "≥" if self.sense == ">=" else "≤"
         shown = "–" if self.figure is None else cut(self.figure, down=self.sense == ">=")
-        return [self.what, f"{sign} {self.goal:g} {self.unit}".rstrip(), f"{shown} {self.unit}", self.verdict, self.note]
+        return [
+            self.what,
+            f"{sign} {self.goal:g} {self.unit}".rstrip(),
+            f"{shown} {self.unit}",
+            self.verdict,
+            self.note,
+        ]
 
 
 @dataclass

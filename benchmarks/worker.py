@@ -44,10 +44,10 @@ Role = Callable[[Line, Setting], Awaitable[None]]
 
 def _role(name: str) -> Role:
     if name.startswith("bare"):
-        from benchmarks import bare
+        from benchmarks import bare  # noqa: PLC0415 -- a bare loop does not pay for the engine's import
 
         return bare.ROLES[name]
-    from benchmarks import engine
+    from benchmarks import engine  # noqa: PLC0415 -- the same
 
     return engine.ROLES[name]
 
