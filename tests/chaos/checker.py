@@ -1,0 +1,189 @@
+"""Decides, for every committed write, which promises it keeps. It knows the rule from the tests' own oracle alone.
+
+What a write was is read off the document: its stamp says who did what at which time of the server; a ping leaves none, but
+shows in the lease that it renewed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+from taskmesh.store.stamp import read_stamp
+from tests.chaos.findings import Findings
+from tests.chaos.reading import NEVER, Reading, stripped
+from tests.chaos.versions import Document, Version
+
+_MAY_DROP_SUCCESS = ("retried", "published", "succeeded", "failed")
+"""The last two re-open a task for which `run_again` was asked meanwhile."""
+_MAY_DROP_LIVE = ("released", "snoozed", "option_changed")
+_MAY_TAKE_LOST = ("claimed", "settled", "retried", "published")
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """What a write was."""
+
+    kind: str
+    now: datetime | None
+    """The time of the server by which it judged."""
+    worker_id: str | None = None
+    lost: tuple[str, ...] = ()
+
+
+def check_version(version: Version) -> Findings:
+    """Decide every invariant that one committed write can break."""
+    findings = Findings()
+    if version.after is None:
+        _check_deletion(findings, version)
+    elif version.before is None:
+        _check_insert(findings, version, version.after)
+    else:
+        _check_update(findings, version.id, version.before, version.after)
+    return findings
+
+
+def _check_insert(findings: Findings, version: Version, after: Document) -> None:
+    state = after["task_state"]
+    findings.check("D1", version.id, after["status"] == "INIT" and not state["worker_states"], after)
+
+
+def _check_deletion(findings: Findings, version: Version) -> None:
+    if version.before is not None:
+        delete_time = version.before.get("delete_time")
+        forgotten = delete_time is not None and delete_time <= version.time
+        findings.check("L1", version.id, forgotten, f"deleted at {version.time}, retained until {delete_time}")
+
+
+def _check_update(findings: Findings, id_: str, before: Document, after: Document) -> None:
+    write = _what_was_written(before, after)
+    old, new = Reading(before), Reading(after)
+    for name in ("_id", "name", "key", "publish_id"):
+        findings.check("F3", id_, before.get(name) == after.get(name), f"{name} changed in {write}")
+    findings.check("F3", id_, old.state["create_time"] == new.state["create_time"], write)
+    if write.kind == "claimed" and write.now is not None:
+        _check_claim(findings, id_, old, new, write, write.now)
+    _check_entries(findings, id_, old, new, write)
+    _check_counts(findings, id_, old, new, write)
+    _check_budgets(findings, id_, new, write)
+    if write.now is not None:
+        _check_derived(findings, id_, new, write.now)
+
+
+def _what_was_written(before: Document, after: Document) -> Write:
+    if after.get("event") is not None and after.get("event") != before.get("event"):
+        stamp = read_stamp(after["event"])
+        now = datetime.fromtimestamp(int(after["event"].split("\x1f")[1]) / 1000, UTC)
+        return Write(stamp.kind, now, stamp.worker_id, stamp.lost)
+    for old, new in _both(Reading(before), Reading(after)):
+        if old["ping_expire_time"] != new["ping_expire_time"]:
+            lease = timedelta(milliseconds=after["task_option"]["worker_timeout_ms"])
+            return Write("pinged", new["ping_expire_time"] - lease, new["worker_id"])
+    return Write("unstamped", None)
+
+
+def _both(old: Reading, new: Reading) -> Iterator[tuple[Document, Document]]:
+    """The entries that stand in both versions."""
+    after = {entry["running_id"]: entry for entry in new.entries}
+    for entry in old.entries:
+        if entry["running_id"] in after:
+            yield entry, after[entry["running_id"]]
+
+
+def _check_claim(findings: Findings, id_: str, old: Reading, new: Reading, write: Write, now: datetime) -> None:
+    known = {entry["running_id"] for entry in old.entries}
+    added = [entry for entry in new.entries if entry["running_id"] not in known]
+    one = len(added) == 1 and added[0]["worker_id"] == write.worker_id and added[0]["state"] == "RUNNING"
+    if not findings.check("H1", id_, one, f"a claim added {added}"):
+        return
+    worker_id = str(write.worker_id)
+    option, state = old.option, old.state
+    live, done = old.live(now), old.of("SUCCESS")
+    findings.check("C1", id_, len(live) + len(done) < old.room, f"{write} into {live} {done}")
+    mine = [entry for entry in (*live, *done) if entry["worker_id"] == worker_id]
+    findings.check("C2", id_, not mine, f"{write} though it has {mine}")
+    for moment in (state.get("start_time"), state.get("resume_time")):
+        findings.check("G1", id_, moment is None or moment <= now, f"{write} before {moment}")
+    findings.check("G2", id_, not old.expired(now), f"{write} after {state.get('expire_time')}")
+    allowed = option["specific_worker_ids"]
+    findings.check("G3", id_, not allowed or worker_id in allowed, f"{write}, allowed are {allowed}")
+    open_ = not old.cancelled and len(done) < old.room and not old.failed_for_good
+    findings.check("G4", id_, open_, f"{write} of a task that is {old.status(now)}")
+    retry_time = old.retry_time(worker_id)
+    findings.check("G5", id_, retry_time is None or retry_time <= now, f"{write} before {retry_time}")
+    findings.check("B1", id_, old.fail_cnt <= option["max_unexpected_retries"], f"{write} at {old.fail_cnt} FAILs")
+    losses = old.timeout_cnt(now)
+    findings.check("B2", id_, losses <= option["max_timeouts"], f"{write} at {losses} losses in a row")
+    findings.check("H1", id_, old.claim_time(worker_id, now) <= now < NEVER, f"{write}: a gate was shut")
+
+
+def _check_entries(findings: Findings, id_: str, old: Reading, new: Reading, write: Write) -> None:
+    """Who changed or removed which entry, and whether it was theirs to change."""
+    for before, after in _both(old, new):
+        if stripped(before) != stripped(after):
+            findings.check("F1", id_, _may_change(old, before, after, write), f"{write} made {before} to {after}")
+    left = {entry["running_id"] for entry in new.entries}
+    gone = [entry for entry in old.entries if entry["running_id"] not in left]
+    for entry in gone:
+        kept = entry["state"] != "SUCCESS" or write.kind in _MAY_DROP_SUCCESS
+        findings.check("F2", id_, kept, f"{write} removed {entry}")
+        if entry["state"] == "RUNNING" and write.now is not None:
+            if entry["ping_expire_time"] > write.now:
+                mine = write.kind == "option_changed" or write.worker_id == entry["worker_id"]
+                reopened = new.state.get("reopened_by") == entry["running_id"]
+                given_back = write.kind in _MAY_DROP_LIVE and mine
+                findings.check("F1", id_, given_back or reopened, f"{write} removed the live {entry}")
+            else:
+                findings.check("R2", id_, write.kind in _MAY_TAKE_LOST, f"{write} removed the lost {entry}")
+    for entry in old.of("SUCCESS"):
+        findings.check("F2", id_, entry["running_id"] in left or write.kind in _MAY_DROP_SUCCESS, write)
+
+
+def _may_change(old: Reading, before: Document, after: Document, write: Write) -> bool:
+    if old.cancelled:  # a stopped execution notes its end, which counts for nothing
+        return write.kind == "unstamped" and before["state"] == "RUNNING" and after["state"] == "FAIL"
+    if write.kind == "retried":
+        return bool(before["state"] == "FAIL" and after["state"] == "FAIL")
+    if before["state"] != "RUNNING" or write.now is None:
+        return False
+    if before["ping_expire_time"] <= write.now:
+        return False
+    if write.kind == "pinged":  # one write renews all that a worker holds, and one worker holds a task once
+        return bool(stripped(before | {"ping_expire_time": 0}) == stripped(after | {"ping_expire_time": 0}))
+    ends_as = {"succeeded": "SUCCESS", "failed": "FAIL", "progressed": "RUNNING"}
+    return ends_as.get(write.kind) == after["state"] and write.worker_id == str(before["worker_id"])
+
+
+def _check_counts(findings: Findings, id_: str, old: Reading, new: Reading, write: Write) -> None:
+    """What a write adds to the counts of failures and losses."""
+    counted = {name: new.state.get(name, 0) - old.state.get(name, 0) for name in ("timeout_cnt", "lost_cnt")}
+    if write.kind in ("released", "snoozed"):
+        costs = any(counted.values()) or new.fail_cnt != old.fail_cnt
+        findings.check("R1", id_, not costs, f"{write} counted {counted}, FAILs {old.fail_cnt} to {new.fail_cnt}")
+    if write.kind in ("claimed", "settled") and write.now is not None:
+        lost = old.lost(write.now)
+        right = counted == {"timeout_cnt": len(lost), "lost_cnt": len(lost)}
+        told = sorted(write.lost) == sorted(entry["worker_id"] for entry in lost)
+        reopened = write.kind == "settled" and not new.entries and new.state.get("wanted") is not None
+        findings.check("R2", id_, told and (right or reopened), f"{write} found {lost} lost and counted {counted}")
+    elif write.kind in ("pinged", "unstamped", "cancelled"):
+        findings.check("R2", id_, not any(counted.values()), f"{write} counted {counted}")
+
+
+def _check_budgets(findings: Findings, id_: str, new: Reading, write: Write) -> None:
+    option, room = new.option, new.room
+    if not new.cancelled:
+        findings.check("B1", id_, new.fail_cnt <= option["max_unexpected_retries"] + room, f"{write}: {new.state}")
+    findings.check("B2", id_, new.state["timeout_cnt"] <= option["max_timeouts"] + room, f"{write}: {new.state}")
+    if write.now is not None:
+        taken = [*new.live(write.now), *new.of("SUCCESS")]
+        findings.check("C1", id_, len(taken) <= room or write.kind == "option_changed", f"{write}: {taken}")
+        workers = [entry["worker_id"] for entry in taken]
+        findings.check("C2", id_, len(set(workers)) == len(workers), f"{write}: {taken}")
+
+
+def _check_derived(findings: Findings, id_: str, new: Reading, now: datetime) -> None:
+    for name, derived in new.derived(now).items():
+        stored = new.document.get(name)
+        findings.check("D1", id_, stored == derived, f"{name} is {stored}, and from the entries follows {derived}")

@@ -1,0 +1,155 @@
+"""Decides, after a run, the promises that need all witnesses together: handlers, publishers, documents, the log, events."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+
+from tests.chaos.findings import Findings
+from tests.chaos.history import Evidence, Published, Told
+from tests.chaos.versions import Document
+from tests.processes.history import Run, runs_by_task
+
+_AWAKE_AGAIN_S = 1.5
+"""How long a worker that was suspended may take, after it wakes up, to learn that it lost a task and stop the handler."""
+_SLOW_TO_STOP_S = 0.75
+"""How much longer than its lease a handler may run because the machine is busy just when it is cancelled."""
+
+
+def check_endings(evidence: Evidence) -> Findings:
+    """Decide every invariant that needs the whole run."""
+    findings = Findings()
+    runs = runs_by_task(evidence.runs)
+    _check_publishes(findings, evidence)
+    _check_statuses(findings, evidence)
+    for id_, document in evidence.documents.items():
+        _check_outcomes(findings, id_, document, {run.start.running_id: run for run in runs.get(id_, [])})
+    for id_, of_task in runs.items():
+        _check_runs(findings, evidence, id_, of_task)
+    _check_effects(findings, evidence)
+    _check_chained(findings, evidence, runs)
+    _check_told(findings, evidence)
+    return findings
+
+
+def _check_publishes(findings: Findings, evidence: Evidence) -> None:
+    by_id: dict[str, list[Published]] = defaultdict(list)
+    for published in evidence.published:
+        by_id[published.id].append(published)
+    for id_, tries in by_id.items():
+        created = sum(published.created is True for published in tries)
+        unknown = sum(published.created is None for published in tries)
+        there = id_ in evidence.documents
+        answered = created or any(published.created is False for published in tries)
+        findings.check("P1", id_, there or not answered, "it was published and is not there")
+        findings.check("P1", id_, created <= 1, f"{created} publishers were told that they created it")
+        findings.check("P1", id_, created + unknown >= 1, "nobody was told that it created it")
+    for id_, document in evidence.documents.items():
+        chained = document["params"].get("chained_by") is not None
+        findings.check("P2", id_, id_ in by_id or chained, "nobody published it")
+
+
+def _check_statuses(findings: Findings, evidence: Evidence) -> None:
+    ends = {published.id: published.ends for published in evidence.published}
+    for id_, document in evidence.documents.items():
+        status, allowed = document["status"], ends.get(id_, ("SUCCESS",))
+        findings.check("L1", id_, status in allowed, f"it ended as {status}, not as {' or '.join(allowed)}")
+        entries = document["task_state"]["worker_states"]
+        if status == "SUCCESS":
+            workers = {entry["worker_id"] for entry in entries if entry["state"] == "SUCCESS"}
+            successes = sum(entry["state"] == "SUCCESS" for entry in entries)
+            wanted = document["task_option"]["concurrent_worker_cnt"]
+            findings.check("S1", id_, successes == wanted == len(workers), f"{successes} of {workers}, not {wanted}")
+
+
+def _check_outcomes(findings: Findings, id_: str, document: Document, runs: dict[str, Run]) -> None:
+    """Each entry that ended is what a handler did."""
+    cancelled = document["task_state"].get("cancel_time") is not None
+    for entry in document["task_state"]["worker_states"]:
+        run = runs.get(entry["running_id"])
+        mine = run is not None and run.start.worker_id == entry["worker_id"]
+        if entry["state"] == "SUCCESS":
+            told = run.end.more.get("value") if run is not None and run.end is not None else None
+            recorded_itself = document["name"] == "writes" and run is not None  # in transaction(), before it returns
+            right = run is not None and (recorded_itself or (run.returned and entry.get("returns") == told))
+            findings.check("S2", id_, mine and right, f"{entry} is not what the handler did: {run}")
+        elif entry["state"] == "FAIL" and not cancelled:
+            raised = run is not None and run.end is not None and run.end.what == "raised"
+            findings.check("S2", id_, mine and raised, f"{entry} is not what the handler did: {run}")
+
+
+def _check_runs(findings: Findings, evidence: Evidence, id_: str, runs: list[Run]) -> None:
+    claims = evidence.claims.get(id_, set())
+    for run in runs:
+        claimed = (run.start.running_id, run.start.worker_id) in claims
+        findings.check("H1", id_, claimed, f"a handler ran without a claim: {run.start}")
+    document = evidence.documents.get(id_)
+    if document is not None:
+        most = _most_at_work(evidence, runs)
+        allowed = document["task_option"]["concurrent_worker_cnt"]
+        findings.check("C3", id_, most <= allowed, f"{most} handlers at once, {allowed} allowed: {runs}")
+
+
+def _most_at_work(evidence: Evidence, runs: list[Run]) -> int:
+    """How many handlers were at work at once, without the times in which a process was suspended or waking up."""
+    steps = [step for run in runs for begin, end in _at_work(evidence, run) for step in ((begin, 1), (end, -1))]
+    now = most = 0
+    for _, step in sorted(steps):
+        now += step
+        most = max(most, now)
+    return most
+
+
+def _at_work(evidence: Evidence, run: Run) -> Iterator[tuple[float, float]]:
+    begin, pid = run.start.mono, run.start.pid
+    end = run.end.mono if run.end is not None else evidence.died.get(pid, float("inf"))
+    if run.end is not None and run.end.what == "raised" and run.end.more.get("error") == "CancelledError":
+        end -= _SLOW_TO_STOP_S
+    for suspended, asleep, awake in sorted(evidence.suspended):
+        if suspended == pid and begin < asleep < end:
+            yield begin, asleep
+            begin = awake + _AWAKE_AGAIN_S
+    if begin < end:
+        yield begin, end
+
+
+def _check_effects(findings: Findings, evidence: Evidence) -> None:
+    written = Counter(evidence.effects)
+    for id_, document in evidence.documents.items():
+        if document["name"] == "writes":
+            successes = sum(e["state"] == "SUCCESS" for e in document["task_state"]["worker_states"])
+            findings.check("X1", id_, written[id_] == successes, f"{successes} SUCCESS, {written[id_]} times written")
+
+
+def _check_chained(findings: Findings, evidence: Evidence, runs: dict[str, list[Run]]) -> None:
+    """A chained task is there exactly if the task that publishes it SUCCEEDed."""
+    for id_, document in evidence.documents.items():
+        if document["name"] == "chains":
+            there = f"work:after-{document['key']}" in evidence.documents
+            findings.check("X2", id_, there == (document["status"] == "SUCCESS"), f"{document['status']}, {there=}")
+        parent = document["params"].get("chained_by")
+        if parent is not None:
+            findings.check("X2", id_, f"chains:{parent}" in runs, "the task that publishes it never ran")
+
+
+def _check_told(findings: Findings, evidence: Evidence) -> None:
+    """A reader of events was told what happened, up to where it was told that some may be missing."""
+    if not evidence.told:
+        return
+    gaps = sum(event.kind in ("gap", "missed") for event in evidence.told)
+    by_task: dict[str, list[str]] = defaultdict(list)
+    for event in evidence.told:
+        by_task[event.id].append(event.kind)
+    for id_, happened in evidence.happened.items():
+        told = by_task.get(id_, [])
+        right = told == list(happened) if not gaps else _is_part_of(told, happened)
+        findings.check("O1", id_, right, f"happened: {list(happened)}; told: {told}; gaps: {gaps}")
+
+
+def _is_part_of(told: Iterable[str], happened: Iterable[str]) -> bool:
+    """Whether all that was told happened, in that order."""
+    left = iter(happened)
+    return all(kind in left for kind in told)
+
+
+__all__ = ["Told", "check_endings"]

@@ -1,0 +1,89 @@
+"""All that bears witness about a run: the handlers' own history, the publishers', the documents, the log of versions, events."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.chaos.versions import Document, Version
+from tests.processes.history import Mark, Run, runs_in
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """One publish that was tried. `created`: what the publisher was told; None if it was told an error."""
+
+    id: str
+    created: bool | None
+    ends: tuple[str, ...]
+    """The statuses in which the task may come to its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """One event as a reader of `mesh.events()` was told of it."""
+
+    id: str
+    kind: str
+    worker_id: str | None
+
+
+@dataclass
+class Evidence:
+    """What a run left behind. The log of versions is checked while it runs; of it only the sequence of kinds is kept."""
+
+    published: Sequence[Published] = ()
+    documents: Mapping[str, Document] = field(default_factory=dict)
+    marks: Sequence[Mark] = ()
+    died: Mapping[int, float] = field(default_factory=dict)
+    """When which process was gone."""
+    suspended: Sequence[tuple[int, float, float]] = ()
+    """Which process was suspended from when to when."""
+    effects: Sequence[str] = ()
+    """The `_id`s of tasks whose handlers wrote in `transaction()`, one for each such write that is there."""
+    told: Sequence[Told] = ()
+    claims: Mapping[str, set[tuple[str, str]]] = field(default_factory=dict)
+    """By task: the `running_id` and worker of every claim."""
+    happened: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """By task: what the log says that happened, as the kinds of events."""
+
+    @property
+    def runs(self) -> list[Run]:
+        """The handlers' runs."""
+        return runs_in(self.marks)
+
+
+class Log:
+    """Keeps of the versions what the check at the end needs."""
+
+    def __init__(self) -> None:
+        self.claims: dict[str, set[tuple[str, str]]] = defaultdict(set)
+        self.happened: dict[str, list[str]] = defaultdict(list)
+
+    def add(self, version: Version) -> None:
+        """Take the next version."""
+        if version.after is None:
+            return
+        if version.before is None:
+            self.happened[version.id].append("published")
+            return
+        known = {entry["running_id"] for entry in version.before["task_state"]["worker_states"]}
+        for entry in version.after["task_state"]["worker_states"]:
+            if entry["running_id"] not in known:
+                self.claims[version.id].add((entry["running_id"], entry["worker_id"]))
+        if version.after.get("event") == version.before.get("event"):
+            return
+        kind, _, _, *lost = version.after["event"].split("\x1f")
+        self.happened[version.id] += ["timed_out"] * len(lost)
+        if kind != "settled":
+            self.happened[version.id].append(kind)
+        status = version.after["status"]
+        if status != version.before["status"] and status in ("SUCCESS", "FAIL", "CANCELLED", "EXPIRED"):
+            self.happened[version.id].append("finished")
+
+
+def returned_value(run: Run) -> Any:
+    """What the handler of a run noted as its value."""
+    return None if run.end is None else run.end.more.get("value")

@@ -1,0 +1,165 @@
+"""A task document as the checker reads it: the rule in plain Python, from API.md and the design, without the engine's code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+NEVER = datetime(9999, 12, 31, 23, 59, 59, 999_000, tzinfo=UTC)
+_ANYBODY_ELSE = "a worker that never touched the task"
+_ONE_DAY_MS = 86_400_000
+
+
+def ms(milliseconds: float) -> timedelta:
+    """As MongoDB counts: whole milliseconds."""
+    return timedelta(milliseconds=int(milliseconds))
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One version of a task."""
+
+    document: Mapping[str, Any]
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """`task_state`."""
+        return self.document["task_state"]  # type: ignore[no-any-return]
+
+    @property
+    def option(self) -> Mapping[str, Any]:
+        """`task_option`."""
+        return self.document["task_option"]  # type: ignore[no-any-return]
+
+    @property
+    def entries(self) -> list[dict[str, Any]]:
+        """`worker_states`."""
+        return self.state["worker_states"]  # type: ignore[no-any-return]
+
+    @property
+    def room(self) -> int:
+        """How many workers the task allows."""
+        return int(self.option["concurrent_worker_cnt"])
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether it was cancelled."""
+        return self.state.get("cancel_time") is not None
+
+    def of(self, state: str) -> list[dict[str, Any]]:
+        """The entries in one state."""
+        return [entry for entry in self.entries if entry["state"] == state]
+
+    def live(self, now: datetime) -> list[dict[str, Any]]:
+        """The entries that hold a lease."""
+        return [entry for entry in self.of("RUNNING") if entry["ping_expire_time"] > now]
+
+    def lost(self, now: datetime) -> list[dict[str, Any]]:
+        """The entries whose lease ran out."""
+        return [entry for entry in self.of("RUNNING") if entry["ping_expire_time"] <= now]
+
+    @property
+    def fail_cnt(self) -> int:
+        """How many executions have failed."""
+        return len(self.of("FAIL")) + int(self.state.get("dropped_fail_cnt") or 0)
+
+    def timeout_cnt(self, now: datetime) -> int:
+        """How many executions were lost in a row."""
+        return int(self.state["timeout_cnt"]) + len(self.lost(now))
+
+    def expired(self, now: datetime) -> bool:
+        """Whether it may not start any more."""
+        expire_time = self.state.get("expire_time")
+        return expire_time is not None and expire_time <= now
+
+    @property
+    def failed_for_good(self) -> bool:
+        """Whether a handler raised `TaskFailed`."""
+        return any(entry.get("final") for entry in self.of("FAIL"))
+
+    def given_up(self, now: datetime) -> bool:
+        """Whether it cannot succeed any more."""
+        used_up = self.fail_cnt > self.option["max_unexpected_retries"]
+        return self.failed_for_good or used_up or self.timeout_cnt(now) > self.option["max_timeouts"]
+
+    def status(self, now: datetime) -> str:
+        """Where the task stands."""
+        if self.cancelled:
+            return "CANCELLED"
+        if len(self.of("SUCCESS")) >= self.room:
+            return "SUCCESS"
+        if self.live(now):
+            return "RUNNING"
+        if self.given_up(now):
+            return "FAIL"
+        return "EXPIRED" if self.expired(now) else "INIT"
+
+    def finished(self, now: datetime) -> bool:
+        """Whether nothing more happens to it."""
+        return self.status(now) not in ("INIT", "RUNNING")
+
+    def retry_time(self, worker_id: str) -> datetime | None:
+        """When this worker's delay after the last failure that concerns it is over."""
+        of_task = self.option["unexpected_retry_delay_scope"] == "task"
+        fails = [entry for entry in self.of("FAIL") if of_task or entry["worker_id"] == worker_id]
+        if not fails:
+            return None
+        last = fails[-1]
+        if last.get("retry_time") is not None:
+            return last["retry_time"]  # type: ignore[no-any-return]
+        further = min(100, (self.fail_cnt if of_task else len(fails)) - 1)
+        delay = self.option["unexpected_retry_delay_ms"]
+        grown = min(max(_ONE_DAY_MS, delay), delay * self.option["unexpected_retry_backoff"] ** further)
+        jitter = 1 + self.option["unexpected_retry_jitter"] * last.get("retry_jitter", 0)
+        return last["fail_time"] + ms(grown * jitter)  # type: ignore[no-any-return]
+
+    def claim_time(self, worker_id: str, now: datetime) -> datetime:
+        """From when on this worker may claim the task if nobody touches it, or `NEVER`."""
+        done, live = self.of("SUCCESS"), self.live(now)
+        allowed = self.option["specific_worker_ids"]
+        never = (
+            self.cancelled
+            or self.given_up(now)
+            or self.expired(now)
+            or len(done) >= self.room
+            or worker_id in [entry["worker_id"] for entry in done]
+            or (allowed and worker_id not in allowed)
+        )
+        if never:
+            return NEVER
+        times = [self.state["create_time"], self.state.get("start_time"), self.state.get("resume_time")]
+        times += [entry["ping_expire_time"] for entry in live if entry["worker_id"] == worker_id]
+        over = len(live) + len(done) - self.room
+        if over >= 0:
+            times.append(sorted(entry["ping_expire_time"] for entry in live)[over])
+        times.append(self.retry_time(worker_id))
+        latest: datetime = max(time for time in times if time is not None)
+        return latest
+
+    def derived(self, now: datetime) -> dict[str, Any]:
+        """What a write at this time has to derive from the entries; None: the field is absent."""
+        finished = self.finished(now)
+        opens = min(self.claim_time(id_, now) for id_ in self.option["specific_worker_ids"] or [_ANYBODY_ELSE])
+        ends = [self.state.get("expire_time"), *(entry["ping_expire_time"] for entry in self.live(now))]
+        settles = [end for end in sorted(end for end in ends if end is not None) if self.finished(end)]
+        finish_time = (self.document.get("finish_time") or now) if finished else None
+        status = self.status(now)
+        retained_ms = self.option["retain_success_ms" if status == "SUCCESS" else "retain_failed_ms"]
+        kept = finish_time is None or retained_ms is None
+        return {
+            "status": status,
+            "pinned": bool(self.option["specific_worker_ids"]),
+            "next_claim_time": None if opens == NEVER else opens,
+            "settle_time": None if finished or not settles else settles[0],
+            "finish_time": finish_time,
+            "delete_time": None if kept or finish_time is None else finish_time + ms(retained_ms),
+        }
+
+
+def stripped(value: Any) -> Any:
+    """A document without what is null or absent alike."""
+    if isinstance(value, dict):
+        return {name: stripped(part) for name, part in value.items() if part is not None}
+    return [stripped(part) for part in value] if isinstance(value, list) else value

@@ -1,0 +1,264 @@
+"""The checker itself: it finds nothing in a good history, and in each forged one the promise that is broken there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime, timedelta
+from typing import Any
+
+import pytest
+
+from tests.chaos.endings import check_endings
+from tests.chaos.forging import BEGIN, Story, pid_of
+from tests.chaos.history import Evidence, Published, Told
+from tests.chaos.invariants import INVARIANTS
+from tests.chaos.versions import Document, Version
+
+
+def done() -> Story:
+    return Story().claims("w1", "r1").later(100).ends("succeeded", "w1", "r1", returns=7)
+
+
+def eventful() -> Story:
+    """A life in which much goes wrong, and everything as it should."""
+    story = Story(concurrent_worker_cnt=2, unexpected_retry_delay_ms=100, unexpected_retry_jitter=0.0)
+    story.claims("w1", "r1").later(400).pings("r1").later(200).claims("w2", "r2")
+    story.later(100).ends("failed", "w2", "r2", fail_reason="no").later(150).claims("w3", "r3")
+    story.later(100).ends("released", "w3", "r3").later(400).mark("raised", "w1", "r1", error="CancelledError")
+    story.later(500).claims("w3", "r4")  # r1 has run out
+    story.later(100).ends("snoozed", "w3", "r4", delay_ms=300).later(400).claims("w1", "r5").claims("w4", "r6")
+    story.later(50).changes_entry("r5", "progressed", "w1", logs=["half way"])
+    return story.later(100).ends("succeeded", "w1", "r5", returns=1).ends("succeeded", "w4", "r6", returns=2)
+
+
+def expiring() -> Story:
+    story = Story(expire_time=BEGIN + timedelta(seconds=1)).claims("w1", "r1").ends("released", "w1", "r1")
+    return story.later(1_000).writes(lambda _: None, "settled")
+
+
+def cancelled() -> Story:
+    story = Story(start_time=BEGIN).claims("w1", "r1").later(10)
+    story.writes(lambda document: document["task_state"].update(cancel_time=story.now), "cancelled")
+    story.mark("raised", "w1", "r1", error="CancelledError")
+    return story.later(10).changes_entry("r1", state="FAIL", fail_time=story.now)
+
+
+def forgotten() -> Story:
+    story = done().later(30 * 60 * 60 * 1_000)
+    story.versions.append(Version(story.id, story.now, story.document, None))
+    return story
+
+
+def test_a_good_history_has_no_violation() -> None:
+    findings = forgotten().findings()
+    writes = Story("writes", specific_worker_ids=("w",)).claims("w", "r").ends("succeeded", "w", "r")
+    for story in (done(), eventful(), expiring(), cancelled(), writes, chained()):
+        findings += story.findings()
+        findings += check_endings(with_child(story) if story.id == "chains:k" else story.evidence())
+    assert [str(violation) for violation in findings.violations] == []
+    assert set(findings.checked) == set(INVARIANTS), "every invariant was put to the test"
+
+
+def chained() -> Story:
+    return Story("chains").claims("w1", "r1").ends("succeeded", "w1", "r1")
+
+
+def with_child(story: Story, **changes: Any) -> Evidence:
+    child = Story(key="after-k").claims("w1", "r2").ends("succeeded", "w1", "r2", returns=None)
+    documents = {story.id: story.document, child.id: {**child.document, "params": {"chained_by": "k"}}}
+    log = child.evidence()
+    truth = {
+        "documents": documents,
+        "marks": [*story.marks, *child.marks],
+        "claims": {**story.evidence().claims, **log.claims},
+        "told": (),
+    }
+    return story.evidence(**{**truth, **changes})
+
+
+def without_entries(document: Document) -> None:
+    document["task_state"]["worker_states"] = []
+
+
+def counting(name: str, *, drop: bool = False) -> Callable[[Document], None]:
+    def count(document: Document) -> None:
+        document["task_state"][name] = document["task_state"].get(name, 0) + 1
+        if drop:
+            without_entries(document)
+
+    return count
+
+
+def in_a_second() -> datetime:
+    return BEGIN + timedelta(seconds=1)
+
+
+FORGED: dict[str, tuple[str, Callable[[], Story]]] = {
+    "a third worker joins a task for two": (
+        "C1",
+        lambda: Story(concurrent_worker_cnt=2).claims("w1", "r1").claims("w2", "r2").claims("w3", "r3"),
+    ),
+    "a worker that has succeeded claims again": (
+        "C2",
+        lambda: Story(concurrent_worker_cnt=2).claims("w1", "r1").ends("succeeded", "w1", "r1").claims("w1", "r2"),
+    ),
+    "a late SUCCESS counts": (
+        "F1",
+        lambda: Story().claims("w1", "r1").later(2_000).changes_entry("r1", "succeeded", "w1", state="SUCCESS"),
+    ),
+    "a late ping counts": ("F1", lambda: Story().claims("w1", "r1").later(2_000).pings("r1")),
+    "one worker ends the execution of another": (
+        "F1",
+        lambda: Story().claims("w1", "r1").later(10).changes_entry("r1", "succeeded", "w2", state="SUCCESS"),
+    ),
+    "a live entry is thrown out": (
+        "F1",
+        lambda: Story().claims("w1", "r1").later(10).writes(without_entries, "settled"),
+    ),
+    "a result is overwritten": ("F1", lambda: done().later(10).changes_entry("r1", returns=8)),
+    "a SUCCESS disappears": ("F2", lambda: done().later(10).writes(without_entries, "option_changed")),
+    "a task changes its name": ("F3", lambda: done().writes(lambda document: document.update(name="other"))),
+    "an execution starts before start_time": ("G1", lambda: Story(start_time=in_a_second()).claims("w1", "r1")),
+    "a snooze is cut short": (
+        "G1",
+        lambda: Story().claims("w1", "r1").ends("snoozed", "w1", "r1", delay_ms=500).later(100).claims("w2", "r2"),
+    ),
+    "an execution starts after expire_time": (
+        "G2",
+        lambda: Story(expire_time=in_a_second()).later(2_000).claims("w1", "r1"),
+    ),
+    "a worker that is not allowed claims": ("G3", lambda: Story(specific_worker_ids=("w2",)).claims("w1", "r1")),
+    "a cancelled task is claimed": ("G4", lambda: cancelled().claims("w2", "r2")),
+    "a failed worker tries again at once": (
+        "G5",
+        lambda: Story().claims("w1", "r1").ends("failed", "w1", "r1").later(10).claims("w2", "r2"),
+    ),
+    "a task is tried once more than allowed": (
+        "B1",
+        lambda: Story(max_unexpected_retries=0).claims("w1", "r1").ends("failed", "w1", "r1").claims("w2", "r2"),
+    ),
+    "a poison task circles on": (
+        "B2",
+        lambda: Story(max_timeouts=0).claims("w1", "r1").later(2_000).claims("w2", "r2"),
+    ),
+    "a release is charged": (
+        "R1",
+        lambda: Story().claims("w1", "r1").later(10).writes(counting("timeout_cnt", drop=True), "released", "w1"),
+    ),
+    "a lost lease is not counted": (
+        "R2",
+        lambda: Story().claims("w1", "r1").later(2_000).writes(without_entries, "settled", "", "w1"),
+    ),
+    "a loss is counted that was none": (
+        "R2",
+        lambda: Story().claims("w1", "r1").later(10).writes(counting("timeout_cnt"), "cancelled"),
+    ),
+    "the status is not what the entries say": (
+        "D1",
+        lambda: done().later(10).underived(lambda document: document.update(status="INIT")),
+    ),
+    "next_claim_time drifts": (
+        "D1",
+        lambda: Story().later(10).underived(lambda document: document.update(next_claim_time=None)),
+    ),
+    "a claim without an entry": ("H1", lambda: Story().writes(lambda _: None, "claimed", "w1")),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_forged_write_is_found(name: str) -> None:
+    invariant, forge = FORGED[name]
+    assert invariant in forge().findings().broken
+
+
+def test_a_deletion_before_the_retention_is_over_is_found() -> None:
+    story = done()
+    story.versions.append(Version(story.id, story.now, story.document, None))
+    assert story.findings().broken == {"L1"}
+
+
+ENDINGS: dict[str, tuple[str, Callable[[], Evidence]]] = {
+    "a published task is gone": ("P1", lambda: done().evidence(documents={})),
+    "two publishers created it": (
+        "P1",
+        lambda: done().evidence(published=[Published("work:k", True, ("SUCCESS",))] * 2),
+    ),
+    "nobody created it": ("P1", lambda: done().evidence(published=[Published("work:k", False, ("SUCCESS",))])),
+    "a task from nowhere": ("P2", lambda: done().evidence(published=[])),
+    "a task that waits for ever": (
+        "L1",
+        lambda: Story().evidence(published=[Published("work:k", True, ("SUCCESS",))]),
+    ),
+    "one SUCCESS too few": (
+        "S1",
+        lambda: done().evidence(documents={"work:k": _for_two(done())}),
+    ),
+    "a result that no handler returned": ("S2", lambda: _marks_bent(done(), value=8)),
+    "a SUCCESS without a handler": ("S2", lambda: done().evidence(marks=[])),
+    "a FAIL without a handler": (
+        "S2",
+        lambda: Story().claims("w1", "r1").ends("failed", "w1", "r1").evidence(marks=[]),
+    ),
+    "a handler without a claim": ("H1", lambda: done().evidence(claims={})),
+    "two handlers at once": ("C3", lambda: _overlapping().evidence()),
+    "an effect without its SUCCESS": (
+        "X1",
+        lambda: Story("writes").claims("w1", "r1").ends("failed", "w1", "r1").evidence(effects=["writes:k"]),
+    ),
+    "an effect twice": (
+        "X1",
+        lambda: Story("writes").claims("w1", "r1").ends("succeeded", "w1", "r1").evidence(effects=["writes:k"] * 2),
+    ),
+    "a chained task is missing": ("X2", lambda: chained().evidence()),
+    "a chained task of a failed one": (
+        "X2",
+        lambda: with_child(Story("chains").claims("w1", "r1").ends("failed", "w1", "r1")),
+    ),
+    "an event is missing": ("O1", lambda: done().evidence(told=[Told("work:k", "published", None)])),
+    "events out of order": (
+        "O1",
+        lambda: done().evidence(
+            told=[Told("", "gap", None), *(Told("work:k", kind, None) for kind in ("finished", "published"))]
+        ),
+    ),
+}
+
+
+def _for_two(story: Story) -> Document:
+    return {**story.document, "task_option": {**story.document["task_option"], "concurrent_worker_cnt": 2}}
+
+
+def _marks_bent(story: Story, **more: Any) -> Evidence:
+    return story.evidence(marks=[replace(mark, more=more) for mark in story.marks])
+
+
+def _overlapping() -> Story:
+    story = Story().claims("w1", "r1").later(2_000).claims("w2", "r2").later(100)
+    story.ends("succeeded", "w2", "r2", returns=1).later(100)
+    story.mark("returned", "w1", "r1")
+    return story
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_forged_evidence_is_found(name: str) -> None:
+    invariant, forge = ENDINGS[name]
+    assert invariant in check_endings(forge()).broken
+
+
+def test_every_invariant_has_a_forged_history() -> None:
+    assert {invariant for invariant, _ in [*FORGED.values(), *ENDINGS.values()]} == set(INVARIANTS)
+
+
+def test_a_suspended_handler_is_not_at_work() -> None:
+    story = _overlapping()
+    assert "C3" in check_endings(story.evidence()).broken
+    pid, begin = pid_of("w1"), BEGIN.timestamp()
+    assert "C3" not in check_endings(story.evidence(suspended=[(pid, begin + 0.5, begin + 2.1)])).broken
+    assert "C3" not in check_endings(story.evidence(suspended=[(pid, begin + 0.5, begin + 1.2)])).broken
+
+
+def test_after_a_gap_events_may_be_missing() -> None:
+    story = done()
+    told = [Told("", "gap", None), Told(story.id, "published", None), Told(story.id, "finished", None)]
+    assert "O1" not in check_endings(story.evidence(told=told)).broken
