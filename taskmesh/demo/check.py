@@ -43,7 +43,10 @@ async def check(
 ) -> Report:
     """Compare every task with what it must be."""
     report = Report(files=len(paths), seconds=seconds, killed=killed[0], held=killed[1])
-    written = _read(diaries, report)
+    written: Counter[str] = Counter()
+    for worker, done in (await asyncio.to_thread(_read, diaries)).items():
+        report.executed_by[worker] = len(done)
+        written.update(done)
     tasks = {task.key: task async for task in mesh.find(NAME, limit=0)}
     expected = await asyncio.to_thread(_computed_directly, paths)
     for path in paths:
@@ -80,14 +83,9 @@ def _check_task(report: Report, task: Task, expected: dict[str, Any], executed: 
     report.tokens += expected["tokens"] or 0
 
 
-def _read(diaries: Path, report: Report) -> Counter[str]:
-    """Count how often each file was done, over all workers' diaries."""
-    written: Counter[str] = Counter()
-    for diary in diaries.iterdir():
-        done = diary.read_text().splitlines()
-        report.executed_by[diary.name] += len(done)
-        written.update(done)
-    return written
+def _read(diaries: Path) -> dict[str, list[str]]:
+    """Return what each worker noted that it had done."""
+    return {diary.name: diary.read_text().splitlines() for diary in diaries.iterdir()}
 
 
 def _computed_directly(paths: list[str]) -> dict[str, dict[str, Any]]:

@@ -77,6 +77,7 @@ class Job:
                     again = await self._publish()
                     await self._until_idle()
                     self._board.note(f"{again} of {len(self._paths)} were new, and an idle worker found nothing to do")
+        print("checking every result against a direct computation", flush=True)
         return await check(
             mesh, self._paths, self._directory / "diaries", seconds=self._board.seconds, killed=killed, again=again
         )

@@ -1,0 +1,90 @@
+"""The check at the end of the demo finds what it is there to find."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from pymongo import AsyncMongoClient
+
+from taskmesh import TaskMesh
+from taskmesh.demo.check import Report, check
+from taskmesh.demo.counting import count, source_files
+from taskmesh.demo.tasks import DIARIES, tokenize_file
+from taskmesh.demo.tasks import mesh as definitions
+
+PATHS = source_files(6)
+
+
+@pytest.fixture
+async def done(
+    mongo_uri: str, database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[TaskMesh]:
+    """A mesh whose six tasks are done."""
+    monkeypatch.setenv(DIARIES, str(tmp_path))
+    definitions.connect_to(mongo_uri, database=database)
+    async with definitions as mesh:
+        await tokenize_file.publish_many({path: {"path": path} for path in PATHS})
+        await mesh.consumer(worker_id="w1").run(until_idle=True)
+        yield mesh
+
+
+async def checked(mesh: TaskMesh, diaries: Path, *, again: int = 0) -> Report:
+    return await check(mesh, PATHS, diaries, seconds=1.0, killed=("w2", [PATHS[0]]), again=again)
+
+
+@pytest.fixture
+def tasks(mongo_uri: str) -> AsyncMongoClient[dict[str, object]]:
+    """A client, to break what is stored."""
+    return AsyncMongoClient(mongo_uri)
+
+
+def test_the_library_is_found_without_what_was_installed_beside_it() -> None:
+    paths = source_files()
+    assert len(paths) > 500
+    assert "json/__init__.py" in paths
+    assert not [path for path in paths if "site-packages" in path]
+    assert max(len(path.encode()) for path in paths) <= 512
+
+
+def test_a_file_is_counted_as_it_is() -> None:
+    counted = count("this.py")
+    assert counted["lines"] > 10
+    assert counted["tokens"] > 50
+    assert len(counted["sha256"]) == 64
+
+
+async def test_only_that_nothing_moved_is_wrong_when_no_worker_was_killed(done: TaskMesh, tmp_path: Path) -> None:
+    report = await checked(done, tmp_path)
+    assert report.problems == ["w2 held 1 tasks when it was killed, but none moved"]
+    assert (report.executions, report.finished_by) == (6, {"w1": 6})
+
+
+async def test_a_lost_task_is_found(done: TaskMesh, tmp_path: Path) -> None:
+    await done.delete("tokenize", PATHS[1])
+    assert f"{PATHS[1]}: lost, there is no such task any more" in (await checked(done, tmp_path)).problems
+
+
+async def test_an_unfinished_task_is_found(done: TaskMesh, tmp_path: Path) -> None:
+    await done.retry("tokenize", PATHS[1])
+    assert f"{PATHS[1]}: INIT, with 0 successes: one is right" in (await checked(done, tmp_path)).problems
+
+
+async def test_a_task_that_ran_twice_is_found(done: TaskMesh, tmp_path: Path) -> None:
+    (tmp_path / "w2").write_text(f"{PATHS[2]}\n")
+    assert f"{PATHS[2]}: executed 2 times, with 0 executions lost" in (await checked(done, tmp_path)).problems
+
+
+async def test_a_wrong_result_is_found(
+    done: TaskMesh, tmp_path: Path, tasks: AsyncMongoClient[dict[str, object]], database: str
+) -> None:
+    wrong = {"$set": {"task_state.worker_states.0.returns.tokens": -1}}
+    await tasks[database].tasks.update_one({"key": PATHS[3]}, wrong)
+    await tasks.close()
+    report = await checked(done, tmp_path)
+    assert [problem for problem in report.problems if problem.startswith(f"{PATHS[3]}: the result is")]
+
+
+async def test_a_task_that_is_new_at_the_second_publish_is_found(done: TaskMesh, tmp_path: Path) -> None:
+    assert "1 tasks were new at the second publish: none should be" in (await checked(done, tmp_path, again=1)).problems
