@@ -6,6 +6,7 @@ In reading order, as a task lives: `option` and `task` (what is stored), `rules`
 them `embedded`, `cli` and `web`.
 """
 
+from taskmesh.bulk import BulkResult
 from taskmesh.consumer import Consumer
 from taskmesh.consumer.executor import Ending
 from taskmesh.context import BlockingTaskContext, TaskContext, current_task
@@ -39,10 +40,12 @@ from taskmesh.periodic import ScheduleInfo, Tick
 from taskmesh.queues import QueueInfo, QueueLimits
 from taskmesh.stats import Stats
 from taskmesh.task import LogLine, Progress, Status, Task, TaskState, WorkerState
+from taskmesh.where import TaskFilter
 from taskmesh.workers import WorkerInfo
 
 __all__ = [
     "BlockingTaskContext",
+    "BulkResult",
     "Consumer",
     "EmbeddedUnavailable",
     "Ending",
@@ -72,6 +75,7 @@ __all__ = [
     "TaskEvent",
     "TaskExpired",
     "TaskFailed",
+    "TaskFilter",
     "TaskHandle",
     "TaskMesh",
     "TaskMeshError",

@@ -12,6 +12,7 @@ from typing import Any, ParamSpec, Self, TypeVar, overload
 
 from pymongo.errors import PyMongoError
 
+from taskmesh.bulk import BulkActions
 from taskmesh.clock import ServerClock, in_utc
 from taskmesh.consumer import Consumer
 from taskmesh.definition import Configuration, Run, TaskDefinition, TaskHandle, checked_queue
@@ -23,8 +24,8 @@ from taskmesh.option import TaskOption
 from taskmesh.params import checked_size
 from taskmesh.portal import portal_loop, run_blocking
 from taskmesh.queues import QueueInfo, read_queues, set_group_limit, set_limit
-from taskmesh.scheduling import Scheduling
 from taskmesh.results import Results
+from taskmesh.scheduling import Scheduling
 from taskmesh.stats import Stats, read_stats
 from taskmesh.store import Store, control, find, fleet, schema
 from taskmesh.store.driver import twin_of
@@ -41,7 +42,7 @@ logger = logging.getLogger("taskmesh")
 PUBLISH_DEADLINE_S = 30.0
 
 
-class TaskMesh(Scheduling):
+class TaskMesh(Scheduling, BulkActions):
     """A set of task definitions on a MongoDB collection.
 
     `client`: a MongoDB URI, a `pymongo.AsyncMongoClient` or a `motor.motor_asyncio.AsyncIOMotorClient`. None: the URI in
@@ -52,8 +53,8 @@ class TaskMesh(Scheduling):
         self._client = client
         self._database = database
         self._collection = collection
-        self._declarations = {}
         self.definitions: dict[str, TaskDefinition[Any, Any]] = {}
+        self._declarations = {}
         self._store: Store | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._embedded: Any = None
@@ -77,10 +78,10 @@ class TaskMesh(Scheduling):
         queue: str = "default",
         option: TaskOption | None = None,
         run: Run | None = None,
+        projection: Sequence[str] | None = None,
         cron: str | None = None,
         interval_ms: int | None = None,
         timezone: str = "UTC",
-        projection: Sequence[str] | None = None,
     ) -> _Decorator: ...
 
     def task(
@@ -92,10 +93,10 @@ class TaskMesh(Scheduling):
         queue: str = "default",
         option: TaskOption | None = None,
         run: Run | None = None,
+        projection: Sequence[str] | None = None,
         cron: str | None = None,
         interval_ms: int | None = None,
         timezone: str = "UTC",
-        projection: Sequence[str] | None = None,
     ) -> Any:
         """Define a task: a decorator, with or without arguments.
 
@@ -113,9 +114,9 @@ class TaskMesh(Scheduling):
             )
             if definition.name in self.definitions:
                 raise InvalidOption(f"a task {definition.name!r} is defined already: give one of them another name")
+            self.definitions[definition.name] = definition
             if cron is not None or interval_ms is not None:
                 self.every(definition, cron=cron, interval_ms=interval_ms, timezone=timezone)
-            self.definitions[definition.name] = definition
             return definition
 
         return define if fn is None else define(fn)
@@ -168,8 +169,8 @@ class TaskMesh(Scheduling):
         self._store, self.clock, self._loop, self._pid = store, clock, asyncio.get_running_loop(), os.getpid()
         self.feed = Feed(store)
         self._results = Results(store, self.feed)
-        await self.store_declarations()
         self._registry = Registry(store)
+        await self.store_declarations()
 
     async def close(self) -> None:
         """Close what `connect` opened. Does nothing the second time."""
@@ -272,13 +273,13 @@ class TaskMesh(Scheduling):
             )
             for publication, result in zip(publications, published, strict=True)
         ]
+
     @staticmethod
     def publication(
         name: str, key: str, params: dict[str, Any], size: int, configuration: Configuration
     ) -> Publication:
         """Return the task to publish, from params that were checked."""
         return _publication(name, key, params, size, configuration)
-
 
     async def _published(self, store: Store, publications: list[Publication]) -> list[Published]:
         """Publish, and again while the database is away, up to a deadline: a repeated publish is known by its `publish_id`."""

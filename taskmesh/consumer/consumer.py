@@ -258,8 +258,8 @@ class Consumer:
             want_hints=self._want_hints,
             page=max(1_000, min(5_000, 4 * self._concurrency)),
         )
-        self._listener = Listener(
         self._ticker = Ticker(store, self._mesh.publication_of_tick)
+        self._listener = Listener(
             self._mesh.feed,
             store,
             self.worker_id,
@@ -299,8 +299,8 @@ class Consumer:
         loops.start_soon(self._claimer_().run, name="taskmesh claimer")
         loops.start_soon(self._listener.run, name="taskmesh listener")
         loops.start_soon(self._reporter.run, name="taskmesh reporter")
-        assert self._registration is not None
         loops.start_soon(self._ticker.run, name="taskmesh ticker")
+        assert self._registration is not None
         loops.start_soon(self._registration.run, name="taskmesh registration")
         self._registration.show_soon()
         self._scanner.order_scan()

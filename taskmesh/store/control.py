@@ -21,12 +21,16 @@ async def cancel(store: Store, id_: str) -> bool:
     """Cancel an unfinished task; False if there is none. Repeating it changes nothing."""
     now = store.now
     unfinished = rules.with_facts(now, {"$in": [rules.status(now), ["INIT", "RUNNING"]]})
-    pipeline: list[Document] = [
+    reply = await store.update({"_id": id_, "$expr": unfinished}, cancel_pipeline(now))
+    return bool(reply["n"])
+
+
+def cancel_pipeline(now: rules.Expression) -> list[Document]:
+    """Cancel an unfinished task."""
+    return [
         {"$set": {"task_state": {"cancel_time": now}, "event": stamp("cancelled", now)}},
         *rules.derivation(now),
     ]
-    reply = await store.update({"_id": id_, "$expr": unfinished}, pipeline)
-    return bool(reply["n"])
 
 
 async def retry(store: Store, id_: str) -> bool:
@@ -34,6 +38,12 @@ async def retry(store: Store, id_: str) -> bool:
     now = store.now
     not_running = rules.with_facts(now, {"$ne": [rules.status(now), "RUNNING"]})
     kept = {"$not": [rules.is_forgotten(now)]}
+    reply = await store.update({"_id": id_, "$expr": {"$and": [kept, not_running]}}, retry_pipeline(now))
+    return bool(reply["n"])
+
+
+def retry_pipeline(now: rules.Expression) -> list[Document]:
+    """Make a task that is not running INIT again, or due at once if it is INIT."""
     waiting = rules.with_facts(now, {"$eq": [rules.status(now), "INIT"]})
     due = {
         "$mergeObjects": [
@@ -49,12 +59,10 @@ async def retry(store: Store, id_: str) -> bool:
         ]
     }
     anew = fresh_state({"start_time": None, "expire_time": expire_time})
-    pipeline = [
+    return [
         {"$set": {"task_state": {"$cond": [waiting, due, anew]}, "event": stamp("retried", now)}},
         *rules.derivation(now),
     ]
-    reply = await store.update({"_id": id_, "$expr": {"$and": [kept, not_running]}}, pipeline)
-    return bool(reply["n"])
 
 
 def _without_delay(now: rules.Expression) -> rules.Expression:
@@ -65,7 +73,12 @@ def _without_delay(now: rules.Expression) -> rules.Expression:
 
 async def mark_deleted(store: Store, id_: str) -> None:
     """Tell whoever runs the task that it is about to go: a change stream shows no more of a deletion than the `_id`."""
-    await store.update({"_id": id_, "status": "RUNNING"}, [{"$set": {"event": stamp("deleted", store.now)}}])
+    await store.update({"_id": id_, "status": "RUNNING"}, deletion_pipeline(store.now))
+
+
+def deletion_pipeline(now: rules.Expression) -> list[Document]:
+    """Leave word that a task is about to go."""
+    return [{"$set": {"event": stamp("deleted", now)}}]
 
 
 async def delete(store: Store, id_: str) -> bool:

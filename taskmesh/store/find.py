@@ -23,7 +23,7 @@ _SORTS: dict[str, list[tuple[str, int]]] = {
     "oldest": [("task_state.create_time", 1), ("_id", 1)],
 }
 UNFINISHED = ("INIT", "RUNNING")
-_STORED_AS: dict[str, list[str]] = {
+STORED_AS: dict[str, list[str]] = {
     # By time alone a task can get from the stored status to the one that is asked for.
     "INIT": ["INIT", "RUNNING"],
     "RUNNING": ["RUNNING"],
@@ -66,7 +66,7 @@ async def find(
     """Yield matching tasks. `after`: an `_id`, to go on behind it (with `sort="key"`). `limit=0`: all."""
     query: Document = dict(extra or {})
     if status is not None:
-        query["status"] = {"$in": sorted({stored for wanted in status for stored in _STORED_AS[wanted]})}
+        query["status"] = {"$in": sorted({stored for wanted in status for stored in STORED_AS[wanted]})}
     if queue is not None:
         query["queue"] = queue
     bounds: Document = {}

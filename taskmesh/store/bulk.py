@@ -1,0 +1,142 @@
+"""Bulk: count, list, retry, cancel and delete by a filter, in batches; nothing but the filter is ever touched.
+
+Each batch asks the whole filter again in its update, so that a task which changed since it was found is left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, Literal, Protocol
+
+from pymongo.errors import OperationFailure
+
+from taskmesh import rules
+from taskmesh.store import control
+from taskmesh.store.connection import Store
+from taskmesh.store.driver import Document
+from taskmesh.store.faults import is_over_deadline
+
+Action = Literal["retry", "cancel", "delete"]
+BATCH = 500
+
+
+class Filter(Protocol):
+    """What a filter has to tell (see `where.TaskFilter`)."""
+
+    def query(self, now: rules.Expression) -> Document:
+        """Return the conditions on stored fields."""
+
+    def status_is(self, status: rules.Expression) -> rules.Expression:
+        """Return the condition on the status as it is at the moment."""
+
+
+def _fits(store: Store, which: Filter) -> rules.Expression:
+    return which.status_is(rules.status_on_reading(store.now))
+
+
+async def count(store: Store, which: Filter, at_most: int | None = None) -> int:
+    """Count the tasks that fit; no further than `at_most`."""
+    stages: list[Document] = [{"$match": which.query(store.now)}, {"$match": {"$expr": _fits(store, which)}}]
+    stages += [{"$limit": at_most}] if at_most is not None else []
+    cursor = await store.driver.aggregate(store.tasks, [*stages, {"$count": "n"}])
+    rows = await cursor.to_list(None)
+    return int(rows[0]["n"]) if rows else 0
+
+
+async def ids(store: Store, which: Filter) -> AsyncIterator[list[str]]:
+    """Yield the `_id`s of the tasks that fit, in batches; those that come to fit meanwhile perhaps too."""
+    stages: list[Document] = [
+        {"$match": which.query(store.now)},
+        {"$match": {"$expr": _fits(store, which)}},
+        {"$project": {"_id": 1}},
+    ]
+    cursor = await store.driver.aggregate(store.tasks, stages, batchSize=BATCH)
+    try:
+        while rows := await cursor.to_list(BATCH):
+            yield [row["_id"] for row in rows if isinstance(row["_id"], str)]
+    finally:
+        await cursor.close()
+
+
+async def act(store: Store, action: Action, which: Filter, batch: list[str]) -> int:
+    """Do this to those of a batch that still fit; return to how many. Running ones are not retried."""
+    now = store.now
+    fits: list[rules.Expression] = [_fits(store, which)]
+    status = rules.status_on_reading(now)
+    if action == "retry":
+        fits.append({"$ne": [status, "RUNNING"]})
+    elif action == "cancel":
+        fits.append({"$in": [status, ["INIT", "RUNNING"]]})
+    query = {"$and": [{"_id": {"$in": batch}}, which.query(now), {"$expr": {"$and": fits}}]}
+    if action == "delete":
+        await store.update({"$and": [query, {"status": "RUNNING"}]}, control.deletion_pipeline(now))
+        result = await store.driver.collection(store.tasks).delete_many(query)
+        return int(result.deleted_count)
+    pipeline = control.retry_pipeline(now) if action == "retry" else control.cancel_pipeline(now)
+    return int((await store.update(query, pipeline))["n"])
+
+
+async def page(
+    store: Store, which: Filter, *, newest: bool, behind: list[Any] | None, limit: int, deadline_ms: int
+) -> tuple[list[Document], list[Any] | None] | None:
+    """Return a page of what fits, in short, and where to go on behind it; None if that takes longer than the deadline.
+
+    `newest`: the last published first, else by `_id`. `behind`: what the page before gave.
+    """
+    query: Document = which.query(store.now)
+    sort = {"task_state.create_time": -1, "_id": -1} if newest else {"_id": 1}
+    if behind is not None:
+        query = {"$and": [query, _behind(behind, newest=newest)]}
+    stages: list[Document] = [
+        {"$match": query},
+        {"$sort": sort},
+        {"$match": {"$expr": _fits(store, which)}},
+        {"$limit": limit + 1},
+        {"$project": _short(store.now)},
+    ]
+    try:
+        cursor = await store.driver.aggregate(store.tasks, stages, maxTimeMS=deadline_ms, batchSize=limit + 1)
+        found = await cursor.to_list(None)
+    except OperationFailure as error:
+        if is_over_deadline(error):
+            return None
+        raise
+    following: list[Any] | None = None
+    if len(found) > limit:
+        found = found[:limit]
+        following = [found[-1]["create_time"], found[-1]["_id"]] if newest else [found[-1]["_id"]]
+    return found, following
+
+
+def _behind(behind: list[Any], *, newest: bool) -> Document:
+    if not newest:
+        return {"_id": {"$gt": behind[0]}}
+    moment, id_ = behind
+    return {
+        "task_state.create_time": {"$lte": moment},
+        "$or": [{"task_state.create_time": {"$lt": moment}}, {"_id": {"$lt": id_}}],
+    }
+
+
+def _short(now: rules.Expression) -> Document:
+    """What a listing shows of a task: no params, no results, no logs."""
+    entries = {"$cond": [{"$isArray": [rules.ENTRIES]}, rules.ENTRIES, []]}
+    fails = {"$filter": {"input": entries, "cond": {"$eq": ["$$this.state", "FAIL"]}}}
+    live = {"$filter": {"input": entries, "cond": rules.is_live(now)}}
+    last_reason = {"$arrayElemAt": [{"$map": {"input": fails, "in": {"$ifNull": ["$$this.fail_reason", ""]}}}, -1]}
+    return {
+        "name": 1,
+        "key": 1,
+        "queue": 1,
+        "group": 1,
+        "status": rules.status_on_reading(now),
+        "priority": "$task_option.priority",
+        "create_time": "$task_state.create_time",
+        "start_time": "$task_state.start_time",
+        "next_claim_time": 1,
+        "finish_time": 1,
+        "progress": "$task_state.progress",
+        "fail_cnt": {"$size": fails},
+        "running_on": {"$map": {"input": live, "in": "$$this.worker_id"}},
+        "reason": {"$substrCP": [{"$ifNull": [last_reason, ""]}, 0, 200]},
+    }

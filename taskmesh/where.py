@@ -1,0 +1,173 @@
+"""Filters on tasks, and the text by which people write them: `status:FAIL name:resize error:timeout age>1h`.
+
+One filter for listings, bulk actions and purges, so that what was counted is what is touched.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from taskmesh import rules
+from taskmesh.errors import InvalidOption
+from taskmesh.store.driver import Document
+from taskmesh.store.find import STORED_AS
+from taskmesh.task import Status
+
+_UNITS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000, "w": 7 * 86_400_000}
+_AGE = re.compile(r"(\d{1,9}(?:\.\d{1,3})?)(ms|s|m|h|d|w)\Z")
+_TOKEN = re.compile(r"(?P<field>[a-z_]+)(?P<sign>[:<>])(?P<value>.*)\Z", re.DOTALL)
+_LAST = "\U0010ffff"
+_TEN_YEARS_MS = 10 * 366 * 86_400_000
+
+Text = Annotated[str, Field(min_length=1, max_length=512)]
+Age = Annotated[int, Field(ge=0, le=_TEN_YEARS_MS)]
+
+
+class TaskFilter(BaseModel):
+    """Which tasks are meant. What is not set does not matter; all that is set has to fit."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: Text | None = None
+    status: tuple[Status, ...] = ()
+    """Any of these, as the tasks stand at the moment."""
+    queue: Text | None = None
+    group: Text | None = None
+    key_prefix: Text | None = None
+    error: Text | None = None
+    """A part of the reason of a failure, upper or lower case."""
+    worker: Text | None = None
+    """This worker has an entry in the task."""
+    older_than_ms: Age | None = None
+    """Published at least so long ago."""
+    younger_than_ms: Age | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read a filter from text. Raises `InvalidOption`.
+
+        `name: status: queue: group: key: error: worker:` with a value (in quotes if it has spaces), `age>1h`, `age<5m`; a
+        word alone is the beginning of a key. Several statuses are separated by commas.
+        """
+        try:
+            words = shlex.split(text)
+        except ValueError as error:
+            raise InvalidOption(f"the filter {text!r} cannot be read: {error}") from None
+        fields: dict[str, Any] = {}
+        for word in words:
+            name, value = _field(word)
+            if name in fields:
+                raise InvalidOption(f"the filter {text!r} says {name} twice")
+            fields[name] = value
+        return cls.checked(**fields)
+
+    @classmethod
+    def checked(cls, **fields: Any) -> Self:
+        """Return a filter, or raise `InvalidOption`."""
+        try:
+            return cls(**fields)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise InvalidOption(f"the filter's {where}={first['input']!r} does not fit: {first['msg']}") from None
+
+    def __str__(self) -> str:
+        """Return the text that `parse` reads."""
+        parts = [
+            f"{name}:{shlex.quote(value)}"
+            for name, value in (
+                ("name", self.name),
+                ("status", ",".join(self.status) or None),
+                ("queue", self.queue),
+                ("group", self.group),
+                ("key", self.key_prefix),
+                ("error", self.error),
+                ("worker", self.worker),
+            )
+            if value is not None
+        ]
+        parts += [f"age>{_age_text(self.older_than_ms)}"] if self.older_than_ms is not None else []
+        parts += [f"age<{_age_text(self.younger_than_ms)}"] if self.younger_than_ms is not None else []
+        return " ".join(parts)
+
+    def query(self, now: rules.Expression) -> Document:
+        """Return the conditions on stored fields. `status_is` has to be asked too: time alone may have changed it."""
+        query: Document = {}
+        conditions: list[rules.Expression] = [{"$not": [rules.is_forgotten(now)]}]
+        if self.name is not None:
+            query["name"] = self.name
+            query["_id"] = {"$gte": f"{self.name}:", "$lt": f"{self.name};"}
+        if self.key_prefix is not None and self.name is not None:
+            prefix = f"{self.name}:{self.key_prefix}"
+            query["_id"] = {"$gte": prefix, "$lt": prefix + _LAST}
+        elif self.key_prefix is not None:
+            query["key"] = {"$gte": self.key_prefix, "$lt": self.key_prefix + _LAST}
+        if self.status:
+            query["status"] = {"$in": sorted({stored for status in self.status for stored in STORED_AS[status]})}
+        if self.queue is not None:
+            query["queue"] = self.queue
+        if self.group is not None:
+            query["group"] = self.group
+        entry: Document = {}
+        if self.worker is not None:
+            entry["worker_id"] = self.worker
+        if self.error is not None:
+            entry["fail_reason"] = {"$regex": re.escape(self.error), "$options": "i"}
+        if entry:
+            query["task_state.worker_states"] = {"$elemMatch": entry}
+        for sign, age in (("$lte", self.older_than_ms), ("$gte", self.younger_than_ms)):
+            if age is not None:
+                conditions.append({sign: ["$task_state.create_time", {"$subtract": [now, age]}]})
+        return query | {"$expr": {"$and": conditions}}
+
+    def status_is(self, status: rules.Expression) -> rules.Expression:
+        """Return the condition on the status as it is at the moment."""
+        return {"$in": [status, [str(wanted) for wanted in self.status or Status]]}
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether every task fits."""
+        return self == type(self)()
+
+
+def _field(word: str) -> tuple[str, Any]:
+    """Read one word of a filter's text."""
+    match = _TOKEN.match(word)
+    if match is None:
+        return "key_prefix", word
+    field, sign, value = match.group("field", "sign", "value")
+    if field == "age" and sign in "<>":
+        return ("older_than_ms" if sign == ">" else "younger_than_ms"), milliseconds(value)
+    if field == "status" and sign == ":":
+        return "status", tuple(part.upper() for part in value.split(","))
+    if field in ("name", "queue", "group", "error", "worker") and sign == ":":
+        return field, value
+    if field == "key" and sign == ":":
+        return "key_prefix", value
+    if field in ("http", "https") or sign != ":":
+        return "key_prefix", word
+    raise InvalidOption(
+        f"a filter knows name: status: queue: group: key: error: worker: and age> age<, not {field}{sign}; "
+        f"a key that begins so is asked for by key:{shlex.quote(word)}"
+    )
+
+
+def milliseconds(text: str) -> int:
+    """Read a duration like `90s`, `1.5h` or `2d`. Raises `InvalidOption`."""
+    match = _AGE.match(text)
+    if match is None:
+        raise InvalidOption(
+            f"a duration is a number with its unit, one of {', '.join(_UNITS)}, like 90s or 2d; not {text!r}"
+        )
+    return round(float(match.group(1)) * _UNITS[match.group(2)])
+
+
+def _age_text(age_ms: int) -> str:
+    for unit in ("w", "d", "h", "m", "s"):
+        if age_ms and age_ms % _UNITS[unit] == 0:
+            return f"{age_ms // _UNITS[unit]}{unit}"
+    return f"{age_ms}ms"
