@@ -97,6 +97,8 @@ class Registry:
         queue = self._queues.get(configuration.queue)
         if queue is not None and queue.get("paused"):
             found.append(f"queue {configuration.queue!r} is paused")
+        if queue is not None and (queue.get("limits") or {}).get("running") == 0:
+            found.append(f"queue {configuration.queue!r} is limited to 0 executions at a time")
         start = configuration.start_time
         if configuration.delay_ms is not None:
             start = now + timedelta(milliseconds=configuration.delay_ms)

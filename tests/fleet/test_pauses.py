@@ -1,0 +1,94 @@
+"""Pauses: of a queue, who, why and until when; of one worker alone."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import anyio
+import pytest
+
+from taskmesh import TaskMesh
+from tests.waiting import eventually
+from tests.working import working
+
+
+@pytest.mark.parametrize("listen", [True, False])
+async def test_a_pause_until_a_time_ends_by_itself(mesh: TaskMesh, listen: bool) -> None:
+    @mesh.task(queue="tired")
+    async def work() -> str:
+        return "awake"
+
+    async with working(mesh, listen=listen) as consumer:
+        await mesh.pause("tired", reason="deploy", by="ann", until=mesh.clock.now() + timedelta(seconds=5))
+        await eventually(lambda: consumer._fleet_closed == {"tired"})
+        handle = await work.publish("k")
+        assert any("paused" in warning for warning in handle.warnings)
+        (queue,) = await mesh.queues()
+        assert (queue.paused, queue.paused_by, queue.paused_reason) == (True, "ann", "deploy")
+        (explanation,) = await mesh.explain("work", "k")
+        (gate,) = [gate for gate in explanation.gates if gate.name == "queue"]
+        assert not gate.open
+        assert "by ann" in gate.reason
+        assert "deploy" in gate.reason
+        assert gate.opens_at == queue.paused_until == explanation.next_claim_time
+        assert consumer.finished == 0
+        assert await handle.result(timeout=15) == "awake"
+
+
+async def test_what_runs_runs_on_while_its_queue_is_paused_and_nothing_new_starts(mesh: TaskMesh) -> None:
+    gate = anyio.Event()
+
+    @mesh.task
+    async def work() -> None:
+        await gate.wait()
+
+    first = await work.publish("first")
+    async with working(mesh) as consumer:
+        await eventually(lambda: consumer.running == ["first"])
+        await mesh.pause("default")
+        await eventually(lambda: consumer._fleet_closed == {"default"})
+        second = await work.publish("second")
+        gate.set()
+        await first.result(timeout=10)
+        assert await second.status() == "INIT"
+        await mesh.resume("default")
+        await second.result(timeout=10)
+
+
+async def test_a_worker_that_runs_until_idle_does_not_wait_for_a_paused_queue(mesh: TaskMesh) -> None:
+    @mesh.task(queue="closed")
+    async def work() -> None:
+        return None
+
+    await mesh.pause("closed")
+    await work.publish("k")
+    with anyio.fail_after(15):
+        await mesh.consumer().run(until_idle=True)
+    assert (await mesh.get("work", "k")).status == "INIT"
+
+
+async def test_one_worker_paused_alone_leaves_the_work_to_the_others(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def work() -> None:
+        return None
+
+    async with working(mesh, "w1") as tired, working(mesh, "w2") as awake:
+        await mesh.pause_worker("w1")
+        await eventually(lambda: tired.paused)
+        await work.publish_many({f"k{n}": {} for n in range(50)})
+        await eventually(lambda: awake.finished == 50)
+        assert tired.finished == 0
+        handle = await work.publish("one more")
+        explained = {e.worker_id: e for e in await mesh.explain("work", "one more")}
+        assert not explained["w1"].claimable
+        await handle.result(timeout=10)
+        await mesh.resume_worker("w1")
+        await eventually(lambda: not tired.paused)
+        await awake.stop(0)
+        await (await work.publish("the last")).result(timeout=10)
+
+
+async def test_a_queue_limited_to_nothing_says_so_at_publish(mesh: TaskMesh) -> None:
+    await mesh.set_limit("shut", running=0)
+    handle = await mesh.publish("work", "k", queue="shut")
+    assert any("limited to 0" in warning for warning in handle.warnings)
