@@ -15,15 +15,22 @@ STOP_DEADLINE_S = 20.0
 
 @asynccontextmanager
 async def working(mesh: TaskMesh, worker_id: str | None = None, **settings: Any) -> AsyncIterator[Consumer]:
-    """Run a consumer while the block lasts; at its end stop it at once, and raise what `run()` raised."""
+    """Run a consumer while the block lasts; at its end stop it at once. What `run()` raises ends the block."""
     consumer = mesh.consumer(worker_id=worker_id, **settings)
     running = asyncio.get_running_loop().create_task(consumer.run())
+    test = asyncio.current_task()
+    assert test is not None
+
+    def end_the_block(_: asyncio.Task[None]) -> None:
+        if not running.cancelled() and running.exception() is not None:
+            test.cancel()
+
+    running.add_done_callback(end_the_block)
     try:
         await eventually(lambda: consumer.state == "running" or running.done(), what="the consumer runs")
-        if running.done():
-            await running
         yield consumer
     finally:
+        running.remove_done_callback(end_the_block)
         consumer.begin_stop(grace_ms=0)
         await asyncio.wait([running], timeout=STOP_DEADLINE_S)
         assert running.done(), f"the consumer did not stop within {STOP_DEADLINE_S} s"

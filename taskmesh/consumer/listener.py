@@ -168,18 +168,27 @@ class Listener:
             moment,
             priority if isinstance(priority, int) else 0,
             bool(named),
+            0,
             place,
             task.get("group"),
         )
 
     def _offer(
-        self, id_: str, queue: str, moment: datetime, priority: int, named: bool, place: int, group: str | None
+        self,
+        id_: str,
+        queue: str,
+        moment: datetime,
+        priority: int,
+        named: bool,
+        fail_cnt: int,
+        place: int,
+        group: str | None,
     ) -> None:
         now = time.monotonic()
         due = self._clock.monotonic(moment)
         timed = due > now + 0.05  # what is due at once may seem to lie a little ahead, by the error of our clock
         due = (due if timed else now) + place * PLACE_DELAY_S
-        if self._queue.offer(Candidate(id_, queue, due, due, priority, named, 0, group, timed)):
+        if self._queue.offer(Candidate(id_, queue, due, due, priority, named, fail_cnt, group, timed)):
             self._wake()
 
     def _heard_of_update(self, change: Change) -> None:
@@ -232,7 +241,7 @@ class Listener:
             if place <= _LAST_PLACE_TO_TRY:
                 moment = max(filter(None, (row.claim_time, row.next_claim_time)))
                 self._scanner.learn_queue(row.queue)
-                self._offer(row.id, row.queue, moment, row.priority, row.named, place, row.group)
+                self._offer(row.id, row.queue, moment, row.priority, row.named, row.fail_cnt, place, row.group)
 
     async def _look_at_running(self, executions: list[Execution]) -> None:
         """Ask whether these still hold their tasks, and take over changed options."""
