@@ -48,7 +48,7 @@ def retry_pipeline(now: rules.Expression) -> list[Document]:
     due = {
         "$mergeObjects": [
             "$task_state",
-            {"start_time": None, "resume_time": None, "worker_states": _without_delay(now)},
+            {"start_time": None, "worker_states": _without_delay(now)},
         ]
     }
     expire_time = {
@@ -61,6 +61,7 @@ def retry_pipeline(now: rules.Expression) -> list[Document]:
     anew = fresh_state({"start_time": None, "expire_time": expire_time})
     return [
         {"$set": {"task_state": {"$cond": [waiting, due, anew]}, "event": stamp("retried", now)}},
+        {"$unset": "task_state.resume_time"},
         *rules.derivation(now),
     ]
 

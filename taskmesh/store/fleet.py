@@ -148,10 +148,11 @@ async def forget(store: Store, worker_id: str, instance: str) -> None:
 
 async def stale_counts(store: Store) -> list[Document]:
     """Count the tasks whose stored status is wrong by time alone, by name, stored status and the true one."""
+    first_lease_end = {"$min": f"{rules.ENTRIES}.ping_expire_time"}
     stale = {
         "$or": [
             {"settle_time": {"$exists": True}, "$expr": {"$lte": ["$settle_time", store.now]}},
-            {"status": "RUNNING", "$expr": {"$lte": ["$next_claim_time", store.now]}},
+            {"status": "RUNNING", "$expr": {"$lte": [first_lease_end, store.now]}},
         ]
     }
     stages: list[Any] = [

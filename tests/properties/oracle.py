@@ -1,0 +1,300 @@
+"""A task's life in plain Python: the rule written a second time, from API.md, for tests alone.
+
+An `Oracle` is one key of the collection: the document that should stand there, or None. Each verb takes the moment at
+which it happens, and returns what the store's verb of that name reports. No MongoDB, no clock, no chance.
+"""
+
+from __future__ import annotations
+
+import copy
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from taskmesh.errors import TaskRunning
+from taskmesh.store.publish import Publication, stored_option
+
+Document = dict[str, Any]
+Entries = list[Document]
+NEVER = datetime(9999, 12, 31, 23, 59, 59, 999_000, tzinfo=UTC)
+ANYBODY_ELSE = "a worker that never touched the task"
+ONE_DAY_MS, KEPT_FAILS, KEPT_LOSSES = 86_400_000, 32, 8
+
+
+def ms(milliseconds: float) -> timedelta:
+    return timedelta(milliseconds=int(milliseconds))
+
+
+class Oracle:
+    """One key, and the document that belongs there."""
+
+    def __init__(self, document: Document | None = None) -> None:
+        self.document: Any = document
+
+    @property
+    def state(self) -> Any:
+        return self.document["task_state"]
+
+    def entries(self, state: str) -> Entries:
+        return [entry for entry in self.state["worker_states"] if entry["state"] == state]
+
+    def live(self, now: datetime) -> Entries:
+        return [entry for entry in self.entries("RUNNING") if entry["ping_expire_time"] > now]
+
+    def lost(self, now: datetime) -> Entries:
+        return [entry for entry in self.entries("RUNNING") if entry["ping_expire_time"] <= now]
+
+    def held(self, running_id: str, now: datetime) -> Document | None:
+        """The entry that this execution may still write to."""
+        live = self.live(now) if self.document and self.document["status"] == "RUNNING" else []
+        return next((entry for entry in live if entry["running_id"] == running_id), None)
+
+    def drop(self, entries: Entries) -> None:
+        self.state["worker_states"] = [entry for entry in self.state["worker_states"] if entry not in entries]
+
+    def fail_cnt(self) -> int:
+        return len(self.entries("FAIL")) + int(self.state.get("dropped_fail_cnt") or 0)
+
+    def cannot_succeed(self, now: datetime) -> bool:
+        option = self.document["task_option"]
+        return (
+            any(entry.get("final") for entry in self.entries("FAIL"))
+            or self.fail_cnt() > option["max_unexpected_retries"]
+            or self.state["timeout_cnt"] + len(self.lost(now)) > option["max_timeouts"]
+        )
+
+    def expired(self, now: datetime) -> bool:
+        return bool((self.state.get("expire_time") or NEVER) <= now)
+
+    def status(self, now: datetime) -> str:
+        if self.state.get("cancel_time"):
+            return "CANCELLED"
+        if len(self.entries("SUCCESS")) >= self.document["task_option"]["concurrent_worker_cnt"]:
+            return "SUCCESS"
+        if self.live(now):
+            return "RUNNING"
+        if self.cannot_succeed(now):
+            return "FAIL"
+        return "EXPIRED" if self.expired(now) else "INIT"
+
+    def finished(self, now: datetime) -> bool:
+        return self.status(now) not in ("INIT", "RUNNING")
+
+    def claim_time(self, worker_id: str, now: datetime) -> Any:
+        """From when on this worker may claim the task, as things stand, or `NEVER`."""
+        option, state, live, done = self.document["task_option"], self.state, self.live(now), self.entries("SUCCESS")
+        if state.get("cancel_time") or self.cannot_succeed(now) or self.expired(now):
+            return NEVER
+        if len(done) >= option["concurrent_worker_cnt"] or worker_id in [entry["worker_id"] for entry in done]:
+            return NEVER
+        if option["specific_worker_ids"] and worker_id not in option["specific_worker_ids"]:
+            return NEVER
+        times = [state["create_time"], state.get("start_time"), state.get("resume_time")]
+        times += [entry["ping_expire_time"] for entry in live if entry["worker_id"] == worker_id]
+        too_many = len(live) + len(done) - option["concurrent_worker_cnt"]
+        if too_many >= 0:
+            times.append(sorted(entry["ping_expire_time"] for entry in live)[too_many])
+        times.append(self.retry_time(worker_id))
+        return max(time for time in times if time is not None)
+
+    def retry_time(self, worker_id: str) -> Any:
+        """When the delay after the last failure is over, for this worker."""
+        option, fails, count = self.document["task_option"], self.entries("FAIL"), self.fail_cnt()
+        if option["unexpected_retry_delay_scope"] == "worker":
+            fails = [entry for entry in fails if entry["worker_id"] == worker_id]
+            count = len(fails)
+        if not fails or fails[-1].get("retry_time"):
+            return fails[-1]["retry_time"] if fails else None
+        delay = option["unexpected_retry_delay_ms"]
+        grown = min(max(ONE_DAY_MS, delay), delay * option["unexpected_retry_backoff"] ** min(100, count - 1))
+        jitter = 1 + option["unexpected_retry_jitter"] * fails[-1].get("retry_jitter", 0)
+        return fails[-1]["fail_time"] + ms(grown * jitter)
+
+    def derive(self, now: datetime) -> None:
+        """Write down what follows from the entries, as every write does."""
+        option, status, finished = self.document["task_option"], self.status(now), self.finished(now)
+        opens = min(self.claim_time(worker, now) for worker in option["specific_worker_ids"] or [ANYBODY_ELSE])
+        ends = [self.state.get("expire_time"), *(entry["ping_expire_time"] for entry in self.live(now))]
+        finish_time = (self.document.get("finish_time") or now) if finished else None
+        retained_ms = option["retain_success_ms" if status == "SUCCESS" else "retain_failed_ms"]
+        self.document |= {
+            "status": status,
+            "pinned": bool(option["specific_worker_ids"]),
+            "next_claim_time": None if opens == NEVER else opens,
+            "settle_time": None if finished else min((end for end in ends if end and self.finished(end)), default=None),
+            "finish_time": finish_time,
+            "delete_time": None if finish_time is None or retained_ms is None else finish_time + ms(retained_ms),
+        }
+
+    def stamp(self, now: datetime, kind: str, *workers: str) -> None:
+        self.document["event"] = [kind, *workers]
+        self.derive(now)
+
+    def forgotten(self, now: datetime) -> bool:
+        """Whether the key is free again: the finished task is past its retention."""
+        return bool(self.document and (self.document.get("delete_time") or NEVER) <= now)
+
+    def publish(self, wish: Publication, now: datetime) -> tuple[bool, bool]:
+        """Return (created, updated). Raises `TaskRunning`."""
+        start_time = wish.start_time if wish.delay_ms is None else now + ms(wish.delay_ms)
+        times = {"start_time": start_time, "expire_time": wish.expire_time}
+        if self.document is None or self.forgotten(now):
+            state: Document = {"create_time": now, **times, "timeout_cnt": 0, "worker_states": []}
+            self.document = {"params": wish.params, "task_option": stored_option(wish.option), "task_state": state}
+            self.derive(min(now, (wish.expire_time or NEVER) - ms(1)))  # if it has expired, those who read will see
+            return True, False
+        if not wish.changes_existing:
+            return False, False
+        before = copy.deepcopy(self.document)
+        running = self.document["status"] == "RUNNING" and bool(self.live(now))
+        if running and wish.not_update_running:
+            raise TaskRunning("and must not be disturbed")
+        if wish.update_existing_params or wish.run_again:
+            if wish.params != self.document["params"]:
+                self.state["params_version"] = (self.state.get("params_version") or 0) + 1
+            self.document["params"] = wish.params
+            self.state.update({name: time for name, time in times.items() if time is not None or wish.run_again})
+            self.document["task_option"].update(wish.tuned)
+        if wish.run_again:
+            self.state["wanted"] = (self.state.get("wanted") or 0) + 1
+            if not running:
+                self._start_afresh()
+        if wish.clean_success and not running:
+            self.drop(self.entries("SUCCESS"))
+        if wish.clean_failed and not running:
+            self.drop([*self.entries("FAIL"), *self.lost(now)])
+            forgotten = ("dropped_fail_cnt", "losses", "lost_cnt", "resume_time", "reopened_by")
+            self.state.update({"timeout_cnt": 0, **dict.fromkeys(forgotten)})
+        if stripped(self.document) != stripped(before):
+            self.document["event"] = ["published"]
+        self.derive(now)
+        return False, stripped(self.document) != stripped(before)
+
+    def _start_afresh(self, **changes: Any) -> None:
+        """As if nobody had tried, but with the task's times and its count of wishes."""
+        kept = ("create_time", "start_time", "expire_time", "wanted", "params_version")
+        times = {name: self.state.get(name) for name in kept}
+        self.document["task_state"] = {**times, "timeout_cnt": 0, "worker_states": [], **changes}
+
+    def may_claim(self, worker_id: str, now: datetime, *, closed: bool = False) -> bool:
+        return self.document is not None and not closed and self.claim_time(worker_id, now) <= now
+
+    def claim(self, worker_id: str, running_id: str, now: datetime, *, closed: bool = False) -> bool:
+        if not self.may_claim(worker_id, now, closed=closed):
+            return False
+        lost = self._count_lost(now)
+        entry = {"running_id": running_id, "worker_id": worker_id, "state": "RUNNING", "start_time": now}
+        entry["ping_expire_time"] = now + ms(self.document["task_option"]["worker_timeout_ms"])
+        entry |= {"wish": self.state.get("wanted"), "params_version": self.state.get("params_version")}
+        self.state["worker_states"].append(entry)
+        self.stamp(now, "claimed", worker_id, *lost)
+        return True
+
+    def _count_lost(self, now: datetime) -> list[str]:
+        """Drop the entries whose lease ran out, and count them; return whose they were."""
+        lost, state = self.lost(now), self.state
+        if lost:
+            kept = ("running_id", "worker_id", "start_time", "ping_expire_time", "wish")
+            evidence = [{name: entry.get(name) for name in kept} for entry in lost]
+            state["losses"] = [*(state.get("losses") or []), *evidence][-KEPT_LOSSES:]
+            state["lost_cnt"] = (state.get("lost_cnt") or 0) + len(lost)
+            state["timeout_cnt"] += len(lost)
+            self.drop(lost)
+        return [entry["worker_id"] for entry in lost]
+
+    def ping(self, running_id: str, now: datetime) -> bool:
+        if (entry := self.held(running_id, now)) is None:
+            return False
+        entry["ping_expire_time"] = now + ms(self.document["task_option"]["worker_timeout_ms"])
+        self.derive(now)
+        return True
+
+    def report(self, running_id: str, fields: Document, progress: Document | None, now: datetime) -> bool:
+        if (entry := self.held(running_id, now)) is None:
+            return False
+        entry |= fields
+        self.state.update({"timeout_cnt": 0} | ({"progress": progress} if progress else {}))
+        self.stamp(now, "progressed", entry["worker_id"])
+        return True
+
+    def finish(self, kind: str, running_id: str, fields: Document, delay_ms: int | None, now: datetime) -> bool:
+        """False if the execution had lost the task; but `stopped` only notes the end of one whose task was cancelled."""
+        if kind == "stopped" and self.document and self.document["status"] == "CANCELLED":
+            mine = [own for own in self.entries("RUNNING") if own["running_id"] == running_id]
+            for own in mine:
+                own.update({"state": "FAIL", "fail_time": now, **fields})
+            return bool(mine)
+        if (entry := self.held(running_id, now)) is None or kind == "stopped":
+            return False
+        resume_time = None if delay_ms is None else now + ms(delay_ms)
+        if kind == "succeeded":
+            entry |= {"state": "SUCCESS", "success_time": now, **fields}
+        else:
+            self.drop([entry])
+            if resume_time is not None:  # nobody at all comes back before the latest of such moments
+                self.state["resume_time"] = max(resume_time, self.state.get("resume_time") or resume_time)
+        if kind == "failed":
+            entry |= {"state": "FAIL", "fail_time": now, "retry_time": resume_time, **fields}
+            self.state["worker_states"].append(entry)
+            droppable = [entry for entry in self.entries("FAIL") if not entry.get("final")]
+            if (surplus := len(droppable) - KEPT_FAILS) > 0:
+                self.drop(droppable)
+                self.state["worker_states"] += droppable[surplus:]
+                self.state["dropped_fail_cnt"] = (self.state.get("dropped_fail_cnt") or 0) + surplus
+        if kind in ("succeeded", "failed"):
+            self.state["timeout_cnt"] = 0
+            self._reopen_if_wished(now, running_id)
+        self.stamp(now, kind, entry["worker_id"])
+        return True
+
+    def _reopen_if_wished(self, now: datetime, running_id: str | None = None) -> None:
+        """A wish for one more run is served by an execution that began after it."""
+        status, wanted = self.status(now), self.state.get("wanted") or 0
+        tried = [*self.entries("FAIL"), *self.lost(now), *(self.state.get("losses") or [])]
+        wishes = [entry.get("wish") or 0 for entry in (self.entries("SUCCESS") if status == "SUCCESS" else tried)]
+        served = (min if status == "SUCCESS" else max)(wishes, default=0)
+        if status in ("SUCCESS", "FAIL") and wanted > served:
+            self._start_afresh(reopened_by=running_id)
+
+    def cancel(self, now: datetime) -> bool:
+        if self.document is None or self.finished(now):
+            return False
+        self.state["cancel_time"] = now
+        self.stamp(now, "cancelled")
+        return True
+
+    def retry(self, now: datetime) -> bool:
+        if self.document is None or self.forgotten(now) or self.status(now) == "RUNNING":
+            return False
+        if self.status(now) == "INIT":
+            self.state.update(start_time=None, resume_time=None)
+            for entry in self.entries("FAIL"):
+                entry["retry_time"] = now
+        else:
+            expire_time = None if self.expired(now) else self.state.get("expire_time")
+            self._start_afresh(start_time=None, expire_time=expire_time)
+        self.stamp(now, "retried")
+        return True
+
+    def set_option(self, changes: Document, now: datetime) -> bool:
+        if self.document is None:
+            return False
+        self.document["task_option"].update(changes)
+        if allowed := changes.get("specific_worker_ids"):
+            self.drop([entry for entry in self.entries("RUNNING") if entry["worker_id"] not in allowed])
+        self.stamp(now, "option_changed")
+        return True
+
+    def settle(self, now: datetime) -> bool:
+        if self.document is None or (self.document.get("settle_time") or NEVER) > now:
+            return False
+        lost = self._count_lost(now)
+        self._reopen_if_wished(now)
+        self.stamp(now, "settled", *lost)
+        return True
+
+
+def stripped(value: Any) -> Any:
+    """A document without what is null or absent alike."""
+    if isinstance(value, dict):
+        return {name: stripped(part) for name, part in value.items() if part is not None}
+    return [stripped(part) for part in value] if isinstance(value, list) else value

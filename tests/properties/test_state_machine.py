@@ -1,0 +1,38 @@
+"""The engine does what the oracle does: 20 000 random operations, the documents compared whole after each.
+
+`SEED=… make test ARGS="-k state_machine"` replays a run, `OPERATIONS=…` makes it longer or shorter.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import pytest
+
+from taskmesh import rules
+from tests.properties import machine, oracle
+from tests.properties.chance import LABELS
+
+logger = logging.getLogger(__name__)
+SEED = os.environ.get("SEED", "taskmesh")
+OPERATIONS = int(os.environ.get("OPERATIONS", "20000"))
+_WORLDS = 24
+_ENOUGH_FOR_ALL_KINDS = 5_000
+
+
+@pytest.fixture(autouse=True)
+def _little_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents drop their oldest failures and losses already at the fourth and third."""
+    for module in (rules, oracle):
+        monkeypatch.setattr(module, "KEPT_FAILS", 3)
+        monkeypatch.setattr(module, "KEPT_LOSSES", 2)
+
+
+async def test_engine_and_oracle_agree_on_every_document_and_every_claim(mongo_uri: str, database: str) -> None:
+    async with machine.worlds(mongo_uri, database, _WORLDS) as worlds:
+        succeeded = await machine.drive(worlds, SEED, OPERATIONS)
+    counts = ", ".join(f"{kind} {count}" for kind, count in sorted(succeeded.items()))
+    logger.info("SEED=%s OPERATIONS=%d, of which had an effect: %s", SEED, OPERATIONS, counts)
+    if OPERATIONS >= _ENOUGH_FOR_ALL_KINDS:
+        assert not LABELS - set(succeeded), "these kinds of operation never had an effect"

@@ -1,0 +1,368 @@
+"""One small world, twice: a task collection on the real server and oracles beside it, led through the same operations.
+
+Every world has a collection of its own and a clock of its own: `Store.now` is a literal. So many worlds run at once in
+one event loop, and none waits. After each operation the two are compared, whole documents and all that follows from them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from taskmesh import rules
+from taskmesh.errors import TaskRunning
+from taskmesh.explain import explain
+from taskmesh.option import TaskOption
+from taskmesh.store import Store, control, schema
+from taskmesh.store.claim import claim, won
+from taskmesh.store.find import ScanRange, find, get, scan, unfinished_left
+from taskmesh.store.finish import Outcome, finish, report, standing
+from taskmesh.store.fleet import counts, stale_counts
+from taskmesh.store.lease import ping, still_held
+from taskmesh.store.publish import Publication, publish, publish_in_session
+from taskmesh.store.settle import settle
+from taskmesh.store.stamp import read_stamp
+from tests.properties.oracle import ANYBODY_ELSE, NEVER, Document, Oracle, ms, stripped
+
+BEGIN = datetime(2030, 1, 1, tzinfo=UTC)
+WORKERS = ("w1", "w2", "w3")
+QUEUES = ("even", "odd")
+STATUSES = ("INIT", "RUNNING", "SUCCESS", "FAIL", "CANCELLED", "EXPIRED")
+_ALL_WORKERS = (*WORKERS, ANYBODY_ELSE)
+_NOT_COMPARED = ("_id", "name", "key", "queue", "lane", "publish_id", "change_id")
+
+
+class Difference(AssertionError):
+    """The engine and the oracle disagree."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """Something that happens, with all that it needs to happen again."""
+
+    kind: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.kind}({', '.join(f'{name}={value!r}' for name, value in self.arguments.items())})"
+
+
+@dataclass(frozen=True)
+class Held:
+    """An execution, as its worker remembers it: perhaps it lost the task long ago."""
+
+    id: str
+    worker_id: str
+    running_id: str
+
+
+def task_ids(count: int) -> list[str]:
+    return [f"job:{number}" for number in range(count)]
+
+
+def queue_of(id_: str) -> str:
+    return QUEUES[int(id_.partition(":")[2]) % 2]
+
+
+class World:
+    """A few tasks and three workers."""
+
+    def __init__(self, store: Store, sync_database: Any, tasks: int) -> None:
+        self.store = store
+        self.sync_database = sync_database
+        self.oracles = {id_: Oracle() for id_ in task_ids(tasks)}
+        self.executions: list[Held] = []
+        """The newest ones, whatever became of them: their workers may write late."""
+        self.operations: list[Operation] = []
+        self.now = BEGIN
+        self.thorough = False
+        """Whether everything is asked after each operation; else a part of it in turn, since that is quicker."""
+
+    @classmethod
+    async def create(cls, client: Any, database: str, sync_database: Any, number: int, tasks: int) -> World:
+        store = Store(client, database, f"world{number}", now=BEGIN)
+        await schema.create_indexes(store)
+        return cls(store, sync_database, tasks)
+
+    async def begin_again(self) -> None:
+        """An empty collection, on the first of January."""
+        await self.store.driver.collection(self.store.tasks).delete_many({})
+        self.oracles = {id_: Oracle() for id_ in self.oracles}
+        self.executions, self.operations = [], []
+        self.now = self.store.now = BEGIN
+
+    async def apply(self, operation: Operation) -> bool:
+        """Let it happen on both sides, compare, and say whether it had an effect.
+
+        Raises:
+            Difference: the two sides disagree.
+        """
+        self.operations.append(operation)
+        wanted_and_found = await getattr(self, f"_{operation.kind}")(**operation.arguments)
+        for expected, actual in wanted_and_found:
+            if expected != actual:
+                raise Difference(f"{operation} answered {actual!r}, and the oracle {expected!r}")
+        for turn in range(12) if self.thorough else [len(self.operations)]:
+            await self.compare(turn)
+            await self._ask(turn)
+        expected, _ = wanted_and_found[0]
+        return any(expected) if isinstance(expected, tuple) else bool(expected)
+
+    # --- operations: each returns pairs of what the oracle says and what the engine says ---
+
+    async def _advance(self, by_ms: int) -> list[tuple[Any, Any]]:
+        self.now = self.store.now = self.now + ms(by_ms)
+        return [(True, True)]
+
+    async def _publish(
+        self,
+        task: str,
+        n: int,
+        option: Document,
+        tuned: Document,
+        start_ms: int | None,
+        expire_ms: int | None,
+        flags: frozenset[str],
+        in_session: bool,
+    ) -> list[tuple[Any, Any]]:
+        name, _, key = task.partition(":")
+        publication = Publication(name, key, queue_of(task), {"n": n}, TaskOption(**{**option, **tuned}), tuned=tuned)
+        publication.expire_time = None if expire_ms is None else self.now + ms(expire_ms)
+        if n % 2 and start_ms is not None:
+            publication.start_time = self.now + ms(start_ms)
+        else:
+            publication.delay_ms = start_ms
+        for flag in flags:
+            setattr(publication, flag, True)
+        expected: Any
+        actual: Any
+        try:
+            expected = self.oracles[task].publish(copy.deepcopy(publication), self.now)
+        except TaskRunning:
+            expected = "running"
+        try:
+            if in_session:
+                async with self.store.driver.start_session() as session, await session.start_transaction():
+                    published = await publish_in_session(self.store, publication, self.now, session)
+            else:
+                published = (await publish(self.store, [publication], self.now))[0]
+            actual = (published.created, published.updated)
+        except TaskRunning:
+            actual = "running"
+        return [(expected, actual)]
+
+    async def _claim(
+        self, worker_id: str, running_id: str, tasks: list[str], closed: list[str]
+    ) -> list[tuple[Any, Any]]:
+        expected = {
+            id_
+            for id_ in tasks
+            if self.oracles[id_].claim(worker_id, running_id, self.now, closed=queue_of(id_) in closed)
+        }
+        count = await claim(self.store, tasks, worker_id, running_id, closed_queues=closed)
+        documents = await won(self.store, tasks, running_id, {})
+        self.executions += [Held(id_, worker_id, running_id) for id_ in sorted(expected)]
+        del self.executions[:-12]
+        return [(len(expected), count), (expected, {document["_id"] for document in documents})]
+
+    async def _ping(self, held: list[Held]) -> list[tuple[Any, Any]]:
+        alive = {h for h in held if self.oracles[h.id].ping(h.running_id, self.now)}
+        pairs = [(h.id, h.running_id) for h in held]
+        count = await asyncio.to_thread(ping, self.store, self.sync_database, pairs)
+        found = await asyncio.to_thread(still_held, self.store, self.sync_database, pairs)
+        return [(len(alive), count), ({(h.id, h.running_id) for h in alive}, set(found))]
+
+    async def _report(self, held: Held, fraction: float | None, log: str) -> list[tuple[Any, Any]]:
+        progress = None if fraction is None else {"fraction": fraction, "message": None, "time": self.now}
+        entry = {"logs": [{"time": self.now, "message": log}]}
+        outcome = Outcome(held.id, held.running_id, "succeeded", entry, progress=progress)
+        expected = self.oracles[held.id].report(held.running_id, copy.deepcopy(entry), progress, self.now)
+        return [(int(expected), await report(self.store, held.worker_id, [outcome]))]
+
+    async def _finish(
+        self, ending: Any, held: list[Held], fields: list[Document], delays: list[int | None]
+    ) -> list[tuple[Any, Any]]:
+        outcomes = [
+            Outcome(h.id, h.running_id, ending, dict(entry), delay_ms=delay)
+            for h, entry, delay in zip(held, fields, delays, strict=True)
+        ]
+        expected = sum(
+            self.oracles[o.id].finish(ending, o.running_id, dict(o.entry), o.delay_ms, self.now) for o in outcomes
+        )
+        actual = await finish(self.store, held[0].worker_id, outcomes)
+        fates = await standing(self.store, outcomes)
+        return [
+            (expected, actual),
+            *((self._fate(outcome), fate) for outcome, fate in fates.items()),
+        ]
+
+    def _fate(self, outcome: Outcome) -> str:
+        """What became of an outcome whose write was not answered."""
+        oracle = self.oracles[outcome.id]
+        if oracle.document is None:
+            return "lost"
+        entry = next((e for e in oracle.state["worker_states"] if e["running_id"] == outcome.running_id), None)
+        if entry is None:
+            known = outcome.kind in ("released", "snoozed") or oracle.state.get("reopened_by") == outcome.running_id
+            return "recorded" if known else "lost"
+        if entry["state"] == {"succeeded": "SUCCESS", "failed": "FAIL"}.get(outcome.kind):
+            return "recorded"
+        return "held" if oracle.held(outcome.running_id, self.now) else "lost"
+
+    async def _note_stopped(self, held: Held) -> list[tuple[Any, Any]]:
+        entry = {"fail_reason": "the task was cancelled"}
+        changed = self.oracles[held.id].finish("stopped", held.running_id, dict(entry), None, self.now)
+        await finish(self.store, held.worker_id, [Outcome(held.id, held.running_id, "stopped", dict(entry))])
+        return [(changed, changed)]
+
+    async def _cancel(self, task: str) -> list[tuple[Any, Any]]:
+        return [(self.oracles[task].cancel(self.now), await control.cancel(self.store, task))]
+
+    async def _retry(self, task: str) -> list[tuple[Any, Any]]:
+        return [(self.oracles[task].retry(self.now), await control.retry(self.store, task))]
+
+    async def _delete(self, task: str) -> list[tuple[Any, Any]]:
+        existed = self.oracles[task].document is not None
+        self.oracles[task].document = None
+        return [(existed, await control.delete(self.store, task))]
+
+    async def _set_option(self, task: str, changes: Document) -> list[tuple[Any, Any]]:
+        document = self.oracles[task].document
+        expected_option = copy.deepcopy(document["task_option"]) if document else {}
+        expected = self.oracles[task].set_option(copy.deepcopy(changes), self.now)
+        return [(expected, await control.set_option(self.store, task, changes, expected_option))]
+
+    async def _settle(self) -> list[tuple[Any, Any]]:
+        expected = sum(oracle.settle(self.now) for oracle in self.oracles.values())
+        return [(expected, await settle(self.store))]
+
+    async def _sweep(self) -> list[tuple[Any, Any]]:
+        """What the TTL monitor does, sooner or later."""
+        tasks = self.store.driver.collection(self.store.tasks)
+        result = await tasks.delete_many({"delete_time": {"$lte": self.now}})
+        gone = [oracle for oracle in self.oracles.values() if oracle.forgotten(self.now)]
+        for oracle in gone:
+            oracle.document = None
+        return [(len(gone), result.deleted_count)]
+
+    # --- comparison ---
+
+    async def compare(self, turn: int) -> None:
+        """Compare documents, what reads show, and when one worker, and whether another, may claim."""
+        one, other = _ALL_WORKERS[turn % 4], _ALL_WORKERS[(turn // 2 + 1) % 4]
+        fields = {
+            "status": rules.status_on_reading(self.now),
+            "claim_time": {"$ifNull": [rules.claim_time(one, self.now), None]},
+            "claimable": rules.claimable(other, (), self.now),
+            "document": "$$ROOT",
+        }
+        cursor = await self.store.driver.aggregate(self.store.tasks, [{"$project": fields}])
+        found = {document["_id"]: document for document in await cursor.to_list(None)}
+        for id_, oracle in self.oracles.items():
+            if oracle.document is None or id_ not in found:
+                self._same(f"{id_} exists", oracle.document is not None, id_ in found)
+                continue
+            actual, created = found[id_], oracle.state["create_time"]
+            self._same(f"the document {id_}", stripped(oracle.document), image(actual["document"]))
+            self._same(f"the status shown of {id_}", oracle.status(self.now), actual["status"])
+            claim_time = max(created, actual["claim_time"] or created)
+            self._same(f"when {one} may claim {id_}", oracle.claim_time(one, self.now), claim_time)
+            self._same(f"whether {other} may claim {id_}", oracle.may_claim(other, self.now), actual["claimable"])
+
+    def _same(self, what: str, expected: Any, actual: Any) -> None:
+        if expected != actual:
+            raise Difference(f"{what}: {difference(expected, actual)}")
+
+    async def _ask(self, turn: int) -> None:
+        """Ask another reader, one turn in three."""
+        readers = (self._get, self._find, self._explain, self._scan, self._left, self._count)
+        for reader in readers if self.thorough else readers[turn // 3 % 6 :][: turn % 3 == 0]:
+            await reader(turn)
+
+    def _standing(self) -> dict[str, str]:
+        """The tasks that a reader sees, with their status."""
+        return {
+            id_: oracle.status(self.now)
+            for id_, oracle in self.oracles.items()
+            if oracle.document is not None and not oracle.forgotten(self.now)
+        }
+
+    async def _get(self, _: int) -> None:
+        found = await get(self.store, list(self.oracles))
+        self._same("get", self._standing(), {document["_id"]: document["status"] for document in found})
+
+    async def _find(self, turn: int) -> None:
+        wanted = {STATUSES[turn % 6], STATUSES[turn // 6 % 6]}
+        found = {d["_id"]: d["status"] async for d in find(self.store, name="job", status=wanted)}
+        self._same(f"find {wanted}", {i: s for i, s in self._standing().items() if s in wanted}, found)
+
+    async def _explain(self, turn: int) -> None:
+        for id_ in list(self._standing())[turn % len(self.oracles) :][:1]:
+            oracle, worker = self.oracles[id_], WORKERS[turn // 2 % 3]
+            (explanation,) = await explain(self.store, id_, worker)
+            time = max(oracle.claim_time(worker, self.now), self.now)
+            expected = None if time == NEVER or oracle.finished(time) else time
+            self._same(f"explain {id_} to {worker}", expected, explanation.next_claim_time)
+            self._same(f"explain {id_} to {worker}, at once", expected == self.now, explanation.claimable)
+
+    async def _scan(self, turn: int) -> None:
+        worker = WORKERS[turn // 2 % 3]
+        what = ScanRange(["job"], QUEUES, None, 0)
+        found = [row for pinned in (False, True) for row in await scan(self.store, worker, what, 10, pinned=pinned)]
+        due = {id_ for id_, oracle in self.oracles.items() if oracle.may_claim(worker, self.now)}
+        claimable = {row.id for row in found if row.claim_time is None or row.claim_time <= self.now}
+        self._same(f"what a scan offers {worker}", due, claimable)
+
+    async def _left(self, turn: int) -> None:
+        worker = WORKERS[turn // 2 % 3]
+        present = [oracle for oracle in self.oracles.values() if oracle.document is not None]
+        expected = any(o.status(self.now) == "RUNNING" or o.may_claim(worker, self.now) for o in present)
+        self._same("unfinished_left", expected, await unfinished_left(self.store, worker, ["job"], None))
+
+    async def _count(self, _: int) -> None:
+        tally: dict[str, int] = dict.fromkeys(STATUSES, 0)
+        for row in await counts(self.store):
+            tally[row["_id"]["status"]] += row["count"]
+        for row in await stale_counts(self.store):
+            tally[row["_id"]["stored"]] -= row["count"]
+            tally[row["_id"]["now"]] += row["count"]
+        expected = dict.fromkeys(STATUSES, 0)
+        for oracle in self.oracles.values():
+            if oracle.document is not None:
+                expected[oracle.status(self.now)] += 1
+        self._same("counts", expected, tally)
+
+
+def image(document: Document) -> Document:
+    """A stored document as the oracle would have it."""
+    shown = {name: value for name, value in document.items() if name not in _NOT_COMPARED}
+    if "event" in shown:
+        stamp = read_stamp(shown["event"])
+        shown["event"] = [part for part in (stamp.kind, stamp.worker_id, *stamp.lost) if part]
+    return stripped(shown)  # type: ignore[no-any-return]
+
+
+def difference(expected: Any, actual: Any, path: str = "") -> str:
+    """Where two values differ, in as few words as possible."""
+    if isinstance(expected, dict) and isinstance(actual, dict):
+        names: Iterable[str] = sorted(set(expected) | set(actual))
+        parts = [
+            difference(expected.get(n), actual.get(n), f"{path}.{n}") for n in names if expected.get(n) != actual.get(n)
+        ]
+        return "; ".join(parts)
+    return f"{path or 'it'} is {shown(actual)}, and by the oracle {shown(expected)}"
+
+
+def shown(value: Any) -> str:
+    """A value with its times as milliseconds since the beginning."""
+    if isinstance(value, datetime):
+        return "NEVER" if value == NEVER else f"T+{(value - BEGIN).total_seconds() * 1000:.0f}"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name}: {shown(part)}" for name, part in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(shown(part) for part in value) + "]"
+    return repr(value)
