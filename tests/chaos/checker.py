@@ -18,6 +18,9 @@ from tests.chaos.versions import Document, Version
 _MAY_DROP_SUCCESS = ("retried", "published", "succeeded", "failed")
 """The last two re-open a task for which `run_again` was asked meanwhile."""
 _MAY_DROP_LIVE = ("released", "snoozed", "option_changed")
+_CLOCK_STEP = timedelta(seconds=1)
+_LONGEST_WRITE = timedelta(seconds=6)
+"""Longer than the deadline that the engine gives a write: it is judged by the time of its beginning."""
 _MAY_TAKE_LOST = ("claimed", "settled", "retried", "published")
 
 
@@ -30,6 +33,8 @@ class Write:
     """The time of the server by which it judged."""
     worker_id: str | None = None
     lost: tuple[str, ...] = ()
+    roughly: datetime | None = None
+    """Not before this, if `now` is not known."""
 
 
 def check_version(version: Version) -> Findings:
@@ -40,7 +45,7 @@ def check_version(version: Version) -> Findings:
     elif version.before is None:
         _check_insert(findings, version, version.after)
     else:
-        _check_update(findings, version.id, version.before, version.after)
+        _check_update(findings, version.id, version.before, version.after, version.time)
     return findings
 
 
@@ -56,8 +61,8 @@ def _check_deletion(findings: Findings, version: Version) -> None:
         findings.check("L1", version.id, forgotten, f"deleted at {version.time}, retained until {delete_time}")
 
 
-def _check_update(findings: Findings, id_: str, before: Document, after: Document) -> None:
-    write = _what_was_written(before, after)
+def _check_update(findings: Findings, id_: str, before: Document, after: Document, time: datetime) -> None:
+    write = _what_was_written(before, after, time)
     old, new = Reading(before), Reading(after)
     for name in ("_id", "name", "key", "publish_id"):
         findings.check("F3", id_, before.get(name) == after.get(name), f"{name} changed in {write}")
@@ -71,15 +76,18 @@ def _check_update(findings: Findings, id_: str, before: Document, after: Documen
         _check_derived(findings, id_, new, write.now)
 
 
-def _what_was_written(before: Document, after: Document) -> Write:
+def _what_was_written(before: Document, after: Document, time: datetime) -> Write:
     if after.get("event") is not None and after.get("event") != before.get("event"):
         stamp = read_stamp(after["event"])
         now = datetime.fromtimestamp(int(after["event"].split("\x1f")[1]) / 1000, UTC)
         return Write(stamp.kind, now, stamp.worker_id, stamp.lost)
     for old, new in _both(Reading(before), Reading(after)):
         if old["ping_expire_time"] != new["ping_expire_time"]:
-            lease = timedelta(milliseconds=after["task_option"]["worker_timeout_ms"])
-            return Write("pinged", new["ping_expire_time"] - lease, new["worker_id"])
+            now = new["ping_expire_time"] - timedelta(milliseconds=after["task_option"]["worker_timeout_ms"])
+            if now <= time + _CLOCK_STEP:
+                return Write("pinged", now, new["worker_id"])
+            # A longer lease, for a transaction: how long it is, the server's limit says, and when it was taken, the log.
+            return Write("extended", None, new["worker_id"], roughly=time - _LONGEST_WRITE)
     return Write("unstamped", None)
 
 
@@ -145,11 +153,13 @@ def _may_change(old: Reading, before: Document, after: Document, write: Write) -
         return write.kind == "unstamped" and before["state"] == "RUNNING" and after["state"] == "FAIL"
     if write.kind == "retried":
         return bool(before["state"] == "FAIL" and after["state"] == "FAIL")
-    if before["state"] != "RUNNING" or write.now is None:
+    now = write.now or write.roughly
+    if before["state"] != "RUNNING" or now is None or before["ping_expire_time"] <= now:
         return False
-    if before["ping_expire_time"] <= write.now:
-        return False
-    if write.kind == "pinged":  # one write renews all that a worker holds, and one worker holds a task once
+    if write.kind in (
+        "pinged",
+        "extended",
+    ):  # one write renews all that a worker holds, and one worker holds a task once
         return bool(stripped(before | {"ping_expire_time": 0}) == stripped(after | {"ping_expire_time": 0}))
     ends_as = {"succeeded": "SUCCESS", "failed": "FAIL", "progressed": "RUNNING"}
     return ends_as.get(write.kind) == after["state"] and write.worker_id == str(before["worker_id"])
@@ -167,7 +177,7 @@ def _check_counts(findings: Findings, id_: str, old: Reading, new: Reading, writ
         told = sorted(write.lost) == sorted(entry["worker_id"] for entry in lost)
         reopened = write.kind == "settled" and not new.entries and new.state.get("wanted") is not None
         findings.check("R2", id_, told and (right or reopened), f"{write} found {lost} lost and counted {counted}")
-    elif write.kind in ("pinged", "unstamped", "cancelled"):
+    elif write.kind in ("pinged", "extended", "unstamped", "cancelled"):
         findings.check("R2", id_, not any(counted.values()), f"{write} counted {counted}")
 
 

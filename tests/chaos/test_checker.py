@@ -32,6 +32,13 @@ def eventful() -> Story:
     return story.later(100).ends("succeeded", "w1", "r5", returns=1).ends("succeeded", "w4", "r6", returns=2)
 
 
+def lengthened() -> Story:
+    """A transaction takes a longer lease."""
+    story = Story("writes").claims("w", "r").later(100)
+    story.changes_entry("r", ping_expire_time=story.now + timedelta(seconds=65))
+    return story.later(20_000).ends("succeeded", "w", "r")
+
+
 def expiring() -> Story:
     story = Story(expire_time=BEGIN + timedelta(seconds=1)).claims("w1", "r1").ends("released", "w1", "r1")
     return story.later(1_000).writes(lambda _: None, "settled")
@@ -53,7 +60,7 @@ def forgotten() -> Story:
 def test_a_good_history_has_no_violation() -> None:
     findings = forgotten().findings()
     writes = Story("writes", specific_worker_ids=("w",)).claims("w", "r").ends("succeeded", "w", "r")
-    for story in (done(), eventful(), expiring(), cancelled(), writes, chained()):
+    for story in (done(), eventful(), lengthened(), expiring(), cancelled(), writes, chained()):
         findings += story.findings()
         findings += check_endings(with_child(story) if story.id == "chains:k" else story.evidence())
     assert [str(violation) for violation in findings.violations] == []
@@ -108,6 +115,12 @@ FORGED: dict[str, tuple[str, Callable[[], Story]]] = {
         lambda: Story().claims("w1", "r1").later(2_000).changes_entry("r1", "succeeded", "w1", state="SUCCESS"),
     ),
     "a late ping counts": ("F1", lambda: Story().claims("w1", "r1").later(2_000).pings("r1")),
+    "a lease that ran out is lengthened": (
+        "F1",
+        lambda: (
+            Story().claims("w1", "r1").later(9_000).changes_entry("r1", ping_expire_time=BEGIN + timedelta(minutes=2))
+        ),
+    ),
     "one worker ends the execution of another": (
         "F1",
         lambda: Story().claims("w1", "r1").later(10).changes_entry("r1", "succeeded", "w2", state="SUCCESS"),

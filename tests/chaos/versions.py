@@ -121,7 +121,7 @@ class Watcher:
 
     def _run(self) -> None:
         token: Mapping[str, Any] | None = None
-        with MongoClient[Document](self._uri, appname="watcher", tz_aware=True) as client:
+        with MongoClient[Document](self._uri, appname="watcher", tz_aware=True, socketTimeoutMS=10_000) as client:
             database = client.get_database(self._database, codec_options=CodecOptions(tz_aware=True))
             while not self._stopping.is_set():
                 try:
@@ -146,7 +146,8 @@ class Watcher:
 def _events(
     database: Any, token: Mapping[str, Any] | None
 ) -> Iterator[tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]]:
-    with database.watch(start_after=token, max_await_time_ms=200) as stream:
+    tasks = [{"$match": {"$or": [{"ns.coll": "tasks"}, {"operationType": "dropDatabase"}]}}]
+    with database.watch(tasks, start_after=token, max_await_time_ms=200) as stream:
         while stream.alive:
             event = stream.try_next()
             yield event, stream.resume_token

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from itertools import count
@@ -33,6 +34,10 @@ class Worker:
         self._log = log
         self.gone: float | None = None
         """When (monotonic) it was known to be gone."""
+        self.suspended: list[tuple[float, float]] = []
+        """From when to when it was suspended; the end is infinite while it is."""
+        self._reaper = threading.Thread(target=self._reap, name=f"reaper of {worker_id}", daemon=True)
+        self._reaper.start()
 
     @property
     def pid(self) -> int:
@@ -42,11 +47,7 @@ class Worker:
     @property
     def running(self) -> bool:
         """Whether the process exists. A suspended one does."""
-        if self.process.poll() is None:
-            return True
-        if self.gone is None:
-            self.gone = time.monotonic()
-        return False
+        return self.gone is None
 
     @property
     def told(self) -> dict[str, Any]:
@@ -71,15 +72,16 @@ class Worker:
     def kill(self) -> None:
         """End it as a crash would."""
         self.process.kill()
-        self.process.wait()
-        self.gone = time.monotonic()
+        self._reaper.join()
 
     def suspend(self) -> None:
         """Freeze it, as a laptop's lid or a hypervisor does."""
         self.process.send_signal(signal.SIGSTOP)
+        self.suspended.append((time.monotonic(), float("inf")))
 
     def resume(self) -> None:
         """Let it go on."""
+        self.suspended[-1] = (self.suspended[-1][0], time.monotonic())
         self.process.send_signal(signal.SIGCONT)
 
     def terminate(self) -> None:
@@ -88,9 +90,14 @@ class Worker:
 
     def wait(self, deadline_s: float = 60.0) -> int:
         """Wait until it has ended, and return its exit status."""
-        status = self.process.wait(deadline_s)
+        self._reaper.join(deadline_s)
+        assert not self.running, f"the worker has not ended within {deadline_s:g} s:\n{self.log[-3000:]}"
+        return self.process.returncode
+
+    def _reap(self) -> None:
+        """A thread of its own waits for the end, so that its time is known, and no zombie holds the worker's id."""
+        self.process.wait()
         self.gone = time.monotonic()
-        return status
 
 
 @dataclass
@@ -107,8 +114,13 @@ class Fleet:
         self.history_directory = self.directory / "history"
         self.history_directory.mkdir(parents=True, exist_ok=True)
 
-    def start(self, worker_id: str | None = None, *, clock_offset_s: float = 0.0, **setting: Any) -> Worker:
-        """Start a worker; see `worker.Setting` for what can be set. `wait_ready` tells when it claims."""
+    def start(
+        self, worker_id: str | None = None, *, clock_offset_s: float = 0.0, disk_full: bool = False, **setting: Any
+    ) -> Worker:
+        """Start a worker; see `worker.Setting` for what can be set. `wait_ready` tells when it claims.
+
+        `disk_full`: whatever it logs cannot be written.
+        """
         number = next(self._numbers)
         worker_id = worker_id or f"w{number}"
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -128,7 +140,8 @@ class Fleet:
             **setting,
         }
         output, log = self.directory / f"{number}.told", self.directory / f"{number}.log"
-        with output.open("wb") as out, log.open("wb") as errors:
+        log.touch()
+        with output.open("wb") as out, (Path("/dev/full") if disk_full else log).open("wb") as errors:
             process = subprocess.Popen(
                 [sys.executable, "-m", "tests.processes.worker", json.dumps(told)],
                 stdin=subprocess.DEVNULL,
@@ -158,9 +171,14 @@ class Fleet:
         return runs_in(self.history)
 
     @property
+    def suspended(self) -> list[tuple[int, float, float]]:
+        """Which process was suspended from when to when."""
+        return [(worker.pid, *interval) for worker in self.workers for interval in worker.suspended]
+
+    @property
     def died(self) -> dict[int, float]:
         """When which process was gone, by process id."""
-        return {worker.pid: worker.gone for worker in self.workers if not worker.running and worker.gone is not None}
+        return {worker.pid: worker.gone for worker in self.workers if worker.gone is not None}
 
     def __enter__(self) -> Self:
         return self

@@ -14,9 +14,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from taskmesh import current_task
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +80,28 @@ class Notebook:
         os.write(self._file, (json.dumps(line) + "\n").encode())
 
     @contextmanager
-    def run(self) -> Iterator[None]:
+    def run(self) -> Iterator[Returning]:
         """Note the beginning and the end of a handler's run."""
         self.note("started")
+        returning = Returning()
         try:
-            yield
+            yield returning
         except BaseException as error:
             self.note("raised", error=type(error).__name__)
             raise
-        self.note("returned")
+        self.note("returned", value=returning.value)
+
+
+class Returning:
+    """What a handler is about to return."""
+
+    def __init__(self) -> None:
+        self.value: Any = None
+
+    def returns(self, value: T) -> T:
+        """Note the value, and return it."""
+        self.value = value
+        return value
 
 
 def read_history(directory: Path) -> list[Mark]:

@@ -14,13 +14,13 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from taskmesh import Consumer, TaskMesh
 from taskmesh.consumer import signals
 from tests.processes import sabotage
-from tests.processes.handlers import define
 from tests.processes.wrong_clock import shift_wall_clock
 from tests.waiting import eventually
 
@@ -34,6 +34,8 @@ class Setting:
     uri: str
     database: str
     history: str
+    handlers: str = "tests.processes.handlers"
+    """The module whose `define` defines the tasks."""
     worker_id: str | None = None
     concurrency: int = 20
     names: Sequence[str] | None = None
@@ -48,7 +50,7 @@ class Setting:
 
 def main() -> None:
     """Run one consumer until a signal, or until there is nothing left to do."""
-    _die_with_parent()
+    die_with_parent()
     setting = Setting(**json.loads(sys.argv[1]))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     if setting.clock_offset_s:
@@ -61,7 +63,7 @@ def main() -> None:
 
 async def _work(setting: Setting) -> None:
     mesh = TaskMesh(setting.uri, database=setting.database)
-    define(mesh, Path(setting.history))
+    import_module(setting.handlers).define(mesh, Path(setting.history))
     async with mesh:
         consumer = mesh.consumer(
             worker_id=setting.worker_id, concurrency=setting.concurrency, names=setting.names, listen=setting.listen
@@ -84,7 +86,7 @@ def _tell(**facts: Any) -> None:
     print(json.dumps(facts), flush=True)  # noqa: T201 -- its standard output is what its test reads
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Be killed when the test's process ends, however it ends (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(ctypes.util.find_library("c")).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,99 @@
+"""A seeded random run: `CHAOS_SECONDS=1800 SEED=7 python -m tests.chaos`. It prints a table; its exit status tells.
+
+Real workers and producers on a replica set of three, faults one after the other, and all promises checked on every
+committed write and in the end. See docs/reliability.md.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from tests.chaos.cluster import cluster
+from tests.chaos.faults import FAULTS, Chaos
+from tests.chaos.findings import Findings
+from tests.chaos.invariants import INVARIANTS
+from tests.chaos.producer import read_published
+from tests.chaos.world import World
+
+_SHOWN = 20
+
+
+def main() -> int:
+    """Run, and return the exit status."""
+    seconds = float(os.environ.get("CHAOS_SECONDS") or 1_800)
+    seed = int(os.environ.get("SEED") or random.SystemRandom().randrange(10**6))
+    directory = Path(tempfile.mkdtemp(prefix="taskmesh-chaos-"))
+    say(f"chaos for {seconds:g} s, SEED={seed}, logs and history below {directory}")
+    with cluster(directory / "cluster") as servers:
+        world = World(servers.uri, directory, seed)
+        with world:
+            injected = _inject(Chaos(world, servers), seconds)
+            say("healing, and waiting for everything to end")
+            servers.heal()
+            world.wind_down()
+            findings = world.check()
+    _report(seconds, seed, injected, world, directory, findings)
+    return 1 if findings.violations else 0
+
+
+def _inject(chaos: Chaos, seconds: float) -> Counter[str]:
+    """Inject faults until the time is over; each is healed before the next, but for what it leaves behind."""
+    end = time.monotonic() + seconds
+    injected: Counter[str] = Counter()
+    names = list(FAULTS)
+    chance = chaos.world.chance
+    chaos.seconds(1.0, 2.0)
+    while time.monotonic() < end:
+        name = chance.choices(names, [often for often, _ in FAULTS.values()])[0]
+        say(f"{seconds - (end - time.monotonic()):6.1f} s  {name}")
+        FAULTS[name][1](chaos)
+        injected[name] += 1
+        chaos.seconds(0.5, 4.0)
+    return injected
+
+
+def _report(
+    seconds: float, seed: int, injected: Counter[str], world: World, directory: Path, findings: Findings
+) -> None:
+    published = read_published(directory)
+    say("\n| fault | times |\n| --- | ---: |")
+    for name, times in sorted(injected.items()):
+        say(f"| {name} | {times} |")
+    say("\n| what | number |\n| --- | ---: |")
+    for what, number in (
+        ("seconds of faults", round(seconds)),
+        ("seed", seed),
+        ("faults", injected.total()),
+        ("workers started again", world.started_again),
+        ("tasks published", len({publish.id for publish in published})),
+        ("publishes tried", len(published)),
+        ("publishes that were told an error", sum(publish.created is None for publish in published)),
+        ("handlers run", len(world.fleet.runs)),
+        ("committed writes checked", world.versions.seen),
+        ("events told to a reader", len(world._reader.told)),
+        ("violations", len(findings.violations)),
+    ):
+        say(f"| {what} | {number} |")
+    say("\n| invariant | decided | violated |\n| --- | ---: | ---: |")
+    violated = Counter(violation.invariant for violation in findings.violations)
+    for name, sentence in INVARIANTS.items():
+        say(f"| [{name}] {sentence} | {findings.checked[name]} | {violated[name]} |")
+    for violation in findings.violations[:_SHOWN]:
+        say(f"\n{str(violation)[:2_000]}")
+    if len(findings.violations) > _SHOWN:
+        say(f"\n… and {len(findings.violations) - _SHOWN} more")
+
+
+def say(text: str) -> None:
+    """Print a line at once."""
+    print(text, flush=True)  # noqa: T201 -- the table is what this is for
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""A replica set of three real servers, each behind a proxy: what clients and the members themselves reach of it can break."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from pymongo.errors import PyMongoError
+
+from taskmesh.embedded import Mongod, replica
+from tests.chaos.proxy import Proxy
+from tests.mongods import QUICK_ELECTIONS, small_mongod
+from tests.waiting import wait_until
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The servers and their proxies, in the same order."""
+
+    members: tuple[Mongod, ...]
+    proxies: tuple[Proxy, ...]
+
+    @property
+    def uri(self) -> str:
+        """The URI that names all members by their proxies."""
+        hosts = ",".join(f"127.0.0.1:{proxy.port}" for proxy in self.proxies)
+        return f"mongodb://{hosts}/?replicaSet=rs0"
+
+    def primary(self, deadline_s: float = 60.0) -> int:
+        """Wait for a primary, and return which member it is."""
+
+        def found() -> list[int]:
+            return [i for i, member in enumerate(self.members) if member.running and _is_primary(member)]
+
+        return wait_until(found, deadline_s, what="there is a primary")[0]
+
+    def step_down(self, seconds: int = 3) -> None:
+        """Let the primary give up its place."""
+        member = self.members[self.primary()]
+        with suppress(PyMongoError), replica.direct_client(member.address) as client:  # it may close our connection
+            client.admin.command("replSetStepDown", seconds, secondaryCatchUpPeriodSecs=1, force=True)
+
+    def heal(self) -> None:
+        """Start, resume and reconnect everything, and wait until the set is whole."""
+        for member, proxy in zip(self.members, self.proxies, strict=True):
+            proxy.heal()
+            if member.running:
+                member.resume()
+            else:
+                member.start()
+        self.primary()
+        wait_until(lambda: all(member.serves_reads for member in self.members), 90.0, what="every member is there")
+
+
+def _is_primary(member: Mongod) -> bool:
+    return replica.is_primary(member.address)
+
+
+@contextmanager
+def cluster(directory: Path, count: int = 3) -> Iterator[Cluster]:
+    """Run a replica set of `count` servers behind proxies below `directory`."""
+    with ExitStack() as stack:
+        members = tuple(small_mongod(directory / f"node{number}") for number in range(count))
+        proxies = tuple(stack.enter_context(Proxy()) for _ in members)
+        for member, proxy in zip(members, proxies, strict=True):
+            stack.enter_context(member)
+            proxy.leads_to(member.port)
+        addresses = [f"127.0.0.1:{proxy.port}" for proxy in proxies]
+        replica.ensure_replica_set(members[0].address, "rs0", addresses, QUICK_ELECTIONS)
+        started = Cluster(members, proxies)
+        wait_until(lambda: all(member.serves_reads for member in members), 60.0, what="every member has its data")
+        yield started
+        for member in members:
+            if member.running:
+                member.resume()

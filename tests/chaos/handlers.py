@@ -1,0 +1,143 @@
+"""The tasks of the chaos suite: each kind attacks a promise of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+from taskmesh import Retry, Snooze, TaskMesh, TaskOption, current_task
+from taskmesh.definition import TaskDefinition
+from tests.processes.history import Notebook
+
+PATIENT = TaskOption(
+    ping_interval_ms=500,
+    worker_timeout_ms=2_000,
+    max_timeouts=10_000,
+    max_unexpected_retries=10_000,
+    unexpected_retry_delay_ms=100,
+)
+_CHANCE = random.Random()
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """The definitions, for publishing."""
+
+    work: TaskDefinition[Any, int]
+    in_thread: TaskDefinition[Any, int]
+    blocks: TaskDefinition[Any, int]
+    flaky: TaskDefinition[Any, int]
+    doomed: TaskDefinition[Any, None]
+    deadly: TaskDefinition[Any, int]
+    snoozes: TaskDefinition[Any, int]
+    retries: TaskDefinition[Any, int]
+    reports: TaskDefinition[Any, int]
+    chains: TaskDefinition[Any, int]
+    writes: TaskDefinition[Any, int]
+
+
+def define(mesh: TaskMesh, directory: Path | None = None) -> Kinds:  # noqa: C901, PLR0915 -- eleven small handlers
+    """Define the tasks. `directory`: where to write the history; None in a process that only publishes."""
+    book = Notebook(directory) if directory is not None else None
+
+    def notebook() -> Notebook:
+        assert book is not None, "a process that only publishes ran a handler"
+        return book
+
+    @mesh.task(option=PATIENT)
+    async def work(ms: int = 0, chained_by: str | None = None) -> int:  # noqa: ARG001 -- for the checker: who published it
+        with notebook().run() as run:
+            await asyncio.sleep(ms / 1000)
+            return run.returns(_value())
+
+    @mesh.task(option=PATIENT)
+    def in_thread(ms: int = 0) -> int:
+        with notebook().run() as run:
+            time.sleep(ms / 1000)
+            return run.returns(_value())
+
+    @mesh.task(option=PATIENT)
+    async def blocks(ms: int = 0) -> int:
+        """Hold up the event loop."""
+        with notebook().run() as run:
+            time.sleep(ms / 1000)  # noqa: ASYNC251 -- that is what it is for
+            return run.returns(_value())
+
+    @mesh.task(option=PATIENT)
+    async def flaky(ms: int = 0, fails: int = 1) -> int:
+        with notebook().run() as run:
+            await asyncio.sleep(ms / 1000)
+            if current_task().attempt <= fails:
+                raise ValueError("as asked")
+            return run.returns(_value())
+
+    @mesh.task(option=PATIENT.changed(max_unexpected_retries=2))
+    async def doomed(ms: int = 0) -> None:
+        with notebook().run():
+            await asyncio.sleep(ms / 1000)
+            raise ValueError("always")
+
+    @mesh.task(option=PATIENT)
+    async def deadly(deaths: int = 1) -> int:
+        """Kill the process in the first attempts."""
+        with notebook().run() as run:
+            if current_task().attempt <= deaths:
+                os._exit(1)
+            return run.returns(_value())
+
+    @mesh.task(option=PATIENT)
+    async def snoozes() -> int:
+        with notebook().run() as run:
+            if _CHANCE.random() < 0.5:
+                raise Snooze(delay_ms=200)
+            return run.returns(_value())
+
+    @mesh.task(option=PATIENT)
+    async def retries() -> int:
+        with notebook().run() as run:
+            if current_task().attempt == 1:
+                raise Retry(delay_ms=300)
+            return run.returns(_value())
+
+    @mesh.task(option=PATIENT)
+    async def reports(ms: int = 0) -> int:
+        with notebook().run() as run:
+            task = current_task()
+            for step in range(4):
+                await task.progress(step / 4, "going on")
+                task.log(f"step {step}")
+                await asyncio.sleep(ms / 4000)
+            return run.returns(_value())
+
+    @mesh.task(option=PATIENT)
+    async def chains(ms: int = 0) -> int:
+        with notebook().run() as run:
+            task = current_task()
+            await task.publish("work", f"after-{task.key}", chained_by=task.key)
+            await asyncio.sleep(ms / 1000)
+            return run.returns(_value())
+
+    @mesh.task(option=PATIENT)
+    async def writes(ms: int = 0) -> int:
+        with notebook().run() as run:
+            task = current_task()
+            async with task.transaction() as session:
+                effects = mesh.store.driver.database["effects"]
+                await effects.insert_one({"task": f"writes:{task.key}"}, session=session)
+                await asyncio.sleep(ms / 1000)
+                task.set_result(_value())
+            return run.returns(_value())
+
+    return Kinds(work, in_thread, blocks, flaky, doomed, deadly, snoozes, retries, reports, chains, writes)
+
+
+def _value() -> int:
+    """What this very execution returns: no other returns the same."""
+    task = current_task()
+    return crc32(f"{task.name}:{task.key}:{task.running_id}".encode())

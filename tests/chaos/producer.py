@@ -1,0 +1,148 @@
+"""A process that publishes a seeded mixture of tasks until it is told to stop: `python -m tests.chaos.producer '{…}'`.
+
+It notes every publish that it tries, and what it was told, in a file of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from pymongo.errors import PyMongoError
+
+from taskmesh import TaskMesh, TaskMeshError
+from tests.chaos.handlers import Kinds, define
+from tests.chaos.history import Published
+from tests.processes.worker import die_with_parent
+
+_ANY_END = ("SUCCESS", "CANCELLED", "EXPIRED")
+_SHARES = {
+    "work": 30,
+    "shared": 8,
+    "pinned": 5,
+    "delayed": 6,
+    "expiring": 5,
+    "cancelled": 5,
+    "in_thread": 5,
+    "flaky": 8,
+    "doomed": 4,
+    "snoozes": 5,
+    "retries": 4,
+    "reports": 5,
+    "chains": 5,
+    "writes": 6,
+    "blocks": 1,
+    "deadly": 1,
+}
+
+
+@dataclass
+class Order:
+    """What a producer is told by its command line."""
+
+    uri: str
+    database: str
+    directory: str
+    number: int
+    seed: int
+    per_s: float
+    worker_ids: Sequence[str]
+
+
+class Producer:
+    """Publishes, and notes what came of it."""
+
+    def __init__(self, order: Order, mesh: TaskMesh, kinds: Kinds) -> None:
+        self._order, self._mesh, self._kinds = order, mesh, kinds
+        self._chance = random.Random(f"{order.seed}:{order.number}")
+        path = Path(order.directory) / f"{order.number}.published"
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self.count = 0
+
+    async def publish_one(self) -> None:
+        """Publish the next task, and perhaps cancel it."""
+        self.count += 1
+        if self.count % 50 == 0:  # a key that every producer publishes
+            await self._publish(self._kinds.work, f"everybodys-{self.count}", {"ms": 5})
+            return
+        kind = self._chance.choices(list(_SHARES), list(_SHARES.values()))[0]
+        definition: Any = getattr(self._kinds, kind, self._kinds.work)
+        key, ms = f"{kind}-{self._order.number}-{self.count}", self._chance.randrange(0, 200)
+        params: dict[str, Any] = {"ms": ms}
+        ends: tuple[str, ...] = ("SUCCESS",)
+        if kind == "shared":
+            definition = definition.configure(concurrent_worker_cnt=self._chance.choice((2, 3)))
+        elif kind == "pinned":
+            definition = definition.configure(specific_worker_ids=self._chance.sample(self._order.worker_ids, 2))
+        elif kind == "delayed":
+            definition = definition.configure(delay_ms=self._chance.randrange(0, 4_000))
+        elif kind == "expiring":
+            soon = datetime.now(UTC) + timedelta(milliseconds=self._chance.randrange(100, 3_000))
+            definition, ends = definition.configure(expire_time=soon), ("SUCCESS", "EXPIRED")
+        elif kind == "cancelled":
+            params, ends = {"ms": self._chance.randrange(0, 1_000)}, ("SUCCESS", "CANCELLED")
+        elif kind == "doomed":
+            ends = ("FAIL",)
+        elif kind == "blocks":
+            params = {"ms": self._chance.randrange(200, 1_500)}
+        elif kind in ("snoozes", "retries", "deadly"):
+            params = {}
+        await self._publish(definition, key, params, ends)
+        if kind == "cancelled":
+            await asyncio.sleep(self._chance.random() * 0.5)
+            try:
+                await self._mesh.cancel("work", key)
+            except (PyMongoError, TaskMeshError) as error:
+                self._note(error=type(error).__name__)
+
+    async def _publish(
+        self, definition: Any, key: str, params: dict[str, Any], ends: tuple[str, ...] = ("SUCCESS",)
+    ) -> None:
+        created = None
+        try:
+            created = (await definition.publish(key, **params)).created
+        except (PyMongoError, TaskMeshError) as error:
+            self._note(error=type(error).__name__)
+        self._note(id=f"{definition.name}:{key}", created=created, ends=ends)
+
+    def _note(self, **facts: Any) -> None:
+        os.write(self._file, (json.dumps(facts) + "\n").encode())
+
+
+def read_published(directory: Path) -> list[Published]:
+    """Return what all producers have noted."""
+    lines = [
+        json.loads(line) for path in sorted(directory.glob("*.published")) for line in path.read_bytes().splitlines()
+    ]
+    return [Published(line["id"], line["created"], tuple(line["ends"])) for line in lines if "id" in line]
+
+
+async def _produce(order: Order) -> None:
+    mesh = TaskMesh(order.uri, database=order.database)
+    kinds = define(mesh)
+    stopped = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
+    async with mesh:
+        producer = Producer(order, mesh, kinds)
+        busy: set[asyncio.Task[None]] = set()
+        while not stopped.is_set():
+            if len(busy) < 200:  # while the database is away, wait for it
+                publishing = asyncio.create_task(producer.publish_one())
+                busy.add(publishing)
+                publishing.add_done_callback(busy.discard)
+            await asyncio.sleep(1 / order.per_s)
+        await asyncio.gather(*busy)
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    asyncio.run(_produce(Order(**json.loads(sys.argv[1]))))

@@ -1,0 +1,71 @@
+"""The proxy breaks the network as it says, and else is a wire."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pymongo import MongoClient
+from pymongo.errors import AutoReconnect, NetworkTimeout
+
+from taskmesh.embedded import Mongod
+from tests.chaos.proxy import Proxy
+
+Client = MongoClient[dict[str, Any]]
+
+
+@pytest.fixture
+def proxy(mongod: Mongod) -> Iterator[Proxy]:
+    with Proxy(mongod.port) as started:
+        yield started
+
+
+@pytest.fixture
+def client(proxy: Proxy) -> Iterator[Client]:
+    uri = f"mongodb://127.0.0.1:{proxy.port}/?directConnection=true&retryWrites=false&retryReads=false"
+    with MongoClient[dict[str, Any]](uri, socketTimeoutMS=500, serverSelectionTimeoutMS=500) as connected:
+        yield connected
+
+
+def test_a_healthy_proxy_is_a_wire(client: Client, database: str) -> None:
+    client[database].things.insert_many([{"_id": number, "text": "x" * 1_000} for number in range(1_000)])
+    assert client[database].things.count_documents({}) == 1_000
+
+
+def test_a_lost_reply_is_that_of_a_command_which_the_server_has_carried_out(
+    client: Client, proxy: Proxy, database: str
+) -> None:
+    proxy.lose_replies("insert")
+    with pytest.raises(AutoReconnect):
+        client[database].things.insert_one({"_id": 1})
+    assert proxy.lost_replies == 1
+    assert client[database].things.find_one() == {"_id": 1}
+
+
+def test_a_cut_connection_is_an_error_at_once_and_the_next_one_works(client: Client, proxy: Proxy) -> None:
+    client.admin.command("ping")
+    proxy.cut()
+    with pytest.raises(AutoReconnect):
+        client.admin.command("ping")
+    assert client.admin.command("ping")["ok"]
+
+
+def test_a_hanging_proxy_answers_nothing_until_it_is_healed(client: Client, proxy: Proxy) -> None:
+    client.admin.command("ping")
+    proxy.hang(True)
+    with pytest.raises(NetworkTimeout):
+        client.admin.command("ping")
+    proxy.heal()
+    assert client.admin.command("ping")["ok"]
+
+
+def test_a_refusing_proxy_lets_nobody_in(client: Client, proxy: Proxy) -> None:
+    client.admin.command("ping")
+    proxy.refuse(True)
+    with pytest.raises(AutoReconnect):
+        client.admin.command("ping")
+    with pytest.raises(AutoReconnect):
+        client.admin.command("ping")
+    proxy.heal()
+    assert client.admin.command("ping")["ok"]

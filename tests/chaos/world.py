@@ -1,0 +1,200 @@
+"""All that takes part in a run: a cluster, workers that are started again when they die, producers, and the witnesses."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from pymongo import MongoClient
+from pymongo.errors import PyMongoError
+
+from tests.chaos.checker import check_version
+from tests.chaos.endings import check_endings
+from tests.chaos.findings import Findings
+from tests.chaos.history import Evidence, Log
+from tests.chaos.producer import read_published
+from tests.chaos.reader import Reader
+from tests.chaos.versions import Document, Versions, Watcher
+from tests.processes.fleet import Fleet, Worker
+from tests.waiting import wait_until
+
+_CLOCKS_S = (0.0, 0.0, 0.0, 3_600.0, -3_600.0)
+_FINISHED = ("SUCCESS", "FAIL", "CANCELLED", "EXPIRED")
+WORKERS = 4
+
+
+class World:
+    """One run on one database."""
+
+    def __init__(
+        self,
+        uri: str,
+        directory: Path,
+        seed: int,
+        *,
+        workers: int = WORKERS,
+        producers: int = 2,
+        per_s: float = 15.0,
+        broken: Sequence[str] = (),
+        watched_uri: str | None = None,
+    ) -> None:
+        self.uri = uri
+        self._directory = directory
+        self.chance = random.Random(seed)
+        self._seed = seed
+        self.worker_ids = [f"w{number}" for number in range(1, workers + 1)]
+        self._producer_count, self._per_s = producers, per_s
+        self._broken = list(broken)
+        self.database = "chaos"
+        self.fleet = Fleet(uri, self.database, directory / "fleet")
+        self._newest: dict[str, Worker] = {}
+        self._producers: list[subprocess.Popen[bytes]] = []
+        self.findings = Findings()
+        self.versions = Versions()
+        self.log = Log()
+        self._watcher = Watcher(watched_uri or uri, self.database, self._on_event)
+        self._reader = Reader(watched_uri or uri, self.database)
+        self.started_again = 0
+
+    # --- life ---
+
+    def __enter__(self) -> Self:
+        self._watcher.start()
+        self._reader.start()
+        for worker_id in self.worker_ids:
+            self._start_worker(worker_id)
+        for worker in self._newest.values():
+            worker.wait_ready()
+        self._start_producers()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for producer in self._producers:
+            producer.kill()
+            producer.wait()
+        self.fleet.__exit__(kind, error, trace)
+
+    def tend(self) -> None:
+        """Start every worker again that has died."""
+        for worker_id, worker in self._newest.items():
+            if not worker.running:
+                self.started_again += 1
+                self._start_worker(worker_id)
+
+    def pause(self, seconds: float) -> None:
+        """Let the run go on for a while."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            self.tend()
+            time.sleep(min(0.05, left))  # the rhythm of the faults, not a wait for something
+
+    def newest(self, worker_id: str) -> Worker:
+        """The process that runs under this id."""
+        self.tend()
+        return self._newest[worker_id]
+
+    def any_worker(self) -> Worker:
+        """A worker that runs."""
+        return self.newest(self.chance.choice(self.worker_ids))
+
+    def wind_down(self, deadline_s: float = 120.0) -> None:
+        """Stop publishing, let everything come to its end, stop the workers and the witnesses."""
+        for producer in self._producers:
+            producer.terminate()
+        for producer in self._producers:
+            assert producer.wait(90.0) == 0, "a producer failed"
+        with suppress(AssertionError):  # what has not ended is a finding
+            wait_until(self._all_ended, deadline_s)
+        for worker in self._newest.values():
+            if worker.running:
+                worker.terminate()
+        for worker in self._newest.values():
+            worker.wait(90.0)
+        self._watcher.stop()
+        self._reader.stop(sum(len(kinds) for kinds in self.log.happened.values()))
+
+    def check(self) -> Findings:
+        """Decide everything. After `wind_down`."""
+        with self.client() as client:
+            documents = {task["_id"]: task for task in client[self.database]["tasks"].find()}
+            effects = [effect["task"] for effect in client[self.database]["effects"].find()]
+        assert documents == self.versions.newest, "the watcher has missed something"
+        evidence = Evidence(
+            published=read_published(self._directory),
+            documents=documents,
+            marks=self.fleet.history,
+            died=self.fleet.died,
+            suspended=self.fleet.suspended,
+            effects=effects,
+            told=self._reader.told,
+            claims=self.log.claims,
+            happened=self.log.happened,
+        )
+        self.findings += check_endings(evidence)
+        return self.findings
+
+    def client(self) -> MongoClient[Document]:
+        """A client of the checker's own."""
+        return MongoClient(self.uri, tz_aware=True, socketTimeoutMS=10_000)
+
+    # --- parts ---
+
+    def _all_ended(self) -> bool:
+        self.tend()
+        try:
+            with self.client() as client:
+                tasks = client[self.database]["tasks"]
+                return tasks.count_documents({"status": {"$nin": list(_FINISHED)}}) == 0
+        except PyMongoError:
+            return False
+
+    def _on_event(self, event: Mapping[str, Any]) -> None:
+        version = self.versions.apply(event)
+        if version is not None:
+            self.log.add(version)
+            self.findings += check_version(version)
+
+    def _start_worker(self, worker_id: str) -> None:
+        self._newest[worker_id] = self.fleet.start(
+            worker_id,
+            handlers="tests.chaos.handlers",
+            concurrency=self.chance.choice((5, 10, 20)),
+            grace_ms=1_000,
+            clock_offset_s=self.chance.choice(_CLOCKS_S),
+            disk_full=self.chance.random() < 0.1,
+            listen=self.chance.random() < 0.9,
+            broken=self._broken,
+        )
+
+    def _start_producers(self) -> None:
+        for number in range(self._producer_count):
+            order = {
+                "uri": self.uri,
+                "database": self.database,
+                "directory": str(self._directory),
+                "number": number,
+                "seed": self._seed,
+                "per_s": self._per_s,
+                "worker_ids": self.worker_ids,
+            }
+            with (self._directory / f"producer{number}.log").open("wb") as log:
+                self._producers.append(
+                    subprocess.Popen(
+                        [sys.executable, "-m", "tests.chaos.producer", json.dumps(order)],
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+                    )
+                )
