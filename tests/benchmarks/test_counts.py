@@ -1,0 +1,136 @@
+"""The guard against slowing down, in counts and not in times: they are the same on a busy machine as on a quiet one.
+
+Each limit stands well above what is counted today (in the comment) and well below what the next worse design would cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from pymongo import AsyncMongoClient, MongoClient
+
+from benchmarks.commands import Commands
+from taskmesh import TaskMesh, TaskOption, current_task
+from tests.waiting import eventually
+from tests.working import finished, working
+
+TASKS = 2_000
+CONCURRENCY = 200
+
+
+@pytest.fixture
+def commands() -> Commands:
+    """What the mesh under test asks of the server."""
+    return Commands(sizes=True)
+
+
+@pytest.fixture
+async def counted(mongo_uri: str, database: str, commands: Commands) -> AsyncIterator[TaskMesh]:
+    """A connected mesh whose commands are counted."""
+    client: AsyncMongoClient[dict[str, Any]] = AsyncMongoClient(mongo_uri, event_listeners=[commands], tz_aware=True)
+    async with client, TaskMesh(client, database=database) as mesh:
+        yield mesh
+
+
+@contextmanager
+def profiled(uri: str, database: str) -> Iterator[list[dict[str, Any]]]:
+    """Every operation on the tasks meanwhile, as the server's profiler wrote it down; there when the block has ended."""
+    operations: list[dict[str, Any]] = []
+    with MongoClient[dict[str, Any]](uri) as client:
+        client[database].command("profile", 2)
+        try:
+            yield operations
+        finally:
+            client[database].command("profile", 0)
+        operations += client[database]["system.profile"].find({"ns": f"{database}.tasks"})
+
+
+async def _work_off(mesh: TaskMesh, answers: bool) -> None:
+    """Publish, and work everything off."""
+
+    @mesh.task
+    async def job(n: int) -> dict[str, int] | None:
+        return {"n": n} if answers else None
+
+    await job.publish_many({str(n): {"n": n} for n in range(TASKS)})
+    async with working(mesh, "w", concurrency=CONCURRENCY) as consumer:
+        await eventually(lambda: consumer.finished == TASKS, 60, what="all are done")
+
+
+@pytest.mark.parametrize("answers", [False, True], ids=["no results", "results"])
+async def test_a_task_of_a_backlog_costs_a_small_part_of_a_command(
+    counted: TaskMesh, commands: Commands, answers: bool
+) -> None:
+    before = commands.by_name.copy()
+    await _work_off(counted, answers)
+    cost = {name: count / TASKS for name, count in (commands.by_name - before).items()}
+
+    assert cost["update"] < 0.06, cost  # 0.03: claims of 100 at a time, and as many finishes
+    assert cost["find"] < 0.06, cost  # 0.02: what was won; scans
+    assert sum(cost.values()) < 0.15, cost  # 0.06: also heartbeats and the like, which come by time
+
+
+async def test_a_task_of_a_backlog_costs_few_bytes(counted: TaskMesh, commands: Commands) -> None:
+    await _work_off(counted, answers=True)
+
+    assert commands.bytes_sent / TASKS < 1_600  # 900: published, named in scans, claims and finishes, its result
+    assert commands.bytes_received / TASKS < 2_000  # 1 200: found by a scan, read as claimed
+
+
+async def test_nothing_is_examined_that_is_not_wanted(mongo_uri: str, database: str, counted: TaskMesh) -> None:
+    with profiled(mongo_uri, database) as operations:
+        await _work_off(counted, answers=False)
+    finds = [operation for operation in operations if operation["op"] in ("query", "getmore")]
+    updates = [operation for operation in operations if operation["op"] == "update"]
+
+    returned = sum(find["nreturned"] for find in finds)
+    assert returned >= 2 * TASKS, "each was found by a scan and read as claimed"
+    assert sum(find["docsExamined"] for find in finds) / returned < 1.3  # 1.0
+    matched = sum(update["nMatched"] for update in updates)
+    assert matched >= 2 * TASKS, "each was claimed and finished"
+    assert sum(update["docsExamined"] for update in updates) / matched < 1.3  # 1.0
+
+
+async def test_one_change_event_is_delivered_for_a_task(mesh: TaskMesh, mongo_uri: str, database: str) -> None:
+    @mesh.task
+    async def job() -> None:
+        """Do nothing."""
+
+    async with TaskMesh(mongo_uri, database=database) as publisher, working(mesh, "w"):
+        before = mesh.feed.delivered
+        for n in range(50):
+            await publisher.publish("job", str(n))
+        for n in range(50):
+            await finished(publisher, "job", str(n))
+
+        assert mesh.feed.delivered - before <= 55  # 50: the insert; neither the claim nor the SUCCESS
+
+
+async def test_no_change_event_is_delivered_for_a_renewed_lease(mesh: TaskMesh) -> None:
+    renewed: list[Any] = []
+
+    @mesh.task(option=TaskOption(ping_interval_ms=100, worker_timeout_ms=5_000))
+    async def job() -> None:
+        task = current_task()
+
+        async def lease_end() -> Any:
+            return (await mesh.get("job", task.key)).task_state.worker_states[0].ping_expire_time
+
+        renewed.append(await lease_end())
+        before = mesh.feed.delivered
+
+        async def renewed_again() -> bool:
+            if (end := await lease_end()) != renewed[-1]:
+                renewed.append(end)
+            return len(renewed) > 5
+
+        await eventually(renewed_again, what="the lease was renewed five times")
+        assert mesh.feed.delivered == before
+
+    async with working(mesh, "w"):
+        await job.publish("k")
+        assert (await finished(mesh, "job", "k")).status == "SUCCESS"
+    assert len(renewed) > 5
