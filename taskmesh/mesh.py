@@ -32,6 +32,7 @@ from taskmesh.store.driver import twin_of
 from taskmesh.store.faults import is_over_deadline, is_passing
 from taskmesh.store.publish import Publication, Published, publish, publish_in_session, stored_option
 from taskmesh.task import Status, Task, checked_key, checked_name, task_id
+from taskmesh.where import TaskFilter
 from taskmesh.workers import Registry, WorkerInfo
 
 P = ParamSpec("P")
@@ -373,11 +374,19 @@ class TaskMesh(Scheduling, BulkActions):
         sort: find.Sort = "key",
         params: bool = False,
         after: str | None = None,
+        where: str | TaskFilter | None = None,
     ) -> AsyncIterator[Task]:
         """Yield matching tasks, without their params unless asked for. `limit=0`: all.
 
         `sort`: `"key"`, `"newest"` or `"oldest"`. `after`: a key, to go on behind it (with `name` and `sort="key"`).
+        `where`: a filter, or its text (`status:FAIL error:timeout age>1h`), instead of the arguments above. Raises
+        `InvalidOption`.
         """
+        which = TaskFilter.parse(where) if isinstance(where, str) else where
+        if which is not None:
+            if (name, status, queue, key_prefix, after) != (None,) * 5:
+                raise InvalidOption("`where` says which tasks are meant: leave name, status, queue and the like out")
+            status = which.status or None
         wanted = None if status is None else [str(Status(s)) for s in ([status] if isinstance(status, str) else status)]
         behind = None if after is None else task_id(name or "", after)
         documents = find.find(
@@ -390,6 +399,7 @@ class TaskMesh(Scheduling, BulkActions):
             limit=limit,
             params=params,
             after=behind,
+            extra=None if which is None else which.query(self.store.now),
         )
         async for document in documents:
             task = _readable(document)
