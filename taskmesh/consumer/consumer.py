@@ -34,9 +34,10 @@ from taskmesh.consumer.pinger import Pinger
 from taskmesh.consumer.registration import Registration
 from taskmesh.consumer.reporter import Reporter
 from taskmesh.consumer.scanner import Scanner
+from taskmesh.consumer.second_look import SecondLook
 from taskmesh.consumer.ticker import Ticker
 from taskmesh.errors import InvalidOption, WorkerIdTaken
-from taskmesh.events import EventReader
+from taskmesh.events import DEFAULT_BUFFER, EventReader
 from taskmesh.store import fleet
 from taskmesh.store.driver import Document
 from taskmesh.store.find import unfinished_left
@@ -131,11 +132,12 @@ class Consumer:
         """Claim again."""
         self._set_paused(False)
 
-    async def events(self, buffer: int = 10_000) -> Any:
-        """Return an async iterator of this worker's `TaskEvent`s. It ends when the consumer stops."""
-        reader = EventReader(worker_id=self.worker_id, buffer=buffer)
-        await reader.open(self._mesh.feed)
+    def events(self, *, buffer: int = DEFAULT_BUFFER) -> EventReader:
+        """Return an async iterator of what this worker does with tasks, from now on. It ends when the consumer has stopped."""
+        reader = EventReader(self._mesh.feed, self._mesh.store, worker_id=self.worker_id, buffer=buffer)
         self._readers.append(reader)
+        if self.state == "stopped":
+            reader.close()
         return reader
 
     async def stop(self, grace_ms: int = 30_000) -> None:
@@ -241,6 +243,7 @@ class Consumer:
             is_busy=lambda id_: id_ in self._executor_().executions,
             want_more=self._want_more,
         )
+        self._second_look = SecondLook(store, self.worker_id, lambda row: self._scanner.still_there(row))
         self._scanner = Scanner(
             store,
             self.worker_id,
@@ -256,6 +259,7 @@ class Consumer:
             being_claimed=lambda: self._claimer_().being_claimed,
             found=self._claimer.wake,
             want_hints=self._want_hints,
+            second_look=self._second_look,
             page=max(1_000, min(5_000, 4 * self._concurrency)),
         )
         self._ticker = Ticker(store, self._mesh.publication_of_tick)
@@ -272,6 +276,8 @@ class Consumer:
             pinger=self._pinger,
             scanner=self._scanner,
             wake=self._claimer.wake,
+            second_look=self._second_look,
+            closed_queues=lambda: self._fleet_closed,
             read_queues=self._read_queues,
             read_orders=self._read_orders,
         )
@@ -298,6 +304,7 @@ class Consumer:
         loops.start_soon(self._scanner.run, name="taskmesh scanner")
         loops.start_soon(self._claimer_().run, name="taskmesh claimer")
         loops.start_soon(self._listener.run, name="taskmesh listener")
+        loops.start_soon(self._second_look.run, name="taskmesh second look")
         loops.start_soon(self._reporter.run, name="taskmesh reporter")
         loops.start_soon(self._ticker.run, name="taskmesh ticker")
         assert self._registration is not None

@@ -21,7 +21,8 @@ from taskmesh.consumer.executor import Executor
 from taskmesh.consumer.lanes import Lanes
 from taskmesh.consumer.pause import until
 from taskmesh.consumer.pinger import Pinger
-from taskmesh.consumer.scanner import PLACE_DELAY_S, Scanner
+from taskmesh.consumer.scanner import Scanner
+from taskmesh.consumer.second_look import SecondLook
 from taskmesh.feed import Feed, Subscription
 from taskmesh.rules import NEVER
 from taskmesh.store import Store, schema
@@ -32,7 +33,7 @@ from taskmesh.store.watch import STOPPING, Change, Interest
 
 logger = logging.getLogger("taskmesh.listener")
 
-_LAST_PLACE_TO_TRY = 2
+_LAST_PLACE_TO_TRY = 1
 _QUEUES_AT_LEAST_EVERY_S = 2.0
 
 
@@ -54,6 +55,8 @@ class Listener:
         pinger: Pinger,
         scanner: Scanner,
         wake: Callable[[], None],
+        second_look: SecondLook,
+        closed_queues: Callable[[], frozenset[str]],
         read_queues: Callable[[], Awaitable[None]],
         read_orders: Callable[[], Awaitable[None]],
     ) -> None:
@@ -69,6 +72,8 @@ class Listener:
         self._pinger = pinger
         self._scanner = scanner
         self._wake = wake
+        self._second_look = second_look
+        self._closed_queues = closed_queues
         self._read_queues = read_queues
         self._read_orders = read_orders
         self._subscription: Subscription | None = None
@@ -161,6 +166,8 @@ class Listener:
         place = 0 if named else self._lanes.place(task.get("lane"))
         if place > _LAST_PLACE_TO_TRY:
             return
+        if queue in self._closed_queues():
+            return  # when it opens, a scan is ordered
         priority = option.get("priority", 0)
         self._offer(
             change.id,
@@ -187,8 +194,12 @@ class Listener:
         now = time.monotonic()
         due = self._clock.monotonic(moment)
         timed = due > now + 0.05  # what is due at once may seem to lie a little ahead, by the error of our clock
-        due = (due if timed else now) + place * PLACE_DELAY_S
-        if self._queue.offer(Candidate(id_, queue, due, due, priority, named, fail_cnt, group, timed)):
+        due = due if timed else now
+        if place:
+            self._second_look.add(id_, due, place)
+        elif not self._queue.taken_meanwhile(id_) and self._queue.offer(
+            Candidate(id_, queue, due, due, priority, named, fail_cnt, group, timed)
+        ):
             self._wake()
 
     def _heard_of_update(self, change: Change) -> None:
@@ -208,6 +219,7 @@ class Listener:
             and isinstance(change.id, str)
             and change.id.partition(":")[0] in self._names
         ):
+            self._queue.came_back(change.id)
             self._woken.add(change.id)
             self._something.set()
 

@@ -19,9 +19,11 @@ from taskmesh.consumer.claim_queue import Candidate, ClaimQueue
 from taskmesh.consumer.lanes import Lanes
 from taskmesh.consumer.limits import Limits
 from taskmesh.consumer.pause import until, varied
+from taskmesh.consumer.second_look import SecondLook
 from taskmesh.rules import NEVER
 from taskmesh.store import Store
 from taskmesh.store.find import Claimable, ScanRange, claimable_from, open_scan, queues_in_use, scan, scan_leases
+from taskmesh.store.publish import lane_of
 from taskmesh.store.settle import settle
 
 logger = logging.getLogger("taskmesh.scanner")
@@ -33,10 +35,12 @@ _SETTLE_EVERY_S = 2.0
 _QUEUES_EVERY_S = 5.0
 _MAX_COMBINATIONS = 150
 """Of names × queues in one query; above about 200 the server sorts in memory instead of merging index ranges."""
-PLACE_DELAY_S = 0.015
-"""How much later each next worker in a lane's order of preference tries."""
 _PAGE_OF_REFUSED = 500
+_FAR_S = 2 * LOOK_AHEAD_MS / 1000
 _PAGE_BESIDE = 200
+_PATIENCE_S = 0.2
+_PATIENCE_OF_THE_BUSY_S = 2.0
+_LAST_PLACE_TO_WAIT = 5
 
 
 class Scanner:
@@ -59,6 +63,7 @@ class Scanner:
         being_claimed: Callable[[], Iterable[str]],
         found: Callable[[], None],
         want_hints: Callable[[bool], Awaitable[None]],
+        second_look: SecondLook,
         page: int,
     ) -> None:
         self._store = store
@@ -76,6 +81,7 @@ class Scanner:
         self._being_claimed = being_claimed
         self._found = found
         self._want_hints = want_hints
+        self._second_look = second_look
         self._page = page
         self._wake = asyncio.Event()
         self._refill = False
@@ -83,10 +89,15 @@ class Scanner:
         """Whether the last scan left something unread."""
         self._refused: Any = None
         """A cursor over what lies behind tasks that only others may have; read on a little at each pass."""
+        self._read_to_the_end = False
+        """Whether that has been done once."""
         self._next_settle = 0.0
         self._next_queues = 0.0
-        self._next_beside = 0.0
-        self._heads: set[tuple[str, Any]] = set()
+        self._next_leases = 0.0
+        self._next_help = 0.0
+        self._again_soon = False
+        self._heads: dict[tuple[int, str], float] = {}
+        """What stood at the head of each lane when all were looked at last, and since when."""
         self._told_outage = False
         self.scans = 0
         self.open = True
@@ -122,7 +133,7 @@ class Scanner:
                     self._told_outage = True
                 self._more = True
                 await asyncio.sleep(0.2)
-            await until(self._wake, varied(SCAN_EVERY_S, 0.1))
+            await until(self._wake, _PATIENCE_S if self._again_soon else varied(SCAN_EVERY_S, 0.1))
 
     async def run_once(self) -> int:
         """Make one pass; return how many new candidates it brought."""
@@ -141,11 +152,7 @@ class Scanner:
         self._more = False
         for what in self._ranges(self._lanes.own):
             brought += await self._scan(what)
-        brought += await self._look_beside_my_lanes(now)
-        if self._lanes.own is not None and self._queue.ready_count(time.monotonic()) < self._wanted():
-            # My lanes do not fill my slots: help the others.
-            for what in self._ranges(None):
-                brought += await self._scan(what)
+        brought += await self._look_at_leases(now) + await self._help_others(now)
         if self._limits.full_groups and (beside := sum(map(self._offer, await self._limits.scan_groups()))):
             brought += beside
             self._more = True
@@ -183,62 +190,96 @@ class Scanner:
         brought = sum(self._offer(row) for row in [*named, *rows])
         if len(rows) == self._page or len(named) == self._page:
             self._more = True
-            if not brought and not len(self._queue):
+            if not brought and not self._queue.ready_count(time.monotonic()):
                 brought += await self._read_behind_refused(what)
         return brought
 
-    async def _look_beside_my_lanes(self, now: float) -> int:
-        """Once a second: leases that ran out, and tasks in others' lanes that nobody sees to.
-
-        Under a backlog a scan reads its own lanes only. Without this, what a dead or busy worker should have taken would
-        wait until the backlog of the others is worked off.
-        """
-        if now < self._next_beside:
+    async def _look_at_leases(self, now: float) -> int:
+        """Once a second, find the leases that run out, in all lanes: they stand behind no backlog."""
+        if now < self._next_leases:
             return 0
-        self._next_beside = now + 0.8 * SCAN_EVERY_S
+        self._next_leases = now + 0.8 * SCAN_EVERY_S
         brought = 0
         for what in self._ranges(None):
             leases = await scan_leases(self._store, self._worker_id, what, _PAGE_BESIDE)
             brought += sum(self._offer(row, waiting_since=0.0) for row in leases)
-        if self._lanes.own is not None and self._more:
-            heads = [
-                row
-                for what in self._ranges(None)
-                for row in await scan(self._store, self._worker_id, what, _PAGE_BESIDE)
-            ]
-            # Whoever stood at the head a second ago, and still does, is neglected by the worker who comes first there.
-            brought += sum(self._offer(row) for row in heads if (row.id, row.next_claim_time) in self._heads)
-            self._heads = {(row.id, row.next_claim_time) for row in heads}
+        return brought
+
+    async def _help_others(self, now: float) -> int:
+        """Take tasks from others' lanes that are neglected: those whose head does not move.
+
+        A worker with free slots waits a moment for each that comes before it in the lane, so that they do not race; one with work
+        enough looks once a second, and takes only from lanes that a dead or busy worker has left for a while.
+        """
+        self._again_soon = False
+        if self._lanes.own is None:
+            return 0
+        free = self._wanted() - self._queue.ready_count(now)
+        if free <= 0 and now < self._next_help:
+            return 0
+        self._next_help = now + 0.8 * SCAN_EVERY_S
+        limit = max(_PAGE_BESIDE, min(2 * free, self._page))
+        found = [row for what in self._ranges(None) for row in await scan(self._store, self._worker_id, what, limit)]
+        rows = [row for row in found if self._clock.monotonic(row.next_claim_time) <= now]
+        heads: dict[int, str] = {}
+        for row in rows:
+            heads.setdefault(lane_of(row.id), row.id)
+        self._heads = {(lane, id_): self._heads.get((lane, id_), now) for lane, id_ in heads.items()}
+        patience = _PATIENCE_S if free > 0 else _PATIENCE_OF_THE_BUSY_S
+        neglected = {
+            lane
+            for (lane, _), since in self._heads.items()
+            if now - since >= patience * min(self._lanes.place(lane), _LAST_PLACE_TO_WAIT)
+        }
+        self._again_soon = free > 0 and len(neglected) < len(heads)
+        brought = 0
+        for row in rows:
+            if lane_of(row.id) in neglected and brought < max(free, 1):
+                brought += self._offer(row, place=0)
         return brought
 
     async def _read_behind_refused(self, what: ScanRange) -> int:
-        """A whole page that I may not have stands in front: read on behind it, a page at each pass."""
+        """A whole page that I may not have stands in front: read on behind it; to the end at first, then a page at each pass."""
         self._more = False  # the next page comes with the next pass, not at once
         brought = 0
         if self._refused is None:
-            self._refused = await open_scan(self._store, self._worker_id, what, 0)
-        rows: list[Any] = await self._refused.to_list(_PAGE_OF_REFUSED)
-        brought = sum(self._offer(claimable_from(row)) for row in rows)
-        if len(rows) < _PAGE_OF_REFUSED:
-            await self._refused.close()
-            self._refused = None
+            self._refused = await open_scan(self._store, self._worker_id, what)
+        while not brought:
+            rows: list[Any] = await self._refused.to_list(_PAGE_OF_REFUSED)
+            brought = sum(self._offer(claimable_from(row)) for row in rows)
+            if len(rows) < _PAGE_OF_REFUSED:
+                await self._refused.close()
+                self._refused = None
+                self._read_to_the_end = True
+            if self._read_to_the_end:
+                break
         return brought
 
-    def _offer(self, row: Claimable, waiting_since: float | None = None) -> bool:
+    def still_there(self, row: Claimable) -> None:
+        """Take what a second look has found: nobody else has."""
+        if self._offer(row, place=0):
+            self._found()
+
+    def _offer(self, row: Claimable, *, waiting_since: float | None = None, place: int | None = None) -> bool:
         if row.claim_time == NEVER or self._skip(row.id) or self._queue.taken_meanwhile(row.id):
             return False
         if self._limits.is_full(row.queue, row.group):
             return False
         now = time.monotonic()
-        since = self._clock.monotonic(
-            row.next_claim_time if row.claim_time is None else max(row.claim_time, row.next_claim_time)
-        )
-        place = 0 if row.named else self._lanes.place_of(row.id)
+        moment = row.next_claim_time if row.claim_time is None else max(row.claim_time, row.next_claim_time)
+        since = self._clock.monotonic(moment)
+        if since > now + _FAR_S:
+            return False  # in my own retry delay: not a candidate, but one of those that stand in front
+        if place is None:
+            place = 0 if row.named else self._lanes.place_of(row.id)
+        if place:
+            self._second_look.add(row.id, max(since, now), min(place, _LAST_PLACE_TO_WAIT))
+            return False
         return self._queue.offer(
             Candidate(
                 row.id,
                 row.queue,
-                due=max(since, now) + place * PLACE_DELAY_S,
+                due=max(since, now),
                 since=since if waiting_since is None else waiting_since,
                 priority=row.priority,
                 named=row.named,

@@ -13,14 +13,8 @@ from tests.processes.fleet import Fleet
 from tests.processes.handlers import Handlers
 from tests.waiting import eventually
 
-_OPEN = pytest.mark.xfail(
-    strict=False,
-    reason="measured on a busy machine: 0 to 15 % lost at two processes, 25 to 45 % at eight, since what a worker comes "
-    "second in, by a hint or a scan, is tried without another look whether it is still there",
-)
 
-
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=_OPEN), pytest.param(8, marks=_OPEN)])
+@pytest.mark.parametrize("processes", [1, 2, 8])
 async def test_t14_few_claims_are_lost_however_many_processes_share_a_backlog(
     fleet: Fleet, mesh: TaskMesh, handlers: Handlers, documents: Collection[dict[str, Any]], processes: int
 ) -> None:
