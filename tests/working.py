@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
-from contextlib import AsyncExitStack, asynccontextmanager
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
 from taskmesh import Consumer, Status, Task, TaskMesh
-from tests.waiting import eventually
+from tests.waiting import eventually, wait_until
 
 STOP_DEADLINE_S = 20.0
 
@@ -43,6 +45,47 @@ async def all_working(mesh: TaskMesh, worker_ids: Iterable[str], **settings: Any
     """Run one consumer for each id while the block lasts."""
     async with AsyncExitStack() as stack:
         yield [await stack.enter_async_context(working(mesh, worker_id, **settings)) for worker_id in worker_ids]
+
+
+@contextmanager
+def working_in_a_thread(
+    uri: str, database: str, define: Callable[[TaskMesh], None], worker_id: str, **settings: Any
+) -> Iterator[Consumer]:
+    """Run a consumer in a thread with an event loop of its own, which goes on while the test's loop is blocked.
+
+    `define` gives its mesh the same tasks.
+    """
+    started: queue.SimpleQueue[tuple[Consumer, asyncio.AbstractEventLoop] | BaseException] = queue.SimpleQueue()
+
+    async def work() -> None:
+        mesh = TaskMesh(uri, database=database)
+        define(mesh)
+        async with mesh:
+            consumer = mesh.consumer(worker_id=worker_id, **settings)
+            started.put((consumer, asyncio.get_running_loop()))
+            await consumer.run()
+
+    def run() -> None:
+        try:
+            asyncio.run(work())
+        except BaseException as error:
+            started.put(error)
+            raise
+
+    thread = threading.Thread(target=run, name=worker_id)
+    thread.start()
+    try:
+        first = started.get(timeout=STOP_DEADLINE_S)
+        if isinstance(first, BaseException):
+            raise first
+        consumer, loop = first
+        wait_until(lambda: consumer.state == "running")
+        yield consumer
+    finally:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(consumer.begin_stop, 0)
+        thread.join(STOP_DEADLINE_S)
+        assert not thread.is_alive(), f"the consumer did not stop within {STOP_DEADLINE_S} s"
 
 
 async def finished(mesh: TaskMesh, name: str, key: str, deadline_s: float = 20.0) -> Task:

@@ -120,6 +120,10 @@ class ClaimQueue:
         """Whether a candidate was taken since the scan began, or was being claimed then: what the scan saw is old."""
         return id_ in self._taken
 
+    def came_back(self, id_: str) -> None:
+        """Note that a task that was taken is claimable again: what is seen of it from now on is not old."""
+        self._taken.discard(id_)
+
     def _ripen(self, now: float) -> None:
         """Move what has become due to the ready heap, and clear what was forgotten from the heads of both."""
         held, later, ready = self._held, self._later, self._ready

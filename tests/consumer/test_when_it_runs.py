@@ -8,6 +8,8 @@ import statistics
 from datetime import timedelta
 from typing import Any
 
+import pytest
+
 from taskmesh import Retry, Snooze, Status, Task, TaskMesh, TaskOption, current_task
 from tests.waiting import eventually
 from tests.working import finished, working
@@ -190,6 +192,24 @@ async def test_snoozed_tasks_come_back_exactly_then_and_nothing_is_counted(mesh:
     started = task.task_state.worker_states[0].start_time
     assert started is not None
     assert timedelta(milliseconds=750) <= started - began < timedelta(seconds=5)
+
+
+@pytest.mark.parametrize("ending", [Snooze, Retry, ValueError])
+async def test_a_task_that_comes_back_is_claimed_again_at_once_and_not_by_the_next_scan(
+    mesh: TaskMesh, ending: type[Exception]
+) -> None:
+    attempts = 0
+
+    @mesh.task(option=TaskOption(max_unexpected_retries=30, unexpected_retry_delay_ms=0, unexpected_retry_jitter=0.0))
+    async def job() -> None:
+        nonlocal attempts
+        attempts += 1
+        if attempts < 30:
+            raise ending
+
+    handle = await job.publish("k")
+    async with working(mesh):
+        await handle.result(timeout=10)  # by scans alone it would take 30 s
 
 
 async def test_until_idle_returns_at_once_when_there_is_nothing(mesh: TaskMesh) -> None:

@@ -1,0 +1,293 @@
+"""Failures: how often and when a task is tried again, and what is kept of each."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from datetime import timedelta
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from taskmesh import Retry, Status, Task, TaskError, TaskFailed, TaskMesh, TaskOption, current_task
+from tests.working import all_working, finished, working
+
+SIX = [f"w{i}" for i in range(6)]
+
+
+def gaps_s(task: Task, worker_id: str | None = None) -> list[float]:
+    """How long after each failure the next execution started: of the whole task, or of one worker's own."""
+    entries = [e for e in task.task_state.worker_states if worker_id in (None, e.worker_id)]
+    found = []
+    for before, after in pairwise(entries):
+        assert before.fail_time is not None
+        assert after.start_time is not None
+        found.append((after.start_time - before.fail_time).total_seconds())
+    return found
+
+
+async def test_t29_six_workers_try_a_failing_task_four_times_in_all_each_after_the_delay(mesh: TaskMesh) -> None:
+    ran: list[str] = []
+    option = TaskOption(max_unexpected_retries=3, unexpected_retry_delay_ms=400, unexpected_retry_jitter=0.0)
+
+    @mesh.task(option=option)
+    async def job() -> None:
+        ran.append(current_task().worker_id)
+        raise ValueError("always")
+
+    handle = await job.publish("k")
+    async with all_working(mesh, SIX):
+        with pytest.raises(TaskError, match="always") as caught:
+            await handle.result(timeout=20)
+        assert len(caught.value.reasons) == 4
+    task = await handle.task()
+    assert len(ran) == 4
+    assert [entry.state for entry in task.task_state.worker_states] == ["FAIL"] * 4
+    assert all(gap >= 0.4 for gap in gaps_s(task))
+    assert task.finish_time == task.task_state.worker_states[-1].fail_time, "FAIL is written with the last failure"
+    assert task.next_claim_time is None
+
+
+async def test_t29_with_scope_worker_only_the_worker_that_failed_waits(mesh: TaskMesh) -> None:
+    option = TaskOption(
+        max_unexpected_retries=3,
+        unexpected_retry_delay_ms=1_500,
+        unexpected_retry_jitter=0.0,
+        unexpected_retry_delay_scope="worker",
+    )
+
+    @mesh.task(option=option)
+    async def job() -> None:
+        raise ValueError("always")
+
+    await job.publish("k")
+    async with all_working(mesh, SIX[:2]):
+        task = await finished(mesh, "job", "k")
+    entries = task.task_state.worker_states
+    assert [entry.state for entry in entries] == ["FAIL"] * 4
+    assert {entry.worker_id for entry in entries[:2]} == set(SIX[:2]), "the other tries at once"
+    assert gaps_s(task)[0] < 1.0
+    for worker_id in SIX[:2]:
+        assert all(gap >= 1.5 for gap in gaps_s(task, worker_id))
+
+
+async def test_m11_failures_of_all_workers_count_together(mesh: TaskMesh) -> None:
+    option = TaskOption(
+        max_unexpected_retries=2, unexpected_retry_delay_ms=60_000, unexpected_retry_delay_scope="worker"
+    )
+
+    @mesh.task(option=option)
+    async def job() -> None:
+        raise ValueError(current_task().worker_id)
+
+    await job.publish("k")
+    async with all_working(mesh, SIX):
+        task = await finished(mesh, "job", "k")
+    assert task.status is Status.FAIL
+    assert len({entry.worker_id for entry in task.task_state.worker_states}) == 3
+
+
+async def test_the_delay_grows_with_backoff_and_varies_by_jitter(mesh: TaskMesh) -> None:
+    growing = TaskOption(
+        max_unexpected_retries=3,
+        unexpected_retry_delay_ms=100,
+        unexpected_retry_backoff=3.0,
+        unexpected_retry_jitter=0.0,
+    )
+
+    @mesh.task(option=growing)
+    async def grow() -> None:
+        raise ValueError
+
+    @mesh.task(option=TaskOption(unexpected_retry_delay_ms=100_000, unexpected_retry_jitter=0.5))
+    async def vary() -> None:
+        raise ValueError
+
+    await grow.publish("k")
+    await vary.publish_many({f"k{i}": {} for i in range(30)})
+    async with working(mesh):
+        gaps = gaps_s(await finished(mesh, "grow", "k"))
+    for gap, delay in zip(gaps, [0.1, 0.3, 0.9], strict=True):
+        assert delay <= gap < delay + 2
+    delays = []
+    async for task in mesh.find("vary"):
+        failed = task.task_state.worker_states[0].fail_time
+        assert failed is not None
+        assert task.next_claim_time is not None
+        delays.append((task.next_claim_time - failed).total_seconds())
+    assert len(delays) == 30
+    assert all(50 <= delay <= 150 for delay in delays)
+    assert max(delays) - min(delays) > 20
+
+
+async def test_m12_a_failure_keeps_type_message_and_frames_and_a_success_its_value(mesh: TaskMesh) -> None:
+    @mesh.task(option=TaskOption(unexpected_retry_delay_ms=0))
+    async def job() -> dict[str, int]:
+        if current_task().attempt == 1:
+            secret = "not for the log"  # a variable's value, which must not get into the reason
+            raise LookupError(f"no such thing, {len(secret)}")
+        return {"answer": 42}
+
+    handle = await job.publish("k")
+    async with working(mesh, "w"):
+        assert await handle.result(timeout=10) == {"answer": 42}
+    fail, success = (await handle.task()).task_state.worker_states
+    assert fail.fail_reason is not None
+    assert fail.fail_reason.startswith("LookupError: no such thing, 15\n")
+    assert "test_retries.py" in fail.fail_reason
+    assert "in job" in fail.fail_reason
+    assert "not for the log" not in fail.fail_reason.replace('secret = "not for the log"', "")
+    assert (fail.worker_id, fail.state, fail.returns) == ("w", "FAIL", None)
+    assert (success.state, success.returns, success.fail_reason) == ("SUCCESS", {"answer": 42}, None)
+    assert fail.fail_time is not None
+    assert success.success_time is not None
+    assert fail.fail_time < success.success_time
+
+
+async def test_task_failed_is_for_good_whatever_retries_are_left(mesh: TaskMesh) -> None:
+    @mesh.task(option=TaskOption(max_unexpected_retries=10, unexpected_retry_delay_ms=0))
+    async def job() -> None:
+        raise TaskFailed("the picture is broken")
+
+    handle = await job.publish("k")
+    async with working(mesh):
+        with pytest.raises(TaskError, match="the picture is broken"):
+            await handle.result(timeout=10)
+    (entry,) = (await handle.task()).task_state.worker_states
+    assert (entry.final, entry.fail_reason) == (True, "the picture is broken")
+
+
+async def test_retry_sets_an_exact_delay_for_everybody_and_counts(mesh: TaskMesh) -> None:
+    option = TaskOption(
+        max_unexpected_retries=1,
+        unexpected_retry_delay_ms=60_000,
+        unexpected_retry_jitter=1.0,
+        unexpected_retry_delay_scope="worker",
+    )
+
+    @mesh.task(option=option)
+    async def job() -> None:
+        raise Retry("the other side is busy", delay_ms=500)
+
+    await job.publish("k")
+    async with all_working(mesh, SIX[:3]):
+        task = await finished(mesh, "job", "k")
+    assert task.status is Status.FAIL
+    assert [entry.fail_reason for entry in task.task_state.worker_states] == ["the other side is busy"] * 2
+    assert 0.5 <= gaps_s(task)[0] < 3
+
+
+async def test_a_run_that_takes_too_long_is_cancelled_and_fails(mesh: TaskMesh) -> None:
+    cancelled: list[str] = []
+
+    @mesh.task(option=TaskOption(run_timeout_ms=300, max_unexpected_retries=0))
+    async def job() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            cancelled.append(current_task().key)
+
+    await job.publish("k")
+    async with working(mesh):
+        task = await finished(mesh, "job", "k")
+    (entry,) = task.task_state.worker_states
+    assert entry.fail_reason == "run_timeout_ms: the execution took more than 300 ms"
+    assert entry.start_time is not None
+    assert entry.fail_time is not None
+    assert timedelta(seconds=0.25) <= entry.fail_time - entry.start_time < timedelta(seconds=5)
+    assert cancelled == ["k"]
+
+
+async def _raise_base_exception() -> None:
+    raise BaseException("rude")  # noqa: TRY002  # that is the point
+
+
+async def _raise_system_exit() -> None:
+    raise SystemExit(3)
+
+
+async def _cancel_itself() -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+    await asyncio.sleep(1)
+
+
+async def _raise_group() -> None:
+    raise ExceptionGroup("two", [ValueError("a"), TypeError("b")])
+
+
+async def _raise_generator_exit() -> None:
+    raise GeneratorExit
+
+
+async def _raise_stop_iteration() -> None:
+    raise StopIteration("enough")  # Python makes a RuntimeError of it
+
+
+@pytest.mark.parametrize(
+    ("ending", "reason"),
+    [
+        (_raise_base_exception, "BaseException: rude"),
+        (_raise_system_exit, "SystemExit: 3"),
+        (_cancel_itself, "CancelledError: the handler was cancelled, and not by taskmesh"),
+        (_raise_group, "ExceptionGroup: two (2 sub-exceptions)"),
+        (_raise_generator_exit, "GeneratorExit"),
+        (_raise_stop_iteration, "RuntimeError: coroutine raised StopIteration"),
+    ],
+)
+async def test_m21_whatever_a_handler_raises_fails_its_own_execution_alone(
+    mesh: TaskMesh, ending: Callable[[], Awaitable[None]], reason: str
+) -> None:
+    @mesh.task(option=TaskOption(max_unexpected_retries=0))
+    async def rude() -> None:
+        await ending()
+
+    @mesh.task
+    async def fine() -> int:
+        await asyncio.sleep(0.2)
+        return 1
+
+    await rude.publish("k")
+    handle = await fine.publish("k")
+    async with working(mesh, concurrency=2) as consumer:
+        task = await finished(mesh, "rude", "k")
+        assert await handle.result(timeout=10) == 1
+        assert consumer.running == []
+    assert task.status is Status.FAIL
+    assert (task.task_state.worker_states[0].fail_reason or "").startswith(reason)
+
+
+async def test_m35_the_handler_sees_its_own_execution_and_the_current_params(mesh: TaskMesh) -> None:
+    seen: list[Any] = []
+
+    @mesh.task(option=TaskOption(unexpected_retry_delay_ms=0, priority=3))
+    async def job(n: int) -> None:
+        task = current_task()
+        stored = (await mesh.get("job", "k")).task_state.worker_states
+        mine = [entry for entry in stored if entry.running_id == task.running_id]
+        seen.append(
+            (task.attempt, n, task.name, task.key, task.worker_id, task.option.priority, len(mine), len(stored))
+        )
+        if task.attempt == 1:
+            await job.configure(update_existing_params=True).publish("k", n=2)
+            raise ValueError
+
+    await job.publish("k", n=1)
+    async with working(mesh, "w"):
+        await finished(mesh, "job", "k")
+    assert seen == [(1, 1, "job", "k", "w", 3, 1, 1), (2, 2, "job", "k", "w", 3, 1, 2)]
+
+
+async def test_a_hundred_failures_do_not_let_the_document_grow(mesh: TaskMesh) -> None:
+    @mesh.task(option=TaskOption(max_unexpected_retries=99, unexpected_retry_delay_ms=0, unexpected_retry_jitter=0.0))
+    async def job() -> None:
+        raise ValueError("x" * 10_000)
+
+    await job.publish("k")
+    async with working(mesh):
+        task = await finished(mesh, "job", "k", 40)
+    assert task.status is Status.FAIL
+    assert len(task.task_state.worker_states) + task.task_state.dropped_fail_cnt == 100
+    assert len(task.task_state.worker_states) == 32
