@@ -5,6 +5,7 @@ Real processes, one consumer each. Claims are counted by PyMongo's monitoring: t
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from benchmarks.backlog import Backlogs
 from benchmarks.crew import crew, wait_for, work_off
 from benchmarks.tables import Answer, Goal, cut, median, percentile
+from taskmesh import TaskMesh
 
 SIZES = (1, 2, 4, 8, 16)
 BACKLOG = 40_000
@@ -49,7 +51,7 @@ class Fleet:
         ]
 
 
-def measure(backlogs: Backlogs, *, repetitions: int = 3, share: float = 1.0) -> Answer:
+def measure(backlogs: Backlogs, *, repetitions: int = 2, share: float = 1.0) -> Answer:
     """Measure all sizes in turn, again and again."""
     fleets = [Fleet(size) for size in SIZES]
     for repetition in range(repetitions):
@@ -109,21 +111,25 @@ def _settings(backlogs: Backlogs, database: str, size: int, name: str) -> list[d
 
 
 def _backlog(backlogs: Backlogs, fleet: Fleet, share: float) -> None:
-    """Consumers that wait already get a backlog at once."""
+    """A backlog behind a paused queue, which is opened when every consumer has read who else is there."""
     count = max(2_000, int(BACKLOG * share))
-    with (
-        backlogs.database() as database,
-        crew("consume", _settings(backlogs, database, fleet.size, "noop")) as members,
-    ):
-        time.sleep(2.0)  # every consumer has read who else is there: they do so each second or so
-        backlogs.copy("noop", count, database)
-        fleet.rates.append(work_off(members, count))
-        wait_for(lambda: sum(member.done for member in members) >= count, 60, members)
-        reports = [member.end() for member in members]
+    with backlogs.database("noop", count) as database:
+        asyncio.run(_let_claim(backlogs.uri, database, allowed=False))
+        with crew("consume", _settings(backlogs, database, fleet.size, "noop")) as members:
+            time.sleep(3.0)  # they read the registry each second or so
+            asyncio.run(_let_claim(backlogs.uri, database, allowed=True))
+            fleet.rates.append(work_off(members, count))
+            wait_for(lambda: sum(member.done for member in members) >= count, 60, members)
+            reports = [member.end() for member in members]
     fleet.wasted.append(_wasted(reports))
     done = [report["finished"] for report in reports]
     fleet.fairness.append(min(done) / max(done))
     fleet.commands.append(sum(sum(report["commands"].values()) for report in reports) / count)
+
+
+async def _let_claim(uri: str, database: str, *, allowed: bool) -> None:
+    async with TaskMesh(uri, database=database) as mesh:
+        await (mesh.resume if allowed else mesh.pause)("default")
 
 
 def _wasted(reports: list[dict[str, Any]]) -> float:
@@ -138,7 +144,7 @@ def _trickle(backlogs: Backlogs, fleet: Fleet, share: float) -> None:
         backlogs.database() as database,
         crew("consume", _settings(backlogs, database, fleet.size, "stamp")) as members,
     ):
-        time.sleep(2.0)
+        time.sleep(2.5)
         before, begun = _operations(backlogs), time.monotonic()
         time.sleep(2.0)
         fleet.idle_ops.append((_operations(backlogs) - before) / (time.monotonic() - begun))

@@ -55,7 +55,9 @@ async fn work(collection: Collection<Task<f64, i32>>, directory: String) {
 async fn publish(collection: Collection<Task<f64, i32>>, count: u64, pause: f64) {
     let producer = Arc::new(TaskProducer::create(collection).ok().expect("a producer"));
     let prefix = now_ms();
-    let lanes: u64 = if pause > 0.0 { 1 } else { 32 };
+    // One by one: when keys come faster it loses some of them, or panics (its channel holds 128 events).
+    let lanes: u64 = env::var("PEER_LANES").ok().and_then(|n| n.parse().ok()).unwrap_or(1);
+    let lanes = if pause > 0.0 { 1 } else { lanes };
     let mut tasks = Vec::new();
     for lane in 0..lanes {
         let producer = producer.clone();
