@@ -120,7 +120,7 @@ class Executor:
 
     def lose(self, execution: Execution) -> None:
         """The lease is gone: whatever the handler still does counts no more."""
-        if not execution.ended:
+        if not execution.ended and execution.stop_reason is None:
             logger.warning("lease lost: task %s, execution %s", execution.id, execution.running_id)
             self.stop(execution, Stop.LEASE_LOST)
 

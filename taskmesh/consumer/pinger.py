@@ -25,6 +25,8 @@ from taskmesh.store.lease import PING_DEADLINE_MS, ping, still_held
 
 logger = logging.getLogger("taskmesh.pinger")
 
+_PATIENCE_MS = 5_000
+"""Longer than the deadline of any ping. A connection that is silent for so long is dead, though it may not know it."""
 _TICK_S = 0.25
 _SHORTEST_TICK_S = 0.01
 _BLOCKED_S = 1.0
@@ -101,13 +103,16 @@ class Pinger:
         await asyncio.to_thread(self._thread.join)
 
     def _beat(self) -> None:
-        """Show the thread that the loop turns."""
-        self._loop_alive = time.monotonic()
+        """Show the thread that the loop turns, and end what has outlived its lease: the thread may hang in a ping."""
+        now = self._loop_alive = time.monotonic()
+        for execution in list(self._executions().values()):
+            if now >= execution.lease_until and not execution.recorded_or_lost:
+                self._lost(execution)
         if not self._stopping:
-            self._loop.call_later(_TICK_S, self._beat)
+            self._loop.call_later(self._tick_s, self._beat)
 
     def _run(self) -> None:
-        database, ours = self._store.driver.sync_database()
+        database, ours = self._store.driver.sync_database(socket_timeout_ms=_PATIENCE_MS)
         try:
             while not self._stopping:
                 try:

@@ -101,12 +101,23 @@ class Driver:
         """Return a session, or (Motor) an awaitable of one."""
         return self.client.start_session()
 
-    def sync_database(self) -> tuple[Any, bool]:
-        """Return the same database on a blocking client, for threads, and whether that client is ours to close."""
+    def sync_database(self, socket_timeout_ms: int | None = None) -> tuple[Any, bool]:
+        """Return the same database on a blocking client, for threads, and whether that client is ours to close.
+
+        `socket_timeout_ms`: how long to wait for an answer, and for a server to turn to, unless the client was made with an
+        argument for that. A Motor client's settings cannot be changed.
+        """
         if self.is_motor:
             sync, ours = self.client.delegate, False
         else:
-            sync, ours = MongoClient(**settings_of(self.client)), True
+            settings = settings_of(self.client)
+            if socket_timeout_ms is not None:
+                settings = {
+                    "socketTimeoutMS": socket_timeout_ms,
+                    "serverSelectionTimeoutMS": socket_timeout_ms,
+                    **settings,
+                }
+            sync, ours = MongoClient(**settings), True
         return sync.get_database(self.database.name, codec_options=CODEC, write_concern=MAJORITY), ours
 
     async def close(self) -> None:
