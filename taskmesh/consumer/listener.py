@@ -34,6 +34,7 @@ from taskmesh.store.watch import STOPPING, Change, Interest
 logger = logging.getLogger("taskmesh.listener")
 
 _LAST_PLACE_TO_TRY = 1
+_TOO_LATE_S = 0.5
 _QUEUES_AT_LEAST_EVERY_S = 2.0
 
 
@@ -81,6 +82,8 @@ class Listener:
         self._concerned: set[str] = set()
         self._queues_changed = False
         self._orders_changed = False
+        self._lag_s = 0.0
+        """How late the last hint came."""
         self._dropped = False
         self._something = asyncio.Event()
 
@@ -168,6 +171,10 @@ class Listener:
             return
         if queue in self._closed_queues():
             return  # when it opens, a scan is ordered
+        self._lag_s = max(0.0, time.monotonic() - self._clock.monotonic(change.time))
+        if self._lag_s > _TOO_LATE_S:
+            self._scanner.want_scan()  # what this tells of is most likely claimed by now
+            return
         priority = option.get("priority", 0)
         self._offer(
             change.id,
@@ -196,7 +203,7 @@ class Listener:
         timed = due > now + 0.05  # what is due at once may seem to lie a little ahead, by the error of our clock
         due = due if timed else now
         if place:
-            self._second_look.add(id_, due, place)
+            self._second_look.add(id_, due + 4 * self._lag_s, place)  # where all are slow, nobody is neglected yet
         elif not self._queue.taken_meanwhile(id_) and self._queue.offer(
             Candidate(id_, queue, due, due, priority, named, fail_cnt, group, timed)
         ):

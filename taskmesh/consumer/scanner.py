@@ -108,6 +108,10 @@ class Scanner:
         self._refill = True
         self._wake.set()
 
+    def want_scan(self) -> None:
+        """Look again at the next pass: hints were left out."""
+        self._more = True
+
     def want_more(self) -> None:
         """Scan soon if the last scan left something unread."""
         if self.more and not self._refill:
