@@ -1,11 +1,9 @@
-"""Queues, workers and counts: `pause resume limit workers stop-worker stats health` and their kin."""
+"""Workers and counts: `workers stop-worker pause-worker resume-worker set-concurrency stats health`."""
 
 from __future__ import annotations
 
 import asyncio
-import getpass
-import socket
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import typer
@@ -22,14 +20,11 @@ from taskmesh.stats import Stats
 from taskmesh.task import Status
 from taskmesh.workers import WorkerInfo
 
-Queue = Annotated[str, typer.Argument(metavar="QUEUE", help="The queue's name.")]
 WorkerId = Annotated[str, typer.Argument(metavar="WORKER", help="The worker's id.")]
 
 
 def add_to(app: typer.Typer) -> None:
     """Add these commands."""
-    app.command("pause", rich_help_panel="Queues")(connected(pause))
-    app.command("resume", rich_help_panel="Queues")(connected(resume))
     app.command("workers", rich_help_panel="Fleet")(connected(workers))
     app.command("stop-worker", rich_help_panel="Fleet")(connected(stop_worker))
     app.command("pause-worker", rich_help_panel="Fleet")(connected(pause_worker))
@@ -37,24 +32,6 @@ def add_to(app: typer.Typer) -> None:
     app.command("set-concurrency", rich_help_panel="Fleet")(connected(set_concurrency))
     app.command("stats", rich_help_panel="Fleet")(connected(stats))
     app.command("health", rich_help_panel="Fleet")(health)
-
-
-async def pause(
-    mesh: TaskMesh,
-    queue: Queue,
-    reason: Annotated[str | None, typer.Option(help="Why; `explain` and the dashboard tell it.")] = None,
-    for_ms: Annotated[int | None, typer.Option(min=1, help="Only for so long.")] = None,
-) -> None:
-    """Let no worker claim from a queue any more. What runs, runs on."""
-    until = None if for_ms is None else datetime.now(UTC) + timedelta(milliseconds=for_ms)
-    await mesh.pause(queue, reason=reason, by=f"{getpass.getuser()}@{socket.gethostname()}", until=until)
-    output.say(f"queue {queue} is paused" + (f" until {until.isoformat(' ', 'seconds')}" if until else ""))
-
-
-async def resume(mesh: TaskMesh, queue: Queue) -> None:
-    """Let workers claim from a queue again."""
-    await mesh.resume(queue)
-    output.say(f"queue {queue} is open")
 
 
 async def workers(

@@ -1,8 +1,7 @@
-"""Looking at tasks, and changing one: `ls show explain retry cancel delete`."""
+"""Looking at tasks: `ls show explain`."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
@@ -20,7 +19,6 @@ from taskmesh.task import Status, Task
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The task's name.")]
 Key = Annotated[str, typer.Argument(metavar="KEY", help="Its key.")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 
 def add_to(app: typer.Typer) -> None:
@@ -28,9 +26,6 @@ def add_to(app: typer.Typer) -> None:
     app.command("ls", rich_help_panel="Tasks")(connected(ls))
     app.command("show", rich_help_panel="Tasks")(connected(show_task))
     app.command("explain", rich_help_panel="Tasks")(connected(explain))
-    app.command("retry", rich_help_panel="Tasks")(connected(retry))
-    app.command("cancel", rich_help_panel="Tasks")(connected(cancel))
-    app.command("delete", rich_help_panel="Tasks")(connected(delete))
 
 
 async def ls(
@@ -42,6 +37,10 @@ async def ls(
     ] = None,
     queue: Annotated[str | None, typer.Option(help="Only of this queue.")] = None,
     key_prefix: Annotated[str | None, typer.Option(help="Only keys that begin so.")] = None,
+    where: Annotated[
+        str | None,
+        typer.Option(metavar="FILTER", help="Instead of those: 'status:FAIL name:resize error:timeout age>1h'."),
+    ] = None,
     limit: Annotated[int, typer.Option(min=0, help="At most so many; 0: all.")] = 100,
     newest: Annotated[bool, typer.Option("--newest", help="The newest first, not by key.")] = False,
     params: Annotated[bool, typer.Option("--params", help="With their params.")] = False,
@@ -59,6 +58,7 @@ async def ls(
             key_prefix=key_prefix,
             sort="newest" if newest else "key",
             params=params,
+            where=where,
         )
         tasks = [task async for task in found]
         return Listing([task_json(task) for task in tasks], _task_table(tasks, params=params, limit=limit))
@@ -253,32 +253,3 @@ def _verdict(task: Task, explanations: list[Explanation]) -> RenderableType:
 def _some(workers: list[str]) -> str:
     shown = ", ".join(workers[:3])
     return shown if len(workers) <= 3 else f"{shown} and {len(workers) - 3} more"
-
-
-async def retry(mesh: TaskMesh, name: Name, key: Key, as_json: Json = False) -> None:
-    """Run a finished task again from the start; make a waiting one due at once."""
-    await _change(mesh.retry, "will run again", name, key, as_json=as_json)
-
-
-async def cancel(mesh: TaskMesh, name: Name, key: Key, yes: Yes = False, as_json: Json = False) -> None:
-    """Cancel a task; what runs of it is stopped. A finished one stays as it is."""
-    output.confirm(f"cancel {name} {key}?", yes=yes)
-    await _change(mesh.cancel, "is cancelled", name, key, as_json=as_json)
-
-
-async def delete(mesh: TaskMesh, name: Name, key: Key, yes: Yes = False, as_json: Json = False) -> None:
-    """Remove a task with its results; what runs of it is stopped."""
-    output.confirm(f"delete {name} {key} for good, with its results?", yes=yes)
-    await _change(mesh.delete, "is deleted", name, key, as_json=as_json)
-
-
-async def _change(
-    change: Callable[[str, str], Awaitable[Task]], done: str, name: str, key: str, *, as_json: bool
-) -> None:
-    task = await change(name, key)
-    if as_json:
-        output.show_json(task_json(task))
-    elif done == "is cancelled" and task.status is not Status.CANCELLED:
-        output.say(f"{name} {key} was finished already: {task.status}")
-    else:
-        output.say(f"{name} {key} {done}")

@@ -200,7 +200,12 @@ class Shell:
 
     def until(self, status: str, name: str, key: str) -> None:
         """Wait until a task has this status."""
-        wait_until(lambda: self.status(name, key) == status, DEADLINE_S, what=f"{name} {key} is {status}")
+        try:
+            wait_until(lambda: self.status(name, key) == status, DEADLINE_S, what=f"{name} {key} is {status}")
+        except AssertionError as error:
+            logs = [path.read_text() for path in sorted(self.directory.glob("*.err"))]
+            why = self("explain", name, key).out
+            raise AssertionError("\n".join([str(error), why, *logs])) from None
 
     def _command(self, words: tuple[str, ...]) -> list[str]:
         return [str(Path(sys.executable).with_name("taskmesh")), *words]

@@ -1,4 +1,4 @@
-"""Queues, workers, counts and probes."""
+"""Workers, counts and probes."""
 
 from __future__ import annotations
 
@@ -7,23 +7,6 @@ from datetime import datetime
 
 from tests.cli.shell import Shell
 from tests.waiting import wait_until
-
-
-def test_a_paused_queue_rests_until_it_is_resumed(taskmesh: Shell) -> None:
-    taskmesh.worker()
-    assert taskmesh.done("pause", "default").out == "queue default is paused\n"
-    taskmesh.done("publish", "add", "k", '{"a": 1, "b": 2}')
-    assert "paused" in taskmesh.done("explain", "add", "k").out
-    assert taskmesh.status("add", "k") == "INIT"
-    taskmesh.done("resume", "default")
-    taskmesh.until("SUCCESS", "add", "k")
-
-
-def test_a_pause_can_end_by_itself(taskmesh: Shell) -> None:
-    taskmesh.worker()
-    taskmesh.done("pause", "default", "--for-ms", "1500", "--reason", "a short rest")
-    taskmesh.done("publish", "add", "k", '{"a": 1, "b": 2}')
-    taskmesh.until("SUCCESS", "add", "k")
 
 
 def test_workers_are_listed(taskmesh: Shell) -> None:

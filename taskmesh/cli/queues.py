@@ -1,0 +1,190 @@
+"""Queues and schedules: `queues pause resume limit`, `schedules pause-schedule resume-schedule trigger unschedule`."""
+
+from __future__ import annotations
+
+import getpass
+import socket
+from datetime import UTC, datetime, timedelta
+from typing import Annotated
+
+import typer
+from rich.console import RenderableType
+from rich.text import Text
+
+from taskmesh.cli import output
+from taskmesh.cli.connected import Collection, Database, Uri, connected, run_at
+from taskmesh.cli.listing import Json, Listing, Watch, show
+from taskmesh.mesh import TaskMesh
+from taskmesh.periodic import ScheduleInfo
+from taskmesh.queues import QueueInfo
+
+Queue = Annotated[str, typer.Argument(metavar="QUEUE", help="The queue's name.")]
+ScheduleId = Annotated[str, typer.Argument(metavar="SCHEDULE", help="The schedule's id.")]
+Reason = Annotated[str | None, typer.Option(help="Why; listings and `explain` tell it.")]
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add these commands."""
+    app.command("queues", rich_help_panel="Queues")(connected(queues))
+    app.command("pause", rich_help_panel="Queues")(connected(pause))
+    app.command("resume", rich_help_panel="Queues")(connected(resume))
+    app.command("limit", rich_help_panel="Queues")(limit)
+    app.command("schedules", rich_help_panel="Schedules")(connected(schedules))
+    app.command("pause-schedule", rich_help_panel="Schedules")(connected(pause_schedule))
+    app.command("resume-schedule", rich_help_panel="Schedules")(connected(resume_schedule))
+    app.command("trigger", rich_help_panel="Schedules")(connected(trigger))
+    app.command("unschedule", rich_help_panel="Schedules")(connected(unschedule))
+
+
+def somebody() -> str:
+    """Return who does this, for those who ask later."""
+    return f"{getpass.getuser()}@{socket.gethostname()}"
+
+
+async def queues(mesh: TaskMesh, as_json: Json = False, watch: Watch = None) -> None:
+    """List the queues that have tasks or settings, with how far their limits are used up."""
+
+    async def read() -> Listing:
+        found = await mesh.queues()
+        return Listing(found, _queue_table(found))
+
+    await show(read, as_json=as_json, every_s=watch)
+
+
+def _queue_table(found: list[QueueInfo]) -> RenderableType:
+    if not found:
+        return Text("no queues", style="dim")
+    rows = [
+        [
+            each.queue,
+            "paused" if each.paused else "shut" if each.shut_because else "open",
+            _of(each.running, each.limits.running),
+            "10000+" if each.waiting >= 10_000 else each.waiting,  # it is counted no further
+            None if each.limits.rate is None else f"{each.started}/{each.limits.rate} in {each.limits.per_ms} ms",
+            None if each.limits.group_running is None else f"{each.limits.group_running} per group",
+            each.shut_because,
+        ]
+        for each in found
+    ]
+    return output.table(["QUEUE", "STATE", "RUNNING", "WAITING", "STARTS", "GROUPS", "WHY"], rows)
+
+
+def _of(used: int, limit: int | None) -> str:
+    return str(used) if limit is None else f"{used}/{limit}"
+
+
+async def pause(
+    mesh: TaskMesh,
+    queue: Queue,
+    reason: Reason = None,
+    for_ms: Annotated[int | None, typer.Option(min=1, help="Only for so long.")] = None,
+) -> None:
+    """Let no worker claim from a queue any more. What runs, runs on."""
+    until = None if for_ms is None else datetime.now(UTC) + timedelta(milliseconds=for_ms)
+    await mesh.pause(queue, reason=reason, by=somebody(), until=until)
+    output.say(f"queue {queue} is paused" + (f" until {until.isoformat(' ', 'seconds')}" if until else ""))
+
+
+async def resume(mesh: TaskMesh, queue: Queue) -> None:
+    """Let workers claim from a queue again."""
+    await mesh.resume(queue)
+    output.say(f"queue {queue} is open")
+
+
+def limit(
+    queue: Queue,
+    *,
+    rate: Annotated[int | None, typer.Option(min=0, help="At most so many starts in --per-ms.")] = None,
+    per_ms: Annotated[int | None, typer.Option(min=1, help="The length of that window.  [default: 1000]")] = None,
+    running: Annotated[int | None, typer.Option(min=0, help="At most so many executions at a time.")] = None,
+    group_running: Annotated[int | None, typer.Option(min=0, help="... and so many of each group.")] = None,
+    group: Annotated[str | None, typer.Option(help="With --running (or --none): of this one group.")] = None,
+    none: Annotated[bool, typer.Option("--none", help="No limit any more.")] = False,
+    uri: Uri = None,
+    database: Database = None,
+    collection: Collection = None,
+) -> None:
+    """Limit a queue, over the whole fleet. What is not given is not limited (any more)."""
+    given = [setting for setting in (rate, per_ms, running, group_running) if setting is not None]
+    if none == bool(given):
+        raise typer.BadParameter("say what the limit is: --rate, --running or --group-running; or --none")
+    if group is not None and (rate, per_ms, group_running) != (None, None, None):
+        raise typer.BadParameter("one group can only have a limit of --running")
+
+    async def use(mesh: TaskMesh) -> None:
+        if group is not None:
+            await mesh.set_group_limit(queue, group, running)
+        else:
+            await mesh.set_limit(queue, rate=rate, per_ms=per_ms, running=running, group_running=group_running)
+
+    run_at(uri, database, collection, use)
+    where = f"queue {queue}" + (f", group {group}" if group is not None else "")
+    limits = [
+        f"{rate} starts in {per_ms or 1_000} ms" if rate is not None else "",
+        f"{running} at a time" if running is not None else "",
+        f"{group_running} at a time of each group" if group_running is not None else "",
+    ]
+    output.say(f"{where}: {', '.join(filter(None, limits)) or 'no limit'}")
+
+
+async def schedules(mesh: TaskMesh, as_json: Json = False, watch: Watch = None) -> None:
+    """List the periodic tasks, the next to tick first."""
+
+    async def read() -> Listing:
+        found = await mesh.schedules()
+        return Listing(found, _schedule_table(found))
+
+    await show(read, as_json=as_json, every_s=watch)
+
+
+def _schedule_table(found: list[ScheduleInfo]) -> RenderableType:
+    if not found:
+        return Text("no schedules: code declares them, by mesh.every or @mesh.task(cron=…)", style="dim")
+    now = datetime.now(UTC)
+    rows = [
+        [
+            each.schedule_id,
+            each.name,
+            each.timing,
+            "paused" if each.paused else "ticks",
+            None if each.next_time is None or each.paused else output.cell(each.next_time, now=now),
+            output.cell(each.ticks[-1].time, now=now) if each.ticks else None,
+            each.paused_reason,
+        ]
+        for each in found
+    ]
+    return output.table(["SCHEDULE", "TASK", "WHEN", "STATE", "NEXT", "LAST", "WHY"], rows)
+
+
+async def pause_schedule(mesh: TaskMesh, schedule_id: ScheduleId, reason: Reason = None) -> None:
+    """Let a schedule tick no more."""
+    await mesh.pause_schedule(schedule_id, reason=reason, by=somebody())
+    output.say(f"schedule {schedule_id} is paused")
+
+
+async def resume_schedule(mesh: TaskMesh, schedule_id: ScheduleId) -> None:
+    """Let a schedule tick again, from now on."""
+    schedule = await mesh.resume_schedule(schedule_id)
+    output.say(
+        f"schedule {schedule_id} ticks again" + (f", next at {schedule.next_time}" if schedule.next_time else "")
+    )
+
+
+async def trigger(mesh: TaskMesh, schedule_id: ScheduleId, as_json: Json = False) -> None:
+    """Publish a schedule's task now, beside its ticks."""
+    handle = await mesh.trigger(schedule_id)
+    if as_json:
+        output.show_json({"name": handle.name, "key": handle.key, "created": handle.created})
+    else:
+        output.say(f"{handle.name} {handle.key} is published")
+
+
+async def unschedule(
+    mesh: TaskMesh,
+    schedule_id: ScheduleId,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Remove a schedule; its tasks stay. Code that still declares it brings it back."""
+    output.confirm(f"remove the schedule {schedule_id}?", yes=yes)
+    await mesh.unschedule(schedule_id)
+    output.say(f"schedule {schedule_id} is removed")

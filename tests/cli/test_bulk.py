@@ -1,0 +1,73 @@
+"""`retry cancel delete --where`, and `purge`: many tasks at once, and nothing beside them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.cli.shell import Shell
+
+
+@pytest.fixture
+def many(taskmesh: Shell) -> Shell:
+    """600 failed tasks, five that succeeded, five that wait."""
+    failing = "\n".join(json.dumps({"key": f"f{n}", "params": {"why": "it rained"}}) for n in range(600))
+    taskmesh.done("publish", "refuse", "--from-file", "-", typed=failing)
+    adding = "\n".join(json.dumps({"key": f"a{n}", "params": {"a": n, "b": 1}}) for n in range(5))
+    taskmesh.done("publish", "add", "--from-file", "-", typed=adding)
+    taskmesh.done("worker", "app:mesh", "--until-idle")
+    waiting = "\n".join(json.dumps({"key": f"w{n}"}) for n in range(5))
+    taskmesh.done("publish", "add", "--from-file", "-", "--queue", "slow", typed=waiting)
+    return taskmesh
+
+
+def counts(taskmesh: Shell) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = taskmesh.done("stats", "--json").json["counts"]
+    return found
+
+
+def test_a_filter_is_counted_first_and_then_nothing_else_is_touched(many: Shell) -> None:
+    before = counts(many)
+    assert before == {"refuse": {"FAIL": 600}, "add": {"SUCCESS": 5, "INIT": 5}}
+    where = ["--where", "status:FAIL error:RAINED"]
+    assert many.done("retry", *where, "--dry-run").out == "600 tasks fit 'status:FAIL error:RAINED'\n"
+    assert counts(many) == before
+    assert many.done("retry", *where).out == "retry: 600 of 600 tasks\n"
+    assert counts(many) == {"refuse": {"INIT": 600}, "add": {"SUCCESS": 5, "INIT": 5}}
+    cancelled = many.done("cancel", "--where", "name:refuse key:f1", "--json").json
+    assert (cancelled["action"], cancelled["matched"], cancelled["done"], cancelled["dry_run"]) == (
+        "cancel",
+        111,
+        111,
+        False,
+    )
+    assert many.done("delete", "--where", "name:refuse status:INIT").out == "delete: 489 of 489 tasks\n"
+    assert counts(many) == {"refuse": {"CANCELLED": 111}, "add": {"SUCCESS": 5, "INIT": 5}}
+    listed = many.done("ls", "--where", "queue:slow age<1h", "--json").json
+    assert [task["key"] for task in listed] == ["w0", "w1", "w2", "w3", "w4"]
+    assert many.done("purge", "--where", "age>1h").out.startswith("0 tasks fit")
+    assert many.done("purge", "--dry-run").out == "116 tasks fit 'status:SUCCESS,FAIL,CANCELLED,EXPIRED'\n"
+    assert many.done("purge", "--yes", "--json").json["done"] == 116
+    assert counts(many) == {"add": {"INIT": 5}}
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["retry"], "NAME KEY, or --where"),
+        (["retry", "add"], "NAME KEY, or --where"),
+        (["retry", "add", "k", "--where", "status:FAIL"], "NAME KEY, or --where"),
+        (["retry", "add", "k", "--dry-run"], "--dry-run counts"),
+        (["cancel", "--where", ""], "an empty filter means every task"),
+        (["delete", "--where", "colour:red"], "a filter knows"),
+        (["delete", "--where", "status:RED"], "status"),
+        (["purge", "--where", "status:INIT"], "only finished tasks are purged"),
+        (["ls", "--where", "name:a", "--queue", "q"], "leave name, status, queue"),
+    ],
+)
+def test_wrong_usage_ends_with_2(taskmesh: Shell, words: list[str], told: str) -> None:
+    ended = taskmesh(*words)
+    assert ended.status == 2
+    assert told in ended.err
+    assert "Traceback" not in ended.err

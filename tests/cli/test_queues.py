@@ -1,0 +1,98 @@
+"""Queues, limits and schedules from the command line."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cli.shell import Shell
+from tests.waiting import wait_until
+
+
+def test_a_paused_queue_rests_until_it_is_resumed(taskmesh: Shell) -> None:
+    taskmesh.worker()
+    assert taskmesh.done("pause", "default", "--reason", "a leak").out == "queue default is paused\n"
+    taskmesh.done("publish", "add", "k", '{"a": 1, "b": 2}')
+    assert "a leak" in taskmesh.done("explain", "add", "k").out
+    assert taskmesh.status("add", "k") == "INIT"
+    taskmesh.done("resume", "default")
+    taskmesh.until("SUCCESS", "add", "k")
+
+
+def test_a_pause_can_end_by_itself(taskmesh: Shell) -> None:
+    taskmesh.worker()
+    taskmesh.done("pause", "default", "--for-ms", "1500", "--reason", "a short rest")
+    taskmesh.done("publish", "add", "k", '{"a": 1, "b": 2}')
+    taskmesh.until("SUCCESS", "add", "k")
+
+
+def test_queues_are_listed_with_their_pauses_and_limits(taskmesh: Shell) -> None:
+    assert taskmesh.done("queues", "--json").json == []
+    assert taskmesh.done("queues").out == "no queues\n"
+    taskmesh.done("publish", "add", "k", "--queue", "busy")
+    taskmesh.done("pause", "shut", "--reason", "maintenance")
+    limited = taskmesh.done("limit", "busy", "--rate", "5", "--per-ms", "2000", "--running", "3")
+    assert limited.out == "queue busy: 5 starts in 2000 ms, 3 at a time\n"
+    busy, shut = taskmesh.done("queues", "--json").json
+    assert (busy["queue"], busy["waiting"], busy["limits"]["rate"], busy["limits"]["running"]) == ("busy", 1, 5, 3)
+    assert (shut["queue"], shut["paused"], shut["paused_reason"]) == ("shut", True, "maintenance")
+    assert "maintenance" in taskmesh.done("queues").out
+
+
+def test_a_limit_holds_for_workers_and_can_be_lifted(taskmesh: Shell) -> None:
+    taskmesh.done("limit", "default", "--running", "1")
+    for key in ("a", "b"):
+        taskmesh.done("publish", "nap", key, '{"ms": 600000}')
+    taskmesh.worker()
+
+    def running() -> int:
+        return len(taskmesh.done("ls", "--status", "RUNNING", "--json").json)
+
+    wait_until(lambda: running() == 1, 30)
+    assert "1/1" in taskmesh.done("queues").out
+    assert taskmesh.done("limit", "default", "--none").out == "queue default: no limit\n"
+    wait_until(lambda: running() == 2, 30)
+
+
+def test_one_group_has_a_limit_of_its_own(taskmesh: Shell) -> None:
+    taskmesh.done("limit", "default", "--group-running", "2")
+    assert taskmesh.done("limit", "default", "--group", "vip", "--running", "9").out == (
+        "queue default, group vip: 9 at a time\n"
+    )
+    [queue] = taskmesh.done("queues", "--json").json
+    assert queue["limits"]["group_running"] == 2
+    assert queue["limits"]["groups"] == {"vip": 9}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["limit", "q"],
+        ["limit", "q", "--none", "--rate", "1"],
+        ["limit", "q", "--rate", "-1"],
+        ["limit", "q", "--group", "g", "--rate", "1"],
+        ["limit", "a b", "--rate", "1"],
+        ["pause", "a b"],
+        ["pause"],
+    ],
+)
+def test_wrong_usage_ends_with_2(taskmesh: Shell, words: list[str]) -> None:
+    assert taskmesh(*words).status == 2
+
+
+def test_schedules_are_listed_paused_triggered_and_removed(taskmesh: Shell) -> None:
+    assert taskmesh.done("schedules", "--json").json == []
+    app = taskmesh.directory / "app.py"
+    app.write_text(app.read_text() + '\nmesh.every("add", cron="0 3 * * *", params={"a": 1, "b": 1})\n')
+    taskmesh.done("worker", "app:mesh", "--until-idle")
+    [schedule] = taskmesh.done("schedules", "--json").json
+    assert (schedule["schedule_id"], schedule["cron"], schedule["paused"]) == ("add", "0 3 * * *", False)
+    assert "0 3 * * * (UTC)" in taskmesh.done("schedules").out
+    taskmesh.done("pause-schedule", "add", "--reason", "holidays")
+    assert taskmesh.done("schedules", "--json").json[0]["paused"] is True
+    assert taskmesh.done("resume-schedule", "add").out.startswith("schedule add ticks again")
+    triggered = taskmesh.done("trigger", "add", "--json").json
+    assert triggered["key"].startswith("add@by-hand-")
+    assert taskmesh.status("add", triggered["key"]) == "INIT"
+    assert taskmesh.done("unschedule", "add").out == "schedule add is removed\n"
+    assert taskmesh.done("schedules", "--json").json == []
+    assert taskmesh("trigger", "add").status == 1
