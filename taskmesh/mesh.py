@@ -16,7 +16,14 @@ from taskmesh.bulk import BulkActions
 from taskmesh.clock import ServerClock, in_utc
 from taskmesh.consumer import Consumer
 from taskmesh.definition import Configuration, Run, TaskDefinition, TaskHandle, checked_queue
-from taskmesh.errors import InvalidOption, InvalidParams, TaskMeshError, TaskNotFound, TaskRunning
+from taskmesh.errors import (
+    IncompatibleCollection,
+    InvalidOption,
+    InvalidParams,
+    TaskMeshError,
+    TaskNotFound,
+    TaskRunning,
+)
 from taskmesh.events import DEFAULT_BUFFER, EventReader, TaskEvent
 from taskmesh.explain import Explanation, explain
 from taskmesh.feed import Feed
@@ -606,6 +613,6 @@ def _readable(document: dict[str, Any]) -> Task | None:
     """Read a task, or skip a stranger's document with a word."""
     try:
         return Task.from_document(document)
-    except ValueError as error:
-        logger.warning("the document %r is no task of ours, and skipped: %.300s", document.get("_id"), error)
+    except IncompatibleCollection as error:
+        logger.warning("skipped: %.300s", error)
         return None

@@ -238,7 +238,9 @@ def status(now: Expression) -> Expression:
 
 def status_on_reading(now: Expression = NOW) -> Expression:
     """`status`, for a document that may not be one of ours: what is stored there where it cannot be derived."""
-    ours = {"$and": [{"$isArray": [ENTRIES]}, {"$isNumber": "$task_state.timeout_cnt"}]}
+    dropped_fail_cnt = {"$ifNull": ["$task_state.dropped_fail_cnt", 0]}
+    countable = [{"$isNumber": "$task_state.timeout_cnt"}, {"$isNumber": dropped_fail_cnt}]
+    ours = {"$and": [{"$isArray": [ENTRIES]}, *countable]}
     return {"$cond": [ours, with_facts(now, status(now)), "$status"]}
 
 

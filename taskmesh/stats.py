@@ -27,9 +27,9 @@ async def read_stats(store: Store) -> Stats:
     for row in await fleet.counts(store):
         counts.setdefault(str(row["_id"].get("name")), {})[str(row["_id"].get("status"))] = row["count"]
     for row in await fleet.stale_counts(store):
-        by_status = counts.setdefault(str(row["_id"]["name"]), {})
-        for status, change in ((row["_id"]["stored"], -row["count"]), (row["_id"]["now"], row["count"])):
-            by_status[status] = by_status.get(status, 0) + change
+        by_status = counts.setdefault(str(row["_id"].get("name")), {})
+        for status, change in ((row["_id"].get("stored"), -row["count"]), (row["_id"].get("now"), row["count"])):
+            by_status[str(status)] = by_status.get(str(status), 0) + change
     now, oldest = await fleet.oldest_claimable(store)
     live = [worker for worker in await fleet.workers(store) if worker.get("live")]
     return Stats(

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from taskmesh.errors import InvalidKey, InvalidName
+from taskmesh.errors import IncompatibleCollection, InvalidKey, InvalidName, InvalidOption
 from taskmesh.option import TaskOption
 
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,100}\Z")
@@ -153,9 +153,14 @@ class Task(_Stored):
 
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> Task:
-        """Read a stored document. Raises pydantic's `ValidationError` where it is not a task of ours."""
+        """Read a stored document. Raises `IncompatibleCollection` where it is not a task of ours."""
         extra = {field: value for field, value in document.items() if field not in cls.OWN_FIELDS}
-        return cls.model_validate({**{f: v for f, v in document.items() if f in cls.OWN_FIELDS}, "extra": extra})
+        try:
+            return cls.model_validate({**{f: v for f, v in document.items() if f in cls.OWN_FIELDS}, "extra": extra})
+        except (ValueError, InvalidOption) as error:
+            raise IncompatibleCollection(
+                f"the document {document.get('_id')!r} is no task of ours: repair or delete it ({error})"
+            ) from error
 
     @property
     def successes(self) -> list[WorkerState]:

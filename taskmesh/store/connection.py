@@ -37,6 +37,8 @@ class Store:
 
     def _name(self, collection: str, now: rules.Expression) -> None:
         self.now = now
+        self.guarded_until = 0.0
+        """Until when, monotonic, reads leave out what is not well-formed (see `strangers`)."""
         prefix = "" if collection == "tasks" else f"{collection}."
         self.tasks = collection
         self.workers = f"{prefix}workers"

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass
+from datetime import datetime
+from inspect import isawaitable
+from math import isfinite
 from typing import Any, Literal
 
 from pymongo.read_concern import ReadConcern
@@ -15,6 +18,7 @@ from pymongo.read_concern import ReadConcern
 from taskmesh import rules
 from taskmesh.store.connection import Store
 from taskmesh.store.driver import Document
+from taskmesh.store.strangers import WELL_FORMED, Strange, past_strangers
 
 Sort = Literal["key", "newest", "oldest"]
 _SORTS: dict[str, list[tuple[str, int]]] = {
@@ -24,6 +28,7 @@ _SORTS: dict[str, list[tuple[str, int]]] = {
     "oldest": [("task_state.create_time", 1)],
 }
 UNFINISHED = ("INIT", "RUNNING")
+_IN_ORDER = [("task_option.priority", -1), ("next_claim_time", 1)]
 STORED_AS: dict[str, list[str]] = {
     # By time alone a task can get from the stored status to the one that is asked for.
     "INIT": ["INIT", "RUNNING"],
@@ -128,12 +133,18 @@ async def scan(store: Store, worker_id: str, what: ScanRange, limit: int, *, pin
 
     `pinned`: those for this worker by name (an index of their own, so that neither starves the other).
     """
-    cursor = await open_scan(store, worker_id, what, limit, pinned=pinned)
-    return [claimable_from(document) for document in await cursor.to_list(None)]
+    query = _scan_query(store, worker_id, what, pinned=pinned)
+    return await read_claimable(store, worker_id, query, _IN_ORDER, limit=limit)
 
 
-async def open_scan(store: Store, worker_id: str, what: ScanRange, limit: int, *, pinned: bool = False) -> Any:
-    """Open a cursor over such tasks, to read on in batches."""
+async def open_scan(store: Store, worker_id: str, what: ScanRange) -> Any:
+    """Open a cursor over all such tasks that name no worker, to read on in batches."""
+    query = {"$and": [_scan_query(store, worker_id, what, pinned=False), WELL_FORMED]}
+    fields = claimable_fields(worker_id, store.now)
+    return store.driver.collection(store.tasks).find(query, fields, batch_size=1000).sort(_IN_ORDER)
+
+
+def _scan_query(store: Store, worker_id: str, what: ScanRange, *, pinned: bool) -> Document:
     query: Document = {
         "pinned": pinned,
         "queue": {"$in": list(what.queues)},
@@ -145,12 +156,7 @@ async def open_scan(store: Store, worker_id: str, what: ScanRange, limit: int, *
     elif what.lanes is not None:
         query["lane"] = {"$in": list(what.lanes)}
     query["next_claim_time"] = {"$exists": True}
-    fields = claimable_fields(worker_id, store.now)
-    return (
-        store.driver.collection(store.tasks)
-        .find(query, fields, limit=limit, batch_size=min(limit or 1000, 1000))
-        .sort([("task_option.priority", -1), ("next_claim_time", 1)])
-    )
+    return query
 
 
 async def scan_leases(store: Store, worker_id: str, what: ScanRange, limit: int) -> list[Claimable]:
@@ -162,20 +168,34 @@ async def scan_leases(store: Store, worker_id: str, what: ScanRange, limit: int)
         "next_claim_time": {"$exists": True},
         "$expr": {"$lte": ["$next_claim_time", {"$add": [store.now, what.horizon_ms]}]},
     }
-    cursor = (
-        store.driver.collection(store.tasks)
-        .find(query, claimable_fields(worker_id, store.now), limit=limit, batch_size=limit)
-        .sort([("next_claim_time", 1)])
-        .hint("taskmesh_leases")
-    )
-    return [claimable_from(document) for document in await cursor.to_list(None)]
+    return await read_claimable(store, worker_id, query, [("next_claim_time", 1)], limit=limit, hint="taskmesh_leases")
 
 
 async def look_up(store: Store, worker_id: str, ids: Sequence[str]) -> list[Claimable]:
     """Tell the same of these tasks, whatever their queue: used for hints that carry the `_id` alone."""
-    fields = claimable_fields(worker_id, store.now)
     query = {"_id": {"$in": list(ids)}, "next_claim_time": {"$exists": True}}
-    return [claimable_from(document) for document in await store.find(query, fields)]
+    return await read_claimable(store, worker_id, query, [("_id", 1)])
+
+
+async def read_claimable(
+    store: Store,
+    worker_id: str,
+    query: Document,
+    sort: Sequence[tuple[str, int]],
+    *,
+    limit: int = 0,
+    hint: str | None = None,
+) -> list[Claimable]:
+    """Return the first tasks that match, whatever else stands in the collection."""
+
+    async def read(query: Document) -> list[Claimable]:
+        cursor = store.driver.collection(store.tasks).find(
+            query, claimable_fields(worker_id, store.now), limit=limit, batch_size=min(limit or 1000, 1000)
+        )
+        cursor = cursor.sort(list(sort)) if hint is None else cursor.sort(list(sort)).hint(hint)
+        return [claimable_from(document) for document in await cursor.to_list(None)]
+
+    return await past_strangers(store, query, read)
 
 
 def claimable_fields(worker_id: str, now: rules.Expression) -> Document:
@@ -192,16 +212,30 @@ def claimable_fields(worker_id: str, now: rules.Expression) -> Document:
 
 
 def claimable_from(document: Document) -> Claimable:
-    """Read what a scan returned."""
+    """Read what a scan returned. Raises `Strange`."""
+    id_, queue, priority = document["_id"], document.get("queue"), document.get("priority")
+    fail_cnt, claim_time, opens = document.get("fail_cnt"), document.get("claim_time"), document.get("next_claim_time")
+    group = document.get("group")
+    if not (
+        isinstance(id_, str)
+        and isinstance(queue, str)
+        and isinstance(priority, (int, float))
+        and isfinite(priority)
+        and isinstance(fail_cnt, (int, float))
+        and (claim_time is None or isinstance(claim_time, datetime))
+        and isinstance(opens, datetime)
+        and (group is None or isinstance(group, str))
+    ):
+        raise Strange(f"the document {id_!r}")
     return Claimable(
-        id=document["_id"],
-        queue=document["queue"],
-        priority=int(document["priority"]),
-        named=document["pinned"],
-        fail_cnt=document["fail_cnt"],
-        claim_time=document["claim_time"],
-        next_claim_time=document["next_claim_time"],
-        group=document.get("group"),
+        id=id_,
+        queue=queue,
+        priority=int(priority),
+        named=document.get("pinned") is True,
+        fail_cnt=int(fail_cnt),
+        claim_time=claim_time,
+        next_claim_time=opens,
+        group=group,
     )
 
 
@@ -216,7 +250,11 @@ async def queues_in_use(store: Store) -> list[str]:
         while True:
             cursor = (
                 store.driver.collection(store.tasks)
-                .find({"status": status, "queue": {"$gt": last}}, {"_id": 0, "queue": 1, "status": 1}, limit=1)
+                .find(
+                    {"status": status, "queue": {"$gt": last, "$not": {"$type": "array"}}},
+                    {"_id": 0, "queue": 1, "status": 1},
+                    limit=1,
+                )
                 .sort([("status", 1), ("queue", 1)])
             )
             rows = await cursor.to_list(1)
@@ -239,6 +277,13 @@ async def unfinished_left(
     if queues is not None:
         query["queue"] = {"$in": list(queues)}
     running = rules.with_facts(store.now, {"$ne": ["$$live", []]})
-    query["$expr"] = {"$or": [running, rules.claimable(worker_id, closed_queues, store.now)]}
-    tasks = store.driver.collection(store.tasks).with_options(read_concern=ReadConcern("majority"))
-    return await tasks.find_one(query, {"_id": 1}) is not None
+    left = {"$or": [running, rules.claimable(worker_id, closed_queues, store.now)]}
+
+    async def read(query: Document) -> bool:
+        tasks = store.driver.collection(store.tasks).with_options(read_concern=ReadConcern("majority"))
+        stages = [{"$match": query}, {"$project": {"left": left}}, {"$match": {"left": True}}, {"$limit": 1}]
+        cursor = tasks.aggregate(stages)
+        cursor = await cursor if isawaitable(cursor) else cursor
+        return bool(await cursor.to_list(1))
+
+    return await past_strangers(store, query, read)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from taskmesh.store.connection import Store
-from taskmesh.store.find import Claimable, claimable_fields, claimable_from
+from taskmesh.store.find import Claimable, read_claimable
 
 _TASKS_PER_GROUP = 16
 
@@ -50,9 +50,6 @@ async def _next_group(
         "next_claim_time": {"$exists": True},
         "$expr": {"$lte": ["$next_claim_time", store.now]},
     }
-    cursor = (
-        store.driver.collection(store.tasks)
-        .find(query, claimable_fields(worker_id, store.now), limit=_TASKS_PER_GROUP, hint="taskmesh_claimable_by_group")
-        .sort([("group", 1), ("name", 1), ("task_option.priority", -1), ("next_claim_time", 1)])
-    )
-    return [claimable_from(document) for document in await cursor.to_list(None)]
+    order = [("group", 1), ("name", 1), ("task_option.priority", -1), ("next_claim_time", 1)]
+    hint = "taskmesh_claimable_by_group"
+    return await read_claimable(store, worker_id, query, order, limit=_TASKS_PER_GROUP, hint=hint)

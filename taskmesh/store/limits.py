@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from types import NoneType
 from typing import Any
 
 from bson import ObjectId
@@ -319,7 +320,13 @@ async def _live(store: Store, queue: str, ids: Sequence[str]) -> tuple[dict[tupl
     if ids:
         found += await store.find({"_id": {"$in": list(ids)}}, fields)
     now = found[0]["now"] if found else await server_now(store, queue)
-    return {(task["_id"], worker): task.get("group") for task in found for worker in task["workers"]}, now
+    live = {
+        (task["_id"], worker): task.get("group")
+        for task in found
+        for worker in task["workers"]
+        if isinstance(worker, str) and isinstance(task["_id"], str) and isinstance(task.get("group"), (str, NoneType))
+    }
+    return live, now
 
 
 async def server_now(store: Store, queue: str) -> datetime:

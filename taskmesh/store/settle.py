@@ -11,6 +11,7 @@ from taskmesh.store.claim import counted_losses
 from taskmesh.store.connection import Store
 from taskmesh.store.finish import reopened_if_wished
 from taskmesh.store.stamp import stamp
+from taskmesh.store.strangers import WELL_FORMED
 
 
 async def settle(store: Store) -> int:
@@ -29,8 +30,8 @@ async def settle(store: Store) -> int:
     }
     query = {
         "settle_time": {"$exists": True},
-        "task_state.worker_states": {"$type": "array"},
         "$expr": {"$lte": ["$settle_time", now]},
+        **WELL_FORMED,
     }
     pipeline = [
         {"$set": {"task_state": rules.with_facts(now, state), "event": stamp("settled", now, lost=lost)}},

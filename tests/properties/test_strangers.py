@@ -1,0 +1,82 @@
+"""A stranger's document, or one of ours that somebody has spoilt, harms no other task: every reader and every pass goes on."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+from pymongo.errors import BulkWriteError
+
+from taskmesh import TaskMesh
+from taskmesh.explain import explain
+from taskmesh.store.find import ScanRange, find, get, look_up, queues_in_use, scan, unfinished_left
+from taskmesh.store.fleet import counts, oldest_claimable, stale_counts
+from tests.properties.life import BEGIN, Life
+from tests.properties.strangers import strangers
+
+_CANNOT_INDEX_PARALLEL_ARRAYS = 171
+DUE, LOST, EXPIRED = "job:due", "job:lost", "job:expired"
+
+
+@pytest.fixture
+async def crowded(life: Life) -> Life:
+    """Three tasks of ours among all the strangers: one due, one whose last lease ran out, one past its time."""
+    ours = life.publication()
+    for key in ("due", "lost", "expired"):
+        ours.key = key
+        ours.expire_time = BEGIN + timedelta(seconds=1) if key == "expired" else None
+        ours.option = ours.option.changed(max_timeouts=0)
+        life.id = f"job:{key}"
+        await life.publish(publication=ours)
+        if key == "lost":
+            await life.claim()
+    life.later(3_000)
+    odd = [document for _, document in strangers(life.now)]
+    try:
+        await life.store.driver.collection(life.store.tasks).insert_many(odd, ordered=False)
+    except BulkWriteError as error:  # two arrays where an index wants one at most: such a document cannot be there
+        if {failure["code"] for failure in error.details["writeErrors"]} != {_CANNOT_INDEX_PARALLEL_ARRAYS}:
+            raise
+    return life
+
+
+async def test_settle_goes_on(crowded: Life) -> None:
+    await crowded.settle()
+    stored = await crowded.store.find({"_id": {"$in": [DUE, LOST, EXPIRED]}}, {"status": 1})
+    assert {task["_id"]: task["status"] for task in stored} == {DUE: "INIT", LOST: "FAIL", EXPIRED: "EXPIRED"}
+
+
+async def test_scan_and_look_up_go_on(crowded: Life) -> None:
+    what = ScanRange(["job"], ["default"], None, 0)
+    found = [row for pinned in (False, True) for row in await scan(crowded.store, "w9", what, 10_000, pinned=pinned)]
+    assert DUE in {row.id for row in found}
+    rows = await look_up(crowded.store, "w9", [DUE, *(row.id for row in found)])
+    assert DUE in {row.id for row in rows}
+    assert "default" in await queues_in_use(crowded.store)
+    assert await unfinished_left(crowded.store, "w9", ["job"], None)
+
+
+async def test_readers_go_on(crowded: Life) -> None:
+    found = {task["_id"]: task["status"] for task in await get(crowded.store, [DUE, LOST, EXPIRED])}
+    assert found == {DUE: "INIT", LOST: "FAIL", EXPIRED: "EXPIRED"}
+    listed = {str(task["_id"]): task["status"] async for task in find(crowded.store, name="job", limit=0)}
+    assert {id_: listed[id_] for id_ in found} == found
+    assert (await explain(crowded.store, DUE, "w9"))[0].claimable
+
+
+async def test_statistics_go_on(crowded: Life) -> None:
+    assert sum(row["count"] for row in await counts(crowded.store)) > 1_000
+    assert await stale_counts(crowded.store)
+    await oldest_claimable(crowded.store)
+
+
+@pytest.mark.usefixtures("crowded")
+@pytest.mark.parametrize("status", [None, "INIT", "RUNNING", "SUCCESS", "FAIL", "CANCELLED", "EXPIRED"])
+async def test_the_public_readers_go_on(mongo_uri: str, database: str, status: str | None) -> None:
+    """On the server's own clock, for which our tasks are in the far future: so they are INIT and RUNNING."""
+    async with TaskMesh(mongo_uri, database=database) as mesh:
+        found = {task.key: task.status async for task in mesh.find("job", status=status, limit=0)}
+        ours = {"due": "INIT", "lost": "RUNNING", "expired": "INIT"}
+        assert {key: s for key, s in ours.items() if status in (None, s)}.items() <= found.items()
+        assert (await mesh.get("job", "due")).key == "due"
+        assert (await mesh.stats()).counts["job"]
