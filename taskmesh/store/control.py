@@ -109,6 +109,8 @@ async def set_option(store: Store, id_: str, changes: Document, expected: Docume
     if "specific_worker_ids" in changes:
         entries = {"$filter": {"input": rules.ENTRIES, "cond": allowed}}
         stages.append({"$set": {"task_state.worker_states": entries}})
-    same: list[Document] = [{"$eq": [f"$task_option.{name}", {"$literal": value}]} for name, value in expected.items()]
+    # What is not stored is what the reader took for it: the default.
+    stored = {name: {"$ifNull": [f"$task_option.{name}", {"$literal": value}]} for name, value in expected.items()}
+    same: list[Document] = [{"$eq": [stored[name], {"$literal": value}]} for name, value in expected.items()]
     reply = await store.update({"_id": id_, "$expr": {"$and": same}}, [*stages, *rules.derivation(now)])
     return bool(reply["n"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+import anyio
 import pytest
 from pymongo.errors import BulkWriteError
 
@@ -80,3 +81,13 @@ async def test_the_public_readers_go_on(mongo_uri: str, database: str, status: s
         assert {key: s for key, s in ours.items() if status in (None, s)}.items() <= found.items()
         assert (await mesh.get("job", "due")).key == "due"
         assert (await mesh.stats()).counts["job"]
+
+
+async def test_an_option_that_lacks_a_field_can_be_changed(life: Life, mongo_uri: str, database: str) -> None:
+    """As an older release may have stored it: the missing field stands for its default."""
+    await life.publish()
+    await life.store.driver.collection(life.store.tasks).update_one({}, {"$unset": {"task_option.run_timeout_ms": 1}})
+    async with TaskMesh(mongo_uri, database=database) as mesh:
+        with anyio.fail_after(20):
+            task = await mesh.set_option("job", "1", priority=7)
+    assert task.task_option.priority == 7
