@@ -18,7 +18,7 @@ class Stats(BaseModel):
     """For how long the oldest claimable task has been waiting, or None if none is. The number to scale workers by."""
     started_per_s: float
     finished_per_s: float
-    """Executions of all live workers, per second since the sign of life before the last."""
+    """Executions of all live workers, per second, as of their last signs of life."""
 
 
 async def read_stats(store: Store) -> Stats:

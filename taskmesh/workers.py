@@ -36,6 +36,8 @@ class WorkerInfo(BaseModel):
     start_time: datetime | None = None
     started: int = 0
     finished: int = 0
+    started_per_s: float = 0.0
+    finished_per_s: float = 0.0
 
     @property
     def live(self) -> bool:

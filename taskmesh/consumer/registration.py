@@ -14,6 +14,7 @@ from typing import Any
 from pymongo.errors import PyMongoError
 
 from taskmesh.clock import ServerClock
+from taskmesh.consumer.throughput import Throughput
 from taskmesh.consumer.pause import until
 from taskmesh.errors import WorkerIdTaken
 from taskmesh.store import Store, fleet
@@ -58,6 +59,7 @@ class Registration:
         self._on_lost = on_lost
         self._wake = asyncio.Event()
         self._told_outage = False
+        self._throughput = Throughput()
 
     async def enter(self) -> None:
         """Register. Raises `WorkerIdTaken` while another live worker has the id.
@@ -127,7 +129,9 @@ class Registration:
         self._on_fleet(await fleet.workers(self._store))
 
     def _description(self) -> Document:
-        return {"host": socket.gethostname(), "pid": os.getpid(), "version": RELEASE, **self._describe()}
+        described = self._describe()
+        rates = self._throughput.rates(described["started"], described["finished"])
+        return {"host": socket.gethostname(), "pid": os.getpid(), "version": RELEASE, **described, **rates}
 
 
 def _is_dead_here(other: Document) -> bool:

@@ -1,0 +1,50 @@
+"""`mesh.stats()` tells how much the fleet does per second, and `mesh.workers()` each worker's share of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from taskmesh import Stats, TaskMesh
+from taskmesh.consumer import throughput
+from taskmesh.consumer.throughput import Throughput
+from tests.waiting import eventually
+from tests.working import all_working
+
+
+async def test_the_fleets_throughput_is_seen_and_falls_to_nothing_when_it_is_idle(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def work() -> None: ...
+
+    async def stats() -> Stats:
+        return await mesh.stats()
+
+    assert (await stats()).finished_per_s == 0
+    async with all_working(mesh, ["w1", "w2"]):
+        await work.publish_many({str(number): {} for number in range(2_000)})
+
+        async def seen() -> bool:
+            found = await stats()
+            return found.started_per_s > 0 and found.finished_per_s > 0
+
+        await eventually(seen, 30)
+        workers = await mesh.workers()
+        assert sum(worker.finished_per_s for worker in workers) > 0
+
+        async def idle() -> bool:
+            found = await stats()
+            return found.started_per_s == found.finished_per_s == 0
+
+        await eventually(idle, 30)
+    assert sum(worker.finished for worker in await mesh.workers()) == 2_000
+
+
+def test_a_rate_is_over_a_second_or_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(throughput.time, "monotonic", lambda: now)
+    counted = Throughput()
+    now += 0.1
+    assert counted.rates(50, 50) == {"started_per_s": 0.0, "finished_per_s": 0.0}
+    now += 1.9
+    assert counted.rates(100, 80) == {"started_per_s": 50.0, "finished_per_s": 40.0}
+    now += 0.5
+    assert counted.rates(900, 900) == {"started_per_s": 50.0, "finished_per_s": 40.0}
