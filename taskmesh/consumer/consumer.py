@@ -224,7 +224,7 @@ class Consumer:
             names=self.names,
             is_busy=lambda id_: id_ in self._executor_().executions,
             wake=lambda: self._claimer_().wake(),
-            want_more=lambda: self._scanner.order_scan(),
+            want_more=lambda: self._scanner.order_scan(),  # noqa: PLW0108 — the scanner is made later
         )
         self._claimer = Claimer(
             store,
@@ -243,7 +243,7 @@ class Consumer:
             is_busy=lambda id_: id_ in self._executor_().executions,
             want_more=self._want_more,
         )
-        self._second_look = SecondLook(store, self.worker_id, lambda row: self._scanner.still_there(row))
+        self._second_look = SecondLook(store, self.worker_id, lambda *found: self._scanner.still_there(*found))  # noqa: PLW0108 — likewise
         self._scanner = Scanner(
             store,
             self.worker_id,
@@ -326,7 +326,9 @@ class Consumer:
                 return
 
     async def _is_idle(self) -> bool:
-        if self._executions() or not self._claimer_().idle or not self._finisher.idle or self._scanner.scans == 0:
+        if self._executions() or not self._claimer_().idle or not self._finisher.idle:
+            return False
+        if self.names and self._scanner.scans == 0:
             return False
         if self._queue.ready_count(time.monotonic()):
             return False

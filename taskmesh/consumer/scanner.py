@@ -206,7 +206,7 @@ class Scanner:
         brought = 0
         for what in self._ranges(None):
             leases = await scan_leases(self._store, self._worker_id, what, _PAGE_BESIDE)
-            brought += sum(self._offer(row, waiting_since=0.0) for row in leases)
+            brought += sum(self._offer(row, overdue=True) for row in leases)
         return brought
 
     async def _help_others(self, now: float) -> int:
@@ -259,12 +259,12 @@ class Scanner:
                 break
         return brought
 
-    def still_there(self, row: Claimable) -> None:
+    def still_there(self, row: Claimable, overdue: bool) -> None:
         """Take what a second look has found: nobody else has."""
-        if self._offer(row, place=0):
+        if self._offer(row, place=0, overdue=overdue):
             self._found()
 
-    def _offer(self, row: Claimable, *, waiting_since: float | None = None, place: int | None = None) -> bool:
+    def _offer(self, row: Claimable, *, place: int | None = None, overdue: bool = False) -> bool:
         if row.claim_time == NEVER or self._skip(row.id) or self._queue.taken_meanwhile(row.id):
             return False
         if self._limits.is_full(row.queue, row.group):
@@ -277,14 +277,14 @@ class Scanner:
         if place is None:
             place = 0 if row.named else self._lanes.place_of(row.id)
         if place:
-            self._second_look.add(row.id, max(since, now), min(place, _LAST_PLACE_TO_WAIT))
+            self._second_look.add(row.id, max(since, now), min(place, _LAST_PLACE_TO_WAIT), overdue=overdue)
             return False
         return self._queue.offer(
             Candidate(
                 row.id,
                 row.queue,
                 due=max(since, now),
-                since=since if waiting_since is None else waiting_since,
+                since=0.0 if overdue else since,
                 priority=row.priority,
                 named=row.named,
                 fail_cnt=row.fail_cnt,

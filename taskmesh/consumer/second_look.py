@@ -28,17 +28,20 @@ _LIMIT = 10_000
 class SecondLook:
     """The tasks that one worker keeps an eye on for others."""
 
-    def __init__(self, store: Store, worker_id: str, still_there: Callable[[Claimable], None]) -> None:
+    def __init__(self, store: Store, worker_id: str, still_there: Callable[[Claimable, bool], None]) -> None:
         self._store = store
         self._worker_id = worker_id
         self._still_there = still_there
-        self._due: list[tuple[float, str]] = []
+        self._due: list[tuple[float, str, bool]] = []
         self._wake = asyncio.Event()
 
-    def add(self, id_: str, due: float, place: int) -> None:
-        """Look at the task when it has been due for a while. With too many at once, the scan has to find them."""
+    def add(self, id_: str, due: float, place: int, *, overdue: bool = False) -> None:
+        """Look at the task when it has been due for a while. With too many at once, the scan has to find them.
+
+        `overdue`: it goes before what waits here, since somebody had started it.
+        """
         if len(self._due) < _LIMIT:
-            heapq.heappush(self._due, (due + place * AFTER_S, id_))
+            heapq.heappush(self._due, (due + place * AFTER_S, id_, overdue))
             self._wake.set()
 
     async def run(self) -> None:
@@ -54,11 +57,12 @@ class SecondLook:
     async def run_once(self) -> None:
         """Look at all that is due, in one query."""
         now = time.monotonic()
-        ids = set()
+        overdue: dict[str, bool] = {}
         while self._due and self._due[0][0] <= now:
-            ids.add(heapq.heappop(self._due)[1])
+            _, id_, is_overdue = heapq.heappop(self._due)
+            overdue[id_] = is_overdue
         try:
-            for row in await look_up(self._store, self._worker_id, sorted(ids)):
-                self._still_there(row)
+            for row in await look_up(self._store, self._worker_id, sorted(overdue)):
+                self._still_there(row, overdue[row.id])
         except PyMongoError as error:
-            logger.debug("no second look at %d tasks (%s): the scan will find them", len(ids), type(error).__name__)
+            logger.debug("no second look at %d tasks (%s): the scan will find them", len(overdue), type(error).__name__)
