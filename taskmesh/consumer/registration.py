@@ -14,8 +14,8 @@ from typing import Any
 from pymongo.errors import PyMongoError
 
 from taskmesh.clock import ServerClock
-from taskmesh.consumer.throughput import Throughput
 from taskmesh.consumer.pause import until
+from taskmesh.consumer.throughput import Throughput
 from taskmesh.errors import WorkerIdTaken
 from taskmesh.store import Store, fleet
 from taskmesh.store.driver import Document

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from taskmesh import Stats, TaskMesh
-from taskmesh.consumer import throughput
 from taskmesh.consumer.throughput import Throughput
 from tests.waiting import eventually
 from tests.working import all_working
@@ -40,7 +39,7 @@ async def test_the_fleets_throughput_is_seen_and_falls_to_nothing_when_it_is_idl
 
 def test_a_rate_is_over_a_second_or_more(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(throughput.time, "monotonic", lambda: now)
+    monkeypatch.setattr("taskmesh.consumer.throughput.time.monotonic", lambda: now)
     counted = Throughput()
     now += 0.1
     assert counted.rates(50, 50) == {"started_per_s": 0.0, "finished_per_s": 0.0}
