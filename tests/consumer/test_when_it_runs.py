@@ -218,6 +218,7 @@ async def test_until_idle_returns_at_once_when_there_is_nothing(mesh: TaskMesh) 
 
     async with asyncio.timeout(10):
         await mesh.consumer().run(until_idle=True)
+        await mesh.consumer(names=[]).run(until_idle=True)
 
 
 async def test_until_idle_runs_all_that_is_due_and_what_it_publishes_and_leaves_the_rest(mesh: TaskMesh) -> None:
