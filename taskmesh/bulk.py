@@ -5,20 +5,26 @@ The filter is asked again for each task in the very update that changes it, so n
 
 from __future__ import annotations
 
+import base64
+import json
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import BaseModel, ConfigDict
 
+from taskmesh.clock import in_utc
 from taskmesh.errors import InvalidOption
 from taskmesh.store import Store, bulk
 from taskmesh.store.settle import settle
-from taskmesh.task import Status
+from taskmesh.task import Progress, Status
 from taskmesh.where import TaskFilter
 
 logger = logging.getLogger("taskmesh.bulk")
 
+_NEWEST_WITHIN_MS = 150
 FINISHED = tuple(status for status in Status if status.finished)
 
 
@@ -37,6 +43,43 @@ class BulkResult(BaseModel):
     dry_run: bool
 
 
+class TaskSummary(BaseModel):
+    """A task as a listing shows it: without params, results and logs."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    name: str
+    key: str
+    queue: str
+    group: str | None = None
+    status: Status
+    priority: int = 0
+    create_time: datetime
+    start_time: datetime | None = None
+    next_claim_time: datetime | None = None
+    finish_time: datetime | None = None
+    progress: Progress | None = None
+    fail_cnt: int = 0
+    running_on: list[str] = []
+    """The workers that run it now."""
+    reason: str = ""
+    """The beginning of the newest failure's reason."""
+
+
+class TaskPage(BaseModel):
+    """A page of a listing."""
+
+    model_config = ConfigDict(frozen=True)
+
+    tasks: list[TaskSummary]
+    newest_first: bool
+    """Whether the last published come first; else they are in the order of name and key."""
+    following: str | None
+    """What to give as `after` for the next page; None: this is the last."""
+    complete: bool = True
+    """False: the search was given up, as no index serves it and there are too many tasks: narrow it down."""
+
+
 class BulkActions:
     """The part of `TaskMesh` that is about many tasks at once."""
 
@@ -48,7 +91,54 @@ class BulkActions:
 
     async def count(self, where: str | TaskFilter = "", *, at_most: int | None = None) -> int:
         """Count the tasks that fit a filter, no further than `at_most`. Raises `InvalidOption`."""
-        return await bulk.count(self.store, _filter(where), at_most)
+        found = await bulk.count(self.store, _filter(where), at_most)
+        assert found is not None, "without a deadline it takes as long as it takes"
+        return found
+
+    async def count_within(self, where: str | TaskFilter = "", *, at_most: int, deadline_ms: int) -> int | None:
+        """Count likewise; None if that takes longer than the deadline."""
+        return await bulk.count(self.store, _filter(where), at_most, deadline_ms)
+
+    async def page(
+        self,
+        where: str | TaskFilter = "",
+        *,
+        newest_first: bool = True,
+        after: str | None = None,
+        limit: int = 50,
+        deadline_ms: int = 2_000,
+    ) -> TaskPage:
+        """Return a page of the tasks that fit, in time however many there are: each page begins where the last one ended.
+
+        Where the newest cannot be found in a moment (a rare status among millions), they come in the order of name and key
+        instead. Raises `InvalidOption` for a filter, or an `after`, that cannot be read.
+        """
+        which = _filter(where)
+        behind = None if after is None else _Cursor.read(after)
+        newest = newest_first if behind is None else behind.newest
+        # A new listing that the index by time does not serve at once is begun again in the other order.
+        first_try_ms = deadline_ms if behind is not None or not newest else min(_NEWEST_WITHIN_MS, deadline_ms)
+        found = None
+        for in_time_order, within_ms in ((newest, first_try_ms), (False, deadline_ms)):
+            found = await bulk.page(
+                self.store,
+                which,
+                newest=in_time_order,
+                behind=behind.place if behind is not None else None,
+                limit=limit,
+                deadline_ms=within_ms,
+            )
+            if found is not None or behind is not None or not in_time_order:
+                newest = in_time_order
+                break
+        if found is None:
+            return TaskPage(tasks=[], newest_first=newest, following=None, complete=False)
+        documents, following = found
+        return TaskPage(
+            tasks=[summary for document in documents if (summary := _summary(document)) is not None],
+            newest_first=newest,
+            following=None if following is None else str(_Cursor(newest, following)),
+        )
 
     async def retry_all(
         self, where: str | TaskFilter, *, dry_run: bool = False, progress: Callable[[int], None] | None = None
@@ -96,7 +186,7 @@ class BulkActions:
         progress: Callable[[int], None] | None,
         called: str | None = None,
     ) -> BulkResult:
-        matched = await bulk.count(self.store, which)
+        matched = await bulk.count(self.store, which) or 0
         done = 0
         if not dry_run:
             async for batch in bulk.ids(self.store, which):
@@ -105,6 +195,48 @@ class BulkActions:
                     progress(done)
             logger.info("%s of %s: %d of %d tasks", called or action, which, done, matched)
         return BulkResult(action=called or action, where=str(which), matched=matched, done=done, dry_run=dry_run)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cursor:
+    """Where a page ended."""
+
+    newest: bool
+    place: list[Any]
+
+    def __str__(self) -> str:
+        place = [part.isoformat() if isinstance(part, datetime) else part for part in self.place]
+        return base64.urlsafe_b64encode(json.dumps([self.newest, *place]).encode()).decode().rstrip("=")
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        """Read it back. Raises `InvalidOption`."""
+        try:
+            newest, *place = json.loads(base64.urlsafe_b64decode(text + "=" * (-len(text) % 4)))
+            if newest is True:
+                moment, id_ = place
+                place = [in_utc(datetime.fromisoformat(moment)), _text(id_)]
+            else:
+                (id_,) = place
+                place = [_text(id_)]
+        except (ValueError, TypeError, OverflowError):
+            raise InvalidOption(f"after={text!r} is no place where a page ended: begin anew without it") from None
+        return cls(newest is True, place)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(value)
+    value.encode()
+    return value
+
+
+def _summary(document: dict[str, Any]) -> TaskSummary | None:
+    try:
+        return TaskSummary.model_validate(document)
+    except ValueError:  # a stranger's document
+        logger.warning("the document %r is no task of ours, and skipped", document.get("_id"))
+        return None
 
 
 def _filter(where: str | TaskFilter) -> TaskFilter:

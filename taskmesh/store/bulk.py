@@ -34,12 +34,18 @@ def _fits(store: Store, which: Filter) -> rules.Expression:
     return which.status_is(rules.status_on_reading(store.now))
 
 
-async def count(store: Store, which: Filter, at_most: int | None = None) -> int:
-    """Count the tasks that fit; no further than `at_most`."""
+async def count(store: Store, which: Filter, at_most: int | None = None, deadline_ms: int | None = None) -> int | None:
+    """Count the tasks that fit, no further than `at_most`; None if that takes longer than the deadline."""
     stages: list[Document] = [{"$match": which.query(store.now)}, {"$match": {"$expr": _fits(store, which)}}]
     stages += [{"$limit": at_most}] if at_most is not None else []
-    cursor = await store.driver.aggregate(store.tasks, [*stages, {"$count": "n"}])
-    rows = await cursor.to_list(None)
+    options: Document = {} if deadline_ms is None else {"maxTimeMS": deadline_ms}
+    try:
+        cursor = await store.driver.aggregate(store.tasks, [*stages, {"$count": "n"}], **options)
+        rows = await cursor.to_list(None)
+    except OperationFailure as error:
+        if is_over_deadline(error):
+            return None
+        raise
     return int(rows[0]["n"]) if rows else 0
 
 

@@ -1,0 +1,197 @@
+"""The REST API: each operation as a route, and every error as a status with a JSON body that says what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pymongo.errors import PyMongoError
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from taskmesh import errors
+from taskmesh.mesh import TaskMesh
+from taskmesh.web.connection import mesh_of
+from taskmesh.web.jsonable import to_json
+from taskmesh.web.operations import OPERATIONS, Operation, WhichEvents
+
+logger = logging.getLogger("taskmesh.web")
+
+MAX_BODY_BYTES = 20_000_000
+_STATUS: dict[type[BaseException], int] = {
+    errors.TaskNotFound: 404,
+    errors.TaskRunning: 409,
+    errors.TaskTooLarge: 413,
+    errors.InvalidName: 422,
+    errors.InvalidKey: 422,
+    errors.InvalidParams: 422,
+    errors.InvalidOption: 422,
+}
+_KEEP_ALIVE_S = 15.0
+
+
+class BadRequest(Exception):
+    """A request that cannot be read."""
+
+    def __init__(self, message: str, status: int = 422) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def routes() -> list[Route]:
+    """Return the routes of all operations, and of the event stream."""
+    found = [
+        Route(operation.path, _endpoint(operation), methods=[operation.method], name=f"api:{operation.name}")
+        for operation in OPERATIONS.values()
+    ]
+    return [*found, Route("/events", events, methods=["GET"], name="api:events")]
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    """Return a value as JSON."""
+    return Response(to_json(value), status, media_type="application/json")
+
+
+def error_response(error: BaseException) -> Response:
+    """Return an error as JSON, with the status that fits it."""
+    status, name, message = told(error)
+    return json_response({"error": name, "message": message}, status)
+
+
+def told(error: BaseException) -> tuple[int, str, str]:
+    """Return status, name and message for an error. What is not expected is logged, and told in general terms."""
+    if isinstance(error, BadRequest):
+        return error.status, "BadRequest", str(error)
+    if isinstance(error, errors.TaskMeshError):
+        return _STATUS.get(type(error), 503), type(error).__name__, str(error)
+    if isinstance(error, PyMongoError):
+        logger.warning("the database did not answer: %s", error)
+        return (
+            503,
+            "DatabaseUnavailable",
+            f"the database did not answer as it should ({type(error).__name__}): try again",
+        )
+    logger.error("a request failed", exc_info=error)
+    return 500, "InternalError", "something went wrong here: the server's log has it"
+
+
+def _endpoint(operation: Operation) -> Any:
+    async def endpoint(request: Request) -> Response:
+        try:
+            query = validated(operation.query, _query_of(request))
+            body = None
+            if operation.body is not None:
+                body = validated(operation.body, await _body_of(request))
+            return json_response(await operation.handler(await mesh_of(request), query, body))
+        except Exception as error:  # noqa: BLE001 — each becomes an answer; what is unexpected is logged
+            return error_response(error)
+
+    return endpoint
+
+
+def _query_of(request: Request) -> dict[str, str]:
+    query: dict[str, str] = {}
+    for name, value in request.query_params.multi_items():
+        if name in query:
+            raise BadRequest(f"the parameter {name!r} is given twice")
+        query[name] = value
+    return query
+
+
+def validated(model: type[BaseModel], given: Any) -> Any:
+    """Read a model, or raise `BadRequest` with what does not fit."""
+    try:
+        return model.model_validate(given)
+    except ValidationError as error:
+        problems = []
+        for found in error.errors(include_url=False, include_input=False):
+            where = ".".join(str(part) for part in found["loc"]) or "the request"
+            problems.append(f"{where}: {found['msg']}")
+        raise BadRequest("; ".join(problems)) from None
+
+
+async def _body_of(request: Request) -> Any:
+    raw = await read_body(request)
+    if not raw:
+        return {}
+    if not request.headers.get("content-type", "application/json").partition(";")[0].strip().endswith("json"):
+        raise BadRequest("the body has to be application/json", 415)
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError):
+        raise BadRequest("the body is no JSON", 400) from None
+
+
+async def read_body(request: Request) -> bytes:
+    """Return a request's body. Raises `BadRequest` for one that is too large."""
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > MAX_BODY_BYTES:
+            raise BadRequest(f"the body is larger than {MAX_BODY_BYTES} bytes", 413)
+        parts.append(part)
+    return b"".join(parts)
+
+
+# --- events ---
+
+
+async def events(request: Request) -> Response:
+    """Stream what happens to tasks as server-sent events; goes on behind `Last-Event-ID`, or the parameter `after`."""
+    try:
+        mesh = await mesh_of(request)
+        query = validated(WhichEvents, _query_of(request))
+        after = request.headers.get("last-event-id") or query.after
+        reader = mesh.events(query.name, query.key, after=after)
+    except Exception as error:  # noqa: BLE001 — each becomes an answer; what is unexpected is logged
+        return error_response(error)
+    return StreamingResponse(_event_lines(reader), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
+
+
+async def _event_lines(reader: Any) -> AsyncIterator[str]:
+    pending: asyncio.Task[Any] | None = None
+    try:
+        await reader
+        yield ": the stream is open\n\n"
+        while True:
+            pending = pending or asyncio.ensure_future(anext(reader))
+            done, _ = await asyncio.wait([pending], timeout=_KEEP_ALIVE_S)
+            if not done:
+                yield ": still there\n\n"
+                continue
+            try:
+                event = pending.result()
+            except StopAsyncIteration:
+                return
+            pending = None
+            told_event = {name: getattr(event, name) for name in ("kind", "name", "key", "worker_id", "time", "status")}
+            place = f"id: {event.token}\n" if event.token else ""
+            yield f"{place}event: {event.kind}\ndata: {to_json(told_event | {'missed': event.missed})}\n\n"
+    finally:
+        if pending is not None:
+            pending.cancel()
+        reader.close()
+
+
+def operation_of(name: str) -> Operation | None:
+    """Return an operation by its name."""
+    return OPERATIONS.get(name)
+
+
+async def perform(mesh: TaskMesh, operation: Operation, given: dict[str, Any]) -> Any:
+    """Do an operation with values that came in one bag, as from a form."""
+    query = {name: value for name, value in given.items() if name in operation.query.model_fields}
+    body = {name: value for name, value in given.items() if name not in operation.query.model_fields}
+    if operation.body is None and body:
+        raise BadRequest(f"unknown: {', '.join(sorted(body))}")
+    return await operation.handler(
+        mesh,
+        validated(operation.query, query),
+        None if operation.body is None else validated(operation.body, body),
+    )

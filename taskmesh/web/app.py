@@ -1,0 +1,106 @@
+"""The ASGI app: pages, API and probes behind one guard. Mount it in a service of your own, or let `serve` run it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Collection
+
+from pymongo.errors import PyMongoError
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.routing import Mount, Route
+
+from taskmesh.errors import InvalidOption, TaskMeshError
+from taskmesh.mesh import TaskMesh
+from taskmesh.store import fleet
+from taskmesh.web import api, openapi, pages
+from taskmesh.web.connection import Connection, mesh_of
+from taskmesh.web.guard import Guard, Rules
+from taskmesh.web.pulse import Pulse
+
+API = "/api/v1"
+
+
+def create_app(
+    mesh: TaskMesh,
+    *,
+    read_only: bool = False,
+    token: str | None = None,
+    base_path: str = "",
+    hosts: Collection[str] | None = None,
+) -> Starlette:
+    """Return the dashboard and the REST API as an ASGI app.
+
+    `mesh`: used as it is if it is connected, else connected by the first request. `read_only`: nobody can change anything.
+    `token`: everybody has to show it; without one, the service that mounts the app has to guard it. `base_path`: the path
+    under which a proxy serves it, if the app cannot see that itself. `hosts`: answer only under these host names. Raises
+    `InvalidOption` for an empty token.
+    """
+    if token is not None and len(token) < pages.SHORTEST_TOKEN:
+        raise InvalidOption(
+            f"a token has at least {pages.SHORTEST_TOKEN} characters: make one by `openssl rand -hex 32`"
+        )
+    connection = Connection(mesh)
+    pulse = Pulse(connection.connected)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        yield
+        await pulse.close()
+        await connection.close()
+
+    rules = Rules(token=token, read_only=read_only, hosts=hosts)
+    app = Starlette(
+        routes=[
+            Mount(API, routes=[*api.routes(), Route("/openapi.json", _openapi)]),
+            Route("/livez", _livez),
+            Route("/readyz", _readyz),
+            *pages.routes(),
+        ],
+        middleware=[Middleware(Guard, rules=rules)],
+        exception_handlers={404: _not_found, 405: _not_allowed},
+        lifespan=lifespan,
+    )
+    app.state.connection = connection
+    app.state.pulse = pulse
+    app.state.rules = rules
+    app.state.base_path = base_path.rstrip("/")
+    return app
+
+
+async def _openapi(request: Request) -> Response:
+    """Return the OpenAPI document of the API."""
+    rules: Rules = request.app.state.rules
+    root = request.scope.get("root_path", "").removesuffix(API)
+    prefix = request.app.state.base_path or root
+    return api.json_response(openapi.document(f"{prefix}{API}", needs_token=rules.token is not None))
+
+
+async def _livez(_: Request) -> Response:
+    """Say that the event loop turns."""
+    return PlainTextResponse("alive\n")
+
+
+async def _readyz(request: Request) -> Response:
+    """Say whether the database answers."""
+    try:
+        mesh = await mesh_of(request)
+        await fleet.server_time(mesh.store)
+    except (PyMongoError, TaskMeshError) as error:
+        return PlainTextResponse(f"the database does not answer ({type(error).__name__})\n", 503)
+    return PlainTextResponse("ready\n")
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    if f"{API}/" in request.url.path:
+        return api.json_response({"error": "NotFound", "message": "there is no such path: see openapi.json"}, 404)
+    return HTMLResponse(pages.error_page(request, 404, "There is no such page", str(error)), 404)
+
+
+async def _not_allowed(request: Request, error: Exception) -> Response:
+    headers = getattr(error, "headers", None)
+    found = api.json_response({"error": "NotAllowed", "message": f"not by {request.method}: see openapi.json"}, 405)
+    found.headers.update(headers or {})
+    return found

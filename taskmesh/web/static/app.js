@@ -1,0 +1,205 @@
+"use strict";
+// Makes the pages live, asks before what cannot be undone, and knows the keyboard. Without it, the pages work all the same.
+(() => {
+  const body = document.body;
+  const prefix = body.dataset.prefix;
+  const watch = body.dataset.watch;
+
+  // --- times ---
+  const units = [["d", 86400], ["h", 3600], ["min", 60], ["s", 1]];
+  const ago = (moment) => {
+    const seconds = (Date.now() + offset - moment) / 1000;
+    const size = Math.abs(seconds);
+    if (size < 1.5) return "now";
+    const [unit, length] = units.find(([, length]) => size >= length) || units[3];
+    const text = `${Math.floor(size / length)} ${unit}`;
+    return seconds > 0 ? `${text} ago` : `in ${text}`;
+  };
+  let offset = 0; // this machine's clock may be off: the server's is in every answer
+  const showTimes = () => {
+    for (const element of document.querySelectorAll("time[datetime]")) element.textContent = ago(Date.parse(element.dateTime));
+  };
+
+  // --- dark and light ---
+  const theme = document.getElementById("theme");
+  const setTheme = (name) => { if (name) document.documentElement.dataset.theme = name; };
+  try { setTheme(localStorage.getItem("taskmesh-theme")); } catch { /* no storage: the system's choice */ }
+  theme.hidden = false;
+  theme.addEventListener("click", () => {
+    const dark = matchMedia("(prefers-color-scheme: dark)").matches;
+    const now = document.documentElement.dataset.theme || (dark ? "dark" : "light");
+    const next = now === "dark" ? "light" : "dark";
+    setTheme(next);
+    try { localStorage.setItem("taskmesh-theme", next); } catch { /* as above */ }
+  });
+
+  // --- ask before what cannot be undone ---
+  document.addEventListener("submit", (event) => {
+    const question = (event.submitter && event.submitter.dataset.confirm) || event.target.dataset.confirm;
+    if (question && !confirm(question)) event.preventDefault();
+  });
+
+  // --- boxes ---
+  const boxes = () => [...document.querySelectorAll('input[name="task"]')];
+  const showAll = () => {
+    const all = document.getElementById("all");
+    if (all) all.hidden = false;
+  };
+  document.addEventListener("change", (event) => {
+    if (event.target.id === "all") for (const box of boxes()) box.checked = event.target.checked;
+  });
+
+  // --- fetch what is shown anew ---
+  const isEdited = (element) => {
+    const active = document.activeElement;
+    return element.contains(active) && active.matches("input:not([type=checkbox]), textarea, select");
+  };
+  const swap = (fresh) => {
+    const active = document.activeElement;
+    const kept = { id: active && active.id, href: active && active.getAttribute && active.getAttribute("href"), at: row() };
+    for (const old of document.querySelectorAll("[data-live]")) {
+      const found = fresh.getElementById(old.id);
+      if (!found || isEdited(old) || old.outerHTML === found.outerHTML) continue;
+      const ticked = new Set([...old.querySelectorAll("input:checked")].map((box) => box.value));
+      for (const box of found.querySelectorAll('input[type="checkbox"]')) box.checked = ticked.has(box.value);
+      for (const details of found.querySelectorAll("details[id]")) {
+        const before = document.getElementById(details.id);
+        if (before) details.open = before.open;
+      }
+      const hadFocus = old.contains(active);
+      old.replaceWith(found);
+      if (hadFocus) {
+        const again = (kept.id && document.getElementById(kept.id)) ||
+          (kept.href && [...found.querySelectorAll("a[href]")].find((link) => link.getAttribute("href") === kept.href));
+        if (again) again.focus();
+      }
+    }
+    if (kept.at >= 0) mark(kept.at, false);
+    showAll();
+    showTimes();
+  };
+  let refreshing = false;
+  let again = false;
+  let last = 0;
+  const refresh = async () => {
+    if (document.hidden) { again = true; return; }
+    if (refreshing) { again = true; return; }
+    refreshing = true;
+    again = false;
+    try {
+      await new Promise((done) => setTimeout(done, Math.max(0, last + 1000 - Date.now())));
+      const answer = await fetch(location.href, { headers: { Accept: "text/html" }, credentials: "same-origin" });
+      last = Date.now();
+      const date = Date.parse(answer.headers.get("date") || "");
+      if (Math.abs(date - Date.now()) > 2000) offset = date - Date.now();
+      if (answer.redirected) { location.assign(answer.url); return; }
+      swap(new DOMParser().parseFromString(await answer.text(), "text/html"));
+    } catch { /* the server is away: the stream tells, and comes back */ } finally {
+      refreshing = false;
+      if (again) refresh();
+    }
+  };
+  document.addEventListener("visibilitychange", () => { if (!document.hidden && again) refresh(); });
+
+  // --- curves ---
+  const curves = document.getElementById("curves");
+  let samples = [];
+  const valueOf = (sample, field) => field.split(".").reduce((value, part) => (value == null ? null : value[part]), sample);
+  const svg = (name, attributes) => {
+    const element = document.createElementNS("http://www.w3.org/2000/svg", name);
+    for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+    return element;
+  };
+  const draw = () => {
+    if (!curves || samples.length < 2) return;
+    curves.hidden = false;
+    document.getElementById("no-curves").hidden = true;
+    const width = 300, height = 90, top = 14;
+    for (const figure of curves.querySelectorAll("svg.curve")) {
+      const fields = figure.dataset.fields.split(" ");
+      const most = Math.max(1e-9, ...samples.flatMap((sample) => fields.map((field) => valueOf(sample, field) || 0)));
+      figure.replaceChildren();
+      figure.setAttribute("viewBox", `0 0 ${width} ${height}`);
+      figure.setAttribute("preserveAspectRatio", "none");
+      fields.forEach((field, which) => {
+        const points = samples.map((sample, place) => [place, valueOf(sample, field)]).filter(([, value]) => value != null)
+          .map(([place, value]) => `${(place / (samples.length - 1)) * width},${height - (value / most) * (height - top)}`);
+        figure.append(svg("polyline", { points: points.join(" "), class: which ? "second" : "first" }));
+      });
+      const now = fields.map((field) => valueOf(samples.at(-1), field)).map((value) => (value == null ? "–" : Number(value.toPrecision(3)).toLocaleString("en")));
+      figure.previousElementSibling.dataset.caption ??= figure.previousElementSibling.textContent;
+      figure.previousElementSibling.textContent = `${figure.previousElementSibling.dataset.caption}: ${now.join(" / ")}`;
+    }
+  };
+  if (curves) {
+    samples = JSON.parse(curves.dataset.samples);
+    draw();
+  }
+
+  // --- the live stream ---
+  const chip = document.getElementById("live");
+  const say = (text, off) => { chip.hidden = false; chip.textContent = text; chip.classList.toggle("off", off); };
+  if (watch && "EventSource" in window) {
+    const stream = new EventSource(`${prefix}/live`);
+    stream.addEventListener("open", () => { say("live", false); });
+    stream.addEventListener("error", () => say("reconnecting", true));
+    stream.addEventListener("full", () => { say("too many watch", true); stream.close(); });
+    stream.addEventListener("changed", (event) => {
+      const { tasks, more } = JSON.parse(event.data);
+      const { name, key } = body.dataset;
+      if (watch !== "task" || more || tasks.some(([taskName, taskKey]) => taskName === name && taskKey === key)) refresh();
+    });
+    stream.addEventListener("overview", (event) => {
+      const sample = JSON.parse(event.data);
+      if (!sample) return;
+      samples = [...samples, sample].slice(-150);
+      draw();
+      if (["overview", "workers", "queues", "schedules"].includes(watch)) refresh();
+    });
+    addEventListener("pagehide", () => stream.close());
+  }
+
+  // --- the keyboard ---
+  const rows = () => [...document.querySelectorAll("table.rows tbody tr")];
+  const row = () => rows().findIndex((candidate) => candidate.classList.contains("at"));
+  const mark = (place, focus = true) => {
+    const all = rows();
+    all.forEach((candidate) => candidate.classList.remove("at"));
+    const found = all[Math.max(0, Math.min(place, all.length - 1))];
+    if (!found) return;
+    found.classList.add("at");
+    const link = found.querySelector("a[href]");
+    if (focus && link) link.focus();
+  };
+  const help = document.getElementById("help");
+  const keys = document.getElementById("keys");
+  help.hidden = false;
+  help.addEventListener("click", () => keys.showModal());
+  let going = false;
+  document.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input:not([type=checkbox]), textarea, select")) return;
+    if (keys.open) return;
+    if (going) {
+      going = false;
+      const link = document.querySelector(`nav a[data-go="${CSS.escape(event.key)}"]`);
+      if (link) { event.preventDefault(); link.click(); }
+      return;
+    }
+    if (event.key === "g") going = true;
+    else if (event.key === "?") keys.showModal();
+    else if (event.key === "/") {
+      event.preventDefault();
+      const field = document.getElementById("where");
+      if (field) field.focus(); else location.assign(`${prefix}/tasks`);
+    } else if (event.key === "j") mark(row() + 1);
+    else if (event.key === "k") mark(row() - 1);
+    else if (event.key === "x") {
+      const box = rows()[row()] && rows()[row()].querySelector('input[type="checkbox"]');
+      if (box) box.checked = !box.checked;
+    }
+  });
+
+  showAll();
+  showTimes();
+  setInterval(showTimes, 1000);
+})();

@@ -1,0 +1,195 @@
+"""The REST API: everything the command line can do, and every refusal as a status that says why."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+
+from taskmesh import TaskMesh
+from taskmesh.web.api import _event_lines
+from tests.waiting import eventually
+from tests.working import working
+
+API = "/api/v1"
+
+
+async def ask(client: httpx.AsyncClient, method: str, path: str, status: int = 200, **request: Any) -> Any:
+    answer = await client.request(method, API + path, **request)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+async def test_a_task_is_published_run_looked_at_and_deleted(mesh: TaskMesh, client: httpx.AsyncClient) -> None:
+    @mesh.task(queue="math")
+    async def double(n: int) -> dict[str, Any]:
+        return {"n": 2 * n, "when": datetime(2026, 1, 1, tzinfo=UTC), "big": 2**60}
+
+    told = await ask(
+        client,
+        "POST",
+        "/tasks",
+        json={"name": "double", "key": "a/b c", "params": {"n": 21}, "configuration": {"priority": 3}},
+    )
+    assert told["created"]
+    assert any("no worker is alive" in warning for warning in told["warnings"])
+    task = {"name": "double", "key": "a/b c"}
+    explained = await ask(client, "GET", "/task/explain", params=task)
+    assert explained[0]["gates"]
+    async with working(mesh):
+        await (await mesh.publish("double", "a/b c", {"n": 21})).result(timeout=10)
+    found = await ask(client, "GET", "/task", params=task)
+    assert (found["status"], found["queue"], found["task_option"]["priority"]) == ("SUCCESS", "math", 3)
+    returns = found["task_state"]["worker_states"][0]["returns"]
+    assert returns == {"n": 42, "when": "2026-01-01T00:00:00.000Z", "big": str(2**60)}
+    assert (await ask(client, "POST", "/task/retry", params=task))["status"] == "INIT"
+    changed = await ask(client, "PATCH", "/task/option", params=task, json={"changes": {"priority": -1}})
+    assert changed["task_option"]["priority"] == -1
+    assert (await ask(client, "POST", "/task/cancel", params=task))["status"] == "CANCELLED"
+    assert (await ask(client, "DELETE", "/task", params=task))["key"] == "a/b c"
+    refused = await ask(client, "GET", "/task", 404, params=task)
+    assert refused["error"] == "TaskNotFound"
+    assert "a/b c" in refused["message"]
+
+
+async def test_pages_of_a_listing_show_each_task_once(mesh: TaskMesh, client: httpx.AsyncClient) -> None:
+    await mesh.publish_many("work", {f"k{n:03}": {"secret": "params"} for n in range(25)})
+    for newest in ("true", "false"):
+        seen: list[str] = []
+        after: dict[str, str] = {}
+        while True:
+            where = {"where": "name:work", "limit": "10", "newest_first": newest}
+            page = await ask(client, "GET", "/tasks", params=where | after)
+            seen += [task["key"] for task in page["tasks"]]
+            assert "secret" not in str(page)
+            if page["following"] is None:
+                break
+            after = {"after": page["following"]}
+        assert sorted(seen) == [f"k{n:03}" for n in range(25)]
+    assert await ask(client, "GET", "/tasks/count", params={"where": "key:k00"}) == {"count": 10}
+
+
+async def test_bulk_actions_count_before_they_act(client: httpx.AsyncClient) -> None:
+    await ask(client, "POST", "/tasks/many", json={"name": "work", "params_by_key": {f"k{n}": {} for n in range(5)}})
+    body = {"where": "name:work", "dry_run": True}
+    assert (await ask(client, "POST", "/bulk/cancel", json=body))["matched"] == 5
+    assert (await ask(client, "POST", "/bulk/cancel", json=body | {"dry_run": False}))["done"] == 5
+    assert (await ask(client, "POST", "/bulk/retry", json={"where": "status:CANCELLED key:k1"}))["done"] == 1
+    assert (await ask(client, "POST", "/bulk/purge", json={}))["done"] == 4
+    assert (await ask(client, "POST", "/bulk/delete", 422, json={"where": ""}))["error"] == "InvalidOption"
+
+
+async def test_workers_are_told_what_to_do(mesh: TaskMesh, client: httpx.AsyncClient) -> None:
+    @mesh.task
+    async def work() -> None:
+        return None
+
+    async with working(mesh, "w/1") as consumer:
+        one = {"worker_id": "w/1"}
+        (worker,) = await ask(client, "GET", "/workers")
+        assert (worker["worker_id"], worker["state"]) == ("w/1", "running")
+        await ask(client, "POST", "/worker/concurrency", params=one, json={"concurrency": 7})
+        await eventually(lambda: consumer.concurrency == 7)
+        await ask(client, "POST", "/worker/pause", params=one)
+        await eventually(lambda: consumer.paused)
+        await ask(client, "POST", "/worker/resume", params=one)
+        await eventually(lambda: not consumer.paused)
+        await ask(client, "POST", "/worker/stop", params=one, json={"grace_ms": 0})
+        await eventually(lambda: consumer.state == "stopped")
+    await ask(client, "POST", "/worker/stop", 404, params={"worker_id": "nobody"}, json={})
+
+
+async def test_queues_are_paused_and_limited(client: httpx.AsyncClient) -> None:
+    queue = {"queue": "slow"}
+    await ask(client, "POST", "/queue/pause", params=queue, json={"reason": "deploy", "by": "ann", "for_ms": 60_000})
+    await ask(client, "PUT", "/queue/limit", params=queue, json={"running": 3, "rate": 5, "per_ms": 1_000})
+    await ask(client, "PUT", "/queue/group-limit", params=queue, json={"group": "customer-7", "running": 1})
+    (found,) = await ask(client, "GET", "/queues")
+    assert (found["paused"], found["paused_by"], found["limits"]["running"]) == (True, "ann", 3)
+    assert found["limits"]["groups"] == {"customer-7": 1}
+    assert found["paused_until"] is not None
+    await ask(client, "POST", "/queue/resume", params=queue)
+    await ask(client, "PUT", "/queue/limit", params=queue, json={})
+    (found,) = await ask(client, "GET", "/queues")
+    assert (found["paused"], found["limits"]["running"], found["limits"]["rate"]) == (False, None, None)
+
+
+async def test_schedules_are_declared_paused_triggered_and_removed(client: httpx.AsyncClient) -> None:
+    one = {"schedule_id": "nightly"}
+    declared = {"name": "report", "cron": "0 3 * * *", "timezone": "Europe/Berlin", "params": {"deep": True}}
+    assert (await ask(client, "PUT", "/schedule", params=one, json=declared))["cron"] == "0 3 * * *"
+    assert (await ask(client, "POST", "/schedule/pause", params=one, json={"by": "ann"}))["paused"]
+    assert (await ask(client, "POST", "/schedule/trigger", params=one))["created"]
+    assert not (await ask(client, "POST", "/schedule/resume", params=one))["paused"]
+    (found,) = await ask(client, "GET", "/schedules")
+    assert [tick["kind"] for tick in found["ticks"]] == ["triggered"]
+    await ask(client, "DELETE", "/schedule", params=one)
+    await ask(client, "POST", "/schedule/trigger", 404, params=one)
+    await ask(client, "PUT", "/schedule", 422, params=one, json={"name": "report", "cron": "whenever"})
+
+
+async def test_events_are_streamed(mesh: TaskMesh) -> None:
+    # httpx collects the whole answer of an ASGI app, so the stream is read where it is made.
+    lines = _event_lines(mesh.events("work"))
+    assert (await anext(lines)).startswith(":")
+    await mesh.publish("other", "k")
+    await mesh.publish("work", "k")
+    with anyio.fail_after(10):
+        text = await anext(lines)
+    await lines.aclose()  # type: ignore[attr-defined]  # it is a generator
+    assert "event: published" in text
+    assert '"key": "k"' in text
+    assert "id: " in text
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "request_", "status"),
+    [
+        ("GET", "/task", {"params": {"name": "bad name", "key": "k"}}, 422),
+        ("GET", "/task", {"params": {"name": "work"}}, 422),
+        ("GET", "/task", {"params": {"name": "work", "key": "k\0"}}, 422),
+        ("GET", "/task?name=a&name=b&key=k", {}, 422),
+        ("GET", "/tasks", {"params": {"where": "colour:red"}}, 422),
+        ("GET", "/tasks", {"params": {"where": "error:a\0b"}}, 422),
+        ("GET", "/tasks", {"params": {"after": "nonsense"}}, 422),
+        ("GET", "/tasks", {"params": {"limit": "1000000"}}, 422),
+        ("GET", "/tasks", {"params": {"page": "1"}}, 422),
+        ("POST", "/tasks", {"content": b"{", "headers": {"Content-Type": "application/json"}}, 400),
+        ("POST", "/tasks", {"content": b"[" * 100_000, "headers": {"Content-Type": "application/json"}}, 400),
+        ("POST", "/tasks", {"content": b"a=b", "headers": {"Content-Type": "text/plain"}}, 415),
+        ("POST", "/tasks", {"json": {"name": "work", "key": "k", "configuration": {"colour": "red"}}}, 422),
+        ("POST", "/tasks", {"json": {"name": "work", "key": "k", "configuration": {"start_time": "soon"}}}, 422),
+        ("POST", "/tasks", {"content": rb'{"name": "work", "key": "k", "params": {"text": "\ud800"}}'}, 422),
+        ("POST", "/tasks", {"content": rb'{"name": "work", "key": "\ud800"}'}, 422),
+        ("POST", "/tasks", {"json": {"name": "work", "key": "k", "params": {"n": 2**70}}}, 422),
+        ("PATCH", "/task/option", {"params": {"name": "a", "key": "b"}, "json": {"changes": {"priority": "x"}}}, 404),
+        ("GET", "/no/such/path", {}, 404),
+        ("DELETE", "/tasks", {}, 405),
+    ],
+)
+async def test_what_cannot_be_is_refused_with_a_reason(
+    client: httpx.AsyncClient, method: str, path: str, request_: dict[str, Any], status: int
+) -> None:
+    told = await ask(client, method, path, status, **request_)
+    assert told["error"]
+    assert told["message"]
+
+
+async def test_an_error_of_ours_is_no_leak(mesh: TaskMesh, client: httpx.AsyncClient) -> None:
+    mesh.stats = None  # type: ignore[method-assign,assignment]  # break something
+    told = await ask(client, "GET", "/stats", 500)
+    assert told == {"error": "InternalError", "message": "something went wrong here: the server's log has it"}
+
+
+async def test_the_openapi_document_names_every_operation(client: httpx.AsyncClient) -> None:
+    document = await ask(client, "GET", "/openapi.json")
+    assert document["servers"] == [{"url": API}]
+    called = {(path, method) for path, methods in document["paths"].items() for method in methods}
+    assert ("/task/retry", "post") in called
+    assert len(called) == 32
+    text = str(document)
+    for reference in {part.split("'")[0] for part in text.split("#/components/schemas/")[1:]}:
+        assert reference in document["components"]["schemas"]

@@ -1,0 +1,136 @@
+"""T43: who may come in. Another origin's POST is refused; off loopback without a token it does not start."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from taskmesh import InvalidOption, TaskMesh
+from taskmesh.web import create_app, serve
+from taskmesh.web.guard import LOOPBACK
+from taskmesh.web.serve import is_loopback
+from tests.web.conftest import ORIGIN, browser
+
+TOKEN = "a-token-of-some-length"
+CANCEL = "/api/v1/task/cancel?name=work&key=k"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.5", "example.org", ""])
+def test_t43_off_loopback_it_does_not_start_without_a_token(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TASKMESH_WEB_TOKEN", raising=False)
+    with pytest.raises(InvalidOption, match="TASKMESH_WEB_TOKEN"):
+        serve(TaskMesh("mongodb://nowhere"), host=host, port=1)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost", "LOCALHOST"])
+def test_loopback_is_known_by_any_of_its_names(host: str) -> None:
+    assert is_loopback(host)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Origin": ORIGIN}, 200),
+        ({"Origin": ORIGIN, "Sec-Fetch-Site": "same-origin"}, 200),
+        ({"X-Taskmesh": "1"}, 200),
+        ({"Origin": "https://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": "http://127.0.0.1:9999"}, 403),
+        ({"Origin": ORIGIN, "Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Origin": "https://evil.example", "X-Taskmesh": "1"}, 403),
+        ({"Sec-Fetch-Site": "same-site"}, 403),
+        ({}, 403),
+    ],
+)
+async def test_t43_another_origins_post_is_refused(mesh: TaskMesh, headers: dict[str, str], status: int) -> None:
+    await mesh.publish("work", "k")
+    async with browser(mesh) as client:
+        del client.headers["Origin"]
+        answer = await client.post(CANCEL, headers=headers)
+        assert answer.status_code == status, answer.text
+        form = await client.post("/do/task.delete", data={"name": "work", "key": "k"}, headers=headers)
+        assert form.status_code == (303 if status == 200 else 403)
+    assert await mesh.count() == (0 if status == 200 else 1)
+
+
+async def test_without_a_token_only_loopback_names_are_served(mesh: TaskMesh) -> None:
+    """Else a page elsewhere could let its own name resolve to 127.0.0.1, and be of the same origin."""
+    async with browser(mesh, hosts=LOOPBACK) as client:
+        for host, status in [
+            ("127.0.0.1:8080", 200),
+            ("localhost", 200),
+            ("[::1]:8080", 200),
+            ("evil.example", 400),
+            ("127.0.0.1.evil.example:8080", 400),
+            ("", 400),
+        ]:
+            assert (await client.get("/", headers={"Host": host})).status_code == status, host
+
+
+async def test_a_token_is_asked_of_everybody(mesh: TaskMesh) -> None:
+    async with browser(mesh, token=TOKEN) as client:
+        for path in ("/", "/tasks", "/task?name=a&key=b", "/live", "/workers"):
+            answer = await client.get(path)
+            assert answer.status_code == 303, path
+            assert answer.headers["location"].startswith("/login")
+        for path in ("/api/v1/stats", "/api/v1/events", "/metrics", "/api/v1/openapi.json"):
+            answer = await client.get(path)
+            assert answer.status_code == 401, path
+            assert answer.headers["www-authenticate"] == "Bearer"
+        assert (await client.post(CANCEL)).status_code == 401
+        for scheme, status in ((f"Bearer {TOKEN}", 200), (f"bearer {TOKEN}", 200), ("Bearer wrong", 401), (TOKEN, 401)):
+            answer = await client.get("/api/v1/stats", headers={"Authorization": scheme})
+            assert answer.status_code == status, scheme
+        assert (await client.get("/livez")).text == "alive\n"
+        assert (await client.get("/readyz")).text == "ready\n"
+
+
+async def test_a_browser_shows_the_token_once(mesh: TaskMesh) -> None:
+    async with browser(mesh, token=TOKEN) as client:
+        wrong = await client.post("/login", data={"token": "wrong", "then": "/workers"})
+        assert wrong.status_code == 401
+        assert "set-cookie" not in wrong.headers
+        right = await client.post("/login", data={"token": TOKEN, "then": "/workers"})
+        assert (right.status_code, right.headers["location"]) == (303, "/workers")
+        cookie = right.headers["set-cookie"]
+        assert "HttpOnly" in cookie
+        assert "SameSite=strict" in cookie
+        assert TOKEN not in cookie
+        assert (await client.get("/workers")).status_code == 200
+        assert (await client.post(CANCEL, headers={"Origin": "https://evil.example"})).status_code == 403
+        await client.post("/logout")
+        assert (await client.get("/workers")).status_code == 303
+
+
+async def test_login_leads_to_our_own_pages_only(mesh: TaskMesh) -> None:
+    async with browser(mesh, token=TOKEN) as client:
+        for then in ("https://evil.example", "//evil.example", "/\\evil.example"):
+            answer = await client.post("/login", data={"token": TOKEN, "then": then})
+            assert answer.headers["location"] == "/", then
+
+
+async def test_read_only_means_that_nothing_can_be_changed(mesh: TaskMesh) -> None:
+    await mesh.publish("work", "k")
+    async with browser(mesh, read_only=True) as client:
+        for path in (CANCEL, "/do/task.cancel", "/do-selected", "/api/v1/bulk/delete", "/api/v1/tasks"):
+            answer = await client.post(path, data={"name": "work", "key": "k"})
+            assert answer.status_code == 403, path
+        assert (await client.delete("/api/v1/task?name=work&key=k")).status_code == 403
+        page = await client.get("/task?name=work&key=k")
+        assert "<form" not in page.text.replace('<form method="dialog">', "")
+    assert (await mesh.get("work", "k")).status == "INIT"
+
+
+def test_a_token_that_can_be_guessed_is_refused() -> None:
+    with pytest.raises(InvalidOption, match="at least 16"):
+        create_app(TaskMesh("mongodb://nowhere"), token="secret")
+
+
+async def test_every_answer_keeps_scripts_and_frames_out(client: httpx.AsyncClient) -> None:
+    for path in ("/", "/tasks", "/no-such-page", "/api/v1/stats", "/static/app.js", "/login"):
+        answer = await client.get(path)
+        policy = answer.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert "frame-ancestors 'none'" in policy
+        assert answer.headers["x-content-type-options"] == "nosniff"

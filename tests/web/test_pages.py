@@ -1,0 +1,247 @@
+"""The pages, as a browser without scripts sees them: what they show, what their forms do, and that they escape everything."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.routing import Mount
+
+from taskmesh import TaskFailed, TaskMesh, current_task
+from taskmesh.web import create_app
+from tests.waiting import eventually
+from tests.web.conftest import ORIGIN, browser
+from tests.working import finished, working
+
+NASTY = "<script>alert(1)</script>\"'&{{7*7}}"
+
+
+class Outline(HTMLParser):
+    """What matters of a page: its links, scripts, ids, labels, and whether its tags close."""
+
+    VOID = frozenset({"meta", "link", "input", "br", "hr", "path", "rect", "option"})
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.loaded: list[str] = []
+        self.ids: list[str] = []
+        self.inline: list[str] = []
+        self.open: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        if tag not in self.VOID:
+            self.open.append(tag)
+        if tag == "a":
+            self.links.append(given.get("href") or "")
+        self.loaded += [given[name] or "" for name in ("src",) if name in given]
+        if tag == "link":
+            self.loaded.append(given.get("href") or "")
+        if given.get("id"):
+            self.ids.append(given["id"] or "")
+        self.inline += [name for name in given if name.startswith("on") or name == "style"]
+        if tag == "style" or (tag == "script" and "src" not in given):
+            self.inline.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self.open, f"</{tag}> closes nothing"
+            assert self.open.pop() == tag
+
+
+async def shown(client: httpx.AsyncClient, path: str, status: int = 200) -> str:
+    answer = await client.get(path)
+    assert answer.status_code == status, answer.text
+    outline = Outline(answer.text)
+    assert outline.open == []
+    assert outline.inline == [], "the policy forbids it"
+    assert len(outline.ids) == len(set(outline.ids)), "ids are unique"
+    assert all(path.startswith("/") for path in outline.loaded), "nothing comes from elsewhere"
+    return answer.text
+
+
+async def told(client: httpx.AsyncClient, operation: str, **fields: Any) -> str:
+    """Send a form, follow where it leads, and return what is told there."""
+    answer = await client.post(f"/do/{operation}", data={"back": "/tasks", **fields})
+    assert answer.status_code == 303, answer.text
+    page = (await client.get(answer.headers["location"])).text
+    match = re.search(r'<p class="told (good|bad)" role="status">(.*?)</p>', page, re.DOTALL)
+    assert match is not None
+    return f"{match[1]}: {match[2]}"
+
+
+async def some_life(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def work(what: str) -> Any:
+        task = current_task()
+        task.log(f"log {NASTY}")
+        await task.progress(0.5, f"half {NASTY}")
+        if what == "fail":
+            raise TaskFailed(f"reason {NASTY}")
+        return {"result": NASTY}
+
+    for what in ("succeed", "fail"):
+        await work.configure(group=NASTY[:200]).publish(f"{what} {NASTY}", what)
+    async with working(mesh, f"w {NASTY}"):
+        for what in ("succeed", "fail"):
+            await finished(mesh, "work", f"{what} {NASTY}")
+    await mesh.publish("work", "waiting", {"what": NASTY})
+    await mesh.set_limit("default", running=5, group_running=2)
+    await mesh.pause("default", reason=NASTY, by=NASTY)
+    await mesh.every("work", cron="0 6 * * *", params={"what": NASTY}, schedule_id=NASTY)
+    await mesh.pause_schedule(NASTY, reason=NASTY)
+
+
+async def test_t43_whatever_users_put_into_keys_and_results_is_escaped(
+    mesh: TaskMesh, client: httpx.AsyncClient
+) -> None:
+    await some_life(mesh)
+    paths = ["/", "/tasks", f"/tasks?where=key:'{NASTY}", "/workers", "/queues", "/schedules", "/api"]
+    links = Outline(await shown(client, "/tasks")).links
+    paths += [link for link in links if link.startswith("/task?")]
+    assert len(paths) == 10
+    for path in paths:
+        page = await shown(client, path)
+        assert "<script>alert" not in page, path
+    assert NASTY not in (await client.post("/do/task.get", data={"back": NASTY})).headers["location"]
+
+
+async def test_a_task_shows_its_executions_reasons_logs_and_gates(mesh: TaskMesh, client: httpx.AsyncClient) -> None:
+    @mesh.task
+    async def work(what: str) -> Any:
+        current_task().log("a line of the log")
+        if what == "fail":
+            raise TaskFailed("a good reason")
+        return "a fine result"
+
+    await work.publish("bad", "fail")
+    await work.publish("good", "succeed")
+    async with working(mesh, "w1"):
+        await finished(mesh, "work", "bad")
+        await finished(mesh, "work", "good")
+    await work.publish("waiting", "later")
+    bad = await shown(client, "/task?name=work&key=bad")
+    assert "a good reason" in bad
+    assert "a line of the log" in bad
+    assert '<rect class="fail"' in bad
+    good = await shown(client, "/task?name=work&key=good")
+    assert "a fine result" in good
+    assert '<rect class="success"' in good
+    waiting = await shown(client, "/task?name=work&key=waiting")
+    assert "Why is it not running?" in waiting
+    assert "retries left" in waiting
+    await shown(client, "/task?name=work&key=unknown", 404)
+    await shown(client, "/task?name=not%20a%20name&key=k", 422)
+
+
+async def test_forms_do_what_their_buttons_say(mesh: TaskMesh, client: httpx.AsyncClient) -> None:
+    assert (await told(client, "tasks.publish", name="work", key="k", params='{"n": 1}')).startswith(
+        "good: published: work k"
+    )
+    assert "was there already" in await told(client, "tasks.publish", name="work", key="k", params="{}")
+    assert (await told(client, "tasks.publish", name="work", key="k2", params="{")).startswith("bad: this is no JSON")
+    assert await told(client, "task.cancel", name="work", key="k") == "good: cancel: k"
+    assert (await mesh.get("work", "k")).status == "CANCELLED"
+    assert await told(client, "task.retry", name="work", key="k") == "good: retry: k"
+    assert (await told(client, "task.set_option", name="work", key="k", changes='{"priority": 4}')).startswith("good")
+    assert (await mesh.get("work", "k")).task_option.priority == 4
+    assert (await told(client, "task.retry", name="work", key="nobody")).startswith("bad: there is no task")
+    assert (await told(client, "queue.pause", queue="default", reason="why not")).startswith("good")
+    assert (await told(client, "queue.set_limit", queue="default", running="3", rate="", per_ms="")).startswith("good")
+    (queue,) = await mesh.queues()
+    assert (queue.paused_reason, queue.limits.running, queue.limits.rate) == ("why not", 3, None)
+    assert (
+        await told(client, "schedule.declare", schedule_id="s", name="work", interval_ms="60000", cron="")
+    ).startswith("good")
+    assert (await told(client, "schedule.trigger", schedule_id="s")).startswith("good: published: work s@by-hand-")
+    assert (await told(client, "no.such")).startswith("bad: there is no such operation")
+    assert (await told(client, "stats")).startswith("bad")
+    assert (await told(client, "task.delete", name="work", key="k")).startswith("good")
+
+
+async def test_ticked_tasks_and_all_that_fit_a_filter_are_retried(mesh: TaskMesh, client: httpx.AsyncClient) -> None:
+    await mesh.publish_many("work", {f"k:{n}": {} for n in range(6)})
+    ticked = {"action": "cancel", "task": ["work:k:1", "work:k:2", "work:gone"], "back": "/tasks"}
+    answer = await client.post("/do-selected", data=ticked)
+    page = await shown(client, answer.headers["location"])
+    assert "cancel: 2 of 3 tasks" in page
+    asked = await shown(client, "/bulk?action=retry&where=status:CANCELLED")
+    assert "<b>2</b> tasks fit" in asked
+    assert (await told(client, "bulk.retry", where="status:CANCELLED")) == "good: retry: 2 of 2 tasks"
+    assert (await mesh.stats()).counts == {"work": {"INIT": 6}}
+    await shown(client, "/bulk?action=explode&where=status:FAIL", 404)
+    await shown(client, "/bulk?action=retry&where=", 422)
+
+
+async def test_tasks_are_filtered_by_text_by_form_and_by_page(mesh: TaskMesh, client: httpx.AsyncClient) -> None:
+    await mesh.publish_many("one", {f"a{n:02}": {} for n in range(60)})
+    await mesh.publish_many("two", {"b": {}}, queue="other")
+    page = await shown(client, "/tasks?where=name:one&order=key")
+    assert "60 tasks fit" in page
+    (following,) = {link for link in Outline(page).links if "after=" in link}
+    assert "a59" in await shown(client, following)
+    for query in ("queue=other", "where=queue:other", "name=two&status=INIT", "where=name:two&key=b", "where=b"):
+        page = await shown(client, f"/tasks?{query}")
+        assert "1 task fits" in page, query
+    page = await shown(client, "/tasks?where=colour:red", 422)
+    assert 'role="alert"' in page
+    await shown(client, "/tasks?after=nonsense", 422)
+
+
+async def test_the_overview_counts(mesh: TaskMesh, client: httpx.AsyncClient) -> None:
+    assert "No tasks yet" in await shown(client, "/")
+    await mesh.publish_many("work", {f"k{n}": {} for n in range(1_234)})
+
+    async def counted() -> bool:
+        return "1 234" in await shown(client, "/")
+
+    await eventually(counted, what="the counts, which are kept for a moment, are those of now")
+
+
+async def test_it_works_where_it_is_mounted_and_behind_a_proxy(mesh: TaskMesh) -> None:
+    await mesh.publish("work", "k")
+    mounted = Starlette(routes=[Mount("/ops/mesh", app=create_app(mesh))])
+    behind = create_app(mesh, base_path="/ops/mesh")
+    for app, under in ((mounted, "/ops/mesh"), (behind, "")):
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url=ORIGIN, headers={"Origin": ORIGIN}
+        ) as client:
+            for path in ("/", "/tasks", "/task?name=work&key=k"):
+                answer = await client.get(under + path)
+                assert answer.status_code == 200
+                outline = Outline(answer.text)
+                assert all(link.startswith(("/ops/mesh/", "#")) for link in outline.links), outline.links
+                assert all(link.startswith("/ops/mesh/static/") for link in outline.loaded)
+            answer = await client.post(f"{under}/do/task.cancel", data={"name": "work", "key": "k", "back": "/tasks"})
+            assert answer.headers["location"] == "/ops/mesh/tasks"
+            document = (await client.get(f"{under}/api/v1/openapi.json")).json()
+            assert document["servers"] == [{"url": "/ops/mesh/api/v1"}]
+            assert (await client.get(f"{under}/static/style.css")).status_code == 200
+
+
+async def test_the_first_request_connects_a_mesh_that_is_not(mongo_uri: str, database: str) -> None:
+    mesh = TaskMesh(mongo_uri, database=database)
+    async with browser(mesh) as client:
+        assert (await client.get("/readyz")).status_code == 200
+        await shown(client, "/")
+    await mesh.close()
+
+
+async def test_without_a_database_pages_say_so() -> None:
+    mesh = TaskMesh("mongodb://127.0.0.1:1/?serverSelectionTimeoutMS=300")
+    async with browser(mesh) as client:
+        assert (await client.get("/livez")).status_code == 200
+        assert (await client.get("/readyz")).status_code == 503
+        page = await shown(client, "/tasks", 503)
+        assert "no MongoDB answers" in page
+
+
+@pytest.mark.parametrize("name", ["../app.py", "style.css.map", "%2e%2e/pages.py"])
+async def test_nothing_but_the_pages_own_files_is_served(client: httpx.AsyncClient, name: str) -> None:
+    assert (await client.get(f"/static/{name}")).status_code == 404
