@@ -17,7 +17,7 @@ from taskmesh.store.driver import Document
 HORIZON_MS = 2_000
 """Tasks due later than this are not announced: the scan, which looks ahead, finds them in time."""
 
-WAKING = ("failed", "released", "snoozed", "retried", "published", "option_changed", "succeeded", "settled")
+WAKING = ("failed", "released", "snoozed", "retried", "published", "option_changed", "succeeded", "settled", "progressed")
 """What can make a task claimable. Renewals and claims cannot."""
 STOPPING = ("cancelled", "deleted", "option_changed", "retried")
 """What an execution of the task has to hear of."""

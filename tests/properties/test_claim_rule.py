@@ -1,0 +1,180 @@
+"""The claim rule and all that is built from it say the same (T11): for random documents, at random moments.
+
+The filter of a claim ⇔ the oracle; scan, change stream and `next_claim_time` are implied by it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+
+import pytest
+
+from taskmesh import rules
+from taskmesh.store import Store, schema
+from taskmesh.store.claim import claim, claim_one, won
+from taskmesh.store.find import ScanRange, find, look_up, scan
+from tests.properties.documents import Documents, renamed, without_key
+from tests.properties.oracle import ANYBODY_ELSE, Document, Oracle, ms, stripped
+from tests.properties.world import BEGIN, QUEUES, STATUSES, WORKERS, image, shown
+
+SEED = os.environ.get("SEED", "taskmesh")
+_COUNT = 2_000
+_ALL_WORKERS = (*WORKERS, ANYBODY_ELSE)
+_KEY = ("_id", "name", "key", "queue", "lane")
+_LATER_MS = (0, 1, 999, 1_000, 2_500, 3_000)
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """Documents in the collection, as they were left at `BEGIN`, and an oracle for each."""
+
+    store: Store
+    oracles: dict[str, Oracle]
+
+    @property
+    def now(self) -> datetime:
+        now: datetime = self.store.now
+        return now
+
+    def later(self, milliseconds: int) -> None:
+        self.store.now = BEGIN + ms(milliseconds)
+
+    async def documents(self) -> dict[str, Document]:
+        return {document["_id"]: document for document in await self.store.find({}, {})}
+
+
+@pytest.fixture
+async def shelf(mongo_uri: str, database: str) -> AsyncIterator[Shelf]:
+    store = Store(mongo_uri, database, now=BEGIN)
+    try:
+        await schema.create_indexes(store)
+        documents = list(Documents(SEED, BEGIN).draw(_COUNT))
+        await store.driver.collection(store.tasks).insert_many(
+            [{name: value for name, value in document.items() if value is not None} for document in documents]
+        )
+        yield Shelf(store, {document["_id"]: Oracle(document) for document in documents})
+    finally:
+        await store.close()
+
+
+def differing(expected: Mapping[str, object], actual: Mapping[str, object]) -> list[str]:
+    """The first few differences, in words."""
+    assert expected.keys() == actual.keys()
+    return [
+        f"{id_}: {shown(actual[id_])}, by the oracle {shown(expected[id_])}"
+        for id_ in expected
+        if expected[id_] != actual[id_]
+    ][:5]
+
+
+async def test_the_derived_fields_follow_from_the_entries(shelf: Shelf) -> None:
+    """`next_claim_time` is the earliest moment of any worker; `settle_time` when time alone will finish the task."""
+    await shelf.store.driver.collection(shelf.store.tasks).update_many({}, rules.derivation(BEGIN))
+    stored = {id_: image(document) for id_, document in (await shelf.documents()).items()}
+    assert not differing({id_: image(oracle.document) for id_, oracle in shelf.oracles.items()}, stored)
+
+
+async def test_t11_when_a_worker_may_claim_is_what_the_oracle_says(shelf: Shelf) -> None:
+    for later in _LATER_MS:
+        shelf.later(later)
+        fields = {
+            "status": rules.status_on_reading(shelf.now),
+            **{f"time{n}": rules.claim_time(worker, shelf.now) for n, worker in enumerate(_ALL_WORKERS)},
+            **{f"open{n}": rules.claimable(worker, (), shelf.now) for n, worker in enumerate(_ALL_WORKERS)},
+            "elsewhere": rules.claimable("w1", ["even"], shelf.now),
+        }
+        found = {row["_id"]: row for row in await shelf.store.find({}, fields)}
+        assert not differing(
+            {id_: oracle.status(shelf.now) for id_, oracle in shelf.oracles.items()},
+            {id_: row["status"] for id_, row in found.items()},
+        )
+        for n, worker in enumerate(_ALL_WORKERS):
+            times = {id_: oracle.claim_time(worker, shelf.now) for id_, oracle in shelf.oracles.items()}
+            created = BEGIN - ms(7_000)
+            assert not differing(times, {id_: max(created, row[f"time{n}"] or created) for id_, row in found.items()})
+            assert not differing(
+                {id_: time <= shelf.now for id_, time in times.items()},
+                {id_: row[f"open{n}"] for id_, row in found.items()},
+            )
+        assert not differing(
+            {
+                id_: o.may_claim("w1", shelf.now, closed=o.document["queue"] == "even")
+                for id_, o in shelf.oracles.items()
+            },
+            {id_: row["elsewhere"] for id_, row in found.items()},
+        )
+
+
+async def test_t11_a_batch_of_claims_wins_what_each_would_win_alone_and_leaves_the_rest_untouched(shelf: Shelf) -> None:
+    tasks = shelf.store.driver.collection(shelf.store.tasks)
+    before = await shelf.documents()
+    sample = list(before)[:300]
+    await tasks.insert_many([renamed(before[id_], suffix) for id_ in sample for suffix in ("/alone", "/by itself")])
+    shelf.later(1_000)
+    expected = {
+        id_
+        for id_, oracle in shelf.oracles.items()
+        if oracle.may_claim("w1", shelf.now, closed=oracle.document["queue"] == "odd")
+    }
+    assert await claim(shelf.store, list(before), "w1", "r", closed_queues=["odd"]) == len(expected)
+    assert {document["_id"] for document in await won(shelf.store, list(before), "r", {})} == expected
+    for id_ in sample:
+        count = await claim(shelf.store, [f"{id_}/alone"], "w1", "r", closed_queues=["odd"])
+        alone = await claim_one(shelf.store, f"{id_}/by itself", "w1", "r", fields={}, closed_queues=["odd"])
+        assert (count == 1) == (alone is not None) == (id_ in expected)
+    after = await shelf.documents()
+    assert all(after[id_] == before[id_] for id_ in before if id_ not in expected)
+    for id_ in sample:
+        assert without_key(after[id_]) == without_key(after[f"{id_}/alone"]) == without_key(after[f"{id_}/by itself"])
+    for id_ in expected:
+        assert shelf.oracles[id_].claim("w1", "r", shelf.now)
+        expected_document = shelf.oracles[id_].document
+        assert image(after[id_]) == stripped(
+            {name: expected_document[name] for name in expected_document if name not in _KEY}
+        )
+
+
+async def test_t11_whatever_can_be_claimed_is_found_by_the_scan_and_by_its_place_in_time(shelf: Shelf) -> None:
+    for later in _LATER_MS:
+        shelf.later(later)
+        what = ScanRange(["job"], QUEUES, None, 0)
+        for worker in WORKERS:
+            expected = {id_ for id_, oracle in shelf.oracles.items() if oracle.may_claim(worker, shelf.now)}
+            rows = [
+                row for pinned in (False, True) for row in await scan(shelf.store, worker, what, _COUNT, pinned=pinned)
+            ]
+            assert {row.id for row in rows if (row.claim_time or BEGIN - ms(7_000)) <= shelf.now} == expected
+            assert all(row.next_claim_time <= shelf.now for row in rows)
+            looked_up = {row.id: row.claim_time for row in await look_up(shelf.store, worker, list(expected))}
+            assert looked_up.keys() == expected
+
+
+async def test_listings_show_the_status_that_the_oracle_sees(shelf: Shelf) -> None:
+    for later in _LATER_MS:
+        shelf.later(later)
+        for status in STATUSES:
+            expected = {
+                id_
+                for id_, oracle in shelf.oracles.items()
+                if oracle.status(shelf.now) == status and not oracle.forgotten(shelf.now)
+            }
+            assert {task["_id"] async for task in find(shelf.store, status=[status], limit=0)} == expected
+
+
+async def test_the_moment_at_which_a_task_becomes_claimable_is_the_one_that_was_told_before(shelf: Shelf) -> None:
+    """Nobody touches a task: then it can be claimed from the time that was told on, unless time alone has shut it.
+
+    It has expired by then, or so many leases have run out that nobody may try again.
+    """
+    told = {id_: oracle.claim_time("w1", BEGIN) for id_, oracle in shelf.oracles.items()}
+    for later in _LATER_MS:
+        shelf.later(later)
+        rows = await shelf.store.find({}, {"open": rules.claimable("w1", (), shelf.now)})
+        for row in rows:
+            oracle = shelf.oracles[row["_id"]]
+            shut = oracle.finished(shelf.now) or oracle.expired(shelf.now) or oracle.cannot_succeed(shelf.now)
+            expected = told[row["_id"]] <= shelf.now and not shut
+            assert row["open"] == expected, f"{row['_id']} at T+{later}: told {shown(told[row['_id']])}"
