@@ -11,13 +11,14 @@ import inspect
 import time
 from collections.abc import Callable
 
-from benchmarks import fleet, latency, limit, publish, results, scale
+from benchmarks import costs, fleet, latency, limit, plots, publish, results, scale
 from benchmarks.backlog import Backlogs
 from benchmarks.machine import conditions, server
 from benchmarks.tables import Answer
 
 QUESTIONS: dict[str, Callable[..., Answer]] = {
     "limit": limit.measure,
+    "costs": costs.measure,
     "latency": latency.measure,
     "publish": publish.measure,
     "fleet": fleet.measure,
@@ -51,6 +52,7 @@ def main() -> None:
             answer.write(name, facts)
     if not chosen.dry:
         results.write()
+        plots.draw()
     print(f"\nIn {(time.monotonic() - begun) / 60:.0f} minutes.")
 
 

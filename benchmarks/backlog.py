@@ -63,6 +63,14 @@ class Backlogs:
                 stop = min(start + 5_000, count)
                 await mesh.publish_many(name, {str(n): {"n": n} for n in range(start, stop)})
 
+    def let_claim(self, database: str, *, allowed: bool) -> None:
+        """Open or close the queue of a backlog, so that consumers can be there before it."""
+        asyncio.run(self._let_claim(database, allowed=allowed))
+
+    async def _let_claim(self, database: str, *, allowed: bool) -> None:
+        async with TaskMesh(self.uri, database=database) as mesh:
+            await (mesh.resume if allowed else mesh.pause)("default")
+
     def close(self) -> None:
         """Forget the templates."""
         self.client.drop_database(_TEMPLATES)

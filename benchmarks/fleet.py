@@ -5,7 +5,6 @@ Real processes, one consumer each. Claims are counted by PyMongo's monitoring: t
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 from benchmarks.backlog import Backlogs
 from benchmarks.crew import crew, wait_for, work_off
 from benchmarks.tables import Answer, Goal, cut, median, percentile
-from taskmesh import TaskMesh
 
 SIZES = (1, 2, 4, 8, 16)
 BACKLOG = 40_000
@@ -114,10 +112,10 @@ def _backlog(backlogs: Backlogs, fleet: Fleet, share: float) -> None:
     """A backlog behind a paused queue, which is opened when every consumer has read who else is there."""
     count = max(2_000, int(BACKLOG * share))
     with backlogs.database("noop", count) as database:
-        asyncio.run(_let_claim(backlogs.uri, database, allowed=False))
+        backlogs.let_claim(database, allowed=False)
         with crew("consume", _settings(backlogs, database, fleet.size, "noop")) as members:
             time.sleep(3.0)  # they read the registry each second or so
-            asyncio.run(_let_claim(backlogs.uri, database, allowed=True))
+            backlogs.let_claim(database, allowed=True)
             fleet.rates.append(work_off(members, count))
             wait_for(lambda: sum(member.done for member in members) >= count, 60, members)
             reports = [member.end() for member in members]
@@ -125,11 +123,6 @@ def _backlog(backlogs: Backlogs, fleet: Fleet, share: float) -> None:
     done = [report["finished"] for report in reports]
     fleet.fairness.append(min(done) / max(done))
     fleet.commands.append(sum(sum(report["commands"].values()) for report in reports) / count)
-
-
-async def _let_claim(uri: str, database: str, *, allowed: bool) -> None:
-    async with TaskMesh(uri, database=database) as mesh:
-        await (mesh.resume if allowed else mesh.pause)("default")
 
 
 def _wasted(reports: list[dict[str, Any]]) -> float:

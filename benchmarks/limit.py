@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,7 +40,15 @@ class Variant:
                 each | {"first": i, "step": self.processes, "count": count, "worker_id": f"w{i}"}
                 for i in range(self.processes)
             ]
+            # Several consumers divide the work when each has read who else is there: until then the queue is closed.
+            together = self.role == "consume" and self.processes > 1
+            if together:
+                backlogs.let_claim(database, allowed=False)
+                settings = [setting | {"at_once": True, "settle_s": 1.5} for setting in settings]
             with crew(self.role, settings) as members:
+                if together:
+                    time.sleep(1.0)
+                    backlogs.let_claim(database, allowed=True)
                 rate = work_off(members, count)
                 for member in members:
                     member.end()

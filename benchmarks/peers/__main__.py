@@ -9,7 +9,7 @@ import argparse
 from dataclasses import dataclass, field
 
 from benchmarks import latency as own_latency
-from benchmarks import limit, results
+from benchmarks import limit, plots, results
 from benchmarks.backlog import Backlogs
 from benchmarks.machine import conditions, server
 from benchmarks.peers.brokers import Brokers, NotInstalled
@@ -60,6 +60,7 @@ def main() -> None:
     if not chosen.dry:
         answer.write("peers", facts)
         results.write()
+        plots.draw()
 
 
 def _measure(wanted: list[Peer], brokers: Brokers, backlogs: Backlogs, repetitions: int, share: float) -> Answer:
