@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from taskmesh.cli import bulk, fleet, publishing, queues, tasks
+from taskmesh.cli import bulk, fleet, publishing, queues, tasks, top
 from taskmesh.cli.connected import Collection, Database, Uri
 from taskmesh.cli.demo import demo
 from taskmesh.cli.dev import dev
@@ -53,3 +53,4 @@ tasks.add_to(app)
 bulk.add_to(app)
 queues.add_to(app)
 fleet.add_to(app)
+top.add_to(app)

@@ -46,12 +46,13 @@ async def queues(mesh: TaskMesh, as_json: Json = False, watch: Watch = None) -> 
 
     async def read() -> Listing:
         found = await mesh.queues()
-        return Listing(found, _queue_table(found))
+        return Listing(found, queue_table(found))
 
     await show(read, as_json=as_json, every_s=watch)
 
 
-def _queue_table(found: list[QueueInfo]) -> RenderableType:
+def queue_table(found: list[QueueInfo]) -> RenderableType:
+    """Return a table of queues."""
     if not found:
         return Text("no queues", style="dim")
     rows = [

@@ -1,0 +1,91 @@
+"""`top`: the fleet, live; `doctor`: what is wrong with it."""
+
+from __future__ import annotations
+
+from collections import deque
+from datetime import UTC, datetime
+from typing import Annotated
+
+import typer
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from taskmesh.cli import output
+from taskmesh.cli.connected import connected
+from taskmesh.cli.fleet import stats_page, worker_table
+from taskmesh.cli.listing import Json, Listing, show
+from taskmesh.cli.queues import queue_table
+from taskmesh.doctor import Finding
+from taskmesh.mesh import TaskMesh
+
+_BARS = " ▁▂▃▄▅▆▇█"
+_HISTORY = 60
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add these commands."""
+    app.command("top", rich_help_panel="Fleet")(connected(top))
+    app.command("doctor", rich_help_panel="Fleet")(connected(doctor))
+
+
+async def top(
+    mesh: TaskMesh,
+    every: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="How often it looks.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Show it once, and end.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show tasks, queues and workers, live, until Ctrl-C."""
+    history: deque[float] = deque(maxlen=_HISTORY)
+
+    async def read() -> Listing:
+        stats, queues = await mesh.stats(), await mesh.queues()
+        workers = [worker for worker in await mesh.workers() if worker.live or worker.state == "gone"]
+        history.append(stats.finished_per_s)
+        parts: list[RenderableType] = [
+            Text(f"{mesh.address}   {datetime.now(UTC).isoformat(' ', 'seconds')}", style="dim"),
+            Text(""),
+            stats_page(stats),
+            Text(f"finished/s {sparkline(history)} {stats.finished_per_s:.1f}"),
+            Text(""),
+            queue_table(queues),
+            Text(""),
+            worker_table(workers),
+        ]
+        return Listing({"stats": stats, "queues": queues, "workers": workers}, Group(*parts))
+
+    await show(read, as_json=as_json, every_s=None if once else every)
+
+
+def sparkline(values: deque[float]) -> str:
+    """Return a bar for each value, the highest of them full."""
+    highest = max(values, default=0.0)
+    if highest <= 0:
+        return _BARS[0] * len(values)
+    return "".join(_BARS[round(value / highest * (len(_BARS) - 1))] for value in values)
+
+
+async def doctor(mesh: TaskMesh, as_json: Json = False) -> None:
+    """Look for what is wrong, with the remedy for each finding. Ends with 1 if something hurts now."""
+    findings = await mesh.doctor()
+
+    async def read() -> Listing:
+        return Listing(findings, _diagnosis(findings))
+
+    await show(read, as_json=as_json)
+    if any(finding.level == "error" for finding in findings):
+        raise typer.Exit(1)
+
+
+def _diagnosis(findings: list[Finding]) -> RenderableType:
+    lines: list[RenderableType] = []
+    for finding in findings:
+        line = Text()
+        line.append(f"{finding.level:8}", style=output.STYLES.get(finding.level, ""))
+        line.append(f"{finding.subject:13}", style="bold")
+        line.append(output.printable(finding.found))
+        lines.append(line)
+        if finding.remedy is not None:
+            lines.append(Text(f"{'':21}→ {output.printable(finding.remedy)}", style="italic"))
+    bad = [finding for finding in findings if finding.level in ("warning", "error")]
+    lines.append(Text(f"\n{len(bad)} of {len(findings)} findings ask for something" if bad else "\nall is well"))
+    return Group(*lines)

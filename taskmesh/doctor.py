@@ -1,0 +1,262 @@
+"""Is anything wrong with this mesh? Findings about the server, the collection, the fleet and the tasks, each with its remedy.
+
+Reads only. What the server does not let us see is a finding too, never an error.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from taskmesh.queues import QueueInfo, read_queues
+from taskmesh.stats import Stats, read_stats
+from taskmesh.store import Store, inspect, schema
+from taskmesh.workers import Registry, WorkerInfo
+
+Level = Literal["ok", "note", "warning", "error"]
+
+CLOCK_TOLERANCE_S = 2.0
+OPLOG_WANTED_S = 24 * 3_600.0
+TTL_LAG_S = 600.0
+UNCLAIMED_S = 60.0
+TRANSACTION_S = 10.0
+LARGE_TASK_BYTES = 4 * 1024 * 1024
+_WIRE_VERSION_OF_6_0 = 17
+
+
+class Finding(BaseModel):
+    """One thing that was looked at."""
+
+    model_config = ConfigDict(frozen=True)
+
+    level: Level
+    """`ok`; `note`: good to know; `warning`: will hurt one day; `error`: hurts now."""
+    subject: str
+    found: str
+    remedy: str | None = None
+
+
+async def examine(store: Store) -> list[Finding]:
+    """Look at everything, and return what was found, in the order of looking."""
+    workers = await Registry(store).read()
+    stats = await read_stats(store)
+    queues = await read_queues(store)
+    found: list[Finding] = []
+    for part in (_server(store), _collection(store), _fleet(workers, stats, queues), _tasks(store)):
+        found += [finding async for finding in part]
+    return found
+
+
+async def _server(store: Store) -> AsyncIterator[Finding]:
+    hello = await inspect.hello(store)
+    version = (await inspect.build(store))["version"]
+    if hello["maxWireVersion"] < _WIRE_VERSION_OF_6_0:
+        yield Finding(level="error", subject="server", found=f"MongoDB {version}", remedy="upgrade it to 6.0 or newer")
+    else:
+        yield Finding(level="ok", subject="server", found=f"MongoDB {version}")
+    if hello.get("msg") == "isdbgrid":
+        yield Finding(level="ok", subject="topology", found="a sharded cluster")
+    else:
+        async for finding in _replica_set(store, hello["setName"]):
+            yield finding
+    yield await _clock(store)
+    yield await _oplog(store)
+    open_too_long = await inspect.long_transactions(store, TRANSACTION_S)
+    if open_too_long is None:
+        yield Finding(level="note", subject="transactions", found="this user may not see them (inprog)")
+    elif open_too_long:
+        yield Finding(
+            level="warning",
+            subject="transactions",
+            found=f"{open_too_long} open for more than {TRANSACTION_S:.0f} s: they block writes to tasks they changed",
+            remedy="publish at the end of a transaction, not at its beginning, and keep transactions short",
+        )
+    else:
+        yield Finding(level="ok", subject="transactions", found=f"none open for more than {TRANSACTION_S:.0f} s")
+
+
+async def _replica_set(store: Store, name: str) -> AsyncIterator[Finding]:
+    members = await inspect.members(store)
+    if members is None:
+        yield Finding(level="note", subject="topology", found=f"replica set {name}; this user may not see its members")
+        return
+    down = [member["name"] for member in members if member["health"] != 1]
+    arbiters = [member["name"] for member in members if member["stateStr"] == "ARBITER"]
+    if down:
+        yield Finding(
+            level="error",
+            subject="topology",
+            found=f"replica set {name}: {', '.join(down)} cannot be reached",
+            remedy="bring it back, or remove it with rs.remove(): majority writes count it",
+        )
+    elif arbiters:
+        yield Finding(
+            level="warning",
+            subject="topology",
+            found=f"replica set {name} has an arbiter ({', '.join(arbiters)})",
+            remedy="a member that holds data instead: with one data member down, majority writes and streams stand still",
+        )
+    elif len(members) == 1:
+        yield Finding(
+            level="note",
+            subject="topology",
+            found=f"replica set {name} has a single member: no failover",
+            remedy="three members for production",
+        )
+    else:
+        yield Finding(level="ok", subject="topology", found=f"replica set {name} with {len(members)} healthy members")
+
+
+async def _clock(store: Store) -> Finding:
+    sent = time.time()
+    server = (await inspect.hello(store))["localTime"]
+    offset = server.timestamp() - (sent + time.time()) / 2
+    if abs(offset) < CLOCK_TOLERANCE_S:
+        return Finding(level="ok", subject="clock", found=f"ours and the server's differ by {abs(offset):.2f} s")
+    return Finding(
+        level="note",
+        subject="clock",
+        found=f"the server's is {offset:+.1f} s off ours; leases do not care, people who read times do",
+        remedy="run NTP on both",
+    )
+
+
+async def _oplog(store: Store) -> Finding:
+    window = await inspect.oplog_window_s(store)
+    if window is None:
+        return Finding(level="note", subject="oplog", found="this user may not see how far back it goes")
+    said = f"it goes {window / 3_600:.1f} h back"
+    if window >= OPLOG_WANTED_S:
+        return Finding(level="ok", subject="oplog", found=said)
+    # Never worse than a note: an oplog that was not full yet says nothing about its size.
+    return Finding(
+        level="note",
+        subject="oplog",
+        found=f"{said}; a stream that was away for longer begins anew, with a scan (nothing is lost)",
+        remedy="if it is full already: db.adminCommand({replSetResizeOplog: 1, size: …, minRetentionHours: 24})",
+    )
+
+
+async def _collection(store: Store) -> AsyncIterator[Finding]:
+    size = await inspect.size(store)
+    if size is not None:
+        yield Finding(
+            level="ok",
+            subject="collection",
+            found=f"{store.driver.database.name}.{store.tasks}: {size['count']} tasks, {size['size'] / 1e6:.1f} MB",
+        )
+    yield Finding(level="ok", subject="schema", found=f"version {schema.SCHEMA_VERSION}")
+    indexes = await inspect.index_use(store)
+    if indexes is None:
+        yield Finding(level="note", subject="indexes", found="this user may not see their use (clusterMonitor)")
+    else:
+        ours = {f"taskmesh_{name}": dict(keys) for name, (keys, _) in schema.INDEXES.items()}
+        missing = [name for name, keys in ours.items() if dict(indexes.get(name, {}).get("key", {})) != keys]
+        if missing:
+            yield Finding(
+                level="error",
+                subject="indexes",
+                found=f"missing or of another shape: {', '.join(missing)}",
+                remedy="start anything that connects (it creates them) with a user that may",
+            )
+        else:
+            used = ", ".join(f"{name.removeprefix('taskmesh_')} {indexes[name]['ops']}" for name in ours)
+            yield Finding(level="ok", subject="indexes", found=f"all there; used since the server's start: {used}")
+        foreign = {name: index["ops"] for name, index in indexes.items() if name not in ours and name != "_id_"}
+        if idle := [name for name, ops in foreign.items() if ops == 0]:
+            yield Finding(
+                level="warning",
+                subject="indexes",
+                found=f"not taskmesh's, and never used since the server's start: {', '.join(idle)}",
+                remedy="drop them unless you know why they are there: each makes every claim dearer",
+            )
+    lag = await inspect.past_retention(store, TTL_LAG_S)
+    if lag:
+        yield Finding(
+            level="warning",
+            subject="retention",
+            found=f"{_many(lag)} tasks should have been deleted {TTL_LAG_S / 60:.0f} min ago or more",
+            remedy="look at serverStatus().metrics.ttl, and whether ttlMonitorEnabled is on; `taskmesh purge` helps now",
+        )
+    else:
+        yield Finding(level="ok", subject="retention", found="what is over is deleted in time")
+
+
+async def _fleet(workers: list[WorkerInfo], stats: Stats, queues: list[QueueInfo]) -> AsyncIterator[Finding]:
+    live = [worker for worker in workers if worker.live]
+    gone = [worker.worker_id for worker in workers if worker.state == "gone"]
+    waiting = {name: by.get("INIT", 0) + by.get("RUNNING", 0) for name, by in stats.counts.items()}
+    unknown = {name: n for name, n in waiting.items() if n and not any(name in worker.names for worker in live)}
+    if not live:
+        unfinished = sum(waiting.values())
+        yield Finding(
+            level="error" if unfinished else "note",
+            subject="workers",
+            found=f"none is alive; {unfinished} tasks are unfinished",
+            remedy="taskmesh worker MODULE:MESH",
+        )
+    else:
+        versions = sorted({worker.version for worker in live})
+        yield Finding(level="ok", subject="workers", found=f"{len(live)} alive, of version {', '.join(versions)}")
+        for name, count in sorted(unknown.items()):
+            yield Finding(
+                level="error",
+                subject="workers",
+                found=f"{count} unfinished tasks {name!r}, which no live worker knows",
+                remedy="deploy workers with that handler, or cancel them: taskmesh cancel --where 'name:…'",
+            )
+    if gone:
+        yield Finding(
+            level="warning",
+            subject="workers",
+            found=f"{len(gone)} went without a word within the last hour: {', '.join(gone[:3])}",
+            remedy="their hosts' logs say why (out of memory?); their tasks have moved when the leases ran out",
+        )
+    for queue in queues:
+        if queue.paused and queue.waiting:
+            yield Finding(
+                level="warning",
+                subject="queues",
+                found=f"{queue.queue!r} is {queue.shut_because}, and {queue.waiting} tasks wait in it",
+                remedy=f"taskmesh resume {queue.queue}",
+            )
+        takers = [worker for worker in live if worker.queues is None or queue.queue in worker.queues]
+        if live and queue.waiting and not takers:
+            yield Finding(
+                level="error",
+                subject="queues",
+                found=f"{queue.waiting} tasks wait in {queue.queue!r}, from which no live worker takes",
+                remedy=f"taskmesh worker MODULE:MESH --queues {queue.queue}",
+            )
+
+
+async def _tasks(store: Store) -> AsyncIterator[Finding]:
+    if late := await inspect.unclaimed_leases(store, UNCLAIMED_S):
+        yield Finding(
+            level="warning",
+            subject="leases",
+            found=f"{_many(late)} tasks lost their worker more than {UNCLAIMED_S:.0f} s ago, and nobody has taken them over",
+            remedy="is a worker alive that knows them, with free slots? `taskmesh explain NAME KEY` tells for one",
+        )
+    if short := await inspect.short_leases(store):
+        yield Finding(
+            level="warning",
+            subject="leases",
+            found=f"worker_timeout_ms is less than two pings for {', '.join(short[:5])}: one late ping loses a task",
+            remedy="set it to three times ping_interval_ms or more",
+        )
+    if large := await inspect.large_tasks(store, LARGE_TASK_BYTES):
+        largest = large[0]
+        yield Finding(
+            level="warning",
+            subject="tasks",
+            found=f"{len(large)} or more are over 4 MB; {largest['_id']!r} has {largest['bytes'] / 1e6:.1f} MB of at most 16",
+            remedy="keep what is large elsewhere, and its place in the params",
+        )
+
+
+def _many(count: int) -> str:
+    return "1000 or more" if count >= 1_000 else str(count)
