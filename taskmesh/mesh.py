@@ -16,6 +16,7 @@ from taskmesh.bulk import BulkActions
 from taskmesh.clock import ServerClock, in_utc
 from taskmesh.consumer import Consumer
 from taskmesh.definition import Configuration, Run, TaskDefinition, TaskHandle, checked_queue
+from taskmesh.doctor import Finding, examine
 from taskmesh.errors import (
     IncompatibleCollection,
     InvalidOption,
@@ -534,6 +535,10 @@ class TaskMesh(Scheduling, BulkActions):
     async def stats(self) -> Stats:
         """Return counts by name and status, the lag of the oldest claimable task, and the throughput of the fleet."""
         return await read_stats(self.store)
+
+    async def doctor(self) -> list[Finding]:
+        """Look for what is wrong with the server, the collection, the fleet and the tasks. Changes nothing."""
+        return await examine(self.store)
 
     async def events(
         self, name: str | None = None, key: str | None = None, *, buffer: int = DEFAULT_BUFFER
