@@ -29,6 +29,7 @@ from taskmesh.consumer.finisher import Finisher
 from taskmesh.consumer.lanes import Lanes
 from taskmesh.consumer.limits import Limits
 from taskmesh.consumer.listener import Listener
+from taskmesh.consumer.neglected import Neglected
 from taskmesh.consumer.pause import until
 from taskmesh.consumer.pinger import Pinger
 from taskmesh.consumer.registration import Registration
@@ -95,6 +96,7 @@ class Consumer:
         self._readers: list[EventReader] = []
         self._order_time: Any = None
         self._fleet_closed: frozenset[str] = frozenset()
+        self._fleet: list[Document] = []
         self._fatal: BaseException | None = None
         self._executor: Executor | None = None
         self._claimer: Claimer | None = None
@@ -306,6 +308,7 @@ class Consumer:
         loops.start_soon(self._listener.run, name="taskmesh listener")
         loops.start_soon(self._second_look.run, name="taskmesh second look")
         loops.start_soon(self._reporter.run, name="taskmesh reporter")
+        loops.start_soon(Neglected(self._mesh.store, lambda: self._fleet).run, name="taskmesh neglected")
         loops.start_soon(self._ticker.run, name="taskmesh ticker")
         assert self._registration is not None
         loops.start_soon(self._registration.run, name="taskmesh registration")
@@ -486,6 +489,7 @@ class Consumer:
 
     def _meet_fleet(self, workers: list[Document]) -> None:
         """Learn who lives and does the same work."""
+        self._fleet = workers
         mine = set(self.names)
         peers = [
             worker["_id"]

@@ -265,6 +265,29 @@ async def queues_in_use(store: Store) -> list[str]:
     return sorted(found)
 
 
+async def names_in_use(store: Store) -> list[tuple[str, str]]:
+    """Return queue and name of the tasks that wait, each pair once: found as `queues_in_use` finds queues."""
+    found: list[tuple[str, str]] = []
+    for queue in await queues_in_use(store):
+        last = ""
+        while True:
+            cursor = (
+                store.driver.collection(store.tasks)
+                .find(
+                    {"status": "INIT", "queue": queue, "name": {"$gt": last, "$not": {"$type": "array"}}},
+                    {"_id": 0, "status": 1, "queue": 1, "name": 1},
+                    limit=1,
+                )
+                .sort([("status", 1), ("queue", 1), ("name", 1)])
+            )
+            rows = await cursor.to_list(1)
+            if not rows:
+                break
+            last = rows[0]["name"]
+            found.append((queue, last))
+    return found
+
+
 async def unfinished_left(
     store: Store,
     worker_id: str,
