@@ -10,7 +10,7 @@ from pathlib import Path
 from pymongo.errors import PyMongoError
 
 from taskmesh.embedded import Mongod, replica
-from tests.chaos.proxy import Proxy
+from tests.chaos.proxy import ProxyProcess
 from tests.mongods import QUICK_ELECTIONS, small_mongod
 from tests.waiting import wait_until
 
@@ -20,7 +20,7 @@ class Cluster:
     """The servers and their proxies, in the same order."""
 
     members: tuple[Mongod, ...]
-    proxies: tuple[Proxy, ...]
+    proxies: tuple[ProxyProcess, ...]
 
     @property
     def uri(self) -> str:
@@ -63,7 +63,7 @@ def cluster(directory: Path, count: int = 3) -> Iterator[Cluster]:
     """Run a replica set of `count` servers behind proxies below `directory`."""
     with ExitStack() as stack:
         members = tuple(small_mongod(directory / f"node{number}") for number in range(count))
-        proxies = tuple(stack.enter_context(Proxy()) for _ in members)
+        proxies = tuple(stack.enter_context(ProxyProcess()) for _ in members)
         for member, proxy in zip(members, proxies, strict=True):
             stack.enter_context(member)
             proxy.leads_to(member.port)

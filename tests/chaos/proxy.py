@@ -1,13 +1,18 @@
 """A TCP proxy in front of a `mongod`, for faults of the network. It reads the messages it passes on: it can lose a reply.
 
-It runs in a thread with an event loop of its own; what a test calls may be called from any thread.
+`Proxy` runs in a thread with an event loop of its own; what a test calls may be called from any thread. `ProxyProcess` is the
+same in a process of its own, for runs in which much goes through it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import socket
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Coroutine
 from contextlib import suppress
@@ -198,6 +203,79 @@ class Proxy:
             link.doomed.add(_HEADER.unpack_from(message)[1])
 
 
+class ProxyProcess:
+    """A `Proxy` in a child process, with the same calls."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.chaos.proxy"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        self.port: int = self._call("start")["port"]
+
+    def leads_to(self, port: int) -> None:
+        """Set where the server listens."""
+        self._call("leads_to", port)
+
+    def cut(self) -> None:
+        """See `Proxy.cut`."""
+        self._call("cut")
+
+    def refuse(self, refuses: bool) -> None:
+        """See `Proxy.refuse`."""
+        self._call("refuse", refuses)
+
+    def hang(self, hangs: bool) -> None:
+        """See `Proxy.hang`."""
+        self._call("hang", hangs)
+
+    def slow(self, delay_s: float) -> None:
+        """See `Proxy.slow`."""
+        self._call("slow", delay_s)
+
+    def lose_replies(self, command: str, count: int = 1) -> None:
+        """See `Proxy.lose_replies`."""
+        self._call("lose_replies", command, count)
+
+    def heal(self) -> None:
+        """See `Proxy.heal`."""
+        self._call("heal")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _call(self, name: str, *arguments: object) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps([name, *arguments]) + "\n")
+        self._process.stdin.flush()
+        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return answer
+
+
+def _obey() -> None:
+    """Do what comes on standard input, a call per line, until it ends."""
+    with suppress(KeyboardInterrupt):
+        proxy = Proxy()
+        for line in sys.stdin:
+            name, *arguments = json.loads(line)
+            getattr(proxy, name)(*arguments)
+            sys.stdout.write(json.dumps({"port": proxy.port, "lost_replies": proxy.lost_replies}) + "\n")
+            sys.stdout.flush()
+
+
 async def _next_message(reads: asyncio.StreamReader) -> bytes:
     """Return the next whole message, or nothing at the end."""
     try:
@@ -212,3 +290,7 @@ def _command_of(message: bytes) -> str:
     if _HEADER.unpack_from(message)[3] != _OP_MSG:
         return ""
     return message[_BSON_KEY_AT : message.index(b"\0", _BSON_KEY_AT)].decode()
+
+
+if __name__ == "__main__":
+    _obey()

@@ -119,6 +119,8 @@ class Fleet:
     ) -> Worker:
         """Start a worker; see `worker.Setting` for what can be set. `wait_ready` tells when it claims.
 
+        `clock_offset_s`: how far the machine's wall clock is to be off for this process, all libraries included; without
+        libfaketime, for Python alone. (It makes some sleeps fail, on which threads of the driver die: for short tests.)
         `disk_full`: whatever it logs cannot be written.
         """
         number = next(self._numbers)
@@ -131,7 +133,7 @@ class Fleet:
                 "FAKETIME_DONT_FAKE_MONOTONIC": "1",
             }
         elif clock_offset_s:
-            setting["clock_offset_s"] = clock_offset_s
+            setting["wrong_clock_s"] = clock_offset_s
         told = {
             "uri": self.uri,
             "database": self.database,

@@ -42,8 +42,8 @@ class Setting:
     listen: bool = True
     until_idle: bool = False
     grace_ms: int = 30_000
-    clock_offset_s: float = 0.0
-    """How far the wall clock of this process is to be off, where libfaketime is not there to do it."""
+    wrong_clock_s: float = 0.0
+    """How far the wall clock of this process is to be off, as far as Python asks for it."""
     broken: Sequence[str] = field(default_factory=list)
     """Which parts of the engine to break, so that a test can show that somebody notices: see `sabotage`."""
 
@@ -53,8 +53,8 @@ def main() -> None:
     die_with_parent()
     setting = Setting(**json.loads(sys.argv[1]))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    if setting.clock_offset_s:
-        shift_wall_clock(setting.clock_offset_s)
+    if setting.wrong_clock_s:
+        shift_wall_clock(setting.wrong_clock_s)
     for part in setting.broken:
         sabotage.PARTS[part]()
     signals.GRACE_MS = setting.grace_ms

@@ -1,0 +1,193 @@
+"""A few seconds in which everything happens to tasks that can: what the matrix of faults breaks at every verb in turn."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from pymongo import AsyncMongoClient, monitoring
+from pymongo.errors import PyMongoError
+
+from taskmesh import Consumer, Retry, Snooze, TaskMesh, TaskMeshError, TaskOption, current_task
+from tests.waiting import eventually
+
+T = TypeVar("T")
+_LEASE = TaskOption(
+    ping_interval_ms=400, worker_timeout_ms=6_000, unexpected_retry_delay_ms=50, max_unexpected_retries=5
+)
+_PATIENCE_S = 20.0
+
+
+@dataclass
+class Life:
+    """What became of the tasks."""
+
+    statuses: dict[str, str] = field(default_factory=dict)
+    runs: Counter[str] = field(default_factory=Counter)
+    charged: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """By key: losses and failures that the tasks were charged."""
+    told: list[str] = field(default_factory=list)
+    """Errors that a caller was told, who then tried again."""
+
+
+EXPECTED_RUNS = {"plain": 1, "twice": 1, "flaky": 2, "retries": 2, "reports": 1, "chains": 1, "after": 1, "writes": 1}
+EXPECTED_RUNS |= {"long": 1, "later": 1, "limited-0": 1, "limited-1": 1, "last": 1, "anew": 2, "snoozes": 2}
+EXPECTED_FAILS = {"flaky": 1, "retries": 1}
+
+
+async def live(
+    uri: str,
+    database: str,
+    listener: monitoring.CommandListener | None = None,
+    *,
+    armed: Callable[[], None] | None = None,
+) -> Life:
+    """Live through it all. `armed` is called when the fleet works, to begin with the faults."""
+    life = Life()
+    client: Any = AsyncMongoClient(uri, appname="taskmesh", event_listeners=[listener] if listener else [])
+    mesh = TaskMesh(client, database=database)
+    _define(mesh, life)
+    if armed is not None:
+        armed()
+    try:
+        await _again(life, mesh.connect)
+        try:
+            await _work(mesh, life)
+        finally:
+            await mesh.close()
+    finally:
+        await client.close()
+    return life
+
+
+async def _work(mesh: TaskMesh, life: Life) -> None:
+    consumers, running = await _start(mesh, life, "first")
+    try:
+        await _publish(mesh, life)
+        keys = [key for key in EXPECTED_RUNS if key != "last"]
+        await eventually(lambda: _are_done(mesh, life, keys), _PATIENCE_S, what="all but 'held' are done")
+        assert life.runs["held"] == 1
+        second, running_second = await _start(mesh, life, "second")
+        await consumers.stop(grace_ms=0)  # what it runs is given back, and 'second' has it
+        await running
+        consumers, running = second, running_second
+        await _again(life, lambda: mesh.publish("work", "last"))
+        await _again(life, lambda: mesh.set_concurrency("second", 7))
+        await eventually(lambda: second.concurrency == 7, _PATIENCE_S, what="the order is obeyed")
+        await eventually(
+            lambda: _are_done(mesh, life, ["last", "held"]), _PATIENCE_S, what="the second has done the rest"
+        )
+        await _read(mesh, life)
+        assert not running.done(), "the consumer goes on"
+    finally:
+        await consumers.stop(grace_ms=0)
+        await running
+
+
+async def _start(mesh: TaskMesh, life: Life, worker_id: str) -> tuple[Consumer, asyncio.Task[None]]:
+    while True:
+        consumer = mesh.consumer(worker_id=worker_id, concurrency=20)
+        running = asyncio.create_task(consumer.run())
+        await eventually(lambda: consumer.state == "running" or running.done(), _PATIENCE_S)  # noqa: B023 -- awaited here
+        if not running.done():
+            return consumer, running
+        error = running.exception()
+        assert isinstance(error, (PyMongoError, TaskMeshError)), error
+        life.told.append(f"run: {error}")
+
+
+async def _publish(mesh: TaskMesh, life: Life) -> None:
+    """Publish of every kind; each as a user would, who tries again after an error."""
+    for key in ("plain", "flaky", "snoozes", "retries", "reports", "chains", "writes", "long", "held", "twice", "anew"):
+        await _again(life, lambda key=key: mesh.publish("work", key))  # type: ignore[misc]  # the key is bound now
+    await _again(life, lambda: mesh.publish("work", "later", delay_ms=1_500, priority=1))
+    await _again(life, lambda: mesh.publish("work", "cancelled", delay_ms=3_600_000))
+    await _again(life, lambda: mesh.publish("work", "deleted", delay_ms=3_600_000))
+    await _again(life, lambda: mesh.publish("work", "tuned", delay_ms=3_600_000))
+    await _again(life, lambda: mesh.publish("work", "expires", delay_ms=3_600_000, expire_time=_soon(mesh)))
+    await _again(life, lambda: mesh.set_limit("narrow", running=1))
+    for number in range(2):
+        await _again(life, lambda n=number: mesh.publish("work", f"limited-{n}", queue="narrow"))  # type: ignore[misc]
+    await _again(life, lambda: mesh.publish("work", "twice", {"ms": 1}, update_existing_params=True))
+    await _again(life, lambda: mesh.cancel("work", "cancelled"))
+    await _again(life, lambda: _deleted(mesh))
+    await _again(life, lambda: mesh.set_option("work", "tuned", priority=7))
+    await _again(life, lambda: mesh.pause("other"))
+    handle = await _again(life, lambda: mesh.publish("work", "anew"))
+    await _again(life, lambda: handle.result(_PATIENCE_S))
+    if life.runs["anew"] == 1:
+        await _again(life, lambda: mesh.retry("work", "anew"))
+
+
+def _soon(mesh: TaskMesh) -> Any:
+    return mesh.clock.now()
+
+
+async def _deleted(mesh: TaskMesh) -> None:
+    if [task async for task in mesh.find(key_prefix="deleted")]:
+        await mesh.delete("work", "deleted")
+
+
+async def _again(life: Life, call: Callable[[], Awaitable[T]]) -> T:
+    """Call until it goes well; what the caller is told on the way is noted."""
+    for _ in range(5):
+        try:
+            return await call()
+        except (PyMongoError, TaskMeshError) as error:
+            life.told.append(f"{type(error).__name__}: {error}")
+    raise AssertionError(f"this does not go well however often it is tried: {life.told}")
+
+
+async def _are_done(mesh: TaskMesh, life: Life, keys: list[str]) -> bool:
+    tasks = await _again(life, lambda: _all_tasks(mesh))
+    left = [key for key in keys if tasks.get(key) != "SUCCESS"]
+    return not left and tasks.get("expires") == "EXPIRED" and life.runs["anew"] == 2
+
+
+async def _all_tasks(mesh: TaskMesh) -> dict[str, str]:
+    return {task.key: task.status.value async for task in mesh.find(limit=0)}
+
+
+async def _read(mesh: TaskMesh, life: Life) -> None:
+    for task in await _again(life, lambda: _listed(mesh)):
+        life.statuses[task.key] = task.status.value
+        fails = sum(entry.state == "FAIL" for entry in task.task_state.worker_states)
+        life.charged[task.key] = (task.task_state.lost_cnt, fails)
+    await _again(life, mesh.workers)
+    await _again(life, mesh.stats)
+
+
+async def _listed(mesh: TaskMesh) -> list[Any]:
+    return [task async for task in mesh.find(limit=0)]
+
+
+def _define(mesh: TaskMesh, life: Life) -> None:
+    @mesh.task(option=_LEASE)
+    async def work(ms: int = 0) -> str:
+        task = current_task()
+        life.runs[task.key] += 1
+        await asyncio.sleep(ms / 1000)
+        match task.key:
+            case "flaky" if task.attempt == 1:
+                raise ValueError("as asked")
+            case "retries" if task.attempt == 1:
+                raise Retry(delay_ms=100)
+            case "snoozes" if life.runs["snoozes"] == 1:
+                raise Snooze(delay_ms=100)
+            case "reports":
+                await task.progress(0.5, "half way")
+                task.log("going on")
+                await asyncio.sleep(1.0)
+            case "long":
+                await asyncio.sleep(1.5)
+            case "held" if life.runs["held"] == 1:
+                await asyncio.sleep(60)
+            case "chains":
+                await task.publish("work", "after")
+            case "writes":
+                async with task.transaction() as session:
+                    await mesh.store.driver.database["effects"].insert_one({"_id": task.running_id}, session=session)
+        return str(task.key)

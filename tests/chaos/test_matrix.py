@@ -1,0 +1,166 @@
+"""Every verb of the store, met by every fault: nothing is lost, nothing runs twice, nothing is charged, and the loops live on.
+
+Generated: the verbs are found by looking at the store, their commands by watching a life without faults.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pymongo import MongoClient
+
+from taskmesh.embedded import Mongod
+from tests.chaos.life import EXPECTED_FAILS, EXPECTED_RUNS, Life, live
+from tests.chaos.proxy import Proxy
+from tests.chaos.verbs import CommandsOfVerbs, verbs, watched
+from tests.mongods import small_mongod
+
+pytestmark = pytest.mark.chaos
+
+_OFF_THE_PATH = ("bulk", "inspect", "schedules", "groups", "limits")
+"""Modules of verbs that people call, or that have fault tests of their own (limits survive crashes: tests/fleet)."""
+_LOST_REPLY = "the reply is lost"
+FAULTS: dict[str, dict[str, Any]] = {
+    _LOST_REPLY: {},
+    "the connection is cut before": {"closeConnection": True},
+    "NotWritablePrimary": {"errorCode": 10107},
+    "ExceededTimeLimit": {"errorCode": 262},
+    "MaxTimeMSExpired": {"errorCode": 50},
+    "WriteConcernFailed": {"writeConcernError": {"code": 64, "errmsg": "waiting for replication timed out"}},
+    "ChangeStreamHistoryLost": {"errorCode": 286},
+    "CursorNotFound": {"errorCode": 43},
+    "DuplicateKey": {"errorCode": 11000},
+}
+_WRITES = {"insert", "update", "findAndModify", "delete", "commitTransaction"}
+_ONLY_FOR: dict[str, set[str]] = {
+    "WriteConcernFailed": _WRITES,
+    "ChangeStreamHistoryLost": {"aggregate", "getMore"},
+    "CursorNotFound": {"getMore"},
+    "DuplicateKey": {"insert"},
+}
+_ELSEWHERE = {
+    "find.names_in_use": "asked by `doctor` alone",
+    "find.open_scan": "reads behind tasks that are refused: tests/consumer/test_unclaimable_head.py",
+    "find.unfinished_left": "asked with until_idle: tests/processes/test_stampede.py",
+    "finish.standing": "asked after a fault, so here after every one at finish.finish",
+    "fleet.forget": "after a predecessor that was killed: tests/processes/test_worker_id.py",
+    "fleet.waiting": "asked where a queue is limited to nothing",
+    "lease.still_held": "asked after a fault, so here after every one at lease.ping",
+}
+_STREAM = "watch.getMore"
+"""No function of the store, but what is sent when the stream is read."""
+VERBS = sorted(
+    {_STREAM} | {verb for verb in verbs() if verb.partition(".")[0] not in _OFF_THE_PATH and verb not in _ELSEWHERE}
+)
+
+
+@dataclass
+class Servers:
+    """The server of this module, and the proxy through which the engine reaches it."""
+
+    mongod: Mongod
+    proxy: Proxy
+    commands: dict[str, set[str]] = field(default_factory=dict)
+    """What each verb sends."""
+
+    @property
+    def uri(self) -> str:
+        return f"mongodb://127.0.0.1:{self.proxy.port}/?directConnection=true"
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    directory: Path = tmp_path_factory.mktemp("matrix")
+    with small_mongod(directory) as mongod:
+        mongod.initiate()
+        with Proxy(mongod.port) as proxy:
+            yield Servers(mongod, proxy)
+
+
+@pytest.fixture
+async def commands(servers: Servers) -> dict[str, set[str]]:
+    if not servers.commands:
+        listener = CommandsOfVerbs()
+        with watched(lambda _: None):
+            _check(await live(servers.uri, f"learning_{uuid.uuid4().hex[:8]}", listener))
+        servers.commands = {**listener.commands, _STREAM: {"getMore"}}
+    return servers.commands
+
+
+async def test_a_life_calls_every_verb(commands: dict[str, set[str]]) -> None:
+    assert sorted(set(VERBS) - set(commands)) == [], "these are not put to the test"
+
+
+@pytest.mark.parametrize(("verb", "fault"), list(itertools.product(VERBS, FAULTS)))
+async def test_a_fault_at_a_verb_costs_nothing(
+    servers: Servers,
+    commands: dict[str, set[str]],
+    caplog: pytest.LogCaptureFixture,
+    verb: str,
+    fault: str,
+) -> None:
+    hit = commands.get(verb, set()) & _ONLY_FOR.get(fault, commands.get(verb, set()))
+    if not hit:
+        return  # no command of this verb can meet that
+    trap = _Trap(servers, verb, fault, sorted(hit))
+    database = f"matrix_{verb.replace('.', '_')}_{list(FAULTS).index(fault)}"
+    try:
+        with caplog.at_level(logging.ERROR, "taskmesh"), watched(trap.before):
+            life = await live(servers.uri, database)
+    finally:
+        trap.disarm()
+        with MongoClient[dict[str, Any]](servers.mongod.uri) as client:
+            client.drop_database(database)
+    _check(life)
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+class _Trap:
+    """Breaks the first two calls of a verb."""
+
+    def __init__(self, servers: Servers, verb: str, fault: str, commands: list[str]) -> None:
+        self._servers, self._fault, self._commands = servers, fault, commands
+        self._verb = "watch.open_stream" if verb == _STREAM else verb
+        self._left = 2
+        self._lock = threading.Lock()
+        self._client = MongoClient[dict[str, Any]](servers.mongod.uri)
+
+    def before(self, verb: str) -> None:
+        """Called wherever a verb is about to be called."""
+        with self._lock:
+            if verb != self._verb or not self._left:
+                return
+            self._left -= 1
+        if self._fault == _LOST_REPLY:
+            for command in self._commands:
+                self._servers.proxy.lose_replies(command)
+        else:
+            data = {"failCommands": self._commands, "appName": "taskmesh", **FAULTS[self._fault]}
+            self._client.admin.command("configureFailPoint", "failCommand", mode={"times": 1}, data=data)
+
+    def disarm(self) -> None:
+        """Let everything be well again."""
+        self._servers.proxy.heal()
+        self._client.admin.command("configureFailPoint", "failCommand", mode="off")
+        self._client.close()
+
+
+def _check(life: Life) -> None:
+    runs = {key: life.runs[key] for key in EXPECTED_RUNS}
+    assert runs == EXPECTED_RUNS, life.told
+    finished = {key: status for key, status in life.statuses.items() if key in EXPECTED_RUNS}
+    assert set(finished.values()) == {"SUCCESS"}, finished
+    assert len(finished) == len(EXPECTED_RUNS)
+    assert life.statuses["cancelled"] == "CANCELLED"
+    assert life.statuses["expires"] == "EXPIRED"
+    assert "deleted" not in life.statuses
+    charged = {key: charged for key, charged in life.charged.items() if key in EXPECTED_RUNS}
+    assert charged == {key: (0, EXPECTED_FAILS.get(key, 0)) for key in EXPECTED_RUNS}
