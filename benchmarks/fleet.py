@@ -14,8 +14,8 @@ from benchmarks.crew import crew, wait_for, work_off
 from benchmarks.tables import Answer, Goal, cut, median, percentile
 
 SIZES = (1, 2, 4, 8, 16)
-BACKLOG = 40_000
-TRICKLE_S = 6.0
+BACKLOG = 30_000
+TRICKLE_S = 5.0
 _COUNTED = ("insert", "query", "update", "delete", "getmore", "command")
 
 

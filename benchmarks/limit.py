@@ -63,7 +63,7 @@ def engine_variant(processes: int, concurrency: int, *, answers: bool) -> Varian
         f"engine, {processes} process{'es' * (processes > 1)}, concurrency {concurrency}{', results' * answers}",
         "consume",
         processes,
-        {20: 15_000, 200: 40_000, 1_000: 50_000}[concurrency],
+        {20: 10_000, 200: 30_000, 1_000: 40_000}[concurrency],
         {"concurrency": concurrency, "names": [name]},
         name,
     )
@@ -75,7 +75,7 @@ def bare_set_variant(processes: int, batch: int, in_flight: int) -> Variant:
         f"bare sets, {processes} process{'es' * (processes > 1)}, {in_flight} × {batch} in flight",
         "bare_set",
         processes,
-        60_000,
+        50_000,
         {"batch": batch, "in_flight": in_flight},
     )
 
