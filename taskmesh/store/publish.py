@@ -14,7 +14,7 @@ from typing import Any
 from zlib import crc32
 
 from bson import ObjectId
-from pymongo.errors import OperationFailure
+from pymongo.errors import OperationFailure, WriteConcernError
 
 from taskmesh import rules
 from taskmesh.errors import TaskRunning
@@ -167,7 +167,10 @@ async def _insert(store: Store, publications: list[Publication], now: datetime) 
     except OperationFailure as error:
         reply = error.details or {}
         failed = reply.get("writeErrors", [])
-        if not failed or "writeConcernError" in reply:
+        if "writeConcernError" in reply:  # whatever else it says, what was inserted may yet be rolled back
+            concern = reply["writeConcernError"]
+            raise WriteConcernError(concern.get("errmsg", ""), concern.get("code"), reply) from error
+        if not failed:
             raise
         for failure in failed:
             if failure["code"] != _DUPLICATE_KEY:

@@ -1,0 +1,119 @@
+"""Writes that were applied though their answer says otherwise, or that were cut off: nothing runs twice (trap T13)."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from taskmesh import Snooze, Status, TaskMesh, TaskOption, current_task
+from tests.faults import failing_commands
+from tests.waiting import eventually
+from tests.working import finished, working
+
+# Applied once on the server, reported as an error: what a driver must not repeat blindly (measured: NEEDS.md, A).
+GHOST: dict[str, Any] = {"writeConcernError": {"code": 64, "errmsg": "waiting for replication timed out"}}
+CUT_OFF: dict[str, Any] = {"closeConnection": True}
+WRITES = ["update", "findAndModify"]
+
+
+@pytest.mark.parametrize("count", [1, 25])
+@pytest.mark.parametrize("fault", [GHOST, CUT_OFF], ids=["writeConcernError", "closeConnection"])
+async def test_t13_what_a_claim_won_is_executed_once_though_its_answer_was_lost(
+    mesh: TaskMesh, mongo_uri: str, fault: dict[str, Any], count: int
+) -> None:
+    ran: list[str] = []
+
+    @mesh.task(
+        option=TaskOption(worker_timeout_ms=20_000, ping_interval_ms=5_000, max_unexpected_retries=0, max_timeouts=0)
+    )
+    async def job() -> str:
+        ran.append(current_task().key)
+        await asyncio.sleep(0.2)
+        return "done"
+
+    async with working(mesh, concurrency=50):
+        async with failing_commands(mongo_uri, WRITES, times=2, **fault):
+            await job.publish_many({f"k{i}": {} for i in range(count)})
+            await eventually(lambda: len(ran) == count, 15, what="all are executed")
+        for i in range(count):
+            task = await finished(mesh, "job", f"k{i}")
+            assert task.status is Status.SUCCESS
+            assert (task.task_state.lost_cnt, len(task.task_state.worker_states)) == (0, 1)
+    assert sorted(ran) == sorted(f"k{i}" for i in range(count))
+
+
+@pytest.mark.parametrize("fault", [GHOST, CUT_OFF], ids=["writeConcernError", "closeConnection"])
+@pytest.mark.parametrize("ending", ["succeed", "fail", "snooze"])
+async def test_t13_an_outcome_is_recorded_once_though_its_answer_was_lost(
+    mesh: TaskMesh, mongo_uri: str, fault: dict[str, Any], ending: str
+) -> None:
+    count = 10
+    ran: list[str] = []
+    release = asyncio.Event()
+
+    @mesh.task(option=TaskOption(max_unexpected_retries=0, max_timeouts=0))
+    async def job() -> Any:
+        key = current_task().key
+        ran.append(key)
+        await release.wait()
+        if ending == "fail":
+            raise ValueError
+        if ending == "snooze" and ran.count(key) == 1:
+            raise Snooze
+        return key
+
+    async with working(mesh, concurrency=50):
+        await job.publish_many({f"k{i}": {} for i in range(count)})
+        await eventually(lambda: len(ran) == count)
+        async with failing_commands(mongo_uri, WRITES, times=2, **fault):
+            release.set()
+            tasks = [await finished(mesh, "job", f"k{i}") for i in range(count)]
+    assert {task.status for task in tasks} == {Status.FAIL if ending == "fail" else Status.SUCCESS}
+    assert all(len(task.task_state.worker_states) == 1 for task in tasks)
+    assert len(ran) == count * (2 if ending == "snooze" else 1)
+
+
+@pytest.mark.parametrize("fault", [GHOST, CUT_OFF], ids=["writeConcernError", "closeConnection"])
+async def test_t13_a_publish_whose_answer_was_lost_is_told_as_created(
+    mesh: TaskMesh, mongo_uri: str, fault: dict[str, Any]
+) -> None:
+    @mesh.task
+    async def job(n: int) -> int:
+        return n
+
+    async with failing_commands(mongo_uri, ["insert", "update"], times=2, **fault):
+        assert (await job.publish("k", n=1)).created
+    async with failing_commands(mongo_uri, ["insert", "update"], times=2, **fault):
+        handles = await job.publish_many({f"k{i}": {"n": i} for i in range(50)})
+        assert all(handle.created for handle in handles)
+    async with failing_commands(mongo_uri, ["insert", "update"], times=2, **fault):
+        handle = await job.configure(run_again=True).publish("k", n=2)
+        assert (handle.created, handle.updated) == (False, True)
+    await mesh.consumer().run(until_idle=True)
+    assert await handle.result(timeout=5) == 2
+    document = await mesh.store.driver.collection("tasks").find_one({"_id": "job:k"})
+    assert document["task_state"]["wanted"] == 1, "one wish, however often it was sent"
+
+
+async def test_t31_outcomes_wait_for_a_database_that_fails_for_a_while(mesh: TaskMesh, mongo_uri: str) -> None:
+    ran: list[str] = []
+    release = asyncio.Event()
+
+    @mesh.task(option=TaskOption(worker_timeout_ms=20_000, ping_interval_ms=5_000))
+    async def job() -> None:
+        ran.append(current_task().key)
+        await release.wait()
+
+    await job.publish_many({f"k{i}": {} for i in range(30)})
+    async with working(mesh, concurrency=30) as consumer:
+        await eventually(lambda: len(consumer.running) == 30)
+        async with failing_commands(mongo_uri, [*WRITES, "find", "aggregate"], errorCode=6):
+            release.set()
+            await asyncio.sleep(1.5)  # so long the database fails
+            assert len(consumer.running) == 30, "nothing is taken for recorded"
+        await eventually(lambda: not consumer.running, 10)
+        tasks = [task async for task in mesh.find("job")]
+    assert [task.status for task in tasks] == [Status.SUCCESS] * 30
+    assert sorted(ran) == sorted(f"k{i}" for i in range(30))
