@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from taskmesh import errors
 from taskmesh.mesh import TaskMesh
+from taskmesh.store.faults import is_passing
 from taskmesh.web.connection import mesh_of
 from taskmesh.web.jsonable import to_json
 from taskmesh.web.operations import OPERATIONS, Operation, WhichEvents
@@ -69,7 +70,7 @@ def told(error: BaseException) -> tuple[int, str, str]:
         return error.status, "BadRequest", str(error)
     if isinstance(error, errors.TaskMeshError):
         return _STATUS.get(type(error), 503), type(error).__name__, str(error)
-    if isinstance(error, PyMongoError):
+    if isinstance(error, PyMongoError) and is_passing(error):
         logger.warning("the database did not answer: %s", error)
         return (
             503,

@@ -48,6 +48,7 @@ async def test_a_task_is_published_run_looked_at_and_deleted(mesh: TaskMesh, cli
     assert (await ask(client, "POST", "/task/retry", params=task))["status"] == "INIT"
     changed = await ask(client, "PATCH", "/task/option", params=task, json={"changes": {"priority": -1}})
     assert changed["task_option"]["priority"] == -1
+    assert (await ask(client, "PATCH", "/task/option", params=task, json={"changes": {}}))["status"] == "INIT"
     assert (await ask(client, "POST", "/task/cancel", params=task))["status"] == "CANCELLED"
     assert (await ask(client, "DELETE", "/task", params=task))["key"] == "a/b c"
     refused = await ask(client, "GET", "/task", 404, params=task)
