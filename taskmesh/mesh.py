@@ -441,6 +441,8 @@ class TaskMesh(Scheduling, BulkActions):
         On a running task, a worker that is no longer in `specific_worker_ids` stops; `ping_interval_ms` counts from the
         next ping; all else from the next claim.
         """
+        if not changes:
+            return await self.get(name, key)
         while True:
             before = (await self.get(name, key)).task_option
             after = stored_option(before.changed(**changes))
