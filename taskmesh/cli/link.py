@@ -2,7 +2,8 @@
 
 One tells the child that its supervisor lives: the supervisor alone holds the writing end, so the child reads its end when
 the supervisor has gone, however it went. On the other the child says, a line each: `ready`; `recycle` (it has done its
-share and wants a successor); `done` (it ended because there is nothing more to do).
+share and wants a successor); `done` (it ended because there is nothing more to do); and every second, out of its event
+loop, `well` or `unwell` (the database does not hear of it).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ VARIABLE = "TASKMESH_SUPERVISED"
 HOPELESS = 78
 """Exit status of a child that would fail in the same way again: EX_CONFIG of sysexits.h."""
 
-Word = Literal["ready", "recycle", "done"]
+Word = Literal["ready", "recycle", "done", "well", "unwell"]
 
 
 class Link:
@@ -36,6 +37,7 @@ class Link:
         life, words = (int(number) for number in value.split(","))
         for descriptor in (life, words):
             os.set_inheritable(descriptor, False)
+        os.set_blocking(words, False)  # a supervisor that does not listen must not hold up our event loop
         return cls(life, words)
 
     @property

@@ -19,9 +19,11 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from taskmesh.cli.link import HOPELESS, VARIABLE
+from taskmesh.cli.link import HOPELESS
 from taskmesh.cli.notify import notify, notify_reloading
+from taskmesh.cli.probes import Health, serve_probes
 from taskmesh.cli.processes import changed_files, rss_mb
+from taskmesh.cli.slot import Slot
 
 logger = logging.getLogger("taskmesh.supervisor")
 
@@ -34,89 +36,9 @@ _STARTS_AT_MOST = 5
 _READY_DEADLINE_S = 120.0
 _KILL_AFTER_S = 20.0
 _LOOK_S = 1.0
-
-
-class Slot:
-    """One place among the children: a process, and after its end the next."""
-
-    def __init__(self, name: str, command: Sequence[str]) -> None:
-        self.name = name
-        self.command = command
-        self.process: asyncio.subprocess.Process | None = None
-        self.ready = asyncio.Event()
-        self.words: set[str] = set()
-        self.failures = 0
-        self.failed_starts = 0
-        self.replacing = False
-        self.started_at = 0.0
-        self._stops_sent = 0
-        self._listening: asyncio.Task[None] | None = None
-
-    async def start(self, life: int, environment: Mapping[str, str], output: int | None = None) -> None:
-        """Start the process. `output`: a descriptor for all it prints, instead of ours."""
-        reading, writing = os.pipe()
-        self.ready.clear()
-        self.words = set()
-        self.replacing = False
-        self._stops_sent = 0
-        self.started_at = time.monotonic()
-        try:
-            self.process = await asyncio.create_subprocess_exec(
-                *self.command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env={**environment, VARIABLE: f"{life},{writing}"},
-                pass_fds=(life, writing),
-                process_group=0,
-            )
-        except BaseException:
-            os.close(reading)
-            raise
-        finally:
-            os.close(writing)
-        self._listening = asyncio.create_task(self._listen(reading))
-
-    async def _listen(self, descriptor: int) -> None:
-        reader = asyncio.StreamReader()
-        with os.fdopen(descriptor, "rb", buffering=0) as pipe:
-            transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-                lambda: asyncio.StreamReaderProtocol(reader), pipe
-            )
-            try:
-                while line := await reader.readline():
-                    self.words.add(line.decode().strip())
-                    if "ready" in self.words:
-                        self.ready.set()
-            finally:
-                transport.close()
-
-    async def ended(self) -> int:
-        """Wait for its end, and return the exit status; a signal's number is negative."""
-        assert self.process is not None
-        status = await self.process.wait()
-        if self._listening is not None:
-            # A process that it left behind may hold the pipe open: what is in it now is all there is to hear.
-            await asyncio.wait([self._listening], timeout=0.5)
-            self._listening.cancel()
-        return status
-
-    @property
-    def alive(self) -> bool:
-        """Whether its process runs."""
-        return self.process is not None and self.process.returncode is None
-
-    def send(self, number: int) -> None:
-        """Send a signal, if there is somebody to receive it."""
-        if self.alive and self.process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self.process.send_signal(number)
-
-    def stop(self, count: int) -> None:
-        """Send stop signals until it has had `count`; two different ones, since equal ones could merge into one."""
-        while self._stops_sent < count:
-            self.send(signal.SIGTERM if self._stops_sent == 0 else signal.SIGINT)
-            self._stops_sent += 1
+_DUMP_S = 1.0
+_STALE_S = 10.0
+"""A child that has not been heard of for so long is not ready."""
 
 
 class Supervisor:
@@ -129,13 +51,17 @@ class Supervisor:
         environment: Mapping[str, str],
         grace_ms: int,
         max_rss_mb: int | None = None,
+        hang_timeout_ms: int = 0,
         reload: bool = False,
+        health: tuple[str, int] | None = None,
     ) -> None:
         self._slots = [Slot(name, command) for name, command in commands.items()]
         self._environment = environment
         self._grace_ms = grace_ms
         self._max_rss_mb = max_rss_mb
+        self._hang_timeout_s = hang_timeout_ms / 1000
         self._reload = reload
+        self._probes = health
         self._stops = 0
         self._stopping = asyncio.Event()
         self._changed = asyncio.Event()
@@ -149,9 +75,15 @@ class Supervisor:
         """Keep the children until they are done, or until told to stop."""
         self._life, held = os.pipe()  # nobody else ever holds the second: its closing is our death
         self._take_signals()
+        probes = None
+        if self._probes is not None:
+            probes = await serve_probes(*self._probes, self.health)
+            logger.info("probes answer at http://%s:%d", *probes.sockets[0].getsockname()[:2])
         self._spawn(self._announce())
         if self._max_rss_mb is not None:
             self._spawn(self._watch_memory(self._max_rss_mb))
+        if self._hang_timeout_s:
+            self._spawn(self._watch_loops())
         if self._reload:
             self._spawn(self._watch_files())
         try:
@@ -159,10 +91,27 @@ class Supervisor:
         finally:
             for task in self._background:
                 task.cancel()
+            if probes is not None:
+                probes.close()
             os.close(held)
             os.close(self._life)
         logger.info("all workers have ended%s", "" if self._status == 0 else ", not as they should")
         return self._status
+
+    def health(self) -> Health:
+        """Return how the children are: live as long as this loop turns; ready when all of them are."""
+        children = {slot.name: self._state_of(slot) for slot in self._slots}
+        ready = not self._stopping.is_set() and set(children.values()) <= {"ready", "done"}
+        return Health(live=True, ready=ready, about={"workers": children})
+
+    def _state_of(self, slot: Slot) -> str:
+        if not slot.alive:
+            return "done" if "done" in slot.words else "restarting"
+        if not slot.ready.is_set():
+            return "starting"
+        if time.monotonic() - slot.heard_at > _STALE_S:
+            return "hanging"
+        return "ready" if slot.well else "without database"
 
     # --- one child after the other ---
 
@@ -297,6 +246,22 @@ class Supervisor:
                     logger.warning("worker %s uses %.0f MB, more than %d: replacing it", slot.name, used, limit_mb)
                     slot.replacing = True
                     slot.stop(1)
+
+    async def _watch_loops(self) -> None:
+        """A child whose event loop stands still does nothing, and has lost its leases: dump its stacks, replace it."""
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(_LOOK_S)
+            if time.monotonic() - before > 2 * _LOOK_S:
+                continue  # we stood still ourselves: what the children said meanwhile is not read yet
+            for slot in self._slots:
+                silent_s = time.monotonic() - slot.heard_at
+                if slot.alive and slot.ready.is_set() and silent_s > self._hang_timeout_s:
+                    logger.error("worker %s has stood still for %.0f s: replacing it", slot.name, silent_s)
+                    slot.send(signal.SIGUSR1)
+                    await asyncio.sleep(_DUMP_S)
+                    slot.send(signal.SIGKILL)
+                    slot.heard_at = time.monotonic()
 
     async def _watch_files(self) -> None:
         async for path in changed_files():

@@ -115,6 +115,11 @@ class Consumer:
         return 0 if self._executor is None else self._executor.finished
 
     @property
+    def silent_ms(self) -> float:
+        """How long ago the database last took this worker's sign of life; they come every two seconds."""
+        return 0.0 if self._registration is None else (time.monotonic() - self._registration.seen_at) * 1000
+
+    @property
     def concurrency(self) -> int:
         """How many executions may run here at once. Can be set while the consumer runs; what runs, runs on."""
         return self._concurrency

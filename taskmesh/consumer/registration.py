@@ -60,6 +60,8 @@ class Registration:
         self._wake = asyncio.Event()
         self._told_outage = False
         self._throughput = Throughput()
+        self.seen_at = time.monotonic()
+        """When (monotonic) the database last took a sign of life."""
 
     async def enter(self) -> None:
         """Register. Raises `WorkerIdTaken` while another live worker has the id.
@@ -105,7 +107,8 @@ class Registration:
             if document is None:
                 self._on_lost()
                 return
-            self._clock.observe(document["last_seen"], sent, time.monotonic())
+            self.seen_at = time.monotonic()
+            self._clock.observe(document["last_seen"], sent, self.seen_at)
             self._on_document(document)
             await self._read_fleet()
             self._told_outage = False

@@ -18,7 +18,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
-from taskmesh.cli.supervisor import Slot
+from taskmesh.cli.slot import Slot
 from taskmesh.demo.board import Board, View, WorkerRow, view_of
 from taskmesh.demo.check import Report, check
 from taskmesh.demo.counting import source_files

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -52,6 +53,12 @@ def block(ms: int) -> str:
 @mesh.task(option=quick)
 async def refuse(why: str) -> None:
     raise TaskFailed(why)
+
+
+@mesh.task(option=quick)
+async def hang(ms: int) -> str:
+    time.sleep(ms / 1000)  # in the event loop, where it must not be
+    return current_task().worker_id
 
 
 @mesh.task(option=quick)
@@ -185,7 +192,7 @@ class Shell:
                 env=self._environment(environment),
                 start_new_session=True,
             )
-        self.stack.callback(_kill_tree, process)
+        self.stack.callback(_kill_tree, process, psutil.Process(process.pid))
         return Started(process, *paths)
 
     def worker(self, *words: str, **environment: str) -> Started:
@@ -225,16 +232,15 @@ def shell_in(directory: Path, uri: str, database: str) -> Iterator[Shell]:
         yield Shell(uri, database, directory, stack)
 
 
-def _kill_tree(process: subprocess.Popen[bytes]) -> None:
-    try:
-        family = psutil.Process(process.pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        family = []
+def _kill_tree(process: subprocess.Popen[bytes], known: psutil.Process) -> None:
+    """End a process and all that it has started. `known` notices if its pid belongs to a stranger by now."""
+    family: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        if known.is_running():
+            family = known.children(recursive=True)
     process.kill()
     process.wait()
     for child in family:
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
-        except psutil.NoSuchProcess:
-            continue
     psutil.wait_procs(family, timeout=DEADLINE_S)

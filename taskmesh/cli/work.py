@@ -1,0 +1,192 @@
+"""What one worker process does: loads the mesh, runs its consumer, stops on signals, and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from taskmesh.cli import FAILED, output
+from taskmesh.cli.dump import dump_on_signal
+from taskmesh.cli.link import HOPELESS, Link
+from taskmesh.cli.loading import CannotLoad, load_mesh
+from taskmesh.cli.notify import notify
+from taskmesh.cli.options import WorkerOptions
+from taskmesh.cli.probes import Health, serve_probes
+from taskmesh.consumer import Consumer
+from taskmesh.errors import IncompatibleCollection, InvalidOption, NotAReplicaSet, TaskMeshError, WorkerIdTaken
+from taskmesh.mesh import TaskMesh
+
+logger = logging.getLogger("taskmesh.worker")
+
+_EXIT_DEADLINE_S = 10.0
+_LOOK_S = 0.2
+_BEAT_S = 1.0
+_SILENCE_MS = 10_000
+"""Without a sign of life in the database for so long (five are due) a worker is not ready."""
+
+
+def run_one(options: WorkerOptions, link: Link) -> int:
+    """Be a worker until the end, and return the exit status. Alone, what cannot be helped is raised."""
+    try:
+        mesh = load_mesh(options.target)
+        mesh.connect_to(options.uri, database=options.database, collection=options.collection)
+        asyncio.run(_Worker(mesh, options, link).run())
+    except (CannotLoad, InvalidOption, NotAReplicaSet, IncompatibleCollection, WorkerIdTaken) as error:
+        if not link.supervised:
+            raise
+        output.say(f"taskmesh: {error}", stderr=True)
+        return HOPELESS
+    except TaskMeshError as error:
+        output.say(f"taskmesh: {error}", stderr=True)
+        return FAILED
+    return 0
+
+
+class _Worker:
+    """One worker process: its consumer, and the signals that stop it at any moment of its life."""
+
+    def __init__(self, mesh: TaskMesh, options: WorkerOptions, link: Link) -> None:
+        self._mesh = mesh
+        self._options = options
+        self._link = link
+        self._consumer: Consumer | None = None
+        self._stops = 0
+        self._recycling = False
+        self._main: asyncio.Task[Any] | None = None
+
+    async def run(self) -> None:
+        self._main = asyncio.current_task()
+        self._take_signals()
+        try:
+            await self._connect_and_run()
+        except asyncio.CancelledError:
+            if not self._stops:
+                raise
+            logger.info("stopped before it began")
+        if not self._stops:
+            self._link.say("recycle" if self._recycling else "done")
+        _end_by_force_later()
+
+    async def _connect_and_run(self) -> None:
+        options = self._options
+        async with self._mesh as mesh:
+            consumer = mesh.consumer(
+                worker_id=options.worker_id,
+                concurrency=options.concurrency,
+                names=options.names,
+                queues=options.queues,
+                listen=options.listen,
+            )
+            self._consumer = consumer
+            dump_on_signal(consumer)
+            if not self._link.supervised:
+                self._introduce(consumer)
+            watching = [asyncio.create_task(self._watch(consumer)), asyncio.create_task(self._beat(consumer))]
+            try:
+                async with self._probes(consumer):
+                    await consumer.run(until_idle=options.until_idle)
+            finally:
+                for task in watching:
+                    task.cancel()
+
+    @contextlib.asynccontextmanager
+    async def _probes(self, consumer: Consumer) -> AsyncIterator[None]:
+        where = self._options.health
+        if where is None:
+            yield
+            return
+        server = await serve_probes(*where, lambda: _health(consumer))
+        logger.info("probes answer at http://%s:%d", *server.sockets[0].getsockname()[:2])
+        try:
+            yield
+        finally:
+            server.close()
+
+    async def _beat(self, consumer: Consumer) -> None:
+        """Tell the supervisor, out of this very loop, that it turns."""
+        while True:
+            self._link.say("well" if _health(consumer).ready else "unwell")
+            await asyncio.sleep(_BEAT_S)
+
+    def _introduce(self, consumer: Consumer) -> None:
+        banner(
+            f"taskmesh worker {consumer.worker_id} (pid {os.getpid()})",
+            runs=f"{', '.join(consumer.names)} (of {self._options.target})",
+            source=f"{'all queues' if consumer.queues is None else ', '.join(consumer.queues)} at {self._mesh.address}",
+            at_once=str(consumer.concurrency),
+            grace_ms=self._options.grace_ms,
+        )
+
+    async def _watch(self, consumer: Consumer) -> None:
+        """Say when it is ready, and stop it when it has done its share."""
+        while consumer.state == "ready":  # noqa: ASYNC110  # a consumer has no event for that
+            await asyncio.sleep(0.01)
+        self._link.say("ready")
+        if not self._link.supervised:
+            notify("READY=1", f"STATUS=worker {consumer.worker_id} runs")
+        limit = self._options.max_tasks
+        while limit is not None and consumer.finished < limit:  # noqa: ASYNC110  # a count has no event
+            await asyncio.sleep(_LOOK_S)
+        if limit is not None:
+            logger.info("worker %s has run %d tasks and makes way for a new one", consumer.worker_id, limit)
+            self._recycling = True
+            consumer.begin_stop(self._options.grace_ms)
+
+    def _take_signals(self) -> None:
+        """Before anything else, so that none comes too early; the consumer then leaves them alone."""
+        loop = asyncio.get_running_loop()
+        self._link.when_alone(lambda: self._stop("the supervisor has gone"))
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self._stop, signal.Signals(number).name)
+
+    def _stop(self, why: str) -> None:
+        self._stops += 1
+        consumer = self._consumer
+        if consumer is None or consumer.state == "ready":
+            assert self._main is not None
+            self._main.cancel()
+            return
+        if not self._link.supervised:
+            notify("STOPPING=1")
+        logger.info("%s: worker %s stops %s", why, consumer.worker_id, "gracefully" if self._stops == 1 else "at once")
+        consumer.begin_stop(self._options.grace_ms if self._stops == 1 else 0)
+
+
+def _health(consumer: Consumer) -> Health:
+    heard = consumer.silent_ms < _SILENCE_MS
+    about = {"worker_id": consumer.worker_id, "state": consumer.state, "running": len(consumer.running)}
+    return Health(live=consumer.state != "stopped", ready=consumer.state == "running" and heard, about=about)
+
+
+def banner(title: str, *, runs: str, source: str, at_once: str, grace_ms: int) -> None:
+    """Five lines: what, which tasks, from where, how many, and how to stop it."""
+    output.say(title)
+    output.say(f"  runs     {runs}")
+    output.say(f"  from     {source}")
+    output.say(f"  at once  {at_once}")
+    output.say(f"  stop     Ctrl-C or SIGTERM; what runs has {grace_ms / 1000:g} s; again: at once")
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+
+
+def _end_by_force_later() -> None:
+    """A thread that a handler left behind must not keep a process alive whose consumer has given everything back."""
+
+    def end() -> None:
+        time.sleep(_EXIT_DEADLINE_S)
+        logger.warning(
+            "threads of handlers go on %.0f s after the stop: the process ends without them", _EXIT_DEADLINE_S
+        )
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    threading.Thread(target=end, name="taskmesh end", daemon=True).start()
