@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from datetime import datetime, timedelta
 
@@ -61,6 +62,7 @@ class Registry:
         self._workers: list[WorkerInfo] = []
         self._queues: dict[str, Document] = {}
         self._read_at = float("-inf")
+        self._reading = asyncio.Lock()
 
     async def read(self) -> list[WorkerInfo]:
         """Return all workers of the last hour."""
@@ -81,9 +83,14 @@ class Registry:
         return found
 
     async def _refresh(self) -> None:
-        await self.read()
-        self._queues = await fleet.queues(self._store)
-        self._read_at = time.monotonic()
+        asked = time.monotonic()
+        async with self._reading:  # many publish at once: one reads, and the others take what it found
+            if self._read_at >= asked:
+                return
+            begun = time.monotonic()
+            await self.read()
+            self._queues = await fleet.queues(self._store)
+            self._read_at = begun
 
     def _warnings(self, name: str, configuration: Configuration, now: datetime) -> list[str]:
         found = []

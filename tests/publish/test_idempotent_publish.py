@@ -14,7 +14,9 @@ from pymongo import AsyncMongoClient, MongoClient
 
 import taskmesh.mesh
 import taskmesh.store.publish
+from benchmarks.commands import Commands
 from taskmesh import TaskMesh, TaskMeshError
+from taskmesh.definition import Configuration
 from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +55,20 @@ def test_t36_a_thousand_publishes_from_four_processes_create_one_task(mongo_uri:
         assert sorted(created) == [0, 0, 0, 1]
         assert [publisher.returncode for publisher in publishers] == [0, 0, 0, 0]
         assert [task["_id"] for task in client[database]["tasks"].find()] == ["job:the key"]
+
+
+async def test_many_who_ask_at_once_whether_anybody_lives_read_the_registry_together(
+    mongo_uri: str, database: str
+) -> None:
+    """What a handle's warnings say comes from two aggregations, over workers and over queues."""
+    commands = Commands()
+    client: AsyncMongoClient[dict[str, Any]] = AsyncMongoClient(mongo_uri, event_listeners=[commands], tz_aware=True)
+    async with client, TaskMesh(client, database=database) as mesh:
+        before = commands.by_name["aggregate"]
+        asked = (mesh._registry.warnings("job", Configuration(), mesh.clock.now()) for _ in range(200))
+        answers = await asyncio.gather(*asked)
+        assert commands.by_name["aggregate"] - before <= 4
+    assert all("no worker is alive" in warnings[0] for warnings in answers)
 
 
 async def test_many_keys_are_published_at_once_with_their_handles_in_order(mesh: TaskMesh) -> None:
