@@ -135,8 +135,8 @@ async def overview(request: Request, mesh: TaskMesh) -> Response:
     """Show how it is going."""
     pulse: Pulse = request.app.state.pulse
     stats = await pulse.stats()
-    found = await asyncio.gather(mesh.workers(), mesh.schedules())
-    live_workers = [worker for worker in found[0] if worker.live]
+    live_workers = [worker for worker in await mesh.workers() if worker.live]
+    all_schedules = await mesh.schedules()
     return _render(
         request,
         "overview.html",
@@ -149,7 +149,7 @@ async def overview(request: Request, mesh: TaskMesh) -> Response:
         workers=live_workers,
         slots=sum(worker.concurrency for worker in live_workers),
         busy=sum(worker.running for worker in live_workers),
-        upcoming=[schedule for schedule in found[1] if not schedule.paused][:5],
+        upcoming=[schedule for schedule in all_schedules if not schedule.paused][:5],
     )
 
 
@@ -184,10 +184,9 @@ async def tasks(request: Request, mesh: TaskMesh) -> Response:
     count: int | None = 0
     if which is not None:
         after = request.query_params.get("after") or None
-        page, count = await asyncio.gather(
-            mesh.page(which, newest_first=newest, after=after, deadline_ms=_LISTED_WITHIN_MS),
-            mesh.count_within(which, at_most=_COUNT_AT_MOST, deadline_ms=_COUNT_WITHIN_MS),
-        )
+        # One after the other: of two at once, a refusal of one would leave the other on its way.
+        page = await mesh.page(which, newest_first=newest, after=after, deadline_ms=_LISTED_WITHIN_MS)
+        count = await mesh.count_within(which, at_most=_COUNT_AT_MOST, deadline_ms=_COUNT_WITHIN_MS)
     stats = await request.app.state.pulse.stats()
     return _render(
         request,
