@@ -1,21 +1,26 @@
 """Events: what happens to tasks, as an async iterator.
 
-In order for each task, as the server committed it. The buffer is bounded: a reader that is too slow is told how many it
-missed by an event of kind `missed`; after a gap in the stream comes one of kind `gap`.
+Complete, and in order for each task, as the server committed it. The buffer is bounded: a reader that is too slow is told
+how many it missed by an event of kind `missed`; where the stream itself lost its place comes one of kind `gap`. All readers of
+a process share its one stream. One that resumes behind a token reads a stream of its own, but only until it has caught up.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
-from datetime import datetime
+from collections.abc import AsyncIterator, Generator, Iterator
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from typing import Any, Literal, Self
 
-from taskmesh.feed import Feed, Subscription
+from pymongo.errors import OperationFailure
+
+from taskmesh.errors import InvalidOption
+from taskmesh.feed import Feed, Subscription, is_history_lost
+from taskmesh.store import Store
 from taskmesh.store.stamp import read_stamp
-from taskmesh.store.watch import FINISHED, Change, Interest
+from taskmesh.store.watch import FINISHED, Change, Interest, change_from, open_stream
 
 EventKind = Literal[
     "published",
@@ -35,6 +40,7 @@ EventKind = Literal[
     "gap",
 ]
 DEFAULT_BUFFER = 10_000
+_CATCHING_UP_AWAIT_MS = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +56,8 @@ class TaskEvent:
     """For `finished`: the final status."""
     missed: int = 0
     """For `missed`: how many events the reader was too slow for."""
-    token: Any = None
-    """Where the stream stood: `mesh.events(after=token)` goes on behind it."""
+    token: str | None = None
+    """Where the stream stood: `mesh.events(after=token)` goes on behind this event. Valid as long as the oplog reaches back."""
 
 
 def events_of(change: Change) -> Iterator[TaskEvent]:
@@ -61,7 +67,7 @@ def events_of(change: Change) -> Iterator[TaskEvent]:
     name, _, key = change.id.partition(":")
 
     def event(kind: str, worker_id: str | None = None, status: str | None = None) -> TaskEvent:
-        return TaskEvent(kind, name, key, worker_id, change.time, status, token=change.token)  # type: ignore[arg-type]  # a stamp's kind
+        return TaskEvent(kind, name, key, worker_id, change.time, status)  # type: ignore[arg-type]  # a stamp's kind
 
     if change.operation in ("insert", "replace"):
         yield event("published")
@@ -78,77 +84,192 @@ def events_of(change: Change) -> Iterator[TaskEvent]:
 
 
 class EventReader:
-    """The async iterator behind `mesh.events()` and `consumer.events()`."""
+    """The async iterator behind `mesh.events()` and `consumer.events()`.
+
+    It listens from the call that made it. Where nobody in the process listened before, opening the stream takes a moment:
+    `async with` waits for it, and closes the reader at the end. It ends with the mesh, or with the consumer it belongs to.
+    """
 
     def __init__(
         self,
+        feed: Feed,
+        store: Store,
         name: str | None = None,
         key: str | None = None,
         worker_id: str | None = None,
+        *,
+        after: str | None = None,
         buffer: int = DEFAULT_BUFFER,
     ) -> None:
+        self._feed = feed
+        self._store = store
         self._name, self._key, self._worker_id = name, key, worker_id
+        self._after = None if after is None else _Place.read(after)
+        self._past: AsyncIterator[TaskEvent] | None = None
         self._buffer: deque[TaskEvent] = deque()
-        self._limit = buffer
+        self._limit = max(1, buffer)
         self._missed = 0
         self._gaps = 0
         self._wake = asyncio.Event()
         self._closed = False
-        self._feed: Feed | None = None
-        self._subscription: Subscription | None = None
+        self._behind: str | None = feed.position
+        """The last change that was told, or where the stream stood when it began for this reader."""
+        self._began = self._behind
+        self._subscription: Subscription | None = feed.subscribe(Interest(events=True), self._take, self._take_gap)
 
-    async def open(self, feed: Feed) -> Self:
-        """Start to listen to the feed; from here on nothing is left out unsaid."""
-        self._feed = feed
-        self._subscription = feed.subscribe(Interest(events=True), self.take, self.take_gap)
-        await self._subscription.ready.wait()
+    async def opened(self) -> Self:
+        """Wait until the stream is open: from then on at the latest, nothing is left out unsaid."""
+        if self._subscription is not None:
+            await self._subscription.ready.wait()
         return self
 
-    def take(self, change: Change) -> None:
-        """Keep what the reader asked for of a change."""
-        for event in events_of(change):
-            self.add(event)
+    def __await__(self) -> Generator[Any, None, Self]:
+        return self.opened().__await__()
 
-    def add(self, event: TaskEvent) -> None:
-        """Keep an event, if the reader asked for such."""
-        wrong_task = (self._name is not None and event.name != self._name) or (
-            self._key is not None and event.key != self._key
-        )
-        if wrong_task or (self._worker_id is not None and event.worker_id != self._worker_id):
-            return
-        if len(self._buffer) >= self._limit:
-            self._missed += 1
-        else:
-            self._buffer.append(event)
-        self._wake.set()
+    async def __aenter__(self) -> Self:
+        return await self.opened()
 
-    def take_gap(self) -> None:
-        """Note that events may be missing here."""
-        self._gaps += 1
-        self._wake.set()
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> TaskEvent:
+        if self._after is not None:
+            event = await self._next_of_the_past()
+            if event is not None:
+                return event
+        while True:
+            if self._buffer:
+                return self._buffer.popleft()
+            if self._missed or self._gaps:
+                return self._told_what_is_missing()
+            if self._closed:
+                raise StopAsyncIteration
+            self._wake.clear()
+            await self._wake.wait()
+
+    async def aclose(self) -> None:
+        """Stop to listen, as an async generator would."""
+        self._buffer.clear()
+        self.close()
 
     def close(self) -> None:
         """Stop to listen; the iterator ends after what is buffered."""
-        if self._feed is not None and self._feed.listens(self._subscription):
-            assert self._subscription is not None
-            self._feed.unsubscribe(self._subscription)
-        self._subscription = None
+        subscription, self._subscription = self._subscription, None
+        if subscription is not None and self._feed.listens(subscription):
+            self._feed.unsubscribe(subscription)
         self._closed = True
         self._wake.set()
 
-    async def __aiter__(self) -> AsyncIterator[TaskEvent]:
+    # --- what the feed hands over ---
+
+    def _take(self, change: Change) -> None:
+        self._began = self._began or self._feed.position
+        for event in self._wanted_of(change):
+            if len(self._buffer) >= self._limit:
+                self._missed += 1
+            else:
+                self._buffer.append(event)
+            self._wake.set()
+
+    def _take_gap(self) -> None:
+        self._gaps += 1
+        self._wake.set()
+
+    def _wanted_of(self, change: Change, skip: int = 0) -> list[TaskEvent]:
+        """The events of a change that the reader asked for, each with the place behind it."""
+        data: str = change.token["_data"]
+        behind, self._behind = self._behind or self._feed.position, data
+        events = self._events_of(change)
+        wanted = []
+        for i, event in enumerate(events):
+            is_last = i == len(events) - 1
+            place = _Place(data) if is_last or behind is None else _Place(behind, i + 1)
+            if i >= skip and self._is_wanted(event):
+                wanted.append(replace(event, token=str(place)))
+        return wanted
+
+    def _events_of(self, change: Change) -> list[TaskEvent]:
+        return list(events_of(change)) if change.collection == self._store.tasks else []
+
+    def _is_wanted(self, event: TaskEvent) -> bool:
+        return (
+            (self._name is None or event.name == self._name)
+            and (self._key is None or event.key == self._key)
+            and (self._worker_id is None or event.worker_id == self._worker_id)
+        )
+
+    def _told_what_is_missing(self) -> TaskEvent:
+        kind: EventKind = "missed" if self._missed else "gap"
+        missed, self._missed, self._gaps = self._missed, 0, 0
+        return TaskEvent(kind, "", "", None, datetime.now(UTC), missed=missed)
+
+    # --- what happened before ---
+
+    async def _next_of_the_past(self) -> TaskEvent | None:
+        if self._past is None:
+            self._past = self._read_past()
+        event = await anext(self._past, None)
+        if event is None:
+            self._after = self._past = None
+        return event
+
+    async def _read_past(self) -> AsyncIterator[TaskEvent]:
+        """Read a stream of our own, from the place asked for to where the shared one stood when it took over."""
+        await self.opened()
+        place, end = self._after, self._began or self._feed.position
+        if place is None or end is None:  # the server offers no streams
+            self._take_gap()
+            return
+        live, self._behind = self._behind, place.data
         try:
-            while True:
-                while self._buffer:
-                    yield self._buffer.popleft()
-                if self._missed or self._gaps:
-                    kind: EventKind = "missed" if self._missed else "gap"
-                    missed, self._missed, self._gaps = self._missed, 0, 0
-                    yield TaskEvent(kind, "", "", None, datetime.now().astimezone(), missed=missed)
-                    continue
-                if self._closed:
-                    return
-                self._wake.clear()
-                await self._wake.wait()
+            stream = await open_stream(
+                self._store, Interest(events=True), start_after={"_data": place.data}, await_ms=_CATCHING_UP_AWAIT_MS
+            )
+            try:
+                skip = place.skip
+                while stream.alive and stream.resume_token["_data"] < end:
+                    found = await stream.try_next()
+                    if found is None:
+                        continue
+                    change = change_from(found)
+                    if change.token["_data"] > end:  # from here on, the shared stream has it
+                        break
+                    for event in self._wanted_of(change, skip):
+                        yield event
+                    if self._events_of(change):
+                        skip = 0
+                if not stream.alive:  # the database was dropped
+                    self._take_gap()
+            finally:
+                await stream.close()
+        except OperationFailure as error:
+            if not is_history_lost(error):
+                raise
+            self._take_gap()
         finally:
-            self.close()
+            self._behind = live
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A place in the stream: behind a change, or behind the first few events of the change that follows it.
+
+    Tokens of one deployment sort as their texts do: so a server merges the streams of shards.
+    """
+
+    data: str
+    skip: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.data}+{self.skip}" if self.skip else self.data
+
+    @classmethod
+    def read(cls, token: str) -> _Place:
+        """Read a token back. Raises `InvalidOption` for what is none."""
+        data, _, skip = str(token).partition("+")
+        if not data or set(data) - set("0123456789ABCDEFabcdef") or not (skip or "0").isdecimal():
+            raise InvalidOption(f"after={token!r} is not the token of an event: pass what an event's `token` was")
+        return cls(data, int(skip or 0))

@@ -35,6 +35,11 @@ _RETRY_NOT_OFFERED_S = 60.0
 
 @dataclass(eq=False)
 class Subscription:
+def is_history_lost(error: OperationFailure) -> bool:
+    """Whether the place of a resume token is out of reach: only a stream opened afresh goes on."""
+    return error.code in _HISTORY_LOST or error.has_error_label("NonResumableChangeStreamError")
+
+
     """One reader of the feed."""
 
     interest: Interest
@@ -89,6 +94,11 @@ class Feed:
     def listens(self, subscription: Subscription | None) -> bool:
         """Whether the subscription is still open."""
         return subscription in self._subscriptions
+    @property
+    def position(self) -> str | None:
+        """The place up to which everything was handed out; None if no stream has been open."""
+        return None if self._token is None else self._token["_data"]
+
 
     async def close(self) -> None:
         """Close the stream, whoever listens."""
@@ -119,7 +129,7 @@ class Feed:
     async def _read_for_ever(self) -> None:
         pause = 0.1
         faults = 0
-        while True:
+        while self._is_current():
             try:
                 async for opened in self._read():
                     if opened:
@@ -127,7 +137,7 @@ class Feed:
                             logger.info("change stream is open again")
                         pause, faults = 0.1, 0
             except OperationFailure as error:
-                if error.code in _HISTORY_LOST or error.has_error_label("NonResumableChangeStreamError"):
+                if is_history_lost(error):
                     logger.warning("change stream lost its place (code %s): opening afresh, and scanning", error.code)
                     self._token = None
                     self._announce_gap()
@@ -155,6 +165,13 @@ class Feed:
             logger.warning("change stream broke (%s): opening it again", type(error).__name__)
 
     async def _read(self) -> AsyncIterator[bool]:
+    def _is_current(self) -> bool:
+        """Whether this task is still the reader. Its cancellation alone does not end it for certain.
+
+        Up to Python 3.11 `asyncio.wait_for`, by which the driver reads, drops a cancellation that meets an answer.
+        """
+        return self._reader is asyncio.current_task()
+
         """Read one stream until it ends or breaks."""
         had_place = self._token is not None
         relaxed = all(subscription.relaxed for subscription in self._subscriptions)
@@ -175,6 +192,8 @@ class Feed:
                     self.delivered += 1
                     self._hand_out(change_from(event))
                 self._token = stream.resume_token
+            if not self._is_current():
+                return
                 if event is None and relaxed:
                     await asyncio.sleep(_RELAXED_PAUSE_S)
                 elif event is not None and time.monotonic() - paused_at > _EAGER_PAUSE_S:
@@ -185,6 +204,8 @@ class Feed:
             await stream.close()
 
     def _hand_out(self, change: Change) -> None:
+                if not self._is_current():
+                    return
         for subscription in tuple(self._subscriptions):
             try:
                 subscription.on_change(change)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import time
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, ParamSpec, Self, TypeVar, overload
@@ -25,7 +26,7 @@ from taskmesh.errors import (
     TaskNotFound,
     TaskRunning,
 )
-from taskmesh.events import DEFAULT_BUFFER, EventReader, TaskEvent
+from taskmesh.events import DEFAULT_BUFFER, EventReader
 from taskmesh.explain import Explanation, explain
 from taskmesh.feed import Feed
 from taskmesh.option import TaskOption
@@ -67,6 +68,7 @@ class TaskMesh(Scheduling, BulkActions):
         self._store: Store | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._embedded: Any = None
+        self._event_readers: weakref.WeakSet[EventReader] = weakref.WeakSet()
         self._pid = os.getpid()
         self._twin: tuple[asyncio.AbstractEventLoop, asyncio.Task[TaskMesh]] | None = None
         """The same mesh on the portal's loop, for `publish_sync`."""
@@ -188,6 +190,8 @@ class TaskMesh(Scheduling, BulkActions):
         if self._store is None:
             return
         store, self._store = self._store, None
+        for reader in tuple(self._event_readers):
+            reader.close()
         await self._results.close()
         await self.feed.close()
         await store.close()
@@ -542,14 +546,22 @@ class TaskMesh(Scheduling, BulkActions):
         """Look for what is wrong with the server, the collection, the fleet and the tasks. Changes nothing."""
         return await examine(self.store)
 
-    async def events(
-        self, name: str | None = None, key: str | None = None, *, buffer: int = DEFAULT_BUFFER
-    ) -> AsyncIterator[TaskEvent]:
-        """Yield what happens to tasks from now on, in order for each task."""
-        _ = self.store
-        reader = await EventReader(name, key, buffer=buffer).open(self.feed)
-        async for event in reader:
-            yield event
+    def events(
+        self,
+        name: str | None = None,
+        key: str | None = None,
+        *,
+        after: str | None = None,
+        buffer: int = DEFAULT_BUFFER,
+    ) -> EventReader:
+        """Return an async iterator of what happens to tasks from now on, in order for each task.
+
+        `after`: the `token` of an event, to go on behind it. `buffer`: how many events wait for a slow reader; then it is
+        told how many it missed. Raises `InvalidOption` for what is no token.
+        """
+        reader = EventReader(self.feed, self.store, name, key, after=after, buffer=buffer)
+        self._event_readers.add(reader)
+        return reader
 
     # --- consumers ---
 

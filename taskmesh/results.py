@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import Any
 
 from pymongo.errors import PyMongoError
@@ -17,12 +18,15 @@ from taskmesh.feed import Feed, Subscription
 from taskmesh.store import Store
 from taskmesh.store.driver import Document
 from taskmesh.store.find import get
+from taskmesh.store.stamp import read_stamp
 from taskmesh.store.watch import FINISHED, Change, Interest
 
 logger = logging.getLogger("taskmesh.results")
 
 _LOOK_EVERY_S = 5.0
 _PER_QUERY = 1_000
+_GONE_AFTER_S = 0.1
+_LISTEN_ON_S = 30.0
 
 
 class Results:
@@ -55,12 +59,7 @@ class Results:
 
     async def close(self) -> None:
         """Stop waiting; waiters are cancelled."""
-        if self._subscription is not None and self._feed.listens(self._subscription):
-            self._feed.unsubscribe(self._subscription)
-        self._subscription = None
-        if self._reader is not None:
-            self._reader.cancel()
-            await asyncio.wait([self._reader])
+        self._stop()
         for waiters in tuple(self._waiters.values()):
             for waiter in waiters:
                 waiter.cancel()
@@ -71,9 +70,22 @@ class Results:
         if self._reader is None or self._reader.done():
             self._reader = asyncio.get_running_loop().create_task(self._serve_for_ever(), name="taskmesh results")
 
+    def _stop(self) -> None:
+        subscription, self._subscription = self._subscription, None
+        if subscription is not None and self._feed.listens(subscription):
+            self._feed.unsubscribe(subscription)
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.cancel()
+
     def _heard(self, change: Change) -> None:
-        if change.status in FINISHED and change.id in self._waiters:
+        if change.id not in self._waiters:
+            return
+        if change.status in FINISHED:
             self._look_at(change.id)
+        elif change.stamp is not None and read_stamp(change.stamp).kind == "deleted":
+            # The word comes a moment before the deed.
+            asyncio.get_running_loop().call_later(_GONE_AFTER_S, self._look_at, change.id)
 
     def _look_at(self, id_: str) -> None:
         self._due.add(id_)
@@ -84,7 +96,8 @@ class Results:
         self._wake.set()
 
     async def _serve_for_ever(self) -> None:
-        while True:
+        idle_since = time.monotonic()
+        while self._reader is asyncio.current_task():  # a cancellation can get lost (see the feed)
             try:
                 await asyncio.wait_for(self._wake.wait(), _LOOK_EVERY_S)
             except TimeoutError:
@@ -94,8 +107,18 @@ class Results:
                 await self._serve_due()
             except PyMongoError as error:
                 logger.warning("could not read finished tasks (%s): trying again", type(error).__name__)
-                await asyncio.sleep(0.5)
-                self._wake.set()
+                await self._look_again_soon()
+            except Exception:
+                logger.exception("could not read finished tasks, for a reason that is not the database's: trying again")
+                await self._look_again_soon()
+            if self._waiters:
+                idle_since = time.monotonic()
+            elif time.monotonic() - idle_since > _LISTEN_ON_S:
+                self._stop()  # a stream that is read costs the server something with every write
+
+    async def _look_again_soon(self) -> None:
+        await asyncio.sleep(0.5)
+        self._wake.set()
 
     async def _serve_due(self) -> None:
         while self._due:

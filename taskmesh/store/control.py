@@ -10,11 +10,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from taskmesh import rules
 from taskmesh.store.connection import Store
 from taskmesh.store.driver import Document
 from taskmesh.store.finish import fresh_state
-from taskmesh.store.stamp import stamp
+from taskmesh.store.stamp import stamp, starting_with
 
 
 async def cancel(store: Store, id_: str) -> bool:
@@ -72,21 +74,35 @@ def _without_delay(now: rules.Expression) -> rules.Expression:
     return {"$map": {"input": rules.ENTRIES, "in": {"$cond": [{"$eq": ["$$this.state", "FAIL"]}, over, "$$this"]}}}
 
 
-async def mark_deleted(store: Store, id_: str) -> None:
-    """Tell whoever runs the task that it is about to go: a change stream shows no more of a deletion than the `_id`."""
-    await store.update({"_id": id_, "status": "RUNNING"}, deletion_pipeline(store.now))
-
-
 def deletion_pipeline(now: rules.Expression) -> list[Document]:
     """Leave word that a task is about to go."""
     return [{"$set": {"event": stamp("deleted", now)}}]
 
 
+_removing: set[asyncio.Future[bool]] = set()
+"""Deletions under way; the loop itself holds only weak references."""
+
+
 async def delete(store: Store, id_: str) -> bool:
-    """Remove the task; False if there is none."""
-    await mark_deleted(store, id_)
-    result = await store.driver.collection(store.tasks).delete_one({"_id": id_})
-    return bool(result.deleted_count)
+    """Remove the task; False if there is none.
+
+    A change stream shows no more of a deletion than the `_id`, so word is left in the task first. Who claims it in between
+    has overwritten that word, and is told anew. Goes on to its end if the caller is cancelled: a handler that deletes its own
+    task is, as soon as that word has reached it.
+    """
+    removing = asyncio.ensure_future(_delete(store, id_))
+    _removing.add(removing)
+    removing.add_done_callback(_removing.discard)
+    return await asyncio.shield(removing)
+
+
+async def _delete(store: Store, id_: str) -> bool:
+    tasks = store.driver.collection(store.tasks)
+    while (await store.update({"_id": id_}, deletion_pipeline(store.now)))["n"]:
+        result = await tasks.delete_one({"_id": id_, "event": starting_with(["deleted"])})
+        if result.deleted_count:
+            return True
+    return False
 
 
 async def set_option(store: Store, id_: str, changes: Document, expected: Document) -> bool:

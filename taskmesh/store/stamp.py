@@ -7,6 +7,7 @@ leases were found run out. Pings leave no stamp: nobody hears of them.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from taskmesh import rules
@@ -43,3 +44,8 @@ def read_stamp(text: str) -> Stamp:
     """Read a stamp back."""
     kind, _, worker_id, *lost = text.split(_SEPARATOR)
     return Stamp(kind, worker_id or None, tuple(lost))
+
+
+def starting_with(kinds: Collection[str]) -> dict[str, str]:
+    """The condition on a stamp that says one of these kinds."""
+    return {"$regex": f"^({'|'.join(kinds)}){_SEPARATOR}"}

@@ -6,13 +6,13 @@ committed. It never looks up documents, and pings are delivered to nobody. What 
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 from taskmesh.store.connection import Store
 from taskmesh.store.driver import Document
+from taskmesh.store.stamp import starting_with
 
 HORIZON_MS = 2_000
 """Tasks due later than this are not announced: the scan, which looks ahead, finds them in time."""
@@ -35,7 +35,7 @@ class Interest:
     control: bool = False
     """Whatever should stop an execution; changes of queues; orders to workers."""
     finished: bool = False
-    """Tasks that finish."""
+    """Tasks that finish, or are deleted."""
     events: bool = False
     """Everything that happens to tasks."""
 
@@ -80,13 +80,13 @@ def pipeline(store: Store, interest: Interest) -> list[Document]:
         wanted.append(
             tasks
             | {
-                f"{_UPDATED}.event": _starting_with(WAKING),
+                f"{_UPDATED}.event": starting_with(WAKING),
                 f"{_UPDATED}.next_claim_time": {"$exists": True},
                 "$expr": {"$lte": [f"${_UPDATED}.next_claim_time", soon]},
             }
         )
     if interest.control:
-        wanted.append(tasks | {f"{_UPDATED}.event": _starting_with(STOPPING)})
+        wanted.append(tasks | {f"{_UPDATED}.event": starting_with(STOPPING)})
         wanted.append({"ns.coll": store.queues})
         wanted.append({"ns.coll": store.workers, f"{_UPDATED}.order_time": {"$exists": True}})
     if interest.finished:
@@ -101,6 +101,7 @@ def pipeline(store: Store, interest: Interest) -> list[Document]:
         "next_claim_time",
         "pinned",
         "lane",
+        wanted.append(tasks | {f"{_UPDATED}.event": starting_with(["deleted"])})
         "task_option.priority",
         "task_option.specific_worker_ids",
     )
@@ -115,10 +116,6 @@ def pipeline(store: Store, interest: Interest) -> list[Document]:
         **{f"fullDocument.{field}": 1 for field in kept_of_insert},
     }
     return [{"$match": {"$or": wanted}}, {"$project": kept}]
-
-
-def _starting_with(kinds: Collection[str]) -> Document:
-    return {"$regex": f"^({'|'.join(kinds)})\x1f"}
 
 
 def change_from(event: Document) -> Change:
