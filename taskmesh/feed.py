@@ -8,12 +8,14 @@ once, and then there is only the looking.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import operator
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from pymongo.errors import OperationFailure, PyMongoError
 
@@ -33,13 +35,13 @@ _RELAXED_PAUSE_S = 0.1
 _RETRY_NOT_OFFERED_S = 60.0
 
 
-@dataclass(eq=False)
-class Subscription:
 def is_history_lost(error: OperationFailure) -> bool:
     """Whether the place of a resume token is out of reach: only a stream opened afresh goes on."""
     return error.code in _HISTORY_LOST or error.has_error_label("NonResumableChangeStreamError")
 
 
+@dataclass(eq=False)
+class Subscription:
     """One reader of the feed."""
 
     interest: Interest
@@ -62,6 +64,7 @@ class Feed:
         self.offered = True
         """Whether the server offers change streams to us."""
         self._opened_before = False
+        self._strays: set[asyncio.Task[None]] = set()
         self.delivered = 0
         """How many events came, for tests and metrics."""
 
@@ -91,14 +94,14 @@ class Feed:
         if not self._subscriptions:
             self._stop()
 
-    def listens(self, subscription: Subscription | None) -> bool:
-        """Whether the subscription is still open."""
-        return subscription in self._subscriptions
     @property
     def position(self) -> str | None:
         """The place up to which everything was handed out; None if no stream has been open."""
         return None if self._token is None else self._token["_data"]
 
+    def listens(self, subscription: Subscription | None) -> bool:
+        """Whether the subscription is still open."""
+        return subscription in self._subscriptions
 
     async def close(self) -> None:
         """Close the stream, whoever listens."""
@@ -106,6 +109,8 @@ class Feed:
         reader = self._stop()
         if reader is not None:
             await asyncio.wait([reader])
+        if self._strays:
+            await asyncio.wait(set(self._strays))
 
     def _union(self) -> Interest:
         return functools.reduce(operator.or_, (s.interest for s in self._subscriptions), Interest())
@@ -160,11 +165,6 @@ class Feed:
             await asyncio.sleep(pause)
             pause = min(pause * 2, _LONGEST_PAUSE_S)
 
-    def _tell_fault(self, error: Exception, faults: int) -> None:
-        if faults == 0:  # an outage is one line, however long it lasts
-            logger.warning("change stream broke (%s): opening it again", type(error).__name__)
-
-    async def _read(self) -> AsyncIterator[bool]:
     def _is_current(self) -> bool:
         """Whether this task is still the reader. Its cancellation alone does not end it for certain.
 
@@ -172,12 +172,28 @@ class Feed:
         """
         return self._reader is asyncio.current_task()
 
+    def _tell_fault(self, error: Exception, faults: int) -> None:
+        if faults == 0:  # an outage is one line, however long it lasts
+            logger.warning("change stream broke (%s): opening it again", type(error).__name__)
+
+    async def _read(self) -> AsyncIterator[bool]:
         """Read one stream until it ends or breaks."""
         had_place = self._token is not None
         relaxed = all(subscription.relaxed for subscription in self._subscriptions)
         await_ms = _RELAXED_AWAIT_MS if relaxed else _EAGER_AWAIT_MS
-        stream = await open_stream(self._store, self._union(), start_after=self._token, await_ms=await_ms)
+        opening = asyncio.ensure_future(
+            open_stream(self._store, self._union(), start_after=self._token, await_ms=await_ms)
+        )
         try:
+            stream = await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            # The server opens it all the same, and would keep it for minutes: close it as soon as it is open.
+            self._strays.add(closing := asyncio.ensure_future(_close_opened(opening)))
+            closing.add_done_callback(self._strays.discard)
+            raise
+        try:
+            if not self._is_current():
+                return
             if not had_place and self._opened_before:
                 self._announce_gap()
             self._opened_before = True
@@ -188,12 +204,12 @@ class Feed:
             paused_at = time.monotonic()
             while stream.alive:
                 event = await stream.try_next()
+                if not self._is_current():
+                    return
                 if event is not None:
                     self.delivered += 1
                     self._hand_out(change_from(event))
                 self._token = stream.resume_token
-            if not self._is_current():
-                return
                 if event is None and relaxed:
                     await asyncio.sleep(_RELAXED_PAUSE_S)
                 elif event is not None and time.monotonic() - paused_at > _EAGER_PAUSE_S:
@@ -204,8 +220,6 @@ class Feed:
             await stream.close()
 
     def _hand_out(self, change: Change) -> None:
-                if not self._is_current():
-                    return
         for subscription in tuple(self._subscriptions):
             try:
                 subscription.on_change(change)
@@ -219,3 +233,9 @@ class Feed:
     def _set_ready(self) -> None:
         for subscription in self._subscriptions:
             subscription.ready.set()
+
+
+async def _close_opened(opening: asyncio.Future[Any]) -> None:
+    """Close a stream that nobody wants any more when it opens."""
+    with contextlib.suppress(PyMongoError):
+        await (await opening).close()

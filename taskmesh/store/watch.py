@@ -17,7 +17,17 @@ from taskmesh.store.stamp import starting_with
 HORIZON_MS = 2_000
 """Tasks due later than this are not announced: the scan, which looks ahead, finds them in time."""
 
-WAKING = ("failed", "released", "snoozed", "retried", "published", "option_changed", "succeeded", "settled", "progressed")
+WAKING = (
+    "failed",
+    "released",
+    "snoozed",
+    "retried",
+    "published",
+    "option_changed",
+    "succeeded",
+    "settled",
+    "progressed",
+)
 """What can make a task claimable. Renewals and claims cannot."""
 STOPPING = ("cancelled", "deleted", "option_changed", "retried")
 """What an execution of the task has to hear of."""
@@ -91,6 +101,7 @@ def pipeline(store: Store, interest: Interest) -> list[Document]:
         wanted.append({"ns.coll": store.workers, f"{_UPDATED}.order_time": {"$exists": True}})
     if interest.finished:
         wanted.append(tasks | {f"{_UPDATED}.status": {"$in": list(FINISHED)}})
+        wanted.append(tasks | {f"{_UPDATED}.event": starting_with(["deleted"])})
     if interest.events:
         wanted.append(tasks | {"operationType": {"$in": ["insert", "replace"]}})
         wanted.append(tasks | {f"{_UPDATED}.event": {"$exists": True}})
@@ -101,7 +112,6 @@ def pipeline(store: Store, interest: Interest) -> list[Document]:
         "next_claim_time",
         "pinned",
         "lane",
-        wanted.append(tasks | {f"{_UPDATED}.event": starting_with(["deleted"])})
         "task_option.priority",
         "task_option.specific_worker_ids",
     )
