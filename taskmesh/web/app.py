@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 
 from pymongo.errors import PyMongoError
 from starlette.applications import Starlette
@@ -14,11 +14,19 @@ from starlette.routing import Mount, Route
 
 from taskmesh.errors import InvalidOption, TaskMeshError
 from taskmesh.mesh import TaskMesh
+from taskmesh.stats import Stats
 from taskmesh.store import fleet
 from taskmesh.web import api, openapi, pages
 from taskmesh.web.connection import Connection, mesh_of
 from taskmesh.web.guard import Guard, Rules
 from taskmesh.web.pulse import Pulse
+
+try:
+    from taskmesh import metrics
+except ImportError:  # the extra is not there
+    _fleet_metrics: Callable[[TaskMesh, Stats], Awaitable[bytes]] | None = None
+else:
+    _fleet_metrics = metrics.fleet_metrics
 
 API = "/api/v1"
 
@@ -57,6 +65,7 @@ def create_app(
             Mount(API, routes=[*api.routes(), Route("/openapi.json", _openapi)]),
             Route("/livez", _livez),
             Route("/readyz", _readyz),
+            Route("/metrics", _metrics),
             *pages.routes(),
         ],
         middleware=[Middleware(Guard, rules=rules)],
@@ -91,6 +100,18 @@ async def _readyz(request: Request) -> Response:
     except (PyMongoError, TaskMeshError) as error:
         return PlainTextResponse(f"the database does not answer ({type(error).__name__})\n", 503)
     return PlainTextResponse("ready\n")
+
+
+async def _metrics(request: Request) -> Response:
+    """Return the metrics of the fleet for Prometheus."""
+    if _fleet_metrics is None:
+        return PlainTextResponse("metrics need prometheus-client: pip install 'taskmesh[metrics]'\n", 501)
+    try:
+        mesh = await mesh_of(request)
+        text = await _fleet_metrics(mesh, await request.app.state.pulse.stats())
+    except (PyMongoError, TaskMeshError) as error:
+        return PlainTextResponse(f"the database does not answer ({type(error).__name__})\n", 503)
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
