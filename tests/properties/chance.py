@@ -7,29 +7,29 @@ from datetime import datetime
 from random import Random
 from typing import Any
 
-from tests.properties.oracle import Document, Oracle
+from tests.properties.oracle import Document, Oracle, ms
 from tests.properties.world import QUEUES, WORKERS, Held, Operation, World
 
 FLAGS = ("update_existing_params", "not_update_running", "clean_success", "clean_failed", "run_again")
 ENDINGS = ("succeeded", "failed", "released", "snoozed")
-_WEIGHTS = {
-    "advance": 18,
-    "claim": 24,
-    "finish": 20,
-    "publish": 12,
-    "ping": 8,
-    "report": 6,
+_SHARE_OF_THE_WORLDS = 0.55
+_OF_THE_WORLD = {"advance": 8, "settle": 2, "sweep": 1}
+_OF_TASKS = {
+    "claim": 36,
+    "finish": 10,
+    "publish": 14,
+    "ping": 4,
+    "report": 4,
     "set_option": 4,
-    "settle": 4,
-    "retry": 4,
-    "cancel": 2,
-    "note_stopped": 3,
-    "sweep": 2,
+    "retry": 3,
+    "cancel": 3,
+    "note_stopped": 4,
     "delete": 1,
 }
 LABELS = frozenset(
     [
-        *_WEIGHTS,
+        *_OF_THE_WORLD,
+        *_OF_TASKS,
         *(f"finish {ending}" for ending in ENDINGS),
         *(f"publish {flag}" for flag in FLAGS),
         *("publish created", "publish in session", "finish Retry", "finish TaskFailed", "claim of several"),
@@ -62,29 +62,38 @@ class Chance:
         self.random = Random(seed)
         self.serial = 0
 
-    def operation(self, world: World) -> Operation:
-        """Draw what happens next."""
-        kind = self.random.choices(list(_WEIGHTS), list(_WEIGHTS.values()))[0]
-        if not self._able(world) and not self._holding(world) and self.random.random() < 0.6:
-            kind = self.random.choices(("publish", "advance", "retry"), (5, 5, 1))[0]  # where nothing goes on
-        arguments = getattr(self, f"_{kind}")(world)
-        return self.operation(world) if arguments is None else Operation(kind, arguments)
+    def operations(self, world: World) -> list[Operation]:
+        """Draw what happens next: something to the whole world, or at once something to each group of its tasks."""
+        if self.random.random() < _SHARE_OF_THE_WORLDS:
+            kind = self._kind(_OF_THE_WORLD)
+            return [Operation(kind, self._advance(world) if kind == "advance" else {})]
+        drawn = (self._of_group(world, group) for group in world.groups)
+        return [operation for operation in drawn if operation is not None]
 
-    # --- operations ---
+    def _of_group(self, world: World, group: list[str]) -> Operation | None:
+        kind = self._kind(_OF_TASKS)
+        if self._holding(world, group):
+            kind = self.random.choices((kind, "finish", "ping", "report"), (5, 4, 1, 1))[0]
+        elif self._stopping(world, group) and self.random.random() < 0.6:
+            kind = self.random.choice(("note_stopped", "note_stopped", "finish", "report", "ping"))
+        elif not self._able(world, group) and self.random.random() < 0.4:
+            kind = self.random.choice(("publish", "publish", "publish", "retry"))  # where nothing goes on
+        arguments = getattr(self, f"_{kind}")(world, group)
+        return None if arguments is None else Operation(kind, arguments)
+
+    def _kind(self, weights: dict[str, int]) -> str:
+        return self.random.choices(list(weights), list(weights.values()))[0]
 
     def _advance(self, world: World) -> Document:
         """Mostly to an edge: the very millisecond at which something opens or ends, or the one before or after."""
-        edges = [
-            (edge - world.now).total_seconds() * 1000 for oracle in world.oracles.values() for edge in _edges(oracle)
-        ]
-        ahead = sorted(edge for edge in edges if edge > 0)
-        if ahead and self.random.random() < 0.8:
-            edge = self.random.choice(ahead[:3])
-            return {"by_ms": max(0, int(edge) + self.random.choice((-1, 0, 0, 1)))}
-        return {"by_ms": self.random.choice((1, 10, 500, 1_000, 1_000, 2_000, 7_000))}
+        edges = [edge for oracle in world.oracles.values() for edge in _edges(oracle) if edge > world.now]
+        if edges and self.random.random() < 0.9:
+            edge = self.random.choice(sorted(set(edges))[:3])
+            return {"by_ms": (edge - world.now) // ms(1) + self.random.choice((-1, 0, 0, 1))}
+        return {"by_ms": self.random.choice((1, 10, 500, 1_000))}
 
-    def _publish(self, world: World) -> Document:
-        task = self._task(world)
+    def _publish(self, world: World, group: list[str]) -> Document:
+        task = self.random.choice(group)
         flags: set[str] = set()
         if world.oracles[task].document is not None:
             flags = set(self.random.sample(FLAGS, self.random.choice((0, 1, 1, 1, 1, 2, 3))))
@@ -95,8 +104,8 @@ class Chance:
             "n": self.random.randrange(4),
             "option": option,
             "tuned": tuned,
-            "start_ms": self.random.choice((None, None, None, 0, 1_500, 4_000, -1_000)),
-            "expire_ms": self.random.choice((None, None, None, None, 2_500, 9_000, 0)),
+            "start_ms": self.random.choice((None, None, None, None, 0, 1_500, -1_000)),
+            "expire_ms": self.random.choice((None,) * 6 + (2_500, 9_000, 0)),
             "flags": frozenset(flags),
             "in_session": self.random.random() < 0.1,
         }
@@ -108,46 +117,46 @@ class Chance:
             "specific_worker_ids": pick(([], [], [], ["w1"], ["w1", "w3"], ["w2", "w3", "w2"])),
             "ping_interval_ms": 1_000,
             "worker_timeout_ms": pick((3_000, 3_000, 5_000)),
-            "max_unexpected_retries": pick((0, 1, 2, 3, 9)),
-            "unexpected_retry_delay_ms": pick((0, 1_000, 4_000, 50_000_000)),
+            "max_unexpected_retries": pick((0, 1, 2, 9, 9)),
+            "unexpected_retry_delay_ms": pick((0, 0, 0, 1_000, 4_000, 50_000_000)),
             "unexpected_retry_delay_scope": pick(("task", "worker")),
             "unexpected_retry_backoff": pick((1.0, 1.0, 2.0)),
             "unexpected_retry_jitter": pick((0.0, 0.5)),
             "max_timeouts": pick((0, 1, 2, 5)),
-            "retain_success_ms": pick((None, 0, 4_000, 20_000)),
-            "retain_failed_ms": pick((None, 0, 4_000, 20_000)),
+            "retain_success_ms": pick((None, None, 0, 4_000)),
+            "retain_failed_ms": pick((None, None, 0, 4_000)),
         }
 
-    def _claim(self, world: World) -> Document:
+    def _claim(self, world: World, group: list[str]) -> Document:
         """Mostly by a worker that may; of the one task, of a few, or of all."""
-        worker, task = self.random.choice(WORKERS), self._task(world)
-        if (able := self._able(world)) and self.random.random() < 0.8:
+        worker, task = self.random.choice(WORKERS), self.random.choice(group)
+        if (able := self._able(world, group)) and self.random.random() < 0.8:
             worker, task = self.random.choice(able)
-        tasks = {task} if self.random.random() < 0.5 else {task, *world.oracles}
+        tasks = {task} if self.random.random() < 0.5 else {task, *group}
         self.serial += 1
         closed = [self.random.choice(QUEUES)] if self.random.random() < 0.15 else []
         return {"worker_id": worker, "running_id": f"r{self.serial}", "tasks": sorted(tasks), "closed": closed}
 
-    def _ping(self, world: World) -> Document | None:
-        held = self._held(world)
+    def _ping(self, world: World, group: list[str]) -> Document | None:
+        held = self._held(world, group)
         if held is None:
             return None
-        return {"held": [h for h in world.executions if h.worker_id == held.worker_id]}
+        return {"held": [h for h in self._known(world, group) if h.worker_id == held.worker_id]}
 
-    def _report(self, world: World) -> Document | None:
-        held = self._held(world)
+    def _report(self, world: World, group: list[str]) -> Document | None:
+        held = self._held(world, group)
         return (
             None
             if held is None
             else {"held": held, "fraction": self.random.choice((None, 0.25, 0.5)), "log": f"line {self.serial}"}
         )
 
-    def _finish(self, world: World) -> Document | None:
-        first = self._held(world)
+    def _finish(self, world: World, group: list[str]) -> Document | None:
+        first = self._held(world, group)
         if first is None:
             return None
         ending = self.random.choices(ENDINGS, (4, 6, 1, 2))[0]
-        others = [h for h in world.executions if h.worker_id == first.worker_id and h.id != first.id]
+        others = [h for h in self._known(world, group) if h.worker_id == first.worker_id and h.id != first.id]
         held = [first, *self.random.sample(others, min(len(others), self.random.choice((0, 0, 1))))]
         fields = [self._entry_fields(ending) for _ in held]
         delays: list[int | None] = [None for _ in held]
@@ -165,47 +174,46 @@ class Chance:
             return fields | ({"final": True} if self.random.random() < 0.1 else {})
         return {}
 
-    def _note_stopped(self, world: World) -> Document | None:
-        cancelled = [h for h in world.executions if self._was_cancelled(world.oracles[h.id])]
-        candidates = cancelled if self.random.random() < 0.8 else world.executions
+    def _note_stopped(self, world: World, group: list[str]) -> Document | None:
+        candidates = self._stopping(world, group) or self._known(world, group)
         return {"held": self.random.choice(candidates)} if candidates else None
 
-    @staticmethod
-    def _was_cancelled(oracle: Oracle) -> bool:
-        return oracle.document is not None and oracle.document["status"] == "CANCELLED"
-
-    def _cancel(self, world: World) -> Document:
-        return {"task": self._task(world)}
+    def _cancel(self, _: World, group: list[str]) -> Document:
+        return {"task": self.random.choice(group)}
 
     _retry = _delete = _cancel
 
-    def _set_option(self, world: World) -> Document:
+    def _set_option(self, _: World, group: list[str]) -> Document:
         option = self._option()
         names = self.random.sample(list(option), self.random.choice((1, 1, 2)))
-        return {"task": self._task(world), "changes": {name: option[name] for name in names}}
+        changes = {name: option[name] for name in names}
+        return {"task": self.random.choice(group), "changes": changes, "outdated": self.random.random() < 0.1}
 
-    def _settle(self, _: World) -> Document:
-        return {}
+    def _able(self, world: World, group: list[str]) -> list[tuple[str, str]]:
+        return [(w, id_) for w in WORKERS for id_ in group if world.oracles[id_].may_claim(w, world.now)]
 
-    _sweep = _settle
+    def _holding(self, world: World, group: list[str]) -> list[Held]:
+        return [h for h in self._known(world, group) if world.oracles[h.id].held(h.running_id, world.now)]
 
-    # --- choices ---
+    def _stopping(self, world: World, group: list[str]) -> list[Held]:
+        """Those whose task was cancelled, and who have not come to their end."""
+        return [
+            held
+            for held in self._known(world, group)
+            if (oracle := world.oracles[held.id]).document
+            and oracle.document["status"] == "CANCELLED"
+            and any(entry["running_id"] == held.running_id for entry in oracle.entries("RUNNING"))
+        ]
 
-    def _task(self, world: World) -> str:
-        return self.random.choice(list(world.oracles))
+    @staticmethod
+    def _known(world: World, group: list[str]) -> list[Held]:
+        return [held for held in world.executions if held.id in group]
 
-    def _able(self, world: World) -> list[tuple[str, str]]:
-        oracles = world.oracles.items()
-        return [(worker, id_) for worker in WORKERS for id_, o in oracles if o.may_claim(worker, world.now)]
-
-    def _holding(self, world: World) -> list[Held]:
-        return [held for held in world.executions if world.oracles[held.id].held(held.running_id, world.now)]
-
-    def _held(self, world: World) -> Held | None:
+    def _held(self, world: World, group: list[str]) -> Held | None:
         """Mostly one that holds its task, else any that ever did: it writes late."""
-        current = self._holding(world)
-        late = self.random.random() < 0.25 and world.executions
-        candidates = world.executions if late else current
+        current = self._holding(world, group)
+        late = self._stopping(world, group) if self.random.random() < 0.5 else self._known(world, group)
+        candidates = late if (late and self.random.random() < 0.25) or not current else current
         return self.random.choice(candidates) if candidates else None
 
 

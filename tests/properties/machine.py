@@ -16,17 +16,17 @@ from taskmesh.store import Store
 from tests.properties.chance import Chance, labels
 from tests.properties.world import Difference, Operation, World
 
-OPERATIONS_OF_A_LIFE = 60
+OPERATIONS_OF_A_LIFE = 400
 """Then a world begins again with an empty collection, so that a counterexample stays short."""
 
 
 @asynccontextmanager
 async def worlds(uri: str, database: str, count: int) -> AsyncIterator[list[World]]:
-    """Create worlds with one, two and three tasks."""
+    """Create so many worlds."""
     client: AsyncMongoClient[dict[str, object]] = AsyncMongoClient(uri, tz_aware=True)
     sync_database, ours = Store(client, database).driver.sync_database()
     try:
-        made = [World.create(client, database, sync_database, n, tasks=1 + n % 3) for n in range(count)]
+        made = [World.create(client, database, sync_database, number) for number in range(count)]
         yield list(await asyncio.gather(*made))
     finally:
         if ours:
@@ -34,34 +34,43 @@ async def worlds(uri: str, database: str, count: int) -> AsyncIterator[list[Worl
         await client.close()
 
 
-async def drive(worlds: Sequence[World], seed: str, operations: int) -> Counter[str]:
+async def drive(worlds: Sequence[World], seed: str, operations: int, *, explained: bool = True) -> Counter[str]:
     """Lead the worlds through so many operations together; return how often each kind had an effect.
 
     Raises:
-        Difference: with the shortest sequence of operations found that leads to one.
+        Difference: if `explained`, with the shortest sequence of operations found that leads to one.
     """
     each = -(-operations // len(worlds))
-    runs = [asyncio.create_task(_drive(world, f"{seed}/{n}", each)) for n, world in enumerate(worlds)]
-    try:
-        return sum(await asyncio.gather(*runs), Counter[str]())
-    finally:
-        for run in runs:
-            run.cancel()
-        await asyncio.wait(runs)
+    over = asyncio.Event()
+    runs = (_drive(world, f"{seed}/{n}", each, over, explained=explained) for n, world in enumerate(worlds))
+    # To the end of what is under way: a cancelled transaction would stay open, and in everybody's way.
+    results = await asyncio.gather(*runs, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return sum((result for result in results if not isinstance(result, BaseException)), Counter[str]())
 
 
-async def _drive(world: World, seed: str, operations: int) -> Counter[str]:
+async def _drive(world: World, seed: str, operations: int, over: asyncio.Event, *, explained: bool) -> Counter[str]:
     succeeded: Counter[str] = Counter()
-    for done in range(operations):
-        if done % OPERATIONS_OF_A_LIFE == 0:
-            await world.begin_again()
-            chance = Chance(f"{seed}/{done}")
-        operation = chance.operation(world)
-        try:
-            if await world.apply(operation):
-                succeeded.update(labels(operation))
-        except Difference as difference:
-            await _explain(world, seed, difference)
+    done = 0
+    while done < operations and not over.is_set():
+        await world.begin_again()
+        chance = Chance(f"{seed}/{done}")
+        while done < operations and not over.is_set() and len(world.operations) < OPERATIONS_OF_A_LIFE:
+            drawn = chance.operations(world)
+            if not drawn:
+                continue
+            done += len(drawn)
+            try:
+                effects = await world.apply(*drawn)
+            except Difference as difference:
+                over.set()
+                if explained:
+                    await _explain(world, seed, difference)
+                raise
+            for operation, had_effect in zip(drawn, effects, strict=True):
+                succeeded.update(labels(operation) if had_effect else ())
     return succeeded
 
 

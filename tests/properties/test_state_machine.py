@@ -17,7 +17,7 @@ from tests.properties.chance import LABELS
 logger = logging.getLogger(__name__)
 SEED = os.environ.get("SEED", "taskmesh")
 OPERATIONS = int(os.environ.get("OPERATIONS", "20000"))
-_WORLDS = 24
+_WORLDS = 6
 _ENOUGH_FOR_ALL_KINDS = 5_000
 
 

@@ -1,7 +1,8 @@
 """One small world, twice: a task collection on the real server and oracles beside it, led through the same operations.
 
-Every world has a collection of its own and a clock of its own: `Store.now` is a literal. So many worlds run at once in
-one event loop, and none waits. After each operation the two are compared, whole documents and all that follows from them.
+Every world has a collection of its own and a clock of its own: `Store.now` is a literal. So several worlds run at once in
+one event loop, and none waits. What concerns different tasks of a world happens at once too; then the two are compared,
+whole documents and all that follows from them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from taskmesh.errors import TaskRunning
 from taskmesh.explain import explain
 from taskmesh.option import TaskOption
 from taskmesh.store import Store, control, schema
-from taskmesh.store.claim import claim, won
+from taskmesh.store.claim import CLAIMED_FIELDS, claim, claim_one, won
 from taskmesh.store.find import ScanRange, find, get, scan, unfinished_left
 from taskmesh.store.finish import Outcome, finish, report, standing
 from taskmesh.store.fleet import counts, stale_counts
@@ -30,8 +31,10 @@ from tests.properties.oracle import ANYBODY_ELSE, NEVER, Document, Oracle, ms, s
 
 BEGIN = datetime(2030, 1, 1, tzinfo=UTC)
 WORKERS = ("w1", "w2", "w3")
+GROUP_SIZES = (1, 2, 1, 3, 1, 2, 1, 1)
 QUEUES = ("even", "odd")
 STATUSES = ("INIT", "RUNNING", "SUCCESS", "FAIL", "CANCELLED", "EXPIRED")
+_REMEMBERED = 60
 _ALL_WORKERS = (*WORKERS, ANYBODY_ELSE)
 _NOT_COMPARED = ("_id", "name", "key", "queue", "lane", "publish_id", "change_id")
 
@@ -60,21 +63,19 @@ class Held:
     running_id: str
 
 
-def task_ids(count: int) -> list[str]:
-    return [f"job:{number}" for number in range(count)]
-
-
 def queue_of(id_: str) -> str:
     return QUEUES[int(id_.partition(":")[2]) % 2]
 
 
 class World:
-    """A few tasks and three workers."""
+    """Three workers, and a few groups of tasks; one operation is about tasks of one group."""
 
-    def __init__(self, store: Store, sync_database: Any, tasks: int) -> None:
+    def __init__(self, store: Store, sync_database: Any) -> None:
         self.store = store
         self.sync_database = sync_database
-        self.oracles = {id_: Oracle() for id_ in task_ids(tasks)}
+        numbers = iter(range(100))
+        self.groups = [[f"job:{next(numbers)}" for _ in range(size)] for size in GROUP_SIZES]
+        self.oracles = {id_: Oracle() for group in self.groups for id_ in group}
         self.executions: list[Held] = []
         """The newest ones, whatever became of them: their workers may write late."""
         self.operations: list[Operation] = []
@@ -83,10 +84,10 @@ class World:
         """Whether everything is asked after each operation; else a part of it in turn, since that is quicker."""
 
     @classmethod
-    async def create(cls, client: Any, database: str, sync_database: Any, number: int, tasks: int) -> World:
+    async def create(cls, client: Any, database: str, sync_database: Any, number: int) -> World:
         store = Store(client, database, f"world{number}", now=BEGIN)
         await schema.create_indexes(store)
-        return cls(store, sync_database, tasks)
+        return cls(store, sync_database)
 
     async def begin_again(self) -> None:
         """An empty collection, on the first of January."""
@@ -95,20 +96,24 @@ class World:
         self.executions, self.operations = [], []
         self.now = self.store.now = BEGIN
 
-    async def apply(self, operation: Operation) -> bool:
-        """Let it happen on both sides, compare, and say whether it had an effect.
+    async def apply(self, *operations: Operation) -> list[bool]:
+        """Let all this happen at once on both sides, compare, and say which operations had an effect.
 
         Raises:
             Difference: the two sides disagree.
         """
-        self.operations.append(operation)
+        self.operations += operations
+        effects = await asyncio.gather(*(self._perform(operation) for operation in operations))
+        for turn in range(12) if self.thorough else [len(self.operations) // len(operations)]:
+            await self.compare(turn)
+            await self._ask(turn)
+        return effects
+
+    async def _perform(self, operation: Operation) -> bool:
         wanted_and_found = await getattr(self, f"_{operation.kind}")(**operation.arguments)
         for expected, actual in wanted_and_found:
             if expected != actual:
                 raise Difference(f"{operation} answered {actual!r}, and the oracle {expected!r}")
-        for turn in range(12) if self.thorough else [len(self.operations)]:
-            await self.compare(turn)
-            await self._ask(turn)
         expected, _ = wanted_and_found[0]
         return any(expected) if isinstance(expected, tuple) else bool(expected)
 
@@ -163,10 +168,16 @@ class World:
             for id_ in tasks
             if self.oracles[id_].claim(worker_id, running_id, self.now, closed=queue_of(id_) in closed)
         }
-        count = await claim(self.store, tasks, worker_id, running_id, closed_queues=closed)
-        documents = await won(self.store, tasks, running_id, {})
+        if len(tasks) == 1:
+            one = await claim_one(
+                self.store, tasks[0], worker_id, running_id, closed_queues=closed, fields=CLAIMED_FIELDS
+            )
+            count, documents = (0, []) if one is None else (1, [one])
+        else:
+            count = await claim(self.store, tasks, worker_id, running_id, closed_queues=closed)
+            documents = await won(self.store, tasks, running_id, {})
         self.executions += [Held(id_, worker_id, running_id) for id_ in sorted(expected)]
-        del self.executions[:-12]
+        del self.executions[:-_REMEMBERED]
         return [(len(expected), count), (expected, {document["_id"] for document in documents})]
 
     async def _ping(self, held: list[Held]) -> list[tuple[Any, Any]]:
@@ -230,11 +241,14 @@ class World:
         self.oracles[task].document = None
         return [(existed, await control.delete(self.store, task))]
 
-    async def _set_option(self, task: str, changes: Document) -> list[tuple[Any, Any]]:
+    async def _set_option(self, task: str, changes: Document, outdated: bool) -> list[tuple[Any, Any]]:
+        """`outdated`: somebody else has changed the option since it was read."""
         document = self.oracles[task].document
-        expected_option = copy.deepcopy(document["task_option"]) if document else {}
-        expected = self.oracles[task].set_option(copy.deepcopy(changes), self.now)
-        return [(expected, await control.set_option(self.store, task, changes, expected_option))]
+        seen = copy.deepcopy(document["task_option"]) if document else {}
+        if outdated:
+            seen["priority"] = -1
+        expected = not outdated and self.oracles[task].set_option(copy.deepcopy(changes), self.now)
+        return [(expected, await control.set_option(self.store, task, changes, seen))]
 
     async def _settle(self) -> list[tuple[Any, Any]]:
         expected = sum(oracle.settle(self.now) for oracle in self.oracles.values())
@@ -252,12 +266,13 @@ class World:
     # --- comparison ---
 
     async def compare(self, turn: int) -> None:
-        """Compare documents, what reads show, and when one worker, and whether another, may claim."""
-        one, other = _ALL_WORKERS[turn % 4], _ALL_WORKERS[(turn // 2 + 1) % 4]
+        """Compare documents, what reads show, and when one worker may claim, or whether: the server reads rules slowly."""
+        worker = _ALL_WORKERS[turn // 2 % 4]
+        when = turn % 2 == 0
+        rule = rules.claim_time(worker, self.now) if when else rules.claimable(worker, (), self.now)
         fields = {
             "status": rules.status_on_reading(self.now),
-            "claim_time": {"$ifNull": [rules.claim_time(one, self.now), None]},
-            "claimable": rules.claimable(other, (), self.now),
+            "rule": {"$ifNull": [rule, None]},
             "document": "$$ROOT",
         }
         cursor = await self.store.driver.aggregate(self.store.tasks, [{"$project": fields}])
@@ -269,9 +284,11 @@ class World:
             actual, created = found[id_], oracle.state["create_time"]
             self._same(f"the document {id_}", stripped(oracle.document), image(actual["document"]))
             self._same(f"the status shown of {id_}", oracle.status(self.now), actual["status"])
-            claim_time = max(created, actual["claim_time"] or created)
-            self._same(f"when {one} may claim {id_}", oracle.claim_time(one, self.now), claim_time)
-            self._same(f"whether {other} may claim {id_}", oracle.may_claim(other, self.now), actual["claimable"])
+            if when:
+                claim_time = max(created, actual["rule"] or created)
+                self._same(f"when {worker} may claim {id_}", oracle.claim_time(worker, self.now), claim_time)
+            else:
+                self._same(f"whether {worker} may claim {id_}", oracle.may_claim(worker, self.now), actual["rule"])
 
     def _same(self, what: str, expected: Any, actual: Any) -> None:
         if expected != actual:
@@ -279,8 +296,8 @@ class World:
 
     async def _ask(self, turn: int) -> None:
         """Ask another reader, one turn in three."""
-        readers = (self._get, self._find, self._explain, self._scan, self._left, self._count)
-        for reader in readers if self.thorough else readers[turn // 3 % 6 :][: turn % 3 == 0]:
+        readers = (self._get, self._find, self._scan, self._left, self._count, self._find, self._get, self._explain)
+        for reader in readers if self.thorough else readers[turn // 3 % 8 :][: turn % 3 == 0]:
             await reader(turn)
 
     def _standing(self) -> dict[str, str]:
@@ -312,7 +329,7 @@ class World:
     async def _scan(self, turn: int) -> None:
         worker = WORKERS[turn // 2 % 3]
         what = ScanRange(["job"], QUEUES, None, 0)
-        found = [row for pinned in (False, True) for row in await scan(self.store, worker, what, 10, pinned=pinned)]
+        found = [row for pinned in (False, True) for row in await scan(self.store, worker, what, 100, pinned=pinned)]
         due = {id_ for id_, oracle in self.oracles.items() if oracle.may_claim(worker, self.now)}
         claimable = {row.id for row in found if row.claim_time is None or row.claim_time <= self.now}
         self._same(f"what a scan offers {worker}", due, claimable)

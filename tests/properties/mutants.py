@@ -1,0 +1,145 @@
+"""Mutants of the engine: each breaks one gate, one guard or one thing that a verb writes. `test_mutations.py` finds them out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from taskmesh import rules
+from taskmesh.store import claim, control, finish, lease, publish, settle
+from tests.properties.mutation import ANYTHING, Mutant, changed, constant, replaced, result, sent, unguarded, written
+
+_TASK_GATES = ("unfinished", "unexpired", "started", "room", "retries left", "timeouts left", "delay asked for")
+_WORKER_GATES = ("worker allowed", "not twice", "retry delay")
+_OPEN_IN_TIME = ("started", "room", "delay asked for", "not twice", "retry delay")
+_OWN = {"$in": ["$$this.running_id", ANYTHING]}
+"""How the verbs of an execution find their entry."""
+
+
+def gates() -> Iterator[tuple[str, Mutant]]:
+    """Always open, never open, a millisecond off."""
+    for gate in (*_TASK_GATES, *_WORKER_GATES):
+        yield f"{gate}: always open", _gate(gate, lambda _: None)
+        yield f"{gate}: never open", _gate(gate, lambda _: rules.NEVER)
+        if gate in _OPEN_IN_TIME:
+            yield f"{gate}: a millisecond early", _gate(gate, lambda opens: {"$subtract": [opens, 1]})
+            yield f"{gate}: a millisecond late", _gate(gate, lambda opens: {"$add": [opens, 1]})
+    yield "queue: always open", replaced(rules, "queue_gate", lambda _: {"queue": None})
+    yield "queue: never open", replaced(rules, "queue_gate", lambda _: {"queue": rules.NEVER})
+
+
+def _gate(name: str, change: Callable[[Any], Any]) -> Mutant:
+    def apply(patch: pytest.MonkeyPatch) -> None:
+        for function in ("task_gates", "worker_gates"):
+            original = getattr(rules, function)
+
+            def mutated(argument: Any, original: Any = original) -> dict[str, Any]:
+                return {n: change(opens) if n == name else opens for n, opens in original(argument).items()}
+
+            patch.setattr(rules, function, mutated)
+
+    return apply
+
+
+def facts() -> Iterator[tuple[str, Mutant]]:
+    """What is live, lost, expired, used up."""
+    yield "a lease lives a millisecond longer", result(rules, "is_live", "$gt", "$gte")
+    yield "a lease is lost a millisecond late", result(rules, "is_lost", "$lte", "$lt")
+    yield "a task expires a millisecond late", result(rules, "_expired", "$lte", "$lt")
+    yield "one SUCCESS more is asked for", constant(rules, "_succeeded", "$gte", "$gt")
+    yield "one failure fewer is allowed", constant(rules, "_retries_used_up", "$gt", "$gte")
+    yield "one lost lease fewer is allowed", constant(rules, "_timeouts_used_up", "$gt", "$gte")
+    yield "room for one more", constant(rules, "_room_opens", "$lt", "$lte")
+    yield "room as soon as one lease ends", constant(rules, "_room_opens", {"$arrayElemAt": [ANYTHING, "$$over"]}, None)
+    yield "TaskFailed is like any failure", constant(rules, "_failed_for_good", True, "no")
+
+
+def derived() -> Iterator[tuple[str, Mutant]]:
+    """What follows from the entries is not written down, or wrongly."""
+    for module in (claim, finish, lease, settle, control, publish):
+        yield f"derivation skipped in {module.__name__}", _underived(module)
+    yield "a refused claim derives all the same", written("claim", {"$ne": ["$_claim.refused", True]}, True)
+    yield "next_claim_time of nobody in particular", replaced(rules, "_opens_for_some_worker", None)
+    yield "settle_time before the last lease ends", result(rules, "_settle_time", "$max", "$min")
+    yield "settle_time of expiring tasks alone", result(rules, "_settle_time", "$or", "$and")
+    yield "finish_time moves with every write", result(rules, "derivation", "$finish_time", None)
+    yield "a success is kept like a failure", result(rules, "derivation", *_RETENTION)
+
+
+_RETENTION = ("$task_option.retain_success_ms", "$task_option.retain_failed_ms")
+
+
+def _underived(module: Any) -> Mutant:
+    class Underived:
+        def __getattr__(self, name: str) -> Any:
+            return (lambda *_, **__: []) if name == "derivation" else getattr(rules, name)
+
+    return replaced(module, "rules", Underived())
+
+
+def guards() -> Iterator[tuple[str, Mutant]]:
+    """A condition that a verb restates, dropped: fencing above all."""
+    yield "an outcome of a lease that ran out counts", unguarded("finish", "$expr")
+    yield "an outcome after cancel counts", unguarded("finish", "status")
+    yield "progress of a lease that ran out counts", unguarded("report", "$expr")
+    yield "progress after cancel counts", unguarded("report", "status")
+    yield (
+        "a lease that ran out is renewed",
+        result(lease, "_is_mine", {"$gt": ["$$this.ping_expire_time", ANYTHING]}, True),
+    )
+    yield "a ping after cancel renews", unguarded("ping", "status")
+    for verb in ("finish", "report", "ping"):
+        yield f"{verb}: whoever writes, counts", sent(verb, _unfenced)
+    yield "the end of a handler is noted whatever the status", _stopped_without_status()
+    yield "finished tasks are cancelled", unguarded("cancel", "$expr")
+    yield "running tasks are retried", unguarded("retry", "$expr")
+    yield "an outdated option is overwritten", unguarded("set_option", "$expr")
+    yield "not_update_running updates", unguarded("publish", "$expr")
+    yield "clean and run_again disturb a running task", replaced(publish, "_running", {"$literal": False})
+    yield "settle does not wait", unguarded("settle", "$expr")
+    yield "a claim wins unseen", written("claim", {"$lte": [{"$max": ANYTHING}, ANYTHING]}, True)
+
+
+def _unfenced(query: Any, pipeline: Any) -> tuple[Any, Any]:
+    """Any execution of the task for any other."""
+    query.pop("task_state.worker_states", None)
+    return changed(query, _OWN, True), changed(pipeline, _OWN, True)
+
+
+def _stopped_without_status() -> Mutant:
+    def change(query: Any, pipeline: Any) -> tuple[Any, Any]:
+        return ({**query, "status": {"$exists": True}} if query.get("status") == "CANCELLED" else query), pipeline
+
+    return sent("finish", change)
+
+
+def verbs() -> Iterator[tuple[str, Mutant]]:
+    """What they write."""
+    yield "a release is charged", sent("finish", _charged)
+    yield "a delay asked for binds only who asked", replaced(finish, "_resume_time", lambda *_: {})
+    yield "a delay asked for is not exact", written("finish", "retry_time", "retry_about")
+    yield "a wish for one more run is forgotten at the end", _unwished(finish)
+    yield "a run does not know which wish it serves", written("claim", "$task_state.wanted", None)
+    yield "progress does not start the count of timeouts anew", written("report", "timeout_cnt", "nothing")
+    yield "a ping renews by too little", written("ping", "$task_option.worker_timeout_ms", 2_999)
+    yield "a lease is as long as the ping's interval", written("claim", *_LEASE)
+    yield "a claim does not count the leases that ran out", replaced(claim, "counted_losses", dict)
+    yield "settle does not count the leases that ran out", replaced(settle, "counted_losses", dict)
+    yield "a claim keeps the leases that ran out", written("claim", {"$not": [{"$and": ANYTHING}]}, True)
+    yield "retry leaves the delay", replaced(control, "_without_delay", lambda _: rules.ENTRIES)
+
+
+_LEASE = ("$task_option.worker_timeout_ms", "$task_option.ping_interval_ms")
+
+
+def _charged(query: Any, pipeline: Any) -> tuple[Any, Any]:
+    """A release costs a timeout."""
+    if "released" in repr(pipeline):
+        pipeline.insert(1, {"$set": {"task_state.timeout_cnt": {"$add": ["$task_state.timeout_cnt", 1]}}})
+    return query, pipeline
+
+
+def _unwished(module: Any) -> Mutant:
+    return replaced(module, "reopened_if_wished", lambda *_: {"$set": {}})
