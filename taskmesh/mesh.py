@@ -589,7 +589,7 @@ async def _close_twin(connecting: asyncio.Task[TaskMesh]) -> None:
     """Close a mesh on the portal's loop, and its client, which is nobody else's."""
     try:
         twin = await connecting
-    except Exception:  # it never connected: whoever asked for it was told
+    except Exception:  # noqa: BLE001 — it never connected, for whatever reason: whoever asked for it was told
         return
     driver = twin.store.driver
     await twin.close()

@@ -34,7 +34,8 @@ _LONGEST_PAUSE_S = 10.0
 _STARTS_AT_MOST = 5
 """How often a child may fail before it was ever ready, when no other is."""
 _READY_DEADLINE_S = 120.0
-_KILL_AFTER_S = 20.0
+_KILL_AFTER_S = 30.0
+"""Later than a child's own last resort (work.py)."""
 _LOOK_S = 1.0
 _DUMP_S = 1.0
 _STALE_S = 10.0

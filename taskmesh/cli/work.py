@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from taskmesh.cli import FAILED, output
@@ -27,6 +27,8 @@ from taskmesh.mesh import TaskMesh
 logger = logging.getLogger("taskmesh.worker")
 
 _EXIT_DEADLINE_S = 10.0
+_STOP_DEADLINE_S = 25.0
+"""Beside the grace: what the consumer itself allows for giving back what is left, and a margin."""
 _LOOK_S = 0.2
 _BEAT_S = 1.0
 _SILENCE_MS = 10_000
@@ -61,6 +63,7 @@ class _Worker:
         self._stops = 0
         self._recycling = False
         self._main: asyncio.Task[Any] | None = None
+        self._last_resort = _LastResort(self._forced_status)
 
     async def run(self) -> None:
         self._main = asyncio.current_task()
@@ -73,7 +76,7 @@ class _Worker:
             logger.info("stopped before it began")
         if not self._stops:
             self._link.say("recycle" if self._recycling else "done")
-        _end_by_force_later()
+        self._last_resort.within(_EXIT_DEADLINE_S)
 
     async def _connect_and_run(self) -> None:
         options = self._options
@@ -147,8 +150,14 @@ class _Worker:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._stop, signal.Signals(number).name)
 
+    def _forced_status(self) -> int:
+        """Everything that ran was given back, or not."""
+        return 0 if self._consumer is None or self._consumer.state in ("ready", "stopped") else FAILED
+
     def _stop(self, why: str) -> None:
         self._stops += 1
+        grace_s = self._options.grace_ms / 1000 if self._stops == 1 else 0.0
+        self._last_resort.within(grace_s + _STOP_DEADLINE_S)
         consumer = self._consumer
         if consumer is None or consumer.state == "ready":
             assert self._main is not None
@@ -177,16 +186,28 @@ def banner(title: str, *, runs: str, source: str, at_once: str, grace_ms: int) -
         sys.stdout.flush()
 
 
-def _end_by_force_later() -> None:
-    """A thread that a handler left behind must not keep a process alive whose consumer has given everything back."""
+class _LastResort:
+    """Ends the process if it has not ended by itself in time: nothing that hangs may keep a worker that was told to stop.
 
-    def end() -> None:
-        time.sleep(_EXIT_DEADLINE_S)
-        logger.warning(
-            "threads of handlers go on %.0f s after the stop: the process ends without them", _EXIT_DEADLINE_S
-        )
+    A thread of a handler can go on for ever, and so can the driver's own locks once its server has gone. A thread of its
+    own, since the event loop may be what hangs.
+    """
+
+    def __init__(self, status: Callable[[], int]) -> None:
+        self._status = status
+        self._at = float("inf")
+        self._thread = threading.Thread(target=self._end, name="taskmesh last resort", daemon=True)
+
+    def within(self, seconds: float) -> None:
+        """End it after so long; a nearer end that was set before stays."""
+        self._at = min(self._at, time.monotonic() + seconds)
+        if not self._thread.is_alive():
+            self._thread.start()
+
+    def _end(self) -> None:
+        while (left := self._at - time.monotonic()) > 0:
+            time.sleep(min(left, _LOOK_S))
+        logger.warning("something goes on after the stop: the process ends without it")
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)
-
-    threading.Thread(target=end, name="taskmesh end", daemon=True).start()
+        os._exit(self._status())

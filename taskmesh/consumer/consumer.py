@@ -196,6 +196,7 @@ class Consumer:
                 raise
             finally:
                 await _unless_it_takes_too_long(self._end())
+                self._stopped.set()
         if self._fatal is not None:
             raise self._fatal
 
@@ -404,7 +405,6 @@ class Consumer:
             await self._registration.leave()
         for reader in self._readers:
             reader.close()
-        self._stopped.set()
         logger.info("worker %s has stopped", self.worker_id)
 
     # --- what the parts tell each other ---

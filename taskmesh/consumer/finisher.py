@@ -29,6 +29,7 @@ _MAX_IN_FLIGHT = 2
 _FIRST_DEADLINE_MS = 1_000
 """Short, since a locked document holds up the whole set; then the set is split."""
 _LONGEST_PAUSE_S = 1.0
+_MAX_REASON_CHARS = 1_000
 
 Item = tuple[Outcome, Callable[[Fate], None]]
 
@@ -99,12 +100,14 @@ class Finisher:
                     pause = min(pause * 2, _LONGEST_PAUSE_S)
                 elif len(todo) > 1:
                     split = True
-                elif not is_over_deadline(error):
+                elif is_over_deadline(error):
+                    deadline_ms = 5_000
+                elif todo[0][0].kind == "succeeded":
+                    todo = [_failed_instead(*todo[0], error)]
+                else:
                     logger.exception("the outcome of %s cannot be recorded", todo[0][0].id)
                     self._tell(todo, "lost")
                     return
-                else:
-                    deadline_ms = 5_000
             todo = await self._still_to_do(todo)
             if split and len(todo) > 1:
                 parts = [todo[i::8] for i in range(min(8, len(todo)))]
@@ -132,6 +135,13 @@ class Finisher:
                 "recording outcomes failed (%s: %.200s): trying again until it works", type(error).__name__, error
             )
             self._told_outage = True
+
+
+def _failed_instead(outcome: Outcome, done: Callable[[Fate], None], error: PyMongoError) -> Item:
+    """A result that fits by itself may be too large together with the rest of the document: then the execution FAILs."""
+    reason = f"the handler's result cannot be stored with the task: {error}"[:_MAX_REASON_CHARS]
+    entry = {"fail_reason": reason, "retry_jitter": 0.0}
+    return Outcome(outcome.id, outcome.running_id, "failed", entry), done
 
 
 def _next_batch(waiting: deque[Item]) -> list[Item]:
