@@ -32,9 +32,21 @@ def write() -> None:
         for name, answer in answers.items()
         for goal in answer["goals"]
     ]
-    parts = [_HEAD, "## Goals\n", markdown((*GOAL_HEADER[:4], "note", "from"), goals)]
+    parts = [_HEAD, *_warnings(answers), "## Goals\n", markdown((*GOAL_HEADER[:4], "note", "from"), goals)]
     for name, answer in answers.items():
         parts += [f"\n## {name}: {answer['question']}\n", markdown(answer["header"], answer["rows"]), ""]
         parts += [f"{note}\n" for note in answer["notes"]]
         parts += [f"- {fact}: {value}" for fact, value in answer["conditions"].items()]
     TARGET.write_text("\n".join(parts) + "\n")
+
+
+def _warnings(answers: dict[str, dict[str, Any]]) -> list[str]:
+    """What a reader must know before the figures: which are trials, and which are not there."""
+    trials = [name for name, answer in answers.items() if "workload" in answer["conditions"]]
+    missing = [name for name in ORDER if name not in answers]
+    told = []
+    if trials:
+        told.append(f"**Trials, with a part of the workload, not measurements: {', '.join(trials)}.**\n")
+    if missing:
+        told.append(f"**Not measured: {', '.join(missing)}. Their goals are neither reached nor missed.**\n")
+    return told
