@@ -44,8 +44,9 @@ async def test_a_lost_task_is_taken_over_in_time_though_a_backlog_waits(mesh: Ta
         task = await eventually(lambda: successful(mesh, lost), 20, what="the lost task has its SUCCESS")
         waiting = [task async for task in mesh.find(status="INIT", limit=1)]
     assert waiting, "the backlog was worked off before: the test proves nothing"
-    assert lease_end is not None
     start_time = task.task_state.worker_states[0].start_time
+    assert lease_end is not None
+    assert start_time is not None
     assert lease_end <= start_time <= lease_end + timedelta(seconds=2.5)
 
 
