@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from pymongo import ReturnDocument
+
 from taskmesh import rules
 from taskmesh.store.connection import Store
 from taskmesh.store.driver import Document
@@ -66,18 +68,14 @@ async def claim_one(
     deadline_ms: int = 2_000,
 ) -> Document | None:
     """Claim one task and return it, or None: the same as `claim` and `won`, in one round trip where a set is one task."""
-    reply = await store.driver.command(
-        {
-            "findAndModify": store.tasks,
-            "query": _candidates(id_, narrowed_by),
-            "update": claim_pipeline(worker_id, running_id, store.now, closed_queues),
-            "fields": fields,
-            "new": True,
-            "writeConcern": {"w": "majority"},
-            "maxTimeMS": deadline_ms,
-        }
+    # The driver's own method: of a raw command's reply it would not decode nested Decimals.
+    document: Document | None = await store.driver.collection(store.tasks).find_one_and_update(
+        _candidates(id_, narrowed_by),
+        claim_pipeline(worker_id, running_id, store.now, closed_queues),
+        projection=fields,
+        return_document=ReturnDocument.AFTER,
+        maxTimeMS=deadline_ms,
     )
-    document: Document | None = reply["value"]
     if document is None:
         return None
     return document if any(e["running_id"] == running_id for e in document["task_state"]["worker_states"]) else None
