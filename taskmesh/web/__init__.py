@@ -1,8 +1,8 @@
 """The dashboard and the REST API (extra `web`): a thin layer that asks the public API and shows.
 
-In reading order: `app` (puts it together), `guard` (who may come in, and what their browsers may do), `operations` (what the
-API can do, once for REST, forms and its OpenAPI document), `api`, `openapi`, `pages`, `views`, `pulse` (what is live),
-`serve`.
+In reading order: `app` (puts it together), `guard` (who may come in, and what their browsers may do), `requests` (what may
+be said), `operations` (what the API can do, once for REST, forms and its OpenAPI document), `api`, `openapi`, `pages`,
+`views`, `pulse` (what is live), `serve`.
 """
 
 from taskmesh.web.app import create_app

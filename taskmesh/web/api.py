@@ -19,7 +19,8 @@ from taskmesh.mesh import TaskMesh
 from taskmesh.store.faults import is_passing
 from taskmesh.web.connection import mesh_of
 from taskmesh.web.jsonable import to_json
-from taskmesh.web.operations import OPERATIONS, Operation, WhichEvents
+from taskmesh.web.operations import OPERATIONS, Operation
+from taskmesh.web.requests import WhichEvents
 
 logger = logging.getLogger("taskmesh.web")
 
@@ -88,7 +89,7 @@ def _endpoint(operation: Operation) -> Any:
             body = None
             if operation.body is not None:
                 body = validated(operation.body, await _body_of(request))
-            return json_response(await operation.handler(await mesh_of(request), query, body))
+            return json_response(await operation.perform(await mesh_of(request), query, body))
         except Exception as error:  # noqa: BLE001 — each becomes an answer; what is unexpected is logged
             return error_response(error)
 
@@ -191,7 +192,7 @@ async def perform(mesh: TaskMesh, operation: Operation, given: dict[str, Any]) -
     body = {name: value for name, value in given.items() if name not in operation.query.model_fields}
     if operation.body is None and body:
         raise BadRequest(f"unknown: {', '.join(sorted(body))}")
-    return await operation.handler(
+    return await operation.perform(
         mesh,
         validated(operation.query, query),
         None if operation.body is None else validated(operation.body, body),

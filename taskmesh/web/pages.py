@@ -24,8 +24,9 @@ from taskmesh.web import api
 from taskmesh.web.connection import mesh_of
 from taskmesh.web.guard import SESSION, Rules, prefix_of
 from taskmesh.web.jsonable import to_json
-from taskmesh.web.operations import OPERATIONS, Published
+from taskmesh.web.operations import OPERATIONS
 from taskmesh.web.pulse import Pulse, sample_data
+from taskmesh.web.requests import Published
 from taskmesh.web.views import STATIC, bars_of, environment, query
 from taskmesh.where import TaskFilter, milliseconds
 

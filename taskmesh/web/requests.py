@@ -1,0 +1,196 @@
+"""What requests to the API may say, and what small things it answers. What is not known, or out of bounds, is refused."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from taskmesh.periodic import Missed, Overlap
+
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.\-]{1,100}$")]
+Key = Annotated[str, StringConstraints(min_length=1, max_length=512, pattern=r"^[^\x00]+$")]
+Text = Annotated[str, StringConstraints(max_length=500, pattern=r"^[^\x00]*$")]
+WorkerId = Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=r"^[^\x00]+$")]
+Milliseconds = Annotated[int, Field(ge=0, le=10 * 366 * 86_400_000)]
+Positive = Annotated[int, Field(ge=1, le=1_000_000)]
+
+
+class _Request(BaseModel):
+    """What a request says, in its query or its body. What is not known is refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Nothing(_Request):
+    """No parameters."""
+
+
+class TheTask(_Request):
+    """Which task."""
+
+    name: Name
+    key: Key
+
+
+class TheQueue(_Request):
+    """Which queue."""
+
+    queue: Name
+
+
+class TheWorker(_Request):
+    """Which worker."""
+
+    worker_id: WorkerId
+
+
+class TheSchedule(_Request):
+    """Which schedule."""
+
+    schedule_id: Key
+
+
+class Listing(_Request):
+    """Which page of which tasks."""
+
+    where: Text = Field("", description="A filter like `status:FAIL name:resize error:timeout age>1h`.")
+    newest_first: bool = True
+    after: Annotated[str, StringConstraints(max_length=4_000)] | None = Field(
+        None, description="`following` of the page before."
+    )
+    limit: int = Field(50, ge=1, le=500)
+
+
+class Counting(_Request):
+    """Which tasks to count."""
+
+    where: Text = ""
+    at_most: int = Field(10_000, ge=1, le=10_000_000, description="Count no further.")
+
+
+class Count(BaseModel):
+    """How many."""
+
+    count: int
+
+
+class Asking(TheTask):
+    """Which task, and which worker."""
+
+    worker_id: WorkerId | None = None
+
+
+class Publishing(_Request):
+    """A task to publish."""
+
+    name: Name
+    key: Key
+    params: dict[str, Any] = {}
+    configuration: dict[str, Any] = Field({}, description="As in `configure`; times in ISO 8601.")
+
+
+class PublishingMany(_Request):
+    """Tasks of one name to publish."""
+
+    name: Name
+    params_by_key: dict[Key, dict[str, Any]] = Field(max_length=10_000)
+    configuration: dict[str, Any] = {}
+
+
+class Published(BaseModel):
+    """What a publish did."""
+
+    name: str
+    key: str
+    created: bool
+    updated: bool
+    warnings: list[str]
+
+
+class OptionChange(_Request):
+    """Fields of `TaskOption` to change."""
+
+    changes: dict[str, Any]
+
+
+class Bulk(_Request):
+    """What to do to all tasks that fit a filter."""
+
+    where: Text
+    dry_run: bool = Field(False, description="Only count.")
+
+
+class Purge(_Request):
+    """Which finished tasks to delete."""
+
+    where: Text = ""
+    dry_run: bool = False
+
+
+class Stopping(_Request):
+    """How to stop."""
+
+    grace_ms: Milliseconds = 30_000
+
+
+class Concurrency(_Request):
+    """How many executions at once."""
+
+    concurrency: Positive
+
+
+class PausingSchedule(_Request):
+    """Why, and who."""
+
+    reason: Text | None = None
+    by: Text | None = None
+
+
+class Pausing(PausingSchedule):
+    """Why, who, and for how long."""
+
+    for_ms: Annotated[int, Field(ge=1, le=10 * 366 * 86_400_000)] | None = None
+
+
+class Limits(_Request):
+    """What a queue is limited to; what is not given is not limited."""
+
+    rate: Positive | None = None
+    per_ms: Annotated[int, Field(ge=1, le=7 * 86_400_000)] | None = None
+    running: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
+    group_running: Positive | None = None
+
+
+class GroupLimit(_Request):
+    """What one group of a queue is limited to."""
+
+    group: Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=r"^[^\x00]+$")]
+    running: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
+
+
+class Scheduling(_Request):
+    """A schedule to declare, or to change."""
+
+    name: Name
+    cron: Annotated[str, StringConstraints(max_length=200)] | None = None
+    interval_ms: int | None = None
+    timezone: Annotated[str, StringConstraints(max_length=100, pattern=r"^[^\x00]*$")] = "UTC"
+    params: dict[str, Any] = {}
+    missed: Missed = "latest"
+    overlap: Overlap = "allow"
+    jitter_ms: int = Field(0, ge=0, le=86_400_000)
+
+
+class WhichEvents(_Request):
+    """Which events to tell of, and behind which to begin."""
+
+    name: Name | None = None
+    key: Key | None = None
+    after: Annotated[str, StringConstraints(max_length=4_000)] | None = None
+
+
+class Done(BaseModel):
+    """It was done."""
+
+    done: Literal[True] = True
