@@ -1,31 +1,28 @@
 """The inside of a child process for `run="process"` handlers: one call at a time, until the parent hangs up.
 
-The parent's half, and the whole of what is promised, is in `processes`. The two talk over one socket: down comes a `Call`,
-up go tuples that begin with their kind. A child ends with its parent, however that ends: the read end of the lifeline sees it.
+What is promised is in `processes`, the parent's half of a call in `conversation`. The two talk over one socket: down comes a
+`Call`, up go tuples that begin with their kind. A child ends with its parent, however that ends: the read end of the lifeline
+sees it.
 """
 
 from __future__ import annotations
 
 import fcntl
 import functools
-import importlib
-import importlib.util
 import os
 import pickle
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
-from multiprocessing import spawn
 from multiprocessing.connection import Connection
-from types import ModuleType
 from typing import Any
 
 import bson
 
+from taskmesh.consumer.handler_reference import HandlerRef, found
 from taskmesh.consumer.reasons import reason_text, unstorable_text
 from taskmesh.consumer.transactions import Record, blocking_block
 from taskmesh.context import BlockingTaskContext, enter
@@ -41,18 +38,6 @@ serving = False
 """Whether this process is such a child: it must not become a worker itself, if a script forgets to guard its main part."""
 
 _LOAD = pickle.loads  # what is loaded was written by our own parent
-
-
-@dataclass(frozen=True)
-class HandlerRef:
-    """Where a child finds a handler: by module and qualified name; or else the handler and its arguments, by value."""
-
-    module: str
-    qualname: str
-    file: str | None
-    main: Mapping[str, Any]
-    """What it takes to import the parent's `__main__`, for a handler that lives there."""
-    pickled: bytes | None
 
 
 @dataclass(frozen=True)
@@ -243,37 +228,12 @@ def _raised(error: BaseException) -> tuple[Any, ...]:
     return ("raised", kind.__name__ if kind else None, reason_text(error), delay_ms, pickled)
 
 
-@functools.lru_cache(maxsize=256)
-def _found_by_name(module: str, qualname: str, file: str | None) -> Callable[..., Any]:
-    found: Any = _imported(module, file)
-    for part in qualname.split("."):
-        found = getattr(found, part)
-    return found.fn if isinstance(found, TaskDefinition) else found
-
-
 def _prepared(call: Call) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]:
     """Find the handler, and make its arguments of the stored params."""
     handler = call.handler
     if handler.pickled is not None:
         fn, args, kwargs = _LOAD(handler.pickled)
         return fn, args, kwargs
-    if handler.main:
-        spawn.prepare(dict(handler.main))  # only once, as it sees itself
-    fn = _found_by_name(handler.module, handler.qualname, handler.file)
+    fn = found(handler)
     args, kwargs = Params(call.name, fn).to_run(dict(call.params))
     return fn, args, kwargs
-
-
-def _imported(module: str, file: str | None) -> ModuleType:
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if file is None or error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise
-    # Loaded in the parent from a place that no path leads to, as test runners and plug-in systems do.
-    spec = importlib.util.spec_from_file_location(module, file)
-    if spec is None or spec.loader is None:
-        raise ModuleNotFoundError(f"there is no module {module!r}, and {file} is no Python file", name=module)
-    loaded = sys.modules[module] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    return loaded

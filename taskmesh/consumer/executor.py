@@ -194,11 +194,13 @@ class Executor:
     async def _call_in_process(
         self, execution: Execution, definition: TaskDefinition[Any, Any], args: list[Any], kwargs: dict[str, Any]
     ) -> Any:
-        if self._processes is None:
-            from taskmesh.consumer.processes import Processes  # noqa: PLC0415 — few need it, and it is POSIX's alone
+        # Imported here: few need it, and it is POSIX's alone.
+        from taskmesh.consumer.conversation import call_in_child  # noqa: PLC0415
+        from taskmesh.consumer.processes import Processes  # noqa: PLC0415
 
+        if self._processes is None:
             self._processes = Processes()
-        return await self._processes.call(execution, definition, args, kwargs)
+        return await call_in_child(self._processes, execution, definition, args, kwargs)
 
     async def close(self) -> None:
         """End what was kept for the next execution."""

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from taskmesh import Status, TaskError, TaskMesh, TaskOption
-from taskmesh.consumer.child import _imported
+from taskmesh.consumer.handler_reference import _imported
 from taskmesh.consumer.processes import MAX_IDLE
 from tests.consumer import process_handlers as handlers
 from tests.waiting import eventually
