@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
 from taskmesh import Consumer, Status, Task, TaskMesh
+from taskmesh.consumer.parts import Parts
 from tests.waiting import eventually, wait_until
 
 STOP_DEADLINE_S = 20.0
@@ -86,6 +87,12 @@ def working_in_a_thread(
             loop.call_soon_threadsafe(consumer.begin_stop, 0)
         thread.join(STOP_DEADLINE_S)
         assert not thread.is_alive(), f"the consumer did not stop within {STOP_DEADLINE_S} s"
+
+
+def parts_of(consumer: Consumer) -> Parts:
+    """Return what a consumer that runs, or has run, is made of."""
+    assert consumer._parts is not None
+    return consumer._parts
 
 
 async def finished(mesh: TaskMesh, name: str, key: str, deadline_s: float = 20.0) -> Task:

@@ -56,7 +56,7 @@ class Claimer:
         params_of: Mapping[str, Sequence[str] | None],
         whole_state: bool,
         start: Callable[[Document, str, float], None],
-        give_back: Callable[[Document, str], None],
+        give_back: Callable[[str, str], None],
         next_running_id: Callable[[], str],
         is_busy: Callable[[str], bool],
         want_more: Callable[[], None],
@@ -253,7 +253,7 @@ class Claimer:
         for document in documents:
             lease_s = document["task_option"]["worker_timeout_ms"] / 1000
             if took > _SPENT_SHARE * lease_s or not self.open:
-                self._give_back(document, running_id)
+                self._give_back(document["_id"], running_id)
             else:
                 self._start(document, running_id, sent)
 
@@ -280,7 +280,7 @@ class Claimer:
         for document in documents:
             entry = next(e for e in document["task_state"]["worker_states"] if e["running_id"] == running_id)
             if document["_id"] not in known and entry["state"] == "RUNNING":
-                self._give_back(document, running_id)
+                self._give_back(document["_id"], running_id)
 
     async def _split(self, rest: list[Candidate], narrowed_by: Mapping[str, Any], error: PyMongoError) -> None:
         """Try smaller sets, and set the document aside that holds them up."""

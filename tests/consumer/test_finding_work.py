@@ -7,29 +7,31 @@ import statistics
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
-from unittest.mock import Mock
 
 import psutil
 import pytest
 from pymongo import MongoClient
 
-import taskmesh.consumer.consumer
+import taskmesh.consumer.parts
 import taskmesh.consumer.scanner
 from taskmesh import Status, TaskMesh, TaskOption, current_task
 from taskmesh.consumer import Consumer
 from taskmesh.consumer.listener import Listener
 from taskmesh.store.find import unfinished_left
-from taskmesh.store.watch import HORIZON_MS
+from taskmesh.store.watch import HORIZON_MS, Change
 from tests.waiting import eventually
-from tests.working import finished, working
+from tests.working import finished, parts_of, working
 
 SCAN_FINDS_WITHIN_S = 5.0
 """The scan comes about once a second; the rest is room for a busy machine."""
 
 
 def deafen(mesh: TaskMesh) -> None:
-    """Let the mesh's stream deliver nothing."""
-    mesh.feed._hand_out = Mock()  # type: ignore[method-assign]  # so that no event arrives
+    """Let every event of the mesh's stream, which stays open, get lost on its last step."""
+
+    def lose(_: Change) -> None: ...
+
+    mesh.feed._hand_out = lose  # type: ignore[method-assign]
 
 
 def between_stream_and_scan(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], Awaitable[None]]) -> None:
@@ -54,7 +56,7 @@ async def test_a_task_published_between_the_opening_of_the_stream_and_the_scan_i
         return "done"
 
     async def publish_and_never_scan() -> None:
-        consumers[0]._scanner.open = False
+        parts_of(consumers[0]).scanner.open = False
         await job.publish("k")
         published.set()
 
@@ -63,7 +65,7 @@ async def test_a_task_published_between_the_opening_of_the_stream_and_the_scan_i
     running = asyncio.create_task(consumers[0].run())
     await published.wait()
     assert (await finished(mesh, "job", "k")).status is Status.SUCCESS
-    assert consumers[0]._scanner.scans == 0
+    assert parts_of(consumers[0]).scanner.scans == 0
     await consumers[0].stop()
     await running
 
@@ -143,12 +145,12 @@ async def test_t25_a_stream_that_has_been_open_for_longer_than_its_horizon_annou
     async with working(mesh) as consumer:
         opened = mesh.clock.now()
         await eventually(lambda: mesh.clock.now() > opened + timedelta(milliseconds=HORIZON_MS + 300))
-        consumer._scanner.open = False
+        parts_of(consumer).scanner.open = False
         await job.publish("due now")
         await job.configure(delay_ms=HORIZON_MS // 2).publish("within")
         for key in ("due now", "within"):
             assert (await finished(mesh, "job", key, SCAN_FINDS_WITHIN_S)).status is Status.SUCCESS
-        consumer._scanner.open = True
+        parts_of(consumer).scanner.open = True
         await job.configure(delay_ms=HORIZON_MS + 500).publish("beyond")
         task = await finished(mesh, "job", "beyond")
     late_s = []
@@ -192,7 +194,7 @@ async def test_m31_idle_consumers_hear_nothing_of_renewals_claims_and_progress(m
 async def test_t27_a_burst_while_all_slots_are_busy_is_worked_off_without_another_event(
     mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(taskmesh.consumer.consumer, "_queue_limit", lambda _: 50)
+    monkeypatch.setattr(taskmesh.consumer.parts, "queue_limit", lambda _: 50)
     release = asyncio.Event()
     ran: set[str] = set()
 
@@ -206,12 +208,12 @@ async def test_t27_a_burst_while_all_slots_are_busy_is_worked_off_without_anothe
         await eventually(lambda: len(consumer.running) == 2)
         for start in range(0, 2_000, 1_000):
             await job.publish_many({f"k{n}": {} for n in range(start, start + 1_000)})
-            assert len(consumer._queue) <= 50 * 5 // 4
+            assert len(parts_of(consumer).queue) <= 50 * 5 // 4
         deafen(mesh)  # silence from here on
         consumer.concurrency = 200
         release.set()
         await eventually(lambda: len(ran) == 2_002, 60, what="all have run")
-        assert len(consumer._queue) <= 50 * 5 // 4
+        assert len(parts_of(consumer).queue) <= 50 * 5 // 4
 
 
 async def test_t27_what_is_published_while_a_consumer_starts_is_not_left_behind(mesh: TaskMesh) -> None:
@@ -266,13 +268,13 @@ async def test_memory_is_bounded_whatever_the_backlog(
     await asyncio.to_thread(_fill, mongo_uri, database, count)
     before = psutil.Process().memory_info().rss
     async with working(mesh, concurrency=5) as consumer:
-        limit = consumer._queue._limit
+        limit = parts_of(consumer).queue._limit
         assert limit < count / 3
         await eventually(lambda: len(consumer.running) == 5)
         await job.publish_many({f"more {n}": {} for n in range(2_000)})
-        scans = consumer._scanner.scans
-        await eventually(lambda: consumer._scanner.scans >= scans + 3, 20)
-        queue = consumer._queue
+        scans = parts_of(consumer).scanner.scans
+        await eventually(lambda: parts_of(consumer).scanner.scans >= scans + 3, 20)
+        queue = parts_of(consumer).queue
         assert len(queue) <= limit * 5 // 4
         assert len(queue._ready) + len(queue._later) <= limit * 3
         assert psutil.Process().memory_info().rss - before < 60_000_000

@@ -9,7 +9,7 @@ import pytest
 
 from taskmesh import Status, TaskError, TaskMesh, TaskOption, current_task
 from tests.waiting import eventually
-from tests.working import finished, working
+from tests.working import finished, parts_of, working
 
 pytestmark = pytest.mark.slow  # not yet seen green on a quiet machine: no part of `make test` until then
 
@@ -76,7 +76,7 @@ async def test_m22_a_handler_that_returns_at_once_leaves_no_slot_taken(mesh: Tas
         for handle in handles:
             await handle.result(timeout=20)
         await eventually(lambda: not consumer.running)
-        assert consumer._claimer_().reserved == 0
+        assert parts_of(consumer).claimer.reserved == 0
 
 
 async def test_m39_a_reader_of_events_that_never_reads_slows_nobody_and_loses_only_its_own(mesh: TaskMesh) -> None:

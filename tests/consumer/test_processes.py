@@ -18,7 +18,7 @@ from taskmesh.consumer.handler_reference import _imported
 from taskmesh.consumer.processes import MAX_IDLE
 from tests.consumer import process_handlers as handlers
 from tests.waiting import eventually
-from tests.working import finished, working
+from tests.working import finished, parts_of, working
 
 ONCE = TaskOption(max_unexpected_retries=0)
 AT_ONCE = TaskOption(unexpected_retry_delay_ms=0)
@@ -29,7 +29,14 @@ def define(mesh: TaskMesh, fn: Any, **settings: Any) -> Any:
 
 
 def gone(*pids: int) -> bool:
-    return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
+    return not any(_lives(pid) for pid in pids)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 async def pids_in(path: Path) -> list[int]:
@@ -63,9 +70,7 @@ async def test_several_run_side_by_side_and_few_stay_idle(mesh: TaskMesh, tmp_pa
         await eventually(lambda: len(list(tmp_path.glob("m*"))) == count, what="all run at once")
         go.touch()
         assert [await task.result(10) for task in tasks] == ["saw it"] * count
-        executor = consumer._executor
-        assert executor is not None
-        processes = executor._processes
+        processes = parts_of(consumer).executor._processes
         assert processes is not None
         await eventually(lambda: len(processes.pids) <= MAX_IDLE)
 
@@ -281,10 +286,9 @@ async def test_a_child_takes_no_signals_and_has_none_blocked(mesh: TaskMesh, tmp
         assert await (await blocked.publish("k")).result(10) == []
         handle = await wait_for_file.publish("k", path=str(go), marker=str(marker))
         await eventually(marker.exists)
-        executor = consumer._executor
-        assert executor is not None
-        assert executor._processes is not None
-        for pid in executor._processes.pids:
+        processes = parts_of(consumer).executor._processes
+        assert processes is not None
+        for pid in processes.pids:
             assert os.getsid(pid) != os.getsid(0), "the signals of our terminal do not reach it"
             os.kill(pid, signal.SIGINT)
             os.kill(pid, signal.SIGTERM)

@@ -12,7 +12,7 @@ from pymongo import MongoClient
 
 from taskmesh import TaskMesh
 from tests.waiting import eventually
-from tests.working import finished, working
+from tests.working import finished, parts_of, working
 
 KINDS = ("absent worker", "own retry delay", "done by me", "paused queue")
 
@@ -103,12 +103,12 @@ async def test_t15_scanning_an_unclaimable_head_again_and_again_is_cheap(
     with MongoClient[dict[str, Any]](mongo_uri) as client:
         profiles = client[database]["system.profile"]
         async with working(mesh, "me", concurrency=10) as consumer:
-            await eventually(lambda: consumer._scanner.scans >= 3, 30, what="the whole head was read once")
-            scans = consumer._scanner.scans
+            await eventually(lambda: parts_of(consumer).scanner.scans >= 3, 30, what="the whole head was read once")
+            scans = parts_of(consumer).scanner.scans
             client[database].command("profile", 2)
-            await eventually(lambda: consumer._scanner.scans >= scans + 5, 30, what="five more scans")
+            await eventually(lambda: parts_of(consumer).scanner.scans >= scans + 5, 30, what="five more scans")
             client[database].command("profile", 0)
-            passes = consumer._scanner.scans - scans
+            passes = parts_of(consumer).scanner.scans - scans
         examined = sum(
             operation.get("keysExamined", 0)
             for operation in profiles.find({"ns": f"{database}.tasks", "op": {"$in": ["query", "getmore"]}})

@@ -20,7 +20,7 @@ from taskmesh.store import schedules
 from tests.processes.fleet import Fleet
 from tests.processes.handlers import define
 from tests.waiting import eventually
-from tests.working import all_working, finished, working
+from tests.working import all_working, finished, parts_of, working
 
 # In a year to come: what lies in the past by the real clock, the server's TTL monitor removes.
 START = datetime(2036, 6, 1, 12, 0, 30, tzinfo=UTC)
@@ -182,7 +182,7 @@ async def test_a_quick_schedule_runs_as_often_as_it_ticks(mesh: TaskMesh) -> Non
     async with all_working(mesh, ["w1", "w2", "w3"]) as consumers:
         await eventually(lambda: len(runs) >= 15)
     assert len(runs) == len(set(runs))
-    assert len(runs) <= sum(consumer._ticker.published for consumer in consumers)
+    assert len(runs) <= sum(parts_of(consumer).ticker.published for consumer in consumers)
 
 
 async def test_schedules_declared_before_the_mesh_connects_are_stored_when_it_does(

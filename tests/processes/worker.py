@@ -73,7 +73,7 @@ async def _work(setting: Setting) -> None:
             await consumer.run(until_idle=setting.until_idle)
         finally:
             telling.cancel()
-            claimer = consumer._claimer
+            claimer = consumer._parts.claimer if consumer._parts else None
             _tell(tried=claimer.tried if claimer else 0, won=claimer.won if claimer else 0)
 
 

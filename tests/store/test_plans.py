@@ -11,7 +11,7 @@ from pymongo import MongoClient
 
 from taskmesh import TaskMesh, TaskOption, current_task
 from tests.waiting import eventually
-from tests.working import finished, working
+from tests.working import finished, parts_of, working
 
 NAMES = ("job", "flaky", "napping", "other", "another")
 SIZES = [3_000, pytest.param(200_000, marks=pytest.mark.slow)]
@@ -93,7 +93,7 @@ async def _live(mesh: TaskMesh) -> None:
             await finished(mesh, "flaky", f"k{n}", 30)
             await finished(mesh, "napping", f"k{n}", 30)
             await finished(mesh, "job", f"limited{n}", 30)
-        scanner = consumer._scanner
+        scanner = parts_of(consumer).scanner
         scans = scanner.scans
         await eventually(lambda: scanner.scans >= scans + 4, 30, what="four more scans")
 

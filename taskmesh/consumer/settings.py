@@ -1,0 +1,59 @@
+"""What a consumer is told by its maker: who it is, what it runs, how much at once. Checked here, before anything starts."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from taskmesh.consumer.executor import AfterHook, BeforeHook
+from taskmesh.errors import InvalidOption
+
+DEFAULT_STALL_LIMIT_MS = 60_000
+
+
+@dataclass(kw_only=True)
+class Settings:
+    """What one consumer was told."""
+
+    worker_id: str
+    names: list[str]
+    """The tasks that it runs."""
+    queues: list[str] | None
+    """Where it takes them from; None: from everywhere."""
+    concurrency: int
+    """How many executions at once. It can be changed while the consumer runs; all else stands."""
+    listen: bool
+    before: BeforeHook | None
+    after: AfterHook | None
+    stall_limit_ms: int
+    instance: str = field(default_factory=lambda: secrets.token_hex(6))
+    """Tells this run from any other under the same worker id."""
+
+
+def checked_worker_id(worker_id: str | None) -> str:
+    """Return the id, or a made-up one. Raises `InvalidOption`."""
+    if worker_id is None:
+        return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+    if not isinstance(worker_id, str) or not 1 <= len(worker_id) <= 256 or not worker_id.isprintable():
+        raise InvalidOption(f"a worker id is a printable text of 1 to 256 characters, not {worker_id!r}")
+    return worker_id
+
+
+def checked_concurrency(concurrency: int) -> int:
+    """Return the number, or raise `InvalidOption`."""
+    if isinstance(concurrency, bool) or not isinstance(concurrency, int) or not 1 <= concurrency <= 1_000_000:
+        raise InvalidOption(f"concurrency is a whole number from 1, not {concurrency!r}")
+    return concurrency
+
+
+def checked_names(defined: Iterable[str], names: Sequence[str] | None) -> list[str]:
+    """Return the names of the tasks to run: all that are defined, if none are given. Raises `InvalidOption`."""
+    known = sorted(defined)
+    if names is None:
+        return known
+    if unknown := sorted(set(names) - set(known)):
+        raise InvalidOption(f"no handler is defined for {', '.join(unknown)}; there are: {', '.join(known) or 'none'}")
+    return sorted(names)

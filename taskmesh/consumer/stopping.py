@@ -1,0 +1,85 @@
+"""How a consumer stops: no more claims; a grace for what runs; then cancel the rest, and give its tasks back unharmed.
+
+Leases are renewed to the end. If the process dies meanwhile, they run out, and others take over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable
+
+import anyio
+
+from taskmesh.consumer.execution import Stop
+from taskmesh.consumer.parts import Parts
+
+logger = logging.getLogger("taskmesh.consumer")
+
+DEFAULT_GRACE_MS = 30_000
+_HANDLERS_END_WITHIN_S = 5.0
+_RELEASE_DEADLINE_S = 10.0
+
+
+class StopWish:
+    """Whether a consumer is to stop, and how soon. May be said again: a shorter grace hastens a stop that has begun."""
+
+    def __init__(self) -> None:
+        self.grace_ms = DEFAULT_GRACE_MS
+        self.said = asyncio.Event()
+        self.said_again = asyncio.Event()
+
+    def say(self, grace_ms: int) -> None:
+        """Wish it; the shortest grace counts."""
+        self.grace_ms = min(self.grace_ms, grace_ms) if self.said.is_set() else grace_ms
+        self.said.set()
+        self.said_again.set()
+
+
+async def wind_down(parts: Parts, wish: StopWish, grace_ms: int) -> None:
+    """Claim no more, wait for what runs, then cancel and release the rest."""
+    parts.close_claims()
+    parts.registration.show_soon()
+    await parts.claimer.drain()
+    await _wait_for_executions(parts, wish, grace_ms)
+    for execution in parts.executions:
+        parts.executor.stop(execution, Stop.WORKER_STOPS)
+    await _wait_for_handlers(parts)
+    await parts.finisher.drain()
+
+
+async def _wait_for_executions(parts: Parts, wish: StopWish, grace_ms: int) -> None:
+    """Wait until nothing runs, or the grace is over; a later, shorter grace counts from then."""
+    deadline = time.monotonic() + grace_ms / 1000
+    while parts.executions and time.monotonic() < deadline:
+        wish.said_again.clear()
+        waits = {asyncio.ensure_future(parts.freed.wait()), asyncio.ensure_future(wish.said_again.wait())}
+        parts.freed.clear()
+        await asyncio.wait(waits, timeout=deadline - time.monotonic(), return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        deadline = min(deadline, time.monotonic() + wish.grace_ms / 1000)
+
+
+async def _wait_for_handlers(parts: Parts) -> None:
+    """Wait for cancelled handlers to end, but not for ever: one that will not is left behind, and fenced."""
+    deadline = time.monotonic() + _HANDLERS_END_WITHIN_S
+    while time.monotonic() < deadline:
+        left = [e.task for e in parts.executions if not e.ended and e.task is not None and not e.task.done()]
+        if not left:
+            return
+        await asyncio.wait(left, timeout=deadline - time.monotonic())
+    for execution in parts.executions:
+        if not execution.ended:
+            logger.error("task %s ignores its cancellation: giving its task back", execution.id)
+            parts.release(execution.id, execution.running_id)
+
+
+async def unless_it_takes_too_long(ending: Awaitable[None]) -> None:
+    """Do this even while we are being cancelled, in a task of its own, up to a deadline."""
+    task = asyncio.ensure_future(ending)
+    with anyio.CancelScope(shield=True):
+        await asyncio.wait([task], timeout=_RELEASE_DEADLINE_S)
+    if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("stopping met an error", exc_info=error)
