@@ -1,9 +1,10 @@
 """taskmesh: a task engine on MongoDB.
 
-In reading order, as a task lives: `option` and `task` (what is stored), `rules` (who may claim what when), `definition` and
-`params` (publishing), `mesh` (the front door), `store` (every read and write), `consumer` (running), `feed`, `results` and
-`events` (hearing of it), `queues` (pauses and limits), `periodic` and `ticks`, `explain`, `stats`, `workers`; beside
-them `embedded`, `cli` and `web`.
+In reading order, as a task lives: `option` and `task` (what is stored), `rules` (who may claim what when), `definition`,
+`params` and `publishing` (into the world), `consumer` (running), `feed`, `results` and `events` (hearing of it),
+`task_actions` and `bulk` (looking at tasks and changing them), `fleet_actions` with `queues`, `workers`, `explain`, `stats` and
+`doctor` (the fleet), `scheduling` with `periodic` and `ticks`; under them `store` (every read and write) and `connection`, over
+them `mesh` (the front door); beside them `embedded`, `metrics`, `cli` and `web`.
 """
 
 from taskmesh.bulk import BulkResult
@@ -11,6 +12,7 @@ from taskmesh.consumer import Consumer
 from taskmesh.consumer.executor import Ending
 from taskmesh.context import BlockingTaskContext, TaskContext, current_task
 from taskmesh.definition import TaskDefinition, TaskHandle
+from taskmesh.doctor import Finding
 from taskmesh.errors import (
     EmbeddedUnavailable,
     IncompatibleCollection,
@@ -50,6 +52,7 @@ __all__ = [
     "EmbeddedUnavailable",
     "Ending",
     "Explanation",
+    "Finding",
     "Gate",
     "IncompatibleCollection",
     "InvalidKey",

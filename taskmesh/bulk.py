@@ -11,13 +11,14 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict
 
 from taskmesh.clock import in_utc
+from taskmesh.connection import Connected
 from taskmesh.errors import InvalidOption
-from taskmesh.store import Store, bulk
+from taskmesh.store import bulk
 from taskmesh.store.settle import settle
 from taskmesh.task import Progress, Status
 from taskmesh.where import TaskFilter
@@ -80,14 +81,8 @@ class TaskPage(BaseModel):
     """False: the search was given up, as no index serves it and there are too many tasks: narrow it down."""
 
 
-class BulkActions:
+class BulkActions(Connected):
     """The part of `TaskMesh` that is about many tasks at once."""
-
-    if TYPE_CHECKING:  # what it uses of the mesh that it is a part of
-
-        @property
-        def store(self) -> Store:
-            """The connection."""
 
     async def count(self, where: str | TaskFilter = "", *, at_most: int | None = None) -> int:
         """Count the tasks that fit a filter, no further than `at_most`. Raises `InvalidOption`."""

@@ -12,6 +12,7 @@ from taskmesh.clock import in_utc
 from taskmesh.errors import InvalidName, InvalidOption, TaskCancelled, TaskError, TaskExpired, TaskNotFound
 from taskmesh.option import TaskOption
 from taskmesh.params import Params
+from taskmesh.store.publish import Publication
 from taskmesh.task import Status, Task, checked_key, checked_name
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Run = Literal["async", "thread", "process"]
 MAX_DELAY_MS = 10 * 366 * 86_400_000
+_SIZE_OF_THE_REST = 1_000
+"""What a new document has beside its params, in bytes; rather more than less."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,27 @@ class Configuration:
             stored = {n: list(v) if isinstance(v, tuple) else v for n, v in stored.items()}
             configuration = replace(configuration, option=option, tuned={**configuration.tuned, **stored})
         return configuration
+
+    def publication(self, name: str, key: str, params: dict[str, Any], size: int) -> Publication:
+        """Return the task to publish, from params that were checked; `size` is theirs, in bytes of BSON."""
+        return Publication(
+            name=name,
+            key=key,
+            queue=self.queue,
+            params=params,
+            option=self.option,
+            size=size + _SIZE_OF_THE_REST,
+            start_time=self.start_time,
+            expire_time=self.expire_time,
+            delay_ms=self.delay_ms,
+            group=self.group,
+            tuned=dict(self.tuned),
+            update_existing_params=self.update_existing_params,
+            not_update_running=self.not_update_running,
+            clean_success=self.clean_success,
+            clean_failed=self.clean_failed,
+            run_again=self.run_again,
+        )
 
 
 def _checked_time(name: str, value: Any) -> datetime:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from taskmesh.clock import ServerClock
 from taskmesh.definition import Configuration, TaskDefinition, TaskHandle
 from taskmesh.errors import InvalidOption, TaskNotFound
 from taskmesh.params import checked_size
@@ -22,7 +21,8 @@ from taskmesh.periodic import (
     stored,
     timing_of,
 )
-from taskmesh.store import Store, schedules
+from taskmesh.publishing import Publishing
+from taskmesh.store import schedules
 from taskmesh.store.driver import Document
 from taskmesh.store.publish import Publication, stored_option
 from taskmesh.store.schedules import KEY_KEPT_MS
@@ -56,21 +56,21 @@ class Declared:
             logger.error("schedule %r was not stored: %s", self.schedule_id, error)
 
 
-class Scheduling:
+class Scheduling(Publishing):
     """The part of `TaskMesh` that is about periodic tasks."""
 
-    definitions: dict[str, TaskDefinition[Any, Any]]
-    clock: ServerClock
-    _declarations: dict[str, Declaration]
+    def __init__(self, client: Any = None, *, database: str = "taskmesh", collection: str = "tasks") -> None:
+        super().__init__(client, database=database, collection=collection)
+        self._declarations: dict[str, Declaration] = {}
 
-    if TYPE_CHECKING:  # what it uses of the mesh that it is a part of
-        connected_in: Callable[[asyncio.AbstractEventLoop], bool]
-        publish: Callable[..., Awaitable[TaskHandle[Any]]]
-        publication: Callable[[str, str, dict[str, Any], int, Configuration], Publication]
+    async def connect(self) -> None:
+        """Connect, check the server, create what is missing, and store the schedules that were declared before.
 
-        @property
-        def store(self) -> Store:
-            """The connection."""
+        Raises `NotAReplicaSet`, `IncompatibleCollection`, `EmbeddedUnavailable`, or `TaskMeshError` if no server answers.
+        """
+        await super().connect()
+        for declaration in self._declarations.values():
+            await self.store_declaration(declaration)
 
     def every(
         self,
@@ -129,11 +129,6 @@ class Scheduling:
         except RuntimeError:  # no loop runs: definition time
             return False
 
-    async def store_declarations(self) -> None:
-        """Store what was declared before the mesh connected."""
-        for declaration in self._declarations.values():
-            await self.store_declaration(declaration)
-
     async def store_declaration(self, declaration: Declaration) -> ScheduleInfo:
         """Store one schedule. Raises `InvalidParams` if its params do not fit a handler that is known here."""
         definition = self.definitions.get(declaration.name)
@@ -167,7 +162,7 @@ class Scheduling:
             if (value := getattr(configuration.option, name)) is not None
         }
         configuration = configuration.changed(**kept)
-        return self.publication(name, checked_key(key), params, checked_size(name, params), configuration)
+        return configuration.publication(name, checked_key(key), params, checked_size(name, params))
 
     async def schedules(self) -> list[ScheduleInfo]:
         """Return all schedules, the next to tick first."""

@@ -1,7 +1,9 @@
 """Running tasks.
 
-Read `consumer` first; then, as a task passes: `listener`, `scanner`, `claim_queue`, `lanes`, `claimer`,
-`execution`, `executor`, `pinger`, `reporter`, `finisher`; and beside them `registration` and `signals`.
+Read `consumer` and `parts` first; then, as a task passes: `listener`, `scanner`, `second_look`, `claim_queue`, `lanes`, `limits`,
+`claimer`, `execution`, `executor` (for child processes `conversation`, `processes`, `child`, `handler_reference`),
+`transactions`, `pinger`, `reporter`, `finisher`; then `stopping` and `idleness`; and beside them `settings`, `registration`,
+`neglected`, `ticker` and `signals`.
 """
 
 from taskmesh.consumer.consumer import Consumer

@@ -29,7 +29,7 @@ SCAN_FINDS_WITHIN_S = 5.0
 def deafen(mesh: TaskMesh) -> None:
     """Let every event of the mesh's stream, which stays open, get lost on its last step."""
 
-    def lose(_: Change) -> None: ...
+    def lose(change: Change) -> None: ...
 
     mesh.feed._hand_out = lose  # type: ignore[method-assign]
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from pymongo import AsyncMongoClient, MongoClient
 
-import taskmesh.mesh
+import taskmesh.publishing
 import taskmesh.store.publish
 from benchmarks.commands import Commands
 from taskmesh import TaskMesh, TaskMeshError
@@ -143,7 +143,7 @@ async def test_t36_a_key_whose_transaction_is_undone_is_created_by_who_waited(me
 async def test_t36_a_publish_gives_up_at_its_deadline_while_somebodys_transaction_holds_the_key(
     mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch, configuration: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(taskmesh.mesh, "PUBLISH_DEADLINE_S", 0.5)
+    monkeypatch.setattr(taskmesh.publishing, "PUBLISH_DEADLINE_S", 0.5)
     monkeypatch.setattr(taskmesh.store.publish, "WRITE_DEADLINE_MS", 300)
 
     @mesh.task

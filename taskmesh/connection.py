@@ -1,0 +1,127 @@
+"""A mesh's connection: where to, opened and closed, and whether it can be used here (this process, this event loop)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+import weakref
+from typing import Any, Self
+
+from taskmesh.clock import ServerClock
+from taskmesh.errors import TaskMeshError
+from taskmesh.events import EventReader
+from taskmesh.feed import Feed
+from taskmesh.results import Results
+from taskmesh.store import Store, fleet, schema
+from taskmesh.workers import Registry
+
+
+class Connected:
+    """What all that a mesh can do stands on. Once connected it has `store`, `clock` and `feed`."""
+
+    clock: ServerClock
+    feed: Feed
+    _results: Results
+    _registry: Registry
+
+    def __init__(self, client: Any = None, *, database: str = "taskmesh", collection: str = "tasks") -> None:
+        self._client = client
+        self._database = database
+        self._collection = collection
+        self._store: Store | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._pid = os.getpid()
+        self._embedded: Any = None
+        self._event_readers: weakref.WeakSet[EventReader] = weakref.WeakSet()
+
+    def connect_to(self, client: Any = None, *, database: str | None = None, collection: str | None = None) -> None:
+        """Change where this mesh will connect to: what a command line or a test overrides. None: as it is.
+
+        Raises `TaskMeshError` if it is connected already.
+        """
+        if self._store is not None:
+            raise TaskMeshError("this mesh is connected already: say where before `async with mesh`")
+        self._client = self._client if client is None else client
+        self._database = database or self._database
+        self._collection = collection or self._collection
+
+    @property
+    def address(self) -> str:
+        """Where this mesh is connected: host and port, database and collection; without credentials."""
+        store = self.store
+        return f"{schema.hosts(store)}, database {self._database!r}, collection {self._collection!r}"
+
+    async def __aenter__(self) -> Self:
+        await self.connect()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def connect(self) -> None:
+        """Connect, check the server, and create the collections and indexes that are missing.
+
+        Raises `NotAReplicaSet`, `IncompatibleCollection`, `EmbeddedUnavailable`, or `TaskMeshError` if no server answers.
+        """
+        if self._store is not None:
+            raise TaskMeshError("this mesh is connected already: use one `async with mesh` around all that needs it")
+        store = Store(await self._client_or_uri(), self._database, self._collection)
+        clock = ServerClock()
+        try:
+            await schema.check_server(store)
+            for _ in range(3):
+                sent = time.monotonic()
+                clock.observe(await fleet.server_time(store), sent, time.monotonic())
+            await schema.create(store)
+        except BaseException:
+            await store.close()
+            await self._leave_embedded()
+            raise
+        self._store, self.clock, self._loop, self._pid = store, clock, asyncio.get_running_loop(), os.getpid()
+        self.feed = Feed(store)
+        self._results = Results(store, self.feed)
+        self._registry = Registry(store)
+
+    async def close(self) -> None:
+        """Close what `connect` opened. Does nothing the second time."""
+        if self._store is None:
+            return
+        store, self._store = self._store, None
+        for reader in tuple(self._event_readers):
+            reader.close()
+        await self._results.close()
+        await self.feed.close()
+        await store.close()
+        await self._leave_embedded()
+
+    async def _client_or_uri(self) -> Any:
+        client = self._client or os.environ.get("TASKMESH_URI")
+        if client is not None:
+            return client
+        from taskmesh.embedded import attach  # noqa: PLC0415 — an extra
+
+        self._embedded = await asyncio.to_thread(attach)
+        return self._embedded.uri
+
+    async def _leave_embedded(self) -> None:
+        if self._embedded is not None:
+            embedded, self._embedded = self._embedded, None
+            await asyncio.to_thread(embedded.close)
+
+    def connected_in(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Whether the mesh can be used in this event loop, in this process."""
+        return self._store is not None and self._loop is loop and self._pid == os.getpid()
+
+    @property
+    def store(self) -> Store:
+        """The connection. Raises `TaskMeshError` if there is none that can be used here."""
+        if self._store is None:
+            raise TaskMeshError("this mesh is not connected: use it inside `async with mesh:` (or `publish_sync`)")
+        if self._pid != os.getpid():
+            raise TaskMeshError(
+                "this mesh was connected before a fork: connect it anew in the child, or use `publish_sync`"
+            )
+        if self._loop is not asyncio.get_running_loop():
+            raise TaskMeshError("this mesh is connected in another event loop: connect it in the one that uses it")
+        return self._store

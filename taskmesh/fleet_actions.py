@@ -1,0 +1,97 @@
+"""What a mesh can do with the fleet: pause and limit queues, steer workers, and tell how all of it is."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+from taskmesh.clock import in_utc
+from taskmesh.connection import Connected
+from taskmesh.definition import checked_queue
+from taskmesh.doctor import Finding, examine
+from taskmesh.errors import TaskNotFound
+from taskmesh.queues import QueueInfo, read_queues, set_group_limit, set_limit
+from taskmesh.stats import Stats, read_stats
+from taskmesh.store import fleet
+from taskmesh.workers import WorkerInfo
+
+
+class FleetActions(Connected):
+    """The part of `TaskMesh` that is about queues and workers."""
+
+    async def pause(
+        self, queue: str, *, reason: str | None = None, by: str | None = None, until: datetime | None = None
+    ) -> None:
+        """Let no worker claim from this queue any more, until `resume`, or the time `until`. What runs, runs on."""
+        settings = {
+            "paused": True,
+            "paused_reason": reason,
+            "paused_by": by,
+            "paused_until": None if until is None else in_utc(until),
+            "pause_time": self.clock.now(),
+        }
+        await fleet.set_queue(self.store, checked_queue(queue), settings)
+
+    async def resume(self, queue: str) -> None:
+        """Let workers claim from this queue again."""
+        await fleet.set_queue(self.store, checked_queue(queue), {"paused": False, "paused_until": None})
+
+    async def set_limit(
+        self,
+        queue: str,
+        *,
+        rate: int | None = None,
+        per_ms: int | None = None,
+        running: int | None = None,
+        group_running: int | None = None,
+    ) -> None:
+        """Limit a queue, over the whole fleet; what is not given here is not limited (any more).
+
+        At most `rate` starts in any `per_ms` (1000 by default); at most `running` executions at a time; at most
+        `group_running` of each group (`configure(group=…)`) at a time: tasks of a full group hold up nobody else. What
+        runs already runs on, and is counted. Workers hear of it within two seconds. Raises `InvalidOption`.
+        """
+        await set_limit(
+            self.store, checked_queue(queue), rate=rate, per_ms=per_ms, running=running, group_running=group_running
+        )
+
+    async def set_group_limit(self, queue: str, group: str, running: int | None) -> None:
+        """Let this one group of a queue run `running` executions at a time; None: as many as every other group."""
+        await set_group_limit(self.store, checked_queue(queue), group, running)
+
+    async def queues(self) -> list[QueueInfo]:
+        """Return the queues that have settings or unfinished tasks, with their pauses and limits."""
+        return await read_queues(self.store)
+
+    async def workers(self) -> list[WorkerInfo]:
+        """Return the live workers and those that went within the last hour."""
+        _ = self.store
+        return await self._registry.read()
+
+    async def stop_worker(self, worker_id: str, grace_ms: int = 30_000) -> None:
+        """Let a consumer elsewhere stop gracefully. Raises `TaskNotFound` if no such worker is registered."""
+        await self._order(worker_id, {"stop_grace_ms": grace_ms})
+
+    async def pause_worker(self, worker_id: str) -> None:
+        """Let a consumer elsewhere claim no more; what it runs, runs on."""
+        await self._order(worker_id, {"paused": True})
+
+    async def resume_worker(self, worker_id: str) -> None:
+        """Let a paused consumer elsewhere go on."""
+        await self._order(worker_id, {"paused": False})
+
+    async def set_concurrency(self, worker_id: str, concurrency: int) -> None:
+        """Change how many executions a consumer elsewhere runs at once."""
+        await self._order(worker_id, {"concurrency": concurrency})
+
+    async def _order(self, worker_id: str, changes: dict[str, Any]) -> None:
+        if not await fleet.order(self.store, worker_id, changes):
+            raise TaskNotFound(f"no worker {worker_id!r} is registered: `taskmesh workers` lists those that are")
+
+    async def stats(self) -> Stats:
+        """Return counts by name and status, the lag of the oldest claimable task, and the throughput of the fleet."""
+        return await read_stats(self.store)
+
+    async def doctor(self) -> list[Finding]:
+        """Look for what is wrong with the server, the collection, the fleet and the tasks. Changes nothing."""
+        return await examine(self.store)

@@ -1,0 +1,183 @@
+"""What a mesh can do to bring tasks into the world: publish them, by definition or by name, with or without an event loop.
+
+Params are checked first, all of them; then inserted, about a thousand per round trip. If the answer is lost they are published
+again: each publication is known by its `publish_id`, so nothing is there twice and `created` stays true to the first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from pymongo.errors import PyMongoError
+
+from taskmesh.connection import Connected
+from taskmesh.definition import Configuration, TaskDefinition, TaskHandle
+from taskmesh.errors import InvalidParams, TaskMeshError
+from taskmesh.params import checked_size
+from taskmesh.portal import portal_loop, run_blocking
+from taskmesh.store import Store
+from taskmesh.store.driver import twin_of
+from taskmesh.store.faults import is_over_deadline, is_passing
+from taskmesh.store.publish import Publication, Published, publish, publish_in_session
+from taskmesh.task import checked_key, checked_name
+
+PUBLISH_DEADLINE_S = 30.0
+
+
+class Publishing(Connected):
+    """The part of `TaskMesh` that publishes."""
+
+    definitions: dict[str, TaskDefinition[Any, Any]]
+
+    def __init__(self, client: Any = None, *, database: str = "taskmesh", collection: str = "tasks") -> None:
+        super().__init__(client, database=database, collection=collection)
+        self.definitions = {}
+        self._twin: tuple[asyncio.AbstractEventLoop, asyncio.Task[Publishing]] | None = None
+        """The same on the portal's loop, for `publish_sync`."""
+
+    async def close(self) -> None:
+        """Close what `connect` and `publish_sync` opened. Does nothing the second time."""
+        if self._twin is not None:
+            await asyncio.to_thread(self.close_sync)
+        await super().close()
+
+    async def publish(
+        self, name: str, key: str, params: Mapping[str, Any] | None = None, **configuration: Any
+    ) -> TaskHandle[Any]:
+        """Publish by task name, without the handler's code.
+
+        Uses the option and queue of the definition if this mesh knows the name, else the defaults. Raises as
+        `TaskDefinition.publish` does.
+        """
+        return (await self.publish_many(name, {key: {} if params is None else params}, **configuration))[0]
+
+    async def publish_many(
+        self, name: str, params_by_key: Mapping[str, Mapping[str, Any]], **configuration: Any
+    ) -> list[TaskHandle[Any]]:
+        """Publish many tasks by name, about a thousand per round trip; handles in the order given.
+
+        All are checked before any is written.
+        """
+        definition = self.definitions.get(checked_name(name))
+        if definition is not None:
+            return await self.publish_all(definition.configure(**configuration), params_by_key)
+        checked = {checked_key(key): _unchecked(name, params) for key, params in params_by_key.items()}
+        return await self._publish_named(name, Configuration().changed(**configuration), checked)
+
+    async def publish_all(
+        self, definition: TaskDefinition[Any, Any], params_by_key: Mapping[str, Mapping[str, Any]]
+    ) -> list[TaskHandle[Any]]:
+        """Publish tasks of one definition; all are checked before any is written."""
+        checked = {checked_key(key): definition.params.to_store(params) for key, params in params_by_key.items()}
+        return await self._publish_named(definition.name, definition.configuration, checked)
+
+    async def _publish_named(
+        self, name: str, configuration: Configuration, checked: Mapping[str, tuple[dict[str, Any], int]]
+    ) -> list[TaskHandle[Any]]:
+        publications = [configuration.publication(name, key, params, size) for key, (params, size) in checked.items()]
+        store = self.store
+        if configuration.session is not None:
+            published = [
+                await publish_in_session(store, publication, self.clock.now(), configuration.session)
+                for publication in publications
+            ]
+        else:
+            published = await self._published(store, publications)
+        warnings = await self._registry.warnings(name, configuration, self.clock.now())
+        return [
+            TaskHandle(
+                self, name, publication.key, created=result.created, updated=result.updated, warnings=list(warnings)
+            )
+            for publication, result in zip(publications, published, strict=True)
+        ]
+
+    async def _published(self, store: Store, publications: list[Publication]) -> list[Published]:
+        """Publish, and again while the database is away, up to a deadline: a repeated publish is known by its `publish_id`."""
+        give_up = time.monotonic() + PUBLISH_DEADLINE_S
+        pause = 0.05
+        while True:
+            try:
+                return await publish(store, publications, self.clock.now())
+            except PyMongoError as error:
+                locked = is_over_deadline(error)
+                if not (is_passing(error) or locked) or time.monotonic() + pause > give_up:
+                    if locked:
+                        keys = ", ".join(repr(publication.key) for publication in publications[:3])
+                        raise TaskMeshError(
+                            f"publishing {keys} waits for somebody's open transaction: try again later"
+                        ) from error
+                    raise
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, 1.0)
+
+    def publication_of(
+        self, definition: TaskDefinition[Any, Any] | str, key: str, params: Mapping[str, Any]
+    ) -> Publication:
+        """Check what a handler wants to be published with its SUCCESS. Raises as `publish` does."""
+        if isinstance(definition, str):
+            named = self.definitions.get(checked_name(definition))
+            stored, size = named.params.to_store(params) if named else _unchecked(definition, params)
+            configuration = named.configuration if named else Configuration()
+            return configuration.publication(definition, checked_key(key), stored, size)
+        stored, size = definition.params.to_store(params)
+        return definition.configuration.publication(definition.name, checked_key(key), stored, size)
+
+    def publish_all_sync(
+        self, definition: TaskDefinition[Any, Any], params_by_key: Mapping[str, Mapping[str, Any]]
+    ) -> list[TaskHandle[Any]]:
+        """Publish from code without an event loop. Raises `RuntimeError` inside one."""
+        handles = run_blocking(self._publish_in_portal(definition, params_by_key), "publish_sync")
+        for handle in handles:
+            handle.mesh = self
+        return handles
+
+    async def _publish_in_portal(
+        self, definition: TaskDefinition[Any, Any], params_by_key: Mapping[str, Mapping[str, Any]]
+    ) -> list[TaskHandle[Any]]:
+        """Publish in the portal's loop, on a connection of its own."""
+        loop = asyncio.get_running_loop()
+        if self._twin is None or self._twin[0] is not loop:  # after a fork, the child has a portal of its own
+            # As a task, since many threads may ask at once: the first connects, and all wait for that.
+            self._twin = loop, loop.create_task(self._connected_twin(), name="taskmesh connects publish_sync")
+        try:
+            twin = await self._twin[1]
+        except BaseException:
+            self._twin = None
+            raise
+        return await twin.publish_all(definition, params_by_key)
+
+    async def _connected_twin(self) -> Publishing:
+        twin = Publishing(self._twin_client(), database=self._database, collection=self._collection)
+        twin.definitions = self.definitions
+        await twin.connect()
+        return twin
+
+    def close_sync(self) -> None:
+        """Close what `publish_sync` opened, if it did; the next `publish_sync` opens it again. `close` does it too."""
+        twin, self._twin = self._twin, None
+        if twin is not None and twin[0] is portal_loop():
+            run_blocking(_close_twin(twin[1]), "close_sync")
+
+    def _twin_client(self) -> Any:
+        return self._client if self._client is None or isinstance(self._client, str) else twin_of(self._client)
+
+
+async def _close_twin(connecting: asyncio.Task[Publishing]) -> None:
+    """Close a mesh on the portal's loop, and its client, which is nobody else's."""
+    try:
+        twin = await connecting
+    except Exception:  # noqa: BLE001 — it never connected, for whatever reason: whoever asked for it was told
+        return
+    driver = twin.store.driver
+    await twin.close()
+    await driver.close()
+
+
+def _unchecked(name: str, params: Mapping[str, Any] | None) -> tuple[dict[str, Any], int]:
+    if params is not None and not isinstance(params, Mapping):
+        raise InvalidParams(f"task {name!r}: params are a mapping by parameter name, not {type(params).__name__}")
+    stored = dict(params or {})
+    return stored, checked_size(name, stored)
