@@ -7,7 +7,7 @@ In reading order, as a task lives: `option` and `task` (what is stored), `rules`
 them `mesh` (the front door); beside them `embedded`, `metrics`, `cli` and `web`.
 """
 
-from taskmesh.bulk import BulkResult
+from taskmesh.bulk import BulkAction, BulkResult, UndoResult
 from taskmesh.consumer import Consumer
 from taskmesh.consumer.executor import Ending
 from taskmesh.context import BlockingTaskContext, TaskContext, current_task
@@ -47,6 +47,7 @@ from taskmesh.workers import WorkerInfo
 
 __all__ = [
     "BlockingTaskContext",
+    "BulkAction",
     "BulkResult",
     "Consumer",
     "EmbeddedUnavailable",
@@ -88,6 +89,7 @@ __all__ = [
     "TaskState",
     "TaskTooLarge",
     "Tick",
+    "UndoResult",
     "WorkerIdTaken",
     "WorkerInfo",
     "WorkerState",

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict
 from taskmesh.clock import in_utc
 from taskmesh.connection import Connected
 from taskmesh.errors import InvalidOption
-from taskmesh.store import bulk
+from taskmesh.store import bulk, undo
 from taskmesh.store.settle import settle
 from taskmesh.task import Progress, Status
 from taskmesh.where import TaskFilter
@@ -26,6 +26,8 @@ from taskmesh.where import TaskFilter
 logger = logging.getLogger("taskmesh.bulk")
 
 _NEWEST_WITHIN_MS = 150
+UNDO_MS = 3_600_000
+"""For how long a bulk action can be undone."""
 FINISHED = tuple(status for status in Status if status.finished)
 
 
@@ -42,6 +44,38 @@ class BulkResult(BaseModel):
     done: int
     """How many were changed; 0 in a dry run."""
     dry_run: bool
+    id: str | None = None
+    """What `undo` takes; None: it cannot be undone."""
+
+
+class BulkAction(BaseModel):
+    """Who did what to many tasks, and whether that can be undone still."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    id: str
+    action: str
+    where: str
+    by: str | None = None
+    time: datetime
+    matched: int
+    done: int | None = None
+    """None: it goes on, or was broken off."""
+    undoable: bool = False
+    undo_until: datetime | None = None
+    undone_time: datetime | None = None
+
+
+class UndoResult(BaseModel):
+    """What an undo did."""
+
+    model_config = ConfigDict(frozen=True)
+
+    id: str
+    action: str
+    restored: int
+    left: int
+    """How many tasks were left as they are, since something has happened to them: claimed, published anew."""
 
 
 class TaskSummary(BaseModel):
@@ -136,31 +170,55 @@ class BulkActions(Connected):
         )
 
     async def retry_all(
-        self, where: str | TaskFilter, *, dry_run: bool = False, progress: Callable[[int], None] | None = None
+        self,
+        where: str | TaskFilter,
+        *,
+        dry_run: bool = False,
+        progress: Callable[[int], None] | None = None,
+        by: str | None = None,
+        undo_ms: int = UNDO_MS,
     ) -> BulkResult:
         """Make every task that fits INIT again (waiting ones due at once); running ones are left alone.
 
         `where`: a `TaskFilter`, or its text: `status:FAIL name:resize error:timeout age>1h`. `progress` is told how many
-        are done, batch by batch. Raises `InvalidOption` for an empty filter: say what is meant.
+        are done, batch by batch. `by`: who, for the list of `bulk_actions`. `undo_ms`: for so long `undo` can put the tasks back
+        (an hour by default; each is copied aside); 0: it cannot. Raises `InvalidOption` for an empty filter: say what is meant.
         """
-        return await self._act("retry", _narrow(where), dry_run, progress)
+        return await self._act("retry", _narrow(where), dry_run, progress, by=by, undo_ms=undo_ms)
 
     async def cancel_all(
-        self, where: str | TaskFilter, *, dry_run: bool = False, progress: Callable[[int], None] | None = None
+        self,
+        where: str | TaskFilter,
+        *,
+        dry_run: bool = False,
+        progress: Callable[[int], None] | None = None,
+        by: str | None = None,
+        undo_ms: int = UNDO_MS,
     ) -> BulkResult:
         """Cancel every unfinished task that fits. The rest as in `retry_all`."""
-        return await self._act("cancel", _narrow(where), dry_run, progress)
+        return await self._act("cancel", _narrow(where), dry_run, progress, by=by, undo_ms=undo_ms)
 
     async def delete_all(
-        self, where: str | TaskFilter, *, dry_run: bool = False, progress: Callable[[int], None] | None = None
+        self,
+        where: str | TaskFilter,
+        *,
+        dry_run: bool = False,
+        progress: Callable[[int], None] | None = None,
+        by: str | None = None,
+        undo_ms: int = UNDO_MS,
     ) -> BulkResult:
         """Delete every task that fits; running executions are stopped. The rest as in `retry_all`."""
-        return await self._act("delete", _narrow(where), dry_run, progress)
+        return await self._act("delete", _narrow(where), dry_run, progress, by=by, undo_ms=undo_ms)
 
     async def purge(
-        self, where: str | TaskFilter = "", *, dry_run: bool = False, progress: Callable[[int], None] | None = None
+        self,
+        where: str | TaskFilter = "",
+        *,
+        dry_run: bool = False,
+        progress: Callable[[int], None] | None = None,
+        by: str | None = None,
     ) -> BulkResult:
-        """Delete every finished task that fits, all of them by default, before their retention is over.
+        """Delete every finished task that fits, all of them by default, before their retention is over. There is no undo.
 
         What time alone has finished (expired, exhausted) is written down before. Raises `InvalidOption` for a filter on
         tasks that are not finished.
@@ -171,7 +229,35 @@ class BulkActions(Connected):
         which = which.model_copy(update={"status": which.status or FINISHED})
         if not dry_run and (settled := await settle(self.store)):
             logger.info("settled %d tasks that time alone had finished", settled)
-        return await self._act("delete", which, dry_run, progress, called="purge")
+        return await self._act("delete", which, dry_run, progress, called="purge", by=by)
+
+    async def bulk_actions(self, limit: int = 20) -> list[BulkAction]:
+        """Return what was done to many tasks at once within the last month, the newest first."""
+        found = await undo.actions(self.store, limit)
+        return [BulkAction.model_validate({**document, "id": document["_id"]}) for document in found]
+
+    async def undo(self, action_id: str) -> UndoResult:
+        """Put back the tasks that a bulk action has changed, as they were before; those that nothing has happened to since.
+
+        An execution that the action stopped is not put back: its task waits. Raises `InvalidOption` if there is no such
+        action, or its time is over. Safe to repeat while it has not returned.
+        """
+        found = await undo.action(self.store, action_id)
+        if found is None:
+            raise InvalidOption(f"there is no bulk action {action_id!r}: `await mesh.bulk_actions()` lists them")
+        if found.get("undone_time") is not None:
+            raise InvalidOption(
+                f"the {found['action']} of {found['where']!r} was undone already, at {found['undone_time']}"
+            )
+        if not found["kept"]:
+            raise InvalidOption(
+                f"the {found['action']} of {found['where']!r} cannot be undone any more: its copies were kept until "
+                f"{found.get('undo_until', 'its end')}"
+            )
+        restored, left = await undo.put_back(self.store, action_id, found["action"])
+        await undo.forget(self.store, action_id)
+        logger.info("undone: %s of %s: %d tasks put back, %d left", found["action"], found["where"], restored, left)
+        return UndoResult(id=action_id, action=found["action"], restored=restored, left=left)
 
     async def _act(
         self,
@@ -179,17 +265,25 @@ class BulkActions(Connected):
         which: TaskFilter,
         dry_run: bool,
         progress: Callable[[int], None] | None,
+        *,
         called: str | None = None,
+        by: str | None = None,
+        undo_ms: int = 0,
     ) -> BulkResult:
+        name, where = called or action, str(which)
         matched = await bulk.count(self.store, which) or 0
+        if dry_run:
+            return BulkResult(action=name, where=where, matched=matched, done=0, dry_run=True)
+        id_ = await undo.begin(self.store, name, where, by, matched, undo_ms)
+        undo_id = id_ if undo_ms else None
         done = 0
-        if not dry_run:
-            async for batch in bulk.ids(self.store, which):
-                done += await bulk.act(self.store, action, which, batch)
-                if progress is not None:
-                    progress(done)
-            logger.info("%s of %s: %d of %d tasks", called or action, which, done, matched)
-        return BulkResult(action=called or action, where=str(which), matched=matched, done=done, dry_run=dry_run)
+        async for batch in bulk.ids(self.store, which):
+            done += await bulk.act(self.store, action, which, batch, undo_id=undo_id, undo_ms=undo_ms)
+            if progress is not None:
+                progress(done)
+        await undo.end(self.store, id_, done)
+        logger.info("%s of %s: %d of %d tasks", name, which, done, matched)
+        return BulkResult(action=name, where=where, matched=matched, done=done, dry_run=False, id=undo_id)
 
 
 @dataclass(frozen=True, slots=True)

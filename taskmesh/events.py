@@ -33,6 +33,7 @@ EventKind = Literal[
     "timed_out",
     "cancelled",
     "retried",
+    "restored",
     "deleted",
     "option_changed",
     "finished",

@@ -14,6 +14,11 @@ from taskmesh.rules import NEVER
 from taskmesh.store import Store, fleet
 from taskmesh.store.driver import Document
 
+NO_WORKER = "(any worker)"
+"""Who is asked about when no worker is alive."""
+WORKER_KNOWS = "worker runs such tasks"
+"""The gate that says whether a worker has the handler, and takes from the queue."""
+
 
 class Gate(BaseModel):
     """One condition of the claim rule."""
@@ -42,9 +47,7 @@ class Explanation(BaseModel):
 async def explain(store: Store, id_: str, worker_id: str | None) -> list[Explanation]:
     """Evaluate all gates on the server. Raises `TaskNotFound`."""
     workers = {worker["_id"]: worker for worker in await fleet.workers(store)}
-    asked = (
-        [worker_id] if worker_id is not None else [w for w, d in workers.items() if d.get("live")] or ["(any worker)"]
-    )
+    asked = [worker_id] if worker_id is not None else [w for w, d in workers.items() if d.get("live")] or [NO_WORKER]
     explanations = []
     queue: QueueInfo | None = None
     for worker in asked:
@@ -111,7 +114,7 @@ def _explanation(
             worker.get("queues") is None or task["queue"] in worker["queues"]
         )
         reason = f"{'runs' if knows else 'does not run'} tasks named {task['name']!r} from queue {task['queue']!r}"
-        gates.append(Gate(name="worker runs such tasks", open=knows, reason=reason))
+        gates.append(Gate(name=WORKER_KNOWS, open=knows, reason=reason))
         gates.append(_worker_gate(worker))
     claimable = all(gate.open for gate in gates)
     latest = max((moment for moment in (*opens.values(), queue.opens_at) if moment is not None), default=now)

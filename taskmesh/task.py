@@ -145,6 +145,7 @@ class Task(_Stored):
             "event",
             "publish_id",
             "change_id",
+            "bulk_id",
             "schema_version",
             "trace",
         ]

@@ -18,7 +18,7 @@ from taskmesh.store.find import STORED_AS
 from taskmesh.task import Status
 
 _UNITS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000, "w": 7 * 86_400_000}
-_AGE = re.compile(r"(\d{1,9}(?:\.\d{1,3})?)(ms|s|m|h|d|w)\Z")
+_AGE = re.compile(r"(\d{1,12}(?:\.\d{1,3})?)(ms|s|m|h|d|w)\Z")  # ten years in ms have twelve digits
 _TOKEN = re.compile(r"(?P<field>[a-z_]+)(?P<sign>[:<>])(?P<value>.*)\Z", re.DOTALL)
 _LAST = "\U0010ffff"
 _TEN_YEARS_MS = 10 * 366 * 86_400_000

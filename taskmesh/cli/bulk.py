@@ -1,4 +1,4 @@
-"""One task or many: `retry cancel delete` by NAME KEY or `--where`, and `purge`."""
+"""One task or many: `retry cancel delete` by NAME KEY or `--where`, `purge`, and `undo`."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ from dataclasses import dataclass
 from typing import Annotated, Protocol
 
 import typer
+from rich.console import RenderableType
 from rich.progress import Progress
+from rich.text import Text
 
-from taskmesh.bulk import BulkResult
-from taskmesh.cli import output
-from taskmesh.cli.connected import Collection, Database, Uri, run_at
-from taskmesh.cli.listing import Json
+from taskmesh.bulk import UNDO_MS, BulkAction, BulkResult
+from taskmesh.cli import completion, output
+from taskmesh.cli.connected import Collection, Database, Uri, connected, run_at
+from taskmesh.cli.listing import Json, show_found
 from taskmesh.cli.tasks import task_json
 from taskmesh.mesh import TaskMesh
 from taskmesh.task import Status, Task
 from taskmesh.where import TaskFilter
 
-Name = Annotated[str | None, typer.Argument(metavar="NAME", help="The task's name.")]
-Key = Annotated[str | None, typer.Argument(metavar="KEY", help="Its key.")]
+Name = Annotated[str | None, typer.Argument(metavar="NAME", help="The task's name.", autocompletion=completion.name)]
+Key = Annotated[str | None, typer.Argument(metavar="KEY", help="Its key.", autocompletion=completion.key)]
 Where = Annotated[
     str | None,
     typer.Option(
@@ -29,162 +31,207 @@ Where = Annotated[
     ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="With --where: only count them.")]
+Undo = Annotated[
+    bool,
+    typer.Option("--undo/--no-undo", help="With --where: copy each aside, so that `taskmesh undo` can put it back."),
+]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 
 def add_to(app: typer.Typer) -> None:
     """Add these commands."""
-    for command in (retry, cancel, delete, purge):
-        app.command(rich_help_panel="Tasks")(command)
+    for verb in (_RETRY, _CANCEL, _DELETE):
+        app.command(verb.name, help=verb.help, rich_help_panel="Tasks")(_command(verb))
+    app.command("purge", rich_help_panel="Tasks")(connected(purge))
+    app.command("undo", rich_help_panel="Tasks")(connected(undo))
 
 
 class _ActOnMany(Protocol):
     async def __call__(
-        self, where: TaskFilter, *, dry_run: bool = False, progress: Callable[[int], None] | None = None
+        self,
+        where: TaskFilter,
+        *,
+        dry_run: bool = False,
+        progress: Callable[[int], None] | None = None,
+        by: str | None = None,
+    ) -> BulkResult: ...
+
+
+class _ActOnManyForAWhile(Protocol):
+    async def __call__(
+        self,
+        where: TaskFilter,
+        *,
+        dry_run: bool = False,
+        progress: Callable[[int], None] | None = None,
+        by: str | None = None,
+        undo_ms: int = UNDO_MS,
     ) -> BulkResult: ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Target:
-    """What was asked for: one task, or all that fit."""
+class _Verb:
+    """What can be done to one task or to many."""
 
-    name: str | None
-    key: str | None
-    where: TaskFilter | None
-    dry_run: bool
-    yes: bool
-    as_json: bool
-
-
-def _target(
-    name: str | None, key: str | None, where: str | None, *, dry_run: bool, yes: bool, as_json: bool
-) -> _Target:
-    if (name is None or key is None) == (where is None) or (name is not None and where is not None):
-        raise typer.BadParameter("say which: NAME KEY, or --where FILTER")
-    if dry_run and where is None:
-        raise typer.BadParameter("--dry-run counts what --where finds")
-    which = None if where is None else TaskFilter.parse(where)
-    return _Target(name=name, key=key, where=which, dry_run=dry_run, yes=yes, as_json=as_json)
+    name: str
+    help: str
+    done: str
+    """What one task is then."""
+    question: str | None = None
+    """What is asked before it is done to one."""
+    one: Callable[[TaskMesh], Callable[[str, str], Awaitable[Task]]]
+    many: Callable[[TaskMesh], _ActOnManyForAWhile]
 
 
-def retry(
-    name: Name = None,
-    key: Key = None,
-    *,
-    where: Where = None,
-    dry_run: DryRun = False,
-    yes: Yes = False,
-    as_json: Json = False,
-    uri: Uri = None,
-    database: Database = None,
-    collection: Collection = None,
-) -> None:
-    """Run finished tasks again from the start; make waiting ones due at once."""
-    target = _target(name, key, where, dry_run=dry_run, yes=yes, as_json=as_json)
-
-    async def use(mesh: TaskMesh) -> None:
-        if target.where is not None:
-            await _many(mesh.retry_all, target, target.where, "retry")
-        else:
-            await _one(mesh.retry, target, "will run again")
-
-    run_at(uri, database, collection, use)
-
-
-def cancel(
-    name: Name = None,
-    key: Key = None,
-    *,
-    where: Where = None,
-    dry_run: DryRun = False,
-    yes: Yes = False,
-    as_json: Json = False,
-    uri: Uri = None,
-    database: Database = None,
-    collection: Collection = None,
-) -> None:
-    """Cancel tasks; what runs of them is stopped. Finished ones stay as they are."""
-    target = _target(name, key, where, dry_run=dry_run, yes=yes, as_json=as_json)
-
-    async def use(mesh: TaskMesh) -> None:
-        if target.where is not None:
-            await _many(mesh.cancel_all, target, target.where, "cancel")
-        else:
-            output.confirm(f"cancel {name} {key}?", yes=yes)
-            await _one(mesh.cancel, target, "is cancelled")
-
-    run_at(uri, database, collection, use)
+_RETRY = _Verb(
+    name="retry",
+    help="Run finished tasks again from the start; make waiting ones due at once.",
+    done="will run again",
+    one=lambda mesh: mesh.retry,
+    many=lambda mesh: mesh.retry_all,
+)
+_CANCEL = _Verb(
+    name="cancel",
+    help="Cancel tasks; what runs of them is stopped. Finished ones stay as they are.",
+    done="is cancelled",
+    question="cancel {}?",
+    one=lambda mesh: mesh.cancel,
+    many=lambda mesh: mesh.cancel_all,
+)
+_DELETE = _Verb(
+    name="delete",
+    help="Remove tasks with their results; what runs of them is stopped.",
+    done="is deleted",
+    question="delete {} for good, with its results?",
+    one=lambda mesh: mesh.delete,
+    many=lambda mesh: mesh.delete_all,
+)
 
 
-def delete(
-    name: Name = None,
-    key: Key = None,
-    *,
-    where: Where = None,
-    dry_run: DryRun = False,
-    yes: Yes = False,
-    as_json: Json = False,
-    uri: Uri = None,
-    database: Database = None,
-    collection: Collection = None,
-) -> None:
-    """Remove tasks with their results; what runs of them is stopped."""
-    target = _target(name, key, where, dry_run=dry_run, yes=yes, as_json=as_json)
+def _command(verb: _Verb) -> Callable[..., None]:
+    def run(
+        name: Name = None,
+        key: Key = None,
+        *,
+        where: Where = None,
+        dry_run: DryRun = False,
+        undo: Undo = True,
+        yes: Yes = False,
+        as_json: Json = False,
+        uri: Uri = None,
+        database: Database = None,
+        collection: Collection = None,
+    ) -> None:
+        if (name is None or key is None) == (where is None) or (name is not None and where is not None):
+            raise typer.BadParameter("say which: NAME KEY, or --where FILTER")
+        if dry_run and where is None:
+            raise typer.BadParameter("--dry-run counts what --where finds")
+        which = None if where is None else TaskFilter.parse(where)
 
-    async def use(mesh: TaskMesh) -> None:
-        if target.where is not None:
-            await _many(mesh.delete_all, target, target.where, "delete")
-        else:
-            output.confirm(f"delete {name} {key} for good, with its results?", yes=yes)
-            await _one(mesh.delete, target, "is deleted")
+        async def use(mesh: TaskMesh) -> None:
+            if which is None:
+                assert name is not None
+                assert key is not None
+                await _one(mesh, verb, name, key, yes=yes, as_json=as_json)
+                return
 
-    run_at(uri, database, collection, use)
+            async def act(
+                where: TaskFilter,
+                *,
+                dry_run: bool = False,
+                progress: Callable[[int], None] | None = None,
+                by: str | None = None,
+            ) -> BulkResult:
+                undo_ms = UNDO_MS if undo else 0
+                return await verb.many(mesh)(where, dry_run=dry_run, progress=progress, by=by, undo_ms=undo_ms)
+
+            await _many(act, which, verb.name, dry_run=dry_run, yes=yes, as_json=as_json)
+
+        run_at(uri, database, collection, use)
+
+    return run
 
 
-def purge(
+async def _one(mesh: TaskMesh, verb: _Verb, name: str, key: str, *, yes: bool, as_json: bool) -> None:
+    if verb.question is not None:
+        output.confirm(verb.question.format(f"{name} {key}"), yes=yes)
+    task = await verb.one(mesh)(name, key)
+    if as_json:
+        output.show_json(task_json(task))
+    elif verb is _CANCEL and task.status is not Status.CANCELLED:
+        output.say(f"{task.name} {task.key} was finished already: {task.status}")
+    else:
+        output.say(f"{task.name} {task.key} {verb.done}")
+
+
+async def _many(act: _ActOnMany, where: TaskFilter, verb: str, *, dry_run: bool, yes: bool, as_json: bool) -> None:
+    """Count first, ask on a terminal, then do it in batches. The filter is asked again for each task."""
+    counted = await act(where, dry_run=True)
+    if not dry_run and counted.matched:
+        output.confirm(f"{verb} {counted.matched} tasks that fit {counted.where!r}?", yes=yes)
+        console = output.console(stderr=True)
+        with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
+            bar = progress.add_task(verb, total=counted.matched)
+            counted = await act(where, progress=lambda done: progress.update(bar, completed=done), by=output.somebody())
+    if as_json:
+        output.show_json(counted)
+        return
+    if counted.dry_run:
+        output.say(f"{counted.matched} tasks fit {counted.where or 'anything finished'!r}")
+        return
+    output.say(f"{verb}: {counted.done} of {counted.matched} tasks")
+    if counted.id is not None:
+        output.say(f"for {output.span(UNDO_MS / 1000)} this can be taken back: taskmesh undo {counted.id}", stderr=True)
+
+
+async def purge(
+    mesh: TaskMesh,
     *,
     where: Annotated[str, typer.Option(metavar="FILTER", help="Only those that fit, like 'age>7d'.")] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count them.")] = False,
     yes: Yes = False,
     as_json: Json = False,
-    uri: Uri = None,
-    database: Database = None,
-    collection: Collection = None,
 ) -> None:
-    """Remove finished tasks before their retention is over. Their keys are free again then."""
-    which = TaskFilter.parse(where)
-    target = _Target(name=None, key=None, where=which, dry_run=dry_run, yes=yes, as_json=as_json)
-
-    async def use(mesh: TaskMesh) -> None:
-        await _many(mesh.purge, target, which, "purge")
-
-    run_at(uri, database, collection, use)
+    """Remove finished tasks before their retention is over, for good. Their keys are free again then."""
+    await _many(mesh.purge, TaskFilter.parse(where), "purge", dry_run=dry_run, yes=yes, as_json=as_json)
 
 
-async def _one(change: Callable[[str, str], Awaitable[Task]], target: _Target, done: str) -> None:
-    assert target.name is not None
-    assert target.key is not None
-    task = await change(target.name, target.key)
-    if target.as_json:
-        output.show_json(task_json(task))
-    elif done == "is cancelled" and task.status is not Status.CANCELLED:
-        output.say(f"{task.name} {task.key} was finished already: {task.status}")
+async def undo(
+    mesh: TaskMesh,
+    action: Annotated[
+        str | None,
+        typer.Argument(metavar="[ACTION]", help="Its id. None: list them.", autocompletion=completion.action),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Take back what `retry`, `cancel` or `delete --where` did, within an hour; or list who did what to many tasks.
+
+    Tasks to which something has happened since (claimed, published anew) stay as they are.
+    """
+    if action is None:
+        await show_found(mesh.bulk_actions, _action_table, as_json=as_json)
+        return
+    undone = await mesh.undo(action)
+    if as_json:
+        output.show_json(undone)
     else:
-        output.say(f"{task.name} {task.key} {done}")
+        left = f"; {undone.left} have moved on since and are left" if undone.left else ""
+        output.say(f"undone: {undone.action}, {undone.restored} tasks are as they were{left}")
 
 
-async def _many(act: _ActOnMany, target: _Target, where: TaskFilter, verb: str) -> None:
-    """Count first, ask on a terminal, then do it in batches. The filter is asked again for each task."""
-    counted = await act(where, dry_run=True)
-    if not target.dry_run and counted.matched:
-        output.confirm(f"{verb} {counted.matched} tasks that fit {counted.where!r}?", yes=target.yes)
-        console = output.console(stderr=True)
-        with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
-            bar = progress.add_task(verb, total=counted.matched)
-            counted = await act(where, progress=lambda done: progress.update(bar, completed=done))
-    if target.as_json:
-        output.show_json(counted)
-    elif counted.dry_run:
-        output.say(f"{counted.matched} tasks fit {counted.where or 'anything finished'!r}")
-    else:
-        output.say(f"{verb}: {counted.done} of {counted.matched} tasks")
+def _action_table(found: list[BulkAction]) -> RenderableType:
+    if not found:
+        return Text("nobody has changed many tasks at once within the last month", style="dim")
+    rows = [
+        [
+            each.id,
+            each.time,
+            each.by,
+            each.action,
+            each.where,
+            None if each.done is None else f"{each.done} of {each.matched}",
+            "was undone" if each.undone_time else each.undo_until if each.undoable else "no",
+        ]
+        for each in found
+    ]
+    return output.table(["ACTION", "WHEN", "BY", "DID", "TO", "DONE", "UNDO"], rows)

@@ -11,16 +11,16 @@ from pymongo.errors import PyMongoError
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from taskmesh.cli import output
+from taskmesh.cli import completion, output
 from taskmesh.cli.connected import Collection, Database, Uri, connected, mesh_at
-from taskmesh.cli.listing import Json, Listing, Watch, show
+from taskmesh.cli.listing import Json, Watch, show_found
 from taskmesh.errors import TaskMeshError
 from taskmesh.mesh import TaskMesh
 from taskmesh.stats import Stats
 from taskmesh.task import Status
 from taskmesh.workers import WorkerInfo
 
-WorkerId = Annotated[str, typer.Argument(metavar="WORKER", help="The worker's id.")]
+WorkerId = Annotated[str, typer.Argument(metavar="WORKER", help="The worker's id.", autocompletion=completion.worker)]
 
 
 def add_to(app: typer.Typer) -> None:
@@ -42,11 +42,10 @@ async def workers(
 ) -> None:
     """List the workers that live, and those that went within the last hour."""
 
-    async def read() -> Listing:
-        found = [worker for worker in await mesh.workers() if worker.live or not live]
-        return Listing(found, worker_table(found))
+    async def find() -> list[WorkerInfo]:
+        return [worker for worker in await mesh.workers() if worker.live or not live]
 
-    await show(read, as_json=as_json, every_s=watch)
+    await show_found(find, worker_table, as_json=as_json, every_s=watch)
 
 
 def worker_table(found: list[WorkerInfo]) -> RenderableType:
@@ -114,12 +113,7 @@ async def set_concurrency(
 
 async def stats(mesh: TaskMesh, as_json: Json = False, watch: Watch = None) -> None:
     """Count the tasks by name and status, and show how far behind the workers are."""
-
-    async def read() -> Listing:
-        found = await mesh.stats()
-        return Listing(found, stats_page(found))
-
-    await show(read, as_json=as_json, every_s=watch)
+    await show_found(mesh.stats, stats_page, as_json=as_json, every_s=watch)
 
 
 def stats_page(found: Stats) -> RenderableType:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import anyio
 import typer
@@ -19,6 +19,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON: one object for o
 Watch = Annotated[
     float | None, typer.Option("--watch", min=0.1, metavar="SECONDS", help="Show it again every so often; Ctrl-C ends.")
 ]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,22 @@ async def show(read: Callable[[], Awaitable[Listing]], *, as_json: bool, every_s
             await _live(read, every_s)
     except (KeyboardInterrupt, anyio.get_cancelled_exc_class()):
         raise typer.Exit(0) from None  # that is how one ends it
+
+
+async def show_found(
+    find: Callable[[], Awaitable[T]],
+    shown: Callable[[T], RenderableType],
+    *,
+    as_json: bool,
+    every_s: float | None = None,
+) -> None:
+    """Do likewise with what `find` returns, which is its own data."""
+
+    async def read() -> Listing:
+        found = await find()
+        return Listing(found, shown(found))
+
+    await show(read, as_json=as_json, every_s=every_s)
 
 
 async def _repeat(read: Callable[[], Awaitable[Listing]], every_s: float, as_json: bool) -> None:

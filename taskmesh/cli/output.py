@@ -7,8 +7,10 @@ and reasons is never taken for markup or for a terminal's control codes.
 from __future__ import annotations
 
 import base64
+import getpass
 import json
 import math
+import socket
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
@@ -139,3 +141,8 @@ def confirm(question: str, *, yes: bool) -> None:
         return
     if not typer.confirm(printable(question)):
         raise typer.Exit(1)
+
+
+def somebody() -> str:
+    """Return who does this, for those who ask later."""
+    return f"{getpass.getuser()}@{socket.gethostname()}"

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.progress import Progress
 
-from taskmesh.cli import output
+from taskmesh.cli import completion, output
 from taskmesh.cli.connected import Collection, Database, Uri, run_at
 from taskmesh.cli.listing import Json
 from taskmesh.definition import TaskHandle
@@ -30,7 +30,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def publish(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The task's name.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The task's name.", autocompletion=completion.name)],
     key: Annotated[str | None, typer.Argument(metavar="[KEY]", help="Its key. None: with --from-file.")] = None,
     params: Annotated[str | None, typer.Argument(metavar="[JSON]", help="Its params, as a JSON object.")] = None,
     *,

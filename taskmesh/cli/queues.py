@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
-import socket
 from datetime import UTC, datetime, timedelta
 from typing import Annotated
 
@@ -11,15 +9,17 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from taskmesh.cli import output
+from taskmesh.cli import completion, output
 from taskmesh.cli.connected import Collection, Database, Uri, connected, run_at
-from taskmesh.cli.listing import Json, Listing, Watch, show
+from taskmesh.cli.listing import Json, Watch, show_found
 from taskmesh.mesh import TaskMesh
 from taskmesh.periodic import ScheduleInfo
 from taskmesh.queues import QueueInfo
 
-Queue = Annotated[str, typer.Argument(metavar="QUEUE", help="The queue's name.")]
-ScheduleId = Annotated[str, typer.Argument(metavar="SCHEDULE", help="The schedule's id.")]
+Queue = Annotated[str, typer.Argument(metavar="QUEUE", help="The queue's name.", autocompletion=completion.queue)]
+ScheduleId = Annotated[
+    str, typer.Argument(metavar="SCHEDULE", help="The schedule's id.", autocompletion=completion.schedule)
+]
 Reason = Annotated[str | None, typer.Option(help="Why; listings and `explain` tell it.")]
 
 
@@ -36,19 +36,9 @@ def add_to(app: typer.Typer) -> None:
     app.command("unschedule", rich_help_panel="Schedules")(connected(unschedule))
 
 
-def somebody() -> str:
-    """Return who does this, for those who ask later."""
-    return f"{getpass.getuser()}@{socket.gethostname()}"
-
-
 async def queues(mesh: TaskMesh, as_json: Json = False, watch: Watch = None) -> None:
     """List the queues that have tasks or settings, with how far their limits are used up."""
-
-    async def read() -> Listing:
-        found = await mesh.queues()
-        return Listing(found, queue_table(found))
-
-    await show(read, as_json=as_json, every_s=watch)
+    await show_found(mesh.queues, queue_table, as_json=as_json, every_s=watch)
 
 
 def queue_table(found: list[QueueInfo]) -> RenderableType:
@@ -82,7 +72,7 @@ async def pause(
 ) -> None:
     """Let no worker claim from a queue any more. What runs, runs on."""
     until = None if for_ms is None else datetime.now(UTC) + timedelta(milliseconds=for_ms)
-    await mesh.pause(queue, reason=reason, by=somebody(), until=until)
+    await mesh.pause(queue, reason=reason, by=output.somebody(), until=until)
     output.say(f"queue {queue} is paused" + (f" until {until.isoformat(' ', 'seconds')}" if until else ""))
 
 
@@ -130,12 +120,7 @@ def limit(
 
 async def schedules(mesh: TaskMesh, as_json: Json = False, watch: Watch = None) -> None:
     """List the periodic tasks, the next to tick first."""
-
-    async def read() -> Listing:
-        found = await mesh.schedules()
-        return Listing(found, _schedule_table(found))
-
-    await show(read, as_json=as_json, every_s=watch)
+    await show_found(mesh.schedules, _schedule_table, as_json=as_json, every_s=watch)
 
 
 def _schedule_table(found: list[ScheduleInfo]) -> RenderableType:
@@ -159,7 +144,7 @@ def _schedule_table(found: list[ScheduleInfo]) -> RenderableType:
 
 async def pause_schedule(mesh: TaskMesh, schedule_id: ScheduleId, reason: Reason = None) -> None:
     """Let a schedule tick no more."""
-    await mesh.pause_schedule(schedule_id, reason=reason, by=somebody())
+    await mesh.pause_schedule(schedule_id, reason=reason, by=output.somebody())
     output.say(f"schedule {schedule_id} is paused")
 
 

@@ -10,15 +10,15 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from taskmesh.cli import output
+from taskmesh.cli import completion, output
 from taskmesh.cli.connected import connected
 from taskmesh.cli.listing import Json, Listing, Watch, show
-from taskmesh.explain import Explanation
+from taskmesh.explain import NO_WORKER, WORKER_KNOWS, Explanation
 from taskmesh.mesh import TaskMesh
 from taskmesh.task import Status, Task
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="The task's name.")]
-Key = Annotated[str, typer.Argument(metavar="KEY", help="Its key.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="The task's name.", autocompletion=completion.name)]
+Key = Annotated[str, typer.Argument(metavar="KEY", help="Its key.", autocompletion=completion.key)]
 
 
 def add_to(app: typer.Typer) -> None:
@@ -30,12 +30,12 @@ def add_to(app: typer.Typer) -> None:
 
 async def ls(
     mesh: TaskMesh,
-    name: Annotated[str | None, typer.Option(help="Only tasks of this name.")] = None,
+    name: Annotated[str | None, typer.Option(help="Only tasks of this name.", autocompletion=completion.name)] = None,
     status: Annotated[
         list[Status] | None,
         typer.Option(case_sensitive=False, metavar="STATUS", help="Only of this status; can be given several times."),
     ] = None,
-    queue: Annotated[str | None, typer.Option(help="Only of this queue.")] = None,
+    queue: Annotated[str | None, typer.Option(help="Only of this queue.", autocompletion=completion.queue)] = None,
     key_prefix: Annotated[str | None, typer.Option(help="Only keys that begin so.")] = None,
     where: Annotated[
         str | None,
@@ -199,7 +199,9 @@ async def explain(
     mesh: TaskMesh,
     name: Name,
     key: Key,
-    worker_id: Annotated[str | None, typer.Option(help="For this worker; else for every live one.")] = None,
+    worker_id: Annotated[
+        str | None, typer.Option(help="For this worker; else for every live one.", autocompletion=completion.worker)
+    ] = None,
     as_json: Json = False,
     watch: Watch = None,
 ) -> None:
@@ -208,12 +210,12 @@ async def explain(
     async def read() -> Listing:
         explanations = await mesh.explain(name, key, worker_id)
         task = await mesh.get(name, key)
-        return Listing(explanations, _verdict(task, explanations))
+        return Listing(explanations, _verdict(task, explanations, of_all=worker_id is None))
 
     await show(read, as_json=as_json, every_s=watch)
 
 
-def _verdict(task: Task, explanations: list[Explanation]) -> RenderableType:
+def _verdict(task: Task, explanations: list[Explanation], *, of_all: bool) -> RenderableType:
     """A sentence first; then the gates, once for all workers that they judge alike."""
     now = datetime.now(UTC)
     able = [explanation.worker_id for explanation in explanations if explanation.claimable]
@@ -227,7 +229,9 @@ def _verdict(task: Task, explanations: list[Explanation]) -> RenderableType:
     elif times:
         said = f"Nobody can claim it yet; the first could {output.age(min(times), now)}."
     else:
-        said = "Nobody can claim it, and time alone will not change that."
+        said = f"Nobody can claim it, and time alone will not change that: {_common_reason(task, explanations, of_all=of_all)}."
+    if not task.status.finished and [each.worker_id for each in explanations] == [NO_WORKER]:
+        said += " No worker is alive."
     parts: list[RenderableType] = [Text(f"{task.name} {output.printable(task.key)}: {said}", style="bold")]
     groups: dict[tuple[tuple[str, bool], ...], list[Explanation]] = {}
     for explanation in explanations:
@@ -248,6 +252,15 @@ def _verdict(task: Task, explanations: list[Explanation]) -> RenderableType:
             output.table(["", "GATE", "WHY", "OPENS"], rows),
         ]
     return Group(*parts)
+
+
+def _common_reason(task: Task, explanations: list[Explanation], *, of_all: bool) -> str:
+    """What stands in the way of every worker that was asked."""
+    shut = [{gate.name: gate.reason for gate in each.gates if not gate.open} for each in explanations]
+    if of_all and all(WORKER_KNOWS in gates for gates in shut):
+        return f"no live worker knows tasks named {task.name!r} from queue {task.queue!r}"
+    common = [name for name in shut[0] if all(name in gates for gates in shut)]
+    return "; ".join(shut[0][name] for name in common) or "each worker for a reason of its own"
 
 
 def _some(workers: list[str]) -> str:

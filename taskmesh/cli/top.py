@@ -13,7 +13,7 @@ from rich.text import Text
 from taskmesh.cli import output
 from taskmesh.cli.connected import connected
 from taskmesh.cli.fleet import stats_page, worker_table
-from taskmesh.cli.listing import Json, Listing, show
+from taskmesh.cli.listing import Json, Listing, show, show_found
 from taskmesh.cli.queues import queue_table
 from taskmesh.doctor import Finding
 from taskmesh.mesh import TaskMesh
@@ -68,10 +68,10 @@ async def doctor(mesh: TaskMesh, as_json: Json = False) -> None:
     """Look for what is wrong, with the remedy for each finding. Ends with 1 if something hurts now."""
     findings = await mesh.doctor()
 
-    async def read() -> Listing:
-        return Listing(findings, _diagnosis(findings))
+    async def found() -> list[Finding]:
+        return findings
 
-    await show(read, as_json=as_json)
+    await show_found(found, _diagnosis, as_json=as_json)
     if any(finding.level == "error" for finding in findings):
         raise typer.Exit(1)
 

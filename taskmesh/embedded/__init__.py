@@ -11,6 +11,6 @@ from __future__ import annotations
 
 from taskmesh.embedded.binary import find_mongod
 from taskmesh.embedded.mongod import Mongod
-from taskmesh.embedded.shared import EmbeddedServer, attach
+from taskmesh.embedded.shared import EmbeddedServer, attach, running_in
 
-__all__ = ["EmbeddedServer", "Mongod", "attach", "find_mongod"]
+__all__ = ["EmbeddedServer", "Mongod", "attach", "find_mongod", "running_in"]

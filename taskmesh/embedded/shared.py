@@ -89,8 +89,20 @@ def attach(directory: Path | None = None, *, cache_gb: float = 1.0, deadline_s: 
         raise
     finally:
         watchdog.release(gate)
-    uri = f"mongodb://{HOST}:{port}/?replicaSet={REPLICA_SET}"
-    return EmbeddedServer(uri=uri, directory=place, port=port, pid=pid, _hold=users)
+    return EmbeddedServer(uri=_uri(port), directory=place, port=port, pid=pid, _hold=users)
+
+
+def running_in(directory: Path | None = None) -> str | None:
+    """Return the URI of the server that runs in `directory`, or None. Starts nothing, and holds nothing."""
+    place = (directory or DIRECTORY).resolve()
+    state = _read_state(place)
+    if state is None or replica.dbpath_of(f"{HOST}:{state[0]}") != str(place / watchdog.DATA):
+        return None
+    return _uri(state[0])
+
+
+def _uri(port: int) -> str:
+    return f"mongodb://{HOST}:{port}/?replicaSet={REPLICA_SET}"
 
 
 def _prepare(directory: Path) -> Path:

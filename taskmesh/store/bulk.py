@@ -11,13 +11,15 @@ from typing import Any, Literal, Protocol
 from pymongo.errors import OperationFailure
 
 from taskmesh import rules
-from taskmesh.store import control
+from taskmesh.store import control, undo
 from taskmesh.store.connection import Store
 from taskmesh.store.driver import Document
 from taskmesh.store.faults import is_over_deadline
+from taskmesh.store.stamp import starting_with
 
 Action = Literal["retry", "cancel", "delete"]
 BATCH = 500
+_ROUNDS = 10
 
 
 class Filter(Protocol):
@@ -64,8 +66,29 @@ async def ids(store: Store, which: Filter) -> AsyncIterator[list[str]]:
         await cursor.close()
 
 
-async def act(store: Store, action: Action, which: Filter, batch: list[str]) -> int:
-    """Do this to those of a batch that still fit; return to how many. Running ones are not retried."""
+async def act(
+    store: Store, action: Action, which: Filter, batch: list[str], *, undo_id: str | None = None, undo_ms: int = 0
+) -> int:
+    """Do this to those of a batch that still fit; return to how many. Running ones are not retried.
+
+    `undo_id`: copy them aside first, under this action. Those that change between the copy and the action are copied again; one
+    that changes all the time is left alone in the end.
+    """
+    query = _query(store, action, which, batch)
+    if undo_id is None:
+        return await _change(store, action, query, batch, {})
+    done = 0
+    for _ in range(_ROUNDS):
+        left = query if action == "delete" else {"$and": [query, {"bulk_id": {"$ne": undo_id}}]}
+        states = await undo.keep(store, undo_id, left, undo_ms)
+        if not states:
+            break
+        as_copied = {"$and": [left, {"_id": {"$in": list(states)}}, {"$expr": undo.as_copied(states)}]}
+        done += await _change(store, action, as_copied, batch, {"bulk_id": undo_id})
+    return done
+
+
+def _query(store: Store, action: Action, which: Filter, batch: list[str]) -> Document:
     now = store.now
     fits: list[rules.Expression] = [_fits(store, which)]
     status = rules.status_on_reading(now)
@@ -73,13 +96,23 @@ async def act(store: Store, action: Action, which: Filter, batch: list[str]) -> 
         fits.append({"$ne": [status, "RUNNING"]})
     elif action == "cancel":
         fits.append({"$in": [status, ["INIT", "RUNNING"]]})
-    query = {"$and": [{"_id": {"$in": batch}}, which.query(now), {"$expr": {"$and": fits}}]}
+    return {"$and": [{"_id": {"$in": batch}}, which.query(now), {"$expr": {"$and": fits}}]}
+
+
+async def _change(store: Store, action: Action, query: Document, batch: list[str], mark: Document) -> int:
+    """Change what fits of a batch. `mark`: fields that say by which action."""
+    now = store.now
+    marking: list[Document] = [{"$set": mark}] if mark else []
     if action == "delete":
-        await store.update({"$and": [query, {"status": "RUNNING"}]}, control.deletion_pipeline(now))
-        result = await store.driver.collection(store.tasks).delete_many(query)
+        # Running executions hear of it by this word. With a copy to match, what has had it does not fit any more.
+        await store.update({"$and": [query, {"status": "RUNNING"}]}, [*marking, *control.deletion_pipeline(now)])
+        doomed = query
+        if mark:
+            doomed = {"_id": {"$in": batch}, "$or": [query, {**mark, "event": starting_with(["deleted"])}]}
+        result = await store.driver.collection(store.tasks).delete_many(doomed)
         return int(result.deleted_count)
     pipeline = control.retry_pipeline(now) if action == "retry" else control.cancel_pipeline(now)
-    return int((await store.update(query, pipeline))["n"])
+    return int((await store.update(query, [*marking, *pipeline]))["n"])
 
 
 async def page(

@@ -45,6 +45,8 @@ class Store:
         self.queues = f"{prefix}queues"
         self.limits = f"{prefix}limits"
         self.schedules = f"{prefix}schedules"
+        self.actions = f"{prefix}actions"
+        self.undo = f"{prefix}undo"
         self.meta = f"{prefix}meta"
 
     def update_command(

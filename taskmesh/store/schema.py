@@ -59,6 +59,8 @@ INDEXES: dict[str, tuple[list[tuple[str, int]], Document]] = {
 WORKER_INDEXES: dict[str, tuple[list[tuple[str, int]], Document]] = {
     "delete": ([("delete_time", 1)], {"expireAfterSeconds": 0}),
 }
+ACTION_INDEXES = WORKER_INDEXES | {"time": ([("time", -1)], {})}
+UNDO_INDEXES = WORKER_INDEXES | {"of": ([("of", 1), ("_id", 1)], {})}
 
 
 async def check_server(store: Store) -> Document:
@@ -93,7 +95,15 @@ def hosts(store: Store) -> str:
 async def create(store: Store) -> None:
     """Create what is missing. Raises `IncompatibleCollection`; safe to run from many processes at once."""
     await check_version(store)
-    for name in (store.tasks, store.workers, store.queues, store.limits, store.schedules):
+    for name in (
+        store.tasks,
+        store.workers,
+        store.queues,
+        store.limits,
+        store.schedules,
+        store.actions,
+        store.undo,
+    ):
         try:
             await store.driver.database.create_collection(name)
         except (CollectionInvalid, OperationFailure) as error:
@@ -117,7 +127,12 @@ async def check_version(store: Store) -> None:
 
 async def create_indexes(store: Store) -> None:
     """Create the indexes that are missing. Raises `IncompatibleCollection` if one of another shape has its name."""
-    for collection, indexes in ((store.tasks, INDEXES), (store.workers, WORKER_INDEXES)):
+    for collection, indexes in (
+        (store.tasks, INDEXES),
+        (store.workers, WORKER_INDEXES),
+        (store.actions, ACTION_INDEXES),
+        (store.undo, UNDO_INDEXES),
+    ):
         specifications: list[Any] = [
             {"key": dict(keys), "name": f"taskmesh_{name}", **options} for name, (keys, options) in indexes.items()
         ]

@@ -22,6 +22,7 @@ WAKING = (
     "released",
     "snoozed",
     "retried",
+    "restored",
     "published",
     "option_changed",
     "succeeded",

@@ -71,3 +71,18 @@ def test_wrong_usage_ends_with_2(taskmesh: Shell, words: list[str], told: str) -
     assert ended.status == 2
     assert told in ended.err
     assert "Traceback" not in ended.err
+
+
+def test_a_bulk_action_is_taken_back_within_an_hour(many: Shell) -> None:
+    before = counts(many)
+    done = many.done("delete", "--where", "status:FAIL")
+    assert "taskmesh undo " in done.err
+    listed = many.done("undo", "--json").json
+    assert [(each["action"], each["done"], each["undoable"]) for each in listed] == [("delete", 600, True)]
+    assert "status:FAIL" in many.done("undo").out
+    assert many.done("undo", listed[0]["id"]).out == "undone: delete, 600 tasks are as they were\n"
+    assert counts(many) == before
+    ended = many("undo", listed[0]["id"])
+    assert (ended.status, ended.out) == (2, "")
+    assert "was undone already" in ended.err
+    assert many.done("retry", "--where", "key:f59", "--no-undo", "--json").json["id"] is None

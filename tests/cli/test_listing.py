@@ -102,6 +102,7 @@ def test_explain_begins_with_a_sentence(three: Shell) -> None:
     assert "finished: SUCCESS" in three.done("explain", "add", "sum").out.splitlines()[0]
     told = three.done("explain", "nap", "later").out
     assert "Nobody can claim it" in told.splitlines()[0]
+    assert told.splitlines()[0].endswith("No worker is alive.")
     first_gate = told.splitlines()[4].split()
     assert first_gate[:2] == ["SHUT", "queue"]
     three.done("resume", "slow")
