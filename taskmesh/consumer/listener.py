@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from datetime import datetime
 
 from pymongo.errors import PyMongoError
@@ -35,6 +35,7 @@ logger = logging.getLogger("taskmesh.listener")
 
 _LAST_PLACE_TO_TRY = 1
 _TOO_LATE_S = 0.5
+_CLAIM_LANDS_S = 0.02
 _QUEUES_AT_LEAST_EVERY_S = 2.0
 
 
@@ -58,6 +59,7 @@ class Listener:
         wake: Callable[[], None],
         second_look: SecondLook,
         closed_queues: Callable[[], frozenset[str]],
+        being_claimed: Callable[[], Collection[str]],
         read_queues: Callable[[], Awaitable[None]],
         read_orders: Callable[[], Awaitable[None]],
     ) -> None:
@@ -75,6 +77,7 @@ class Listener:
         self._wake = wake
         self._second_look = second_look
         self._closed_queues = closed_queues
+        self._being_claimed = being_claimed
         self._read_queues = read_queues
         self._read_orders = read_orders
         self._subscription: Subscription | None = None
@@ -122,7 +125,7 @@ class Listener:
                 await self._follow_up()
             except PyMongoError as error:
                 logger.debug("could not follow up what the stream told (%s): scanning instead", type(error).__name__)
-                self._scanner.order_scan()
+                self._missed()
                 await asyncio.sleep(0.5)
 
     def _heard(self, change: Change) -> None:
@@ -148,7 +151,7 @@ class Listener:
         """There was a gap: look at everything."""
         self._scanner.order_scan()
         self._queues_changed = self._orders_changed = True
-        self._concerned.update(self._executor.executions)
+        self._concerned.update(self._executor.executions, self._being_claimed())
         self._something.set()
 
     def _heard_of_new(self, change: Change) -> None:
@@ -221,6 +224,9 @@ class Listener:
             else:
                 self._concerned.add(change.id)
                 self._something.set()
+        elif kind in STOPPING and change.id in self._being_claimed():
+            self._concerned.add(change.id)  # the claim may have come before this, and its answer not yet
+            self._something.set()
         if (
             change.next_claim_time is not None
             and isinstance(change.id, str)
@@ -246,6 +252,9 @@ class Listener:
         if woken:
             await self._look_at_woken(list(woken))
         concerned, self._concerned = self._concerned, set()
+        if landing := concerned & set(self._being_claimed()):
+            self._concerned |= landing
+            asyncio.get_running_loop().call_later(_CLAIM_LANDS_S, self._something.set)
         if concerned:
             await self._look_at_running(
                 [self._executor.executions[id_] for id_ in concerned if id_ in self._executor.executions]
@@ -269,7 +278,7 @@ class Listener:
         }
         for execution in executions:
             task = found.get(execution.id)
-            if task is None:
+            if task is None or read_stamp(task["event"]).kind == "deleted":
                 self._executor.stop(execution, Stop.DELETED)
                 continue
             if task["status"] == "CANCELLED":

@@ -163,6 +163,7 @@ class Parts:
             wake=self.claimer.wake,
             second_look=self._second_look,
             closed_queues=lambda: self.closed_queues,
+            being_claimed=lambda: self.claimer.being_claimed,
             read_queues=self._read_queues,
             read_orders=self._read_orders,
         )
