@@ -9,6 +9,8 @@ import time
 from datetime import UTC, datetime, timedelta
 
 _SAMPLE_TRUSTED_S = 30.0
+_JUMP_S = 0.5
+_TICK_S = 0.001
 
 
 class ServerClock:
@@ -20,17 +22,26 @@ class ServerClock:
     def __init__(self) -> None:
         self._offset = time.time() - time.monotonic()
         self._uncertainty = float("inf")
-        self._sampled = 0.0
+        self._sampled = float("-inf")
+        self._wall_ahead = _wall_ahead()
+
+    @property
+    def stale(self) -> bool:
+        """Whether the last sample is too old to be trusted, or this machine was suspended since: monotonic time stood still."""
+        too_old = time.monotonic() - self._sampled > _SAMPLE_TRUSTED_S
+        return too_old or abs(_wall_ahead() - self._wall_ahead) > _JUMP_S
 
     def observe(self, server_time: datetime, sent: float, received: float) -> None:
         """Take a sample: the server's time in a reply, and when (monotonic) its command was sent and answered."""
         uncertainty = (received - sent) / 2
-        is_stale = received - self._sampled > _SAMPLE_TRUSTED_S
-        if uncertainty <= self._uncertainty * 1.2 or is_stale:
-            half_a_tick = 0.0005  # server times are cut to milliseconds
-            self._offset = server_time.timestamp() + half_a_tick - (sent + received) / 2
+        offset = server_time.timestamp() + _TICK_S / 2 - (sent + received) / 2  # server times are cut to milliseconds
+        # Two true samples cannot lie further apart: one of the clocks has jumped, or stood still.
+        contradicts = abs(offset - self._offset) > uncertainty + self._uncertainty + _TICK_S
+        if uncertainty <= self._uncertainty * 1.2 or contradicts or self.stale:
+            self._offset = offset
             self._uncertainty = uncertainty
             self._sampled = received
+            self._wall_ahead = _wall_ahead()
 
     def now(self) -> datetime:
         """Return the server's time, as well as we know it, in whole milliseconds like everything stored."""
@@ -40,6 +51,11 @@ class ServerClock:
     def monotonic(self, server_time: datetime) -> float:
         """Return when, on our monotonic clock, it is `server_time`."""
         return server_time.timestamp() - self._offset
+
+
+def _wall_ahead() -> float:
+    """How far this machine's wall clock is ahead of its monotonic one: nothing else is asked of it but whether that changes."""
+    return time.time() - time.monotonic()
 
 
 def later(moment: datetime, milliseconds: float) -> datetime:

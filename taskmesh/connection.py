@@ -71,8 +71,7 @@ class Connected:
         try:
             await schema.check_server(store)
             for _ in range(3):
-                sent = time.monotonic()
-                clock.observe(await fleet.server_time(store), sent, time.monotonic())
+                await sample(clock, store)
             await schema.create(store)
         except BaseException:
             await store.close()
@@ -125,3 +124,9 @@ class Connected:
         if self._loop is not asyncio.get_running_loop():
             raise TaskMeshError("this mesh is connected in another event loop: connect it in the one that uses it")
         return self._store
+
+
+async def sample(clock: ServerClock, store: Store) -> None:
+    """Ask the server for its time. A consumer hears of it with every sign of life; who only publishes has to ask."""
+    sent = time.monotonic()
+    clock.observe(await fleet.server_time(store), sent, time.monotonic())

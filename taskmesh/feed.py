@@ -19,6 +19,7 @@ from typing import Any
 
 from pymongo.errors import OperationFailure, PyMongoError
 
+from taskmesh.ending import CLOSE_DEADLINE_S, ended_in_time
 from taskmesh.store import Store
 from taskmesh.store.driver import Document
 from taskmesh.store.watch import Change, Interest, change_from, open_stream
@@ -107,10 +108,9 @@ class Feed:
         """Close the stream, whoever listens."""
         self._subscriptions.clear()
         reader = self._stop()
-        if reader is not None:
-            await asyncio.wait([reader])
-        if self._strays:
-            await asyncio.wait(set(self._strays))
+        for closing in (reader, *tuple(self._strays)):
+            if closing is not None:
+                await ended_in_time(closing, CLOSE_DEADLINE_S)
 
     def _union(self) -> Interest:
         return functools.reduce(operator.or_, (s.interest for s in self._subscriptions), Interest())

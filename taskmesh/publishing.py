@@ -13,7 +13,7 @@ from typing import Any
 
 from pymongo.errors import PyMongoError
 
-from taskmesh.connection import Connected
+from taskmesh.connection import Connected, sample
 from taskmesh.definition import Configuration, TaskDefinition, TaskHandle
 from taskmesh.errors import InvalidParams, TaskMeshError
 from taskmesh.params import checked_size
@@ -80,6 +80,8 @@ class Publishing(Connected):
         publications = [configuration.publication(name, key, params, size) for key, (params, size) in checked.items()]
         store = self.store
         if configuration.session is not None:
+            if self.clock.stale:
+                await sample(self.clock, store)
             published = [
                 await publish_in_session(store, publication, self.clock.now(), configuration.session)
                 for publication in publications
@@ -100,6 +102,8 @@ class Publishing(Connected):
         pause = 0.05
         while True:
             try:
+                if self.clock.stale:
+                    await sample(self.clock, store)
                 return await publish(store, publications, self.clock.now())
             except PyMongoError as error:
                 locked = is_over_deadline(error)

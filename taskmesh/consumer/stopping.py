@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 
 import anyio
 
@@ -20,6 +20,7 @@ logger = logging.getLogger("taskmesh.consumer")
 DEFAULT_GRACE_MS = 30_000
 _HANDLERS_END_WITHIN_S = 5.0
 _RELEASE_DEADLINE_S = 10.0
+_CHECK_EVERY_S = 0.5
 
 
 class StopWish:
@@ -41,12 +42,16 @@ async def wind_down(parts: Parts, wish: StopWish, grace_ms: int) -> None:
     """Claim no more, wait for what runs, then cancel and release the rest."""
     parts.close_claims()
     parts.registration.show_soon()
-    await parts.claimer.drain()
+    answered_by = time.monotonic() + _RELEASE_DEADLINE_S
+    if not await _in_time(parts.claimer.drain(), lambda: answered_by):
+        logger.warning("claims were not answered: what they may have won is taken over when its leases are over")
     await _wait_for_executions(parts, wish, grace_ms)
     for execution in parts.executions:
         parts.executor.stop(execution, Stop.WORKER_STOPS)
     await _wait_for_handlers(parts)
-    await parts.finisher.drain()
+    began = time.monotonic()
+    if not await _in_time(parts.finisher.drain(), lambda: _recordable_until(parts, wish, began)):
+        logger.error("the database is away: outcomes are given up unrecorded, and their tasks will run again")
 
 
 async def _wait_for_executions(parts: Parts, wish: StopWish, grace_ms: int) -> None:
@@ -74,6 +79,24 @@ async def _wait_for_handlers(parts: Parts) -> None:
         if not execution.ended:
             logger.error("task %s ignores its cancellation: giving its task back", execution.id)
             parts.release(execution.id, execution.running_id)
+
+
+def _recordable_until(parts: Parts, wish: StopWish, began: float) -> float:
+    """Until when outcomes can be recorded: as long as their leases last; if we are to stop at once, not that long."""
+    leases = [execution.lease_until for execution in parts.executions] if wish.grace_ms else []
+    return max([began + _RELEASE_DEADLINE_S, *leases])
+
+
+async def _in_time(ending: Awaitable[None], deadline: Callable[[], float]) -> bool:
+    """Wait for this up to a deadline (monotonic), which may change; False if it was not done by then, and is given up."""
+    task = asyncio.ensure_future(ending)
+    while not task.done() and time.monotonic() < deadline():
+        await asyncio.wait([task], timeout=_CHECK_EVERY_S)
+    if task.done():
+        task.result()
+        return True
+    task.cancel()
+    return False
 
 
 async def unless_it_takes_too_long(ending: Awaitable[None]) -> None:

@@ -14,6 +14,7 @@ from pymongo.errors import PyMongoError
 from pymongo.read_concern import ReadConcern
 
 from taskmesh import rules
+from taskmesh.ending import CLOSE_DEADLINE_S, ended_in_time
 from taskmesh.errors import TaskMeshError
 from taskmesh.store.driver import Document, Driver, checked
 
@@ -97,9 +98,10 @@ class Store:
         return await cursor.to_list(None)  # type: ignore[no-any-return]  # both drivers leave it untyped
 
     async def close(self) -> None:
-        """Close the connection, if it is ours."""
-        if self._owned:
-            await self.driver.close()
+        """Close the connection, if it is ours. Takes a few seconds at most, though the server be gone for good."""
+        if self._owned and not await ended_in_time(self.driver.close(), CLOSE_DEADLINE_S):
+            # It waits to say goodbye to a server. Closed once more, it has nobody left to say goodbye to; nor has the first.
+            await ended_in_time(self.driver.close(), CLOSE_DEADLINE_S)
 
 
 def _client_of(uri: str) -> Any:

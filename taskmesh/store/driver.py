@@ -20,6 +20,10 @@ from pymongo.errors import OperationFailure, WriteConcernError
 from pymongo.read_concern import ReadConcern
 from pymongo.write_concern import WriteConcern
 
+from taskmesh.store import waits
+
+waits.mend()
+
 Document = dict[str, Any]
 MAJORITY = WriteConcern("majority")
 

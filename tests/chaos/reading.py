@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 NEVER = datetime(9999, 12, 31, 23, 59, 59, 999_000, tzinfo=UTC)
+LONG_AGO = datetime(1970, 1, 1, tzinfo=UTC)
 _ANYBODY_ELSE = "a worker that never touched the task"
 _ONE_DAY_MS = 86_400_000
 
@@ -129,19 +130,20 @@ class Reading:
         )
         if never:
             return NEVER
-        times = [self.state["create_time"], self.state.get("start_time"), self.state.get("resume_time")]
+        times = [self.state.get("start_time"), self.state.get("resume_time")]
         times += [entry["ping_expire_time"] for entry in live if entry["worker_id"] == worker_id]
         over = len(live) + len(done) - self.room
         if over >= 0:
             times.append(sorted(entry["ping_expire_time"] for entry in live)[over])
         times.append(self.retry_time(worker_id))
-        latest: datetime = max(time for time in times if time is not None)
-        return latest
+        return max((time for time in times if time is not None), default=LONG_AGO)
 
     def derived(self, now: datetime) -> dict[str, Any]:
         """What a write at this time has to derive from the entries; None: the field is absent."""
         finished = self.finished(now)
-        opens = min(self.claim_time(id_, now) for id_ in self.option["specific_worker_ids"] or [_ANYBODY_ELSE])
+        # `create_time` shuts no gate: it is the publisher's idea of the server's time, which may be a little ahead.
+        workers = self.option["specific_worker_ids"] or [_ANYBODY_ELSE]
+        opens = max(self.state["create_time"], min(self.claim_time(id_, now) for id_ in workers))
         ends = [self.state.get("expire_time"), *(entry["ping_expire_time"] for entry in self.live(now))]
         settles = [end for end in sorted(end for end in ends if end is not None) if self.finished(end)]
         finish_time = (self.document.get("finish_time") or now) if finished else None

@@ -23,7 +23,10 @@ from tests.chaos.proxy import Proxy
 from tests.chaos.verbs import CommandsOfVerbs, verbs, watched
 from tests.mongods import small_mongod
 
-pytestmark = pytest.mark.chaos
+pytestmark = [
+    pytest.mark.chaos,
+    pytest.mark.blocks_the_loop,  # the trap is armed by a blocking call of its own, just before a verb is called
+]
 
 _OFF_THE_PATH = ("bulk", "inspect", "schedules", "groups", "limits")
 """Modules of verbs that people call, or that have fault tests of their own (limits survive crashes: tests/fleet)."""
