@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 import weakref
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from taskmesh.clock import ServerClock
 from taskmesh.errors import TaskMeshError
@@ -15,6 +15,9 @@ from taskmesh.feed import Feed
 from taskmesh.results import Results
 from taskmesh.store import Store, fleet, schema
 from taskmesh.workers import Registry
+
+if TYPE_CHECKING:
+    from taskmesh.consumer import Consumer
 
 
 class Connected:
@@ -34,6 +37,7 @@ class Connected:
         self._pid = os.getpid()
         self._embedded: Any = None
         self._event_readers: weakref.WeakSet[EventReader] = weakref.WeakSet()
+        self._consumers: weakref.WeakSet[Consumer] = weakref.WeakSet()
 
     def connect_to(self, client: Any = None, *, database: str | None = None, collection: str | None = None) -> None:
         """Change where this mesh will connect to: what a command line or a test overrides. None: as it is.

@@ -31,10 +31,12 @@ class FleetActions(Connected):
             "pause_time": self.clock.now(),
         }
         await fleet.set_queue(self.store, checked_queue(queue), settings)
+        await self._queues_changed()
 
     async def resume(self, queue: str) -> None:
         """Let workers claim from this queue again."""
         await fleet.set_queue(self.store, checked_queue(queue), {"paused": False, "paused_until": None})
+        await self._queues_changed()
 
     async def set_limit(
         self,
@@ -49,15 +51,23 @@ class FleetActions(Connected):
 
         At most `rate` starts in any `per_ms` (1000 by default); at most `running` executions at a time; at most
         `group_running` of each group (`configure(group=…)`) at a time: tasks of a full group hold up nobody else. What
-        runs already runs on, and is counted. Workers hear of it within two seconds. Raises `InvalidOption`.
+        runs already runs on, and is counted. Consumers of this mesh know of it when this returns, other processes a moment
+        later: at once if they listen, within two seconds if they only scan. Raises `InvalidOption`.
         """
         await set_limit(
             self.store, checked_queue(queue), rate=rate, per_ms=per_ms, running=running, group_running=group_running
         )
+        await self._queues_changed()
 
     async def set_group_limit(self, queue: str, group: str, running: int | None) -> None:
         """Let this one group of a queue run `running` executions at a time; None: as many as every other group."""
         await set_group_limit(self.store, checked_queue(queue), group, running)
+        await self._queues_changed()
+
+    async def _queues_changed(self) -> None:
+        """Let our own consumers know before the caller goes on; the others hear of it by their streams."""
+        for consumer in tuple(self._consumers):
+            await consumer.read_queues()
 
     async def queues(self) -> list[QueueInfo]:
         """Return the queues that have settings or unfinished tasks, with their pauses and limits."""

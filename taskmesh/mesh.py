@@ -106,6 +106,8 @@ class TaskMesh(Scheduling, TaskActions, BulkActions, FleetActions):
         Hooks: `on_claim(consumer)` returns a filter on task documents, or None to claim nothing this round;
         `before(task)`, `after(task, ending)`. Plain or async.
         """
-        return Consumer(
+        consumer = Consumer(
             self, worker_id=worker_id, concurrency=concurrency, names=names, queues=queues, listen=listen, **hooks
         )
+        self._consumers.add(consumer)
+        return consumer

@@ -125,6 +125,11 @@ class Consumer:
             reader.close()
         return reader
 
+    async def read_queues(self) -> None:
+        """Learn at once which queues are paused or limited, as the mesh does when it has changed one."""
+        if self._parts is not None and self.state == "running":
+            await self._parts.read_queues()
+
     async def stop(self, grace_ms: int = DEFAULT_GRACE_MS) -> None:
         """Stop: no new claims; wait up to `grace_ms` for what runs; then cancel and release the rest, uncharged.
 

@@ -164,7 +164,7 @@ class Parts:
             second_look=self._second_look,
             closed_queues=lambda: self.closed_queues,
             being_claimed=lambda: self.claimer.being_claimed,
-            read_queues=self._read_queues,
+            read_queues=self.read_queues,
             read_orders=self._read_orders,
         )
         self.registration = Registration(
@@ -182,7 +182,7 @@ class Parts:
 
     async def start(self, loops: anyio.abc.TaskGroup) -> None:
         """Begin to work. The loops run until their task group is cancelled."""
-        await self._read_queues()
+        await self.read_queues()
         self.pinger.start()
         if self.settings.listen:
             await self.listener.open()  # before the first scan, so that nothing falls in between
@@ -253,8 +253,8 @@ class Parts:
 
     # --- what comes from afar ---
 
-    async def _read_queues(self) -> None:
-        """Learn which queues are closed now."""
+    async def read_queues(self) -> None:
+        """Learn which queues are closed or limited now."""
         settings = await fleet.queues(self.store)
         self.limits.learn(settings)
         closed = frozenset(name for name, queue in settings.items() if queue.get("paused"))

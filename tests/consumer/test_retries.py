@@ -254,7 +254,7 @@ async def test_m21_whatever_a_handler_raises_fails_its_own_execution_alone(
     async with working(mesh, concurrency=2) as consumer:
         task = await finished(mesh, "rude", "k")
         assert await handle.result(timeout=10) == 1
-        assert consumer.running == []
+        await eventually(lambda: consumer.running == [])
     assert task.status is Status.FAIL
     assert (task.task_state.worker_states[0].fail_reason or "").startswith(reason)
 

@@ -40,7 +40,7 @@ async def test_m7_delayed_tasks_start_on_time_and_never_before(mesh: TaskMesh) -
     late_s = [started_late_by_s(task) for task in tasks]
     assert min(late_s) >= 0
     assert statistics.median(late_s) < 0.1
-    assert max(late_s) < 0.6, "with room for a busy machine"
+    assert max(late_s) < 3, "with room for a busy machine"
 
 
 async def test_a_delayed_task_that_is_far_away_when_published_starts_on_time_too(mesh: TaskMesh) -> None:
