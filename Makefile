@@ -12,6 +12,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CODE := $(wildcard taskmesh tests benchmarks examples)
 
+# How many tests run at once, each group with a mongod of its own: most of them wait more than they compute.
+JOBS ?= 4
 # Arguments that are handed on: `make test ARGS="-k fencing -x"`, `make demo ARGS=--help`
 ARGS ?=
 
@@ -33,7 +35,7 @@ demo: $(INSTALLED) ## Do a real job on an embedded MongoDB, kill a worker half-w
 	$(BIN)/taskmesh demo $(ARGS)
 
 test: $(INSTALLED) ## Run the quick tests, on real mongods
-	$(BIN)/python -m pytest -m "not slow and not chaos and not failover" $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not chaos and not failover" $(ARGS)
 
 test-all: $(INSTALLED) ## Run all tests but the chaos ones: also the slow ones, and failover on three mongods
 	$(BIN)/python -m pytest -m "not chaos" $(ARGS)

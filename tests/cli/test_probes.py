@@ -9,6 +9,8 @@ import signal
 import socket
 from typing import Any
 
+import pytest
+
 from taskmesh.embedded import Mongod
 from tests.cli.shell import DEADLINE_S, Shell, Started
 from tests.waiting import wait_until
@@ -62,6 +64,7 @@ def test_a_worker_that_stops_is_live_but_not_ready(taskmesh: Shell) -> None:
     assert worker.wait() == 0
 
 
+@pytest.mark.slow
 def test_a_worker_without_its_database_is_live_but_not_ready_until_it_is_back(
     taskmesh: Shell, own_mongod: Mongod
 ) -> None:
@@ -114,6 +117,7 @@ def test_a_supervisor_answers_for_its_children(taskmesh: Shell) -> None:
     assert supervisor.stop() == 0
 
 
+@pytest.mark.slow
 def test_t3_a_child_whose_loop_stands_still_is_dumped_and_replaced(taskmesh: Shell) -> None:
     supervisor = taskmesh.start(
         *["worker", "app:mesh", "--processes", "1", "--worker-id", "w"],

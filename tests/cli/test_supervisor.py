@@ -61,6 +61,7 @@ def test_a_child_that_is_killed_is_replaced_and_works(taskmesh: Shell) -> None:
     assert supervisor.stop() == 0
 
 
+@pytest.mark.slow
 def test_a_task_that_kills_its_worker_again_and_again_does_not_end_the_supervisor(taskmesh: Shell) -> None:
     supervisor = fleet(taskmesh)
     taskmesh.done("publish", "crash", "poison", "--app", "app:mesh", "--option", "max_timeouts=1")
@@ -112,6 +113,7 @@ def test_a_module_that_cannot_be_imported_ends_it_with_1_at_once(taskmesh: Shell
     assert "Traceback" not in ended.err
 
 
+@pytest.mark.slow
 def test_children_that_cannot_reach_the_database_are_tried_a_few_times(taskmesh: Shell) -> None:
     nowhere = "mongodb://127.0.0.1:1/?serverSelectionTimeoutMS=100"
     ended = taskmesh("worker", "app:mesh", "--processes", "2", "--uri", nowhere)
@@ -154,6 +156,7 @@ def test_sighup_replaces_the_children_one_by_one(taskmesh: Shell) -> None:
     assert supervisor.stop() == 0
 
 
+@pytest.mark.slow
 def test_sighup_with_code_that_is_broken_keeps_the_others(taskmesh: Shell) -> None:
     supervisor = fleet(taskmesh)
     before = pids(taskmesh)
@@ -168,6 +171,7 @@ def test_sighup_with_code_that_is_broken_keeps_the_others(taskmesh: Shell) -> No
     assert supervisor.stop() == 0
 
 
+@pytest.mark.slow
 def test_a_process_makes_way_after_so_many_tasks(taskmesh: Shell) -> None:
     supervisor = fleet(taskmesh, "--max-tasks-per-process", "3", processes=1)
     before = pids(taskmesh)["w-1"]
@@ -178,6 +182,7 @@ def test_a_process_makes_way_after_so_many_tasks(taskmesh: Shell) -> None:
     assert supervisor.stop() == 0
 
 
+@pytest.mark.slow
 def test_a_process_that_grows_too_large_is_replaced(taskmesh: Shell) -> None:
     supervisor = fleet(taskmesh, "--max-rss-mb", "300", processes=1)
     before = pids(taskmesh)["w-1"]
@@ -210,6 +215,7 @@ def test_a_child_that_somebody_else_terminates_is_replaced(taskmesh: Shell) -> N
     assert supervisor.stop() == 0
 
 
+@pytest.mark.slow
 def test_reload_restarts_on_a_change_also_after_a_mistake(taskmesh: Shell) -> None:
     supervisor = fleet(taskmesh, "--reload", processes=1)
     app = taskmesh.directory / "app.py"

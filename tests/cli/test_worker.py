@@ -75,6 +75,7 @@ def test_after_the_grace_what_runs_is_given_back(taskmesh: Shell) -> None:
     assert taskmesh.status("nap", "k") == "INIT"
 
 
+@pytest.mark.slow
 def test_a_thread_that_will_not_end_does_not_keep_the_process(taskmesh: Shell) -> None:
     worker = taskmesh.worker("--grace-ms", "100")
     taskmesh.done("publish", "block", "k", '{"ms": 600000}')

@@ -43,6 +43,7 @@ def test_the_demo_kills_a_worker_and_nothing_is_lost_or_doubled_twice_in_a_row(a
         assert set(Path(tempfile.gettempdir()).glob("taskmesh-demo-*")) <= before, "no files are left"
 
 
+@pytest.mark.slow
 def test_its_database_is_dropped_unless_it_is_to_be_kept(taskmesh: Shell) -> None:
     with MongoClient[dict[str, object]](taskmesh.uri) as client:
         before = set(client.list_database_names())
@@ -67,6 +68,7 @@ def test_ctrl_c_leaves_no_process_and_no_database(taskmesh: Shell) -> None:
         assert database not in client.list_database_names()
 
 
+@pytest.mark.slow
 def test_a_demo_that_is_killed_leaves_no_workers(taskmesh: Shell) -> None:
     demo = taskmesh.start("demo")
     demo.says("worker-1: ")

@@ -131,6 +131,7 @@ def test_data_of_an_earlier_run_is_there_again_when_its_port_is_taken(place: Pat
         write(again.uri, 2)
 
 
+@pytest.mark.slow
 def test_who_attaches_while_the_last_one_leaves_gets_a_server(place: Path) -> None:
     def come_and_go(name: int) -> None:
         for number in range(3):

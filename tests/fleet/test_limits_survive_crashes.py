@@ -119,6 +119,7 @@ async def test_t40_running_limits_hold_while_workers_are_killed(
     await eventually(lambda: len(live_now(tasks, "narrow")) > 3, 20.0, what="without a limit more run")
 
 
+@pytest.mark.slow
 async def test_t40_no_window_holds_more_starts_than_the_rate_while_workers_are_killed(
     mesh: TaskMesh, handlers: Handlers, fleet: Fleet, tasks: Collection[dict[str, Any]]
 ) -> None:

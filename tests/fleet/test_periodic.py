@@ -133,6 +133,7 @@ def fleet(mongo_uri: str, database: str, tmp_path: Path) -> Iterator[Fleet]:
         yield workers
 
 
+@pytest.mark.slow
 async def test_t44_each_tick_once_while_five_workers_are_killed(mesh: TaskMesh, fleet: Fleet) -> None:
     define(mesh)
     workers = await anyio.to_thread.run_sync(lambda: fleet.start_many(5))

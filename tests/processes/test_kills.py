@@ -8,28 +8,29 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from pymongo.collection import Collection
 
 from tests.processes.fleet import Fleet, Worker
 from tests.processes.handlers import Handlers
 from tests.processes.history import most_at_once, runs_by_task
-from tests.waiting import eventually
+from tests.waiting import eventually, wait_until
 
 
+@pytest.mark.slow
 async def test_t18_with_a_worker_killed_every_200_ms_every_task_ends_and_none_runs_oftener_than_kills_allow(
     fleet: Fleet, handlers: Handlers, documents: Collection[dict[str, Any]]
 ) -> None:
     await handlers.work.publish_many({f"k{number}": {"ms": 150} for number in range(300)})
     fleet.start_many(4, concurrency=5)
-    kills = _kill_at_random(fleet, every_s=0.2, for_s=8.0, watch=lambda: _check_entries(documents), concurrency=5)
+    _kill_at_random(fleet, 20, every_s=0.2, watch=lambda: _check_entries(documents), concurrency=5)
 
     await eventually(lambda: documents.count_documents({"status": "SUCCESS"}) == 300, 60.0, what="all are done")
-    assert kills >= 10, "the machine was too slow for this to mean anything"
     runs = runs_by_task(fleet.runs)
     assert len(runs) == 300
     for task, times in runs.items():
         killed = sum(run.end is None for run in times)
-        assert len(times) <= kills + 1
+        assert len(times) <= 20 + 1
         assert len(times) == killed + 1 or _gap_between_end_and_record(times, killed), (task, times)
     _check_entries(documents)
 
@@ -41,10 +42,9 @@ async def test_never_do_more_workers_run_a_task_than_it_allows_whoever_dies(
         tasks = {f"for-{allowed}-{number}": {"ms": number % 40} for number in range(share)}
         await handlers.work.configure(concurrent_worker_cnt=allowed).publish_many(tasks)
     fleet.start_many(5, concurrency=40)
-    kills = _kill_at_random(fleet, every_s=0.7, for_s=7.0, watch=lambda: None, concurrency=40)
+    _kill_at_random(fleet, 6, every_s=0.7, watch=lambda: None, concurrency=40)
 
     await eventually(lambda: documents.count_documents({"status": "SUCCESS"}) == 5_000, 90.0, what="all are done")
-    assert kills >= 3, "the machine was too slow for this to mean anything"
     died = fleet.died
     for task, runs in runs_by_task(fleet.runs).items():
         allowed = int(task.split("-")[1])
@@ -57,20 +57,18 @@ async def test_never_do_more_workers_run_a_task_than_it_allows_whoever_dies(
         assert len({entry["worker_id"] for entry in entries}) == len(entries), "different workers"
 
 
-def _kill_at_random(fleet: Fleet, *, every_s: float, for_s: float, watch: Callable[[], None], concurrency: int) -> int:
-    """Kill a random worker each time, and start it again under its id; return how many were killed at work."""
+def _kill_at_random(fleet: Fleet, kills: int, *, every_s: float, watch: Callable[[], None], concurrency: int) -> None:
+    """Kill a random one of the workers that are at work, `kills` times, and start each again under its id."""
     chance = random.Random(18)
-    kills = 0
-    end = time.monotonic() + for_s
     living: list[Worker] = list(fleet.workers)
-    while time.monotonic() < end:
+    for _ in range(kills):
         time.sleep(every_s)  # the rhythm of the kills is what the test is about
-        victim = living.pop(chance.randrange(len(living)))
-        kills += "ready" in victim.told
+        wait_until(lambda: any("ready" in worker.told for worker in living), 30.0, what="one of them is at work")
+        victim = chance.choice([worker for worker in living if "ready" in worker.told])
+        living.remove(victim)
         victim.kill()
         living.append(fleet.start(victim.worker_id, concurrency=concurrency))
         watch()
-    return kills
 
 
 def _check_entries(documents: Collection[dict[str, Any]]) -> None:

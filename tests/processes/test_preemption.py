@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from statistics import median
 
+import pytest
+
 from taskmesh import Status, TaskMesh
 from tests.processes.fleet import Fleet
 from tests.processes.handlers import Handlers
@@ -35,6 +37,7 @@ async def test_the_next_worker_starts_within_a_second_of_the_end_of_a_killed_wor
     assert sorted(run.start.worker_id for run in fleet.runs) == ["heir"] * len(keys) + ["victim"] * len(keys)
 
 
+@pytest.mark.slow
 async def test_a_task_for_two_workers_is_preempted_from_the_dead_one_alone(
     fleet: Fleet, mesh: TaskMesh, handlers: Handlers
 ) -> None:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from pymongo.collection import Collection
 
 from tests.waiting import wait_until
@@ -15,6 +16,7 @@ from tests.waiting import wait_until
 _PROCESSES, _EACH = 4, 250
 
 
+@pytest.mark.slow
 def test_t36_a_thousand_publishes_of_one_key_from_several_processes_create_it_once(
     mongo_uri: str, database: str, documents: Collection[dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -7,6 +7,8 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import pytest
+
 from taskmesh import TaskMesh
 from taskmesh.embedded import Mongod
 from tests.waiting import eventually
@@ -66,6 +68,7 @@ async def slow_road(port: int) -> AsyncIterator[int]:
         await asyncio.gather(*carrying, return_exceptions=True)
 
 
+@pytest.mark.slow
 async def test_m33_sets_make_up_for_a_slow_network(mongod: Mongod, database: str) -> None:
     async with (
         slow_road(mongod.port) as port,

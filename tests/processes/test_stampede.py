@@ -14,7 +14,7 @@ from tests.processes.handlers import Handlers
 from tests.waiting import eventually
 
 
-@pytest.mark.parametrize("processes", [1, 2, 8])
+@pytest.mark.parametrize("processes", [2, *(pytest.param(many, marks=pytest.mark.slow) for many in (1, 8))])
 async def test_t14_few_claims_are_lost_however_many_processes_share_a_backlog(
     fleet: Fleet, mesh: TaskMesh, handlers: Handlers, documents: Collection[dict[str, Any]], processes: int
 ) -> None:

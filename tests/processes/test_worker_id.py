@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from pymongo.collection import Collection
 
 from tests.processes.fleet import Fleet
@@ -35,6 +36,7 @@ async def test_t7_a_process_that_was_killed_leaves_its_id_to_the_next_at_once(fl
     assert [run.start.pid for run in fleet.runs] == [second.pid]
 
 
+@pytest.mark.slow
 async def test_t7_a_worker_that_slept_while_another_took_its_id_stops(
     fleet: Fleet, handlers: Handlers, documents: Collection[dict[str, Any]]
 ) -> None:
