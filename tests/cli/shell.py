@@ -7,15 +7,16 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
 
+from tests import warm
 from tests.waiting import wait_until
 
 DEADLINE_S = 60.0
@@ -91,7 +92,7 @@ class Ended:
 class Started:
     """A command that runs on."""
 
-    process: subprocess.Popen[bytes]
+    process: warm.WarmProcess
     _out: Path
     _err: Path
 
@@ -159,18 +160,24 @@ class Shell:
 
     def __call__(self, *words: str, typed: str | None = None, **environment: str) -> Ended:
         """Run a command to its end."""
-        done = subprocess.run(
-            self._command(words),
-            input=typed,
-            stdin=subprocess.DEVNULL if typed is None else None,
-            capture_output=True,
-            text=True,
-            cwd=self.directory,
-            env=self._environment(environment),
-            timeout=DEADLINE_S,
-            check=False,
-        )
-        return Ended(done.returncode, done.stdout, done.stderr)
+        with TemporaryDirectory() as directory:
+            typing, out, err = (Path(directory) / name for name in ("in", "out", "err"))
+            typing.write_text(typed or "")
+            process = warm.start(
+                "taskmesh",
+                words,
+                stdin=typing if typed is not None else Path(os.devnull),
+                stdout=out,
+                stderr=err,
+                cwd=self.directory,
+                env=self._environment(environment),
+            )
+            try:
+                status = process.wait(DEADLINE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise AssertionError(f"{words} goes on and on:\n{out.read_text()}{err.read_text()}") from None
+            return Ended(status, out.read_text(), err.read_text())
 
     def done(self, *words: str, typed: str | None = None, **environment: str) -> Ended:
         """Run a command that must succeed."""
@@ -182,17 +189,19 @@ class Shell:
         """Start a command; it is killed at the end of the test, with all its children."""
         self._started += 1
         paths = [self.directory / f"{self._started}.{name}" for name in ("out", "err")]
-        with paths[0].open("wb") as out, paths[1].open("wb") as err:
-            process = subprocess.Popen(
-                self._command(words),
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                cwd=self.directory,
-                env=self._environment(environment),
-                start_new_session=True,
-            )
-        self.stack.callback(_kill_tree, process, psutil.Process(process.pid))
+        for path in paths:
+            path.touch()
+        process = warm.start(
+            "taskmesh",
+            words,
+            stdout=paths[0],
+            stderr=paths[1],
+            cwd=self.directory,
+            env=self._environment(environment),
+            start_new_session=True,
+        )
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended already
+            self.stack.callback(_kill_tree, process, psutil.Process(process.pid))
         return Started(process, *paths)
 
     def worker(self, *words: str, **environment: str) -> Started:
@@ -214,9 +223,6 @@ class Shell:
             why = self("explain", name, key).out
             raise AssertionError("\n".join([str(error), why, *logs])) from None
 
-    def _command(self, words: tuple[str, ...]) -> list[str]:
-        return [str(Path(sys.executable).with_name("taskmesh")), *words]
-
     def _environment(self, more: dict[str, str]) -> dict[str, str]:
         base = {name: value for name, value in os.environ.items() if not name.startswith("TASKMESH_")}
         ours = {"TASKMESH_URI": self.uri, "TASKMESH_DATABASE": self.database, "PYTHONDONTWRITEBYTECODE": "1"}
@@ -232,7 +238,7 @@ def shell_in(directory: Path, uri: str, database: str) -> Iterator[Shell]:
         yield Shell(uri, database, directory, stack)
 
 
-def _kill_tree(process: subprocess.Popen[bytes], known: psutil.Process) -> None:
+def _kill_tree(process: warm.WarmProcess, known: psutil.Process) -> None:
     """End a process and all that it has started. `known` notices if its pid belongs to a stranger by now."""
     family: list[psutil.Process] = []
     with contextlib.suppress(psutil.NoSuchProcess):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -177,5 +178,6 @@ def test_a_module_is_found_in_the_current_directory(taskmesh: Shell, tmp_path: P
     package = tmp_path / "project" / "jobs"
     package.mkdir(parents=True)
     (package / "tasks.py").write_text((tmp_path / "app.py").read_text())
-    command = [*taskmesh._command(("worker", "jobs.tasks:mesh")), "--until-idle", "--uri", taskmesh.uri]
-    subprocess.run([*command, "--database", taskmesh.database], cwd=tmp_path / "project", check=True)
+    installed = Path(sys.executable).with_name("taskmesh")
+    where = ["--uri", taskmesh.uri, "--database", taskmesh.database]
+    subprocess.run([installed, "worker", "jobs.tasks:mesh", "--until-idle", *where], cwd=package.parent, check=True)

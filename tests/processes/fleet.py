@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from tests import warm
 from tests.processes.history import Mark, Run, read_history, runs_in
 from tests.waiting import wait_until
 
@@ -27,7 +28,9 @@ READY_WITHIN_S = 30.0
 class Worker:
     """One worker process."""
 
-    def __init__(self, process: subprocess.Popen[bytes], worker_id: str, output: Path, log: Path) -> None:
+    def __init__(
+        self, process: subprocess.Popen[bytes] | warm.WarmProcess, worker_id: str, output: Path, log: Path
+    ) -> None:
         self.process = process
         self.worker_id = worker_id
         self._output = output
@@ -92,6 +95,7 @@ class Worker:
         """Wait until it has ended, and return its exit status."""
         self._reaper.join(deadline_s)
         assert not self.running, f"the worker has not ended within {deadline_s:g} s:\n{self.log[-3000:]}"
+        assert self.process.returncode is not None
         return self.process.returncode
 
     def _reap(self) -> None:
@@ -143,14 +147,15 @@ class Fleet:
         }
         output, log = self.directory / f"{number}.told", self.directory / f"{number}.log"
         log.touch()
-        with output.open("wb") as out, (Path("/dev/full") if disk_full else log).open("wb") as errors:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "tests.processes.worker", json.dumps(told)],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=errors,
-                env=environment,
-            )
+        errors = Path("/dev/full") if disk_full else log
+        process: subprocess.Popen[bytes] | warm.WarmProcess
+        if "LD_PRELOAD" in environment:  # a library that must be there from the start
+            with output.open("wb") as out, errors.open("wb") as err:
+                command = [sys.executable, "-m", "tests.processes.worker", json.dumps(told)]
+                process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment)
+        else:
+            output.touch()
+            process = warm.start("worker", [json.dumps(told)], stdout=output, stderr=errors, env=environment)
         worker = Worker(process, worker_id, output, log)
         self.workers.append(worker)
         return worker

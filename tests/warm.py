@@ -1,0 +1,193 @@
+"""Processes that start at once: forked from one that has imported everything already.
+
+Half of a second of each process's life, and most of what the tests of the command line cost, would go into importing the
+driver, pydantic and the like. A server (this module, run as a program) does that once, and forks: each child is a process
+of its own, with its own directory, environment, arguments and files, which ends like any other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+PROGRAMS = {"taskmesh": "taskmesh.cli:main", "worker": "tests.processes.worker:main"}
+_IMPORTED = ("taskmesh.cli.app", "tests.processes.worker", "tests.processes.handlers", "tests.processes.sabotage")
+
+
+class WarmProcess:
+    """What the tests use of `subprocess.Popen`, for a process that the server has forked."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._ended = threading.Event()
+
+    def poll(self) -> int | None:
+        """Return the exit status if it has ended; negative: the signal that ended it."""
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end. Raises `subprocess.TimeoutExpired`."""
+        if not self._ended.wait(timeout):
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, if it runs."""
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+    def end(self, status: int) -> None:
+        """Note how it ended; the server says so."""
+        self.returncode = os.waitstatus_to_exitcode(status)
+        self._ended.set()
+
+
+class _Server:
+    """The server, as the tests see it: one for each process that runs tests."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.warm"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONDONTWRITEBYTECODE": "1"},
+        )
+        self._lock = threading.Lock()
+        self._started = threading.Semaphore(0)
+        self._newest = 0
+        self._children: dict[int, WarmProcess] = {}
+        threading.Thread(target=self._listen, name="warm processes", daemon=True).start()
+
+    def start(self, order: Mapping[str, Any]) -> WarmProcess:
+        """Have a process forked."""
+        assert self._process.stdin is not None
+        with self._lock:
+            self._process.stdin.write(json.dumps(order).encode() + b"\n")
+            self._process.stdin.flush()
+            assert self._started.acquire(timeout=60), "the server of warm processes does not answer"
+            return self._children[self._newest]
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            pid, status = json.loads(line)
+            if status is None:
+                self._children[pid] = WarmProcess(pid)
+                self._newest = pid
+                self._started.release()
+            else:
+                self._children.pop(pid).end(status)
+
+
+@cache
+def _server() -> _Server:
+    return _Server()
+
+
+def start(
+    program: str,
+    words: Sequence[str],
+    *,
+    stdout: Path,
+    stderr: Path,
+    stdin: Path = Path(os.devnull),
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    start_new_session: bool = False,
+) -> WarmProcess:
+    """Start one of `PROGRAMS` in a process of its own, with files for what it reads and writes."""
+    return _server().start(
+        {
+            "program": program,
+            "words": list(words),
+            "files": [str(stdin), str(stdout), str(stderr)],
+            "cwd": str(cwd or Path.cwd()),
+            "env": dict(os.environ if env is None else env),
+            "start_new_session": start_new_session,
+        }
+    )
+
+
+def _serve() -> Callable[[], None]:
+    """Fork as ordered, and tell who ended; returns in the children, with what they have to do."""
+    for module in _IMPORTED:
+        importlib.import_module(module)
+    ended, wake = os.pipe()
+    os.set_blocking(ended, False)
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    waiting = b""
+    living: set[int] = set()
+    while True:
+        readable, _, _ = select.select([0, ended], [], [])
+        if ended in readable:
+            os.read(ended, 1_000)
+            for pid in tuple(living):
+                if (found := os.waitpid(pid, os.WNOHANG))[0]:
+                    living.discard(pid)
+                    _tell(pid, found[1])
+        if 0 in readable:
+            if not (data := os.read(0, 65_536)):
+                for pid in living:
+                    os.kill(pid, signal.SIGKILL)
+                os._exit(0)
+            *orders, waiting = (waiting + data).split(b"\n")
+            for order in orders:
+                pid = os.fork()
+                if pid == 0:
+                    signal.set_wakeup_fd(-1)
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    os.close(ended)
+                    os.close(wake)
+                    return _child(json.loads(order))
+                living.add(pid)
+                _tell(pid, None)
+
+
+def _tell(pid: int, status: int | None) -> None:
+    os.write(1, json.dumps([pid, status]).encode() + b"\n")
+
+
+def _child(order: Mapping[str, Any]) -> Callable[[], None]:
+    """Become the process that was ordered."""
+    if order["start_new_session"]:
+        os.setsid()
+    flags = (os.O_RDONLY, os.O_WRONLY | os.O_CREAT | os.O_APPEND, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for number, (path, flag) in enumerate(zip(order["files"], flags, strict=True)):
+        file = os.open(path, flag)
+        os.dup2(file, number)
+        os.close(file)
+    os.chdir(order["cwd"])
+    os.environ.clear()
+    os.environ.update(order["env"])
+    module, _, function = PROGRAMS[order["program"]].partition(":")
+    sys.argv = [order["program"], *order["words"]]
+    main: Callable[[], None] = getattr(importlib.import_module(module), function)
+    return main
+
+
+if __name__ == "__main__":
+    _serve()()
