@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from taskmesh import Retry, Status, Task, TaskError, TaskFailed, TaskMesh, TaskOption, current_task
+from tests.waiting import eventually
 from tests.working import all_working, finished, working
 
 SIX = [f"w{i}" for i in range(6)]
