@@ -17,7 +17,7 @@ JOBS ?= 4
 # Arguments that are handed on: `make test ARGS="-k fencing -x"`, `make demo ARGS=--help`
 ARGS ?=
 
-.PHONY: help install demo test test-all lint format bench bench-peers chaos soak docs clean
+.PHONY: help install demo test test-web screenshots test-all lint format bench bench-peers chaos soak docs clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,10 +35,16 @@ demo: $(INSTALLED) ## Do a real job on an embedded MongoDB, kill a worker half-w
 	$(BIN)/taskmesh demo $(ARGS)
 
 test: $(INSTALLED) ## Run the quick tests, on real mongods
-	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not chaos and not failover" $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not chaos and not failover and not browser" $(ARGS)
 
-test-all: $(INSTALLED) ## Run all tests but the chaos ones: also the slow ones, and failover on three mongods
-	$(BIN)/python -m pytest -m "not chaos" $(ARGS)
+test-web: $(INSTALLED) ## Click through the dashboard in a headless Chromium (apt-get install chromium)
+	$(BIN)/python -m pytest -m browser tests/browser $(ARGS)
+
+screenshots: $(INSTALLED) ## Take the screenshots of docs/web.md anew, in Chromium
+	TASKMESH_SCREENSHOTS=docs/web $(BIN)/python -m pytest tests/browser/test_every_page.py $(ARGS)
+
+test-all: $(INSTALLED) ## Run all tests but chaos and browser ones: also the slow ones, and failover on three mongods
+	$(BIN)/python -m pytest -m "not chaos and not browser" $(ARGS)
 
 lint: $(INSTALLED) ## Check style, format and types
 	$(BIN)/ruff check $(CODE)

@@ -21,13 +21,14 @@ from taskmesh.mesh import TaskMesh
 from taskmesh.stats import Stats
 from taskmesh.task import Status
 from taskmesh.web import api
+from taskmesh.web.attention import remarks
 from taskmesh.web.connection import mesh_of
 from taskmesh.web.guard import SESSION, Rules, prefix_of
 from taskmesh.web.jsonable import to_json
 from taskmesh.web.operations import OPERATIONS
 from taskmesh.web.pulse import Pulse, sample_data
 from taskmesh.web.requests import Published
-from taskmesh.web.views import STATIC, bars_of, environment, query
+from taskmesh.web.views import STATIC, bars_of, environment, option_rows, query, whys_of
 from taskmesh.where import TaskFilter, milliseconds
 
 SHORTEST_TOKEN = 16
@@ -136,13 +137,15 @@ async def overview(request: Request, mesh: TaskMesh) -> Response:
     """Show how it is going."""
     pulse: Pulse = request.app.state.pulse
     stats = await pulse.stats()
-    live_workers = [worker for worker in await mesh.workers() if worker.live]
+    all_workers = await mesh.workers()
+    live_workers = [worker for worker in all_workers if worker.live]
     all_schedules = await mesh.schedules()
     return _render(
         request,
         "overview.html",
         stats=stats,
         totals=_totals(stats),
+        remarks=remarks(stats, all_workers, await mesh.queues(), all_schedules),
         failures=sorted(
             ((name, counts["FAIL"]) for name, counts in stats.counts.items() if counts.get("FAIL")), key=lambda f: -f[1]
         ),
@@ -216,8 +219,8 @@ async def task(request: Request, mesh: TaskMesh) -> Response:
         "task.html",
         task=found,
         bars=bars_of(found, now),
-        explanations=explanations,
-        option=found.task_option.model_dump(),
+        whys=whys_of(explanations),
+        option_rows=option_rows(found.task_option),
         api_query=query(name=name, key=key),
     )
 

@@ -34,6 +34,8 @@ _REMEMBERED = 20_000
 _LATENCIES_KEPT = 2_000
 _MOST_WATCHERS = 200
 _KEEP_ALIVE_S = 15.0
+_ANYTHING = 'event: changed\ndata: {"tasks": [], "more": true}\n\n'
+"""Anything may have changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,8 @@ class Pulse:
         self.samples: deque[Sample] = deque(maxlen=_SAMPLES_KEPT)
         self._changed: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._more = False
+        self._reading = False
+        """Whether the event stream is open: what happens from now on is told."""
         self._published: OrderedDict[tuple[str, str], datetime] = OrderedDict()
         self._claimed: OrderedDict[tuple[str, str], datetime] = OrderedDict()
         self._waits: deque[float] = deque(maxlen=_LATENCIES_KEPT)
@@ -119,6 +123,8 @@ class Pulse:
         try:
             self._begin()
             yield "retry: 2000\n\n"
+            if self._reading:
+                yield _ANYTHING  # what happened between the page's making and now, nobody told it
             while True:
                 try:
                     yield await asyncio.wait_for(told.get(), _KEEP_ALIVE_S)
@@ -157,9 +163,11 @@ class Pulse:
         reader = mesh.events()
         try:
             await reader
+            self._reading = self._more = True
             async for event in reader:
                 self._note(event)
         finally:
+            self._reading = False
             reader.close()
 
     def _note(self, event: TaskEvent) -> None:
@@ -202,7 +210,11 @@ class Pulse:
             data = sample_data(data)
         line = f"event: {event}\ndata: {to_json(data)}\n\n"
         for told in self._watchers:
-            with contextlib.suppress(asyncio.QueueFull):  # a browser that does not read is told the next time
+            if told.full():  # a browser that does not read: of all that it has missed it is told in one line
+                while not told.empty():
+                    told.get_nowait()
+                told.put_nowait(_ANYTHING)
+            else:
                 told.put_nowait(line)
 
 

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import hashlib
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from importlib.resources import files
+from itertools import pairwise
 from typing import Any
 from urllib.parse import urlencode
 
 from jinja2 import DictLoader, Environment, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
+from taskmesh.explain import Explanation, Gate
+from taskmesh.option import TaskOption
 from taskmesh.task import Task
 from taskmesh.web.jsonable import jsonable, to_json
 
 _MOST_JSON_CHARS = 20_000
 _SVG_WIDTH = 1000.0
-_SECOND, _MINUTE, _HOUR, _DAY = 1_000.0, 60_000.0, 3_600_000.0, 86_400_000.0
+_MOMENT = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:\.\d{1,6})?(?:Z|[+-]\d\d:\d\d)")
+_SECOND = 1_000.0
+_UNITS = [("d", 86_400_000.0), ("h", 3_600_000.0), ("min", 60_000.0), ("s", _SECOND)]
 
 # Read at import, where no event loop waits for the disk.
 _HERE = files("taskmesh.web")
@@ -33,10 +40,11 @@ def duration(milliseconds: float | None) -> str:
     if milliseconds is None:
         return "–"
     value = abs(milliseconds)
-    for unit, size in (("d", _DAY), ("h", _HOUR), ("min", _MINUTE), ("s", _SECOND)):
+    for (unit, size), (smaller, part) in pairwise(_UNITS):
         if value >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value:.3g} ms"
+            whole, rest = int(value // size), int(value % size // part)
+            return f"{whole} {unit} {rest} {smaller}" if rest and whole < 10 else f"{whole} {unit}"
+    return f"{value / _SECOND:.3g} s" if value >= _SECOND else f"{value:.3g} ms"
 
 
 def moment(value: datetime | None) -> Markup:
@@ -47,6 +55,24 @@ def moment(value: datetime | None) -> Markup:
     return Markup('<time datetime="{}" title="{} UTC">{}</time>').format(
         at.isoformat(), at.strftime("%Y-%m-%d %H:%M:%S.%f")[:-3], at.strftime("%Y-%m-%d %H:%M:%S")
     )
+
+
+def with_times(text: str) -> Markup:
+    """Return a text in which moments, written for machines, are written for people."""
+    pieces: list[str] = []
+    at = 0
+    for match in _MOMENT.finditer(text):
+        try:
+            found = datetime.fromisoformat(match[0]).astimezone(UTC)
+        except (ValueError, OverflowError):  # a user wrote it, and there is no such day
+            continue
+        shown = Markup('<time class="exact" datetime="{}">{} UTC</time>')
+        pieces += [
+            escape(text[at : match.start()]),
+            shown.format(found.isoformat(), found.strftime("%Y-%m-%d %H:%M:%S")),
+        ]
+        at = match.end()
+    return Markup("").join([*pieces, escape(text[at:])])
 
 
 def pretty(value: Any) -> str:
@@ -121,11 +147,54 @@ def bars_of(task: Task, now: datetime) -> list[Bar]:
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class Why:
+    """What lets some workers claim a task, or keeps them all from it alike."""
+
+    worker_ids: list[str]
+    claimable: bool
+    next_claim_time: datetime | None
+    shut: list[Gate]
+    open: list[Gate]
+
+
+def whys_of(explanations: Iterable[Explanation]) -> list[Why]:
+    """Return explanations with those of workers that differ in nothing told once. Those who can claim come first."""
+    found: dict[Any, Why] = {}
+    for one in explanations:
+        alike = (one.claimable, one.next_claim_time, *((gate.name, gate.open) for gate in one.gates))
+        if alike in found:
+            found[alike].worker_ids.append(one.worker_id)
+            continue
+        shut, open_ = [gate for gate in one.gates if not gate.open], [gate for gate in one.gates if gate.open]
+        found[alike] = Why([one.worker_id], one.claimable, one.next_claim_time, shut, open_)
+    return sorted(found.values(), key=lambda why: (not why.claimable, why.next_claim_time is None))
+
+
+def option_rows(option: TaskOption) -> list[tuple[str, str, bool]]:
+    """Return the fields of an option, each as a text for people, with whether it is not the default."""
+    rows = []
+    for name, field in TaskOption.model_fields.items():
+        value = getattr(option, name)
+        if value is None:
+            text = "for ever" if name.startswith("retain") else "none"
+        elif isinstance(value, tuple):
+            text = ", ".join(value) or "any"
+        elif name.endswith("_ms"):
+            text = duration(value)
+        else:
+            text = str(value)
+        rows.append((name, text, value != field.default))
+    return rows
+
+
 def environment() -> Environment:
     """Return the templates, ready to use. Everything in them is escaped."""
     found = Environment(
         loader=DictLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    found.filters.update(duration=duration, moment=moment, pretty=pretty, number=number, jsonable=jsonable)
+    found.filters.update(
+        duration=duration, moment=moment, pretty=pretty, number=number, jsonable=jsonable, with_times=with_times
+    )
     found.globals.update(query=query, static_version=STATIC_VERSION)
     return found

@@ -11,13 +11,17 @@
     const seconds = (Date.now() + offset - moment) / 1000;
     const size = Math.abs(seconds);
     if (size < 1.5) return "now";
-    const [unit, length] = units.find(([, length]) => size >= length) || units[3];
-    const text = `${Math.floor(size / length)} ${unit}`;
+    const at = Math.max(0, units.findIndex(([, length]) => size >= length));
+    const [unit, length] = units[at];
+    const whole = Math.floor(size / length);
+    // "1 h 59 min", as "1 h" would be an hour off.
+    const rest = at < 2 && whole < 10 ? Math.floor((size % length) / units[at + 1][1]) : 0;
+    const text = `${whole} ${unit}${rest ? ` ${rest} ${units[at + 1][0]}` : ""}`;
     return seconds > 0 ? `${text} ago` : `in ${text}`;
   };
   let offset = 0; // this machine's clock may be off: the server's is in every answer
   const showTimes = () => {
-    for (const element of document.querySelectorAll("time[datetime]")) element.textContent = ago(Date.parse(element.dateTime));
+    for (const element of document.querySelectorAll("time[datetime]:not(.exact)")) element.textContent = ago(Date.parse(element.dateTime));
   };
 
   // --- dark and light ---
@@ -78,6 +82,12 @@
     showAll();
     showTimes();
   };
+  const notice = document.getElementById("notice");
+  const tell = (text) => {
+    if (notice.textContent === text) return;
+    notice.textContent = text;
+    notice.hidden = !text;
+  };
   let refreshing = false;
   let again = false;
   let last = 0;
@@ -93,7 +103,9 @@
       const date = Date.parse(answer.headers.get("date") || "");
       if (Math.abs(date - Date.now()) > 2000) offset = date - Date.now();
       if (answer.redirected) { location.assign(answer.url); return; }
-      swap(new DOMParser().parseFromString(await answer.text(), "text/html"));
+      const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
+      tell(answer.ok ? "" : fresh.querySelector("#problem")?.textContent || `The dashboard answers ${answer.status}.`);
+      if (answer.ok) swap(fresh);
     } catch { /* the server is away: the stream tells, and comes back */ } finally {
       refreshing = false;
       if (again) refresh();
@@ -126,9 +138,11 @@
           .map(([place, value]) => `${(place / (samples.length - 1)) * width},${height - (value / most) * (height - top)}`);
         figure.append(svg("polyline", { points: points.join(" "), class: which ? "second" : "first" }));
       });
-      const now = fields.map((field) => valueOf(samples.at(-1), field)).map((value) => (value == null ? "–" : Number(value.toPrecision(3)).toLocaleString("en")));
-      figure.previousElementSibling.dataset.caption ??= figure.previousElementSibling.textContent;
-      figure.previousElementSibling.textContent = `${figure.previousElementSibling.dataset.caption}: ${now.join(" / ")}`;
+      const shown = (value) => (value == null ? "–" : Number(value.toPrecision(3)).toLocaleString("en").replaceAll(",", "\u2009"));
+      const caption = figure.previousElementSibling;
+      caption.querySelectorAll("[data-now]").forEach((place, which) => { place.textContent = shown(valueOf(samples.at(-1), fields[which])); });
+      const any = samples.some((sample) => fields.some((field) => valueOf(sample, field) != null));
+      caption.querySelector("[data-most]").textContent = any ? `most ${shown(most < 1e-6 ? 0 : most)}` : "nothing yet";
     }
   };
   if (curves) {
@@ -139,24 +153,36 @@
   // --- the live stream ---
   const chip = document.getElementById("live");
   const say = (text, off) => { chip.hidden = false; chip.textContent = text; chip.classList.toggle("off", off); };
+  const changed = (event) => {
+    const { tasks, more } = JSON.parse(event.data);
+    const { name, key } = body.dataset;
+    if (watch !== "task" || more || tasks.some(([taskName, taskKey]) => taskName === name && taskKey === key)) refresh();
+  };
+  const sampled = (event) => {
+    const sample = JSON.parse(event.data);
+    if (!sample) return;
+    samples = [...samples, sample].slice(-150);
+    draw();
+    if (["overview", "workers", "queues", "schedules"].includes(watch)) refresh();
+  };
+  let stream = null;
+  const listen = () => {
+    stream = new EventSource(`${prefix}/live`);
+    stream.addEventListener("open", () => say("live", false)); // its first event lets us fetch what happened meanwhile
+    stream.addEventListener("error", () => {
+      say("reconnecting …", true);
+      // A refused connection is tried again by the browser. After an answer that is no stream (a proxy's 502, a
+      // session that has ended) it gives up: then we try, and the refresh leads to the login if that is what is missing.
+      if (stream.readyState === EventSource.CLOSED) setTimeout(() => { refresh(); listen(); }, 3000);
+    });
+    stream.addEventListener("full", () => { stream.close(); say("too many watch", true); });
+    stream.addEventListener("changed", changed);
+    stream.addEventListener("overview", sampled);
+  };
   if (watch && "EventSource" in window) {
-    const stream = new EventSource(`${prefix}/live`);
-    stream.addEventListener("open", () => { say("live", false); });
-    stream.addEventListener("error", () => say("reconnecting", true));
-    stream.addEventListener("full", () => { say("too many watch", true); stream.close(); });
-    stream.addEventListener("changed", (event) => {
-      const { tasks, more } = JSON.parse(event.data);
-      const { name, key } = body.dataset;
-      if (watch !== "task" || more || tasks.some(([taskName, taskKey]) => taskName === name && taskKey === key)) refresh();
-    });
-    stream.addEventListener("overview", (event) => {
-      const sample = JSON.parse(event.data);
-      if (!sample) return;
-      samples = [...samples, sample].slice(-150);
-      draw();
-      if (["overview", "workers", "queues", "schedules"].includes(watch)) refresh();
-    });
+    listen();
     addEventListener("pagehide", () => stream.close());
+    addEventListener("pageshow", (event) => { if (event.persisted) listen() });
   }
 
   // --- the keyboard ---
@@ -199,6 +225,7 @@
     }
   });
 
+  document.querySelector("nav a[aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" }); // on a phone
   showAll();
   showTimes();
   setInterval(showTimes, 1000);

@@ -1,0 +1,110 @@
+"""Pages follow what happens, without a reload: by server-sent events, over outages of the dashboard too."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from playwright.async_api import Browser, Page, expect
+
+from taskmesh import TaskMesh
+from tests.browser.site import Site, gate_to
+from tests.browser.test_buttons import accept
+
+pytestmark = pytest.mark.browser
+
+MARK = "window.same = true"
+SAME = "window.same === true"
+
+
+async def test_a_task_is_followed_from_its_publishing_to_its_result(page: Page, site: Site, shop: TaskMesh) -> None:
+    await shop.publish("report.monthly", "2026-02", {"month": "2026-02"}, delay_ms=3_600_000)
+    await page.goto("/task?name=report.monthly&key=2026-02")
+    await expect(page.locator("#head .status").first).to_have_text("INIT")
+    await expect(page.locator("#explain")).to_contain_text("Why is it not running?")
+    await expect(page.locator("#live")).to_have_text("live")
+    await page.evaluate(MARK)
+    await shop.retry("report.monthly", "2026-02")
+    await expect(page.locator("#head")).to_contain_text("reading orders")
+    for step, what in enumerate(("adding up", "drawing charts", "writing the PDF")):
+        site.open(f"2026-02.{step}")
+        await expect(page.locator("#head")).to_contain_text(what)
+    site.open("2026-02.3")
+    await expect(page.locator("#head .status").first).to_have_text("SUCCESS")
+    await expect(page.locator("#timeline")).to_contain_text("reports/2026-02.pdf")
+    assert await page.evaluate(SAME), "it was the same page all the time"
+
+
+async def test_a_killed_workers_task_is_seen_to_be_taken_over(page: Page, site: Site, shop: TaskMesh) -> None:
+    doomed = site.hire("doomed")
+    site.staffed("doomed")
+    await shop.publish("video.transcode", "film-1", {"source": "film.mov"}, specific_worker_ids=["doomed"])
+    await page.goto("/task?name=video.transcode&key=film-1")
+    await expect(page.locator("#timeline")).to_contain_text("doomed")
+    await shop.set_option("video.transcode", "film-1", specific_worker_ids=[])
+    doomed.signal(signal.SIGKILL)
+    site.open("film-1")
+    await expect(page.locator("#timeline .status").first).to_have_text("LOST")
+    await expect(page.locator("#head .status").first).to_have_text("SUCCESS")
+    await expect(page.locator("#timeline rect.lost").first).to_be_attached()
+    await expect(page.locator("#timeline rect.success")).to_have_count(1)
+
+
+async def test_the_list_and_the_overview_move_by_themselves(page: Page, shop: TaskMesh) -> None:
+    await page.goto("/tasks?where=key:live-")
+    await expect(page.locator("#listing")).to_contain_text("No task fits")
+    await expect(page.locator("#live")).to_have_text("live")
+    await shop.publish_many("image.resize", {f"live-{n}": {"path": "a.jpg"} for n in range(3)})
+    await expect(page.locator("#listing .status.success")).to_have_count(3)
+    await page.goto("/")
+    await expect(page.locator("#curves")).to_be_visible()
+
+
+async def test_what_a_reader_does_survives_a_refresh(page: Page, shop: TaskMesh) -> None:
+    await shop.publish_many("image.resize", {f"keep-{n}": {"path": "a.jpg"} for n in range(3)}, delay_ms=3_600_000)
+    await page.goto("/tasks?where=key:keep-&order=key")
+    await expect(page.locator("#live")).to_have_text("live")
+    await page.get_by_label("Tick keep-1").check()
+    link = page.get_by_role("link", name="keep-2")
+    await link.focus()
+    await shop.cancel("image.resize", "keep-0")
+    await expect(page.locator("#listing .status.cancelled")).to_have_count(1)
+    await expect(page.get_by_label("Tick keep-1")).to_be_checked()
+    await expect(link).to_be_focused()
+
+
+async def test_when_the_dashboard_is_away_the_page_says_so_and_catches_up(
+    chromium: Browser, site: Site, shop: TaskMesh
+) -> None:
+    await shop.publish("image.resize", "away", {"path": "a.jpg"}, delay_ms=3_600_000)
+    async with gate_to(site.url) as gate:
+        context = await chromium.new_context(base_url=f"http://127.0.0.1:{gate.port}")
+        page = await context.new_page()
+        await page.goto("/task?name=image.resize&key=away")
+        await expect(page.locator("#live")).to_have_text("live")
+        gate.shut()
+        await expect(page.locator("#live")).to_contain_text("reconnecting")
+        await shop.cancel("image.resize", "away")
+        await gate.open()
+        await expect(page.locator("#live")).to_have_text("live")
+        await expect(page.locator("#head .status").first).to_have_text("CANCELLED")
+        await context.close()
+
+
+async def test_a_task_that_is_deleted_meanwhile_is_no_longer_shown_as_if_it_were_there(
+    page: Page, shop: TaskMesh
+) -> None:
+    await shop.publish("image.resize", "deleted", {"path": "a.jpg"}, delay_ms=3_600_000)
+    await page.goto("/task?name=image.resize&key=deleted")
+    await expect(page.locator("#live")).to_have_text("live")
+    await shop.delete("image.resize", "deleted")
+    await expect(page.locator("#notice")).to_contain_text("there is no task")
+
+
+async def test_a_button_pressed_where_the_task_has_gone_tells_why(page: Page, shop: TaskMesh) -> None:
+    await shop.publish("image.resize", "gone", {"path": "a.jpg"}, delay_ms=3_600_000)
+    await page.goto("/task?name=image.resize&key=gone")
+    page.once("dialog", accept)
+    await shop.delete("image.resize", "gone")
+    await page.get_by_role("button", name="Cancel").click()
+    await expect(page.locator("main")).to_contain_text("there is no task")
