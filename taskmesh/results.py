@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import Any
 
 from pymongo.errors import PyMongoError
 
@@ -144,8 +143,3 @@ class Results:
                 )
             elif task["status"] in FINISHED:
                 waiter.set_result(task)
-
-
-def value_of(task: Any) -> Any:
-    """Return the value of a task's first SUCCESS."""
-    return task.successes[0].returns

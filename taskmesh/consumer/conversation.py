@@ -40,41 +40,8 @@ class HandlerError(Exception):
     """Stands for an error that was raised in a child process and could not be brought over."""
 
 
-async def call_in_child(
-    children: Processes,
-    execution: Execution,
-    definition: TaskDefinition[Any, Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> Any:
-    """Run the handler in a child, and return or raise what it does. Cancellation kills the child.
-
-    Raises `ProcessDied` if the child ends before its handler.
-    """
-    conversation = _Conversation(children, execution, definition, args, kwargs)
-    done = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def converse() -> Callable[[], Any]:
-        try:
-            return conversation.run()
-        finally:
-            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(done.set)
-
-    try:
-        # A limiter of its own, so without a limit: an execution holds a slot of the consumer, and that is the limit.
-        outcome = await anyio.to_thread.run_sync(converse, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))
-    except asyncio.CancelledError:
-        conversation.kill()
-        with anyio.CancelScope(shield=True), anyio.move_on_after(MAX_ENDING_S):
-            await done.wait()  # so that it is really gone when its slot is free
-        raise
-    return outcome()
-
-
-class _Conversation:
-    """One call in a child, as a thread of the parent leads it."""
+class Conversation:
+    """One call in a child. A thread of the parent leads it."""
 
     def __init__(
         self,
@@ -92,14 +59,39 @@ class _Conversation:
         self._child: Child | None = None
         self._killed = False
 
-    def kill(self) -> None:
+    async def outcome(self) -> Any:
+        """Run the handler in a child, and return or raise what it does. Cancellation kills the child.
+
+        Raises `ProcessDied` if the child ends before its handler.
+        """
+        done = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def converse() -> Callable[[], Any]:
+            try:
+                return self._converse()
+            finally:
+                with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                    loop.call_soon_threadsafe(done.set)
+
+        try:
+            # A limiter of its own, so without a limit: an execution holds a slot of the consumer, and that is the limit.
+            outcome = await anyio.to_thread.run_sync(converse, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))
+        except asyncio.CancelledError:
+            self._kill()
+            with anyio.CancelScope(shield=True), anyio.move_on_after(MAX_ENDING_S):
+                await done.wait()  # so that it is really gone when its slot is free
+            raise
+        return outcome()
+
+    def _kill(self) -> None:
         """Kill the child, or see to it that there will be none."""
         with self._lock:
             self._killed = True
             if self._child is not None:
                 self._child.kill()
 
-    def run(self) -> Callable[[], Any]:
+    def _converse(self) -> Callable[[], Any]:
         """Lead the conversation to its end, and return what returns or raises the outcome."""
         call = self._call()
         for _ in range(_STARTS_TRIED):

@@ -195,12 +195,12 @@ class Executor:
         self, execution: Execution, definition: TaskDefinition[Any, Any], args: list[Any], kwargs: dict[str, Any]
     ) -> Any:
         # Imported here: few need it, and it is POSIX's alone.
-        from taskmesh.consumer.conversation import call_in_child  # noqa: PLC0415
+        from taskmesh.consumer.conversation import Conversation  # noqa: PLC0415
         from taskmesh.consumer.processes import Processes  # noqa: PLC0415
 
         if self._processes is None:
             self._processes = Processes()
-        return await call_in_child(self._processes, execution, definition, args, kwargs)
+        return await Conversation(self._processes, execution, definition, args, kwargs).outcome()
 
     async def close(self) -> None:
         """End what was kept for the next execution."""

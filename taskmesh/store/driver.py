@@ -10,7 +10,7 @@ import asyncio
 import inspect
 from collections.abc import Mapping
 from decimal import Decimal
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from bson.codec_options import CodecOptions, DatetimeConversion, TypeCodec, TypeRegistry
 from bson.decimal128 import Decimal128
@@ -47,16 +47,6 @@ CODEC: CodecOptions[Document] = CodecOptions(
     datetime_conversion=DatetimeConversion.DATETIME_AUTO,  # a stranger's date in the year 20 000 must not stop a scan
     type_registry=TypeRegistry([_DecimalCodec()]),
 )
-
-
-class Cursor(Protocol):
-    """What the store uses of a cursor, common to both drivers."""
-
-    async def to_list(self, length: int | None = None) -> list[Document]:
-        """Return the next `length` documents, or all."""
-
-    async def close(self) -> None:
-        """Give the cursor back to the server."""
 
 
 class Driver:

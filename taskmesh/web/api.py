@@ -181,11 +181,6 @@ async def _event_lines(reader: Any) -> AsyncIterator[str]:
         reader.close()
 
 
-def operation_of(name: str) -> Operation | None:
-    """Return an operation by its name."""
-    return OPERATIONS.get(name)
-
-
 async def perform(mesh: TaskMesh, operation: Operation, given: dict[str, Any]) -> Any:
     """Do an operation with values that came in one bag, as from a form."""
     query = {name: value for name, value in given.items() if name in operation.query.model_fields}
