@@ -170,6 +170,8 @@ class Consumer:
         )
         await parts.registration.enter()
         self.state = "running"
+        if self.paused:  # by its user, before it ran
+            parts.set_claiming(False)
         with signals.handled_by(self):
             try:
                 async with anyio.create_task_group() as loops:

@@ -55,6 +55,23 @@ async def test_what_runs_runs_on_while_its_queue_is_paused_and_nothing_new_start
         await second.result(timeout=10)
 
 
+async def test_a_consumer_that_is_paused_before_it_runs_claims_nothing_until_it_is_resumed(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def work() -> str:
+        return "awake"
+
+    handle = await work.publish("k")
+    consumer = mesh.consumer()
+    consumer.pause()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(consumer.run)
+        await eventually(lambda: consumer.state == "running" and parts_of(consumer).scanner.scans >= 2)
+        assert (await handle.task()).task_state.worker_states == []
+        consumer.resume()
+        assert await handle.result(timeout=20) == "awake"
+        await consumer.stop()
+
+
 async def test_a_worker_that_runs_until_idle_does_not_wait_for_a_paused_queue(mesh: TaskMesh) -> None:
     @mesh.task(queue="closed")
     async def work() -> None:
