@@ -90,7 +90,9 @@ class Feed:
             self._restart()
 
     def unsubscribe(self, subscription: Subscription) -> None:
-        """Stop to listen. The last to go closes the stream."""
+        """Stop to listen. The last to go closes the stream. Does nothing if the feed has been closed meanwhile."""
+        if subscription not in self._subscriptions:
+            return
         self._subscriptions.remove(subscription)
         if not self._subscriptions:
             self._stop()

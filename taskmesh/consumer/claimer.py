@@ -29,7 +29,8 @@ logger = logging.getLogger("taskmesh.claimer")
 
 _MAX_IN_FLIGHT = 2
 _DEADLINE_MS = 300
-_SET_ASIDE_S = 2.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 3.0
+"""For a task whose claim was not through by the deadline: a slow server is over it soon, a transaction may take a minute."""
 _SPENT_SHARE = 0.2
 """How much of a lease may be over when its execution starts: a set waits for a locked document with its time frozen."""
 _POISON_S = 3_600.0
@@ -82,6 +83,8 @@ class Claimer:
         self._reserved = 0
         self.being_claimed: set[str] = set()
         self._aside: dict[str, float] = {}
+        self._pauses: dict[str, float] = {}
+        """How long each task that was set aside for its deadline was so, the last time."""
         self._pause_until = 0.0
         self.open = True
         """False: no new claims (stopping, or this worker is paused)."""
@@ -251,6 +254,7 @@ class Claimer:
         """Start what was won; give back leases of which the claim itself, which `took` so long, has left too little."""
         self.won += len(documents)
         for document in documents:
+            self._pauses.pop(document["_id"], None)
             lease_s = document["task_option"]["worker_timeout_ms"] / 1000
             if took > _SPENT_SHARE * lease_s or not self.open:
                 self._give_back(document["_id"], running_id)
@@ -289,11 +293,19 @@ class Claimer:
             await asyncio.gather(*(self._claim_set(part, narrowed_by) for part in parts))
         elif rest:
             if is_over_deadline(error):
-                self._aside[rest[0].id] = time.monotonic() + _SET_ASIDE_S
-                logger.info("task %s is locked by somebody's transaction: set aside", rest[0].id)
+                self._set_aside(rest[0])
             else:
                 self._aside[rest[0].id] = time.monotonic() + _POISON_S
                 logger.error("the document of task %s is broken, and set aside: %s", rest[0].id, error)
+
+    def _set_aside(self, candidate: Candidate) -> None:
+        """Try a task again a little later, and later each time."""
+        pause = min(2 * self._pauses.get(candidate.id, _FIRST_PAUSE_S / 2), _LONGEST_PAUSE_S)
+        self._pauses[candidate.id] = pause
+        self._aside[candidate.id] = time.monotonic() + pause
+        self._queue.offer(replace(candidate, due=self._aside[candidate.id], timed=False))
+        if pause >= 1:
+            logger.info("task %s is locked, by somebody's transaction most likely: set aside", candidate.id)
 
     def _look_again(self, candidates: list[Candidate]) -> None:
         """Try once more, a moment later, what had only just become due: our idea of the server's clock may be off."""
