@@ -16,6 +16,7 @@ from taskmesh.store.connection import Store
 from taskmesh.store.driver import Document
 from taskmesh.store.faults import is_over_deadline
 from taskmesh.store.stamp import starting_with
+from taskmesh.store.strangers import WELL_FORMED
 
 Action = Literal["retry", "cancel", "delete"]
 BATCH = 500
@@ -96,7 +97,9 @@ def _query(store: Store, action: Action, which: Filter, batch: list[str]) -> Doc
         fits.append({"$ne": [status, "RUNNING"]})
     elif action == "cancel":
         fits.append({"$in": [status, ["INIT", "RUNNING"]]})
-    return {"$and": [{"_id": {"$in": batch}}, which.query(now), {"$expr": {"$and": fits}}]}
+    # A document that is no task of ours would make the rule's expressions fail, and the whole batch with it.
+    ours = [] if action == "delete" else [WELL_FORMED]
+    return {"$and": [{"_id": {"$in": batch}}, which.query(now), *ours, {"$expr": {"$and": fits}}]}
 
 
 async def _change(store: Store, action: Action, query: Document, batch: list[str], mark: Document) -> int:

@@ -8,7 +8,7 @@ import anyio
 import pytest
 from pymongo.errors import BulkWriteError
 
-from taskmesh import TaskMesh
+from taskmesh import Status, TaskMesh
 from taskmesh.explain import explain
 from taskmesh.store.find import ScanRange, find, get, look_up, queues_in_use, scan, unfinished_left
 from taskmesh.store.fleet import counts, oldest_claimable, stale_counts
@@ -81,6 +81,17 @@ async def test_the_public_readers_go_on(mongo_uri: str, database: str, status: s
         assert {key: s for key, s in ours.items() if status in (None, s)}.items() <= found.items()
         assert (await mesh.get("job", "due")).key == "due"
         assert (await mesh.stats()).counts["job"]
+
+
+@pytest.mark.usefixtures("crowded")
+async def test_bulk_actions_go_on(mongo_uri: str, database: str) -> None:
+    async with TaskMesh(mongo_uri, database=database) as mesh:
+        cancelled = await mesh.cancel_all("name:job status:INIT,RUNNING")
+        assert 3 <= cancelled.done < cancelled.matched, "ours, and not what is spoilt"
+        for key in ("due", "lost", "expired"):
+            assert (await mesh.get("job", key)).status is Status.CANCELLED
+        await mesh.retry_all("name:job status:CANCELLED")
+        assert (await mesh.get("job", "due")).status is Status.INIT
 
 
 async def test_an_option_that_lacks_a_field_can_be_changed(life: Life, mongo_uri: str, database: str) -> None:
