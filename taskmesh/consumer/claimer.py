@@ -240,7 +240,7 @@ class Claimer:
             try:
                 documents = await won(self._store, ids, running_id, self._params_of, whole_state=self._whole_state)
             except PyMongoError as error:
-                if not is_passing(error):
+                if not (is_passing(error) or is_over_deadline(error)):
                     logger.exception("%d claimed tasks cannot be read: their leases will run out", count)
                     return []
                 await asyncio.sleep(pause)

@@ -6,16 +6,58 @@ look into a nearly empty index when there is nothing to do.
 
 from __future__ import annotations
 
+import asyncio
+import random
+
+from pymongo.errors import OperationFailure
+
 from taskmesh import rules
 from taskmesh.store.claim import counted_losses
 from taskmesh.store.connection import Store
+from taskmesh.store.driver import Document
+from taskmesh.store.faults import is_over_deadline
 from taskmesh.store.finish import reopened_if_wished
 from taskmesh.store.stamp import stamp
 from taskmesh.store.strangers import WELL_FORMED
 
+_DEADLINE_MS = 300
+"""Short: the scan that comes after it waits for it."""
+_PARTS = 8
+_MOST_IN_PARTS = 1_000
+
 
 async def settle(store: Store) -> int:
-    """Give every task whose `settle_time` has come its final status. Safe to repeat and to race."""
+    """Give every task whose `settle_time` has come its final status; return how many. Safe to repeat and to race.
+
+    A document that somebody's open transaction holds is left for later, and does not hold up the others for long.
+    """
+    query = {
+        "settle_time": {"$exists": True},
+        "$expr": {"$lte": ["$settle_time", store.now]},
+        **WELL_FORMED,
+    }
+    try:
+        return await _settle(store, query)
+    except OperationFailure as error:
+        if not is_over_deadline(error):
+            raise
+    cursor = store.driver.collection(store.tasks).find(query, {"_id": 1}, limit=_MOST_IN_PARTS)
+    due = [task["_id"] for task in await cursor.to_list(None)]
+    random.shuffle(due)  # so that it is not always the same that stand behind the one
+    parts = [due[i::_PARTS] for i in range(min(_PARTS, len(due)))]
+    return sum(await asyncio.gather(*(_settle_part(store, query, part) for part in parts)))
+
+
+async def _settle_part(store: Store, query: Document, ids: list[str]) -> int:
+    try:
+        return await _settle(store, {"_id": {"$in": ids}, **query})
+    except OperationFailure as error:
+        if not is_over_deadline(error):
+            raise
+        return 0  # of which we know
+
+
+async def _settle(store: Store, query: Document) -> int:
     now = store.now
     kept = {"$filter": {"input": rules.ENTRIES, "cond": {"$not": [rules.is_lost(now)]}}}
     state = {
@@ -28,15 +70,10 @@ async def settle(store: Store) -> int:
     lost = {
         "$map": {"input": {"$filter": {"input": rules.ENTRIES, "cond": rules.is_lost(now)}}, "in": "$$this.worker_id"}
     }
-    query = {
-        "settle_time": {"$exists": True},
-        "$expr": {"$lte": ["$settle_time", now]},
-        **WELL_FORMED,
-    }
     pipeline = [
         {"$set": {"task_state": rules.with_facts(now, state), "event": stamp("settled", now, lost=lost)}},
         reopened_if_wished(now),
         *rules.derivation(now),
     ]
-    reply = await store.update(query, pipeline)
+    reply = await store.update(query, pipeline, _DEADLINE_MS)
     return int(reply["nModified"])

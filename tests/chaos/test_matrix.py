@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.blocks_the_loop,  # the trap is armed by a blocking call of its own, just before a verb is called
 ]
 
-_OFF_THE_PATH = ("bulk", "inspect", "schedules", "groups", "limits")
+_OFF_THE_PATH = ("bulk", "complete", "inspect", "schedules", "groups", "limits", "undo")
 """Modules of verbs that people call, or that have fault tests of their own (limits survive crashes: tests/fleet)."""
 _LOST_REPLY = "the reply is lost"
 FAULTS: dict[str, dict[str, Any]] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import timedelta
 from typing import Any
 
 from pymongo import AsyncMongoClient
@@ -94,3 +95,22 @@ async def test_t9_no_claim_is_begun_that_has_little_of_its_lease_left(
         await finished(mesh, "job", "7", 30)
     assert len(left) >= TASKS
     assert min(left) > 1.0, "more than half of the lease of two seconds"
+
+
+async def test_t9_neither_scans_nor_what_time_settles_wait_for_a_document_in_an_open_transaction(
+    mesh: TaskMesh, mongo_uri: str, database: str
+) -> None:
+    @mesh.task
+    async def job() -> None: ...
+
+    waiting = job.configure(delay_ms=3_600_000, expire_time=mesh.clock.now() + timedelta(milliseconds=500))
+    await waiting.publish_many({str(n): {} for n in range(TASKS)})
+
+    async def settled() -> bool:
+        stored = mesh.store.driver.collection("tasks").find({"status": "EXPIRED"}, {"key": 1})
+        return len(await stored.to_list(None)) == TASKS - 1
+
+    async with locked(mongo_uri, database, "job:7"), working(mesh, "w", listen=False):
+        await eventually(settled, 20.0, what="all but the locked one are settled in the database")
+        for n in range(3):  # while it is still locked, and found by scans alone
+            await (await job.publish(f"due {n}")).result(timeout=4)

@@ -44,6 +44,26 @@ async def test_t13_what_a_claim_won_is_executed_once_though_its_answer_was_lost(
     assert sorted(ran) == sorted(f"k{i}" for i in range(count))
 
 
+async def test_t13_what_a_claim_won_is_executed_though_it_cannot_be_read_for_a_while(
+    mesh: TaskMesh, mongo_uri: str
+) -> None:
+    count = 25
+
+    @mesh.task(option=TaskOption(max_unexpected_retries=0, max_timeouts=0))
+    async def job() -> None: ...
+
+    async def some_are_claimed() -> bool:
+        return [(await mesh.get("job", f"k{i}")).status for i in range(count)].count(Status.RUNNING) > 1
+
+    async with working(mesh, concurrency=50):
+        async with failing_commands(mongo_uri, ["find"], errorCode=50):
+            await job.publish_many({f"k{i}": {} for i in range(count)})
+            await eventually(some_are_claimed, 30)
+        for i in range(count):
+            task = await finished(mesh, "job", f"k{i}", 15)
+            assert (task.status, task.task_state.lost_cnt) == (Status.SUCCESS, 0)
+
+
 @pytest.mark.parametrize("fault", [GHOST, CUT_OFF], ids=["writeConcernError", "closeConnection"])
 @pytest.mark.parametrize("ending", ["succeed", "fail", "snooze"])
 async def test_t13_an_outcome_is_recorded_once_though_its_answer_was_lost(
