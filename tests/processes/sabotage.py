@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
 
+from taskmesh.consumer import finisher
+from taskmesh.consumer.claimer import Claimer
 from taskmesh.consumer.execution import Execution
 from taskmesh.consumer.executor import Executor
+from taskmesh.consumer.finisher import Finisher
 from taskmesh.consumer.pinger import Pinger
+from taskmesh.store.finish import finish
 
 PARTS: dict[str, Callable[[], None]] = {}
 
@@ -36,6 +43,57 @@ def notices_no_loss() -> None:
     _replace(Execution, "check_lease", ignore)
     _replace(Executor, "lose", ignore)
     _replace(Pinger, "_give_up", ping_on)
+
+
+@part
+def dies_before_the_claim() -> None:
+    """It knows of the task, and dies before it asks for it."""
+    _replace(Claimer, "_claim_set", _die)
+
+
+@part
+def dies_before_the_handler() -> None:
+    """It has won the task, and dies before it starts the handler."""
+    _replace(Executor, "start", _die)
+
+
+@part
+def dies_in_the_handler() -> None:
+    """It dies a moment after the handler has started."""
+    call = Executor._call
+
+    async def call_and_die(*arguments: Any) -> Any:
+        asyncio.get_running_loop().call_later(0.1, _die)
+        return await call(*arguments)
+
+    _replace(Executor, "_call", call_and_die)
+
+
+@part
+def dies_before_the_record() -> None:
+    """The handler has returned, and nobody outside knows."""
+    _replace(Finisher, "add", _die)
+
+
+@part
+def dies_before_the_record_is_answered() -> None:
+    """The server has recorded the outcome, and the worker has not heard of it."""
+
+    async def record_and_die(*arguments: Any, **settings: Any) -> Any:
+        await finish(*arguments, **settings)
+        return _die()
+
+    finisher.finish = record_and_die  # type: ignore[attr-defined]  # its own import of the verb
+
+
+@part
+def dies_after_the_record() -> None:
+    """The worker has heard that its outcome is recorded, and dies before it does anything else."""
+    _replace(Executor, "_over", _die)
+
+
+def _die(*_: object, **__: object) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _replace(owner: type, method: str, by: Callable[..., Any]) -> None:
