@@ -165,10 +165,10 @@ async def test_transactions_work_on_every_driver(mesh: TaskMesh, database: str) 
 async def test_leases_are_renewed_and_lost_on_every_driver(mesh: TaskMesh) -> None:
     ended: list[str] = []
 
-    @mesh.task(option=TaskOption(worker_timeout_ms=800, ping_interval_ms=150))
+    @mesh.task(option=TaskOption(worker_timeout_ms=2_000, ping_interval_ms=300))
     async def job() -> None:
         try:
-            await asyncio.sleep(1.8 if current_task().key == "long" else 60)
+            await asyncio.sleep(4.5 if current_task().key == "long" else 60)
         finally:
             ended.append(current_task().key)
 
