@@ -27,7 +27,7 @@ from taskmesh.errors import LeaseLost, Snooze, TaskFailed, TaskMeshError
 from taskmesh.store import Store
 from taskmesh.store.blocking import BlockingStore, StoreAddress, maybe, run_now
 from taskmesh.store.driver import settings_of
-from taskmesh.store.faults import is_passing
+from taskmesh.store.faults import is_over_deadline, is_passing
 from taskmesh.store.finish import Outcome, finish, standing
 from taskmesh.store.lease import extend
 from taskmesh.store.publish import Publication, publish_in_session
@@ -166,14 +166,28 @@ class Transactions:
         try:
             await self._reports_written()
             await self._pinger.postpone(execution, limit_s + _PING_AFTER_LIMIT_S)
-            sent = time.monotonic()
-            if not await extend(self._store, execution.id, execution.running_id, int(lease_s * 1000)):
+            if not await self._extended(execution, lease_s):
                 raise _lost(execution.name, execution.key)  # noqa: TRY301 — undoes what was begun
-            execution.leased(sent, lease_s)
         except BaseException:
             self.resume(execution)
             raise
         return limit_s
+
+    async def _extended(self, execution: Execution, lease_s: float) -> bool:
+        """Take the longer lease; again while the database only falters, as long as the one that there is lasts."""
+        while True:
+            sent = time.monotonic()
+            try:
+                held = await extend(self._store, execution.id, execution.running_id, int(lease_s * 1000))
+            except PyMongoError as error:
+                falters = is_passing(error) or is_over_deadline(error)
+                if not falters or time.monotonic() >= execution.lease_until:
+                    raise
+                await asyncio.sleep(_PAUSE_S)
+            else:
+                if held:
+                    execution.leased(sent, lease_s)
+                return held
 
     def decide(self, execution: Execution) -> Record:
         """Make the execution's outcome a SUCCESS that nothing stops any more, but a transaction that fails."""

@@ -137,3 +137,27 @@ async def test_t31_outcomes_wait_for_a_database_that_fails_for_a_while(mesh: Tas
         tasks = [task async for task in mesh.find("job")]
     assert [task.status for task in tasks] == [Status.SUCCESS] * 30
     assert sorted(ran) == sorted(f"k{i}" for i in range(30))
+
+
+@pytest.mark.parametrize("fault", [GHOST, CUT_OFF], ids=["writeConcernError", "closeConnection"])
+async def test_t13_a_transaction_begins_though_the_answer_to_its_longer_lease_was_lost(
+    mesh: TaskMesh, mongo_uri: str, fault: dict[str, Any]
+) -> None:
+    runs: list[str] = []
+    release = asyncio.Event()
+
+    @mesh.task(option=TaskOption(max_unexpected_retries=0, max_timeouts=0))
+    async def job() -> None:
+        task = current_task()
+        runs.append(task.running_id)
+        await release.wait()
+        async with task.transaction() as session:
+            await mesh.store.driver.database["effects"].insert_one({"_id": task.running_id}, session=session)
+
+    async with working(mesh):
+        await job.publish("k")
+        await eventually(lambda: runs)
+        async with failing_commands(mongo_uri, ["update"], times=1, **fault):
+            release.set()
+            assert (await finished(mesh, "job", "k")).status is Status.SUCCESS
+    assert await mesh.store.driver.database["effects"].distinct("_id") == runs
