@@ -68,12 +68,15 @@ class Feed:
         self._strays: set[asyncio.Task[None]] = set()
         self.delivered = 0
         """How many events came, for tests and metrics."""
+        self._moved_at = time.monotonic()
 
     def subscribe(
         self, interest: Interest, on_change: Callable[[Change], None], on_gap: Callable[[], None]
     ) -> Subscription:
         """Start to listen; wait for `ready` before the first look, so that nothing falls in between."""
         subscription = Subscription(interest, on_change, on_gap)
+        if not self._subscriptions:
+            self._moved_at = time.monotonic()
         covered = self._subscriptions and self._union() | interest == self._union()
         self._subscriptions.append(subscription)
         if covered and self._reader is not None and self._subscriptions[0].ready.is_set():
@@ -101,6 +104,15 @@ class Feed:
     def position(self) -> str | None:
         """The place up to which everything was handed out; None if no stream has been open."""
         return None if self._token is None else self._token["_data"]
+
+    @property
+    def silent_ms(self) -> float:
+        """For how long the stream has not moved on; 0 while nobody listens.
+
+        It moves on with whatever is written to the server, wanted or not, and each live worker writes every two seconds. So
+        one that is silent for long is open and dead: a connection cut without a word, a primary that lost its majority.
+        """
+        return (time.monotonic() - self._moved_at) * 1000 if self._subscriptions else 0.0
 
     def listens(self, subscription: Subscription | None) -> bool:
         """Whether the subscription is still open."""
@@ -199,7 +211,7 @@ class Feed:
             if not had_place and self._opened_before:
                 self._announce_gap()
             self._opened_before = True
-            self._token = stream.resume_token or self._token
+            self._move_to(stream.resume_token or self._token)
             self.offered = True
             self._set_ready()
             yield True
@@ -211,7 +223,7 @@ class Feed:
                 if event is not None:
                     self.delivered += 1
                     self._hand_out(change_from(event))
-                self._token = stream.resume_token
+                self._move_to(stream.resume_token)
                 if event is None and relaxed:
                     await asyncio.sleep(_RELAXED_PAUSE_S)
                 elif event is not None and time.monotonic() - paused_at > _EAGER_PAUSE_S:
@@ -220,6 +232,11 @@ class Feed:
                     paused_at = time.monotonic()
         finally:
             await stream.close()
+
+    def _move_to(self, token: Document | None) -> None:
+        if token is None or token != self._token:
+            self._moved_at = time.monotonic()
+        self._token = token
 
     def _hand_out(self, change: Change) -> None:
         for subscription in tuple(self._subscriptions):

@@ -172,6 +172,7 @@ class _Worker:
 def _health(consumer: Consumer) -> Health:
     heard = consumer.silent_ms < _SILENCE_MS
     about = {"worker_id": consumer.worker_id, "state": consumer.state, "running": len(consumer.running)}
+    about["stream_silent_ms"] = round(consumer.stream_silent_ms)
     return Health(live=consumer.state != "stopped", ready=consumer.state == "running" and heard, about=about)
 
 

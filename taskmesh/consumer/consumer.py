@@ -99,6 +99,11 @@ class Consumer:
         return 0.0 if self._parts is None else (time.monotonic() - self._parts.registration.seen_at) * 1000
 
     @property
+    def stream_silent_ms(self) -> float:
+        """For how long the change stream has not moved on: see `Feed.silent_ms`. 0 for one that does not listen."""
+        return self._mesh.feed.silent_ms if self._parts is not None and self._settings.listen else 0.0
+
+    @property
     def concurrency(self) -> int:
         """How many executions may run here at once. Can be set while the consumer runs; what runs, runs on."""
         return self._settings.concurrency

@@ -1,0 +1,139 @@
+"""Hooks: what a consumer's settings may decide before a claim, before a handler and after it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from taskmesh import Consumer, Ending, Snooze, Status, Task, TaskError, TaskFailed, TaskMesh, TaskOption
+from tests.waiting import eventually
+from tests.working import finished, working
+
+ONCE = TaskOption(max_unexpected_retries=0)
+
+
+@pytest.mark.parametrize("kind", ["plain", "async"])
+async def test_on_claim_narrows_what_is_claimed_until_it_says_otherwise(mesh: TaskMesh, kind: str) -> None:
+    at_most = 1
+
+    def plain(consumer: Consumer) -> dict[str, Any]:
+        assert consumer.worker_id == "w"
+        return {"params.size": {"$lte": at_most}}
+
+    async def in_the_loop(consumer: Consumer) -> dict[str, Any]:
+        return plain(consumer)
+
+    @mesh.task
+    async def job(size: int) -> int:
+        return size
+
+    handles = await job.publish_many({f"k{size}": {"size": size} for size in (3, 1, 2)})
+    async with working(mesh, "w", on_claim=plain if kind == "plain" else in_the_loop):
+        assert await handles[1].result(10) == 1
+        assert [await handle.status() for handle in handles] == [Status.INIT, Status.SUCCESS, Status.INIT]
+        at_most = 2
+        assert await handles[2].result(10) == 2
+        at_most = 3
+        assert await handles[0].result(10) == 3, "what was refused is tried again"
+
+
+async def test_on_claim_that_returns_none_or_raises_claims_nothing_this_round(
+    mesh: TaskMesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[str] = []
+    answer: Any = None
+
+    def on_claim(_: Consumer) -> Any:
+        asked.append("")
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    @mesh.task
+    async def job() -> int:
+        return 1
+
+    handle = await job.publish("k")
+    async with working(mesh, on_claim=on_claim):
+        await eventually(lambda: len(asked) >= 3)
+        answer = ValueError("no idea")
+        await eventually(lambda: "the hook 'on_claim' failed" in caplog.text)
+        assert (await handle.task()).task_state.worker_states == []
+        answer = {}
+        assert await handle.result(10) == 1
+
+
+async def test_before_and_after_see_the_task_and_how_it_ended(mesh: TaskMesh) -> None:
+    seen: list[tuple[str, str, Any]] = []
+
+    async def before(task: Task) -> None:
+        [entry] = task.task_state.worker_states
+        seen.append(("before", task.key, (task.params, entry.state)))
+
+    def after(task: Task, ending: Ending) -> None:
+        seen.append(("after", task.key, (ending.kind, ending.value, type(ending.error))))
+
+    @mesh.task(option=ONCE)
+    async def job(how: str) -> str:
+        if how == "raise":
+            raise ValueError("as asked")
+        if how == "snooze":
+            raise Snooze(delay_ms=60_000)
+        return "done"
+
+    await job.publish_many({how: {"how": how} for how in ("return", "raise", "snooze")})
+    async with working(mesh, before=before, after=after):
+        await eventually(lambda: len(seen) == 6)
+    assert {(when, key): what for when, key, what in seen} == {
+        ("before", "return"): ({"how": "return"}, "RUNNING"),
+        ("before", "raise"): ({"how": "raise"}, "RUNNING"),
+        ("before", "snooze"): ({"how": "snooze"}, "RUNNING"),
+        ("after", "return"): ("succeeded", "done", type(None)),
+        ("after", "raise"): ("failed", None, ValueError),
+        ("after", "snooze"): ("snoozed", None, Snooze),
+    }
+
+
+async def test_what_before_raises_is_the_execution_s_failure_and_the_handler_does_not_start(mesh: TaskMesh) -> None:
+    started: list[str] = []
+    after_all: list[str] = []
+
+    def before(task: Task) -> None:
+        raise TaskFailed("not today") if task.key == "final" else ValueError("no room")
+
+    def after(task: Task, ending: Ending) -> None:
+        after_all.append(f"{task.key} {ending.kind}")
+
+    @mesh.task(option=ONCE)
+    async def job() -> None:
+        started.append("")
+
+    handles = await job.publish_many({"k": {}, "final": {}})
+    async with working(mesh, before=before, after=after):
+        with pytest.raises(TaskError, match="ValueError: no room"):
+            await handles[0].result(10)
+        with pytest.raises(TaskError, match="not today"):
+            await handles[1].result(10)
+    assert started == []
+    assert sorted(after_all) == ["final failed", "k failed"]
+
+
+async def test_what_after_raises_is_logged_and_changes_nothing(
+    mesh: TaskMesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def after(_: Task, __: Ending) -> None:
+        raise RuntimeError("the hook is broken")
+
+    @mesh.task
+    async def job() -> int:
+        return 7
+
+    handle = await job.publish("k")
+    async with working(mesh, after=after) as consumer:
+        assert await handle.result(10) == 7
+        await eventually(lambda: not consumer.running)
+    assert (await finished(mesh, "job", "k")).status is Status.SUCCESS
+    [record] = [record for record in caplog.records if "the hook 'after' failed" in record.message]
+    assert record.levelno == logging.ERROR
