@@ -51,7 +51,7 @@ async def explain(store: Store, id_: str, worker_id: str | None) -> list[Explana
     explanations = []
     queue: QueueInfo | None = None
     for worker in asked:
-        gates = {**rules.task_gates(store.now), **rules.worker_gates(worker)}
+        gates = {**rules.task_gates(store.now), **rules.worker_gates({"$literal": worker})}
         evaluated = {f"g{i}": {"$ifNull": [gate, None]} for i, gate in enumerate(gates.values())}
         fields: Document = {"now": store.now, "gates": rules.with_facts(store.now, evaluated), "task": "$$ROOT"}
         cursor = await store.driver.aggregate(

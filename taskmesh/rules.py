@@ -100,9 +100,8 @@ def task_gates(now: Expression) -> dict[str, Expression]:
     }
 
 
-def worker_gates(worker_id: str) -> dict[str, Expression]:
-    """The gates that ask who is claiming."""
-    me = {"$literal": worker_id}
+def worker_gates(me: Expression) -> dict[str, Expression]:
+    """The gates that ask who is claiming: `me` is an expression that gives the worker's id."""
     return {
         "worker allowed": _never_if(
             {
@@ -199,18 +198,18 @@ _opens_for_some_worker: Expression = {
 
 def claim_time(worker_id: str, now: Expression = NOW) -> Expression:
     """When this worker may claim the task, as things stand: null (at once), a time, or `NEVER`."""
-    gates = {**task_gates(now), **worker_gates(worker_id)}
+    gates = {**task_gates(now), **worker_gates({"$literal": worker_id})}
     return with_facts(now, {"$max": list(gates.values())})
 
 
 def claimable(worker_id: str, closed_queues: Iterable[str] = (), now: Expression = NOW) -> Expression:
     """Whether this worker may claim the task now."""
-    return with_facts(now, all_open(worker_id, closed_queues, now))
+    return with_facts(now, all_open({"$literal": worker_id}, closed_queues, now))
 
 
-def all_open(worker_id: str, closed_queues: Iterable[str], now: Expression) -> Expression:
-    """Whether all gates are open. To be evaluated inside `with_facts`."""
-    gates = {**task_gates(now), **worker_gates(worker_id)}
+def all_open(me: Expression, closed_queues: Iterable[str], now: Expression) -> Expression:
+    """Whether all gates are open to the worker `me`. To be evaluated inside `with_facts`."""
+    gates = {**task_gates(now), **worker_gates(me)}
     closed = list(closed_queues)
     if closed:
         gates |= queue_gate(closed)

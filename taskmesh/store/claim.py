@@ -14,6 +14,7 @@ from pymongo import ReturnDocument
 from taskmesh import rules
 from taskmesh.store.connection import Store
 from taskmesh.store.driver import Document
+from taskmesh.store.prepared import prepared
 from taskmesh.store.stamp import stamp
 
 _ENTRY_FIELDS = {"task_state.worker_states.running_id": 1, "task_state.worker_states.state": 1}
@@ -50,8 +51,9 @@ async def claim(
     """
     command = store.update_command(
         _candidates({"$in": list(ids)}, narrowed_by),
-        claim_pipeline(worker_id, running_id, store.now, closed_queues),
+        prepared(claim_pipeline, store.now, tuple(sorted(closed_queues))),
         deadline_ms,
+        _claiming(worker_id, running_id),
     )
     return int((await store.driver.command(command))["nModified"])
 
@@ -71,7 +73,8 @@ async def claim_one(
     # The driver's own method: of a raw command's reply it would not decode nested Decimals.
     document: Document | None = await store.driver.collection(store.tasks).find_one_and_update(
         _candidates(id_, narrowed_by),
-        claim_pipeline(worker_id, running_id, store.now, closed_queues),
+        prepared(claim_pipeline, store.now, tuple(sorted(closed_queues))),
+        let=_claiming(worker_id, running_id),
         projection=fields,
         return_document=ReturnDocument.AFTER,
         maxTimeMS=deadline_ms,
@@ -90,17 +93,22 @@ def _candidates(ids: Any, narrowed_by: Mapping[str, Any] | None) -> Document:
     return {"$and": [query, dict(narrowed_by)]} if narrowed_by else query
 
 
-def claim_pipeline(
-    worker_id: str, running_id: str, now: rules.Expression, closed_queues: Collection[str] = ()
-) -> list[Document]:
+def _claiming(worker_id: str, running_id: str) -> Document:
+    """The variables of `claim_pipeline`."""
+    return {"worker_id": {"$literal": worker_id}, "running_id": {"$literal": running_id}}
+
+
+def claim_pipeline(now: rules.Expression, closed_queues: Collection[str] = ()) -> list[Document]:
     """Append the entry if all gates are open, and drop those whose lease ran out: that is the preemption.
+
+    Who claims, and as what, is said by the variables `$$worker_id` and `$$running_id`.
 
     The gates are asked here and not in the query: the server takes four times as long to read an expression there
     (measured: half a millisecond a command), and the facts are sorted out once for both.
     """
     entry = {
-        "running_id": {"$literal": running_id},
-        "worker_id": {"$literal": worker_id},
+        "running_id": "$$running_id",
+        "worker_id": "$$worker_id",
         "state": "RUNNING",
         "start_time": now,
         "ping_expire_time": {"$add": [now, "$task_option.worker_timeout_ms"]},
@@ -116,11 +124,11 @@ def claim_pipeline(
                 {"worker_states": {"$concatArrays": [kept, [entry]]}},
             ]
         },
-        "event": stamp("claimed", now, worker_id, "$$lost.worker_id"),
+        "event": stamp("claimed", now, "$$worker_id", "$$lost.worker_id"),
     }
     # Who is refused changes nothing at all: what became of the task by time alone, `settle` writes down.
     refused = {"task_state": "$task_state", "event": "$event", "refused": True}
-    outcome = {"$cond": [rules.all_open(worker_id, closed_queues, now), claimed, refused]}
+    outcome = {"$cond": [rules.all_open("$$worker_id", closed_queues, now), claimed, refused]}
     return [
         {"$set": {"_claim": rules.with_facts(now, outcome)}},
         {"$set": {"task_state": "$_claim.task_state", "event": "$_claim.event"}},

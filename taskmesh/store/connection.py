@@ -7,6 +7,7 @@ task is one pipeline update that ends in `rules.derivation`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pymongo import AsyncMongoClient
@@ -51,12 +52,17 @@ class Store:
         self.meta = f"{prefix}meta"
 
     def update_command(
-        self, query: Document, pipeline: list[Document], deadline_ms: int = WRITE_DEADLINE_MS
+        self,
+        query: Document,
+        pipeline: Sequence[Mapping[str, Any]],
+        deadline_ms: int = WRITE_DEADLINE_MS,
+        let: Document | None = None,
     ) -> Document:
-        """The command of a set-based update of tasks: each document atomically, the set not."""
+        """The command of a set-based update of tasks: each document atomically, the set not. `let`: its variables."""
         return {
             "update": self.tasks,
             "updates": [{"q": query, "u": pipeline, "multi": True}],
+            "let": let or {},
             "writeConcern": {"w": "majority"},
             "maxTimeMS": deadline_ms,
         }
@@ -77,7 +83,11 @@ class Store:
         await self.driver.command(command)
 
     async def update(
-        self, query: Document, pipeline: list[Document], deadline_ms: int = WRITE_DEADLINE_MS, session: Any = None
+        self,
+        query: Document,
+        pipeline: Sequence[Mapping[str, Any]],
+        deadline_ms: int = WRITE_DEADLINE_MS,
+        session: Any = None,
     ) -> Document:
         """Update all tasks that match, and return the reply with `n` (matched) and `nModified`.
 

@@ -16,6 +16,7 @@ from taskmesh import rules
 from taskmesh.store.connection import Store
 from taskmesh.store.driver import Document
 from taskmesh.store.finish import fresh_state
+from taskmesh.store.prepared import prepared
 from taskmesh.store.stamp import stamp, starting_with
 
 
@@ -31,7 +32,7 @@ def cancel_pipeline(now: rules.Expression) -> list[Document]:
     """Cancel an unfinished task."""
     return [
         {"$set": {"task_state": {"cancel_time": now}, "event": stamp("cancelled", now)}},
-        *rules.derivation(now),
+        *prepared(rules.derivation, now),
     ]
 
 
@@ -64,7 +65,7 @@ def retry_pipeline(now: rules.Expression) -> list[Document]:
     return [
         {"$set": {"task_state": {"$cond": [waiting, due, anew]}, "event": stamp("retried", now)}},
         {"$unset": "task_state.resume_time"},
-        *rules.derivation(now),
+        *prepared(rules.derivation, now),
     ]
 
 
@@ -128,5 +129,5 @@ async def set_option(store: Store, id_: str, changes: Document, expected: Docume
     # What is not stored is what the reader took for it: the default.
     stored = {name: {"$ifNull": [f"$task_option.{name}", {"$literal": value}]} for name, value in expected.items()}
     same: list[Document] = [{"$eq": [stored[name], {"$literal": value}]} for name, value in expected.items()]
-    reply = await store.update({"_id": id_, "$expr": {"$and": same}}, [*stages, *rules.derivation(now)])
+    reply = await store.update({"_id": id_, "$expr": {"$and": same}}, [*stages, *prepared(rules.derivation, now)])
     return bool(reply["n"])

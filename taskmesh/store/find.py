@@ -18,6 +18,7 @@ from pymongo.read_concern import ReadConcern
 from taskmesh import rules
 from taskmesh.store.connection import Store
 from taskmesh.store.driver import Document
+from taskmesh.store.prepared import prepared
 from taskmesh.store.strangers import WELL_FORMED, Strange, past_strangers
 
 Sort = Literal["key", "newest", "oldest"]
@@ -140,7 +141,7 @@ async def scan(store: Store, worker_id: str, what: ScanRange, limit: int, *, pin
 async def open_scan(store: Store, worker_id: str, what: ScanRange) -> Any:
     """Open a cursor over all such tasks that name no worker, to read on in batches."""
     query = {"$and": [_scan_query(store, worker_id, what, pinned=False), WELL_FORMED]}
-    fields = claimable_fields(worker_id, store.now)
+    fields = prepared(claimable_fields, store.now, worker_id)
     return store.driver.collection(store.tasks).find(query, fields, batch_size=1000).sort(_IN_ORDER)
 
 
@@ -190,7 +191,7 @@ async def read_claimable(
 
     async def read(query: Document) -> list[Claimable]:
         cursor = store.driver.collection(store.tasks).find(
-            query, claimable_fields(worker_id, store.now), limit=limit, batch_size=min(limit or 1000, 1000)
+            query, prepared(claimable_fields, store.now, worker_id), limit=limit, batch_size=min(limit or 1000, 1000)
         )
         cursor = cursor.sort(list(sort)) if hint is None else cursor.sort(list(sort)).hint(hint)
         return [claimable_from(document) for document in await cursor.to_list(None)]
@@ -198,7 +199,7 @@ async def read_claimable(
     return await past_strangers(store, query, read)
 
 
-def claimable_fields(worker_id: str, now: rules.Expression) -> Document:
+def claimable_fields(now: rules.Expression, worker_id: str) -> Document:
     """Return the projection that `claimable_from` reads."""
     return {
         "queue": 1,

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from taskmesh import rules
 from taskmesh.store.connection import WRITE_DEADLINE_MS, Store
 from taskmesh.store.driver import Document
+from taskmesh.store.prepared import prepared
 from taskmesh.store.stamp import stamp
 
 Kind = Literal["succeeded", "failed", "released", "snoozed", "stopped"]
@@ -53,7 +54,11 @@ async def finish(
         return await _note_stopped(store, outcomes)
     query = _still_held_by(outcomes, store.now)
     stages = _given_back(outcomes, store.now) if kind in ("released", "snoozed") else _ended(outcomes, store.now)
-    pipeline = [*stages, {"$set": {"event": stamp(kind, store.now, worker_id)}}, *rules.derivation(store.now)]
+    pipeline = [
+        *stages,
+        {"$set": {"event": stamp(kind, store.now, {"$literal": worker_id})}},
+        *prepared(rules.derivation, store.now),
+    ]
     reply = await store.update(query, pipeline, deadline_ms, session)
     return int(reply["n"])
 
@@ -70,7 +75,7 @@ async def _note_stopped(store: Store, outcomes: Sequence[Outcome]) -> int:
     }
     entries = {"$map": {"input": rules.ENTRIES, "in": {"$cond": [mine, ended, "$$this"]}}}
     query = {"_id": {"$in": [outcome.id for outcome in outcomes]}, "status": "CANCELLED"}
-    await store.update(query, [{"$set": {"task_state.worker_states": entries}}, *rules.derivation(store.now)])
+    await store.update(query, [{"$set": {"task_state.worker_states": entries}}, *prepared(rules.derivation, store.now)])
     return len(outcomes)
 
 
@@ -229,9 +234,9 @@ async def report(store: Store, worker_id: str, outcomes: Sequence[Outcome]) -> i
     entries = {"$map": {"input": rules.ENTRIES, "in": {"$cond": [mine, own, "$$this"]}}}
     stages: list[Document] = [
         {"$set": {"task_state": {"worker_states": entries, "timeout_cnt": 0} | _progress(outcomes)}},
-        {"$set": {"event": stamp("progressed", store.now, worker_id)}},
+        {"$set": {"event": stamp("progressed", store.now, {"$literal": worker_id})}},
     ]
-    reply = await store.update(_still_held_by(outcomes, store.now), [*stages, *rules.derivation(store.now)])
+    reply = await store.update(_still_held_by(outcomes, store.now), [*stages, *prepared(rules.derivation, store.now)])
     return int(reply["n"])
 
 

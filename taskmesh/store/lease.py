@@ -11,6 +11,7 @@ from typing import Any
 from taskmesh import rules
 from taskmesh.store.connection import Store, run_sync
 from taskmesh.store.driver import Document
+from taskmesh.store.prepared import prepared
 
 PING_DEADLINE_MS = 2_000
 
@@ -41,7 +42,7 @@ def _renewal(
     renewed = {"$mergeObjects": ["$$this", {"ping_expire_time": {"$add": [store.now, lease_ms]}}]}
     pipeline = [
         {"$set": {"task_state.worker_states": _map_entries({"$cond": [mine, renewed, "$$this"]})}},
-        *rules.derivation(store.now),
+        *prepared(rules.derivation, store.now),
     ]
     return query, pipeline
 

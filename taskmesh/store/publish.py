@@ -22,6 +22,7 @@ from taskmesh.option import TaskOption
 from taskmesh.store.connection import WRITE_DEADLINE_MS, Store
 from taskmesh.store.driver import Document
 from taskmesh.store.finish import fresh_state
+from taskmesh.store.prepared import prepared
 from taskmesh.store.stamp import stamp
 
 LANES = 64
@@ -290,7 +291,7 @@ def change_pipeline(publication: Publication, now: datetime, at: rules.Expressio
         name: {"$cond": [unchanged, {"$ifNull": [f"${name}", "$$REMOVE"]}, value]}
         for name, value in (("event", stamp("published", at)), ("change_id", publication.publish_id))
     }
-    return [*stages, {"$set": marks}, {"$unset": "_before"}, *rules.derivation(at)]
+    return [*stages, {"$set": marks}, {"$unset": "_before"}, *prepared(rules.derivation, at)]
 
 
 def _new_wish(publication: Publication, now: datetime) -> Document:

@@ -17,6 +17,7 @@ from taskmesh.store.connection import Store
 from taskmesh.store.driver import Document
 from taskmesh.store.faults import is_over_deadline
 from taskmesh.store.finish import reopened_if_wished
+from taskmesh.store.prepared import prepared
 from taskmesh.store.stamp import stamp
 from taskmesh.store.strangers import WELL_FORMED
 
@@ -73,7 +74,7 @@ async def _settle(store: Store, query: Document) -> int:
     pipeline = [
         {"$set": {"task_state": rules.with_facts(now, state), "event": stamp("settled", now, lost=lost)}},
         reopened_if_wished(now),
-        *rules.derivation(now),
+        *prepared(rules.derivation, now),
     ]
     reply = await store.update(query, pipeline, _DEADLINE_MS)
     return int(reply["nModified"])

@@ -25,13 +25,14 @@ class Stamp:
 
 
 def stamp(
-    kind: str, now: rules.Expression, worker_id: str = "", lost: rules.Expression | None = None
+    kind: str, now: rules.Expression, worker_id: rules.Expression = "", lost: rules.Expression | None = None
 ) -> rules.Expression:
-    """The expression of a stamp. `lost`: one that gives a list of worker ids."""
+    """The expression of a stamp. `worker_id`: one that gives the id (user data in a `$literal`); `lost`: a list of them."""
     parts: list[rules.Expression] = [
         kind + _SEPARATOR,
         {"$toString": {"$toLong": now}},
-        {"$literal": _SEPARATOR + worker_id},
+        _SEPARATOR,
+        worker_id,
     ]
     if lost is not None:
         parts.append(

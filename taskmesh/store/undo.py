@@ -19,6 +19,7 @@ from bson import ObjectId
 from taskmesh import rules
 from taskmesh.store.connection import Store
 from taskmesh.store.driver import Document
+from taskmesh.store.prepared import prepared
 from taskmesh.store.stamp import stamp, starting_with
 
 ACTIONS_KEPT_MS = 30 * 86_400_000
@@ -134,7 +135,7 @@ async def put_back(store: Store, id_: str, action: str, batch: int = 500) -> tup
                     "bulk_id": {"$literal": undone},
                 }
             },
-            *rules.derivation(now),
+            *prepared(rules.derivation, now),
             {"$merge": merge},
         ]
         await (await store.driver.aggregate(store.undo, stages)).to_list(None)
