@@ -73,7 +73,8 @@ class Chance:
     def _of_group(self, world: World, group: list[str]) -> Operation | None:
         kind = self._kind(_OF_TASKS)
         if self._holding(world, group):
-            kind = self.random.choices((kind, "finish", "ping", "report"), (5, 4, 1, 1))[0]
+            further = 5 if self._able(world, group) else 0  # what several do to one task at once is the hardest
+            kind = self.random.choices((kind, "finish", "ping", "report", "claim"), (5, 4, 1, 1, further))[0]
         elif self._stopping(world, group) and self.random.random() < 0.6:
             kind = self.random.choice(("note_stopped", "note_stopped", "finish", "report", "ping"))
         elif not self._able(world, group) and self.random.random() < 0.4:
@@ -156,6 +157,8 @@ class Chance:
         if first is None:
             return None
         ending = self.random.choices(ENDINGS, (4, 6, 1, 2))[0]
+        if self._others_run(world, first) and self.random.random() < 0.4:
+            ending = "snoozed"  # several ask for a delay: which of them counts?
         others = [h for h in self._known(world, group) if h.worker_id == first.worker_id and h.id != first.id]
         held = [first, *self.random.sample(others, min(len(others), self.random.choice((0, 0, 1))))]
         fields = [self._entry_fields(ending) for _ in held]
@@ -165,6 +168,14 @@ class Chance:
         if ending == "failed" and self.random.random() < 0.3:
             delays[0] = None
         return {"ending": ending, "held": held, "fields": fields, "delays": delays}
+
+    @staticmethod
+    def _others_run(world: World, held: Held) -> bool:
+        oracle = world.oracles[held.id]
+        if oracle.document is None:
+            return False
+        asked_for = oracle.state.get("resume_time")
+        return len(oracle.live(world.now)) > 1 or bool(asked_for and asked_for > world.now)
 
     def _entry_fields(self, ending: str) -> Document:
         if ending == "succeeded":

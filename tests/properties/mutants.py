@@ -129,8 +129,15 @@ def verbs() -> Iterator[tuple[str, Mutant]]:
     yield "settle does not count the leases that ran out", replaced(settle, "counted_losses", dict)
     yield "a claim keeps the leases that ran out", written("claim", {"$not": [{"$and": ANYTHING}]}, True)
     yield "retry leaves the delay", replaced(control, "_without_delay", lambda _: rules.ENTRIES)
+    yield "a failure does not start the count of timeouts anew", sent("finish", _timeouts_go_on)
+    yield "the last delay asked for counts, not the latest", replaced(finish, "_resume_time", _last_delay)
+    yield "failures that are dropped are not counted", result(finish, "_oldest_fails_dropped", *_UNCOUNTED)
+    yield "a failure for good is dropped among others", result(finish, "_oldest_fails_dropped", *_DROPPABLE)
+    yield "a wish for one more run is forgotten by settle", _unwished(settle)
 
 
+_UNCOUNTED = ("task_state.dropped_fail_cnt", "task_state.nothing")
+_DROPPABLE = ({"$ne": ["$$this.final", True]}, True)
 _LEASE = ("$task_option.worker_timeout_ms", "$task_option.ping_interval_ms")
 
 
@@ -139,6 +146,19 @@ def _charged(query: Any, pipeline: Any) -> tuple[Any, Any]:
     if "released" in repr(pipeline):
         pipeline.insert(1, {"$set": {"task_state.timeout_cnt": {"$add": ["$task_state.timeout_cnt", 1]}}})
     return query, pipeline
+
+
+def _timeouts_go_on(query: Any, pipeline: Any) -> tuple[Any, Any]:
+    if "failed" in repr(pipeline[-3]):
+        del pipeline[0]["$set"]["task_state"]["timeout_cnt"]
+    return query, pipeline
+
+
+def _last_delay(outcomes: Any, now: Any) -> Any:
+    if all(outcome.delay_ms is None for outcome in outcomes):
+        return {}
+    last = {"$ifNull": [finish._asked_for(outcomes, now), "$task_state.resume_time", "$$REMOVE"]}
+    return {"resume_time": last}
 
 
 def _unwished(module: Any) -> Mutant:

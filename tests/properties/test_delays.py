@@ -70,3 +70,19 @@ async def test_a_failure_without_recorded_jitter_waits_all_the_same(life: Life) 
     assert await life.try_claim() is None
     life.later(1_000)
     await life.claim()
+
+
+async def test_with_scope_worker_a_failure_binds_its_worker_until_as_many_newer_ones_as_are_kept(life: Life) -> None:
+    """A weakness that docs/tasks.md admits: more workers than that would have to fail within the delay of one."""
+    await life.publish(
+        max_unexpected_retries=100, unexpected_retry_delay_ms=60_000, unexpected_retry_delay_scope="worker"
+    )
+    await life.fail(await life.claim("first"))
+    for number in range(rules.KEPT_FAILS - 1):
+        await life.fail(await life.claim(f"w{number}"))
+        assert await life.try_claim("first") is None
+    await life.fail(await life.claim("one more"))
+    assert await life.try_claim("w0") is None, "whose failure is kept"
+    assert await life.try_claim("first") is not None
+    state = (await life.document())["task_state"]
+    assert state["dropped_fail_cnt"] == 1, "it counts all the same"

@@ -20,12 +20,13 @@ MUTANTS = dict(chain(mutants.gates(), mutants.facts(), mutants.derived(), mutant
 
 
 @pytest.mark.slow
+@pytest.mark.blocks_the_loop  # as in the state machine's own test
 @pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS.keys())
 async def test_the_state_machine_finds_out(
     mongo_uri: str, database: str, monkeypatch: pytest.MonkeyPatch, mutant: Mutant
 ) -> None:
     for module in (rules, oracle):
-        monkeypatch.setattr(module, "KEPT_FAILS", 3)
+        monkeypatch.setattr(module, "KEPT_FAILS", 1)
         monkeypatch.setattr(module, "KEPT_LOSSES", 2)
     async with machine.worlds(mongo_uri, database, _WORLDS) as worlds:
         mutant(monkeypatch)

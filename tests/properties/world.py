@@ -28,6 +28,7 @@ from taskmesh.store.publish import Publication, publish, publish_in_session
 from taskmesh.store.settle import settle
 from taskmesh.store.stamp import read_stamp
 from tests.properties.oracle import ANYBODY_ELSE, NEVER, Document, Oracle, ms, stripped
+from tests.properties.patience import PATIENCE_MS, PatientStore
 
 BEGIN = datetime(2030, 1, 1, tzinfo=UTC)
 WORKERS = ("w1", "w2", "w3")
@@ -85,7 +86,7 @@ class World:
 
     @classmethod
     async def create(cls, client: Any, database: str, sync_database: Any, number: int) -> World:
-        store = Store(client, database, f"world{number}", now=BEGIN)
+        store = PatientStore(client, database, f"world{number}", now=BEGIN)
         await schema.create_indexes(store)
         return cls(store, sync_database)
 
@@ -170,7 +171,13 @@ class World:
         }
         if len(tasks) == 1:
             one = await claim_one(
-                self.store, tasks[0], worker_id, running_id, closed_queues=closed, fields=CLAIMED_FIELDS
+                self.store,
+                tasks[0],
+                worker_id,
+                running_id,
+                closed_queues=closed,
+                fields=CLAIMED_FIELDS,
+                deadline_ms=PATIENCE_MS,
             )
             count, documents = (0, []) if one is None else (1, [one])
         else:

@@ -1,0 +1,18 @@
+"""A store for tests of what is right: on a busy machine a write may take its time, and only a difference fails them."""
+
+from __future__ import annotations
+
+from taskmesh.store import Store
+from taskmesh.store.driver import Document
+
+PATIENCE_MS = 60_000
+
+
+class PatientStore(Store):
+    """Gives every write more time than the engine would."""
+
+    def update_command(self, query: Document, pipeline: list[Document], deadline_ms: int = 0) -> Document:
+        return super().update_command(query, pipeline, max(deadline_ms, PATIENCE_MS))
+
+    async def insert(self, documents: list[Document], deadline_ms: int = 0) -> None:
+        await super().insert(documents, max(deadline_ms, PATIENCE_MS))
