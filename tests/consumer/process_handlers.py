@@ -136,6 +136,13 @@ def tell_about_itself() -> dict[str, Any]:
     }
 
 
+def talk_a_lot(lines: int) -> None:
+    task = current_task()
+    for number in range(lines):
+        task.progress(number / lines)
+        task.log(f"line {number}")
+
+
 def bad_progress() -> None:
     current_task().progress(2)
 

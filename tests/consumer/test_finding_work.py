@@ -136,7 +136,7 @@ async def test_a_consumer_that_does_not_listen_hears_of_cancellations_by_its_pin
         await eventually(lambda: stopped == ["k"], 4)
 
 
-async def test_t25_a_stream_that_has_been_open_for_longer_than_its_horizon_announces_what_is_due(
+async def test_t25_m6_a_stream_that_has_been_open_for_longer_than_its_horizon_announces_what_is_due(
     mesh: TaskMesh,
 ) -> None:
     @mesh.task
@@ -191,7 +191,7 @@ async def test_m31_idle_consumers_hear_nothing_of_renewals_claims_and_progress(m
                 await finished(busy, "job", "k0")
 
 
-async def test_t27_a_burst_while_all_slots_are_busy_is_worked_off_without_another_event(
+async def test_t27_m16_m17_m19_a_burst_while_all_slots_are_busy_is_worked_off_without_another_event(
     mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(taskmesh.consumer.parts, "queue_limit", lambda _: 50)
@@ -216,7 +216,7 @@ async def test_t27_a_burst_while_all_slots_are_busy_is_worked_off_without_anothe
         assert len(parts_of(consumer).queue) <= 50 * 5 // 4
 
 
-async def test_t27_what_is_published_while_a_consumer_starts_is_not_left_behind(mesh: TaskMesh) -> None:
+async def test_t27_m18_what_is_published_while_a_consumer_starts_is_not_left_behind(mesh: TaskMesh) -> None:
     ran: set[str] = set()
 
     @mesh.task

@@ -84,7 +84,7 @@ async def test_t8_a_task_that_runs_for_many_leases_is_left_to_its_worker(mesh: T
     assert (await handle.task()).task_state.lost_cnt == 0
 
 
-async def test_t4_failed_renewals_cost_nothing_while_the_lease_lasts_and_the_handler_when_it_ends(
+async def test_t4_m23_failed_renewals_cost_nothing_while_the_lease_lasts_and_the_handler_when_it_ends(
     mongo_uri: str, database: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     cancelled_at: dict[str, datetime] = {}

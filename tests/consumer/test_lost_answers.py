@@ -117,7 +117,7 @@ async def test_t13_a_publish_whose_answer_was_lost_is_told_as_created(
     assert document["task_state"]["wanted"] == 1, "one wish, however often it was sent"
 
 
-async def test_t31_outcomes_wait_for_a_database_that_fails_for_a_while(mesh: TaskMesh, mongo_uri: str) -> None:
+async def test_t31_m26_outcomes_wait_for_a_database_that_fails_for_a_while(mesh: TaskMesh, mongo_uri: str) -> None:
     ran: list[str] = []
     release = asyncio.Event()
 

@@ -103,6 +103,42 @@ async def test_a_crash_fails_its_own_execution_with_the_exit_code_or_signal(
         assert await other.result(10) == "saw it"
 
 
+async def test_t28_a_handler_that_kills_its_process_each_time_fails_in_the_end_and_nobody_else_is_charged(
+    mesh: TaskMesh, tmp_path: Path
+) -> None:
+    deadly = define(
+        mesh, handlers.end_at_once, option=TaskOption(unexpected_retry_delay_ms=0, max_unexpected_retries=2)
+    )
+    patient = define(mesh, handlers.wait_for_file)
+    go, marker = tmp_path / "go", tmp_path / "marker"
+    async with working(mesh):
+        bystander = await patient.publish("bystander", path=str(go), marker=str(marker))
+        await eventually(marker.exists)
+        await deadly.publish("poison", code=1)
+        task = await finished(mesh, "end_at_once", "poison", 60)
+        go.touch()
+        assert await bystander.result(10) == "saw it"
+    assert task.status is Status.FAIL
+    assert [entry.state for entry in task.task_state.worker_states] == ["FAIL"] * 3
+    assert all("ProcessDied" in reason and "exit code 1" in reason for reason in task.fail_reasons)
+    assert (task.task_state.timeout_cnt, task.task_state.lost_cnt) == (0, 0), "the worker lives: no lease was lost"
+    left = await bystander.task()
+    assert ([entry.state for entry in left.task_state.worker_states], left.task_state.lost_cnt) == (["SUCCESS"], 0)
+
+
+async def test_a_thousand_lines_and_reports_of_a_process_are_bounded(mesh: TaskMesh) -> None:
+    talk_a_lot = define(mesh, handlers.talk_a_lot)
+    await talk_a_lot.publish("k", lines=1_000)
+    async with working(mesh):
+        task = await finished(mesh, "talk_a_lot", "k")
+    [entry] = task.task_state.worker_states
+    assert entry.state == "SUCCESS"
+    assert [line.message for line in entry.logs] == [f"line {number}" for number in range(900, 1_000)]
+    assert entry.dropped_log_cnt == 900
+    assert task.task_state.progress is not None
+    assert task.task_state.progress.fraction == 0.999
+
+
 async def test_after_a_crash_a_retry_has_a_new_child(mesh: TaskMesh, tmp_path: Path) -> None:
     @mesh.task(run="process", option=AT_ONCE)
     def crash_once(path: str) -> str:

@@ -28,7 +28,7 @@ def gaps_s(task: Task, worker_id: str | None = None) -> list[float]:
     return found
 
 
-async def test_t29_six_workers_try_a_failing_task_four_times_in_all_each_after_the_delay(mesh: TaskMesh) -> None:
+async def test_t29_m10_six_workers_try_a_failing_task_four_times_in_all_each_after_the_delay(mesh: TaskMesh) -> None:
     ran: list[str] = []
     option = TaskOption(max_unexpected_retries=3, unexpected_retry_delay_ms=400, unexpected_retry_jitter=0.0)
 

@@ -15,7 +15,7 @@ from tests.waiting import eventually
 _TWO_HOURS_S = 7_200.0
 
 
-async def test_t1_workers_whose_clocks_are_hours_off_run_every_task_once_and_on_time(
+async def test_t1_m4_workers_whose_clocks_are_hours_off_run_every_task_once_and_on_time(
     fleet: Fleet, handlers: Handlers, documents: Collection[dict[str, Any]]
 ) -> None:
     fleet.start("fast", clock_offset_s=_TWO_HOURS_S)

@@ -8,7 +8,7 @@ from tests.processes.handlers import Handlers
 from tests.waiting import eventually
 
 
-async def test_t28_a_task_that_kills_its_worker_runs_max_timeouts_plus_one_times_and_then_fails(
+async def test_t28_m13_a_task_that_kills_its_worker_runs_max_timeouts_plus_one_times_and_then_fails(
     fleet: Fleet, mesh: TaskMesh, handlers: Handlers
 ) -> None:
     deadly = handlers.poison.configure(max_timeouts=2, worker_timeout_ms=1_000, ping_interval_ms=300)

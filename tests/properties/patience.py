@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from taskmesh.store import Store
 from taskmesh.store.driver import Document
 
@@ -11,8 +14,14 @@ PATIENCE_MS = 60_000
 class PatientStore(Store):
     """Gives every write more time than the engine would."""
 
-    def update_command(self, query: Document, pipeline: list[Document], deadline_ms: int = 0) -> Document:
-        return super().update_command(query, pipeline, max(deadline_ms, PATIENCE_MS))
+    def update_command(
+        self,
+        query: Document,
+        pipeline: Sequence[Mapping[str, Any]],
+        deadline_ms: int = 0,
+        let: Document | None = None,
+    ) -> Document:
+        return super().update_command(query, pipeline, max(deadline_ms, PATIENCE_MS), let)
 
     async def insert(self, documents: list[Document], deadline_ms: int = 0) -> None:
         await super().insert(documents, max(deadline_ms, PATIENCE_MS))

@@ -1,0 +1,66 @@
+"""What a handle warns of, and what of a document is not ours: `handle.warnings` and `Task.extra`."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from taskmesh import TaskMesh
+from tests.waiting import eventually
+from tests.working import finished, working
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "warning"),
+    [
+        ("job", {}, None),
+        ("unknown", {}, "no live worker runs tasks named 'unknown' from queue 'default'"),
+        ("job", {"queue": "elsewhere"}, "no live worker runs tasks named 'job' from queue 'elsewhere'"),
+        ("job", {"specific_worker_ids": ("w", "x")}, None),
+        ("job", {"specific_worker_ids": ("x",)}, "none of specific_worker_ids (x) is a live worker that runs 'job'"),
+        ("job", {"queue": "shut"}, "queue 'shut' is paused"),
+        ("job", {"expire_time": datetime(2020, 1, 1, tzinfo=UTC)}, "it expires at 2020-01-01T00:00:00+00:00"),
+        ("job", {"delay_ms": 60_000, "expire_time": "soon"}, "before it can start"),
+        ("job", {"delay_ms": 100, "expire_time": "soon"}, None),
+    ],
+)
+async def test_a_handle_says_why_nobody_could_run_the_task_now(
+    mesh: TaskMesh, name: str, settings: dict[str, Any], warning: str | None
+) -> None:
+    if settings.get("expire_time") == "soon":
+        settings = {**settings, "expire_time": datetime.now(UTC) + timedelta(seconds=30)}
+
+    @mesh.task
+    async def job() -> None: ...
+
+    async with working(mesh, "w", queues=["default", "shut"]):
+        await mesh.pause("shut")
+
+        async def is_live() -> bool:
+            return any(worker.live for worker in await mesh.workers())
+
+        await eventually(is_live)
+        warnings = (await mesh.publish(name, "k", **settings)).warnings
+    assert [text for text in warnings if warning is None or warning not in text] == []
+    assert len(warnings) == (warning is not None)
+
+
+async def test_fields_of_others_at_the_top_of_the_document_are_kept_and_shown(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def job() -> int:
+        return 1
+
+    handle = await job.publish("k")
+    theirs = {"tenant": "acme", "nested": {"a": [1, {"b": None}]}}
+    tasks = mesh.store.driver.collection(mesh.store.tasks)
+    await tasks.update_one({"_id": "job:k"}, {"$set": theirs})
+    assert (await handle.task()).extra == theirs
+    async with working(mesh):
+        await finished(mesh, "job", "k")
+    await job.configure(run_again=True).publish("k")
+    await mesh.set_option("job", "k", priority=3)
+    assert (await mesh.cancel("job", "k")).extra == theirs
+    assert [task.extra async for task in mesh.find()] == [theirs]
+    assert (await mesh.retry("job", "k")).extra == theirs
