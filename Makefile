@@ -41,7 +41,7 @@ test-web: $(INSTALLED) ## Click through the dashboard in a headless Chromium (ap
 	$(BIN)/python -m pytest -m browser tests/browser $(ARGS)
 
 screenshots: $(INSTALLED) ## Take the screenshots of docs/web.md anew, in Chromium
-	TASKMESH_SCREENSHOTS=docs/web $(BIN)/python -m pytest tests/browser/test_every_page.py $(ARGS)
+	TASKMESH_SCREENSHOTS=docs/web $(BIN)/python -m pytest tests/browser/test_every_page.py tests/browser/test_token.py $(ARGS)
 
 test-all: $(INSTALLED) ## Run all tests but chaos and browser ones: also the slow ones, and failover on three mongods
 	$(BIN)/python -m pytest -m "not chaos and not browser" $(ARGS)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Literal
@@ -13,18 +12,17 @@ from urllib.parse import urlencode
 
 import pytest
 from axe_playwright_python.async_playwright import Axe
-from playwright.async_api import Browser, Page, ViewportSize, expect
+from playwright.async_api import Browser, ViewportSize, expect
 
 from tests.browser.conftest import PATIENCE_MS
 from tests.browser.life import LONG_KEY, a_day
-from tests.browser.pictures import save
+from tests.browser.pictures import keep
 from tests.browser.site import Site, opened
 
 pytestmark = pytest.mark.browser
 
-SCREENSHOTS = os.environ.get("TASKMESH_SCREENSHOTS")
 PHONE = ViewportSize(width=390, height=844)
-DESK = ViewportSize(width=1200, height=760)
+DESK = ViewportSize(width=1200, height=560)
 
 
 def task(name: str, key: str) -> str:
@@ -80,7 +78,9 @@ async def test_a_page_is_accessible_and_fits(
     await page.goto(PAGES[name])
     if name == "overview":
         await expect(page.locator("#curves polyline").first).to_be_attached()
-    await _keep(page, f"{name}-phone" if phone else name, tmp_path)
+        if not phone:
+            await _curves(page, site)
+    await keep(page, f"{name}-phone" if phone else name, tmp_path)
     results = await Axe().run(page)
     assert results.violations_count == 0, results.generate_report()
     wider = await page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
@@ -89,10 +89,11 @@ async def test_a_page_is_accessible_and_fits(
     assert watched.wrong == []
 
 
-async def _keep(page: Page, name: str, otherwise: Path) -> None:
-    """Keep a screenshot where `TASKMESH_SCREENSHOTS` says, else where nobody looks unless the test failed."""
-    directory = Path(SCREENSHOTS) if SCREENSHOTS else otherwise
-    directory.mkdir(parents=True, exist_ok=True)
-    width, height = await page.evaluate("[innerWidth, Math.max(innerHeight, document.documentElement.scrollHeight)]")
-    await page.set_viewport_size(ViewportSize(width=width, height=height))  # what sticks to the bottom is at the bottom
-    save(await page.screenshot(), directory / f"{name}.png")
+async def _curves(page: Page, site: Site) -> None:
+    """Let something happen while the page watches, so that there is something to draw."""
+    async with site.mesh() as shop:
+        await expect(page.locator("#live")).to_have_text("live")
+        for number in range(252, 256):
+            await shop.publish("image.resize", f"2026/11/21/IMG_{number:04}.jpg", {"path": f"original/{number:04}.jpg"})
+        await expect(page.locator("figcaption", has_text="Run, median")).not_to_contain_text("nothing yet")
+        await expect(page.locator("figcaption", has_text="Wait, median")).not_to_contain_text("nothing yet")
