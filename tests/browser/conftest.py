@@ -43,7 +43,7 @@ def site(mongo_uri: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         site = Site(shell, directory / "doors")
         for worker_id in ("photo-1", "photo-2"):
             site.hire(worker_id, "--concurrency", "20")
-        _, site.url = site.serve()
+        site.url = site.serve()
         site.staffed("photo-1", "photo-2")
         yield site
     with MongoClient[dict[str, object]](mongo_uri) as client:

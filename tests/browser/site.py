@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import httpx
 from playwright.async_api import BrowserContext, ConsoleMessage, Page, Request
 
 from taskmesh import TaskMesh
 from tests.browser.shop import DOORS, define
 from tests.cli.shell import Shell, Started
-from tests.waiting import wait_until
+from tests.web.serving import free_port, serve
 
 ROOT = Path(__file__).parents[2]
-READY_WITHIN_S = 60.0
 
 
 @dataclass
@@ -55,28 +52,9 @@ class Site:
         for worker_id in worker_ids:
             self.workers[worker_id].says("at once\n", times=2)
 
-    def serve(self, *words: str, port: int | None = None, **environment: str) -> tuple[Started, str]:
-        """Start the dashboard, and wait until it answers. Returns its process and its address."""
-        port = port or free_port()
-        url = f"http://127.0.0.1:{port}"
-        started = self.shell.start("web", "--port", str(port), *words, **environment)
-
-        def answers() -> bool:
-            assert started.process.poll() is None, f"it ended:\n{started.out}{started.err}"
-            try:
-                return httpx.get(f"{url}/readyz", timeout=5).status_code == 200
-            except httpx.TransportError:
-                return False
-
-        wait_until(answers, READY_WITHIN_S, what="the dashboard answers")
-        return started, url
-
-
-def free_port() -> int:
-    """Return a port of which nobody has heard yet."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    def serve(self, *words: str, **environment: str) -> str:
+        """Start the dashboard, wait until it answers, and return its address."""
+        return serve(self.shell, *words, **environment)[1]
 
 
 class Gate:

@@ -12,7 +12,7 @@ from urllib.parse import urlencode
 
 import pytest
 from axe_playwright_python.async_playwright import Axe
-from playwright.async_api import Browser, ViewportSize, expect
+from playwright.async_api import Browser, Page, ViewportSize, expect
 
 from tests.browser.conftest import PATIENCE_MS
 from tests.browser.life import LONG_KEY, a_day

@@ -19,7 +19,7 @@ TOKEN = "a-token-that-is-long-enough"
 async def test_the_token_opens_the_page_that_was_asked_for_until_log_out(
     chromium: Browser, site: Site, tmp_path: Path
 ) -> None:
-    _, url = site.serve(TASKMESH_WEB_TOKEN=TOKEN)
+    url = site.serve(TASKMESH_WEB_TOKEN=TOKEN)
     context = await chromium.new_context(base_url=url, viewport=ViewportSize(width=1200, height=420))
     context.set_default_timeout(PATIENCE_MS)
     watched = await opened(context, url)
@@ -49,7 +49,7 @@ async def test_the_token_opens_the_page_that_was_asked_for_until_log_out(
 async def test_read_only_shows_everything_and_no_button_that_changes_anything(chromium: Browser, site: Site) -> None:
     async with site.mesh() as shop:
         await shop.publish("image.resize", "read-only", {"path": "a.jpg"}, delay_ms=3_600_000)
-    _, url = site.serve("--read-only")
+    url = site.serve("--read-only")
     context = await chromium.new_context(base_url=url)
     context.set_default_timeout(PATIENCE_MS)
     watched = await opened(context, url)
