@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Collection
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -14,7 +15,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from taskmesh import rules
 from taskmesh.errors import InvalidOption
 from taskmesh.store.driver import Document
-from taskmesh.store.find import STORED_AS
 from taskmesh.task import Status
 
 _UNITS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000, "w": 7 * 86_400_000}
@@ -107,7 +107,7 @@ class TaskFilter(BaseModel):
         elif self.key_prefix is not None:
             query["key"] = {"$gte": self.key_prefix, "$lt": self.key_prefix + _LAST}
         if self.status:
-            query["status"] = {"$in": sorted({stored for status in self.status for stored in STORED_AS[status]})}
+            query |= _stored(self.status, now)
         if self.queue is not None:
             query["queue"] = self.queue
         if self.group is not None:
@@ -132,6 +132,20 @@ class TaskFilter(BaseModel):
     def is_empty(self) -> bool:
         """Whether every task fits."""
         return self == type(self)()
+
+
+def _stored(wanted: Collection[Status], now: rules.Expression) -> Document:
+    """Return the condition on what is stored of tasks that may have one of these statuses now.
+
+    By time alone a RUNNING task becomes INIT again when its lease ends, and an unfinished one FAIL or EXPIRED at its
+    `settle_time`: an index has those whose time has come, so that nobody looks through all that wait.
+    """
+    stored = {str(status) for status in wanted} | ({"RUNNING"} if Status.INIT in wanted else set())
+    condition: Document = {"status": {"$in": sorted(stored)}}
+    if stored >= {"INIT", "RUNNING"} or not {Status.FAIL, Status.EXPIRED} & set(wanted):
+        return condition
+    due = {"settle_time": {"$exists": True}, "$expr": {"$lte": ["$settle_time", now]}}
+    return {"$or": [condition, due]}
 
 
 def _field(word: str) -> tuple[str, Any]:

@@ -37,12 +37,54 @@ def _fits(store: Store, which: Filter) -> rules.Expression:
     return which.status_is(rules.status_on_reading(store.now))
 
 
+def _seems_to_fit(store: Store, which: Filter) -> rules.Expression:
+    """Return the same for readers of many: time changes the unfinished alone, so the entries of others are not looked at."""
+    unfinished = {"$in": ["$status", ["INIT", "RUNNING"]]}
+    return which.status_is({"$cond": [unfinished, rules.status_on_reading(store.now), "$status"]})
+
+
+async def _query_of(store: Store, which: Filter) -> Document:
+    """Return the filter's conditions on stored fields, such that an index serves them if it can be."""
+    query = which.query(store.now)
+    if (keys := query.get("key")) is None or "_id" in query:
+        return query
+    # No index has keys without names; but names are few, and `_id` has them before the keys.
+    names = await _names(store)
+    if names is None:
+        return query
+    ranges: list[Document] = [{"_id": {sign: f"{name}:{key}" for sign, key in keys.items()}} for name in names]
+    del query["key"]
+    return {"$and": [query, {"$or": ranges or [{"_id": ""}]}]}
+
+
+async def _names(store: Store, at_most: int = 100) -> list[str] | None:
+    """Return the names of all tasks, by one look at the index on `_id` for each; None if there are more than so many."""
+    found: list[str] = []
+    last = ""
+    for _ in range(at_most):
+        cursor = store.driver.collection(store.tasks).find({"_id": {"$gt": last}}, {"_id": 1}, limit=1).sort("_id", 1)
+        rows = await cursor.to_list(1)
+        if not rows:
+            return found
+        id_ = str(rows[0]["_id"])
+        name, colon, _ = id_.partition(":")
+        found += [name] if colon else []
+        last = f"{name};" if colon else id_  # behind the colon comes the semicolon: behind the name's last key
+    return None
+
+
+def _options(query: Document, deadline_ms: int | None) -> Document:
+    options: Document = {} if deadline_ms is None else {"maxTimeMS": deadline_ms}
+    return options if query.keys() - {"$expr"} else options | {"hint": {"_id": 1}}
+
+
 async def count(store: Store, which: Filter, at_most: int | None = None, deadline_ms: int | None = None) -> int | None:
     """Count the tasks that fit, no further than `at_most`; None if that takes longer than the deadline."""
-    stages: list[Document] = [{"$match": which.query(store.now)}, {"$match": {"$expr": _fits(store, which)}}]
+    query = await _query_of(store, which)
+    stages: list[Document] = [{"$match": query}, {"$match": {"$expr": _seems_to_fit(store, which)}}]
     stages += [{"$limit": at_most}] if at_most is not None else []
-    options: Document = {} if deadline_ms is None else {"maxTimeMS": deadline_ms}
     try:
+        options = _options(query, deadline_ms)
         cursor = await store.driver.aggregate(store.tasks, [*stages, {"$count": "n"}], **options)
         rows = await cursor.to_list(None)
     except OperationFailure as error:
@@ -55,8 +97,8 @@ async def count(store: Store, which: Filter, at_most: int | None = None, deadlin
 async def ids(store: Store, which: Filter) -> AsyncIterator[list[str]]:
     """Yield the `_id`s of the tasks that fit, in batches; those that come to fit meanwhile perhaps too."""
     stages: list[Document] = [
-        {"$match": which.query(store.now)},
-        {"$match": {"$expr": _fits(store, which)}},
+        {"$match": await _query_of(store, which)},
+        {"$match": {"$expr": _seems_to_fit(store, which)}},
         {"$project": {"_id": 1}},
     ]
     cursor = await store.driver.aggregate(store.tasks, stages, batchSize=BATCH)
@@ -125,14 +167,14 @@ async def page(
 
     `newest`: the last published first, else by `_id`. `behind`: what the page before gave.
     """
-    query: Document = which.query(store.now)
+    query = await _query_of(store, which)
     sort = {"task_state.create_time": -1, "_id": -1} if newest else {"_id": 1}
     if behind is not None:
         query = {"$and": [query, _behind(behind, newest=newest)]}
     stages: list[Document] = [
         {"$match": query},
         {"$sort": sort},
-        {"$match": {"$expr": _fits(store, which)}},
+        {"$match": {"$expr": _seems_to_fit(store, which)}},
         {"$limit": limit + 1},
         {"$project": _short(store.now)},
     ]

@@ -24,9 +24,8 @@ from taskmesh.store.strangers import WELL_FORMED, Strange, past_strangers
 Sort = Literal["key", "newest", "oldest"]
 _SORTS: dict[str, list[tuple[str, int]]] = {
     "key": [("_id", 1)],
-    # By the time alone, as the index has it: with `_id` for ties the server would sort the whole collection in memory.
-    "newest": [("task_state.create_time", -1)],
-    "oldest": [("task_state.create_time", 1)],
+    "newest": [("task_state.create_time", -1), ("_id", -1)],
+    "oldest": [("task_state.create_time", 1), ("_id", 1)],
 }
 UNFINISHED = ("INIT", "RUNNING")
 _IN_ORDER = [("task_option.priority", -1), ("next_claim_time", 1)]

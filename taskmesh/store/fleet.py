@@ -117,12 +117,18 @@ async def set_queue(store: Store, queue: str, settings: Document) -> None:
 
 
 async def waiting(store: Store, queue: str, at_most: int = 10_000) -> int:
-    """Count the tasks of a queue that could be claimed now if it has room, among its first `at_most` unfinished ones."""
-    due = {"$expr": {"$lte": ["$next_claim_time", store.now]}}
+    """Count the tasks of a queue that could be claimed now if it has room, no further than `at_most`."""
     count = 0
     for pinned, hint in ((False, "taskmesh_claimable"), (True, "taskmesh_claimable_by_name")):
-        unfinished = {"pinned": pinned, "queue": queue, "next_claim_time": {"$exists": True}}
-        stages: list[Any] = [{"$match": unfinished}, {"$limit": at_most}, {"$match": due}, {"$count": "n"}]
+        due: Document = {
+            "pinned": pinned,
+            "queue": queue,
+            "next_claim_time": {"$exists": True},
+            "$expr": {
+                "$lte": ["$next_claim_time", store.now]
+            },  # a bound of the index: what waits for later is not read
+        }
+        stages: list[Any] = [{"$match": due}, {"$limit": at_most}, {"$count": "n"}]
         cursor = await store.driver.aggregate(store.tasks, stages, hint=hint)
         count += sum(row["n"] for row in await cursor.to_list(None))
     return min(count, at_most)

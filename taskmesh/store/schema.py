@@ -52,7 +52,8 @@ INDEXES: dict[str, tuple[list[tuple[str, int]], Document]] = {
     "settle": ([("settle_time", 1)], {"partialFilterExpression": {"settle_time": _present}}),
     # Listings and counts.
     "status": ([("status", 1), ("queue", 1), ("name", 1), ("_id", 1)], {}),
-    "create_time": ([("task_state.create_time", 1)], {}),
+    # The newest first. With `_id` for those published in the same millisecond: pages go on exactly where the last one ended.
+    "newest": ([("task_state.create_time", 1), ("_id", 1)], {}),
     # Retention.
     "delete": ([("delete_time", 1)], {"expireAfterSeconds": 0, "partialFilterExpression": {"delete_time": _present}}),
 }

@@ -28,6 +28,8 @@ _TELL_EVERY_S = 0.5
 _LOOK_EVERY_S = 2.0
 _REST_SHARE = 4
 """After a look at the counts that took so long, at least so many times that long passes before the next."""
+_STALE_SHARE = 5
+"""Counts that are older than so many of these rests are shown to nobody."""
 _SAMPLES_KEPT = 150
 _NAMED_AT_MOST = 100
 _REMEMBERED = 20_000
@@ -66,6 +68,7 @@ class Pulse:
         self._looked_at = float("-inf")
         self._look_took = 0.0
         self._looking = asyncio.Lock()
+        self._look_behind: asyncio.Task[None] | None = None
         self.samples: deque[Sample] = deque(maxlen=_SAMPLES_KEPT)
         self._changed: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._more = False
@@ -77,14 +80,26 @@ class Pulse:
         self._runs: deque[float] = deque(maxlen=_LATENCIES_KEPT)
 
     async def stats(self) -> Stats:
-        """Return counts that are at most a moment old: among millions of tasks a look takes its time."""
+        """Return counts that are a moment old: among millions of tasks a look takes its time.
+
+        Who asks gets the last ones, and a new look begins behind him; only if nobody has looked for long does he wait for it.
+        """
+        age = time.monotonic() - self._looked_at
         rest = max(1.0, _REST_SHARE * self._look_took)
-        if self._stats is None or time.monotonic() - self._looked_at > rest:
+        if self._stats is None or age > _STALE_SHARE * rest:
             async with self._looking:
                 if self._stats is None or time.monotonic() - self._looked_at > rest:
                     await self._look()
+        elif age > rest and (self._look_behind is None or self._look_behind.done()):
+            self._look_behind = asyncio.get_running_loop().create_task(self._look_again(rest), name="taskmesh counts")
         assert self._stats is not None
         return self._stats
+
+    async def _look_again(self, rest: float) -> None:
+        with contextlib.suppress(PyMongoError):  # whoever asks when these counts are too old is told why
+            async with self._looking:
+                if time.monotonic() - self._looked_at > rest:
+                    await self._look()
 
     async def _look(self) -> None:
         mesh = await self._connected()
@@ -142,10 +157,12 @@ class Pulse:
 
     async def close(self) -> None:
         """Beat no more."""
-        beating, self._beating = self._beating, None
-        if beating is not None:
-            beating.cancel()
-            await asyncio.wait([beating])
+        ending = [task for task in (self._beating, self._look_behind) if task is not None]
+        self._beating = self._look_behind = None
+        for task in ending:
+            task.cancel()
+        if ending:
+            await asyncio.wait(ending)
 
     async def _beat(self) -> None:
         while True:

@@ -1,0 +1,59 @@
+"""Pages and listings stay fast however many tasks there are: an index serves each, and none looks at everything.
+
+`python -m benchmarks.pages` measures the same on a million.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+from typing import Any
+
+import httpx
+from pymongo import MongoClient
+
+from benchmarks.pages import fill, measured, templates
+from taskmesh import TaskMesh
+from taskmesh.bulk import TaskSummary
+from taskmesh.task import Status
+from tests.working import status_is
+
+COUNT = 3_000
+
+
+async def test_no_page_and_no_listing_scans_the_collection(mesh: TaskMesh, mongo_uri: str, database: str) -> None:
+    kinds = await templates(mesh)
+    with MongoClient[dict[str, Any]](mongo_uri) as client:
+        await asyncio.to_thread(fill, client[database], kinds, COUNT)
+        found = await measured(mesh, client[database], 1)
+    assert {what for what, (_, scans) in found.items() if scans} == set()
+    assert len(found) > 20
+
+
+async def listed(mesh: TaskMesh, where: str) -> list[TaskSummary]:
+    page = await mesh.page(where, newest_first=False)
+    assert len(page.tasks) == await mesh.count(where)
+    return page.tasks
+
+
+async def test_a_filter_on_status_knows_what_time_alone_has_changed(mesh: TaskMesh, client: httpx.AsyncClient) -> None:
+    """Nobody writes it down: there is no worker. Yet it is found under the status that it has now."""
+    soon = mesh.clock.now() + timedelta(milliseconds=300)
+    await mesh.publish_many("work", {"expires": {}, "expires-too": {}}, expire_time=soon)
+    await mesh.publish("work", "stays")
+    await status_is(mesh, "work", "expires-too", Status.EXPIRED)
+    assert [task.key for task in await listed(mesh, "status:EXPIRED")] == ["expires", "expires-too"]
+    assert [task.key for task in await listed(mesh, "status:EXPIRED,FAIL name:work")] == ["expires", "expires-too"]
+    assert [task.key for task in await listed(mesh, "status:INIT")] == ["stays"]
+    assert [task.key for task in await listed(mesh, "status:INIT,EXPIRED")] == ["expires", "expires-too", "stays"]
+    assert "2</b> tasks fit" in (await client.get("/bulk?action=retry&where=status:EXPIRED")).text
+
+
+async def test_the_beginning_of_a_key_is_found_whatever_the_tasks_name(mesh: TaskMesh) -> None:
+    for name in ("a", "a-b", "a.b", "a1", "b"):
+        await mesh.publish_many(name, {"order-1": {}, "order-2": {}, "other": {}})
+    found = [(task.name, task.key) for task in await listed(mesh, "key:order-")]
+    assert found == [(name, key) for name in ("a-b", "a.b", "a1", "a", "b") for key in ("order-1", "order-2")]
+    assert await listed(mesh, "key:nothing") == []
+    newest = await mesh.page("key:order-", limit=3)
+    assert [task.name for task in newest.tasks] == ["b", "b", "a1"]
