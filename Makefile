@@ -46,6 +46,9 @@ screenshots: $(INSTALLED) ## Take the screenshots of docs/web.md anew, in Chromi
 test-all: $(INSTALLED) ## Run all tests but chaos and browser ones: also the slow ones, and failover on three mongods
 	$(BIN)/python -m pytest -m "not chaos and not browser" $(ARGS)
 
+test-chaos: $(INSTALLED) ## Run the tests with faults: failover on three mongods, every verb with every fault, sabotage
+	$(BIN)/python -m pytest -m "chaos or failover" $(ARGS)
+
 lint: $(INSTALLED) ## Check style, format and types
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/ruff format --check $(CODE)
@@ -61,11 +64,11 @@ bench: $(INSTALLED) ## Measure the engine: each question prints one table
 bench-peers: $(INSTALLED) ## Measure other task engines on the same machine, in environments of their own
 	$(BIN)/python -m benchmarks.peers $(ARGS)
 
-chaos: $(INSTALLED) ## Run the chaos and failover tests: random kills, a new primary, minutes long
-	$(BIN)/python -m pytest -m "chaos or failover" $(ARGS)
+chaos: $(INSTALLED) ## Break a real fleet at random for CHAOS_SECONDS (1800) and check every promise; SEED=… repeats a run
+	CHAOS_SECONDS=$(or $(CHAOS_SECONDS),1800) SEED=$(SEED) $(BIN)/python -m tests.chaos
 
-soak: $(INSTALLED) ## Run workers under load and kills for SOAK_SECONDS (600)
-	TASKMESH_SOAK_SECONDS=$(or $(SOAK_SECONDS),600) $(BIN)/python -m pytest -m chaos tests/chaos -k soak $(ARGS)
+soak: $(INSTALLED) ## Run a fleet under load and faults for SOAK_SECONDS (600): nothing grows, and the rate comes back
+	SOAK_SECONDS=$(or $(SOAK_SECONDS),600) SEED=$(SEED) $(BIN)/python -m tests.chaos.soak
 
 docs: $(INSTALLED) ## Check that links in the documents lead somewhere and that their examples run
 	$(BIN)/python -m pytest tests/docs $(ARGS)

@@ -30,6 +30,8 @@ class Life:
     runs: Counter[str] = field(default_factory=Counter)
     charged: dict[str, tuple[int, int]] = field(default_factory=dict)
     """By key: losses and failures that the tasks were charged."""
+    effects: int = 0
+    """What handlers wrote in `transaction()`."""
     told: list[str] = field(default_factory=list)
     """Errors that a caller was told, who then tried again."""
 
@@ -157,6 +159,8 @@ async def _read(mesh: TaskMesh, life: Life) -> None:
         life.statuses[task.key] = task.status.value
         fails = sum(entry.state == "FAIL" for entry in task.task_state.worker_states)
         life.charged[task.key] = (task.task_state.lost_cnt, fails)
+    effects = mesh.store.driver.database["effects"]
+    life.effects = await _again(life, lambda: effects.count_documents({}))
     await _again(life, mesh.workers)
     await _again(life, mesh.stats)
 

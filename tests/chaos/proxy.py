@@ -14,8 +14,9 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -43,6 +44,14 @@ class _Link:
                 end.transport.abort()
 
 
+@dataclass
+class _Doom:
+    """So many replies to these commands are to be lost."""
+
+    commands: frozenset[str]
+    left: int
+
+
 class Proxy:
     """Listens on a port of its own for a server that listens on another."""
 
@@ -55,7 +64,7 @@ class Proxy:
         self._listener: asyncio.Server | None = None
         self._delay_s = 0.0
         self._refuses = False
-        self._doomed: dict[str, int] = {}
+        self._doomed: list[_Doom] = []
         self.lost_replies = 0
         """How many replies were lost on purpose."""
         self._listening = threading.Event()
@@ -92,13 +101,14 @@ class Proxy:
         """Hold every message up for so long; 0: no longer."""
         self._delay_s = delay_s
 
-    def lose_replies(self, command: str, count: int = 1) -> None:
-        """Let the server do what the next commands of this name say, and cut the connection instead of the reply."""
-        self._doomed[command] = self._doomed.get(command, 0) + count
+    def lose_replies(self, commands: str | Iterable[str], count: int = 1) -> None:
+        """Let the server do what the next commands of these names say, and cut the connection instead of the reply."""
+        names = frozenset([commands] if isinstance(commands, str) else commands)
+        self._doomed = [*(doom for doom in self._doomed if doom.left), _Doom(names, count)]
 
     def heal(self) -> None:
         """Be a wire again."""
-        self._doomed.clear()
+        self._doomed = []
         self.slow(0.0)
         self.refuse(False)
         self.hang(False)
@@ -198,9 +208,11 @@ class Proxy:
         if not self._doomed:
             return
         command = _command_of(message)
-        if self._doomed.get(command, 0) > 0:
-            self._doomed[command] -= 1
-            link.doomed.add(_HEADER.unpack_from(message)[1])
+        for doom in self._doomed:
+            if doom.left and command in doom.commands:
+                doom.left -= 1
+                link.doomed.add(_HEADER.unpack_from(message)[1])
+                return
 
 
 class ProxyProcess:

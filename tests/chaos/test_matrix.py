@@ -143,8 +143,7 @@ class _Trap:
                 return
             self._left -= 1
         if self._fault == _LOST_REPLY:
-            for command in self._commands:
-                self._servers.proxy.lose_replies(command)
+            self._servers.proxy.lose_replies(self._commands)
         else:
             data = {"failCommands": self._commands, "appName": "taskmesh", **FAULTS[self._fault]}
             self._client.admin.command("configureFailPoint", "failCommand", mode={"times": 1}, data=data)
@@ -158,7 +157,10 @@ class _Trap:
 
 def _check(life: Life) -> None:
     runs = {key: life.runs[key] for key in EXPECTED_RUNS}
-    assert runs == EXPECTED_RUNS, life.told
+    # A fault inside a handler's transaction undoes it, and the handler runs again: charged for nothing, and nothing doubled.
+    assert 1 <= runs.pop("writes") <= 3
+    assert life.effects == 1
+    assert runs == {key: count for key, count in EXPECTED_RUNS.items() if key != "writes"}, life.told
     finished = {key: status for key, status in life.statuses.items() if key in EXPECTED_RUNS}
     assert set(finished.values()) == {"SUCCESS"}, finished
     assert len(finished) == len(EXPECTED_RUNS)

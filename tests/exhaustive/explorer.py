@@ -36,7 +36,7 @@ _BATCH = 500
 _ID = "job:k"
 _OF_NO_CONSEQUENCE = ("_id", "event", "finish_time", "delete_time", "publish_id", "lane")
 _OF_NO_CONSEQUENCE_IN_AN_ENTRY = ("start_time", "success_time", "params_version", "wish", "logs")
-_ENDS: tuple[Kind, ...] = ("succeeded", "failed", "released")
+_ENDS: tuple[Kind, ...] = ("succeeded", "failed", "released", "snoozed")
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,12 @@ class Model:
     ticks: int
     cancelled: bool = False
     """Whether somebody may cancel the task at any moment."""
+    snoozed: bool = False
+    """Whether handlers may ask for a delay, of one tick."""
+    starts: int | None = None
+    """The tick of `start_time`."""
+    expires: int | None = None
+    """The tick of `expire_time`."""
     option: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -100,23 +106,34 @@ class Explorer:
         )
         self.found = Explored()
 
-    async def explore(self) -> Explored:
-        """Visit every state, moment by moment: time alone never goes back."""
+    async def explore(self, until_broken: str | None = None) -> Explored:
+        """Visit every state, moment by moment: time alone never goes back. Or stop when this promise is broken."""
         for store in self._stores.values():
             await schema.create_indexes(store)
         states = {s: State(d, (0,) * self._model.workers) for s, d in [self._beginning()]}
         for tick in range(self._model.ticks):
-            now = BEGIN + timedelta(milliseconds=tick * TICK_MS)
+            now = moment(tick)
             for store in self._stores.values():
                 store.now = now
             states = await self._all_from(states, now)
             self.found.states += len(states)
+            if until_broken in self.found.findings.broken:
+                break
         for store in self._stores.values():
             await store.close()
         return self.found
 
     def _beginning(self) -> tuple[Any, Document]:
-        publication = Publication(name="job", key="k", queue="default", params={}, option=self._option, size=1_000)
+        publication = Publication(
+            name="job",
+            key="k",
+            queue="default",
+            params={},
+            option=self._option,
+            size=1_000,
+            start_time=_time_of(self._model.starts),
+            expire_time=_time_of(self._model.expires),
+        )
         document = new_document(publication, BEGIN)
         return _image(document, (0,) * self._model.workers), document
 
@@ -141,7 +158,7 @@ class Explorer:
             if times < self._model.claims:
                 yield Step("claim", worker, _running_id(worker, times))
             for number in range(times):
-                for what in ("ping", "report", *_ENDS):
+                for what in ("ping", "report", *_ENDS[: len(_ENDS) if self._model.snoozed else -1]):
                     yield Step(what, worker, _running_id(worker, number))
 
     async def _taken(self, todo: list[tuple[State, Step]], now: datetime) -> list[State]:
@@ -181,9 +198,9 @@ class Explorer:
         else:
             kind: Kind = next(end for end in _ENDS if end == step.what)
             entry = {"fail_reason": "no", "retry_jitter": 0.0} if kind == "failed" else {}
-            await finish(
-                store, worker_id, [Outcome(id_, step.running_id, kind, entry) for id_ in ids], deadline_ms=60_000
-            )
+            delay_ms = TICK_MS if kind == "snoozed" else None
+            ended = [Outcome(id_, step.running_id, kind, entry, delay_ms) for id_ in ids]
+            await finish(store, worker_id, ended, deadline_ms=60_000)
 
     async def _settle(self) -> None:
         while await settle(self._stores["settled"]):  # it has a deadline, which a busy machine may miss
@@ -217,6 +234,15 @@ class Explorer:
         found.findings.check("L1", _ID, finished or goes_on, f"nobody will ever come back to {after}")
         found.statuses.add(new.status(now))
         return State(after, won)
+
+
+def moment(tick: int) -> datetime:
+    """The server's time at a tick."""
+    return BEGIN + timedelta(milliseconds=tick * TICK_MS)
+
+
+def _time_of(tick: int | None) -> datetime | None:
+    return None if tick is None else moment(tick)
 
 
 def _unfinished(now: rules.Expression) -> rules.Expression:

@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
-from pymongo import MongoClient
 
-from tests.exhaustive.explorer import Explored, Explorer, Model
-
-
-@pytest.fixture
-def sync_database(mongo_uri: str, database: str) -> Iterator[Any]:
-    with MongoClient[dict[str, Any]](mongo_uri, tz_aware=True) as client:
-        yield client[database]
-
+from tests.exhaustive.conftest import Explore
+from tests.exhaustive.explorer import Explored, Model
 
 MODELS = {
     "one place, two workers": Model(2, 1, 4, option={"max_unexpected_retries": 1, "max_timeouts": 1}),
@@ -50,10 +40,8 @@ LARGE_MODELS = {
         *(pytest.param(model, id=name, marks=pytest.mark.slow) for name, model in LARGE_MODELS.items()),
     ],
 )
-async def test_every_write_in_every_state_keeps_the_promises(
-    mongo_uri: str, database: str, sync_database: Any, model: Model
-) -> None:
-    found = await Explorer(mongo_uri, database, sync_database, model).explore()
+async def test_every_write_in_every_state_keeps_the_promises(explore: Explore, model: Model) -> None:
+    found = await explore(model)
 
     _tell(found)
     assert [str(violation) for violation in found.findings.violations[:5]] == []
