@@ -258,7 +258,9 @@ class Executor:
         elif ending.kind == "released":
             outcome = execution.outcome("released", {})
         elif execution.stop_reason is Stop.CANCELLED:
-            outcome = execution.outcome("stopped", {"fail_reason": "the task was cancelled"})
+            execution.recorded_or_lost = True
+            await self._thread_end(execution)  # until then its entry shows that it is still on its way out
+            outcome = _stopped(execution)
         else:
             self._over(execution, "lost")
             return
@@ -296,6 +298,8 @@ class Executor:
                 execution.id,
                 execution.running_id,
             )
+            # If that was since the task was cancelled meanwhile, its entry is to show that the handler has ended.
+            self._finisher.add(_stopped(execution), lambda _: None)
         if execution.thread_done is not None and not execution.thread_done.is_set():
             waiting = asyncio.get_running_loop().create_task(self._wait_for_thread(execution))
             execution.task = waiting
@@ -303,12 +307,16 @@ class Executor:
             self._free(execution)
 
     async def _wait_for_thread(self, execution: Execution) -> None:
-        assert execution.thread_done is not None
-        logger.warning(
-            "the thread of task %s goes on, though its execution is over: its slot stays taken", execution.id
-        )
-        await execution.thread_done.wait()
+        await self._thread_end(execution)
         self._free(execution)
+
+    async def _thread_end(self, execution: Execution) -> None:
+        """Wait for the end of a plain handler's thread, which no cancellation can hasten."""
+        if execution.thread_done is not None and not execution.thread_done.is_set():
+            logger.warning(
+                "the thread of task %s goes on, though its execution is over: its slot stays taken", execution.id
+            )
+            await execution.thread_done.wait()
 
     def _free(self, execution: Execution) -> None:
         if self.executions.get(execution.id) is execution:
@@ -327,6 +335,11 @@ def _failure(execution: Execution, ending: Ending) -> Outcome:
         entry["final"] = True
     delay_ms = ending.error.delay_ms if isinstance(ending.error, Retry) else None
     return execution.outcome("failed", entry, 5_000, delay_ms)
+
+
+def _stopped(execution: Execution) -> Outcome:
+    """A note for the entry of a cancelled task. It changes no other."""
+    return execution.outcome("stopped", {"fail_reason": "the task was cancelled"})
 
 
 def _timeout_text(execution: Execution) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pymongo import AsyncMongoClient
 
-from taskmesh import Status, Task, TaskCancelled, TaskMesh, TaskNotFound, TaskOption, current_task
+from taskmesh import Ending, Status, Task, TaskCancelled, TaskMesh, TaskNotFound, TaskOption, current_task
 from tests.faults import failing_commands
 from tests.waiting import eventually
 from tests.working import finished, parts_of, status_is, working
@@ -216,6 +216,29 @@ async def test_t35_at_the_moment_of_the_success_there_is_one_final_state(mesh: T
             else:
                 assert isinstance(result, TaskCancelled)
                 await is_cancelled_for_good(mesh, "job", key)
+
+
+async def test_t35_after_the_handler_and_before_the_record_the_result_is_dropped_and_the_entry_has_ended(
+    mesh: TaskMesh,
+) -> None:
+    async def after(_: Task, ending: Ending) -> None:
+        assert ending.kind == "succeeded"
+        await mesh.cancel("job", "k")
+
+    @mesh.task(option=PINGS_LATE)
+    async def job() -> str:
+        return "a result that nobody waits for"
+
+    await job.publish("k")
+    async with working(mesh, after=after) as consumer:
+        await eventually(lambda: consumer.finished == 1)
+
+        async def noted() -> bool:
+            [entry] = (await mesh.get("job", "k")).task_state.worker_states
+            return (entry.state, entry.fail_reason, entry.returns) == ("FAIL", "the task was cancelled", None)
+
+        await eventually(noted)
+    await is_cancelled_for_good(mesh, "job", "k")
 
 
 async def test_t35_after_the_end_it_changes_nothing_and_hits_no_later_run(mesh: TaskMesh) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from taskmesh import LeaseLost, Status, TaskMesh, TaskOption, current_task
 from tests.waiting import eventually
-from tests.working import finished, status_is, working
+from tests.working import finished, parts_of, status_is, working
 
 DEADLINE_S = 20.0
 
@@ -81,6 +81,37 @@ async def test_a_thread_is_told_by_cancelled_and_what_it_writes_after_is_refused
     assert refused == ["progress", "publish"]
     left = {task.key: (task.status, task.successes) async for task in mesh.find()}
     assert left == ({"k": (Status.CANCELLED, [])} if verb == "cancel" else {})
+
+
+async def test_the_entry_of_a_cancelled_thread_shows_whether_it_is_still_on_its_way_out(mesh: TaskMesh) -> None:
+    release = threading.Event()
+
+    @mesh.task(run="thread", option=TaskOption(ping_interval_ms=100, worker_timeout_ms=1_000))
+    def job() -> None:
+        release.wait(DEADLINE_S)
+
+    async def state() -> tuple[str, str | None]:
+        task = await mesh.get("job", "k")
+        [entry] = task.task_state.worker_states
+        assert task.status is Status.CANCELLED
+        return entry.state, entry.fail_reason
+
+    async def has_ended() -> bool:
+        return await state() == ("FAIL", "the task was cancelled")
+
+    try:
+        await job.publish("k")
+        async with working(mesh) as consumer:
+            await status_is(mesh, "job", "k", Status.RUNNING)
+            await mesh.cancel("job", "k")
+            await eventually(lambda: parts_of(consumer).executor.executions["job:k"].ended, what="it is told")
+            assert await state() == ("RUNNING", None)
+            assert consumer.running == ["k"]
+            release.set()
+            await eventually(has_ended)
+            await eventually(lambda: not consumer.running)
+    finally:
+        release.set()
 
 
 async def test_current_task_works_in_a_thread(mesh: TaskMesh) -> None:
