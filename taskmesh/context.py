@@ -165,9 +165,14 @@ def current_task() -> Any:
         raise RuntimeError("current_task() was called outside of a task's execution: only a handler has one") from None
 
 
+def running_task() -> Any:
+    """Return the context of the running execution, or None outside of a handler."""
+    return _current.get(None)
+
+
 def enter(context: _Context) -> None:
     """Make this the current task of the running asyncio task or thread."""
     _current.set(context)
 
 
-__all__ = ["BlockingTaskContext", "Running", "TaskContext", "current_task", "enter"]
+__all__ = ["BlockingTaskContext", "Running", "TaskContext", "current_task", "enter", "running_task"]

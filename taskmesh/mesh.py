@@ -104,7 +104,7 @@ class TaskMesh(Scheduling, TaskActions, BulkActions, FleetActions):
         """Return a consumer of this mesh's tasks. No `worker_id`: `host-pid-random`. `listen=False`: scans only.
 
         Hooks: `on_claim(consumer)` returns a filter on task documents, or None to claim nothing this round;
-        `before(task)`, `after(task, ending)`. Plain or async.
+        `before(task)`, `after(task, ending)`. Plain or async. `observer`: who measures it, like `metrics.WorkerMetrics`.
         """
         consumer = Consumer(
             self, worker_id=worker_id, concurrency=concurrency, names=names, queues=queues, listen=listen, **hooks

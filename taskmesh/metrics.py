@@ -1,13 +1,102 @@
-"""Metrics of the whole fleet for Prometheus (extra `metrics`): what one can alert on, read when it is asked for."""
+"""Metrics for Prometheus (extra `metrics`).
+
+`fleet_metrics`: of the whole fleet, read from the database when it is asked for: scrape one place for it. `WorkerMetrics`: of one
+worker, counted in its process while it works, without any question to the database: scrape all of them.
+"""
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, generate_latest
+import asyncio
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from taskmesh.consumer import Consumer
 from taskmesh.mesh import TaskMesh
 from taskmesh.stats import Stats
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1_800, 7_200)
+_SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8)
+
+
+class WorkerMetrics:
+    """What one worker has done, and how long things took: the `observer` of a consumer.
+
+    Made before the event loop runs, since it looks at the process's files.
+    """
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
+        self._ended = Counter(
+            "taskmesh_executions", "Executions that ended here.", ["name", "outcome"], registry=self._registry
+        )
+        self._seconds = Histogram(
+            "taskmesh_execution_seconds",
+            "From the claim to the handler's end.",
+            ["name"],
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+        self._waited = Histogram(
+            "taskmesh_claim_wait_seconds",
+            "From when a task could be claimed to the claim that won it: until it was seen, and a slot was free.",
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+        self._claim = Histogram(
+            "taskmesh_claim_seconds",
+            "How long the server took to claim a set.",
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+        self._tried = Counter("taskmesh_claims_tried", "Tasks that were tried to claim.", registry=self._registry)
+        self._won = Counter(
+            "taskmesh_claims_won", "Tasks that were won; the rest were somebody else's.", registry=self._registry
+        )
+        self._lease_left = Histogram(
+            "taskmesh_lease_left_ratio",
+            "The share of a lease that was left when it was renewed; near 0 a task is about to run twice.",
+            ["name"],
+            buckets=_SHARES,
+            registry=self._registry,
+        )
+        self._running = Gauge("taskmesh_running", "Executions that run here now.", registry=self._registry)
+        self._slots = Gauge("taskmesh_slots", "Executions that may run here.", registry=self._registry)
+        self._claiming = Gauge(
+            "taskmesh_claiming", "1 if this worker claims: not paused, not stopping.", registry=self._registry
+        )
+        self._silent = Gauge(
+            "taskmesh_silent_seconds", "How long ago the database last took its sign of life.", registry=self._registry
+        )
+
+    def claimed(self, waited_s: Sequence[float], took_s: float, tried: int) -> None:
+        """Count a claim."""
+        self._claim.observe(took_s)
+        self._tried.inc(tried)
+        self._won.inc(len(waited_s))
+        for waited in waited_s:
+            self._waited.observe(waited)
+
+    def renewed(self, name: str, share_left: float) -> None:
+        """Count a renewal."""
+        self._lease_left.labels(name).observe(share_left)
+
+    def ended(self, name: str, outcome: str, seconds: float) -> None:
+        """Count an end."""
+        self._ended.labels(name, outcome).inc()
+        self._seconds.labels(name).observe(seconds)
+
+    async def text(self, consumer: Consumer) -> bytes:
+        """Return all of it, with how the consumer is now."""
+        self._running.set(len(consumer.running))
+        self._slots.set(consumer.concurrency)
+        self._claiming.set(consumer.state == "running" and not consumer.paused)
+        self._silent.set(consumer.silent_ms / 1000)
+        return await asyncio.to_thread(generate_latest, self._registry)  # it reads files of /proc
 
 
 async def fleet_metrics(mesh: TaskMesh, stats: Stats | None = None) -> bytes:

@@ -23,6 +23,7 @@ from taskmesh.store.driver import twin_of
 from taskmesh.store.faults import is_over_deadline, is_passing
 from taskmesh.store.publish import Publication, Published, publish, publish_in_session
 from taskmesh.task import checked_key, checked_name
+from taskmesh.tracing import Carrier, carrier, going_on, publishing
 
 PUBLISH_DEADLINE_S = 30.0
 
@@ -79,15 +80,18 @@ class Publishing(Connected):
     ) -> list[TaskHandle[Any]]:
         publications = [configuration.publication(name, key, params, size) for key, (params, size) in checked.items()]
         store = self.store
-        if configuration.session is not None:
-            if self.clock.stale:
-                await sample(self.clock, store)
-            published = [
-                await publish_in_session(store, publication, self.clock.now(), configuration.session)
-                for publication in publications
-            ]
-        else:
-            published = await self._published(store, publications)
+        with publishing(name, list(checked), configuration.queue) as trace:
+            for publication in publications:
+                publication.trace = trace
+            if configuration.session is not None:
+                if self.clock.stale:
+                    await sample(self.clock, store)
+                published = [
+                    await publish_in_session(store, publication, self.clock.now(), configuration.session)
+                    for publication in publications
+                ]
+            else:
+                published = await self._published(store, publications)
         warnings = await self._registry.warnings(name, configuration, self.clock.now())
         return [
             TaskHandle(
@@ -133,15 +137,19 @@ class Publishing(Connected):
         self, definition: TaskDefinition[Any, Any], params_by_key: Mapping[str, Mapping[str, Any]]
     ) -> list[TaskHandle[Any]]:
         """Publish from code without an event loop. Raises `RuntimeError` inside one."""
-        handles = run_blocking(self._publish_in_portal(definition, params_by_key), "publish_sync")
+        in_portal = self._publish_in_portal(definition, params_by_key, carrier())
+        handles = run_blocking(in_portal, "publish_sync")
         for handle in handles:
             handle.mesh = self
         return handles
 
     async def _publish_in_portal(
-        self, definition: TaskDefinition[Any, Any], params_by_key: Mapping[str, Mapping[str, Any]]
+        self,
+        definition: TaskDefinition[Any, Any],
+        params_by_key: Mapping[str, Mapping[str, Any]],
+        trace: Carrier | None,
     ) -> list[TaskHandle[Any]]:
-        """Publish in the portal's loop, on a connection of its own."""
+        """Publish in the portal's loop, on a connection of its own. `trace`: where the caller is."""
         loop = asyncio.get_running_loop()
         if self._twin is None or self._twin[0] is not loop:  # after a fork, the child has a portal of its own
             # As a task, since many threads may ask at once: the first connects, and all wait for that.
@@ -151,7 +159,8 @@ class Publishing(Connected):
         except BaseException:
             self._twin = None
             raise
-        return await twin.publish_all(definition, params_by_key)
+        with going_on(trace):
+            return await twin.publish_all(definition, params_by_key)
 
     async def _connected_twin(self) -> Publishing:
         twin = Publishing(self._twin_client(), database=self._database, collection=self._collection)

@@ -23,17 +23,26 @@ class WorkerOptions:
     grace_ms: int
     listen: bool
     log_level: str
+    log_format: str
     max_tasks: int | None
     health: tuple[str, int] | None
     """Host and port of the probes; a supervisor answers for its children."""
+    metrics: tuple[str, int] | None
+    """Host and port of the metrics; of several children each takes the next port."""
 
-    def command(self, worker_id: str) -> list[str]:
-        """Return the command line of a child that does the same under this id. The URI travels by environment."""
+    def command(self, worker_id: str, place: int = 0) -> list[str]:
+        """Return the command line of child number `place`, which does the same under this id.
+
+        The URI travels by environment.
+        """
         words = [sys.executable, "-m", "taskmesh.cli", "worker", self.target, "--worker-id", worker_id]
         words += ["--concurrency", str(self.concurrency), "--grace-ms", str(self.grace_ms)]
-        words += ["--log-level", self.log_level]
+        words += ["--log-level", self.log_level, "--log-format", self.log_format]
         for name, values in (("--queues", self.queues), ("--names", self.names)):
             words += [name, ",".join(values)] if values is not None else []
+        if self.metrics is not None:
+            host, port = self.metrics
+            words += ["--metrics-host", host, "--metrics-port", str(port + place if port else 0)]
         words += ["--until-idle"] if self.until_idle else []
         words += [] if self.listen else ["--no-listen"]
         words += ["--max-tasks-per-process", str(self.max_tasks)] if self.max_tasks is not None else []

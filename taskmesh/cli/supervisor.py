@@ -19,9 +19,9 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
+from taskmesh.cli.endpoints import Health, probes, serve
 from taskmesh.cli.link import HOPELESS
 from taskmesh.cli.notify import notify, notify_reloading
-from taskmesh.cli.probes import Health, serve_probes
 from taskmesh.cli.processes import changed_files, rss_mb
 from taskmesh.cli.slot import Slot
 
@@ -76,10 +76,10 @@ class Supervisor:
         """Keep the children until they are done, or until told to stop."""
         self._life, held = os.pipe()  # nobody else ever holds the second: its closing is our death
         self._take_signals()
-        probes = None
+        server = None
         if self._probes is not None:
-            probes = await serve_probes(*self._probes, self.health)
-            logger.info("probes answer at http://%s:%d", *probes.sockets[0].getsockname()[:2])
+            server = await serve(*self._probes, probes(self.health))
+            logger.info("probes answer at http://%s:%d", *server.sockets[0].getsockname()[:2])
         self._spawn(self._announce())
         if self._max_rss_mb is not None:
             self._spawn(self._watch_memory(self._max_rss_mb))
@@ -92,8 +92,8 @@ class Supervisor:
         finally:
             for task in self._background:
                 task.cancel()
-            if probes is not None:
-                probes.close()
+            if server is not None:
+                server.close()
             os.close(held)
             os.close(self._life)
         logger.info("all workers have ended%s", "" if self._status == 0 else ", not as they should")

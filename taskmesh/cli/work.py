@@ -15,11 +15,12 @@ from typing import Any
 
 from taskmesh.cli import FAILED, output
 from taskmesh.cli.dump import dump_on_signal
+from taskmesh.cli.endpoints import Health, Routes, probes, serve
 from taskmesh.cli.link import HOPELESS, Link
 from taskmesh.cli.loading import CannotLoad, load_mesh
+from taskmesh.cli.measuring import metrics, worker_metrics
 from taskmesh.cli.notify import notify
 from taskmesh.cli.options import WorkerOptions
-from taskmesh.cli.probes import Health, serve_probes
 from taskmesh.consumer import Consumer
 from taskmesh.errors import IncompatibleCollection, InvalidOption, NotAReplicaSet, TaskMeshError, WorkerIdTaken
 from taskmesh.mesh import TaskMesh
@@ -63,6 +64,7 @@ class _Worker:
         self._stops = 0
         self._recycling = False
         self._main: asyncio.Task[Any] | None = None
+        self._measured = worker_metrics() if options.metrics is not None else None
         self._last_resort = _LastResort(self._forced_status)
 
     async def run(self) -> None:
@@ -87,6 +89,7 @@ class _Worker:
                 names=options.names,
                 queues=options.queues,
                 listen=options.listen,
+                observer=self._measured,
             )
             self._consumer = consumer
             dump_on_signal(consumer)
@@ -94,24 +97,17 @@ class _Worker:
                 self._introduce(consumer)
             watching = [asyncio.create_task(self._watch(consumer)), asyncio.create_task(self._beat(consumer))]
             try:
-                async with self._probes(consumer):
+                async with contextlib.AsyncExitStack() as answering:
+                    if options.health is not None:
+                        routes = probes(lambda: _health(consumer))
+                        await answering.enter_async_context(_answering("probes answer", options.health, routes))
+                    if options.metrics is not None and self._measured is not None:
+                        routes = metrics(mesh, self._measured, lambda: consumer)
+                        await answering.enter_async_context(_answering("metrics are", options.metrics, routes))
                     await consumer.run(until_idle=options.until_idle)
             finally:
                 for task in watching:
                     task.cancel()
-
-    @contextlib.asynccontextmanager
-    async def _probes(self, consumer: Consumer) -> AsyncIterator[None]:
-        where = self._options.health
-        if where is None:
-            yield
-            return
-        server = await serve_probes(*where, lambda: _health(consumer))
-        logger.info("probes answer at http://%s:%d", *server.sockets[0].getsockname()[:2])
-        try:
-            yield
-        finally:
-            server.close()
 
     async def _beat(self, consumer: Consumer) -> None:
         """Tell the supervisor, out of this very loop, that it turns."""
@@ -167,6 +163,16 @@ class _Worker:
             notify("STOPPING=1")
         logger.info("%s: worker %s stops %s", why, consumer.worker_id, "gracefully" if self._stops == 1 else "at once")
         consumer.begin_stop(self._options.grace_ms if self._stops == 1 else 0)
+
+
+@contextlib.asynccontextmanager
+async def _answering(what: str, where: tuple[str, int], routes: Routes) -> AsyncIterator[None]:
+    server = await serve(*where, routes)
+    logger.info("%s at http://%s:%d", what, *server.sockets[0].getsockname()[:2])
+    try:
+        yield
+    finally:
+        server.close()
 
 
 def _health(consumer: Consumer) -> Health:

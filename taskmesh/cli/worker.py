@@ -7,11 +7,11 @@ import logging
 import os
 import secrets
 import socket
-import sys
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
+from taskmesh import logs
 from taskmesh.cli.connected import Collection, Database, Uri
 from taskmesh.cli.link import Link
 from taskmesh.cli.loading import check_target
@@ -21,7 +21,7 @@ from taskmesh.cli.work import banner, run_one
 from taskmesh.consumer.settings import checked_concurrency, checked_worker_id
 
 _MANY = "Several processes"
-_PROBES = "Probes"
+_PROBES = "Probes and metrics"
 
 
 def worker(
@@ -41,6 +41,10 @@ def worker(
     grace_ms: Annotated[int, typer.Option(min=0, help="At a stop, how long what runs may go on.")] = 30_000,
     listen: Annotated[bool, typer.Option(help="Hear of new tasks by a change stream, beside the scans.")] = True,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    log_format: Annotated[
+        Literal["text", "json"],
+        typer.Option(metavar="text|json", help="json: an object on each line, with the task's fields."),
+    ] = "text",
     max_tasks_per_process: Annotated[
         int | None, typer.Option(min=1, help="A process makes way for a new one after so many.", rich_help_panel=_MANY)
     ] = None,
@@ -62,6 +66,18 @@ def worker(
         typer.Option(min=0, max=65_535, help="Answer /livez and /readyz here; 0: any port.", rich_help_panel=_PROBES),
     ] = None,
     health_host: Annotated[
+        str, typer.Option(help="On this address; 0.0.0.0 in a container.", rich_help_panel=_PROBES)
+    ] = "127.0.0.1",
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=65_535,
+            help="Answer Prometheus at /metrics here; of several processes each takes the next port. 0: any port.",
+            rich_help_panel=_PROBES,
+        ),
+    ] = None,
+    metrics_host: Annotated[
         str, typer.Option(help="On this address; 0.0.0.0 in a container.", rich_help_panel=_PROBES)
     ] = "127.0.0.1",
     uri: Uri = None,
@@ -88,10 +104,12 @@ def worker(
         grace_ms=grace_ms,
         listen=listen,
         log_level=log_level,
+        log_format=log_format,
         max_tasks=max_tasks_per_process,
         health=None if health_port is None else (health_host, health_port),
+        metrics=None if metrics_port is None else (metrics_host, metrics_port),
     )
-    _set_up_logging(log_level)
+    _set_up_logging(log_level, log_format)
     alone = processes == 1 and max_tasks_per_process is None and max_rss_mb is None and not reload
     if alone or link.supervised:
         raise typer.Exit(run_one(options, link))
@@ -107,12 +125,12 @@ def _listed(option: str, text: str | None) -> list[str] | None:
     return found
 
 
-def _set_up_logging(level: str) -> None:
+def _set_up_logging(level: str, format_: logs.Format) -> None:
     number = logging.getLevelNamesMapping().get(level.upper())
     if number is None:
         raise typer.BadParameter(f"--log-level {level!r}: debug, info, warning or error is wanted")
     # Nothing, if the user's module sets logging up itself: that happens later, and replaces ours with force=True.
-    logging.basicConfig(level=number, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logs.set_up(number, format_)
 
 
 def _supervise(
@@ -121,7 +139,7 @@ def _supervise(
     base = options.worker_id or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
     ids = [f"{base}-{number}" for number in range(1, processes + 1)]
     supervisor = Supervisor(
-        {worker_id: options.command(worker_id) for worker_id in ids},
+        {worker_id: options.command(worker_id, place) for place, worker_id in enumerate(ids)},
         environment=options.environment(),
         grace_ms=options.grace_ms,
         max_rss_mb=max_rss_mb,

@@ -22,6 +22,7 @@ from typing import Any
 
 import bson
 
+from taskmesh import logs, tracing
 from taskmesh.consumer.handler_reference import HandlerRef, found
 from taskmesh.consumer.reasons import reason_text, unstorable_text
 from taskmesh.consumer.transactions import Record, blocking_block
@@ -53,6 +54,10 @@ class Call:
     attempt: int
     option: TaskOption
     deadline: datetime | None
+    trace: tracing.Carrier | None = None
+    """Where the execution is in its trace."""
+    log: logs.SetUp | None = None
+    """How the parent logs, if `logs.set_up` has said so."""
 
 
 class Remote:
@@ -199,10 +204,13 @@ def _do_nothing(_number: int, _frame: Any) -> None: ...
 def _answer(call: Call, connection: Connection) -> tuple[Any, ...]:
     """Run the handler, and return the outcome as it is sent."""
     remote = Remote(call, connection)
+    if call.log is not None:
+        logs.set_up(*call.log)
     try:
         handler, args, kwargs = _prepared(call)
         enter(BlockingTaskContext(remote))
-        value = handler(*args, **kwargs)
+        with tracing.going_on(call.trace):
+            value = handler(*args, **kwargs)
         return _returned(value)
     except BaseException as error:  # noqa: BLE001 — whatever a handler raises, SystemExit too, is its outcome
         return _raised(error)

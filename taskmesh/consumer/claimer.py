@@ -19,6 +19,7 @@ from pymongo.errors import PyMongoError
 
 from taskmesh.consumer.claim_queue import Candidate, ClaimQueue
 from taskmesh.consumer.limits import Limits
+from taskmesh.consumer.observer import Observer
 from taskmesh.consumer.pause import until
 from taskmesh.store import Store
 from taskmesh.store.claim import claim, claim_one, fields_of_claimed, won
@@ -61,6 +62,7 @@ class Claimer:
         next_running_id: Callable[[], str],
         is_busy: Callable[[str], bool],
         want_more: Callable[[], None],
+        observer: Observer | None = None,
     ) -> None:
         self._store = store
         self._worker_id = worker_id
@@ -77,6 +79,7 @@ class Claimer:
         self._next_running_id = next_running_id
         self._is_busy = is_busy
         self._want_more = want_more
+        self._observer = observer
         self._wake = asyncio.Event()
         self._in_flight: set[asyncio.Task[bool]] = set()
         self._late: set[asyncio.Task[None]] = set()
@@ -211,6 +214,10 @@ class Claimer:
             return False
         finally:
             self.being_claimed.difference_update(ids)
+        if self._observer is not None:
+            won_ids = {document["_id"] for document in documents}
+            waited = [max(0.0, sent - candidate.since) for candidate in candidates if candidate.id in won_ids]
+            self._observer.claimed(waited, took, len(ids))
         self._begin(documents, running_id, sent, took)
         if len(documents) < len(ids):
             self._look_again(candidates)

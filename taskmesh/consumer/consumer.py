@@ -15,6 +15,7 @@ from taskmesh.consumer import signals
 from taskmesh.consumer.execution import Execution
 from taskmesh.consumer.executor import AfterHook, BeforeHook
 from taskmesh.consumer.idleness import is_idle
+from taskmesh.consumer.observer import Observer
 from taskmesh.consumer.parts import Parts
 from taskmesh.consumer.pause import until
 from taskmesh.consumer.settings import (
@@ -56,6 +57,7 @@ class Consumer:
         before: BeforeHook | None = None,
         after: AfterHook | None = None,
         stall_limit_ms: int = DEFAULT_STALL_LIMIT_MS,
+        observer: Observer | None = None,
     ) -> None:
         self._mesh = mesh
         self._settings = Settings(
@@ -67,6 +69,7 @@ class Consumer:
             before=before,
             after=after,
             stall_limit_ms=stall_limit_ms,
+            observer=observer,
         )
         self._on_claim = on_claim
         self.worker_id = self._settings.worker_id
@@ -222,7 +225,7 @@ class Consumer:
             await parts.registration.leave()
         for reader in self._readers:
             reader.close()
-        logger.info("worker %s has stopped", self.worker_id)
+        logger.info("worker %s has stopped", self.worker_id, extra={"worker": self.worker_id})
 
     # --- what its parts ask and tell it ---
 
@@ -245,7 +248,7 @@ class Consumer:
         if "paused" in order:
             self._set_paused(bool(order["paused"]))
         if "stop_grace_ms" in order:
-            logger.info("worker %s was told to stop", self.worker_id)
+            logger.info("worker %s was told to stop", self.worker_id, extra={"worker": self.worker_id})
             self.begin_stop(order["stop_grace_ms"])
 
     def _set_paused(self, paused: bool) -> None:

@@ -18,6 +18,7 @@ import anyio
 import anyio.to_thread
 import bson
 
+from taskmesh import logs
 from taskmesh.consumer.child import Call
 from taskmesh.consumer.execution import Execution
 from taskmesh.consumer.handler_reference import reference
@@ -146,6 +147,8 @@ class Conversation:
             attempt=execution.attempt,
             option=execution.option,
             deadline=execution.deadline,
+            trace=execution.span.carrier if execution.span is not None else None,
+            log=logs.how_it_is_set_up(),
         )
 
     def _listen(self, child: Child) -> Callable[[], Any]:

@@ -18,6 +18,7 @@ from taskmesh.option import TaskOption
 from taskmesh.store.driver import Document
 from taskmesh.store.finish import Outcome
 from taskmesh.store.publish import Publication
+from taskmesh.tracing import ProcessSpan
 
 LOG_LINES = 100
 LOG_LINE_CHARS = 2_000
@@ -85,6 +86,8 @@ class Execution:
         self.session_id: Any = None
         """Of its transaction, if it has begun one."""
         self.transactions: Any = None
+        self.span: ProcessSpan | None = None
+        """Of its trace, if somebody traces."""
 
     # --- the lease ---
 
@@ -158,7 +161,10 @@ class Execution:
     def add_publication(self, definition: Any, key: str, params: Mapping[str, Any]) -> None:
         """Keep a task to be published with this execution's SUCCESS. Raises what publishing it would."""
         self.check_lease()
-        self.publications.append(self.make_publication(definition, key, params))
+        publication: Publication = self.make_publication(definition, key, params)
+        if self.span is not None:
+            publication.trace = self.span.carrier
+        self.publications.append(publication)
 
     def set_result(self, value: Any) -> None:
         """Keep the result for the end of a `transaction()`."""

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import inspect
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,6 +25,7 @@ import anyio.to_thread
 from taskmesh.clock import ServerClock
 from taskmesh.consumer.execution import Execution, Stop
 from taskmesh.consumer.finisher import Fate, Finisher
+from taskmesh.consumer.observer import Observer
 from taskmesh.consumer.pause import varied
 from taskmesh.consumer.pinger import Pinger
 from taskmesh.consumer.reasons import MAX_REASON_CHARS, reason_text, unstorable_text
@@ -31,11 +33,13 @@ from taskmesh.consumer.transactions import Transactions
 from taskmesh.context import BlockingTaskContext, TaskContext, enter
 from taskmesh.definition import TaskDefinition
 from taskmesh.errors import LeaseLost, Retry, Snooze, TaskFailed
+from taskmesh.logs import fields_of
 from taskmesh.store import Store
 from taskmesh.store.driver import Document
 from taskmesh.store.finish import Outcome
 from taskmesh.store.publish import Publication
 from taskmesh.task import Task
+from taskmesh.tracing import process_span
 from taskmesh.values import TooLarge, Unstorable, size_of
 
 if TYPE_CHECKING:
@@ -75,6 +79,7 @@ class Executor:
         report: Callable[[Execution], None],
         reports_written: Callable[[], Awaitable[None]],
         make_publication: Callable[[Any, str, Mapping[str, Any]], Publication],
+        observer: Observer | None = None,
     ) -> None:
         self._store = store
         self._worker_id = worker_id
@@ -87,6 +92,7 @@ class Executor:
         self._slot_freed = slot_freed
         self._report = report
         self._make_publication = make_publication
+        self._observer = observer
         self._transactions = Transactions(store, worker_id, clock, pinger, reports_written, self._success)
         self.executions: dict[str, Execution] = {}
         """What holds a slot here, by `_id`: until the outcome is recorded, and a plain handler's thread has ended."""
@@ -114,20 +120,25 @@ class Executor:
             return
         execution.stop_reason = reason
         if reason is not Stop.TIMEOUT:
-            logger.info("stopping %s (%s): %s", execution.id, execution.running_id, reason.value)
+            logger.info(
+                "stopping %s (%s): %s", execution.id, execution.running_id, reason.value, extra=fields_of(execution)
+            )
         if execution.handler_running and execution.task is not None:
             execution.task.cancel()
 
     def lose(self, execution: Execution) -> None:
         """The lease is gone: whatever the handler still does counts no more."""
         if not execution.ended and execution.stop_reason is None:
-            logger.warning("lease lost: task %s, execution %s", execution.id, execution.running_id)
+            logger.warning(
+                "lease lost: task %s, execution %s", execution.id, execution.running_id, extra=fields_of(execution)
+            )
             self.stop(execution, Stop.LEASE_LOST)
 
     # --- the pipeline ---
 
     async def _run(self, execution: Execution) -> None:
         task: Task | None = None
+        execution.span = process_span(execution)
         try:
             definition = self._definitions[execution.name]
             args, kwargs = definition.params.to_run(execution.document.get("params") or {})
@@ -145,7 +156,9 @@ class Executor:
             try:
                 await _maybe(self._after(task, ending))
             except Exception:
-                logger.exception("the hook 'after' failed for task %s", execution.id)
+                logger.exception("the hook 'after' failed for task %s", execution.id, extra=fields_of(execution))
+        if execution.span is not None:
+            execution.span.end(ending)
         await self._conclude(execution, ending)
 
     async def _call(
@@ -224,7 +237,12 @@ class Executor:
         """Judge what a handler (or a check before it) raised."""
         reason = execution.stop_reason
         if execution.recorded:
-            logger.warning("task %s raised after its transaction had recorded it: %r", execution.id, error)
+            logger.warning(
+                "task %s raised after its transaction had recorded it: %r",
+                execution.id,
+                error,
+                extra=fields_of(execution),
+            )
             return Ending("succeeded", value=execution.result)
         if reason is Stop.TIMEOUT:
             return Ending("failed", reason=_timeout_text(execution), error=error)
@@ -244,12 +262,16 @@ class Executor:
 
     async def _conclude(self, execution: Execution, ending: Ending) -> None:
         """Turn the ending into an outcome and hand it to the finisher."""
+        if self._observer is not None:
+            self._observer.ended(execution.name, ending.kind, time.monotonic() - execution.started)
         if execution.recorded:
             self._over(execution, "recorded")
             return
         if ending.kind == "succeeded":
             outcome = self._success(execution, ending.value)
         elif ending.kind == "failed":
+            reason = (ending.reason or "").partition("\n")[0]
+            logger.info("task %s failed: %s", execution.id, reason, extra=fields_of(execution))
             outcome = _failure(execution, ending)
         elif ending.kind == "snoozed":
             outcome = execution.outcome(
@@ -297,6 +319,7 @@ class Executor:
                 "the outcome of task %s came too late: execution %s had lost its lease",
                 execution.id,
                 execution.running_id,
+                extra=fields_of(execution),
             )
             # If that was since the task was cancelled meanwhile, its entry is to show that the handler has ended.
             self._finisher.add(_stopped(execution), lambda _: None)
@@ -314,7 +337,9 @@ class Executor:
         """Wait for the end of a plain handler's thread, which no cancellation can hasten."""
         if execution.thread_done is not None and not execution.thread_done.is_set():
             logger.warning(
-                "the thread of task %s goes on, though its execution is over: its slot stays taken", execution.id
+                "the thread of task %s goes on, though its execution is over: its slot stays taken",
+                execution.id,
+                extra=fields_of(execution),
             )
             await execution.thread_done.wait()
 

@@ -82,6 +82,7 @@ class Parts:
             lambda: self.executor.executions,
             lambda execution: self.executor.lose(execution),  # noqa: PLW0108 — the executor is made later
             settings.stall_limit_ms,
+            settings.observer,
         )
         self.executor = Executor(
             store,
@@ -96,6 +97,7 @@ class Parts:
             report=self.reporter.add,
             reports_written=self.reporter.written,
             make_publication=mesh.publication_of,
+            observer=settings.observer,
         )
         self.limits = Limits(
             store,
@@ -123,6 +125,7 @@ class Parts:
             next_running_id=self._next_running_id,
             is_busy=self._is_busy,
             want_more=self._want_more,
+            observer=settings.observer,
         )
         self._second_look = SecondLook(
             store,

@@ -19,6 +19,7 @@ from typing import Any
 from pymongo.errors import PyMongoError
 
 from taskmesh.consumer.execution import Execution
+from taskmesh.consumer.observer import Observer
 from taskmesh.store import Store
 from taskmesh.store.faults import is_over_deadline
 from taskmesh.store.lease import PING_DEADLINE_MS, ping, still_held
@@ -43,12 +44,14 @@ class Pinger:
         executions: Callable[[], dict[str, Execution]],
         lost: Callable[[Execution], None],
         stall_limit_ms: int,
+        observer: Observer | None = None,
     ) -> None:
         self._store = store
         self._loop = loop
         self._lost = lost
         self._stall_limit_s = stall_limit_ms / 1000
         self._executions = executions
+        self._observer = observer
         self._given_up: set[Execution] = set()
         self._tick_s = _TICK_S
         self._locked: set[str] = set()
@@ -177,6 +180,9 @@ class Pinger:
             return
         for execution, pair in zip(executions, pairs, strict=True):
             if held is None or pair in held:
+                if self._observer is not None:
+                    lease_s = execution.stored_option["worker_timeout_ms"] / 1000
+                    self._observer.renewed(execution.name, max(0.0, (execution.lease_until - sent) / lease_s))
                 execution.renewed(sent)
             else:
                 self._give_up(execution)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from taskmesh.consumer.executor import AfterHook, BeforeHook
+from taskmesh.consumer.observer import Observer
 from taskmesh.errors import InvalidOption
 
 DEFAULT_STALL_LIMIT_MS = 60_000
@@ -29,6 +30,8 @@ class Settings:
     before: BeforeHook | None
     after: AfterHook | None
     stall_limit_ms: int
+    observer: Observer | None = None
+    """Who measures it."""
     instance: str = field(default_factory=lambda: secrets.token_hex(6))
     """Tells this run from any other under the same worker id."""
 

@@ -14,6 +14,7 @@ import anyio
 
 from taskmesh.consumer.execution import Stop
 from taskmesh.consumer.parts import Parts
+from taskmesh.logs import fields_of
 
 logger = logging.getLogger("taskmesh.consumer")
 
@@ -77,7 +78,9 @@ async def _wait_for_handlers(parts: Parts) -> None:
         await asyncio.wait(left, timeout=deadline - time.monotonic())
     for execution in parts.executions:
         if not execution.ended:
-            logger.error("task %s ignores its cancellation: giving its task back", execution.id)
+            logger.error(
+                "task %s ignores its cancellation: giving its task back", execution.id, extra=fields_of(execution)
+            )
             parts.release(execution.id, execution.running_id)
 
 

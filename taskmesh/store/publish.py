@@ -313,6 +313,8 @@ def _new_wish(publication: Publication, now: datetime) -> Document:
     if publication.expire_time is not None or publication.run_again:
         state["expire_time"] = publication.expire_time
     changes: Document = {"params": params, "task_state": state}
+    if publication.trace is not None:
+        changes["trace"] = {"$literal": publication.trace}
     if publication.tuned:
         changes["task_option"] = {name: {"$literal": value} for name, value in publication.tuned.items()}
     return changes

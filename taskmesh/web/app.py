@@ -111,7 +111,7 @@ async def _metrics(request: Request) -> Response:
         text = await _fleet_metrics(mesh, await request.app.state.pulse.stats())
     except (PyMongoError, TaskMeshError) as error:
         return PlainTextResponse(f"the database does not answer ({type(error).__name__})\n", 503)
-    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+    return Response(text, media_type=metrics.CONTENT_TYPE)
 
 
 async def _not_found(request: Request, error: Exception) -> Response:

@@ -1,0 +1,92 @@
+"""What a worker answers over HTTP: `/livez`, `/readyz` and `/metrics`. A few lines, so that it needs no web framework.
+
+It runs in the event loop that it tells about: where that stands still, nobody answers, and that is an answer too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+
+from taskmesh.errors import TaskMeshError
+
+_DEADLINE_S = 10.0
+_LONGEST_REQUEST = 8_192
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What somebody who asked gets."""
+
+    body: bytes
+    status: HTTPStatus = HTTPStatus.OK
+    content_type: str = "application/json"
+
+
+Routes = Mapping[str, Callable[[], Awaitable[Answer]]]
+
+
+@dataclass(frozen=True)
+class Health:
+    """How it is. Not `live`: start it anew. Not `ready`: wait."""
+
+    live: bool
+    ready: bool
+    about: dict[str, Any] = field(default_factory=dict)
+
+
+def probes(look: Callable[[], Health]) -> Routes:
+    """Return what answers probes."""
+
+    async def livez() -> Answer:
+        health = look()
+        return _health(health, good=health.live)
+
+    async def readyz() -> Answer:
+        health = look()
+        return _health(health, good=health.live and health.ready)
+
+    return {"/livez": livez, "/readyz": readyz}
+
+
+def _health(health: Health, *, good: bool) -> Answer:
+    body = json.dumps({"live": health.live, "ready": health.ready, **health.about}).encode() + b"\n"
+    return Answer(body, HTTPStatus.OK if good else HTTPStatus.SERVICE_UNAVAILABLE)
+
+
+async def serve(host: str, port: int, routes: Routes) -> asyncio.Server:
+    """Answer until the server is closed. Raises `TaskMeshError` if the port is taken."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            async with asyncio.timeout(_DEADLINE_S):
+                head = await reader.readuntil(b"\r\n\r\n")
+                writer.write(await _response(head.split(b"\r\n", 1)[0].decode("latin-1"), routes))
+                await writer.drain()
+        writer.close()
+
+    try:
+        return await asyncio.start_server(answer, host, port, limit=_LONGEST_REQUEST)
+    except OSError as error:
+        raise TaskMeshError(f"nothing can be answered at {host}:{port}: {error}") from None
+
+
+async def _response(request: str, routes: Routes) -> bytes:
+    method, _, rest = request.partition(" ")
+    found = routes.get(rest.partition(" ")[0].partition("?")[0])
+    if method not in ("GET", "HEAD"):
+        answer = Answer(b"", HTTPStatus.METHOD_NOT_ALLOWED)
+    elif found is None:
+        answer = Answer(b"", HTTPStatus.NOT_FOUND)
+    else:
+        answer = await found()
+    head = (
+        f"HTTP/1.1 {answer.status.value} {answer.status.phrase}\r\nContent-Type: {answer.content_type}\r\n"
+        f"Content-Length: {len(answer.body)}\r\nCache-Control: no-store\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + (b"" if method == "HEAD" else answer.body)
