@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from types import FrameType
 from typing import Any
 
 from taskmesh.cli import FAILED, output
@@ -30,6 +31,8 @@ logger = logging.getLogger("taskmesh.worker")
 _EXIT_DEADLINE_S = 10.0
 _STOP_DEADLINE_S = 25.0
 """Beside the grace: what the consumer itself allows for giving back what is left, and a margin."""
+_STUCK_DEADLINE_S = 3.0
+"""For how long the event loop may leave a second signal unheard."""
 _LOOK_S = 0.2
 _BEAT_S = 1.0
 _SILENCE_MS = 10_000
@@ -61,7 +64,9 @@ class _Worker:
         self._options = options
         self._link = link
         self._consumer: Consumer | None = None
+        self._signals = 0
         self._stops = 0
+        """Signals that the loop has heard."""
         self._recycling = False
         self._main: asyncio.Task[Any] | None = None
         self._measured = worker_metrics() if options.metrics is not None else None
@@ -140,11 +145,23 @@ class _Worker:
             consumer.begin_stop(self._options.grace_ms)
 
     def _take_signals(self) -> None:
-        """Before anything else, so that none comes too early; the consumer then leaves them alone."""
+        """Before anything else, so that none comes too early; the consumer then leaves them alone.
+
+        Plain signal handlers, not the loop's: they also hear while a handler blocks the loop.
+        """
         loop = asyncio.get_running_loop()
+        self._last_resort.watch()
         self._link.when_alone(lambda: self._stop("the supervisor has gone"))
+
+        def take(number: int, _frame: FrameType | None) -> None:
+            self._signals += 1
+            if self._signals > 1:
+                self._last_resort.within(_STUCK_DEADLINE_S)
+            with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+                loop.call_soon_threadsafe(self._stop, signal.Signals(number).name)
+
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, self._stop, signal.Signals(number).name)
+            signal.signal(number, take)
 
     def _forced_status(self) -> int:
         """Everything that ran was given back, or not."""
@@ -153,7 +170,7 @@ class _Worker:
     def _stop(self, why: str) -> None:
         self._stops += 1
         grace_s = self._options.grace_ms / 1000 if self._stops == 1 else 0.0
-        self._last_resort.within(grace_s + _STOP_DEADLINE_S)
+        self._last_resort.after(grace_s + _STOP_DEADLINE_S)
         consumer = self._consumer
         if consumer is None or consumer.state == "ready":
             assert self._main is not None
@@ -197,7 +214,8 @@ class _LastResort:
     """Ends the process if it has not ended by itself in time: nothing that hangs may keep a worker that was told to stop.
 
     A thread of a handler can go on for ever, and so can the driver's own locks once its server has gone. A thread of its
-    own, since the event loop may be what hangs.
+    own, since the event loop may be what hangs; it is there from the beginning and takes no lock, since it is signal handlers
+    that tell it the time.
     """
 
     def __init__(self, status: Callable[[], int]) -> None:
@@ -205,15 +223,21 @@ class _LastResort:
         self._at = float("inf")
         self._thread = threading.Thread(target=self._end, name="taskmesh last resort", daemon=True)
 
+    def watch(self) -> None:
+        """Begin to look at the time."""
+        self._thread.start()
+
     def within(self, seconds: float) -> None:
         """End it after so long; a nearer end that was set before stays."""
         self._at = min(self._at, time.monotonic() + seconds)
-        if not self._thread.is_alive():
-            self._thread.start()
+
+    def after(self, seconds: float) -> None:
+        """End it after so long, whatever was set before: the event loop has heard, and turns."""
+        self._at = time.monotonic() + seconds
 
     def _end(self) -> None:
         while (left := self._at - time.monotonic()) > 0:
-            time.sleep(min(left, _LOOK_S))
+            time.sleep(min(left, 2 * _LOOK_S))
         logger.warning("something goes on after the stop: the process ends without it")
         sys.stdout.flush()
         sys.stderr.flush()

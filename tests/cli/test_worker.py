@@ -77,6 +77,19 @@ def test_after_the_grace_what_runs_is_given_back(taskmesh: Shell) -> None:
 
 
 @pytest.mark.slow
+def test_a_worker_whose_loop_is_stuck_still_exits_at_the_second_signal(taskmesh: Shell) -> None:
+    worker = taskmesh.worker("--worker-id", "w1")
+    taskmesh.done("publish", "hang", "k", '{"ms": 600000}')
+    worker.says("the event loop is blocked")
+    worker.signal(signal.SIGTERM)
+    worker.says("the event loop is blocked")  # it is not over: what runs has its grace
+    assert worker.process.poll() is None
+    worker.signal(signal.SIGINT)
+    assert worker.wait() == 1, "what ran was not given back"
+    assert "the process ends without it" in worker.err
+
+
+@pytest.mark.slow
 def test_a_thread_that_will_not_end_does_not_keep_the_process(taskmesh: Shell) -> None:
     worker = taskmesh.worker("--grace-ms", "100")
     taskmesh.done("publish", "block", "k", '{"ms": 600000}')

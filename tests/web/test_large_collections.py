@@ -1,0 +1,95 @@
+"""T43: the dashboard does not harm the database: pages stay small, and read by index no more than they show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from taskmesh import TaskMesh
+
+SIZES = [3_000, pytest.param(100_000, marks=pytest.mark.slow)]
+PAGES = (
+    "/",
+    "/tasks",
+    "/tasks?where=status:FAIL",
+    "/tasks?where=name:job+key:k1",
+    "/tasks?where=error:rained",
+    "/task?name=job&key=k1",
+    "/workers",
+    "/queues",
+    "/schedules",
+    "/api/v1/tasks",
+    "/api/v1/stats",
+)
+_COUNTED_TO = 10_001
+"""How far a page counts what waits in a queue."""
+
+
+@pytest.fixture
+async def large(mesh: TaskMesh, request: pytest.FixtureRequest) -> int:
+    """Make so many tasks with params of 10 kB, half of them failed, out of one that was published; return how many."""
+    count = int(request.param)
+    await mesh.publish("job", "template", {"text": "x" * 10_000})
+    number = {"$toString": "$n"}
+    stages: list[dict[str, Any]] = [
+        {"$match": {"_id": "job:template"}},
+        {"$set": {"n": {"$range": [0, count]}}},
+        {"$unwind": "$n"},
+        {
+            "$set": {
+                "_id": {"$concat": ["job:k", number]},
+                "key": {"$concat": ["k", number]},
+                "status": {"$cond": [{"$mod": ["$n", 2]}, "FAIL", "INIT"]},
+            }
+        },
+        {
+            "$set": {
+                "task_state.worker_states": {
+                    "$cond": [
+                        {"$eq": ["$status", "INIT"]},
+                        [],
+                        [
+                            {
+                                "state": "FAIL",
+                                "final": True,
+                                "worker_id": "w",
+                                "running_id": "r",
+                                "fail_reason": "it rained",
+                            }
+                        ],
+                    ]
+                },
+                "next_claim_time": {"$cond": [{"$eq": ["$status", "INIT"]}, "$next_claim_time", "$$REMOVE"]},
+            }
+        },
+        {"$unset": "n"},
+        {"$merge": {"into": "tasks"}},
+    ]
+    await (await mesh.store.driver.aggregate("tasks", stages)).to_list(None)
+    return count
+
+
+@pytest.mark.parametrize("large", SIZES, indirect=True)
+async def test_t43_every_page_is_small_and_reads_by_index_what_it_shows(
+    mesh: TaskMesh, client: httpx.AsyncClient, large: int
+) -> None:
+    database = mesh.store.driver.database
+    await database.create_collection("system.profile", capped=True, size=64_000_000)
+    await database.command({"profile": 2})
+    sizes = {}
+    for page in PAGES:
+        answer = await client.get(page)
+        assert answer.status_code == 200, f"{page}: {answer.text}"
+        sizes[page] = len(answer.content)
+    await database.command({"profile": 0})
+    assert {page: size for page, size in sizes.items() if size >= 500_000} == {}
+    profile = database["system.profile"].find(
+        {"ns": f"{database.name}.tasks", "op": {"$in": ["query", "command", "getmore"]}}
+    )
+    for operation in await profile.to_list(None):
+        told = f"{operation.get('planSummary')}: {operation['command']}"
+        assert not operation.get("hasSortStage"), told
+        assert operation.get("docsExamined", 0) <= min(large + 1, _COUNTED_TO), told
+        assert operation.get("responseLength", 0) < 500_000, told
