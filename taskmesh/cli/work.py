@@ -8,15 +8,13 @@ import logging
 import os
 import signal
 import sys
-import threading
-import time
-from collections.abc import AsyncIterator, Callable
-from types import FrameType
+from collections.abc import AsyncIterator
 from typing import Any
 
 from taskmesh.cli import FAILED, output
 from taskmesh.cli.dump import dump_on_signal
 from taskmesh.cli.endpoints import Health, Routes, probes, serve
+from taskmesh.cli.last_resort import LastResort
 from taskmesh.cli.link import HOPELESS, Link
 from taskmesh.cli.loading import CannotLoad, load_mesh
 from taskmesh.cli.measuring import metrics, worker_metrics
@@ -31,8 +29,6 @@ logger = logging.getLogger("taskmesh.worker")
 _EXIT_DEADLINE_S = 10.0
 _STOP_DEADLINE_S = 25.0
 """Beside the grace: what the consumer itself allows for giving back what is left, and a margin."""
-_STUCK_DEADLINE_S = 3.0
-"""For how long the event loop may leave a second signal unheard."""
 _LOOK_S = 0.2
 _BEAT_S = 1.0
 _SILENCE_MS = 10_000
@@ -64,13 +60,12 @@ class _Worker:
         self._options = options
         self._link = link
         self._consumer: Consumer | None = None
-        self._signals = 0
         self._stops = 0
         """Signals that the loop has heard."""
         self._recycling = False
         self._main: asyncio.Task[Any] | None = None
         self._measured = worker_metrics() if options.metrics is not None else None
-        self._last_resort = _LastResort(self._forced_status)
+        self._last_resort = LastResort(self._forced_status)
 
     async def run(self) -> None:
         self._main = asyncio.current_task()
@@ -145,23 +140,15 @@ class _Worker:
             consumer.begin_stop(self._options.grace_ms)
 
     def _take_signals(self) -> None:
-        """Before anything else, so that none comes too early; the consumer then leaves them alone.
-
-        Plain signal handlers, not the loop's: they also hear while a handler blocks the loop.
-        """
+        """Before anything else, so that none comes too early; the consumer then leaves them alone."""
         loop = asyncio.get_running_loop()
-        self._last_resort.watch()
         self._link.when_alone(lambda: self._stop("the supervisor has gone"))
 
-        def take(number: int, _frame: FrameType | None) -> None:
-            self._signals += 1
-            if self._signals > 1:
-                self._last_resort.within(_STUCK_DEADLINE_S)
+        def heard(number: int) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
                 loop.call_soon_threadsafe(self._stop, signal.Signals(number).name)
 
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, take)
+        self._last_resort.watch((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), heard)
 
     def _forced_status(self) -> int:
         """Everything that ran was given back, or not."""
@@ -208,37 +195,3 @@ def banner(title: str, *, runs: str, source: str, at_once: str, grace_ms: int) -
     output.say(f"  stop     Ctrl-C or SIGTERM; what runs has {grace_ms / 1000:g} s; again: at once")
     with contextlib.suppress(OSError):
         sys.stdout.flush()
-
-
-class _LastResort:
-    """Ends the process if it has not ended by itself in time: nothing that hangs may keep a worker that was told to stop.
-
-    A thread of a handler can go on for ever, and so can the driver's own locks once its server has gone. A thread of its
-    own, since the event loop may be what hangs; it is there from the beginning and takes no lock, since it is signal handlers
-    that tell it the time.
-    """
-
-    def __init__(self, status: Callable[[], int]) -> None:
-        self._status = status
-        self._at = float("inf")
-        self._thread = threading.Thread(target=self._end, name="taskmesh last resort", daemon=True)
-
-    def watch(self) -> None:
-        """Begin to look at the time."""
-        self._thread.start()
-
-    def within(self, seconds: float) -> None:
-        """End it after so long; a nearer end that was set before stays."""
-        self._at = min(self._at, time.monotonic() + seconds)
-
-    def after(self, seconds: float) -> None:
-        """End it after so long, whatever was set before: the event loop has heard, and turns."""
-        self._at = time.monotonic() + seconds
-
-    def _end(self) -> None:
-        while (left := self._at - time.monotonic()) > 0:
-            time.sleep(min(left, 2 * _LOOK_S))
-        logger.warning("something goes on after the stop: the process ends without it")
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(self._status())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -111,16 +112,17 @@ def test_a_signal_while_it_still_connects_ends_it_with_0(taskmesh: Shell) -> Non
 
 
 def test_sigusr1_dumps_stacks_and_running_keys_and_it_goes_on(taskmesh: Shell) -> None:
-    worker = taskmesh.worker("--worker-id", "w1")
-    for name in ("nap", "block"):
-        taskmesh.done("publish", name, f"a-{name}-key", '{"ms": 2500}')
+    worker = taskmesh.worker("--worker-id", "w1", "--grace-ms", "100")
+    for name, ms in (("nap", 600_000), ("block", 8_000)):
+        taskmesh.done("publish", name, f"a-{name}-key", json.dumps({"ms": ms}))
         taskmesh.until("RUNNING", name, f"a-{name}-key")
     worker.signal(signal.SIGUSR1)
     worker.says("--- end")
     assert "worker w1: running, 2 running" in worker.err
     for hint in ("a-nap-key", "a-block-key", "app.py", "in block", "line"):
         assert hint in worker.err
-    taskmesh.until("SUCCESS", "nap", "a-nap-key")
+    taskmesh.done("publish", "add", "k", '{"a": 1, "b": 2}')
+    taskmesh.until("SUCCESS", "add", "k")
     assert worker.stop() == 0
 
 

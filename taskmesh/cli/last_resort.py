@@ -1,0 +1,79 @@
+"""A thread that hears the signals of a worker and ends the process if it has not ended by itself in time.
+
+Nothing that hangs may keep a worker that was told to stop: a thread of a handler can go on for ever, so can the driver's own
+locks once its server has gone, and a handler can block the event loop itself. So signals come by Python's wakeup descriptor,
+to which the interpreter writes whatever its main thread is doing, and to this thread, which takes no lock that a handler could
+hold.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection
+
+logger = logging.getLogger("taskmesh.worker")
+
+STUCK_DEADLINE_S = 3.0
+"""For how long the event loop may leave a second signal unheard."""
+_WOKEN = b"\0"
+
+
+class LastResort:
+    """Tells of signals, and ends the process when its time is over. `watch` is called in the main thread."""
+
+    def __init__(self, status: Callable[[], int]) -> None:
+        """`status`: what the exit status of a process is that has to be ended."""
+        self._status = status
+        self._at = float("inf")
+        self._reading, self._writing = socket.socketpair()
+        self._writing.setblocking(False)
+        self._signals = 0
+
+    def watch(self, numbers: Collection[int], heard: Callable[[int], None]) -> None:
+        """Hear these signals from now on; `heard` is called for each, in the thread. The second is not to be left unheard."""
+        signal.set_wakeup_fd(self._writing.fileno(), warn_on_full_buffer=False)
+        for number in numbers:
+            signal.signal(number, _leave_it_to_the_thread)
+        run = threading.Thread(target=self._run, args=[frozenset(numbers), heard], name="taskmesh last resort")
+        run.daemon = True
+        run.start()
+
+    def within(self, seconds: float) -> None:
+        """End the process after so long; a nearer end that was set before stays."""
+        self._set(min(self._at, time.monotonic() + seconds))
+
+    def after(self, seconds: float) -> None:
+        """End the process after so long, whatever was set before: the event loop has heard, and turns."""
+        self._set(time.monotonic() + seconds)
+
+    def _set(self, at: float) -> None:
+        self._at = at
+        try:
+            self._writing.send(_WOKEN)
+        except BlockingIOError:
+            return  # it is about to wake up as it is
+
+    def _run(self, numbers: frozenset[int], heard: Callable[[int], None]) -> None:
+        while (left := self._at - time.monotonic()) > 0:
+            readable, _, _ = select.select([self._reading], [], [], None if left == float("inf") else left)
+            for number in self._reading.recv(64) if readable else b"":
+                if number in numbers:
+                    self._signals += 1
+                    if self._signals > 1:
+                        self._at = min(self._at, time.monotonic() + STUCK_DEADLINE_S)
+                    heard(number)
+        logger.warning("something goes on after the stop: the process ends without it")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(self._status())
+
+
+def _leave_it_to_the_thread(_number: int, _frame: object) -> None:
+    """Do nothing: but that there is a handler makes the interpreter write to the wakeup descriptor."""
