@@ -6,10 +6,7 @@ import asyncio
 import os
 import time
 import weakref
-from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Self
-
-from pymongo.errors import PyMongoError, ServerSelectionTimeoutError
 
 from taskmesh.clock import ServerClock
 from taskmesh.errors import TaskMeshError
@@ -17,14 +14,11 @@ from taskmesh.events import EventReader
 from taskmesh.feed import Feed
 from taskmesh.results import Results
 from taskmesh.store import Store, fleet, schema
-from taskmesh.store.faults import is_passing
+from taskmesh.store.faults import patiently
 from taskmesh.workers import Registry
 
 if TYPE_CHECKING:
     from taskmesh.consumer import Consumer
-
-_PATIENCE_S = 30.0
-_PAUSE_S = 0.1
 
 
 class Connected:
@@ -83,7 +77,7 @@ class Connected:
             await schema.check_server(store)
             for _ in range(3):
                 await sample(clock, store)
-            await _patiently(lambda: schema.create(store))
+            await patiently(lambda: schema.create(store))
         except BaseException:
             await store.close()
             await self._leave_embedded()
@@ -141,18 +135,3 @@ async def sample(clock: ServerClock, store: Store) -> None:
     """Ask the server for its time. A consumer hears of it with every sign of life; who only publishes has to ask."""
     sent = time.monotonic()
     clock.observe(await fleet.server_time(store), sent, time.monotonic())
-
-
-async def _patiently(call: Callable[[], Awaitable[object]]) -> None:
-    """Do what is safe to repeat; again while the database falters, as in an election, which the driver repeats only in part."""
-    give_up = time.monotonic() + _PATIENCE_S
-    while True:
-        try:
-            await call()
-        except PyMongoError as error:
-            waited = isinstance(error, ServerSelectionTimeoutError)  # for as long as the client allows
-            if waited or not is_passing(error) or time.monotonic() > give_up:
-                raise
-        else:
-            return
-        await asyncio.sleep(_PAUSE_S)

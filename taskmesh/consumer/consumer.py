@@ -29,6 +29,7 @@ from taskmesh.consumer.stopping import DEFAULT_GRACE_MS, StopWish, unless_it_tak
 from taskmesh.errors import WorkerIdTaken
 from taskmesh.events import DEFAULT_BUFFER, EventReader
 from taskmesh.store.driver import Document
+from taskmesh.store.faults import patiently
 
 if TYPE_CHECKING:
     from taskmesh.mesh import TaskMesh
@@ -176,7 +177,7 @@ class Consumer:
             ordered=self._obey,
             id_lost=self._lose_id,
         )
-        await parts.registration.enter()
+        await patiently(parts.registration.enter)
         self.state = "running"
         if self.paused:  # by its user, before it ran
             parts.set_claiming(False)

@@ -33,6 +33,7 @@ from taskmesh.consumer.settings import Settings
 from taskmesh.consumer.ticker import Ticker
 from taskmesh.store import fleet
 from taskmesh.store.driver import Document
+from taskmesh.store.faults import patiently
 from taskmesh.store.finish import Outcome
 
 if TYPE_CHECKING:
@@ -185,7 +186,7 @@ class Parts:
 
     async def start(self, loops: anyio.abc.TaskGroup) -> None:
         """Begin to work. The loops run until their task group is cancelled."""
-        await self.read_queues()
+        await patiently(self.read_queues)
         self.pinger.start()
         if self.settings.listen:
             await self.listener.open()  # before the first scan, so that nothing falls in between

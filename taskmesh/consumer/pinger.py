@@ -103,7 +103,8 @@ class Pinger:
         with self._changed:
             self._stopping = True
             self._changed.notify()
-        await asyncio.to_thread(self._thread.join)
+        if self._thread.ident is not None:  # it was started
+            await asyncio.to_thread(self._thread.join)
 
     def _beat(self) -> None:
         """Show the thread that the loop turns, and end what has outlived its lease: the thread may hang in a ping."""

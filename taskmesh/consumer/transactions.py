@@ -112,7 +112,7 @@ class Transactions:
                     await _write(self._store, session, record)
                     await _commit(session, asyncio.sleep)
             except PyMongoError as error:
-                if not is_passing(error):
+                if not (is_passing(error) or is_over_deadline(error)):
                     raise
                 with suppress(PyMongoError):
                     if (await standing(self._store, [outcome]))[outcome] == "recorded":
@@ -305,7 +305,8 @@ async def _block(
             await _write(store, session, record)
             await _commit(session, pause)
         except PyMongoError as error:
-            if _outlived(error, started, limit_s) or not error.has_error_label(_TRANSIENT):
+            undone = error.has_error_label(_TRANSIENT) or is_over_deadline(error)
+            if _outlived(error, started, limit_s) or not undone:
                 raise
             raise Snooze("the task was changed by others during its transaction, which is undone") from error
         recorded = True

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-from pymongo.errors import ConnectionFailure, OperationFailure, PyMongoError, WriteConcernError
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from pymongo.errors import (
+    ConnectionFailure,
+    OperationFailure,
+    PyMongoError,
+    ServerSelectionTimeoutError,
+    WriteConcernError,
+)
 
 _OVER_DEADLINE = 50
+_PATIENCE_S = 30.0
+_PAUSE_S = 0.1
 _PASSING = {
     6,
     7,
@@ -45,3 +57,18 @@ def is_passing(error: BaseException) -> bool:
 def is_over_deadline(error: BaseException) -> bool:
     """Whether the server gave up at our deadline, perhaps half-way: most likely a document of the set is locked."""
     return isinstance(error, OperationFailure) and error.code == _OVER_DEADLINE
+
+
+async def patiently(call: Callable[[], Awaitable[object]]) -> None:
+    """Do what is safe to repeat; again while the database falters, as in an election, which the driver repeats only in part."""
+    give_up = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            await call()
+        except PyMongoError as error:
+            waited = isinstance(error, ServerSelectionTimeoutError)  # for as long as the client allows
+            if waited or not (is_passing(error) or is_over_deadline(error)) or time.monotonic() > give_up:
+                raise
+        else:
+            return
+        await asyncio.sleep(_PAUSE_S)

@@ -17,7 +17,7 @@ LARGE_MODELS = {
     "one place, three workers": Model(3, 1, 5, option={"max_unexpected_retries": 1, "max_timeouts": 1}),
     "one place, two workers who come back": Model(2, 2, 5, option={"max_unexpected_retries": 2, "max_timeouts": 2}),
     "two places, three workers": Model(
-        3, 1, 5, option={"concurrent_worker_cnt": 2, "max_unexpected_retries": 1, "max_timeouts": 1}
+        3, 1, 4, option={"concurrent_worker_cnt": 2, "max_unexpected_retries": 1, "max_timeouts": 1}
     ),
     "two places, two workers who come back, each with a delay of its own": Model(
         2,
