@@ -96,10 +96,27 @@ class Executor:
         self._transactions = Transactions(store, worker_id, clock, pinger, reports_written, self._success)
         self.executions: dict[str, Execution] = {}
         """What holds a slot here, by `_id`: until the outcome is recorded, and a plain handler's thread has ended."""
+        self._recording: set[Execution] = set()
+        """Whose outcomes are on their way to the database."""
         self._threads = anyio.CapacityLimiter(1)
         self._processes: Processes | None = None
         self.started = 0
         self.finished = 0
+
+    def free_slots(self, concurrency: int) -> int:
+        """Return how many executions may begin now.
+
+        A handler that has ended makes room though its outcome is still on its way to the database: so the next tasks are
+        claimed meanwhile. But no more than half as many again may be on their way; with one slot, each task is recorded
+        before the next begins.
+        """
+        held = len(self.executions)
+        return max(0, min(concurrency - (held - len(self._recording)), concurrency + concurrency // 2 - held))
+
+    @property
+    def running(self) -> list[Execution]:
+        """Those whose handlers are at work, or about to be."""
+        return [execution for execution in self.executions.values() if execution not in self._recording]
 
     # --- start and stop ---
 
@@ -289,7 +306,18 @@ class Executor:
         if outcome.kind == "succeeded" and execution.publications:
             await self._record_with_publications(execution, outcome)
             return
-        self._finisher.add(outcome, lambda fate: self._over(execution, fate))
+        self._record(execution, outcome)
+
+    def _record(self, execution: Execution, outcome: Outcome) -> None:
+        """Have the outcome recorded; the execution is over when it has its fate."""
+
+        def over(fate: Fate) -> None:
+            self._recording.discard(execution)
+            self._over(execution, fate)
+
+        self._recording.add(execution)
+        self._finisher.add(outcome, over)
+        self._slot_freed()
 
     def _success(self, execution: Execution, value: Any) -> Outcome:
         try:
@@ -306,7 +334,7 @@ class Executor:
             self._over(execution, "lost")
         except Exception as error:  # noqa: BLE001 — what is published may be refused in any way
             failure = _failure(execution, Ending("failed", reason=reason_text(error)))
-            self._finisher.add(failure, lambda fate: self._over(execution, fate))
+            self._record(execution, failure)
         else:
             self._over(execution, "recorded")
 

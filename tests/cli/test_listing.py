@@ -149,6 +149,7 @@ def test_odd_values_become_json(taskmesh: Shell, mongo_uri: str, database: str) 
     assert "AP8=" in taskmesh.done("show", "add", "k").out
 
 
+@pytest.mark.slow
 def test_watch_shows_it_again_until_ctrl_c(taskmesh: Shell) -> None:
     watching = taskmesh.start("ls", "--watch", "0.1", "--json")
     watching.says("[]\n", times=3)

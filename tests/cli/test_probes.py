@@ -103,6 +103,7 @@ def test_a_port_that_is_taken_is_told(taskmesh: Shell) -> None:
             assert "Traceback" not in ended.err
 
 
+@pytest.mark.slow
 def test_a_supervisor_answers_for_its_children(taskmesh: Shell) -> None:
     supervisor = taskmesh.start(
         "worker", "app:mesh", "--processes", "2", "--worker-id", "w", "--health-port", "0", "--grace-ms", "1000"

@@ -33,6 +33,7 @@ def replaced(taskmesh: Shell, worker_id: str, before: int) -> None:
     wait_until(lambda: pids(taskmesh).get(worker_id, before) != before, DEADLINE_S, what=f"{worker_id} is replaced")
 
 
+@pytest.mark.slow
 def test_children_have_derived_ids_and_the_supervisor_says_what_it_does(taskmesh: Shell) -> None:
     supervisor = fleet(taskmesh)
     found = pids(taskmesh)
@@ -43,6 +44,7 @@ def test_children_have_derived_ids_and_the_supervisor_says_what_it_does(taskmesh
     assert supervisor.stop() == 0
 
 
+@pytest.mark.slow
 def test_without_an_id_one_is_made_up(taskmesh: Shell) -> None:
     supervisor = taskmesh.start("worker", "app:mesh", "--processes", "2")
     supervisor.says("all 2 workers are ready")
@@ -72,7 +74,7 @@ def test_a_task_that_kills_its_worker_again_and_again_does_not_end_the_superviso
     assert supervisor.stop() == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_the_first_signal_stops_all_gracefully_with_0(taskmesh: Shell, number: int) -> None:
     supervisor = fleet(taskmesh)
     for key in ("a", "b", "c"):
@@ -85,6 +87,7 @@ def test_the_first_signal_stops_all_gracefully_with_0(taskmesh: Shell, number: i
     assert pids(taskmesh) == {}
 
 
+@pytest.mark.slow
 def test_the_second_signal_stops_all_at_once(taskmesh: Shell) -> None:
     supervisor = fleet(taskmesh)
     taskmesh.done("publish", "nap", "k", '{"ms": 600000}')
@@ -96,6 +99,7 @@ def test_the_second_signal_stops_all_at_once(taskmesh: Shell) -> None:
     assert taskmesh.status("nap", "k") == "INIT"
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_the_terminal_reaches_the_children_once(taskmesh: Shell) -> None:
     supervisor = fleet(taskmesh)
     taskmesh.done("publish", "nap", "k", '{"ms": 2500}')
@@ -192,6 +196,7 @@ def test_a_process_that_grows_too_large_is_replaced(taskmesh: Shell) -> None:
     assert supervisor.stop() == 0
 
 
+@pytest.mark.slow
 def test_sigusr1_reaches_the_children(taskmesh: Shell) -> None:
     supervisor = fleet(taskmesh)
     supervisor.signal(signal.SIGUSR1)
@@ -199,6 +204,7 @@ def test_sigusr1_reaches_the_children(taskmesh: Shell) -> None:
     assert supervisor.stop() == 0
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_stopped_from_afar_stays_stopped(taskmesh: Shell) -> None:
     supervisor = fleet(taskmesh)
     taskmesh.done("stop-worker", "w-1", "--wait")
@@ -207,6 +213,7 @@ def test_a_worker_that_is_stopped_from_afar_stays_stopped(taskmesh: Shell) -> No
     assert supervisor.wait() == 0
 
 
+@pytest.mark.slow
 def test_a_child_that_somebody_else_terminates_is_replaced(taskmesh: Shell) -> None:
     supervisor = fleet(taskmesh)
     before = pids(taskmesh)["w-2"]

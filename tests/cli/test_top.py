@@ -24,6 +24,7 @@ def test_top_shows_tasks_queues_and_workers_once(taskmesh: Shell) -> None:
     assert [queue["queue"] for queue in told["queues"]] == ["q"]
 
 
+@pytest.mark.slow
 def test_top_goes_on_until_ctrl_c(taskmesh: Shell) -> None:
     top = taskmesh.start("top", "--every", "0.2")
     top.says("oldest claimable", times=3)

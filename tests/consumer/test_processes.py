@@ -59,6 +59,7 @@ async def test_a_child_is_used_again(mesh: TaskMesh) -> None:
     await eventually(lambda: gone(*pids), what="the idle child ends with its consumer")
 
 
+@pytest.mark.slow
 async def test_several_run_side_by_side_and_few_stay_idle(mesh: TaskMesh, tmp_path: Path) -> None:
     wait_for_file = define(mesh, handlers.wait_for_file)
     count = MAX_IDLE + 2
@@ -78,11 +79,11 @@ async def test_several_run_side_by_side_and_few_stay_idle(mesh: TaskMesh, tmp_pa
 @pytest.mark.parametrize(
     ("fn", "params", "reason"),
     [
-        (handlers.end_at_once, {"code": 3}, "exit code 3"),
+        pytest.param(handlers.end_at_once, {"code": 3}, "exit code 3", marks=pytest.mark.slow),
         (handlers.end_at_once, {"code": 0}, "exit code 0"),
         (handlers.segfault, {}, "SIGSEGV"),
-        (handlers.segfault_with_a_child_that_holds_on, {}, "SIGSEGV"),
-        (handlers.kill_self, {"number": signal.SIGKILL}, "SIGKILL"),
+        pytest.param(handlers.segfault_with_a_child_that_holds_on, {}, "SIGSEGV", marks=pytest.mark.slow),
+        pytest.param(handlers.kill_self, {"number": signal.SIGKILL}, "SIGKILL", marks=pytest.mark.slow),
     ],
     ids=["_exit(3)", "_exit(0)", "segfault", "segfault beside a fork", "SIGKILL"],
 )

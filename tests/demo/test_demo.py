@@ -55,6 +55,7 @@ def test_its_database_is_dropped_unless_it_is_to_be_kept(taskmesh: Shell) -> Non
         client.drop_database(database)
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_no_process_and_no_database(taskmesh: Shell) -> None:
     demo = taskmesh.start("demo")
     demo.says("worker-1: ")

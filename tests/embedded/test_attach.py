@@ -88,6 +88,7 @@ def test_the_server_survives_the_process_that_started_it(place: Path) -> None:
             assert mongods_in(place) == [other.mongod]
 
 
+@pytest.mark.slow
 def test_a_forked_child_keeps_the_server_that_its_parent_attached_to(place: Path) -> None:
     script = """
 import json, os, sys
@@ -111,6 +112,7 @@ os.kill(os.getpid(), 9)
         user.process.stdin.close()
 
 
+@pytest.mark.slow
 def test_data_of_an_earlier_run_is_there_again_on_the_same_port(place: Path) -> None:
     with attach(place) as server:
         write(server.uri, 1)
@@ -145,7 +147,14 @@ def test_who_attaches_while_the_last_one_leaves_gets_a_server(place: Path) -> No
         assert len(keys(server.uri)) == 9
 
 
-@pytest.mark.parametrize("state", ["", "{", '{"pid": 1, "port": 1, "watchdog": 1}'])
+@pytest.mark.parametrize(
+    "state",
+    [
+        pytest.param("", marks=pytest.mark.slow),
+        pytest.param("{", marks=pytest.mark.slow),
+        '{"pid": 1, "port": 1, "watchdog": 1}',
+    ],
+)
 def test_files_that_a_killed_watchdog_left_are_cleaned_up(place: Path, state: str) -> None:
     with attach(place):
         pass
@@ -164,6 +173,7 @@ def test_a_killed_mongod_is_replaced_at_the_next_attach_with_all_its_data(place:
             assert keys(again.uri) == [1]
 
 
+@pytest.mark.slow
 def test_a_killed_watchdog_takes_its_mongod_along(place: Path) -> None:
     with attach(place) as server:
         write(server.uri, 1)

@@ -86,7 +86,9 @@ async def kill_some(fleet: Fleet, workers: list[Worker], chance: random.Random, 
 
 
 @pytest.mark.parametrize(
-    ("processes", "seconds"), [(4, 10.0), pytest.param(8, 60.0, marks=pytest.mark.slow)], ids=["short", "long"]
+    ("processes", "seconds"),
+    [pytest.param(4, 10.0, marks=pytest.mark.slow), pytest.param(8, 60.0, marks=pytest.mark.slow)],
+    ids=["short", "long"],
 )
 async def test_t40_running_limits_hold_while_workers_are_killed(
     mesh: TaskMesh,

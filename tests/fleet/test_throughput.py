@@ -10,6 +10,7 @@ from tests.waiting import eventually
 from tests.working import all_working
 
 
+@pytest.mark.slow
 async def test_the_fleets_throughput_is_seen_and_falls_to_nothing_when_it_is_idle(mesh: TaskMesh) -> None:
     @mesh.task
     async def work() -> None: ...

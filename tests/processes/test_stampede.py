@@ -69,6 +69,7 @@ def _writes(documents: Collection[dict[str, Any]]) -> tuple[int, int]:
     return metrics["document"]["updated"], metrics["operation"]["writeConflicts"]
 
 
+@pytest.mark.slow
 async def test_t14_one_task_for_many_idle_workers_costs_a_few_attempts(fleet: Fleet, handlers: Handlers) -> None:
     workers = fleet.start_many(8)
     assert await (await handlers.work.publish("lonely", ms=200)).result(30)
