@@ -90,7 +90,7 @@ class Consumer:
     @property
     def running(self) -> list[str]:
         """The keys of the tasks that run here."""
-        return [] if self._parts is None else [execution.key for execution in self._parts.executor.running]
+        return [execution.key for execution in self._executions()]
 
     @property
     def finished(self) -> int:

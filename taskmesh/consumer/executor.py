@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("taskmesh.executor")
 
+_MANY_SLOTS = 50
+
 BeforeHook = Callable[[Task], Awaitable[None] | None]
 AfterHook = Callable[[Task, "Ending"], Awaitable[None] | None]
 
@@ -106,17 +108,14 @@ class Executor:
     def free_slots(self, concurrency: int) -> int:
         """Return how many executions may begin now.
 
-        A handler that has ended makes room though its outcome is still on its way to the database: so the next tasks are
-        claimed meanwhile. But no more than half as many again may be on their way; with one slot, each task is recorded
-        before the next begins.
+        Where there are many slots, a handler that has ended makes room though its outcome is still on its way to the
+        database: so the next tasks are claimed meanwhile. But only half as many again may be on their way. Where there are
+        few, each outcome is recorded before another task has its slot.
         """
         held = len(self.executions)
-        return max(0, min(concurrency - (held - len(self._recording)), concurrency + concurrency // 2 - held))
-
-    @property
-    def running(self) -> list[Execution]:
-        """Those whose handlers are at work, or about to be."""
-        return [execution for execution in self.executions.values() if execution not in self._recording]
+        at_work = held - len(self._recording)
+        beside = concurrency // 2 if concurrency >= _MANY_SLOTS else 0
+        return max(0, min(concurrency - at_work, concurrency + beside - held))
 
     # --- start and stop ---
 

@@ -301,7 +301,7 @@ class Parts:
             "names": self.settings.names,
             "queues": self.settings.queues,
             "concurrency": self.settings.concurrency,
-            "running": len(self.executor.running),
+            "running": len(self.executor.executions),
             "started": self.executor.started,
             "finished": self.executor.finished,
             **self._state(),

@@ -167,9 +167,9 @@ async def test_t33_past_run_timeout_the_process_is_gone_and_its_slot_is_free(mes
     add = define(mesh, handlers.add)
     pid_file = tmp_path / "pid"
     async with working(mesh, concurrency=1):
-        handle = await loop_for_ever.configure(run_timeout_ms=1000).publish("k", pid_file=str(pid_file))
+        handle = await loop_for_ever.configure(run_timeout_ms=3_000).publish("k", pid_file=str(pid_file))
         with pytest.raises(TaskError, match="run_timeout_ms"):
-            await handle.result(10)
+            await handle.result(20)
         assert gone(*await pids_in(pid_file))
         assert await (await add.publish("next", a=1)).result(10) == 2
 
