@@ -80,7 +80,7 @@ async def test_a_shorter_grace_hastens_a_stop_that_is_under_way(mesh: TaskMesh) 
 
     await job.publish("k")
     async with working(mesh) as consumer:
-        await status_is(mesh, "job", "k", Status.RUNNING)
+        await eventually(lambda: consumer.running == ["k"])
         patient = asyncio.create_task(consumer.stop(grace_ms=60_000))
         await eventually(lambda: consumer.state == "stopping")
         async with asyncio.timeout(5):
