@@ -161,7 +161,7 @@ class Executor:
             if self._before is not None or self._after is not None:
                 task = Task.from_document(execution.document)
             if self._before is not None and task is not None:
-                await _maybe(self._before(task))
+                await self._call_before(execution, self._before(task))
             value = await self._call(execution, definition, args, kwargs)
         except BaseException as error:  # noqa: BLE001 — whatever a handler raises ends its own execution and nothing else
             ending = self._ending_of(execution, error)
@@ -176,6 +176,14 @@ class Executor:
         if execution.span is not None:
             execution.span.end(ending)
         await self._conclude(execution, ending)
+
+    async def _call_before(self, execution: Execution, called: Awaitable[None] | None) -> None:
+        """Wait for the hook, which a stop cancels as it does the handler."""
+        execution.handler_running = True
+        try:
+            await _maybe(called)
+        finally:
+            execution.handler_running = False
 
     async def _call(
         self, execution: Execution, definition: TaskDefinition[Any, Any], args: list[Any], kwargs: dict[str, Any]
