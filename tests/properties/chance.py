@@ -74,7 +74,8 @@ class Chance:
         kind = self._kind(_OF_TASKS)
         if self._holding(world, group):
             further = 5 if self._able(world, group) else 0  # what several do to one task at once is the hardest
-            kind = self.random.choices((kind, "finish", "ping", "report", "claim"), (5, 4, 1, 1, further))[0]
+            kinds = (kind, "finish", "ping", "report", "cancel", "claim")
+            kind = self.random.choices(kinds, (5, 4, 1, 1, 1, further))[0]
         elif self._stopping(world, group) and self.random.random() < 0.6:
             kind = self.random.choice(("note_stopped", "note_stopped", "finish", "report", "ping"))
         elif not self._able(world, group) and self.random.random() < 0.4:
