@@ -149,7 +149,10 @@ def _is_of_same_origin(headers: Headers) -> bool:
         return False
     origin = headers.get("origin")
     if origin is not None:
-        return origin != "null" and urlsplit(origin).netloc.lower() == headers.get("host", "").lower()
+        try:
+            return origin != "null" and urlsplit(origin).netloc.lower() == headers.get("host", "").lower()
+        except ValueError:  # it is no address at all
+            return False
     return site is not None or "x-taskmesh" in headers
 
 

@@ -33,6 +33,7 @@ from taskmesh.where import TaskFilter, milliseconds
 
 SHORTEST_TOKEN = 16
 _FLASH = "taskmesh_told"
+_LONGEST_TOLD = 3_500
 _WRONG_TOKEN_COSTS_S = 0.5
 _COUNT_AT_MOST = 10_000
 _COUNT_WITHIN_MS = 120
@@ -125,7 +126,13 @@ def _back(request: Request, where: str, text: str, kind: str = "good") -> Respon
     """Lead back to a page of ours, and tell there what happened."""
     safe = where if where.startswith("/") and not where.startswith(("//", "/\\")) else "/"
     response = RedirectResponse(prefix_of(request.scope) + safe, 303)
-    told = quote(json.dumps({"kind": kind, "text": text[:500]}))
+    told = quote(json.dumps({"kind": kind, "text": text[:500]}, ensure_ascii=False).encode("utf-8", "replace"))
+    if (
+        len(told) > _LONGEST_TOLD
+    ):  # a browser drops a cookie of more than 4 096 bytes, and nobody would be told anything
+        told = quote(
+            json.dumps({"kind": kind, "text": text[:200] + " …"}, ensure_ascii=False).encode("utf-8", "replace")
+        )
     response.set_cookie(_FLASH, told, max_age=60, httponly=True, samesite="strict", path=_cookie_path(request))
     return response
 

@@ -8,6 +8,7 @@ import pytest
 from taskmesh import InvalidOption, TaskMesh
 from taskmesh.web import create_app, serve
 from taskmesh.web.guard import LOOPBACK
+from taskmesh.web.operations import OPERATIONS
 from taskmesh.web.serve import is_loopback
 from tests.web.conftest import ORIGIN, browser
 
@@ -39,6 +40,9 @@ def test_loopback_is_known_by_any_of_its_names(host: str) -> None:
         ({"Origin": ORIGIN, "Sec-Fetch-Site": "cross-site"}, 403),
         ({"Origin": "https://evil.example", "X-Taskmesh": "1"}, 403),
         ({"Sec-Fetch-Site": "same-site"}, 403),
+        ({"Origin": "http://["}, 403),
+        ({"Origin": ""}, 403),
+        ({"Origin": "127.0.0.1:8080"}, 403),
         ({}, 403),
     ],
 )
@@ -104,9 +108,77 @@ async def test_a_browser_shows_the_token_once(mesh: TaskMesh) -> None:
 
 async def test_login_leads_to_our_own_pages_only(mesh: TaskMesh) -> None:
     async with browser(mesh, token=TOKEN) as client:
-        for then in ("https://evil.example", "//evil.example", "/\\evil.example"):
+        for then in (
+            "https://evil.example",
+            "//evil.example",
+            "/\\evil.example",
+            "javascript:alert(1)",
+            "evil.example",
+            "",
+        ):
             answer = await client.post("/login", data={"token": TOKEN, "then": then})
             assert answer.headers["location"] == "/", then
+        for then in (
+            "/\t/evil.example",
+            "/\r\nSet-Cookie: a=b",
+            "/\x00",
+        ):  # what a browser would leave out of an address
+            answer = await client.post("/login", data={"token": TOKEN, "then": then})
+            assert answer.headers["location"].startswith("/%"), then
+            assert answer.headers.get_list("set-cookie") == [
+                c for c in answer.headers.get_list("set-cookie") if "taskmesh" in c
+            ]
+
+
+async def test_a_login_from_elsewhere_is_refused(mesh: TaskMesh) -> None:
+    """Else somebody could log a browser in under a token of his own."""
+    async with browser(mesh, token=TOKEN) as client:
+        answer = await client.post("/login", data={"token": TOKEN}, headers={"Origin": "https://evil.example"})
+        assert answer.status_code == 403
+        assert "set-cookie" not in answer.headers
+
+
+async def test_a_session_is_worth_nothing_under_another_token_or_with_a_byte_changed(mesh: TaskMesh) -> None:
+    async with browser(mesh, token=TOKEN) as client:
+        await client.post("/login", data={"token": TOKEN})
+        session = client.cookies["taskmesh_session"]
+        assert (await client.get("/workers")).status_code == 200
+        client.cookies.clear()
+        for kept in (session[:-1], session + "0", session[::-1], "", TOKEN, '"', "\u00ff"):
+            cookie = f"taskmesh_session={kept}".encode()
+            assert (await client.get("/workers", headers={"Cookie": cookie})).status_code == 303, kept
+    async with browser(mesh, token=TOKEN + "!") as client:
+        assert (await client.get("/workers", headers={"Cookie": f"taskmesh_session={session}"})).status_code == 303
+
+
+async def test_over_https_the_session_is_never_sent_in_the_clear(mesh: TaskMesh) -> None:
+    async with browser(mesh, token=TOKEN) as client:
+        client.base_url = httpx.URL("https://ops.example")
+        answer = await client.post("/login", data={"token": TOKEN}, headers={"Origin": "https://ops.example"})
+        assert "Secure" in answer.headers["set-cookie"]
+
+
+async def test_read_only_refuses_every_operation_that_changes_anything(mesh: TaskMesh) -> None:
+    changing = [operation for operation in OPERATIONS.values() if operation.changes]
+    assert len(changing) > 20
+    async with browser(mesh, read_only=True) as client:
+        for operation in changing:
+            answer = await client.request(operation.method, f"/api/v1{operation.path}", json={})
+            assert answer.status_code == 403, operation.name
+            assert (await client.post(f"/do/{operation.name}", data={})).status_code == 403, operation.name
+
+
+async def test_what_is_told_on_the_next_page_is_escaped_and_short_enough_for_a_cookie(mesh: TaskMesh) -> None:
+    nasty = "<img src=x onerror=alert(1)>"
+    async with browser(mesh) as client:
+        answer = await client.post("/do/task.cancel", data={"name": "work", "key": nasty, "back": "/workers"})
+        page = (await client.get(answer.headers["location"])).text
+        assert nasty not in page
+        assert "&lt;img src=x" in page
+        for key in ("\u4e2d" * 170, "\U0001f600" * 128):
+            answer = await client.post("/do/task.cancel", data={"name": "work", "key": key, "back": "/workers"})
+            assert len(answer.headers["set-cookie"]) < 4_000
+            assert key[:20] in (await client.get(answer.headers["location"])).text
 
 
 async def test_read_only_means_that_nothing_can_be_changed(mesh: TaskMesh) -> None:
@@ -127,8 +199,18 @@ def test_a_token_that_can_be_guessed_is_refused() -> None:
 
 
 async def test_every_answer_keeps_scripts_and_frames_out(client: httpx.AsyncClient) -> None:
-    for path in ("/", "/tasks", "/no-such-page", "/api/v1/stats", "/static/app.js", "/login"):
-        answer = await client.get(path)
+    refused = await client.post("/do/task.cancel", headers={"Origin": "https://evil.example"})
+    paths = (
+        "/",
+        "/tasks",
+        "/no-such-page",
+        "/api/v1/stats",
+        "/static/app.js",
+        "/login",
+        "/api/v1/no-such-path",
+        "/livez",
+    )
+    for answer in [refused, *[await client.get(path) for path in paths]]:
         policy = answer.headers["content-security-policy"]
         assert "default-src 'none'" in policy
         assert "unsafe" not in policy
