@@ -10,7 +10,7 @@ from typing import Any, Literal, get_type_hints
 
 from pydantic import BaseModel
 
-from taskmesh.bulk import BulkResult, TaskPage
+from taskmesh.bulk import BulkAction, BulkResult, TaskPage, UndoResult
 from taskmesh.explain import Explanation
 from taskmesh.mesh import TaskMesh
 from taskmesh.periodic import ScheduleInfo
@@ -37,6 +37,7 @@ from taskmesh.web.requests import (
     Purge,
     Scheduling,
     Stopping,
+    TheAction,
     TheQueue,
     TheSchedule,
     TheTask,
@@ -201,6 +202,18 @@ async def _delete_all(mesh: TaskMesh, body: Bulk) -> BulkResult:
 async def _purge(mesh: TaskMesh, body: Purge) -> BulkResult:
     """Delete every finished task that fits a filter."""
     return await mesh.purge(body.where, dry_run=body.dry_run)
+
+
+@_operation("bulk.list", "GET", "/bulk")
+async def _bulk_actions(mesh: TaskMesh) -> list[BulkAction]:
+    """Return what was done to many tasks at once within the last month, the newest first."""
+    return await mesh.bulk_actions()
+
+
+@_operation("bulk.undo", "POST", "/bulk/undo")
+async def _undo(mesh: TaskMesh, query: TheAction) -> UndoResult:
+    """Put back the tasks that a bulk action has changed, but for those to which something has happened since."""
+    return await mesh.undo(query.id)
 
 
 # --- workers ---

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from taskmesh.bulk import TaskPage
+from taskmesh.bulk import TaskPage, UndoResult
 from taskmesh.errors import InvalidOption, TaskMeshError
 from taskmesh.mesh import TaskMesh
 from taskmesh.stats import Stats
@@ -235,6 +235,8 @@ async def task(request: Request, mesh: TaskMesh) -> Response:
 async def bulk(request: Request, mesh: TaskMesh) -> Response:
     """Tell how many tasks something would be done to, and ask."""
     action = request.query_params.get("action", "")
+    if not action:
+        return _render(request, "actions.html", actions=await mesh.bulk_actions())
     if action not in ("retry", "cancel", "delete"):
         raise api.BadRequest(f"the actions are retry, cancel and delete, not {action!r}", 404)
     text, which, problem = _filter_of(request)
@@ -315,6 +317,9 @@ def _done_text(name: str, given: dict[str, Any], result: Any) -> str:
     if isinstance(result, Published):
         warnings = "".join(f" — {warning}" for warning in result.warnings)
         return f"{'published' if result.created else 'was there already'}: {result.name} {result.key}{warnings}"
+    if isinstance(result, UndoResult):
+        left = f"; {result.left} left as they are, since something has happened to them" if result.left else ""
+        return f"undone: {result.action} of {result.restored} tasks{left}"
     if name.startswith("bulk."):
         return f"{name.removeprefix('bulk.')}: {result.done} of {result.matched} tasks"
     return f"{name.partition('.')[2].replace('_', ' ')}: {what}"

@@ -33,6 +33,12 @@ class TheTask(_Request):
     key: Key
 
 
+class TheAction(_Request):
+    """Which bulk action."""
+
+    id: Annotated[str, StringConstraints(min_length=1, max_length=100, pattern=r"^[^\x00]+$")]
+
+
 class TheQueue(_Request):
     """Which queue."""
 

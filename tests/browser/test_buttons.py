@@ -91,6 +91,10 @@ async def test_all_that_fit_a_filter_are_counted_before_they_are_touched(page: P
     await page.get_by_role("button", name="Cancel 3").click()
     await expect(page.locator(".told")).to_contain_text("3 of 3")
     assert await shop.count("key:all- status:CANCELLED") == 3
+    page.once("dialog", accept)
+    await page.get_by_role("button", name="Undo").first.click()
+    await expect(page.locator(".told")).to_contain_text("undone: cancel of 3 tasks")
+    assert await shop.count("key:all- status:INIT") == 3
 
 
 async def test_a_task_is_published_from_the_page(page: Page, shop: TaskMesh) -> None:

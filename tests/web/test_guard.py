@@ -146,7 +146,7 @@ async def test_a_session_is_worth_nothing_under_another_token_or_with_a_byte_cha
         client.cookies.clear()
         for kept in (session[:-1], session + "0", session[::-1], "", TOKEN, '"', "\u00ff"):
             cookie = f"taskmesh_session={kept}".encode()
-            assert (await client.get("/workers", headers={"Cookie": cookie})).status_code == 303, kept
+            assert (await client.get("/workers", headers={b"Cookie": cookie})).status_code == 303, kept
     async with browser(mesh, token=TOKEN + "!") as client:
         assert (await client.get("/workers", headers={"Cookie": f"taskmesh_session={session}"})).status_code == 303
 

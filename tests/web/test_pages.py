@@ -102,10 +102,10 @@ async def test_t43_whatever_users_put_into_keys_and_results_is_escaped(
     mesh: TaskMesh, client: httpx.AsyncClient
 ) -> None:
     await some_life(mesh)
-    paths = ["/", "/tasks", f"/tasks?where=key:'{NASTY}", "/workers", "/queues", "/schedules", "/api"]
+    paths = ["/", "/tasks", f"/tasks?where=key:'{NASTY}", "/workers", "/queues", "/schedules", "/api", "/bulk"]
     links = Outline(await shown(client, "/tasks")).links
     paths += [link for link in links if link.startswith("/task?")]
-    assert len(paths) == 10
+    assert len(paths) == 11
     for path in paths:
         page = await shown(client, path)
         assert "<script>alert" not in page, path
@@ -175,6 +175,11 @@ async def test_ticked_tasks_and_all_that_fit_a_filter_are_retried(mesh: TaskMesh
     assert "<b>2</b> tasks fit" in asked
     assert (await told(client, "bulk.retry", where="status:CANCELLED")) == "good: retry: 2 of 2 tasks"
     assert (await mesh.stats()).counts == {"work": {"INIT": 6}}
+    actions = await shown(client, "/bulk")
+    (undo,) = re.findall(r'name="id" value="(.*?)"', actions)
+    assert "undone: retry of 2 tasks" in await told(client, "bulk.undo", id=undo)
+    assert (await mesh.stats()).counts == {"work": {"INIT": 4, "CANCELLED": 2}}
+    assert "Undo</button>" not in await shown(client, "/bulk")
     await shown(client, "/bulk?action=explode&where=status:FAIL", 404)
     await shown(client, "/bulk?action=retry&where=", 422)
 
