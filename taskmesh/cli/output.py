@@ -146,3 +146,17 @@ def confirm(question: str, *, yes: bool) -> None:
 def somebody() -> str:
     """Return who does this, for those who ask later."""
     return f"{getpass.getuser()}@{socket.gethostname()}"
+
+
+def settings(words: Iterable[str]) -> dict[str, Any]:
+    """Read FIELD=VALUE; the value is JSON, or the text itself. The mesh checks the fields. Raises typer's `BadParameter`."""
+    found: dict[str, Any] = {}
+    for word in words:
+        field, equals, text = word.partition("=")
+        if not equals:
+            raise typer.BadParameter(f"{word!r} is no FIELD=VALUE")
+        try:
+            found[field] = json.loads(text)
+        except ValueError:
+            found[field] = text
+    return found

@@ -88,7 +88,7 @@ def publish(
         "start_time": _time("--start-time", start_time),
         "expire_time": _time("--expire-time", expire_time),
         "priority": priority,
-        **_options(option or []),
+        **output.settings(option or []),
         "run_again": run_again or None,
         "update_existing_params": update_existing_params or None,
         "not_update_running": not_update_running or None,
@@ -190,20 +190,6 @@ def _time(name: str, text: str | None) -> datetime | None:
     except ValueError:
         raise typer.BadParameter(f"{name}: {text!r} is no time like 2026-12-31T18:00:00+01:00") from None
     return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
-
-
-def _options(settings: list[str]) -> dict[str, Any]:
-    """Read FIELD=VALUE; the value is JSON, or the text itself. The mesh checks the field."""
-    found: dict[str, Any] = {}
-    for setting in settings:
-        field, equals, text = setting.partition("=")
-        if not equals:
-            raise typer.BadParameter(f"--option {setting!r}: FIELD=VALUE is wanted")
-        try:
-            found[field] = json.loads(text)
-        except ValueError:
-            found[field] = text
-    return found
 
 
 def _handle_json(handle: TaskHandle[Any]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ def add_to(app: typer.Typer) -> None:
     app.command("ls", rich_help_panel="Tasks")(connected(ls))
     app.command("show", rich_help_panel="Tasks")(connected(show_task))
     app.command("explain", rich_help_panel="Tasks")(connected(explain))
+    app.command("set-option", rich_help_panel="Tasks")(connected(set_option))
 
 
 async def ls(
@@ -213,6 +214,23 @@ async def explain(
         return Listing(explanations, _verdict(task, explanations, of_all=worker_id is None))
 
     await show(read, as_json=as_json, every_s=watch)
+
+
+async def set_option(
+    mesh: TaskMesh,
+    name: Name,
+    key: Key,
+    changes: Annotated[
+        list[str], typer.Argument(metavar="FIELD=VALUE…", help="Fields of TaskOption, like priority=5.")
+    ],
+    as_json: Json = False,
+) -> None:
+    """Change the option of a task that is published already."""
+    task = await mesh.set_option(name, key, **output.settings(changes))
+    if as_json:
+        output.show_json(task_json(task))
+    else:
+        output.say(f"{task.name} {task.key}: {_changed_option(task) or 'every option is at its default'}")
 
 
 def _verdict(task: Task, explanations: list[Explanation], *, of_all: bool) -> RenderableType:

@@ -38,3 +38,14 @@ def test_delete_removes_the_task_and_prints_it_as_it_was(taskmesh: Shell) -> Non
 def test_wrong_usage_ends_with_2(taskmesh: Shell) -> None:
     for words in (["retry"], ["retry", "add"], ["cancel", "add", "k", "more"], ["delete", "add", "k", "--what"]):
         assert taskmesh(*words).status == 2, words
+
+
+def test_the_option_of_a_published_task_is_changed(taskmesh: Shell) -> None:
+    taskmesh.done("publish", "add", "k")
+    told = taskmesh.done("set-option", "add", "k", "priority=5", 'specific_worker_ids=["w1"]').out
+    assert told == "add k: priority=5, specific_worker_ids=('w1',)\n"
+    assert taskmesh.done("show", "add", "k", "--json").json["task_option"]["priority"] == 5
+    for words, told in ((["priority"], "FIELD=VALUE"), (["priority=high"], "priority"), (["colour=red"], "colour")):
+        ended = taskmesh("set-option", "add", "k", *words)
+        assert (ended.status, ended.out) == (2, "")
+        assert told in ended.err
