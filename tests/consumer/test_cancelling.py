@@ -301,3 +301,32 @@ async def test_t35_while_the_stream_is_down_it_takes_effect_by_the_next_ping(
                 await asyncio.wait_for(stopped.wait(), HEARD_WITHIN_S)
             await eventually(lambda: not consumer.running)
     await is_cancelled_for_good(mesh, "job", "k")
+
+
+async def test_a_change_that_is_heard_while_the_database_falters_is_looked_at_again(
+    mesh: TaskMesh, mongo_uri: str, database: str
+) -> None:
+    started, stopped = asyncio.Event(), asyncio.Event()
+    async with another_mesh(mongo_uri, database, "the unlucky worker") as unlucky:
+
+        @unlucky.task(option=PINGS_LATE)
+        async def job() -> None:
+            started.set()
+            try:
+                await asyncio.sleep(60)
+            finally:
+                stopped.set()
+
+        await job.publish("k1")
+        async with working(unlucky, "unlucky") as consumer:
+            await started.wait()
+            heard = unlucky.feed.delivered
+            # What the worker would ask after it has heard of the change fails (HostUnreachable).
+            async with failing_commands(mongo_uri, ["aggregate"], appname="the unlucky worker", errorCode=6):
+                await excluded(mesh)
+                await eventually(lambda: unlucky.feed.delivered > heard, what="it hears of the change")
+                await eventually(lambda: not parts_of(consumer).listener._concerned, what="and asks in vain")
+                assert not stopped.is_set()
+            await asyncio.wait_for(stopped.wait(), HEARD_WITHIN_S)
+    task = await mesh.get("job", "k1")
+    assert (task.status, task.task_state.worker_states) == (Status.INIT, [])
