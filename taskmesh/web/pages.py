@@ -152,7 +152,7 @@ async def overview(request: Request, mesh: TaskMesh) -> Response:
         "overview.html",
         stats=stats,
         totals=_totals(stats),
-        remarks=remarks(stats, all_workers, await mesh.queues(), all_schedules),
+        remarks=remarks(stats, all_workers, pulse.queues, all_schedules),
         failures=sorted(
             ((name, counts["FAIL"]) for name, counts in stats.counts.items() if counts.get("FAIL")), key=lambda f: -f[1]
         ),

@@ -19,6 +19,7 @@ from pymongo.errors import PyMongoError
 
 from taskmesh.events import TaskEvent
 from taskmesh.mesh import TaskMesh
+from taskmesh.queues import QueueInfo
 from taskmesh.stats import Stats
 from taskmesh.web.jsonable import to_json
 
@@ -65,6 +66,8 @@ class Pulse:
         self._watchers: set[asyncio.Queue[str]] = set()
         self._beating: asyncio.Task[None] | None = None
         self._stats: Stats | None = None
+        self.queues: list[QueueInfo] = []
+        """The queues as they were when the counts were taken."""
         self._looked_at = float("-inf")
         self._look_took = 0.0
         self._looking = asyncio.Lock()
@@ -104,6 +107,7 @@ class Pulse:
     async def _look(self) -> None:
         mesh = await self._connected()
         began = time.monotonic()
+        self.queues = await mesh.queues()
         self._stats = await mesh.stats()
         self._looked_at = time.monotonic()
         self._look_took = self._looked_at - began
