@@ -17,6 +17,8 @@ from tests.cli.shell import DEADLINE_S, Shell, Started
 from tests.waiting import eventually
 from tests.working import finished
 
+pytest.importorskip("opentelemetry.sdk", reason="a dev dependency: make install")
+
 WAYS = ("in_loop", "in_thread", "in_process")
 
 
@@ -50,7 +52,6 @@ def records(worker: Started) -> list[dict[str, Any]]:
 
 
 async def test_a_trace_and_the_tasks_fields_reach_handlers_of_every_kind(mesh: TaskMesh, taskmesh: Shell) -> None:
-    pytest.importorskip("opentelemetry.sdk", reason="a dev dependency: make install")
     trace_id = uuid.uuid4().hex
     header = {"traceparent": f"00-{trace_id}-00f067aa0ba902b7-01"}
     for way in WAYS:  # as a publisher that traces leaves them
