@@ -109,8 +109,6 @@ class EventReader:
         self._past: AsyncIterator[TaskEvent] | None = None
         self._buffer: deque[TaskEvent] = deque()
         self._limit = max(1, buffer)
-        self._missed = 0
-        self._gaps = 0
         self._wake = asyncio.Event()
         self._closed = False
         self._behind: str | None = feed.position
@@ -144,8 +142,6 @@ class EventReader:
         while True:
             if self._buffer:
                 return self._buffer.popleft()
-            if self._missed or self._gaps:
-                return self._told_what_is_missing()
             if self._closed:
                 raise StopAsyncIteration
             self._wake.clear()
@@ -170,14 +166,23 @@ class EventReader:
         self._began = self._began or self._feed.position
         for event in self._wanted_of(change):
             if len(self._buffer) >= self._limit:
-                self._missed += 1
+                self._note_missing("missed", 1)
             else:
                 self._buffer.append(event)
             self._wake.set()
 
     def _take_gap(self) -> None:
-        self._gaps += 1
+        self._note_missing("gap")
         self._wake.set()
+
+    def _note_missing(self, kind: EventKind, missed: int = 0) -> None:
+        """Say it in its place: behind what came before, and before what comes after."""
+        last = self._buffer[-1] if self._buffer else None
+        if last is None or last.kind not in ("missed", "gap"):
+            self._buffer.append(_missing(kind, missed))
+        else:
+            missed += last.missed
+            self._buffer[-1] = _missing("missed" if missed else "gap", missed)
 
     def _wanted_of(self, change: Change, skip: int = 0) -> list[TaskEvent]:
         """The events of a change that the reader asked for, each with the place behind it."""
@@ -202,11 +207,6 @@ class EventReader:
             and (self._worker_id is None or event.worker_id == self._worker_id)
         )
 
-    def _told_what_is_missing(self) -> TaskEvent:
-        kind: EventKind = "missed" if self._missed else "gap"
-        missed, self._missed, self._gaps = self._missed, 0, 0
-        return TaskEvent(kind, "", "", None, datetime.now(UTC), missed=missed)
-
     # --- what happened before ---
 
     async def _next_of_the_past(self) -> TaskEvent | None:
@@ -222,7 +222,7 @@ class EventReader:
         await self.opened()
         place, end = self._after, self._began or self._feed.position
         if place is None or end is None:  # the server offers no streams
-            self._take_gap()
+            yield _missing("gap")
             return
         live, self._behind = self._behind, place.data
         try:
@@ -243,15 +243,19 @@ class EventReader:
                     if self._events_of(change):
                         skip = 0
                 if not stream.alive:  # the database was dropped
-                    self._take_gap()
+                    yield _missing("gap")
             finally:
                 await stream.close()
         except OperationFailure as error:
             if not is_history_lost(error):
                 raise
-            self._take_gap()
+            yield _missing("gap")
         finally:
             self._behind = live
+
+
+def _missing(kind: EventKind, missed: int = 0) -> TaskEvent:
+    return TaskEvent(kind, "", "", None, datetime.now(UTC), missed=missed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,87 @@
+"""The change stream ends or loses its place: workers go on, and nothing that was published meanwhile is left behind."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+from pymongo import AsyncMongoClient
+
+from taskmesh import TaskMesh
+from taskmesh.definition import TaskDefinition
+from tests.faults import failing_commands
+from tests.waiting import eventually
+from tests.working import all_working
+
+_PATIENCE_S = 30.0
+
+
+def _job(mesh: TaskMesh) -> TaskDefinition[[], str]:
+    @mesh.task
+    async def job() -> str:
+        return "done"
+
+    return job
+
+
+async def _works(job: TaskDefinition[[], str], key: str) -> None:
+    assert await (await job.publish(key)).result(timeout=_PATIENCE_S) == "done"
+
+
+@pytest.mark.parametrize("how", ["dropped", "renamed"])
+async def test_t21_workers_go_on_when_the_collection_is_gone_under_them(
+    mesh: TaskMesh, mongo_uri: str, database: str, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    caplog.set_level(logging.WARNING, "taskmesh")
+    job = _job(mesh)
+    async with AsyncMongoClient[dict[str, Any]](mongo_uri) as client, all_working(mesh, ["w1", "w2"]):
+        await _works(job, "before")
+        tasks = client[database]["tasks"]
+        indexes = set(await tasks.index_information())
+        if how == "dropped":
+            await tasks.drop()
+        else:
+            await tasks.rename("set_aside")
+
+        async def indexes_are_there() -> bool:
+            return set(await tasks.index_information()) == indexes
+
+        await eventually(indexes_are_there, _PATIENCE_S)
+        for n in range(3):
+            await _works(job, f"after {n}")
+    told = [record.getMessage() for record in caplog.records if "dropped or renamed" in record.getMessage()]
+    assert 1 <= len(told) <= 2, "each worker says it in one line"
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+@pytest.mark.parametrize("code", [286, 280, 260])
+async def test_t20_a_place_that_is_lost_costs_a_scan_and_readers_are_told_of_the_gap(
+    mesh: TaskMesh, mongo_uri: str, code: int
+) -> None:
+    job = _job(mesh)
+    told: list[tuple[str, str]] = []
+    async with all_working(mesh, ["w1"]), mesh.events() as events:
+        await _works(job, "before")
+        # The stream's next read fails, and so does the first try to go on behind its last event.
+        async with failing_commands(mongo_uri, ["getMore"], times=1, errorCode=code):
+            await _works(job, "meanwhile")
+        await _works(job, "after")
+        async for event in events:
+            told.append((event.kind, event.key))
+            if told[-1] == ("finished", "after"):
+                break
+    gap = told.index(("gap", ""))
+    assert told.index(("finished", "before")) < gap, "in its place, and before the last of what came after it"
+
+
+async def test_t19_a_stream_whose_cursor_is_killed_again_and_again_loses_nothing(
+    mesh: TaskMesh, mongo_uri: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "taskmesh")
+    job = _job(mesh)
+    async with all_working(mesh, ["w1"]):
+        for n in range(5):
+            async with failing_commands(mongo_uri, ["getMore"], times=1, errorCode=43):
+                await _works(job, str(n))
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
