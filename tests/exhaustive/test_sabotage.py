@@ -27,6 +27,16 @@ def _without_gate(gate: str) -> Patch:
     return patch
 
 
+def _without_gate_and_status(gate: str) -> Patch:
+    """Candidates are also chosen by their status, which alone would hold: so that is broken too."""
+
+    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
+        _without_gate(gate)(monkeypatch)
+        monkeypatch.setattr(claim, "_candidates", lambda ids, _: {"_id": ids})
+
+    return patch
+
+
 def _lacking(gates: Callable[..., dict[str, Any]], gate: str) -> Callable[..., dict[str, Any]]:
     return lambda *arguments: {name: opens for name, opens in gates(*arguments).items() if name != gate}
 
@@ -71,11 +81,15 @@ def _nothing_is_derived(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 SABOTAGE: dict[str, tuple[Patch, str, Model]] = {
-    "gate unfinished": (_without_gate("unfinished"), "G4", Model(1, 1, 1, cancelled=True)),
+    "gate unfinished": (_without_gate_and_status("unfinished"), "G4", Model(1, 1, 1, cancelled=True)),
     "gate unexpired": (_without_gate("unexpired"), "G2", Model(1, 1, 2, expires=1)),
     "gate started": (_without_gate("started"), "G1", Model(1, 1, 2, starts=1)),
     "gate room": (_without_gate("room"), "C1", _TWO),
-    "gate retries left": (_without_gate("retries left"), "B1", Model(1, 2, 2, option={"max_unexpected_retries": 0})),
+    "gate retries left": (
+        _without_gate_and_status("retries left"),
+        "B1",
+        Model(1, 2, 2, option={"max_unexpected_retries": 0}),
+    ),
     "gate timeouts left": (_without_gate("timeouts left"), "B2", Model(1, 2, 3, option={"max_timeouts": 0})),
     "gate delay asked for": (_without_gate("delay asked for"), "G1", Model(1, 2, 1, snoozed=True)),
     "gate worker allowed": (
