@@ -98,7 +98,8 @@ class Results:
         idle_since = time.monotonic()
         while self._reader is asyncio.current_task():  # a cancellation can get lost (see the feed)
             try:
-                await asyncio.wait_for(self._wake.wait(), _LOOK_EVERY_S)
+                async with asyncio.timeout(_LOOK_EVERY_S):
+                    await self._wake.wait()
             except TimeoutError:
                 self._due.update(self._waiters)
             self._wake.clear()

@@ -118,7 +118,8 @@ class TaskActions(Connected):
         """Wait until the task is finished, and return it. Raises `TaskNotFound`, `TimeoutError`."""
         _ = self.store
         try:
-            document = await asyncio.wait_for(self._results.finished(task_id(name, key)), timeout)
+            async with asyncio.timeout(timeout):
+                document = await self._results.finished(task_id(name, key))
         except TimeoutError:
             raise TimeoutError(f"task {name!r} {key!r} has not finished within {timeout} s") from None
         return Task.from_document(document)

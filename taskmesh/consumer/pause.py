@@ -10,7 +10,8 @@ import random
 async def until(event: asyncio.Event, seconds: float | None) -> bool:
     """Wait for the event, at most so long; return whether it is set. It is not cleared."""
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(event.wait(), seconds)
+        async with asyncio.timeout(seconds):
+            await event.wait()
     return event.is_set()
 
 

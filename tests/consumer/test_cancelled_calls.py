@@ -14,8 +14,6 @@ from taskmesh import Status, TaskMesh, TaskOption, current_task
 from tests.waiting import eventually
 from tests.working import working
 
-pytestmark = pytest.mark.slow  # not yet seen green on a quiet machine: no part of `make test` until then
-
 # The option that this test is about; the rest is long, so that nothing but the cancellation ends an execution.
 ENDLESS = TaskOption(max_unexpected_retries=0, worker_timeout_ms=60_000, ping_interval_ms=10_000)
 

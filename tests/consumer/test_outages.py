@@ -14,8 +14,6 @@ from taskmesh.embedded import Mongod
 from tests.waiting import eventually
 from tests.working import finished, working
 
-pytestmark = pytest.mark.slow  # not yet seen green on a quiet machine: no part of `make test` until then
-
 LONG_LEASE = TaskOption(worker_timeout_ms=120_000, ping_interval_ms=1_000)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from pymongo import network_layer
 from pymongo.asynchronous import pool, topology
 from pymongo.lock import _async_create_condition, _async_create_lock
 
@@ -31,3 +32,26 @@ async def test_a_wait_that_is_cancelled_as_it_takes_its_lock_back_gives_it_back(
 
         assert waiting.cancelled()
         assert not lock.locked(), "nobody is left to give it back"
+
+
+async def test_a_send_that_is_cancelled_as_it_ends_is_cancelled() -> None:
+    sent = asyncio.get_running_loop().create_future()
+
+    class Connection:
+        gettimeout = 5.0
+
+        async def write(self, _: bytes) -> None:
+            await sent
+
+    async def send_and_go_on() -> None:
+        await network_layer.async_sendall(Connection(), b"x")  # type: ignore[arg-type]  # all it asks for
+        await asyncio.sleep(60)
+
+    sending = asyncio.create_task(send_and_go_on())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    sent.set_result(None)
+    await asyncio.sleep(0)
+    sending.cancel()
+    await asyncio.wait([sending], timeout=5.0)
+    assert sending.cancelled()
