@@ -13,7 +13,7 @@ from pymongo import ReturnDocument
 
 from taskmesh import rules
 from taskmesh.store.connection import Store
-from taskmesh.store.driver import Document
+from taskmesh.store.driver import Document, find_and_update
 from taskmesh.store.prepared import prepared
 from taskmesh.store.stamp import stamp
 
@@ -71,7 +71,8 @@ async def claim_one(
 ) -> Document | None:
     """Claim one task and return it, or None: the same as `claim` and `won`, in one round trip where a set is one task."""
     # The driver's own method: of a raw command's reply it would not decode nested Decimals.
-    document: Document | None = await store.driver.collection(store.tasks).find_one_and_update(
+    document: Document | None = await find_and_update(
+        store.driver.collection(store.tasks),
         _candidates(id_, narrowed_by),
         prepared(claim_pipeline, store.now, tuple(sorted(closed_queues))),
         let=_claiming(worker_id, running_id),

@@ -121,6 +121,19 @@ class Driver:
             await closing
 
 
+async def find_and_update(collection: Any, *arguments: Any, **options: Any) -> Any:
+    """`find_one_and_update`, with the error that it means when the primary changes before a majority has the write.
+
+    PyMongo reads this reply undecoded, and stumbles as it adds the reply's labels to its write concern error.
+    """
+    try:
+        return await collection.find_one_and_update(*arguments, **options)
+    except AttributeError as error:
+        if "RawBSONDocument" not in str(error):
+            raise
+        raise WriteConcernError("the write was not acknowledged by a majority; the primary has changed") from error
+
+
 def checked(reply: Document) -> Document:
     """Raise for failed writes inside a successful reply, as the driver's own write methods do."""
     if errors := reply.get("writeErrors"):

@@ -14,7 +14,7 @@ from pymongo.errors import DuplicateKeyError
 
 from taskmesh import rules
 from taskmesh.store.connection import Store
-from taskmesh.store.driver import Document
+from taskmesh.store.driver import Document, find_and_update
 
 HEARTBEAT_MS = 2_000
 LIVE_MS = 8_000
@@ -50,7 +50,7 @@ async def heartbeat(store: Store, worker_id: str, instance: str, description: Do
 
 async def _updated(store: Store, query: Document, pipeline: list[Document]) -> Document | None:
     workers = store.driver.collection(store.workers)
-    return await workers.find_one_and_update(query, pipeline, return_document=ReturnDocument.AFTER)  # type: ignore[no-any-return]
+    return await find_and_update(workers, query, pipeline, return_document=ReturnDocument.AFTER)  # type: ignore[no-any-return]
 
 
 def _seen(store: Store) -> Document:

@@ -24,7 +24,7 @@ from pymongo import ReturnDocument
 
 from taskmesh import rules
 from taskmesh.store.connection import Store
-from taskmesh.store.driver import Document
+from taskmesh.store.driver import Document, find_and_update
 
 BOOKED_MS = 3_000
 """How long a booking may be claimed on."""
@@ -74,8 +74,8 @@ async def _change(store: Store, queue: str, update: Any) -> None:
     """Change the limits, count what runs without a slot, and let the workers know."""
     collection = store.driver.collection(store.limits)
     fields = dict.fromkeys((*_LIMITS, "per_ms"), 1) | {"_id": 0}
-    document: Document = await collection.find_one_and_update(
-        {"_id": queue}, update, fields, upsert=True, return_document=ReturnDocument.AFTER
+    document: Document = await find_and_update(
+        collection, {"_id": queue}, update, fields, upsert=True, return_document=ReturnDocument.AFTER
     )
     await check(store, queue)
     limits = {name: value for name, value in document.items() if value not in (None, [])}
@@ -91,7 +91,8 @@ async def book(
     booking is written off when its time is over.
     """
     token = str(ObjectId())
-    document = await store.driver.collection(store.limits).find_one_and_update(
+    document = await find_and_update(
+        store.driver.collection(store.limits),
         {"_id": queue},
         [{"$set": {"slots": _slots_without(unused)}}, *_booking(store, token, worker_id, wishes)],
         dict.fromkeys(("booked", "next_start", "full_groups", "checker", *_LIMITS), 1),

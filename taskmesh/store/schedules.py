@@ -20,7 +20,7 @@ from pymongo.errors import DuplicateKeyError, OperationFailure
 
 from taskmesh import rules
 from taskmesh.store.connection import Store
-from taskmesh.store.driver import Document
+from taskmesh.store.driver import Document, find_and_update
 from taskmesh.store.publish import Publication, new_document
 
 OUTAGE_MS = 3_000
@@ -66,7 +66,8 @@ async def attend(store: Store) -> Attendance:
                 "outage_from": {"$cond": [silent, "$seen", {"$ifNull": ["$outage_from", None]}]},
                 "outage_to": {"$cond": [silent, store.now, {"$ifNull": ["$outage_to", None]}]},
             }
-            seen = await meta.find_one_and_update(
+            seen = await find_and_update(
+                meta,
                 _PERIODIC | {"seen": found[0]["seen"]},
                 [{"$set": outage | {"seen": store.now}}],
                 return_document=ReturnDocument.AFTER,

@@ -173,8 +173,10 @@ def _check(life: Life) -> None:
     runs = {key: life.runs[key] for key in EXPECTED_RUNS}
     # A fault inside a handler's transaction undoes it, and the handler runs again: charged for nothing, and nothing doubled.
     assert 1 <= runs.pop("writes") <= 3
+    # Who asks for a retry again, since the answer to the first was lost, may get one run more.
+    assert 2 <= runs.pop("anew") <= 3
     assert life.effects == 1
-    assert runs == {key: count for key, count in EXPECTED_RUNS.items() if key != "writes"}, life.told
+    assert runs == {key: count for key, count in EXPECTED_RUNS.items() if key in runs}, life.told
     finished = {key: status for key, status in life.statuses.items() if key in EXPECTED_RUNS}
     assert set(finished.values()) == {"SUCCESS"}, finished
     assert len(finished) == len(EXPECTED_RUNS)

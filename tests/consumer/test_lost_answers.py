@@ -14,12 +14,19 @@ from tests.working import finished, working
 
 # Applied once on the server, reported as an error: what a driver must not repeat blindly (measured: NEEDS.md, A).
 GHOST: dict[str, Any] = {"writeConcernError": {"code": 64, "errmsg": "waiting for replication timed out"}}
+# The same in an election: PyMongo's own `find_one_and_update` stumbles over the labels of such a reply.
+GHOST_OF_AN_ELECTION: dict[str, Any] = {
+    "writeConcernError": {"code": 11602, "errmsg": "operation was interrupted"},
+    "errorLabels": ["RetryableWriteError"],
+}
 CUT_OFF: dict[str, Any] = {"closeConnection": True}
 WRITES = ["update", "findAndModify"]
 
 
 @pytest.mark.parametrize("count", [1, 25])
-@pytest.mark.parametrize("fault", [GHOST, CUT_OFF], ids=["writeConcernError", "closeConnection"])
+@pytest.mark.parametrize(
+    "fault", [GHOST, GHOST_OF_AN_ELECTION, CUT_OFF], ids=["writeConcernError", "election", "closeConnection"]
+)
 async def test_t13_what_a_claim_won_is_executed_once_though_its_answer_was_lost(
     mesh: TaskMesh, mongo_uri: str, fault: dict[str, Any], count: int
 ) -> None:
@@ -44,6 +51,7 @@ async def test_t13_what_a_claim_won_is_executed_once_though_its_answer_was_lost(
     assert sorted(ran) == sorted(f"k{i}" for i in range(count))
 
 
+@pytest.mark.slow  # fails all reads of a while: not yet seen green on a busy machine
 async def test_t13_what_a_claim_won_is_executed_though_it_cannot_be_read_for_a_while(
     mesh: TaskMesh, mongo_uri: str
 ) -> None:
