@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -12,16 +12,23 @@ from pymongo import AsyncMongoClient
 @asynccontextmanager
 async def failing_commands(
     uri: str, commands: list[str], *, times: int | None = None, appname: str = "taskmesh", **how: Any
-) -> AsyncIterator[None]:
+) -> AsyncIterator[Callable[[], Awaitable[object]]]:
     """Let commands of clients named `appname` fail: all while the block lasts, or only the first `times`.
+
+    What it gives waits until the first has failed.
 
     `how`: `errorCode=…`, `closeConnection=True`, `writeConcernError={…}`, `blockConnection=True, blockTimeMS=…`.
     """
     mode: Any = "alwaysOn" if times is None else {"times": times}
     data = {"failCommands": commands, "appName": appname, **how}
     async with AsyncMongoClient[dict[str, Any]](uri, appname="the saboteur") as client:
-        await client.admin.command({"configureFailPoint": "failCommand", "mode": mode, "data": data})
+        set_up = await client.admin.command({"configureFailPoint": "failCommand", "mode": mode, "data": data})
+
+        async def first_has_failed() -> object:
+            entered = {"timesEntered": int(set_up["count"]) + 1, "maxTimeMS": 20_000}
+            return await client.admin.command({"waitForFailPoint": "failCommand", **entered})
+
         try:
-            yield
+            yield first_has_failed
         finally:
             await client.admin.command({"configureFailPoint": "failCommand", "mode": "off"})

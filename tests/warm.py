@@ -160,6 +160,8 @@ def _serve() -> Callable[[], None]:
                 if pid == 0:
                     signal.set_wakeup_fd(-1)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    # Where the tests were started in the background, Ctrl-C is ignored by all that they start.
+                    signal.signal(signal.SIGINT, signal.default_int_handler)
                     os.close(ended)
                     os.close(wake)
                     return _child(json.loads(order))
