@@ -141,6 +141,7 @@ class Parts:
             clock,
             names=settings.names,
             queues=settings.queues,
+            usual_queues=["default", *(mesh.definitions[name].configuration.queue for name in settings.names)],
             closed_queues=lambda: self.closed_queues,
             limits=self.limits,
             wanted=lambda: self.executor.free_slots(settings.concurrency),

@@ -56,6 +56,7 @@ class Scanner:
         *,
         names: Sequence[str],
         queues: Sequence[str] | None,
+        usual_queues: Iterable[str],
         closed_queues: Callable[[], frozenset[str]],
         limits: Limits,
         wanted: Callable[[], int],
@@ -73,7 +74,9 @@ class Scanner:
         self._clock = clock
         self._names = names
         self._fixed_queues = queues
-        self._known_queues: list[str] = list(queues or ())
+        # Where tasks of ours are published unless somebody says otherwise: scanned from the start, though still empty.
+        self._usual_queues = frozenset(usual_queues)
+        self._known_queues: list[str] = sorted(self._usual_queues) if queues is None else list(queues)
         self._closed_queues = closed_queues
         self._limits = limits
         self._wanted = wanted
@@ -147,7 +150,7 @@ class Scanner:
             await settle(self._store)
         if self._fixed_queues is None and now >= self._next_queues:
             self._next_queues = now + _QUEUES_EVERY_S
-            self._known_queues = await queues_in_use(self._store)
+            self._known_queues = sorted(self._usual_queues | set(await queues_in_use(self._store)))
         if not self.open or not self._names:
             return 0
         self.scans += 1

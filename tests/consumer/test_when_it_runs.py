@@ -12,7 +12,7 @@ import pytest
 
 from taskmesh import Retry, Snooze, Status, Task, TaskMesh, TaskOption, current_task
 from tests.waiting import eventually
-from tests.working import finished, working
+from tests.working import finished, parts_of, working
 
 AT_ONCE = TaskOption(unexpected_retry_delay_ms=0, unexpected_retry_jitter=0.0)
 
@@ -41,6 +41,20 @@ async def test_m7_delayed_tasks_start_on_time_and_never_before(mesh: TaskMesh) -
     assert min(late_s) >= 0
     assert statistics.median(late_s) < 0.1
     assert max(late_s) < 3, "with room for a busy machine"
+
+
+@pytest.mark.parametrize("queue", ["default", "letters"])
+async def test_a_delayed_task_in_a_queue_that_was_empty_starts_on_time(mesh: TaskMesh, queue: str) -> None:
+    """The worker has looked round before there was anything, and no event tells of what is so far away."""
+
+    @mesh.task(queue=queue)
+    async def job() -> None: ...
+
+    async with working(mesh) as consumer:
+        await eventually(lambda: parts_of(consumer).scanner.scans > 0)
+        handle = await job.configure(delay_ms=2_500).publish("k")
+        task = await finished(mesh, "job", handle.key)
+    assert 0 <= started_late_by_s(task) < 1.5
 
 
 async def test_a_delayed_task_that_is_far_away_when_published_starts_on_time_too(mesh: TaskMesh) -> None:
