@@ -9,7 +9,7 @@ them `mesh` (the front door); beside them `embedded`, `metrics`, `cli` and `web`
 
 from taskmesh.bulk import BulkAction, BulkResult, UndoResult
 from taskmesh.consumer import Consumer
-from taskmesh.consumer.executor import Ending
+from taskmesh.consumer.ending import Ending
 from taskmesh.context import BlockingTaskContext, TaskContext, current_task
 from taskmesh.definition import TaskDefinition, TaskHandle
 from taskmesh.doctor import Finding

@@ -1,7 +1,7 @@
 """Running tasks.
 
 Read `consumer` and `parts` first; then, as a task passes: `listener`, `scanner`, `second_look`, `claim_queue`, `lanes`, `limits`,
-`claimer`, `execution`, `executor` (for child processes `conversation`, `processes`, `child`, `handler_reference`),
+`claimer`, `execution`, `executor`, `ending` (for child processes `conversation`, `processes`, `child`, `handler_reference`),
 `transactions`, `pinger`, `reporter`, `finisher`; then `stopping` and `idleness`; and beside them `settings`, `registration`,
 `neglected`, `ticker` and `signals`.
 """

@@ -14,15 +14,16 @@ import asyncio
 import contextlib
 import inspect
 import logging
+import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.to_thread
 
 from taskmesh.clock import ServerClock
+from taskmesh.consumer.ending import Ending, ending_of, ending_with
 from taskmesh.consumer.execution import Execution, Stop
 from taskmesh.consumer.finisher import Fate, Finisher
 from taskmesh.consumer.observer import Observer
@@ -51,16 +52,6 @@ _MANY_SLOTS = 50
 
 BeforeHook = Callable[[Task], Awaitable[None] | None]
 AfterHook = Callable[[Task, "Ending"], Awaitable[None] | None]
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """How an execution ended, as the hook `after` is told."""
-
-    kind: Literal["succeeded", "failed", "snoozed", "released", "cancelled", "lost"]
-    value: Any = None
-    reason: str | None = None
-    error: BaseException | None = None
 
 
 class Executor:
@@ -164,9 +155,9 @@ class Executor:
                 await self._call_before(execution, self._before(task))
             value = await self._call(execution, definition, args, kwargs)
         except BaseException as error:  # noqa: BLE001 — whatever a handler raises ends its own execution and nothing else
-            ending = self._ending_of(execution, error)
+            ending = ending_of(execution, error)
         else:
-            ending = self._ending_with(execution, value)
+            ending = ending_with(execution, value)
         execution.ended = True
         if self._after is not None and task is not None:
             try:
@@ -213,8 +204,12 @@ class Executor:
     ) -> Any:
         loop = asyncio.get_running_loop()
         done = execution.thread_done = asyncio.Event()
+        begun = threading.Lock()
+        """Whoever has it decides: the thread that the handler runs, or a stop before that it never will."""
 
         def call() -> Any:
+            if not begun.acquire(blocking=False):
+                return None
             enter(BlockingTaskContext(execution))
             try:
                 return definition.fn(*args, **kwargs)
@@ -226,7 +221,12 @@ class Executor:
 
         # Each execution holds a slot of the consumer, so the slots are the limit; this one only has to be no tighter.
         self._threads.total_tokens = max(self._threads.total_tokens, len(self.executions) + 8)
-        return await anyio.to_thread.run_sync(call, abandon_on_cancel=True, limiter=self._threads)
+        try:
+            return await anyio.to_thread.run_sync(call, abandon_on_cancel=True, limiter=self._threads)
+        except BaseException:
+            if begun.acquire(blocking=False):
+                done.set()
+            raise
 
     async def _call_in_process(
         self, execution: Execution, definition: TaskDefinition[Any, Any], args: list[Any], kwargs: dict[str, Any]
@@ -244,45 +244,6 @@ class Executor:
         await self._transactions.close()
         if self._processes is not None:
             await self._processes.close()
-
-    def _ending_with(self, execution: Execution, value: Any) -> Ending:
-        reason = execution.stop_reason
-        if execution.recorded:
-            return Ending("succeeded", value=execution.result)
-        if reason is Stop.TIMEOUT:
-            return Ending("failed", reason=_timeout_text(execution))
-        if reason in (Stop.CANCELLED, Stop.DELETED, Stop.NOT_ALLOWED):
-            return Ending("cancelled", reason=reason.value)
-        if reason is Stop.LEASE_LOST:
-            return Ending("lost", reason=reason.value)
-        return Ending("succeeded", value=value)
-
-    def _ending_of(self, execution: Execution, error: BaseException) -> Ending:
-        """Judge what a handler (or a check before it) raised."""
-        reason = execution.stop_reason
-        if execution.recorded:
-            logger.warning(
-                "task %s raised after its transaction had recorded it: %r",
-                execution.id,
-                error,
-                extra=fields_of(execution),
-            )
-            return Ending("succeeded", value=execution.result)
-        if reason is Stop.TIMEOUT:
-            return Ending("failed", reason=_timeout_text(execution), error=error)
-        if reason in (Stop.CANCELLED, Stop.DELETED, Stop.NOT_ALLOWED):
-            return Ending("cancelled", reason=reason.value, error=error)
-        if reason is Stop.LEASE_LOST or isinstance(error, LeaseLost):
-            return Ending("lost", reason=Stop.LEASE_LOST.value, error=error)
-        if isinstance(error, asyncio.CancelledError):
-            if reason is Stop.WORKER_STOPS:
-                return Ending("released", reason=reason.value, error=error)
-            return Ending(
-                "failed", reason="CancelledError: the handler was cancelled, and not by taskmesh", error=error
-            )
-        if isinstance(error, Snooze):
-            return Ending("snoozed", reason=str(error), error=error)
-        return Ending("failed", reason=reason_text(error), error=error)
 
     async def _conclude(self, execution: Execution, ending: Ending) -> None:
         """Turn the ending into an outcome and hand it to the finisher."""
@@ -322,9 +283,10 @@ class Executor:
             self._recording.discard(execution)
             self._over(execution, fate)
 
-        self._recording.add(execution)
+        if execution.thread_done is None or execution.thread_done.is_set():  # a thread that goes on keeps its slot
+            self._recording.add(execution)
+            self._slot_freed()
         self._finisher.add(outcome, over)
-        self._slot_freed()
 
     def _success(self, execution: Execution, value: Any) -> Outcome:
         try:
@@ -400,7 +362,3 @@ def _failure(execution: Execution, ending: Ending) -> Outcome:
 def _stopped(execution: Execution) -> Outcome:
     """A note for the entry of a cancelled task. It changes no other."""
     return execution.outcome("stopped", {"fail_reason": "the task was cancelled"})
-
-
-def _timeout_text(execution: Execution) -> str:
-    return f"run_timeout_ms: the execution took more than {execution.stored_option['run_timeout_ms']} ms"

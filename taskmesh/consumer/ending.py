@@ -1,0 +1,65 @@
+"""How an execution ended: judged from what its handler returned or raised, and from why it was stopped, if it was."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from taskmesh.consumer.execution import Execution, Stop
+from taskmesh.consumer.reasons import reason_text
+from taskmesh.errors import LeaseLost, Snooze
+from taskmesh.logs import fields_of
+
+logger = logging.getLogger("taskmesh.executor")
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How an execution ended, as the hook `after` is told."""
+
+    kind: Literal["succeeded", "failed", "snoozed", "released", "cancelled", "lost"]
+    value: Any = None
+    reason: str | None = None
+    error: BaseException | None = None
+
+
+def ending_with(execution: Execution, value: Any) -> Ending:
+    """Judge what a handler returned: it counts, unless the execution was stopped before."""
+    if execution.recorded:
+        return Ending("succeeded", value=execution.result)
+    return _stopped_before(execution) or Ending("succeeded", value=value)
+
+
+def ending_of(execution: Execution, error: BaseException) -> Ending:
+    """Judge what a handler (or a check before it) raised."""
+    if execution.recorded:
+        logger.warning(
+            "task %s raised after its transaction had recorded it: %r", execution.id, error, extra=fields_of(execution)
+        )
+        return Ending("succeeded", value=execution.result)
+    if stopped := _stopped_before(execution, error):
+        return stopped
+    if isinstance(error, LeaseLost):
+        return Ending("lost", reason=Stop.LEASE_LOST.value, error=error)
+    if isinstance(error, asyncio.CancelledError):
+        if execution.stop_reason is Stop.WORKER_STOPS:
+            return Ending("released", reason=Stop.WORKER_STOPS.value, error=error)
+        return Ending("failed", reason="CancelledError: the handler was cancelled, and not by taskmesh", error=error)
+    if isinstance(error, Snooze):
+        return Ending("snoozed", reason=str(error), error=error)
+    return Ending("failed", reason=reason_text(error), error=error)
+
+
+def _stopped_before(execution: Execution, error: BaseException | None = None) -> Ending | None:
+    """How it ended if it was stopped for a reason that outweighs whatever the handler did then."""
+    reason = execution.stop_reason
+    if reason is Stop.TIMEOUT:
+        limit_ms = execution.stored_option["run_timeout_ms"]
+        return Ending("failed", reason=f"run_timeout_ms: the execution took more than {limit_ms} ms", error=error)
+    if reason in (Stop.CANCELLED, Stop.DELETED, Stop.NOT_ALLOWED):
+        return Ending("cancelled", reason=reason.value, error=error)
+    if reason is Stop.LEASE_LOST:
+        return Ending("lost", reason=reason.value, error=error)
+    return None
