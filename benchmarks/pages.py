@@ -121,6 +121,7 @@ def paths(some: dict[str, Any], following: dict[str, str]) -> dict[str, str]:
         **{f"tasks: {what}": f"/tasks?where={quote(where)}" for what, where in listings.items()},
         **{f"tasks: second page, {order}": f"/tasks?order={order}&after={at}" for order, at in following.items()},
         "one task": f"/task?name={name}&key={key}",
+        "errors": "/errors",
         "workers": "/workers",
         "queues": "/queues",
         "schedules": "/schedules",
@@ -129,6 +130,7 @@ def paths(some: dict[str, Any], following: dict[str, str]) -> dict[str, str]:
         "API: tasks": "/api/v1/tasks?limit=100",
         "API: tasks, FAIL": "/api/v1/tasks?where=status:FAIL",
         "API: count, all": "/api/v1/tasks/count",
+        "API: errors": "/api/v1/errors",
         "API: queues": "/api/v1/queues",
     }
 

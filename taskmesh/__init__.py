@@ -2,9 +2,10 @@
 
 In reading order, as a task lives: `option` and `task` (what is stored), `rules` (who may claim what when), `definition`,
 `params` and `publishing` (into the world), `consumer` (running), `feed`, `results` and `events` (hearing of it),
-`task_actions` and `bulk` (looking at tasks and changing them), `fleet_actions` with `queues`, `workers`, `explain`, `stats` and
-`doctor` (the fleet), `scheduling` with `periodic` and `ticks`; under them `store` (every read and write) and `connection`, over
-them `mesh` (the front door); beside them `embedded`, `metrics`, `cli` and `web`.
+`task_actions` with `explain`, `timeline` and `what_if`, `bulk` and `error_groups` (looking at tasks and changing them),
+`fleet_actions` with `queues`, `workers`, `stats` and `doctor` (the fleet), `scheduling` with `periodic` and `ticks`; under them
+`store` (every read and write) and `connection`, over them `mesh` (the front door); beside them `embedded`, `metrics`, `cli`
+and `web`.
 """
 
 from taskmesh.bulk import BulkAction, BulkResult, UndoResult
@@ -13,6 +14,7 @@ from taskmesh.consumer.ending import Ending
 from taskmesh.context import BlockingTaskContext, TaskContext, current_task
 from taskmesh.definition import TaskDefinition, TaskHandle
 from taskmesh.doctor import Finding
+from taskmesh.error_groups import ErrorGroup, ErrorReport
 from taskmesh.errors import (
     EmbeddedUnavailable,
     IncompatibleCollection,
@@ -42,8 +44,9 @@ from taskmesh.periodic import ScheduleInfo, Tick
 from taskmesh.queues import QueueInfo, QueueLimits
 from taskmesh.stats import Stats
 from taskmesh.task import LogLine, Progress, Status, Task, TaskState, WorkerState
+from taskmesh.what_if import LimitEffect, OptionEffect
 from taskmesh.where import TaskFilter
-from taskmesh.workers import WorkerInfo
+from taskmesh.workers import LeaseLeft, WorkerInfo
 
 __all__ = [
     "BlockingTaskContext",
@@ -52,6 +55,8 @@ __all__ = [
     "Consumer",
     "EmbeddedUnavailable",
     "Ending",
+    "ErrorGroup",
+    "ErrorReport",
     "Explanation",
     "Finding",
     "Gate",
@@ -60,9 +65,12 @@ __all__ = [
     "InvalidName",
     "InvalidOption",
     "InvalidParams",
+    "LeaseLeft",
     "LeaseLost",
+    "LimitEffect",
     "LogLine",
     "NotAReplicaSet",
+    "OptionEffect",
     "Progress",
     "QueueInfo",
     "QueueLimits",

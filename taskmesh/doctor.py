@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 from taskmesh.queues import QueueInfo, read_queues
 from taskmesh.stats import Stats, read_stats
-from taskmesh.store import Store, inspect, schema
+from taskmesh.store import Store, inspect, schedules, schema
 from taskmesh.workers import Registry, WorkerInfo
 
 Level = Literal["ok", "note", "warning", "error"]
@@ -23,6 +23,9 @@ OPLOG_WANTED_S = 24 * 3_600.0
 TTL_LAG_S = 600.0
 UNCLAIMED_S = 60.0
 TRANSACTION_S = 10.0
+LEASE_LEFT_WANTED = 0.2
+CLAIMS_LOST_TOLERATED = 0.3
+CLAIMS_TELLING = 1_000
 LARGE_TASK_BYTES = 4 * 1024 * 1024
 _WIRE_VERSION_OF_6_0 = 17
 
@@ -45,7 +48,15 @@ async def examine(store: Store) -> list[Finding]:
     stats = await read_stats(store)
     queues = await read_queues(store)
     found: list[Finding] = []
-    for part in (_server(store), _collection(store), _fleet(workers, stats, queues), _tasks(store)):
+    parts = (
+        _server(store),
+        _collection(store),
+        _fleet(workers, stats, queues),
+        _headroom([worker for worker in workers if worker.live]),
+        _schedules(store, [worker for worker in workers if worker.live]),
+        _tasks(store),
+    )
+    for part in parts:
         found += [finding async for finding in part]
     return found
 
@@ -230,6 +241,61 @@ async def _fleet(workers: list[WorkerInfo], stats: Stats, queues: list[QueueInfo
                 subject="queues",
                 found=f"{queue.waiting} tasks wait in {queue.queue!r}, from which no live worker takes",
                 remedy=f"taskmesh worker MODULE:MESH --queues {queue.queue}",
+            )
+
+
+async def _headroom(live: list[WorkerInfo]) -> AsyncIterator[Finding]:
+    """How near the live workers came to losing what they run, within the last hour."""
+    lefts = [(left.share, left.name, worker.worker_id) for worker in live for left in worker.lease_left]
+    near = sorted(left for left in lefts if left[0] < LEASE_LEFT_WANTED)
+    if near:
+        share, name, worker_id = near[0]
+        yield Finding(
+            level="warning",
+            subject="headroom",
+            found=f"a lease of {name!r} on {worker_id} was renewed when {share:.0%} of it was left; at 0 it runs twice",
+            remedy="a longer worker_timeout_ms, and look at what held up its pings: the host, or the way to the database",
+        )
+    elif lefts:
+        yield Finding(
+            level="ok", subject="headroom", found=f"{min(lefts)[0]:.0%} of a lease was left at the least, when renewed"
+        )
+    for worker in live:
+        if worker.stood_still_ms:
+            yield Finding(
+                level="warning",
+                subject="event loop",
+                found=f"that of {worker.worker_id} stood still for {worker.stood_still_ms / 1000:.1f} s within the last hour",
+                remedy="its log names the handler that blocked it: make that handler a plain function (it runs in a thread)",
+            )
+        if abs(worker.clock_off_ms) > CLOCK_TOLERANCE_S * 1000:
+            yield Finding(
+                level="note",
+                subject="worker clocks",
+                found=f"that of {worker.host} ({worker.worker_id}) is {worker.clock_off_ms / 1000:+.1f} s off the server's; "
+                "leases do not care, who reads its log does",
+                remedy="run NTP there",
+            )
+        lost = worker.claims_lost_share
+        if lost is not None and worker.claims_tried >= CLAIMS_TELLING and lost > CLAIMS_LOST_TOLERATED:
+            yield Finding(
+                level="note",
+                subject="claims",
+                found=f"{lost:.0%} of the {worker.claims_tried} claims of {worker.worker_id} within the last hour won nothing",
+                remedy="fewer, larger workers: they find each other's tasks taken",
+            )
+
+
+async def _schedules(store: Store, live: list[WorkerInfo]) -> AsyncIterator[Finding]:
+    known = {name for worker in live for name in worker.names}
+    for schedule in await schedules.read_all(store):
+        name = schedule.get("name")
+        if live and name not in known and not schedule.get("paused"):
+            yield Finding(
+                level="warning",
+                subject="schedules",
+                found=f"{schedule['_id']!r} publishes {name!r}, which no live worker knows",
+                remedy=f"deploy workers with that handler, or: taskmesh pause-schedule {schedule['_id']}",
             )
 
 

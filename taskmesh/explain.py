@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
@@ -44,8 +45,8 @@ class Explanation(BaseModel):
     gates: list[Gate]
 
 
-async def explain(store: Store, id_: str, worker_id: str | None) -> list[Explanation]:
-    """Evaluate all gates on the server. Raises `TaskNotFound`."""
+async def explain(store: Store, id_: str, worker_id: str | None, as_if: Sequence[Document] = ()) -> list[Explanation]:
+    """Evaluate all gates on the server. `as_if`: of the task as these stages would change it. Raises `TaskNotFound`."""
     workers = {worker["_id"]: worker for worker in await fleet.workers(store)}
     asked = [worker_id] if worker_id is not None else [w for w, d in workers.items() if d.get("live")] or [NO_WORKER]
     explanations = []
@@ -58,6 +59,7 @@ async def explain(store: Store, id_: str, worker_id: str | None) -> list[Explana
             store.tasks,
             [
                 {"$match": {"_id": id_, "$expr": {"$not": [rules.is_forgotten(store.now)]}}},
+                *as_if,
                 {"$project": fields},
                 {"$unset": "task.params"},
             ],

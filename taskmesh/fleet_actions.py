@@ -9,10 +9,12 @@ from taskmesh.clock import in_utc
 from taskmesh.connection import Connected
 from taskmesh.definition import checked_queue
 from taskmesh.doctor import Finding, examine
+from taskmesh.error_groups import ErrorReport, read_errors
 from taskmesh.errors import TaskNotFound
-from taskmesh.queues import QueueInfo, read_queues, set_group_limit, set_limit
+from taskmesh.queues import QueueInfo, QueueLimits, checked_group, checked_limits, read_queues, set_group_limit
 from taskmesh.stats import Stats, read_stats
-from taskmesh.store import fleet
+from taskmesh.store import fleet, limits
+from taskmesh.what_if import LimitEffect, effect_of_limit
 from taskmesh.workers import WorkerInfo
 
 
@@ -54,15 +56,38 @@ class FleetActions(Connected):
         runs already runs on, and is counted. Consumers of this mesh know of it when this returns, other processes a moment
         later: at once if they listen, within two seconds if they only scan. Raises `InvalidOption`.
         """
-        await set_limit(
-            self.store, checked_queue(queue), rate=rate, per_ms=per_ms, running=running, group_running=group_running
-        )
+        limited = checked_limits(rate=rate, per_ms=per_ms, running=running, group_running=group_running)
+        await limits.set_limits(self.store, checked_queue(queue), limited)
         await self._queues_changed()
 
     async def set_group_limit(self, queue: str, group: str, running: int | None) -> None:
         """Let this one group of a queue run `running` executions at a time; None: as many as every other group."""
         await set_group_limit(self.store, checked_queue(queue), group, running)
         await self._queues_changed()
+
+    async def what_if_limit(
+        self,
+        queue: str,
+        *,
+        rate: int | None = None,
+        per_ms: int | None = None,
+        running: int | None = None,
+        group_running: int | None = None,
+    ) -> LimitEffect:
+        """Tell what `set_limit` with these arguments would do: how many could start now, and then. Changes nothing."""
+        limited = checked_limits(rate=rate, per_ms=per_ms, running=running, group_running=group_running)
+        return await effect_of_limit(self.store, checked_queue(queue), lambda now: now.model_copy(update=limited))
+
+    async def what_if_group_limit(self, queue: str, group: str, running: int | None) -> LimitEffect:
+        """Tell likewise what `set_group_limit` would do."""
+        checked_limits(rate=None, per_ms=None, running=running, group_running=None)
+        own = {checked_group(group): running}
+
+        def changed(now: QueueLimits) -> QueueLimits:
+            groups = {name: limit for name, limit in (now.groups | own).items() if limit is not None}
+            return now.model_copy(update={"groups": groups})
+
+        return await effect_of_limit(self.store, checked_queue(queue), changed)
 
     async def _queues_changed(self) -> None:
         """Let our own consumers know before the caller goes on; the others hear of it by their streams."""
@@ -105,3 +130,11 @@ class FleetActions(Connected):
     async def doctor(self) -> list[Finding]:
         """Look for what is wrong with the server, the collection, the fleet and the tasks. Changes nothing."""
         return await examine(self.store)
+
+    async def errors(self, name: str | None = None, *, at_most: int = 10_000, deadline_ms: int = 10_000) -> ErrorReport:
+        """Return what fails and why: failures grouped by task name, type of error and place, the most frequent first.
+
+        Looks at `at_most` tasks, the same share of each name and queue (20 at least), and stops at the deadline: the
+        report says whether these were all.
+        """
+        return await read_errors(self.store, name, at_most, deadline_ms)

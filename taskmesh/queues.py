@@ -110,34 +110,32 @@ async def _info(store: Store, queue: str, settings: Document) -> QueueInfo:
     )
 
 
-async def set_limit(
-    store: Store,
-    queue: str,
-    *,
-    rate: int | None,
-    per_ms: int | None,
-    running: int | None,
-    group_running: int | None,
-) -> None:
-    """Check and set what a queue is limited to; what is None is not limited any more. Raises `InvalidOption`."""
+def checked_limits(
+    *, rate: int | None, per_ms: int | None, running: int | None, group_running: int | None
+) -> dict[str, int | None]:
+    """Return what a queue is to be limited to, `per_ms` with its default. Raises `InvalidOption`."""
     if per_ms is not None and rate is None:
         raise InvalidOption(f"per_ms={per_ms!r} says nothing without rate: set both, or none")
     if rate is not None and per_ms is None:
         per_ms = _DEFAULT_WINDOW_MS
-    checked: dict[str, Any] = {
+    return {
         "rate": _whole("rate", rate, 1, _LARGEST),
         "per_ms": _whole("per_ms", per_ms, 1, _LONGEST_WINDOW_MS),
         "running": _whole("running", running, 0, _LARGEST),
         "group_running": _whole("group_running", group_running, 1, _LARGEST),
     }
-    await limits.set_limits(store, queue, checked)
 
 
 async def set_group_limit(store: Store, queue: str, group: str, running: int | None) -> None:
     """Check and set how many executions of one group of the queue may run at a time. Raises `InvalidOption`."""
+    await limits.set_group_limit(store, queue, checked_group(group), _whole("running", running, 0, _LARGEST))
+
+
+def checked_group(group: str) -> str:
+    """Return the group, or raise `InvalidOption`."""
     if not isinstance(group, str) or not 1 <= len(group) <= 256:
         raise InvalidOption(f"group is a text of 1 to 256 characters, not {group!r}")
-    await limits.set_group_limit(store, queue, group, _whole("running", running, 0, _LARGEST))
+    return group
 
 
 def _whole(name: str, value: Any, least: int, most: int) -> int | None:

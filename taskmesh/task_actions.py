@@ -14,6 +14,7 @@ from taskmesh.explain import Explanation, explain
 from taskmesh.store import control, find
 from taskmesh.store.publish import stored_option
 from taskmesh.task import Status, Task, checked_name, task_id
+from taskmesh.what_if import OptionEffect, effect_of_option
 from taskmesh.where import TaskFilter
 
 logger = logging.getLogger("taskmesh")
@@ -109,6 +110,15 @@ class TaskActions(Connected):
             expected = stored_option(before)
             if await control.set_option(self.store, task_id(name, key), {f: after[f] for f in changes}, expected):
                 return await self.get(name, key)
+
+    async def what_if_option(self, name: str, key: str, **changes: Any) -> OptionEffect:
+        """Tell what `set_option` with these arguments would do: who could claim the task then, whose run would be stopped.
+
+        Changes nothing. Raises `InvalidOption`, `TaskNotFound`.
+        """
+        task = await self.get(name, key)
+        stored = stored_option(task.task_option.changed(**changes))
+        return await effect_of_option(self.store, task, {field: stored[field] for field in changes})
 
     async def explain(self, name: str, key: str, worker_id: str | None = None) -> list[Explanation]:
         """Tell, for one worker or every live one, which gates of the claim rule are open or shut, why, and until when."""

@@ -42,6 +42,8 @@ class TaskFilter(BaseModel):
     """A part of the reason of a failure, upper or lower case."""
     worker: Text | None = None
     """This worker has an entry in the task."""
+    lost: bool | None = None
+    """Whether an execution of it was lost: its worker died, hung or was cut off."""
     older_than_ms: Age | None = None
     """Published at least so long ago."""
     younger_than_ms: Age | None = None
@@ -50,8 +52,8 @@ class TaskFilter(BaseModel):
     def parse(cls, text: str) -> Self:
         """Read a filter from text. Raises `InvalidOption`.
 
-        `name: status: queue: group: key: error: worker:` with a value (in quotes if it has spaces), `age>1h`, `age<5m`; a
-        word alone is the beginning of a key. Several statuses are separated by commas.
+        `name: status: queue: group: key: error: worker:` with a value (in quotes if it has spaces), `lost:yes`, `lost:no`,
+        `age>1h`, `age<5m`; a word alone is the beginning of a key. Several statuses are separated by commas.
         """
         try:
             words = shlex.split(text)
@@ -87,6 +89,7 @@ class TaskFilter(BaseModel):
                 ("key", self.key_prefix),
                 ("error", self.error),
                 ("worker", self.worker),
+                ("lost", None if self.lost is None else "yes" if self.lost else "no"),
             )
             if value is not None
         ]
@@ -108,10 +111,7 @@ class TaskFilter(BaseModel):
             query["key"] = {"$gte": self.key_prefix, "$lt": self.key_prefix + _LAST}
         if self.status:
             query |= _stored(self.status, now)
-        if self.queue is not None:
-            query["queue"] = self.queue
-        if self.group is not None:
-            query["group"] = self.group
+        query |= {field: getattr(self, field) for field in ("queue", "group") if getattr(self, field) is not None}
         entry: Document = {}
         if self.worker is not None:
             entry["worker_id"] = self.worker
@@ -119,6 +119,8 @@ class TaskFilter(BaseModel):
             entry["fail_reason"] = {"$regex": re.escape(self.error), "$options": "i"}
         if entry:
             query["task_state.worker_states"] = {"$elemMatch": entry}
+        if self.lost is not None:
+            query["task_state.lost_cnt"] = {"$gte": 1} if self.lost else {"$not": {"$gte": 1}}
         for sign, age in (("$lte", self.older_than_ms), ("$gte", self.younger_than_ms)):
             if age is not None:
                 conditions.append({sign: ["$task_state.create_time", {"$subtract": [now, age]}]})
@@ -162,10 +164,14 @@ def _field(word: str) -> tuple[str, Any]:
         return field, value
     if field == "key" and sign == ":":
         return "key_prefix", value
+    if field == "lost" and sign == ":":
+        if value not in ("yes", "no"):
+            raise InvalidOption(f"lost: is yes or no, not {value!r}")
+        return "lost", value == "yes"
     if field in ("http", "https") or sign != ":":
         return "key_prefix", word
     raise InvalidOption(
-        f"a filter knows name: status: queue: group: key: error: worker: and age> age<, not {field}{sign}; "
+        f"a filter knows name: status: queue: group: key: error: worker: lost: and age> age<, not {field}{sign}; "
         f"a key that begins so is asked for by key:{shlex.quote(word)}"
     )
 

@@ -16,6 +16,17 @@ _TRUSTED_S = 2.0
 _ASKED_AGAIN_S = 0.25
 
 
+class LeaseLeft(BaseModel):
+    """How near the leases of a worker came to their end within the last hour."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    name: str
+    """Of the tasks."""
+    share: float
+    """The smallest share of a lease that was left when it was renewed: near 0 a task is about to run twice."""
+
+
 class WorkerInfo(BaseModel):
     """A worker as it last described itself."""
 
@@ -39,11 +50,30 @@ class WorkerInfo(BaseModel):
     finished: int = 0
     started_per_s: float = 0.0
     finished_per_s: float = 0.0
+    claims_tried: int = 0
+    """Tasks that it tried to claim within the last hour."""
+    claims_won: int = 0
+    """Those of them that it got; the others went elsewhere, or had changed."""
+    lease_left: list[LeaseLeft] = []
+    stood_still_ms: int = 0
+    """The longest that its event loop stood still within the last hour, if that was a second or more."""
+    clock_off_ms: int = 0
+    """How far its machine's clock is ahead of the server's."""
 
     @property
     def live(self) -> bool:
         """Whether the worker is there."""
         return self.state not in ("stopped", "gone")
+
+    @property
+    def claims_lost_share(self) -> float | None:
+        """The share of its claims of the last hour that won nothing; None if it tried none."""
+        return 1 - self.claims_won / self.claims_tried if self.claims_tried else None
+
+    @property
+    def least_lease_left(self) -> LeaseLeft | None:
+        """The lease that came nearest to its end within the last hour; None if none was renewed."""
+        return min(self.lease_left, key=lambda left: left.share, default=None)
 
     @classmethod
     def from_document(cls, document: Document) -> WorkerInfo:

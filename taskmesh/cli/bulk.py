@@ -27,7 +27,7 @@ Where = Annotated[
     typer.Option(
         metavar="FILTER",
         help="Instead of one: all that fit, like 'status:FAIL name:resize error:timeout age>1h'. "
-        "Knows name: status: queue: group: key: error: worker: age> age<.",
+        "Knows name: status: queue: group: key: error: worker: lost: age> age<.",
     ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="With --where: only count them.")]

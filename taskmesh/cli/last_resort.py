@@ -8,6 +8,7 @@ hold.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
@@ -40,10 +41,24 @@ class LastResort:
         """Hear these signals from now on; `heard` is called for each, in the thread. The second is not to be left unheard."""
         signal.set_wakeup_fd(self._writing.fileno(), warn_on_full_buffer=False)
         for number in numbers:
-            signal.signal(number, _leave_it_to_the_thread)
+            signal.signal(number, self._hand_on)
         run = threading.Thread(target=self._run, args=[frozenset(numbers), heard], name="taskmesh last resort")
         run.daemon = True
         run.start()
+
+    def _hand_on(self, number: int, _frame: object) -> None:
+        """Do nothing: but that there is a handler makes the interpreter write to the wakeup descriptor.
+
+        Unless that is somebody else's by now: a handler that calls `loop.add_signal_handler` gives it to its event loop, and
+        takes it away from all when it removes its own. Then this tells the thread, as soon as the main thread comes to it.
+        """
+        ours = self._writing.fileno()
+        taken_by = signal.set_wakeup_fd(ours, warn_on_full_buffer=False)
+        if taken_by == ours:
+            return
+        if taken_by != -1:
+            signal.set_wakeup_fd(taken_by, warn_on_full_buffer=False)
+        self._tell(bytes([number]))
 
     def within(self, seconds: float) -> None:
         """End the process after so long; a nearer end that was set before stays."""
@@ -55,10 +70,11 @@ class LastResort:
 
     def _set(self, at: float) -> None:
         self._at = at
-        try:
-            self._writing.send(_WOKEN)
-        except BlockingIOError:
-            return  # it is about to wake up as it is
+        self._tell(_WOKEN)
+
+    def _tell(self, what: bytes) -> None:
+        with contextlib.suppress(BlockingIOError):  # it is about to wake up as it is
+            self._writing.send(what)
 
     def _run(self, numbers: frozenset[int], heard: Callable[[int], None]) -> None:
         while (left := self._at - time.monotonic()) > 0:
@@ -73,7 +89,3 @@ class LastResort:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(self._status())
-
-
-def _leave_it_to_the_thread(_number: int, _frame: object) -> None:
-    """Do nothing: but that there is a handler makes the interpreter write to the wakeup descriptor."""

@@ -91,6 +91,8 @@ def limit(
     group_running: Annotated[int | None, typer.Option(min=0, help="... and so many of each group.")] = None,
     group: Annotated[str | None, typer.Option(help="With --running (or --none): of this one group.")] = None,
     none: Annotated[bool, typer.Option("--none", help="No limit any more.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only tell how many could start then.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print JSON.")] = False,
     uri: Uri = None,
     database: Database = None,
     collection: Collection = None,
@@ -108,7 +110,18 @@ def limit(
         else:
             await mesh.set_limit(queue, rate=rate, per_ms=per_ms, running=running, group_running=group_running)
 
-    run_at(uri, database, collection, use)
+    async def tell(mesh: TaskMesh) -> None:
+        if group is not None:
+            effect = await mesh.what_if_group_limit(queue, group, running)
+        else:
+            effect = await mesh.what_if_limit(
+                queue, rate=rate, per_ms=per_ms, running=running, group_running=group_running
+            )
+        output.show_json(effect) if as_json else output.say(f"queue {queue}: {effect.sentence}")
+
+    run_at(uri, database, collection, tell if dry_run else use)
+    if dry_run:
+        return
     where = f"queue {queue}" + (f", group {group}" if group is not None else "")
     limits = [
         f"{rate} starts in {per_ms or 1_000} ms" if rate is not None else "",

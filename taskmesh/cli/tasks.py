@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
@@ -13,9 +14,11 @@ from rich.text import Text
 from taskmesh.cli import completion, output
 from taskmesh.cli.connected import connected
 from taskmesh.cli.listing import Json, Listing, Watch, show
+from taskmesh.cli.timeline import timeline
 from taskmesh.explain import NO_WORKER, WORKER_KNOWS, Explanation
 from taskmesh.mesh import TaskMesh
 from taskmesh.task import Status, Task
+from taskmesh.timeline import happenings
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The task's name.", autocompletion=completion.name)]
 Key = Annotated[str, typer.Argument(metavar="KEY", help="Its key.", autocompletion=completion.key)]
@@ -106,12 +109,25 @@ def _failed(task: Task) -> int:
     return task.task_state.dropped_fail_cnt + sum(entry.state == "FAIL" for entry in task.task_state.worker_states)
 
 
-async def show_task(mesh: TaskMesh, name: Name, key: Key, as_json: Json = False, watch: Watch = None) -> None:
+async def show_task(
+    mesh: TaskMesh,
+    name: Name,
+    key: Key,
+    with_timeline: Annotated[
+        bool, typer.Option("--timeline", help="Also its executions as bars over time, and what happened in order.")
+    ] = False,
+    as_json: Json = False,
+    watch: Watch = None,
+) -> None:
     """Show one task: its params, and what each worker did with it."""
 
     async def read() -> Listing:
         task = await mesh.get(name, key)
-        return Listing(task_json(task), _task_page(task))
+        if not with_timeline:
+            return Listing(task_json(task), _task_page(task))
+        now = mesh.clock.now()
+        lines = [dataclasses.asdict(happening) for happening in happenings(task, now)]
+        return Listing(task_json(task) | {"timeline": lines}, Group(_task_page(task), Text(""), timeline(task, now)))
 
     await show(read, as_json=as_json, every_s=watch)
 
@@ -223,9 +239,14 @@ async def set_option(
     changes: Annotated[
         list[str], typer.Argument(metavar="FIELD=VALUE…", help="Fields of TaskOption, like priority=5.")
     ],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only tell what that would do.")] = False,
     as_json: Json = False,
 ) -> None:
     """Change the option of a task that is published already."""
+    if dry_run:
+        effect = await mesh.what_if_option(name, key, **output.settings(changes))
+        output.show_json(effect) if as_json else output.say(f"{effect.name} {effect.key}: {effect.sentence}")
+        return
     task = await mesh.set_option(name, key, **output.settings(changes))
     if as_json:
         output.show_json(task_json(task))

@@ -17,6 +17,7 @@ from taskmesh.cli.listing import Json, Listing, show, show_found
 from taskmesh.cli.queues import queue_table
 from taskmesh.doctor import Finding
 from taskmesh.mesh import TaskMesh
+from taskmesh.workers import WorkerInfo
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _HISTORY = 60
@@ -49,11 +50,40 @@ async def top(
             Text(""),
             queue_table(queues),
             Text(""),
-            worker_table(workers),
+            _worker_table(workers),
         ]
         return Listing({"stats": stats, "queues": queues, "workers": workers}, Group(*parts))
 
     await show(read, as_json=as_json, every_s=None if once else every)
+
+
+def _worker_table(found: list[WorkerInfo]) -> RenderableType:
+    """What changes from moment to moment; `workers` tells the rest."""
+    if not any(worker.live for worker in found):
+        return worker_table(found)
+    now = datetime.now(UTC)
+    rows = [
+        [
+            worker.worker_id,
+            "paused" if worker.paused and worker.live else worker.state,
+            f"{worker.running}/{worker.concurrency}",
+            f"{worker.finished_per_s:.1f}",
+            percent(worker.claims_lost_share),
+            None if worker.least_lease_left is None else percent(worker.least_lease_left.share),
+            output.cell(worker.last_seen, now=now),
+        ]
+        for worker in found
+    ]
+    lost = Text(
+        "claims that won nothing, and the least of a lease that was left at its renewal: of the last hour", "dim"
+    )
+    columns = ["WORKER", "STATE", "RUNNING", "DONE/S", "CLAIMS LOST", "LEASE LEFT", "SEEN"]
+    return Group(output.table(columns, rows), lost)
+
+
+def percent(share: float | None) -> str | None:
+    """Return a share in per cent."""
+    return None if share is None else f"{share:.1%}" if share < 0.1 else f"{share:.0%}"
 
 
 def sparkline(values: deque[float]) -> str:

@@ -21,6 +21,7 @@ from taskmesh.consumer.execution import Execution
 from taskmesh.consumer.executor import Executor
 from taskmesh.consumer.finisher import Finisher
 from taskmesh.consumer.lanes import Lanes
+from taskmesh.consumer.last_hour import LastHour
 from taskmesh.consumer.limits import Limits
 from taskmesh.consumer.listener import Listener
 from taskmesh.consumer.neglected import Neglected
@@ -63,6 +64,7 @@ class Parts:
         store, clock = mesh.store, mesh.clock
         self.store = store
         self.settings = settings
+        self._clock = clock
         self._state = state
         self._ordered = ordered
         self._order_time: Any = None
@@ -75,6 +77,7 @@ class Parts:
         """Set whenever an execution gives its slot back."""
         self.queue = ClaimQueue(queue_limit(settings.concurrency))
         self._lanes = Lanes(settings.worker_id)
+        self._last_hour = LastHour()
         self.finisher = Finisher(store, settings.worker_id)
         self.reporter = Reporter(store, settings.worker_id)
         self.pinger = Pinger(
@@ -83,6 +86,7 @@ class Parts:
             lambda: self.executor.executions,
             lambda execution: self.executor.lose(execution),  # noqa: PLW0108 — the executor is made later
             settings.stall_limit_ms,
+            self._last_hour,
             settings.observer,
         )
         self.executor = Executor(
@@ -305,6 +309,9 @@ class Parts:
             "running": len(self.executor.executions),
             "started": self.executor.started,
             "finished": self.executor.finished,
+            # Nothing goes by this machine's own clock; people wonder about the times in its log.
+            "clock_off_ms": round((time.time() - self._clock.now().timestamp()) * 1000),
+            **self._last_hour.described(self.claimer.tried, self.claimer.won),
             **self._state(),
         }
 

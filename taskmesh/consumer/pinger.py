@@ -19,6 +19,7 @@ from typing import Any
 from pymongo.errors import PyMongoError
 
 from taskmesh.consumer.execution import Execution
+from taskmesh.consumer.last_hour import LastHour
 from taskmesh.consumer.observer import Observer
 from taskmesh.store import Store
 from taskmesh.store.faults import is_over_deadline
@@ -44,6 +45,7 @@ class Pinger:
         executions: Callable[[], dict[str, Execution]],
         lost: Callable[[Execution], None],
         stall_limit_ms: int,
+        last_hour: LastHour,
         observer: Observer | None = None,
     ) -> None:
         self._store = store
@@ -51,6 +53,7 @@ class Pinger:
         self._lost = lost
         self._stall_limit_s = stall_limit_ms / 1000
         self._executions = executions
+        self._last_hour = last_hour
         self._observer = observer
         self._given_up: set[Execution] = set()
         self._tick_s = _TICK_S
@@ -181,9 +184,11 @@ class Pinger:
             return
         for execution, pair in zip(executions, pairs, strict=True):
             if held is None or pair in held:
+                lease_s = execution.stored_option["worker_timeout_ms"] / 1000
+                share_left = max(0.0, (execution.lease_until - sent) / lease_s)
+                self._last_hour.renewed(execution.name, share_left)
                 if self._observer is not None:
-                    lease_s = execution.stored_option["worker_timeout_ms"] / 1000
-                    self._observer.renewed(execution.name, max(0.0, (execution.lease_until - sent) / lease_s))
+                    self._observer.renewed(execution.name, share_left)
                 execution.renewed(sent)
             else:
                 self._give_up(execution)
@@ -213,6 +218,7 @@ class Pinger:
                 self.stalled = False
                 logger.warning("the event loop turns again: pings go on")
             return
+        self._last_hour.stood_still(still_s)
         if not self._blocked_told:
             self._blocked_told = True
             logger.warning("the event loop is blocked for %.1f s by %s", still_s, self._culprit())

@@ -107,11 +107,21 @@ async def _delete(store: Store, id_: str) -> bool:
 
 
 async def set_option(store: Store, id_: str, changes: Document, expected: Document) -> bool:
-    """Change these fields of the option; False if the option is not as `expected` any more, or there is no task.
+    """Change these fields of the option; False if the option is not as `expected` any more, or there is no task."""
+    # What is not stored is what the reader took for it: the default.
+    stored = {name: {"$ifNull": [f"$task_option.{name}", {"$literal": value}]} for name, value in expected.items()}
+    same: list[Document] = [{"$eq": [stored[name], {"$literal": value}]} for name, value in expected.items()]
+    stages = [*option_stages(changes), {"$set": {"event": stamp("option_changed", store.now)}}]
+    query = {"_id": id_, "$expr": {"$and": same}}
+    reply = await store.update(query, [*stages, *prepared(rules.derivation, store.now)])
+    return bool(reply["n"])
+
+
+def option_stages(changes: Document) -> list[Document]:
+    """Set these fields of the option; the derived fields have to follow.
 
     An entry whose worker is no longer allowed loses its lease here and now (released: nothing is counted).
     """
-    now = store.now
     allowed = {
         "$or": [
             {"$ne": ["$$this.state", "RUNNING"]},
@@ -121,13 +131,8 @@ async def set_option(store: Store, id_: str, changes: Document, expected: Docume
     }
     stages: list[Document] = [
         {"$set": {"task_option": {name: {"$literal": value} for name, value in changes.items()}}},
-        {"$set": {"event": stamp("option_changed", now)}},
     ]
     if "specific_worker_ids" in changes:
         entries = {"$filter": {"input": rules.ENTRIES, "cond": allowed}}
         stages.append({"$set": {"task_state.worker_states": entries}})
-    # What is not stored is what the reader took for it: the default.
-    stored = {name: {"$ifNull": [f"$task_option.{name}", {"$literal": value}]} for name, value in expected.items()}
-    same: list[Document] = [{"$eq": [stored[name], {"$literal": value}]} for name, value in expected.items()]
-    reply = await store.update({"_id": id_, "$expr": {"$and": same}}, [*stages, *prepared(rules.derivation, now)])
-    return bool(reply["n"])
+    return stages

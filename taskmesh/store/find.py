@@ -6,7 +6,7 @@ read here is stale. `params` are left out unless asked for.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from inspect import isawaitable
@@ -239,13 +239,13 @@ def claimable_from(document: Document) -> Claimable:
     )
 
 
-async def queues_in_use(store: Store) -> list[str]:
-    """Return the queues in which there are unfinished tasks.
+async def queues_in_use(store: Store, statuses: Iterable[str] = UNFINISHED) -> list[str]:
+    """Return the queues in which there are tasks of these statuses.
 
     From one to the next by the index on status, a key for each: `distinct` would read the whole collection.
     """
     found: set[str] = set()
-    for status in UNFINISHED:
+    for status in statuses:
         last = ""
         while True:
             cursor = (
@@ -265,16 +265,16 @@ async def queues_in_use(store: Store) -> list[str]:
     return sorted(found)
 
 
-async def names_in_use(store: Store) -> list[tuple[str, str]]:
-    """Return queue and name of the tasks that wait, each pair once: found as `queues_in_use` finds queues."""
+async def names_in_use(store: Store, status: str = "INIT") -> list[tuple[str, str]]:
+    """Return queue and name of the tasks of this status, each pair once: found as `queues_in_use` finds queues."""
     found: list[tuple[str, str]] = []
-    for queue in await queues_in_use(store):
+    for queue in await queues_in_use(store, [status]):
         last = ""
         while True:
             cursor = (
                 store.driver.collection(store.tasks)
                 .find(
-                    {"status": "INIT", "queue": queue, "name": {"$gt": last, "$not": {"$type": "array"}}},
+                    {"status": status, "queue": queue, "name": {"$gt": last, "$not": {"$type": "array"}}},
                     {"_id": 0, "status": 1, "queue": 1, "name": 1},
                     limit=1,
                 )

@@ -118,20 +118,32 @@ async def set_queue(store: Store, queue: str, settings: Document) -> None:
 
 async def waiting(store: Store, queue: str, at_most: int = 10_000) -> int:
     """Count the tasks of a queue that could be claimed now if it has room, no further than `at_most`."""
-    count = 0
+    counted = await _due(store, queue, [{"$limit": at_most}, {"$count": "n"}])
+    return min(sum(int(row["n"]) for row in counted), at_most)
+
+
+async def waiting_by_group(store: Store, queue: str, at_most: int = 10_000) -> dict[str | None, int]:
+    """Count the same by group, None for those without. Of pinned and other tasks no more than `at_most` each."""
+    found: dict[str | None, int] = {}
+    for row in await _due(store, queue, [{"$limit": at_most}, {"$group": {"_id": "$group", "n": {"$sum": 1}}}]):
+        found[row["_id"]] = found.get(row["_id"], 0) + row["n"]
+    return found
+
+
+async def _due(store: Store, queue: str, stages: list[Document]) -> list[Document]:
+    """Return what these stages make of the tasks that could be claimed now: of those for anybody, and of pinned ones."""
+    found: list[Document] = []
     for pinned, hint in ((False, "taskmesh_claimable"), (True, "taskmesh_claimable_by_name")):
         due: Document = {
             "pinned": pinned,
             "queue": queue,
             "next_claim_time": {"$exists": True},
-            "$expr": {
-                "$lte": ["$next_claim_time", store.now]
-            },  # a bound of the index: what waits for later is not read
+            # A bound of the index: what waits for later is not read.
+            "$expr": {"$lte": ["$next_claim_time", store.now]},
         }
-        stages: list[Any] = [{"$match": due}, {"$limit": at_most}, {"$count": "n"}]
-        cursor = await store.driver.aggregate(store.tasks, stages, hint=hint)
-        count += sum(row["n"] for row in await cursor.to_list(None))
-    return min(count, at_most)
+        cursor = await store.driver.aggregate(store.tasks, [{"$match": due}, *stages], hint=hint)
+        found += await cursor.to_list(None)
+    return found
 
 
 async def server_time(store: Store) -> datetime:

@@ -90,6 +90,7 @@ def _endpoint(operation: Operation) -> Any:
             if operation.body is not None:
                 body = validated(operation.body, await _body_of(request))
             mesh = await mesh_of(request)
+            note(request, operation, query)
             if operation.name == "stats":  # those that the pages show: a look at millions of tasks takes a second
                 return json_response(await request.app.state.pulse.stats())
             return json_response(await operation.perform(mesh, query, body))
@@ -97,6 +98,17 @@ def _endpoint(operation: Operation) -> Any:
             return error_response(error)
 
     return endpoint
+
+
+def note(request: Request, operation: Operation, about: Any) -> None:
+    """Log who changes what. Bodies are not logged: params can be confidential."""
+    if operation.changes:
+        logger.info("%s by %s: %s", operation.name, who(request), about)
+
+
+def who(request: Request) -> str:
+    """Return who asks, as far as that is known."""
+    return f"the dashboard, from {request.client.host}" if request.client is not None else "the dashboard"
 
 
 def _query_of(request: Request) -> dict[str, str]:

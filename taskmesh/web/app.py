@@ -18,8 +18,9 @@ from taskmesh.stats import Stats
 from taskmesh.store import fleet
 from taskmesh.web import api, openapi, pages
 from taskmesh.web.connection import Connection, mesh_of
-from taskmesh.web.guard import Guard, Rules
+from taskmesh.web.guard import SHORTEST_TOKEN, Guard, Rules
 from taskmesh.web.pulse import Pulse
+from taskmesh.web.rendering import error_page
 
 try:
     from taskmesh import metrics
@@ -46,10 +47,8 @@ def create_app(
     under which a proxy serves it, if the app cannot see that itself. `hosts`: answer only under these host names. Raises
     `InvalidOption` for an empty token.
     """
-    if token is not None and len(token) < pages.SHORTEST_TOKEN:
-        raise InvalidOption(
-            f"a token has at least {pages.SHORTEST_TOKEN} characters: make one by `openssl rand -hex 32`"
-        )
+    if token is not None and len(token) < SHORTEST_TOKEN:
+        raise InvalidOption(f"a token has at least {SHORTEST_TOKEN} characters: make one by `openssl rand -hex 32`")
     connection = Connection(mesh)
     pulse = Pulse(connection.connected)
 
@@ -117,7 +116,7 @@ async def _metrics(request: Request) -> Response:
 async def _not_found(request: Request, error: Exception) -> Response:
     if f"{API}/" in request.url.path:
         return api.json_response({"error": "NotFound", "message": "there is no such path: see openapi.json"}, 404)
-    return HTMLResponse(pages.error_page(request, 404, "There is no such page", str(error)), 404)
+    return HTMLResponse(error_page(request, 404, "There is no such page", str(error)), 404)
 
 
 async def _not_allowed(request: Request, error: Exception) -> Response:

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from taskmesh.web.jsonable import to_json
 
 SESSION = "taskmesh_session"
+SHORTEST_TOKEN = 16
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 _HARMLESS = frozenset({"GET", "HEAD", "OPTIONS"})
 _OPEN = frozenset({"/login", "/livez", "/readyz"})

@@ -10,7 +10,9 @@ from typing import Any, Literal, get_type_hints
 
 from pydantic import BaseModel
 
-from taskmesh.bulk import BulkAction, BulkResult, TaskPage, UndoResult
+from taskmesh.bulk import UNDO_MS, BulkAction, BulkResult, TaskPage, UndoResult
+from taskmesh.doctor import Finding
+from taskmesh.error_groups import ErrorReport
 from taskmesh.explain import Explanation
 from taskmesh.mesh import TaskMesh
 from taskmesh.periodic import ScheduleInfo
@@ -42,7 +44,11 @@ from taskmesh.web.requests import (
     TheSchedule,
     TheTask,
     TheWorker,
+    WhatIfLimit,
+    WhatIfOption,
+    WhichErrors,
 )
+from taskmesh.what_if import LimitEffect, OptionEffect
 from taskmesh.workers import WorkerInfo
 
 Method = Literal["GET", "POST", "PUT", "PATCH", "DELETE"]
@@ -177,31 +183,47 @@ async def _set_option(mesh: TaskMesh, query: TheTask, body: OptionChange) -> Tas
     return await mesh.set_option(query.name, query.key, **body.changes)
 
 
+@_operation("task.what_if_option", "GET", "/task/option/what-if")
+async def _what_if_option(mesh: TaskMesh, query: WhatIfOption) -> OptionEffect:
+    """Tell what a change of a task's option would do: who could claim it then, whose run would be stopped."""
+    return await mesh.what_if_option(query.name, query.key, **query.changes)
+
+
 # --- many tasks ---
+
+
+@_operation("errors", "GET", "/errors")
+async def _errors(mesh: TaskMesh, query: WhichErrors) -> ErrorReport:
+    """Tell what fails and why: failures grouped by task name, type of error and place, the most frequent first."""
+    return await mesh.errors(query.name, at_most=query.at_most)
+
+
+def _undo_ms(body: Bulk) -> int:
+    return UNDO_MS if body.undo else 0
 
 
 @_operation("bulk.retry", "POST", "/bulk/retry")
 async def _retry_all(mesh: TaskMesh, body: Bulk) -> BulkResult:
     """Retry every task that fits a filter."""
-    return await mesh.retry_all(body.where, dry_run=body.dry_run)
+    return await mesh.retry_all(body.where, dry_run=body.dry_run, by=body.by, undo_ms=_undo_ms(body))
 
 
 @_operation("bulk.cancel", "POST", "/bulk/cancel")
 async def _cancel_all(mesh: TaskMesh, body: Bulk) -> BulkResult:
     """Cancel every unfinished task that fits a filter."""
-    return await mesh.cancel_all(body.where, dry_run=body.dry_run)
+    return await mesh.cancel_all(body.where, dry_run=body.dry_run, by=body.by, undo_ms=_undo_ms(body))
 
 
 @_operation("bulk.delete", "POST", "/bulk/delete")
 async def _delete_all(mesh: TaskMesh, body: Bulk) -> BulkResult:
     """Delete every task that fits a filter."""
-    return await mesh.delete_all(body.where, dry_run=body.dry_run)
+    return await mesh.delete_all(body.where, dry_run=body.dry_run, by=body.by, undo_ms=_undo_ms(body))
 
 
 @_operation("bulk.purge", "POST", "/bulk/purge")
 async def _purge(mesh: TaskMesh, body: Purge) -> BulkResult:
     """Delete every finished task that fits a filter."""
-    return await mesh.purge(body.where, dry_run=body.dry_run)
+    return await mesh.purge(body.where, dry_run=body.dry_run, by=body.by)
 
 
 @_operation("bulk.list", "GET", "/bulk")
@@ -217,6 +239,12 @@ async def _undo(mesh: TaskMesh, query: TheAction) -> UndoResult:
 
 
 # --- workers ---
+
+
+@_operation("doctor", "GET", "/doctor")
+async def _doctor(mesh: TaskMesh) -> list[Finding]:
+    """Look for what is wrong with the server, the collection, the fleet and the tasks, each with its remedy."""
+    return await mesh.doctor()
 
 
 @_operation("workers.list", "GET", "/workers")
@@ -276,6 +304,16 @@ async def _set_limit(mesh: TaskMesh, query: TheQueue, body: Limits) -> None:
     """Limit a queue; what is not given is not limited any more."""
     await mesh.set_limit(
         query.queue, rate=body.rate, per_ms=body.per_ms, running=body.running, group_running=body.group_running
+    )
+
+
+@_operation("queue.what_if_limit", "GET", "/queue/limit/what-if")
+async def _what_if_limit(mesh: TaskMesh, query: WhatIfLimit) -> LimitEffect:
+    """Tell what limits would do: how many of those that wait could start now, and then."""
+    if query.group is not None:
+        return await mesh.what_if_group_limit(query.queue, query.group, query.running)
+    return await mesh.what_if_limit(
+        query.queue, rate=query.rate, per_ms=query.per_ms, running=query.running, group_running=query.group_running
     )
 
 

@@ -1,61 +1,52 @@
-"""The pages: each asks the public API and shows the answer; each form does one operation, and leads back.
+"""The pages: each asks the public API and shows the answer. What their forms do is in `forms`.
 
 They work without scripts; the script makes them live, asks before what cannot be undone, and knows the keyboard.
 """
 
 from __future__ import annotations
 
-import asyncio
-import json
-from collections.abc import Awaitable, Callable
 from typing import Any
-from urllib.parse import parse_qsl, quote, unquote
 
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, RedirectResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from taskmesh.bulk import TaskPage, UndoResult
-from taskmesh.errors import InvalidOption, TaskMeshError
+from taskmesh.bulk import TaskPage
+from taskmesh.errors import InvalidOption
 from taskmesh.mesh import TaskMesh
 from taskmesh.stats import Stats
 from taskmesh.task import Status
+from taskmesh.timeline import bars_of
 from taskmesh.web import api
 from taskmesh.web.attention import remarks
-from taskmesh.web.connection import mesh_of
-from taskmesh.web.guard import SESSION, Rules, prefix_of
+from taskmesh.web.forms import do, do_selected, login, logout
 from taskmesh.web.jsonable import to_json
 from taskmesh.web.operations import OPERATIONS
 from taskmesh.web.pulse import Pulse, sample_data
-from taskmesh.web.requests import Published
-from taskmesh.web.views import STATIC, bars_of, environment, option_rows, query, whys_of
+from taskmesh.web.rendering import as_page, error_page, rendered
+from taskmesh.web.views import STATIC, copied, option_rows, query, whys_of
 from taskmesh.where import TaskFilter, milliseconds
 
-SHORTEST_TOKEN = 16
-_FLASH = "taskmesh_told"
-_LONGEST_TOLD = 3_500
-_WRONG_TOKEN_COSTS_S = 0.5
 _COUNT_AT_MOST = 10_000
 _COUNT_WITHIN_MS = 120
 _LISTED_WITHIN_MS = 1_500
+_ERRORS_AMONG = 2_000
 _TYPES = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
-_ENVIRONMENT = environment()
-_TEMPLATES = {name: _ENVIRONMENT.get_template(name) for name in _ENVIRONMENT.list_templates()}
-
-Page = Callable[[Request, TaskMesh], Awaitable[Response]]
 
 
 def routes() -> list[Route]:
     """Return the routes of the pages, of what their forms do, and of what they load."""
     return [
-        Route("/", _page(overview)),
-        Route("/tasks", _page(tasks)),
-        Route("/task", _page(task)),
-        Route("/bulk", _page(bulk)),
-        Route("/workers", _page(workers)),
-        Route("/queues", _page(queues)),
-        Route("/schedules", _page(schedules)),
-        Route("/api", _page(api_page)),
+        Route("/", as_page(overview)),
+        Route("/tasks", as_page(tasks)),
+        Route("/task", as_page(task)),
+        Route("/bulk", as_page(bulk)),
+        Route("/errors", as_page(errors)),
+        Route("/workers", as_page(workers)),
+        Route("/queues", as_page(queues)),
+        Route("/schedules", as_page(schedules)),
+        Route("/doctor", as_page(doctor)),
+        Route("/api", as_page(api_page)),
         Route("/login", login, methods=["GET", "POST"]),
         Route("/logout", logout, methods=["POST"]),
         Route("/do/{operation}", do, methods=["POST"]),
@@ -63,78 +54,6 @@ def routes() -> list[Route]:
         Route("/live", live),
         Route("/static/{name}", static),
     ]
-
-
-def _page(show: Page) -> Callable[[Request], Awaitable[Response]]:
-    async def endpoint(request: Request) -> Response:
-        try:
-            return await show(request, await mesh_of(request))
-        except Exception as error:  # noqa: BLE001 — each becomes a page; what is unexpected is logged
-            status, name, message = api.told(error)
-            return HTMLResponse(error_page(request, status, name, message), status)
-
-    return endpoint
-
-
-def _render(request: Request, template: str, status: int = 200, **values: Any) -> HTMLResponse:
-    rules: Rules = request.app.state.rules
-    told = _told(request)
-    page = _TEMPLATES[template].render(
-        prefix=prefix_of(request.scope),
-        here=request.url.path.removeprefix(prefix_of(request.scope)) or "/",
-        back=_here(request),
-        read_only=rules.read_only,
-        has_token=rules.token is not None,
-        told=told,
-        statuses=[str(status) for status in Status],
-        **values,
-    )
-    response = HTMLResponse(page, status)
-    if told is not None:
-        response.delete_cookie(_FLASH, path=_cookie_path(request))
-    return response
-
-
-def error_page(request: Request, status: int, title: str, message: str) -> str:
-    """Return a page that says what went wrong."""
-    return bytes(_render(request, "error.html", status, title=title, message=message).body).decode()
-
-
-def _here(request: Request) -> str:
-    path = request.url.path.removeprefix(prefix_of(request.scope)) or "/"
-    return f"{path}?{request.url.query}" if request.url.query else path
-
-
-def _cookie_path(request: Request) -> str:
-    return prefix_of(request.scope) + "/"
-
-
-# --- what was done is told on the next page, once ---
-
-
-def _told(request: Request) -> dict[str, str] | None:
-    try:
-        told = json.loads(unquote(request.cookies.get(_FLASH, "null")))
-    except ValueError:
-        return None
-    if isinstance(told, dict) and isinstance(told.get("text"), str):
-        return {"kind": "bad" if told.get("kind") == "bad" else "good", "text": told["text"][:500]}
-    return None
-
-
-def _back(request: Request, where: str, text: str, kind: str = "good") -> Response:
-    """Lead back to a page of ours, and tell there what happened."""
-    safe = where if where.startswith("/") and not where.startswith(("//", "/\\")) else "/"
-    response = RedirectResponse(prefix_of(request.scope) + safe, 303)
-    told = quote(json.dumps({"kind": kind, "text": text[:500]}, ensure_ascii=False).encode("utf-8", "replace"))
-    if (
-        len(told) > _LONGEST_TOLD
-    ):  # a browser drops a cookie of more than 4 096 bytes, and nobody would be told anything
-        told = quote(
-            json.dumps({"kind": kind, "text": text[:200] + " …"}, ensure_ascii=False).encode("utf-8", "replace")
-        )
-    response.set_cookie(_FLASH, told, max_age=60, httponly=True, samesite="strict", path=_cookie_path(request))
-    return response
 
 
 # --- pages ---
@@ -147,7 +66,7 @@ async def overview(request: Request, mesh: TaskMesh) -> Response:
     all_workers = await mesh.workers()
     live_workers = [worker for worker in all_workers if worker.live]
     all_schedules = await mesh.schedules()
-    return _render(
+    return rendered(
         request,
         "overview.html",
         stats=stats,
@@ -199,7 +118,7 @@ async def tasks(request: Request, mesh: TaskMesh) -> Response:
         page = await mesh.page(which, newest_first=newest, after=after, deadline_ms=_LISTED_WITHIN_MS)
         count = await mesh.count_within(which, at_most=_COUNT_AT_MOST, deadline_ms=_COUNT_WITHIN_MS)
     stats = await request.app.state.pulse.stats()
-    return _render(
+    return rendered(
         request,
         "tasks.html",
         200 if problem is None else 422,
@@ -216,15 +135,21 @@ async def tasks(request: Request, mesh: TaskMesh) -> Response:
 
 
 async def task(request: Request, mesh: TaskMesh) -> Response:
-    """Show all about one task."""
+    """Show all about one task; asked so, also what another option would do to it."""
     name, key = request.query_params.get("name", ""), request.query_params.get("key", "")
     found = await mesh.get(name, key)
     explanations = [] if found.status.finished else await mesh.explain(name, key)
     now = mesh.clock.now()
-    return _render(
+    effect = None
+    if changes := request.query_params.get("changes"):
+        asked = {"name": name, "key": key, "changes": changes}
+        effect = await api.perform(mesh, OPERATIONS["task.what_if_option"], asked)
+    return rendered(
         request,
         "task.html",
+        effect=effect,
         task=found,
+        copy=copied(found.params),
         bars=bars_of(found, now),
         whys=whys_of(explanations),
         option_rows=option_rows(found.task_option),
@@ -236,7 +161,7 @@ async def bulk(request: Request, mesh: TaskMesh) -> Response:
     """Tell how many tasks something would be done to, and ask."""
     action = request.query_params.get("action", "")
     if not action:
-        return _render(request, "actions.html", actions=await mesh.bulk_actions())
+        return rendered(request, "actions.html", actions=await mesh.bulk_actions())
     if action not in ("retry", "cancel", "delete"):
         raise api.BadRequest(f"the actions are retry, cancel and delete, not {action!r}", 404)
     text, which, problem = _filter_of(request)
@@ -246,137 +171,49 @@ async def bulk(request: Request, mesh: TaskMesh) -> Response:
         raise InvalidOption("an empty filter means every task: name at least a status, like status:FAIL")
     count = await mesh.count_within(which, at_most=_COUNT_AT_MOST, deadline_ms=_COUNT_WITHIN_MS)
     first = await mesh.page(which, newest_first=False, limit=10, deadline_ms=_LISTED_WITHIN_MS)
-    return _render(
+    return rendered(
         request, "bulk.html", action=action, where=text, count=count, at_most=_COUNT_AT_MOST, examples=first.tasks
     )
+
+
+async def errors(request: Request, mesh: TaskMesh) -> Response:
+    """Show what fails, and why."""
+    name = request.query_params.get("name") or None
+    report = await mesh.errors(name, at_most=_ERRORS_AMONG, deadline_ms=_LISTED_WITHIN_MS)
+    return rendered(request, "errors.html", report=report, name=name)
+
+
+async def doctor(request: Request, mesh: TaskMesh) -> Response:
+    """Show whether anything is wrong."""
+    findings = await mesh.doctor()
+    bad = sum(finding.level in ("warning", "error") for finding in findings)
+    return rendered(request, "doctor.html", findings=findings, bad=bad)
 
 
 async def workers(request: Request, mesh: TaskMesh) -> Response:
     """Show who works."""
     found = sorted(await mesh.workers(), key=lambda worker: (not worker.live, worker.worker_id))
-    return _render(request, "workers.html", workers=found)
+    return rendered(request, "workers.html", workers=found)
 
 
 async def queues(request: Request, mesh: TaskMesh) -> Response:
-    """Show which queues there are."""
-    return _render(request, "queues.html", queues=await mesh.queues())
+    """Show which queues there are; asked so, also what other limits would do to one of them."""
+    effect = None
+    if "queue" in request.query_params:
+        limits = ("queue", "rate", "per_ms", "running", "group_running")
+        asked = {field: request.query_params[field] for field in limits if request.query_params.get(field)}
+        effect = await api.perform(mesh, OPERATIONS["queue.what_if_limit"], asked)
+    return rendered(request, "queues.html", queues=await mesh.queues(), effect=effect)
 
 
 async def schedules(request: Request, mesh: TaskMesh) -> Response:
     """Show what runs periodically."""
-    return _render(request, "schedules.html", schedules=await mesh.schedules())
+    return rendered(request, "schedules.html", schedules=await mesh.schedules())
 
 
 async def api_page(request: Request, _: TaskMesh) -> Response:
     """Show what programs can ask."""
-    return _render(request, "api.html", operations=list(OPERATIONS.values()))
-
-
-# --- forms ---
-
-
-async def _fields_of(request: Request) -> list[tuple[str, str]]:
-    raw = await api.read_body(request)
-    try:
-        return parse_qsl(raw.decode(), keep_blank_values=True, strict_parsing=bool(raw), max_num_fields=2_000)
-    except ValueError:
-        raise api.BadRequest("the form cannot be read", 400) from None
-
-
-async def do(request: Request) -> Response:
-    """Do the operation of a form, and lead back to its page."""
-    where = "/"
-    try:
-        fields = await _fields_of(request)
-        given: dict[str, Any] = {name: value for name, value in fields if value != ""}
-        where = str(given.pop("back", "/"))
-        done_where = str(given.pop("then", where))
-        operation = OPERATIONS.get(request.path_params["operation"])
-        if operation is None or not operation.changes:
-            raise api.BadRequest("there is no such operation", 404)  # noqa: TRY301 — it becomes an answer below
-        if operation.body is not None:
-            given |= {
-                name: _json_field(given[name]) for name in ("params", "configuration", "changes") if name in given
-            }
-        result = await api.perform(await mesh_of(request), operation, given)
-    except Exception as error:  # noqa: BLE001 — it is told on the page; what is unexpected is logged
-        _, _, message = api.told(error)
-        return _back(request, where, message, "bad")
-    return _back(request, done_where, _done_text(operation.name, given, result))
-
-
-def _json_field(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise api.BadRequest(f"this is no JSON: {error}") from None
-
-
-def _done_text(name: str, given: dict[str, Any], result: Any) -> str:
-    what = given.get("key") or given.get("worker_id") or given.get("queue") or given.get("schedule_id") or ""
-    if isinstance(result, Published):
-        warnings = "".join(f" — {warning}" for warning in result.warnings)
-        return f"{'published' if result.created else 'was there already'}: {result.name} {result.key}{warnings}"
-    if isinstance(result, UndoResult):
-        left = f"; {result.left} left as they are, since something has happened to them" if result.left else ""
-        return f"undone: {result.action} of {result.restored} tasks{left}"
-    if name.startswith("bulk."):
-        return f"{name.removeprefix('bulk.')}: {result.done} of {result.matched} tasks"
-    return f"{name.partition('.')[2].replace('_', ' ')}: {what}"
-
-
-async def do_selected(request: Request) -> Response:
-    """Do something to the tasks whose boxes are ticked."""
-    where = "/tasks"
-    try:
-        fields = await _fields_of(request)
-        where = next((value for name, value in fields if name == "back"), where)
-        action = next((value for name, value in fields if name == "action"), "")
-        if action not in ("retry", "cancel", "delete"):
-            raise api.BadRequest(f"the actions are retry, cancel and delete, not {action!r}")  # noqa: TRY301 — answered below
-        mesh = await mesh_of(request)
-        selected = [value.partition(":") for name, value in fields if name == "task"]
-        done, problems = 0, []
-        for name, _, key in selected:
-            try:
-                await api.perform(mesh, OPERATIONS[f"task.{action}"], {"name": name, "key": key})
-                done += 1
-            except TaskMeshError as error:
-                problems.append(str(error))
-    except Exception as error:  # noqa: BLE001 — it is told on the page; what is unexpected is logged
-        return _back(request, where, api.told(error)[2], "bad")
-    text = f"{action}: {done} of {len(selected)} tasks" + (f"; {problems[0]}" if problems else "")
-    return _back(request, where, text, "bad" if problems else "good")
-
-
-async def login(request: Request) -> Response:
-    """Take the token, and give the browser a session for it."""
-    rules: Rules = request.app.state.rules
-    then = request.query_params.get("then", "/")
-    if rules.token is None:
-        return _back(request, "/", "no token is needed here")
-    if request.method == "GET":
-        return _render(request, "login.html", then=then, wrong=False)
-    try:
-        fields = dict(await _fields_of(request))
-    except api.BadRequest as error:
-        return api.error_response(error)
-    if not rules.knows(fields.get("token", "")):
-        await asyncio.sleep(_WRONG_TOKEN_COSTS_S)
-        return _render(request, "login.html", 401, then=fields.get("then", "/"), wrong=True)
-    response = _back(request, fields.get("then", "/"), "welcome")
-    secure = request.url.scheme == "https"
-    response.set_cookie(
-        SESSION, rules.session(), httponly=True, samesite="strict", secure=secure, path=_cookie_path(request)
-    )
-    return response
-
-
-async def logout(request: Request) -> Response:
-    """Forget the session."""
-    response = RedirectResponse(prefix_of(request.scope) + "/login", 303)
-    response.delete_cookie(SESSION, path=_cookie_path(request))
-    return response
+    return rendered(request, "api.html", operations=list(OPERATIONS.values()))
 
 
 # --- what the pages load ---

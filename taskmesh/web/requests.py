@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, Json, StringConstraints
 
 from taskmesh.periodic import Missed, Overlap
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.\-]{1,100}$")]
 Key = Annotated[str, StringConstraints(min_length=1, max_length=512, pattern=r"^[^\x00]+$")]
 Text = Annotated[str, StringConstraints(max_length=500, pattern=r"^[^\x00]*$")]
+Group = Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=r"^[^\x00]+$")]
 WorkerId = Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=r"^[^\x00]+$")]
 Milliseconds = Annotated[int, Field(ge=0, le=10 * 366 * 86_400_000)]
 Positive = Annotated[int, Field(ge=1, le=1_000_000)]
@@ -114,6 +115,19 @@ class Published(BaseModel):
     warnings: list[str]
 
 
+class WhatIfOption(TheTask):
+    """Which fields of a task's option one thinks of changing."""
+
+    changes: Annotated[Json[dict[str, Any]], Field(description="Fields of `TaskOption`, as JSON.")]
+
+
+class WhichErrors(_Request):
+    """Which errors, and how far to look for them."""
+
+    name: Name | None = None
+    at_most: int = Field(2_000, ge=1, le=100_000, description="Look at so many tasks, some of each name.")
+
+
 class OptionChange(_Request):
     """Fields of `TaskOption` to change."""
 
@@ -125,6 +139,8 @@ class Bulk(_Request):
 
     where: Text
     dry_run: bool = Field(False, description="Only count.")
+    by: Text | None = Field(None, description="Who does it, for the list of what was done.")
+    undo: bool = Field(True, description="Copy each task aside, so that it can be undone within an hour.")
 
 
 class Purge(_Request):
@@ -132,6 +148,7 @@ class Purge(_Request):
 
     where: Text = ""
     dry_run: bool = False
+    by: Text | None = None
 
 
 class Stopping(_Request):
@@ -168,10 +185,16 @@ class Limits(_Request):
     group_running: Positive | None = None
 
 
+class WhatIfLimit(Limits, TheQueue):
+    """What one thinks of limiting a queue to; with `group`: that group, to `running`."""
+
+    group: Group | None = None
+
+
 class GroupLimit(_Request):
     """What one group of a queue is limited to."""
 
-    group: Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=r"^[^\x00]+$")]
+    group: Group
     running: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
 
 

@@ -1,12 +1,13 @@
-"""What the templates show beside plain values: times, durations, JSON, and the bars of a task's executions."""
+"""What the templates show beside plain values: times, durations, JSON, and why a task does not run."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from importlib.resources import files
 from itertools import pairwise
 from typing import Any
@@ -17,13 +18,12 @@ from markupsafe import Markup, escape
 
 from taskmesh.explain import Explanation, Gate
 from taskmesh.option import TaskOption
-from taskmesh.task import Task
 from taskmesh.web.jsonable import jsonable, to_json
 
 _MOST_JSON_CHARS = 20_000
-_SVG_WIDTH = 1000.0
 _MOMENT = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:\.\d{1,6})?(?:Z|[+-]\d\d:\d\d)")
 _SECOND = 1_000.0
+_SMALL = 0.1
 _UNITS = [("d", 86_400_000.0), ("h", 3_600_000.0), ("min", 60_000.0), ("s", _SECOND)]
 
 # Read at import, where no event loop waits for the disk.
@@ -83,6 +83,12 @@ def pretty(value: Any) -> str:
     return f"{text[:_MOST_JSON_CHARS]}\n… {len(text) - _MOST_JSON_CHARS} more characters: the API has all of it"
 
 
+def copied(params: Any) -> str | None:
+    """Return params as JSON from which they can be published again; None if they are long, or JSON has no words for them."""
+    text = to_json(params, indent=2)
+    return text if len(text) <= _MOST_JSON_CHARS and json.loads(text) == params else None
+
+
 def number(value: float | None) -> str:
     """Return a number with its thousands apart."""
     if value is None:
@@ -90,61 +96,16 @@ def number(value: float | None) -> str:
     return f"{value:,.0f}".replace(",", " ") if float(value).is_integer() else f"{value:,.1f}".replace(",", " ")
 
 
+def percent(share: float | None) -> str:
+    """Return a share in per cent."""
+    if share is None:
+        return "–"
+    return f"{share * 100:.1f} %" if share < _SMALL else f"{share * 100:.0f} %"
+
+
 def query(**parameters: Any) -> str:
     """Return a query string of those parameters that are set."""
     return urlencode({name: str(value) for name, value in parameters.items() if value not in (None, "")})
-
-
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """One execution in the timeline."""
-
-    worker_id: str
-    state: str
-    running_id: str
-    start: datetime
-    end: datetime | None
-    x: float
-    width: float
-
-
-def bars_of(task: Task, now: datetime) -> list[Bar]:
-    """Return the executions of a task, the lost ones too, as bars between its publishing and its end."""
-    state = task.task_state
-    spans: list[tuple[str, str, str, datetime, datetime | None]] = [
-        (loss.worker_id, "LOST", loss.running_id, loss.start_time, loss.ping_expire_time)
-        for loss in state.losses
-        if loss.start_time is not None
-    ]
-    for entry in state.worker_states:
-        if entry.start_time is None:
-            continue
-        live = entry.state == "RUNNING" and entry.ping_expire_time is not None and entry.ping_expire_time > now
-        end = entry.success_time or entry.fail_time or (None if live else entry.ping_expire_time)
-        shown = entry.state if live or entry.state != "RUNNING" else "LOST"
-        spans.append((entry.worker_id, shown, entry.running_id, entry.start_time, end))
-    spans.sort(key=lambda span: span[3])
-    if not spans:
-        return []
-    first = min(state.create_time, spans[0][3])
-    last = max([end or now for *_, end in spans] + [first + timedelta(milliseconds=1)])
-    scale = _SVG_WIDTH / ((last - first) / timedelta(milliseconds=1))
-
-    def place(moment: datetime) -> float:
-        return (moment - first) / timedelta(milliseconds=1) * scale
-
-    return [
-        Bar(
-            worker,
-            shown,
-            running_id,
-            start,
-            end,
-            round(place(start), 1),
-            round(max(4.0, place(end or now) - place(start)), 1),
-        )
-        for worker, shown, running_id, start, end in spans
-    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +155,13 @@ def environment() -> Environment:
         loader=DictLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     found.filters.update(
-        duration=duration, moment=moment, pretty=pretty, number=number, jsonable=jsonable, with_times=with_times
+        duration=duration,
+        percent=percent,
+        moment=moment,
+        pretty=pretty,
+        number=number,
+        jsonable=jsonable,
+        with_times=with_times,
     )
     found.globals.update(query=query, static_version=STATIC_VERSION)
     return found

@@ -10,7 +10,7 @@ from PIL import Image
 from playwright.async_api import Page, ViewportSize
 
 SHOWN = frozenset(
-    {"overview", "tasks", "task", "why", "bulk", "workers", "queues", "schedules", "api", "login"}
+    {"overview", "tasks", "task", "why", "bulk", "workers", "queues", "schedules", "api", "login", "errors", "doctor"}
     | {"overview-phone", "tasks-phone"}
 )
 """What docs/web.md shows."""

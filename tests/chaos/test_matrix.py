@@ -27,7 +27,7 @@ pytestmark = (
     pytest.mark.blocks_the_loop
 )  # the trap is armed by a blocking call of its own, just before a verb is called
 
-_OFF_THE_PATH = ("bulk", "complete", "inspect", "schedules", "groups", "limits", "undo")
+_OFF_THE_PATH = ("bulk", "complete", "error_groups", "inspect", "schedules", "groups", "limits", "undo")
 """Modules of verbs that people call, or that have fault tests of their own (limits survive crashes: tests/fleet)."""
 _LOST_REPLY = "the reply is lost"
 FAULTS: dict[str, dict[str, Any]] = {
@@ -54,6 +54,7 @@ _ELSEWHERE = {
     "find.unfinished_left": "asked with until_idle: tests/processes/test_stampede.py",
     "finish.standing": "asked after a fault, so here after every one at finish.finish",
     "fleet.forget": "after a predecessor that was killed: tests/processes/test_worker_id.py",
+    "fleet.waiting_by_group": "asked by people who think of a limit",
     "fleet.waiting": "asked where a queue is limited to nothing",
     "lease.still_held": "asked after a fault, so here after every one at lease.ping",
 }

@@ -49,3 +49,15 @@ def test_the_option_of_a_published_task_is_changed(taskmesh: Shell) -> None:
         ended = taskmesh("set-option", "add", "k", *words)
         assert (ended.status, ended.out) == (2, "")
         assert told in ended.err
+
+
+def test_what_another_option_would_do_is_told_and_not_done(taskmesh: Shell) -> None:
+    taskmesh.worker("--worker-id", "w1")
+    taskmesh.done("publish", "add", "k", '{"a": 1, "b": 2}', "--option", 'specific_worker_ids=["w2"]')
+    told = taskmesh.done("set-option", "add", "k", "specific_worker_ids=[]", "--dry-run").out
+    assert told == "add k: w1 could claim it then\n"
+    effect = taskmesh.done("set-option", "add", "k", "specific_worker_ids=[]", "--dry-run", "--json").json
+    assert (effect["opens"], effect["stops"], effect["status_then"]) == (["w1"], [], "INIT")
+    assert taskmesh.status("add", "k") == "INIT"
+    ended = taskmesh("set-option", "add", "k", "colour=red", "--dry-run")
+    assert (ended.status, ended.out) == (2, "")

@@ -89,6 +89,35 @@ def test_one_task_for_people(three: Shell) -> None:
     assert "it rained" in shown.splitlines()[-1]
 
 
+def test_a_tasks_life_as_bars_over_time_and_in_order(three: Shell) -> None:
+    shown = three.done("show", "refuse", "no", "--timeline").out
+    bar = next(line for line in shown.splitlines() if "█" in line)
+    assert bar.startswith("w1")
+    assert "FAIL" in bar
+    happened = three.done("show", "refuse", "no", "--timeline", "--json").json["timeline"]
+    assert [each["what"] for each in happened] == ["published", "claimed", "FAIL: it rained", "finished: FAIL"]
+    assert [each["worker_id"] for each in happened] == [None, "w1", "w1", None]
+    times = [datetime.fromisoformat(each["time"]) for each in happened]
+    assert times == sorted(times)
+    assert "█" not in three.done("show", "nap", "later", "--timeline").out
+
+
+def test_what_fails_is_told_with_how_to_see_it_and_to_retry_it(three: Shell) -> None:
+    told = three.done("errors").out
+    for part in (
+        "refuse  it rained  1 failed",
+        "one of them: taskmesh show refuse no\n",
+        "all of them: taskmesh retry --where \"name:refuse status:FAIL error:'it rained'\"\n",
+        "2 tasks were looked at",
+    ):
+        assert part in told
+    [group] = three.done("errors", "--json").json
+    assert (group["name"], group["error"], group["failed"], group["retrying"]) == ("refuse", "it rained", 1, 0)
+    assert [task["key"] for task in three.done("ls", "--where", group["where"], "--json").json] == ["no"]
+    assert three.done("errors", "--name", "add").out.startswith("nothing fails")
+    assert three.done("errors", "--name", "add", "--json").json == []
+
+
 def test_a_task_that_is_not_there(taskmesh: Shell) -> None:
     for command in ("show", "explain", "retry", "cancel", "delete"):
         ended = taskmesh(command, "add", "nobody")

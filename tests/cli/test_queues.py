@@ -96,3 +96,16 @@ def test_schedules_are_listed_paused_triggered_and_removed(taskmesh: Shell) -> N
     assert taskmesh.done("unschedule", "add").out == "schedule add is removed\n"
     assert taskmesh.done("schedules", "--json").json == []
     assert taskmesh("trigger", "add").status == 1
+
+
+def test_what_a_limit_would_do_is_told_and_not_done(taskmesh: Shell) -> None:
+    for key in ("a", "b", "c"):
+        taskmesh.done("publish", "add", key)
+    told = taskmesh.done("limit", "default", "--running", "2", "--dry-run").out
+    assert told == "queue default: 0 run and 3 wait, of which 3 could start now and 2 then\n"
+    effect = taskmesh.done("limit", "default", "--rate", "1", "--dry-run", "--json").json
+    assert (effect["claimable_now"], effect["claimable_then"], effect["limits_then"]["per_ms"]) == (3, 1, 1_000)
+    assert taskmesh.done("limit", "default", "--group", "g", "--running", "0", "--dry-run").status == 0
+    [queue] = taskmesh.done("queues", "--json").json
+    assert (queue["limits"]["running"], queue["limits"]["rate"], queue["limits"]["groups"]) == (None, None, {})
+    assert taskmesh("limit", "default", "--dry-run").status == 2

@@ -16,11 +16,21 @@ def test_top_shows_tasks_queues_and_workers_once(taskmesh: Shell) -> None:
     taskmesh.done("publish", "nap", "k", '{"ms": 600000}', "--queue", "q")
     taskmesh.until("RUNNING", "nap", "k")
     shown = taskmesh.done("top", "--once").out
-    for part in ("nap", "oldest claimable", "finished/s", "w1", "QUEUE", taskmesh.database):
+    for part in (
+        "nap",
+        "oldest claimable",
+        "finished/s",
+        "w1",
+        "QUEUE",
+        "CLAIMS LOST",
+        "LEASE LEFT",
+        taskmesh.database,
+    ):
         assert part in shown
     told = taskmesh.done("top", "--once", "--json").json
     assert told["stats"]["counts"] == {"nap": {"RUNNING": 1}}
     assert [worker["worker_id"] for worker in told["workers"]] == ["w1"]
+    assert {"claims_tried", "claims_won", "lease_left"} <= told["workers"][0].keys()
     assert [queue["queue"] for queue in told["queues"]] == ["q"]
 
 

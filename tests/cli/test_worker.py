@@ -98,6 +98,34 @@ def test_a_thread_that_will_not_end_does_not_keep_the_process(taskmesh: Shell) -
     assert worker.stop() == 0
 
 
+@pytest.mark.parametrize("afterwards", ["", "loop.remove_signal_handler(signal.SIGUSR2)"], ids=["kept", "removed"])
+def test_a_handler_that_hears_a_signal_of_its_own_leaves_the_worker_its_own(taskmesh: Shell, afterwards: str) -> None:
+    """The event loop takes the descriptor by which the worker hears of signals, and gives it back to nobody."""
+    app = (taskmesh.directory / "app.py").read_text()
+    hears = f"""
+
+import signal
+
+
+@mesh.task
+async def hears() -> None:
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGUSR2, lambda: None)
+    {afterwards}
+"""
+    (taskmesh.directory / "app.py").write_text(app + hears)
+    worker = taskmesh.worker("--worker-id", "w1")
+    taskmesh.done("publish", "hears", "k")
+    taskmesh.until("SUCCESS", "hears", "k")
+    taskmesh.done("publish", "nap", "k", '{"ms": 600000}')
+    taskmesh.until("RUNNING", "nap", "k")
+    worker.signal(signal.SIGTERM)
+    worker.says("stops gracefully")
+    worker.signal(signal.SIGTERM)
+    assert worker.wait() == 0
+    assert taskmesh.status("nap", "k") == "INIT"
+
+
 def test_a_signal_while_it_still_connects_ends_it_with_0(taskmesh: Shell) -> None:
     nowhere = "mongodb://127.0.0.1:1/?serverSelectionTimeoutMS=60000"
     (taskmesh.directory / "app.py").write_text((taskmesh.directory / "app.py").read_text() + '\nprint("imported")\n')

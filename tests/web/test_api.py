@@ -9,10 +9,10 @@ import anyio
 import httpx
 import pytest
 
-from taskmesh import TaskMesh
+from taskmesh import TaskFailed, TaskMesh
 from taskmesh.web.api import _event_lines
 from tests.waiting import eventually
-from tests.working import working
+from tests.working import finished, working
 
 API = "/api/v1"
 
@@ -81,6 +81,48 @@ async def test_bulk_actions_count_before_they_act(client: httpx.AsyncClient) -> 
     assert (await ask(client, "POST", "/bulk/retry", json={"where": "status:CANCELLED key:k1"}))["done"] == 1
     assert (await ask(client, "POST", "/bulk/purge", json={}))["done"] == 4
     assert (await ask(client, "POST", "/bulk/delete", 422, json={"where": ""}))["error"] == "InvalidOption"
+
+
+async def test_who_does_what_to_many_is_listed_and_whether_it_can_be_undone(client: httpx.AsyncClient) -> None:
+    await ask(client, "POST", "/tasks/many", json={"name": "work", "params_by_key": {f"k{n}": {} for n in range(3)}})
+    cancelled = await ask(client, "POST", "/bulk/cancel", json={"where": "name:work", "by": "ann"})
+    retried = await ask(client, "POST", "/bulk/retry", json={"where": "name:work", "by": "bob", "undo": False})
+    assert (await ask(client, "POST", "/bulk/purge", json={"by": "cron"}))["done"] == 0
+    assert (cancelled["id"] is not None, retried["id"]) == (True, None)
+    listed = await ask(client, "GET", "/bulk")
+    told = {each["action"]: (each["by"], each["undoable"]) for each in listed}
+    assert (told["cancel"], told["retry"], told["purge"]) == (("ann", True), ("bob", False), ("cron", False))
+
+
+async def test_what_fails_and_what_is_wrong_is_told(mesh: TaskMesh, client: httpx.AsyncClient) -> None:
+    @mesh.task
+    async def work() -> None:
+        raise TaskFailed("it rained")
+
+    await work.publish("k")
+    async with working(mesh):
+        await finished(mesh, "work", "k")
+    report = await ask(client, "GET", "/errors")
+    assert [(group["error"], group["failed"]) for group in report["groups"]] == [("it rained", 1)]
+    assert (await ask(client, "GET", "/errors", params={"name": "other", "at_most": "10"}))["groups"] == []
+    findings = await ask(client, "GET", "/doctor")
+    assert {"level", "subject", "found", "remedy"} == set(findings[0])
+
+
+async def test_what_a_change_would_do_is_told_and_not_done(mesh: TaskMesh, client: httpx.AsyncClient) -> None:
+    await mesh.publish("work", "k", specific_worker_ids=["nobody"])
+    asked = {"name": "work", "key": "k", "changes": '{"specific_worker_ids": []}'}
+    effect = await ask(client, "GET", "/task/option/what-if", params=asked)
+    assert (effect["status_now"], effect["status_then"], effect["stops"]) == ("INIT", "INIT", [])
+    await ask(client, "GET", "/task/option/what-if", 422, params=asked | {"changes": "{"})
+    await ask(client, "GET", "/task/option/what-if", 422, params=asked | {"changes": '{"colour": "red"}'})
+    await ask(client, "GET", "/task/option/what-if", 404, params=asked | {"key": "other"})
+    limited = await ask(client, "GET", "/queue/limit/what-if", params={"queue": "default", "running": "0"})
+    assert (limited["claimable_now"], limited["claimable_then"]) == (1, 0)
+    grouped = {"queue": "default", "group": "g", "running": "2"}
+    assert (await ask(client, "GET", "/queue/limit/what-if", params=grouped))["limits_then"]["groups"] == {"g": 2}
+    assert (await ask(client, "GET", "/queues"))[0]["limits"]["running"] is None
+    assert (await mesh.get("work", "k")).task_option.specific_worker_ids == ("nobody",)
 
 
 async def test_workers_are_told_what_to_do(mesh: TaskMesh, client: httpx.AsyncClient) -> None:
@@ -190,7 +232,7 @@ async def test_the_openapi_document_names_every_operation(client: httpx.AsyncCli
     assert document["servers"] == [{"url": API}]
     called = {(path, method) for path, methods in document["paths"].items() for method in methods}
     assert ("/task/retry", "post") in called
-    assert len(called) == 34
+    assert len(called) == 38
     text = str(document)
     for reference in {part.split("'")[0] for part in text.split("#/components/schemas/")[1:]}:
         assert reference in document["components"]["schemas"]

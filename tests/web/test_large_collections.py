@@ -17,11 +17,13 @@ PAGES = (
     "/tasks?where=name:job+key:k12",
     "/tasks?where=error:rained",
     "/task?name=job&key=k1",
+    "/errors",
     "/workers",
     "/queues",
     "/schedules",
     "/api/v1/tasks",
     "/api/v1/stats",
+    "/api/v1/errors",
 )
 _COUNTED_TO = 10_001
 """How far a page counts what waits in a queue."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from datetime import UTC, datetime
+from html import unescape
 from html.parser import HTMLParser
 from typing import Any
 
@@ -102,10 +104,21 @@ async def test_t43_whatever_users_put_into_keys_and_results_is_escaped(
     mesh: TaskMesh, client: httpx.AsyncClient
 ) -> None:
     await some_life(mesh)
-    paths = ["/", "/tasks", f"/tasks?where=key:'{NASTY}", "/workers", "/queues", "/schedules", "/api", "/bulk"]
+    paths = [
+        "/",
+        "/tasks",
+        f"/tasks?where=key:'{NASTY}",
+        "/workers",
+        "/queues",
+        "/schedules",
+        "/api",
+        "/bulk",
+        "/errors",
+        "/doctor",
+    ]
     links = Outline(await shown(client, "/tasks")).links
     paths += [link for link in links if link.startswith("/task?")]
-    assert len(paths) == 11
+    assert len(paths) == 13
     for path in paths:
         page = await shown(client, path)
         assert "<script>alert" not in page, path
@@ -138,6 +151,54 @@ async def test_a_task_shows_its_executions_reasons_logs_and_gates(mesh: TaskMesh
     assert "retries left" in waiting
     await shown(client, "/task?name=work&key=unknown", 404)
     await shown(client, "/task?name=not%20a%20name&key=k", 422)
+
+
+async def test_errors_lead_to_the_tasks_and_to_their_retry(mesh: TaskMesh, client: httpx.AsyncClient) -> None:
+    assert "Nothing fails" in await shown(client, "/errors")
+
+    @mesh.task
+    async def work(city: str) -> None:
+        raise TaskFailed(f"it rained in {city!r}")
+
+    await work.publish_many({f"k{n}": {"city": f"c{n}"} for n in range(3)})
+    async with working(mesh, "w1"):
+        for n in range(3):
+            await finished(mesh, "work", f"k{n}")
+    page = await shown(client, "/errors")
+    assert "3 failed" in page
+    links = Outline(page).links
+    listed = next(link for link in links if link.startswith("/tasks?where="))
+    assert "3 tasks fit" in await shown(client, listed)
+    retry = next(link for link in links if link.startswith("/bulk?action=retry"))
+    assert "<b>3</b> tasks fit" in await shown(client, retry)
+    assert "Errors of other" in await shown(client, "/errors?name=other")
+    assert "asks for something" in await shown(client, "/doctor") or "All is well" in await shown(client, "/doctor")
+
+
+async def test_what_if_is_told_on_the_page_and_nothing_is_done(mesh: TaskMesh, client: httpx.AsyncClient) -> None:
+    await mesh.publish("work", "k", specific_worker_ids=["nobody"])
+    page = await shown(client, "/task?name=work&key=k&changes=%7B%22specific_worker_ids%22%3A+%5B%5D%7D&back=%2Ftask")
+    assert "Nothing is changed yet" in page
+    assert "back=" not in page.partition('name="back" value="')[2].partition('"')[0]
+    await shown(client, "/task?name=work&key=k&changes=%7B", 422)
+    page = await shown(client, "/queues?queue=default&running=0&rate=&per_ms=&group_running=")
+    assert "1 wait, of which 1 could start now and 0 then" in page
+    await shown(client, "/queues?queue=default&running=-1", 422)
+    assert (await mesh.get("work", "k")).task_option.specific_worker_ids == ("nobody",)
+
+
+async def test_a_copy_of_a_task_can_be_published_where_json_has_words_for_its_params(
+    mesh: TaskMesh, client: httpx.AsyncClient
+) -> None:
+    await mesh.publish("work", "k", {"text": NASTY, "n": 1})
+    await mesh.publish("work", "moment", {"at": datetime.now(UTC)})
+    page = unescape(await shown(client, "/task?name=work&key=k"))
+    params = re.search(r'<textarea name="params"[^>]*>(.*?)</textarea>', page, re.DOTALL)
+    assert params is not None
+    said = await told(client, "tasks.publish", name="work", key="copy", params=params[1])
+    assert said.startswith("good: published: work copy")
+    assert (await mesh.get("work", "copy")).params == {"text": NASTY, "n": 1}
+    assert "Publish a copy" not in await shown(client, "/task?name=work&key=moment")
 
 
 async def test_forms_do_what_their_buttons_say(mesh: TaskMesh, client: httpx.AsyncClient) -> None:
@@ -174,6 +235,7 @@ async def test_ticked_tasks_and_all_that_fit_a_filter_are_retried(mesh: TaskMesh
     asked = await shown(client, "/bulk?action=retry&where=status:CANCELLED")
     assert "<b>2</b> tasks fit" in asked
     assert (await told(client, "bulk.retry", where="status:CANCELLED")) == "good: retry: 2 of 2 tasks"
+    assert [action.by for action in await mesh.bulk_actions()] == ["the dashboard, from 127.0.0.1"]
     assert (await mesh.stats()).counts == {"work": {"INIT": 6}}
     actions = await shown(client, "/bulk")
     (undo,) = re.findall(r'name="id" value="(.*?)"', actions)

@@ -1,0 +1,72 @@
+"""What a worker says about its last hour: claims in vain, how near leases came to their end, for how long its loop stood still.
+
+Kept in buckets of five minutes, so that what is old goes by itself.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from taskmesh.store.driver import Document
+
+_BUCKET_S = 300.0
+_BUCKETS = 13
+"""Twelve whole ones, and the one that is being filled."""
+
+
+@dataclass(slots=True)
+class _Bucket:
+    begun_at: float
+    tried: int = 0
+    won: int = 0
+    stood_still_s: float = 0.0
+    lease_left: dict[str, float] = field(default_factory=dict)
+
+
+class LastHour:
+    """Counts for one worker. The pinger's thread reports to it, the event loop reads it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._buckets = deque([_Bucket(time.monotonic())], maxlen=_BUCKETS)
+        self._counted = (0, 0)
+
+    def renewed(self, name: str, share_left: float) -> None:
+        """A lease of a task of this name was renewed when this share of it was left."""
+        with self._lock:
+            least = self._bucket().lease_left
+            least[name] = min(share_left, least.get(name, 1.0))
+
+    def stood_still(self, seconds: float) -> None:
+        """The event loop has been standing still for so long."""
+        with self._lock:
+            bucket = self._bucket()
+            bucket.stood_still_s = max(bucket.stood_still_s, seconds)
+
+    def described(self, tried: int, won: int) -> Document:
+        """Return what to write, given how many tasks it has tried to claim, and won, since it began."""
+        with self._lock:
+            now = self._bucket()
+            now.tried += tried - self._counted[0]
+            now.won += won - self._counted[1]
+            self._counted = tried, won
+            buckets = [bucket for bucket in self._buckets if bucket.begun_at > now.begun_at - _BUCKETS * _BUCKET_S]
+            least: dict[str, float] = {}
+            for bucket in buckets:
+                for name, share in bucket.lease_left.items():
+                    least[name] = min(share, least.get(name, 1.0))
+            return {
+                "claims_tried": sum(bucket.tried for bucket in buckets),
+                "claims_won": sum(bucket.won for bucket in buckets),
+                "stood_still_ms": round(max(bucket.stood_still_s for bucket in buckets) * 1000),
+                "lease_left": [{"name": name, "share": round(share, 3)} for name, share in sorted(least.items())],
+            }
+
+    def _bucket(self) -> _Bucket:
+        now = time.monotonic()
+        if now - self._buckets[-1].begun_at >= _BUCKET_S:
+            self._buckets.append(_Bucket(now))
+        return self._buckets[-1]

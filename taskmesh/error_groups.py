@@ -1,0 +1,114 @@
+"""What fails, and why: failures grouped by task name, type of error and the place in the user's code where it was raised."""
+
+from __future__ import annotations
+
+import os.path
+import re
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from taskmesh.store import Store, error_groups
+from taskmesh.task import Status
+from taskmesh.where import TaskFilter
+
+LOST = "lost"
+"""Instead of a type, where executions were lost and none has failed."""
+_TYPE = re.compile(r"([A-Za-z_][\w.]*)(?::\s|$)")
+_VARYING = re.compile(r"\d+|0x[0-9a-f]+|\"[^\"]*\"|'[^']*'")
+_TELLING_CHARS = 8
+_UNFINISHED = (Status.INIT, Status.RUNNING)
+
+
+class ErrorGroup(BaseModel):
+    """Failures of one kind."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    """Of the tasks."""
+    error: str
+    """The error's type; of a `TaskFailed` its text, numbers and names left out; `lost`: the worker died, hung or was cut off."""
+    message: str
+    """What one of them says, in its first line."""
+    frame: str | None
+    """Where it was raised, as file, line and function: the innermost frame that is no library's."""
+    failed: int
+    """Tasks that are FAIL, and this is their newest failure."""
+    retrying: int
+    """Unfinished tasks of which the same is true."""
+    executions: int
+    first_time: datetime | None
+    last_time: datetime | None
+    example_key: str
+    where: str
+    """A filter for these tasks, as narrow as a filter can be: what `ls`, `retry --where` and the like take."""
+
+
+class ErrorReport(BaseModel):
+    """What fails, the most frequent first."""
+
+    model_config = ConfigDict(frozen=True)
+
+    groups: list[ErrorGroup]
+    looked_at: int
+    """How many tasks were looked at, those without a failure too."""
+    complete: bool
+    """False: there are more; those with the last keys of each name and queue were looked at."""
+
+
+async def read_errors(store: Store, name: str | None, at_most: int, deadline_ms: int) -> ErrorReport:
+    """Look at so many tasks at most, and group what failed."""
+    sample = await error_groups.sample(store, name, at_most, deadline_ms)
+    alike: dict[Any, list[dict[str, Any]]] = {}
+    for row in error_groups.telling(sample.rows):
+        alike.setdefault((row["name"], _kind(row), tuple(row.get("frame") or ())), []).append(row)
+    groups = [_group(rows) for rows in alike.values()]
+    groups.sort(key=lambda group: (-group.failed - group.retrying, group.name, group.error))
+    return ErrorReport(groups=groups, looked_at=sample.looked_at, complete=sample.complete)
+
+
+def _kind(row: dict[str, Any]) -> str:
+    if row.get("lost"):
+        return LOST
+    line = str(row.get("line") or "")
+    match = _TYPE.match(line)
+    return match[1] if match else " ".join(_VARYING.sub("…", line).split())[:100]
+
+
+def _group(rows: Sequence[dict[str, Any]]) -> ErrorGroup:
+    first = rows[0]
+    failed = sum(row["tasks"] for row in rows if row["status"] == Status.FAIL)
+    lines = [str(row.get("line") or "") for row in rows]
+    lost = _kind(first) == LOST
+    which = TaskFilter(
+        name=first["name"],
+        status=(Status.FAIL,) if failed else _UNFINISHED,
+        lost=True if lost else None,
+        error=None if lost else _common_part(lines),
+    )
+    frame = first.get("frame")
+    return ErrorGroup(
+        name=first["name"],
+        error=_kind(first) or "(no reason)",
+        message="the worker died, hung or was cut off" if lost else lines[0],
+        frame=f"{frame[0]}:{frame[1]} in {frame[2]}" if frame else None,
+        failed=failed,
+        retrying=sum(row["tasks"] for row in rows) - failed,
+        executions=sum(row["executions"] for row in rows),
+        first_time=min((row["first"] for row in rows if row.get("first") is not None), default=None),
+        last_time=max((row["last"] for row in rows if row.get("last") is not None), default=None),
+        example_key=first["key"],
+        where=str(which),
+    )
+
+
+def _common_part(lines: Sequence[str]) -> str | None:
+    """Return the longest text that all these lines have, of those that are easily found: it tells them from others."""
+    beginning = os.path.commonprefix(list(lines))  # noqa: RUF071 — not of paths: characters are meant
+    if len(beginning) >= _TELLING_CHARS:
+        return beginning.strip()
+    pieces = [piece for piece in _VARYING.split(lines[0]) if all(piece in line for line in lines)]
+    return max([beginning, *pieces], key=len).strip() or None

@@ -1,0 +1,104 @@
+"""How pages are made: the templates, what every page shows, and what was done, which is told on the next page, once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+from urllib.parse import quote, unquote, urlencode
+
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+
+from taskmesh.mesh import TaskMesh
+from taskmesh.task import Status
+from taskmesh.web import api
+from taskmesh.web.connection import mesh_of
+from taskmesh.web.guard import Rules, prefix_of
+from taskmesh.web.views import environment
+
+_FLASH = "taskmesh_told"
+_LONGEST_TOLD = 3_500
+"""A browser drops a cookie of more than 4 096 bytes, and nobody would be told anything."""
+_ENVIRONMENT = environment()
+_TEMPLATES = {name: _ENVIRONMENT.get_template(name) for name in _ENVIRONMENT.list_templates()}
+
+Page = Callable[[Request, TaskMesh], Awaitable[Response]]
+
+
+def as_page(show: Page) -> Callable[[Request], Awaitable[Response]]:
+    """Make an endpoint of what shows a page: with a mesh, and a page for whatever goes wrong."""
+
+    async def endpoint(request: Request) -> Response:
+        try:
+            return await show(request, await mesh_of(request))
+        except Exception as error:  # noqa: BLE001 — each becomes a page; what is unexpected is logged
+            status, name, message = api.told(error)
+            return HTMLResponse(error_page(request, status, name, message), status)
+
+    return endpoint
+
+
+def rendered(request: Request, template: str, status: int = 200, **values: Any) -> HTMLResponse:
+    """Return a page made of a template and these values."""
+    rules: Rules = request.app.state.rules
+    told = _told(request)
+    text = _TEMPLATES[template].render(
+        prefix=prefix_of(request.scope),
+        here=request.url.path.removeprefix(prefix_of(request.scope)) or "/",
+        back=_here(request),
+        read_only=rules.read_only,
+        has_token=rules.token is not None,
+        told=told,
+        statuses=[str(status) for status in Status],
+        **values,
+    )
+    response = HTMLResponse(text, status)
+    if told is not None:
+        response.delete_cookie(_FLASH, path=cookie_path(request))
+    return response
+
+
+def error_page(request: Request, status: int, title: str, message: str) -> str:
+    """Return a page that says what went wrong."""
+    return bytes(rendered(request, "error.html", status, title=title, message=message).body).decode()
+
+
+def _here(request: Request) -> str:
+    """Return where one is, for what leads back; without the field of that name, which a form has added."""
+    path = request.url.path.removeprefix(prefix_of(request.scope)) or "/"
+    query = urlencode([(name, value) for name, value in request.query_params.multi_items() if name != "back"])
+    return f"{path}?{query}" if query else path
+
+
+def cookie_path(request: Request) -> str:
+    """Return the path to which our cookies belong."""
+    return prefix_of(request.scope) + "/"
+
+
+# --- what was done is told on the next page, once ---
+
+
+def _told(request: Request) -> dict[str, str] | None:
+    try:
+        told = json.loads(unquote(request.cookies.get(_FLASH, "null")))
+    except ValueError:
+        return None
+    if isinstance(told, dict) and isinstance(told.get("text"), str):
+        return {"kind": "bad" if told.get("kind") == "bad" else "good", "text": told["text"][:500]}
+    return None
+
+
+def led_back(request: Request, where: str, text: str, kind: str = "good") -> Response:
+    """Lead back to a page of ours, and tell there what happened."""
+    safe = where if where.startswith("/") and not where.startswith(("//", "/\\")) else "/"
+    response = RedirectResponse(prefix_of(request.scope) + safe, 303)
+    told = _as_cookie(kind, text[:500])
+    if len(told) > _LONGEST_TOLD:
+        told = _as_cookie(kind, text[:200] + " …")
+    response.set_cookie(_FLASH, told, max_age=60, httponly=True, samesite="strict", path=cookie_path(request))
+    return response
+
+
+def _as_cookie(kind: str, text: str) -> str:
+    return quote(json.dumps({"kind": kind, "text": text}, ensure_ascii=False).encode("utf-8", "replace"))

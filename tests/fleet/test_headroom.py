@@ -1,0 +1,110 @@
+"""How near it came: leases that were renewed late, loops that stood still, claims in vain. Told long before a task runs twice."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from taskmesh import Status, TaskMesh, TaskOption
+from taskmesh.consumer import last_hour
+from taskmesh.consumer.last_hour import LastHour
+from taskmesh.workers import WorkerInfo
+from tests.waiting import eventually
+from tests.working import status_is, working
+
+
+async def told(mesh: TaskMesh) -> WorkerInfo:
+    """Wait until the worker's sign of life says how its leases are, and return it."""
+
+    async def worker() -> WorkerInfo | None:
+        found = next((worker for worker in await mesh.workers() if worker.live), None)
+        return found if found is not None and found.lease_left else None
+
+    return await eventually(worker, 30, what="a sign of life after a renewal")
+
+
+@pytest.mark.parametrize(
+    ("ping_interval_ms", "level"), [pytest.param(3_000, "warning", marks=pytest.mark.slow), (500, "ok")]
+)
+async def test_the_doctor_knows_how_near_a_lease_came_to_its_end(
+    mesh: TaskMesh, ping_interval_ms: int, level: str
+) -> None:
+    @mesh.task(name="a.b", option=TaskOption(worker_timeout_ms=4_000, ping_interval_ms=ping_interval_ms))
+    async def work() -> None:
+        await asyncio.sleep(600)
+
+    await work.publish("k")
+    async with working(mesh, "w1"):
+        worker = await told(mesh)
+        [left] = worker.lease_left
+        assert left.name == "a.b"
+        assert worker.least_lease_left == left
+        assert 0 <= left.share <= 1
+        assert (worker.claims_tried, worker.claims_won, worker.claims_lost_share) == (1, 1, 0.0)
+        if level == "warning":
+            assert left.share < 0.2
+        [finding] = [finding for finding in await mesh.doctor() if finding.subject == "headroom"]
+    if level == "warning":
+        assert finding.level == "warning"
+        assert "'a.b' on w1" in finding.found
+        assert "worker_timeout_ms" in str(finding.remedy)
+
+
+@pytest.mark.slow
+@pytest.mark.blocks_the_loop
+async def test_a_loop_that_stood_still_is_told_by_the_doctor(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def work() -> None:
+        time.sleep(2.5)  # noqa: ASYNC251 — in the event loop, where it must not be
+
+    await work.publish("k")
+    async with working(mesh, "w1"):
+        await status_is(mesh, "work", "k", Status.SUCCESS, 30)
+
+        async def finding() -> str | None:
+            return next((each.found for each in await mesh.doctor() if each.subject == "event loop"), None)
+
+        assert "w1 stood still for" in await eventually(finding, 30)
+
+
+async def test_a_schedule_that_nobody_can_run_is_told(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def work() -> None: ...
+
+    await mesh.every("work", interval_ms=3_600_000, schedule_id="known")
+    await mesh.every("of_the_next_release", interval_ms=3_600_000, schedule_id="unknown")
+    async with working(mesh, "w1"):
+        findings = [finding for finding in await mesh.doctor() if finding.subject == "schedules"]
+    assert ["'unknown' publishes 'of_the_next_release'" in finding.found for finding in findings] == [True]
+
+
+def test_what_is_older_than_an_hour_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1_000.0
+    monkeypatch.setattr(last_hour, "time", SimpleNamespace(monotonic=lambda: now))
+    seen = LastHour()
+    seen.renewed("a", 0.3)
+    seen.renewed("a", 0.1)
+    seen.renewed("b", 0.5)
+    seen.stood_still(4.0)
+    first = seen.described(10, 8)
+    assert first == {
+        "claims_tried": 10,
+        "claims_won": 8,
+        "stood_still_ms": 4_000,
+        "lease_left": [{"name": "a", "share": 0.1}, {"name": "b", "share": 0.5}],
+    }
+    now += 1_800
+    seen.renewed("a", 0.4)
+    assert seen.described(15, 13) == first | {"claims_tried": 15, "claims_won": 13}
+    now += 2_400
+    assert seen.described(15, 13) == {
+        "claims_tried": 5,
+        "claims_won": 5,
+        "stood_still_ms": 0,
+        "lease_left": [{"name": "a", "share": 0.4}],
+    }
+    now += 36_000
+    assert seen.described(15, 13)["claims_tried"] == 0
