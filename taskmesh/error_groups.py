@@ -17,7 +17,8 @@ from taskmesh.where import TaskFilter
 LOST = "lost"
 """Instead of a type, where executions were lost and none has failed."""
 _TYPE = re.compile(r"([A-Za-z_][\w.]*)(?::\s|$)")
-_VARYING = re.compile(r"\d+|0x[0-9a-f]+|\"[^\"]*\"|'[^']*'")
+_VARYING = re.compile(r"0x[0-9a-f]+|\d+(?:[.,:/-]\d+)*|\"[^\"]*\"|'[^']*'")
+_SEVERAL = re.compile(r"…(?: …)+")
 _TELLING_CHARS = 8
 _UNFINISHED = (Status.INIT, Status.RUNNING)
 
@@ -75,7 +76,7 @@ def _kind(row: dict[str, Any]) -> str:
         return LOST
     line = str(row.get("line") or "")
     match = _TYPE.match(line)
-    return match[1] if match else " ".join(_VARYING.sub("…", line).split())[:100]
+    return match[1] if match else _SEVERAL.sub("…", " ".join(_VARYING.sub("…", line).split()))[:100]
 
 
 def _group(rows: Sequence[dict[str, Any]]) -> ErrorGroup:

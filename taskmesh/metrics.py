@@ -14,6 +14,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from taskmesh.consumer import Consumer
+from taskmesh.consumer.observer import Wait
 from taskmesh.mesh import TaskMesh
 from taskmesh.stats import Stats
 
@@ -47,6 +48,13 @@ class WorkerMetrics:
             buckets=_SECONDS,
             registry=self._registry,
         )
+        self._stage = Histogram(
+            "taskmesh_start_stage_seconds",
+            "The way from claimable to the handler's start: unseen by this worker, held for a slot or a limit, claim, start.",
+            ["name", "stage"],
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
         self._claim = Histogram(
             "taskmesh_claim_seconds",
             "How long the server took to claim a set.",
@@ -73,13 +81,19 @@ class WorkerMetrics:
             "taskmesh_silent_seconds", "How long ago the database last took its sign of life.", registry=self._registry
         )
 
-    def claimed(self, waited_s: Sequence[float], took_s: float, tried: int) -> None:
+    def claimed(self, waits: Sequence[Wait], took_s: float, tried: int) -> None:
         """Count a claim."""
         self._claim.observe(took_s)
         self._tried.inc(tried)
-        self._won.inc(len(waited_s))
-        for waited in waited_s:
-            self._waited.observe(waited)
+        self._won.inc(len(waits))
+        for wait in waits:
+            self._waited.observe(wait.all_s)
+            for stage, seconds in (("unseen", wait.unseen_s), ("held", wait.held_s), ("claim", took_s)):
+                self._stage.labels(wait.name, stage).observe(seconds)
+
+    def started(self, name: str, after_s: float) -> None:
+        """Count a start."""
+        self._stage.labels(name, "start").observe(after_s)
 
     def renewed(self, name: str, share_left: float) -> None:
         """Count a renewal."""

@@ -6,8 +6,9 @@ It holds hints, not truth: an entry may be claimed by somebody else meanwhile, a
 from __future__ import annotations
 
 import heapq
+import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -27,6 +28,8 @@ class Candidate:
     group: str | None = None
     timed: bool = False
     """Whether it waited for a time. Then a refusal just after may mean that our clock is a little fast."""
+    heard: float = field(default_factory=time.monotonic)
+    """Since when this worker knows of it, on the same clock."""
 
     @property
     def rank(self) -> tuple[int, bool, int, float]:

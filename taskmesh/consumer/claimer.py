@@ -19,7 +19,7 @@ from pymongo.errors import PyMongoError
 
 from taskmesh.consumer.claim_queue import Candidate, ClaimQueue
 from taskmesh.consumer.limits import Limits
-from taskmesh.consumer.observer import Observer
+from taskmesh.consumer.observer import Observer, Wait
 from taskmesh.consumer.pause import until
 from taskmesh.store import Store
 from taskmesh.store.claim import claim, claim_one, fields_of_claimed, won
@@ -216,8 +216,8 @@ class Claimer:
             self.being_claimed.difference_update(ids)
         if self._observer is not None:
             won_ids = {document["_id"] for document in documents}
-            waited = [max(0.0, sent - candidate.since) for candidate in candidates if candidate.id in won_ids]
-            self._observer.claimed(waited, took, len(ids))
+            waits = [_wait(candidate, sent) for candidate in candidates if candidate.id in won_ids]
+            self._observer.claimed(waits, took, len(ids))
         self._begin(documents, running_id, sent, took)
         if len(documents) < len(ids):
             self._look_again(candidates)
@@ -320,3 +320,8 @@ class Claimer:
         for candidate in candidates:
             if candidate.timed and candidate.due > soon - 0.1 and not self._is_busy(candidate.id):
                 self._queue.offer(replace(candidate, due=soon, timed=False))
+
+
+def _wait(candidate: Candidate, sent: float) -> Wait:
+    held_from = max(candidate.heard, candidate.since)
+    return Wait(candidate.id.partition(":")[0], held_from - candidate.since, max(0.0, sent - held_from))

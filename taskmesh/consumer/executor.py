@@ -190,14 +190,20 @@ class Executor:
         try:
             if definition.run == "async":
                 enter(TaskContext(execution))
+                self._tell_start(execution)
                 return await definition.fn(*args, **kwargs)
             if definition.run == "thread":
                 return await self._call_in_thread(execution, definition, args, kwargs)
+            self._tell_start(execution)
             return await self._call_in_process(execution, definition, args, kwargs)
         finally:
             execution.handler_running = False
             if timer is not None:
                 timer.cancel()
+
+    def _tell_start(self, execution: Execution) -> None:
+        if self._observer is not None:
+            self._observer.started(execution.name, time.monotonic() - execution.started)
 
     async def _call_in_thread(
         self, execution: Execution, definition: TaskDefinition[Any, Any], args: list[Any], kwargs: dict[str, Any]
@@ -211,6 +217,7 @@ class Executor:
             if not begun.acquire(blocking=False):
                 return None
             enter(BlockingTaskContext(execution))
+            self._tell_start(execution)
             try:
                 return definition.fn(*args, **kwargs)
             except StopIteration as error:  # it cannot be raised through a future

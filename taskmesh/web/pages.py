@@ -31,6 +31,7 @@ _COUNT_AT_MOST = 10_000
 _COUNT_WITHIN_MS = 120
 _LISTED_WITHIN_MS = 1_500
 _ERRORS_AMONG = 2_000
+_WORST_FIRST = ("error", "warning", "note", "ok")
 _TYPES = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 
 
@@ -185,7 +186,7 @@ async def errors(request: Request, mesh: TaskMesh) -> Response:
 
 async def doctor(request: Request, mesh: TaskMesh) -> Response:
     """Show whether anything is wrong."""
-    findings = await mesh.doctor()
+    findings = sorted(await mesh.doctor(), key=lambda finding: _WORST_FIRST.index(finding.level))
     bad = sum(finding.level in ("warning", "error") for finding in findings)
     return rendered(request, "doctor.html", findings=findings, bad=bad)
 

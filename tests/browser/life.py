@@ -31,6 +31,9 @@ async def a_day(site: Site, shop: TaskMesh) -> None:
     mails = {f"order-{10_482 + n}": {"to": to, "template": template} for n, (to, template) in enumerate(MAIL.items())}
     await shop.publish_many("mail.send", mails)
     await shop.publish("mail.send", "order-10485", {"to": "olivia (at) photos.example", "template": "shipped"})
+    await shop.publish("mail.send", "order-10486", {"to": "emma, photos.example", "template": "invoice"})
+    old_films = {f"holiday-{year}": {"source": f"holiday-{year}.avi", "codec": "vp7"} for year in (2009, 2010, 2012)}
+    await shop.publish_many("video.transcode", old_films)
     await shop.publish("report.monthly", "2026-10", {"month": "2026-10"})
     await shop.publish("backup.verify", "orders-2026-11-20", {"archive": "orders-2026-11-20.tar"})
     await shop.publish("image.resize", LONG_KEY, {"path": "original/0001.jpg"}, delay_ms=7_200_000, priority=5)
@@ -66,7 +69,12 @@ async def a_day(site: Site, shop: TaskMesh) -> None:
     doomed.signal(signal.SIGKILL)
     site.open("wedding-2026-11-14")
     await finished(shop, "video.transcode", "wedding-2026-11-14", 40)
-    await finished(shop, "mail.send", "order-10485", 40)
+    for name, key in (
+        ("mail.send", "order-10485"),
+        ("mail.send", "order-10486"),
+        *(("video.transcode", key) for key in old_films),
+    ):
+        await finished(shop, name, key, 40)
     await finished(shop, "backup.verify", "orders-2026-11-20", 40)
     await eventually(lambda: _done(shop), 60, what="the images are done")
 

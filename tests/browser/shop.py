@@ -61,6 +61,8 @@ def define(mesh: TaskMesh) -> TaskMesh:
     @mesh.task(name="video.transcode", queue="videos", option=FRAIL)
     async def transcode(source: str, codec: str = "av1") -> dict[str, Any]:
         task = current_task()
+        if codec not in ("av1", "h264"):
+            raise ValueError(f"no encoder for {codec!r}")
         task.log(f"{source}: first pass")
         await task.progress(0.37, "first pass")
         await _opened(task.key)

@@ -188,3 +188,38 @@ async def test_a_schedule_is_declared_run_paused_and_removed(page: Page, shop: T
     await row.get_by_role("button", name="Remove").click()
     await expect(row).to_have_count(0)
     assert await shop.schedules() == []
+
+
+async def test_errors_lead_to_those_tasks_and_to_their_retry(page: Page, shop: TaskMesh) -> None:
+    for key in ("lost-1", "lost-2"):
+        await shop.publish("mail.send", key, {"to": f"{key} without an address", "template": "shipped"})
+        await status_is(shop, "mail.send", key, Status.FAIL, 30)
+    await page.goto("/")
+    await page.get_by_role("navigation").get_by_role("link", name="Errors").click()
+    group = page.locator("article", has_text="no such mailbox")
+    await expect(group).to_contain_text("failed")
+    await group.get_by_role("link", name="Show them").click()
+    await expect(page.locator("#listing")).to_contain_text("lost-1")
+    await page.go_back()
+    await group.get_by_role("link", name="Retry them …").click()
+    await expect(page.locator("main")).to_contain_text("Nothing else is touched")
+    await page.get_by_role("link", name="Back").click()
+    await expect(page.locator("#listing")).to_contain_text("lost-2")
+
+
+async def test_what_a_change_would_do_is_told_before_it_is_done(page: Page, shop: TaskMesh) -> None:
+    await shop.publish("image.resize", "what-if", {"path": "a.jpg"}, queue="dark", specific_worker_ids=["nobody"])
+    await page.goto("/task?name=image.resize&key=what-if")
+    await page.get_by_text("Change it").click()
+    await page.get_by_label("Fields to change").fill('{"specific_worker_ids": []}')
+    await page.get_by_role("button", name="What if?").click()
+    await expect(page.locator(".told")).to_contain_text("could claim it then")
+    assert (await shop.get("image.resize", "what-if")).task_option.specific_worker_ids == ("nobody",)
+    await page.goto("/queues")
+    row = page.locator("tbody tr", has_text="dark")
+    await row.locator("summary", has_text="Limits").click()
+    await row.get_by_label("Running at once").fill("0")
+    await row.get_by_role("button", name="What if?").click()
+    await expect(page.locator(".told")).to_contain_text("1 could start now and 0 then")
+    (queue,) = [queue for queue in await shop.queues() if queue.queue == "dark"]
+    assert queue.limits.running is None

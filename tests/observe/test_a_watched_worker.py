@@ -99,6 +99,10 @@ async def test_prometheus_reads_what_a_worker_did(mesh: TaskMesh, taskmesh: Shel
     assert found["taskmesh_execution_seconds_sum{name=long}"] >= 1.5
     assert found["taskmesh_claims_won_total"] == found["taskmesh_claim_wait_seconds_count"] == 4
     assert found["taskmesh_claims_tried_total"] >= 4
+    for stage in ("unseen", "held", "claim", "start"):
+        assert found[f"taskmesh_start_stage_seconds_count{{name=in_loop,stage={stage}}}"] == 2, stage
+    parts = [value for name, value in found.items() if name.startswith("taskmesh_start_stage_seconds_sum")]
+    assert sum(parts) >= found["taskmesh_claim_wait_seconds_sum"]
     assert found["taskmesh_lease_left_ratio_count{name=long}"] >= 1
     assert (found["taskmesh_slots"], found["taskmesh_running"], found["taskmesh_claiming"]) == (7, 0, 1)
     assert found["process_resident_memory_bytes"] > 1e6

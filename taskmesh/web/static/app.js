@@ -136,6 +136,8 @@
       fields.forEach((field, which) => {
         const points = samples.map((sample, place) => [place, valueOf(sample, field)]).filter(([, value]) => value != null)
           .map(([place, value]) => `${(place / (samples.length - 1)) * width},${height - (value / most) * (height - top)}`);
+        // One point alone would be no line, and not be seen.
+        if (points.length === 1) points.unshift(points[0].replace(/^[^,]*/, (x) => Math.max(0, x - 4)));
         figure.append(svg("polyline", { points: points.join(" "), class: which ? "second" : "first" }));
       });
       const shown = (value) => (value == null ? "–" : Number(value.toPrecision(3)).toLocaleString("en").replaceAll(",", "\u2009"));
