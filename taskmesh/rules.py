@@ -279,10 +279,18 @@ def derivation(now: Expression = NOW, *, where: Expression = True) -> list[Stage
     An unfinished task for which `where` is false keeps the fields that it has.
     """
     stored = {field: f"${field}" for field in ("status", "next_claim_time", "settle_time")}
-    facts = {
-        "status": status(now),
+    unfinished = {
+        "status": "$$status",
         "next_claim_time": {"$max": ["$task_state.create_time", *task_gates(now).values(), _opens_for_some_worker]},
         "settle_time": _settle_time(),
+    }
+    # What is finished has a gate that never opens: so they need not be asked, nor what time would do.
+    settled = {"status": "$$status", "next_claim_time": NEVER, "settle_time": None}
+    facts = {
+        "$let": {
+            "vars": {"status": status(now)},
+            "in": {"$cond": [{"$in": ["$$status", ["INIT", "RUNNING"]]}, unfinished, settled]},
+        }
     }
     finished = {"$not": [{"$in": ["$_derived.status", ["INIT", "RUNNING"]]}]}
     retained_ms = {

@@ -84,12 +84,12 @@ class Pinger:
                 self._changed.notify()
 
     def option_changed(self, execution: Execution, stored_option: dict[str, Any]) -> None:
-        """Take a new option for the next ping."""
+        """Take a new interval from the next ping on. All else of an option counts from the next claim."""
         with self._changed:
-            execution.stored_option = execution.stored_option | {
-                name: stored_option[name] for name in ("ping_interval_ms", "worker_timeout_ms")
-            }
-            execution.next_ping = min(execution.next_ping, time.monotonic() + stored_option["ping_interval_ms"] / 1000)
+            # The lease stays as long as it was claimed: with an interval made for a longer one it would run out.
+            interval_ms = min(stored_option["ping_interval_ms"], execution.stored_option["worker_timeout_ms"] // 2)
+            execution.stored_option = execution.stored_option | {"ping_interval_ms": interval_ms}
+            execution.next_ping = min(execution.next_ping, time.monotonic() + interval_ms / 1000)
             self._changed.notify()
 
     async def postpone(self, execution: Execution, seconds: float) -> None:
@@ -159,20 +159,25 @@ class Pinger:
             return
         # A little ahead of time, so that what is due at about the same time goes in one write.
         due = [e for e in held if e.next_ping - 0.02 <= now < e.lease_until]
-        together = [e for e in due if e.id not in self._locked]
-        for start in range(0, len(together), _MAX_BATCH):
-            self._ping(database, together[start : start + _MAX_BATCH])
+        together: dict[int, list[Execution]] = {}
+        for execution in due:
+            if execution.id not in self._locked:
+                together.setdefault(execution.stored_option["worker_timeout_ms"], []).append(execution)
+        for alike in together.values():
+            for start in range(0, len(alike), _MAX_BATCH):
+                self._ping(database, alike[start : start + _MAX_BATCH])
         for execution in due:
             if execution.id in self._locked:
                 self._ping(database, [execution])
 
     def _ping(self, database: Any, executions: list[Execution]) -> None:
+        """Renew leases, all of one length."""
         sent = time.monotonic()
-        shortest_lease_ms = min(e.stored_option["worker_timeout_ms"] for e in executions)
-        deadline_ms = max(100, min(PING_DEADLINE_MS, shortest_lease_ms // 8))
+        lease_ms = executions[0].stored_option["worker_timeout_ms"]
+        deadline_ms = max(100, min(PING_DEADLINE_MS, lease_ms // 8))
         pairs = [(e.id, e.running_id) for e in executions]
         try:
-            alive = ping(self._store, database, pairs, deadline_ms)
+            alive = ping(self._store, database, pairs, lease_ms, deadline_ms)
             held = None if alive == len(pairs) else still_held(self._store, database, pairs)
         except PyMongoError as error:
             if is_over_deadline(error):
@@ -184,8 +189,7 @@ class Pinger:
             return
         for execution, pair in zip(executions, pairs, strict=True):
             if held is None or pair in held:
-                lease_s = execution.stored_option["worker_timeout_ms"] / 1000
-                share_left = max(0.0, (execution.lease_until - sent) / lease_s)
+                share_left = max(0.0, (execution.lease_until - sent) * 1000 / lease_ms)
                 self._last_hour.renewed(execution.name, share_left)
                 if self._observer is not None:
                     self._observer.renewed(execution.name, share_left)

@@ -13,7 +13,7 @@ from pymongo import ReturnDocument
 
 from taskmesh import rules
 from taskmesh.store.connection import Store
-from taskmesh.store.driver import Document, find_and_update
+from taskmesh.store.driver import CODEC, PLAIN_CODEC, Document, find_and_update, restored
 from taskmesh.store.prepared import prepared
 from taskmesh.store.stamp import stamp
 
@@ -181,7 +181,10 @@ async def won(
     for wanted_params, group in by_projection.items():
         fields = fields_of_claimed(wanted_params, whole_state=whole_state)
         query = {"_id": {"$in": group}, "task_state.worker_states.running_id": running_id}
-        found += await store.find(query, fields)
+        found += await store.find(query, fields, codec=CODEC if whole_state else PLAIN_CODEC)
+    if not whole_state:
+        for document in found:
+            document["params"] = restored(document.get("params"))
     return found
 
 

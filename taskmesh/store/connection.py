@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bson.codec_options import CodecOptions
 from pymongo import AsyncMongoClient
 from pymongo.errors import PyMongoError
 from pymongo.read_concern import ReadConcern
@@ -17,7 +18,7 @@ from pymongo.read_concern import ReadConcern
 from taskmesh import rules
 from taskmesh.ending import CLOSE_DEADLINE_S, ended_in_time
 from taskmesh.errors import TaskMeshError
-from taskmesh.store.driver import Document, Driver, checked
+from taskmesh.store.driver import PLAIN_CODEC, Document, Driver, checked
 
 WRITE_DEADLINE_MS = 5_000
 """How long the server may work on one write of ours. An `update_many` waits at a document that an open transaction
@@ -99,9 +100,16 @@ class Store:
             del command["maxTimeMS"]
         return await self.driver.command(command, session)
 
-    async def find(self, query: Document, fields: Document, *, majority: bool = False) -> list[Document]:
+    async def find(
+        self,
+        query: Document,
+        fields: Document,
+        *,
+        majority: bool = False,
+        codec: CodecOptions[Document] = PLAIN_CODEC,
+    ) -> list[Document]:
         """Return the matching tasks, with these fields only. `majority`: only what no failover can take back."""
-        collection = self.driver.collection(self.tasks)
+        collection = self.driver.collection(self.tasks, codec)
         if majority:
             collection = collection.with_options(read_concern=ReadConcern("majority"))
         cursor = collection.find(query, fields, batch_size=10_000)

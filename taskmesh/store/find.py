@@ -17,7 +17,7 @@ from pymongo.read_concern import ReadConcern
 
 from taskmesh import rules
 from taskmesh.store.connection import Store
-from taskmesh.store.driver import Document
+from taskmesh.store.driver import PLAIN_CODEC, Document
 from taskmesh.store.prepared import prepared
 from taskmesh.store.strangers import WELL_FORMED, Strange, past_strangers
 
@@ -102,7 +102,7 @@ async def find(
         await cursor.close()
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True, eq=False)
 class Claimable:
     """A task that a scan found, with what its place in the claim queue depends on."""
 
@@ -141,7 +141,7 @@ async def open_scan(store: Store, worker_id: str, what: ScanRange) -> Any:
     """Open a cursor over all such tasks that name no worker, to read on in batches."""
     query = {"$and": [_scan_query(store, worker_id, what, pinned=False), WELL_FORMED]}
     fields = prepared(claimable_fields, store.now, worker_id)
-    return store.driver.collection(store.tasks).find(query, fields, batch_size=1000).sort(_IN_ORDER)
+    return store.driver.collection(store.tasks, PLAIN_CODEC).find(query, fields, batch_size=1000).sort(_IN_ORDER)
 
 
 def _scan_query(store: Store, worker_id: str, what: ScanRange, *, pinned: bool) -> Document:
@@ -189,7 +189,7 @@ async def read_claimable(
     """Return the first tasks that match, whatever else stands in the collection."""
 
     async def read(query: Document) -> list[Claimable]:
-        cursor = store.driver.collection(store.tasks).find(
+        cursor = store.driver.collection(store.tasks, PLAIN_CODEC).find(
             query, prepared(claimable_fields, store.now, worker_id), limit=limit, batch_size=min(limit or 1000, 1000)
         )
         cursor = cursor.sort(list(sort)) if hint is None else cursor.sort(list(sort)).hint(hint)

@@ -16,15 +16,24 @@ from taskmesh.store.prepared import prepared
 PING_DEADLINE_MS = 2_000
 
 
-def ping(store: Store, database: Any, held: Iterable[tuple[str, str]], deadline_ms: int = PING_DEADLINE_MS) -> int:
-    """Renew the leases of `held`, pairs of `_id` and `running_id`; return how many were found alive.
+def ping(
+    store: Store,
+    database: Any,
+    held: Iterable[tuple[str, str]],
+    lease_ms: int,
+    deadline_ms: int = PING_DEADLINE_MS,
+) -> int:
+    """Renew the leases of `held`, pairs of `_id` and `running_id`, by `lease_ms`; return how many were found alive.
+
+    The length is the one that the worker reckons with since its claim, whatever the task's option says by now: a lease that
+    is shorter on one side than on the other would be lost unawares.
 
     Eligible: the task is RUNNING and the entry is live. Writes: `ping_expire_time`, the derived fields. Safe to repeat.
     If the count is less than asked for, `still_held` tells which are left.
     """
     pairs = list(held)
     ids, running_ids = [id_ for id_, _ in pairs], sorted({running_id for _, running_id in pairs})
-    query, pipeline = _renewal(store, ids, running_ids, "$task_option.worker_timeout_ms")
+    query, pipeline = _renewal(store, ids, running_ids, lease_ms)
     return int(run_sync(database, store.update_command(query, pipeline, deadline_ms))["n"])
 
 
@@ -34,9 +43,7 @@ async def extend(store: Store, id_: str, running_id: str, lease_ms: int) -> bool
     return bool((await store.update(query, pipeline))["n"])
 
 
-def _renewal(
-    store: Store, ids: list[str], running_ids: list[str], lease_ms: rules.Expression
-) -> tuple[Document, list[Document]]:
+def _renewal(store: Store, ids: list[str], running_ids: list[str], lease_ms: int) -> tuple[Document, list[Document]]:
     mine = _is_mine(running_ids, store.now)
     query = {"_id": {"$in": ids}, "status": "RUNNING", "$expr": {"$anyElementTrue": [_map_entries(mine)]}}
     renewed = {"$mergeObjects": ["$$this", {"ping_expire_time": {"$add": [store.now, lease_ms]}}]}

@@ -16,6 +16,8 @@ from taskmesh.store.stamp import starting_with
 
 HORIZON_MS = 2_000
 """Tasks due later than this are not announced: the scan, which looks ahead, finds them in time."""
+HORIZON_OF_NEW_MS = 7_000
+"""The same for new tasks: they may be the first in their queue, which the scan does not know of for some seconds."""
 
 WAKING = (
     "failed",
@@ -77,7 +79,6 @@ class Change:
 def pipeline(store: Store, interest: Interest) -> list[Document]:
     """The stages that narrow the stream to an interest, and each event to what is used of it."""
     wanted: list[Document] = [{"operationType": {"$in": ["drop", "rename", "dropDatabase", "invalidate"]}}]
-    soon = {"$add": ["$wallTime", HORIZON_MS]}
     tasks = {"ns.coll": store.tasks}
     if interest.names:
         wanted.append(
@@ -85,7 +86,7 @@ def pipeline(store: Store, interest: Interest) -> list[Document]:
             | {
                 "operationType": {"$in": ["insert", "replace"]},
                 "fullDocument.name": {"$in": sorted(interest.names)},
-                "$expr": {"$lte": ["$fullDocument.next_claim_time", soon]},
+                "$expr": {"$lte": ["$fullDocument.next_claim_time", {"$add": ["$wallTime", HORIZON_OF_NEW_MS]}]},
             }
         )
         wanted.append(
@@ -93,7 +94,7 @@ def pipeline(store: Store, interest: Interest) -> list[Document]:
             | {
                 f"{_UPDATED}.event": starting_with(WAKING),
                 f"{_UPDATED}.next_claim_time": {"$exists": True},
-                "$expr": {"$lte": [f"${_UPDATED}.next_claim_time", soon]},
+                "$expr": {"$lte": [f"${_UPDATED}.next_claim_time", {"$add": ["$wallTime", HORIZON_MS]}]},
             }
         )
     if interest.control:

@@ -17,8 +17,9 @@ import taskmesh.consumer.scanner
 from taskmesh import Status, TaskMesh, TaskOption, current_task
 from taskmesh.consumer import Consumer
 from taskmesh.consumer.listener import Listener
+from taskmesh.store import watch
 from taskmesh.store.find import unfinished_left
-from taskmesh.store.watch import HORIZON_MS, Change
+from taskmesh.store.watch import Change
 from tests.waiting import eventually
 from tests.working import finished, parts_of, working
 
@@ -137,21 +138,24 @@ async def test_a_consumer_that_does_not_listen_hears_of_cancellations_by_its_pin
 
 
 async def test_t25_m6_a_stream_that_has_been_open_for_longer_than_its_horizon_announces_what_is_due(
-    mesh: TaskMesh,
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    horizon_ms = 1_000
+    monkeypatch.setattr(watch, "HORIZON_OF_NEW_MS", horizon_ms)
+
     @mesh.task
     async def job() -> None: ...
 
     async with working(mesh) as consumer:
         opened = mesh.clock.now()
-        await eventually(lambda: mesh.clock.now() > opened + timedelta(milliseconds=HORIZON_MS + 300))
+        await eventually(lambda: mesh.clock.now() > opened + timedelta(milliseconds=horizon_ms + 300))
         parts_of(consumer).scanner.open = False
         await job.publish("due now")
-        await job.configure(delay_ms=HORIZON_MS // 2).publish("within")
+        await job.configure(delay_ms=horizon_ms // 2).publish("within")
         for key in ("due now", "within"):
             assert (await finished(mesh, "job", key, SCAN_FINDS_WITHIN_S)).status is Status.SUCCESS
         parts_of(consumer).scanner.open = True
-        await job.configure(delay_ms=HORIZON_MS + 500).publish("beyond")
+        await job.configure(delay_ms=horizon_ms + 500).publish("beyond")
         task = await finished(mesh, "job", "beyond")
     late_s = []
     for key in ("due now", "within", "beyond"):

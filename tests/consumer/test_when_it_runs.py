@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from taskmesh import Retry, Snooze, Status, Task, TaskMesh, TaskOption, current_task
+from taskmesh.store import watch
 from tests.waiting import eventually
 from tests.working import finished, parts_of, working
 
@@ -44,8 +45,11 @@ async def test_m7_delayed_tasks_start_on_time_and_never_before(mesh: TaskMesh) -
 
 
 @pytest.mark.parametrize("queue", ["default", "letters"])
-async def test_a_delayed_task_in_a_queue_that_was_empty_starts_on_time(mesh: TaskMesh, queue: str) -> None:
+async def test_a_delayed_task_in_a_queue_that_was_empty_starts_on_time(
+    mesh: TaskMesh, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The worker has looked round before there was anything, and no event tells of what is so far away."""
+    monkeypatch.setattr(watch, "HORIZON_OF_NEW_MS", 1_000)
 
     @mesh.task(queue=queue)
     async def job() -> None: ...
@@ -57,8 +61,24 @@ async def test_a_delayed_task_in_a_queue_that_was_empty_starts_on_time(mesh: Tas
     assert 0 <= started_late_by_s(task) < 1.5
 
 
-async def test_a_delayed_task_that_is_far_away_when_published_starts_on_time_too(mesh: TaskMesh) -> None:
+async def test_a_delayed_task_that_is_the_first_in_a_queue_of_no_definition_starts_on_time(mesh: TaskMesh) -> None:
+    """The stream tells of it: the scan learns of such a queue only after some seconds."""
+
+    @mesh.task
+    async def job() -> None: ...
+
+    async with working(mesh) as consumer:
+        await eventually(lambda: parts_of(consumer).scanner.scans > 0)
+        handle = await job.configure(queue="letters", delay_ms=2_500).publish("k")
+        task = await finished(mesh, "job", handle.key)
+    assert 0 <= started_late_by_s(task) < 1.5
+
+
+async def test_a_delayed_task_that_is_far_away_when_published_starts_on_time_too(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No event announces it (its time lies beyond the stream's horizon): the scan knows it in time."""
+    monkeypatch.setattr(watch, "HORIZON_OF_NEW_MS", 1_000)
 
     @mesh.task
     async def job() -> None: ...

@@ -256,6 +256,30 @@ async def test_m24_an_option_that_excludes_the_running_worker_stops_it_and_frees
     assert (task.task_state.timeout_cnt, task.task_state.lost_cnt) == (0, 0)
 
 
+async def test_a_changed_worker_timeout_counts_from_the_next_claim(mesh: TaskMesh) -> None:
+    release = asyncio.Event()
+
+    @mesh.task(option=TaskOption(ping_interval_ms=100, worker_timeout_ms=60_000))
+    async def job() -> None:
+        await release.wait()
+
+    await job.publish("k")
+    async with working(mesh):
+        first = (await status_is(mesh, "job", "k", Status.RUNNING)).task_state.worker_states[0].ping_expire_time
+        assert first is not None
+        await mesh.set_option("job", "k", worker_timeout_ms=500)
+
+        async def renewed() -> bool:
+            entry = (await mesh.get("job", "k")).task_state.worker_states[0]
+            assert entry.ping_expire_time is not None
+            assert entry.ping_expire_time >= first, "the lease is as long as it was claimed"
+            return (entry.ping_expire_time - first).total_seconds() > 0.3
+
+        await eventually(renewed, 5, what="pings after the change")
+        release.set()
+        assert (await finished(mesh, "job", "k")).status is Status.SUCCESS
+
+
 async def test_m24_a_changed_ping_interval_counts_from_the_next_ping(mesh: TaskMesh) -> None:
     release = asyncio.Event()
 

@@ -189,7 +189,7 @@ class Explorer:
             ),
             "claim": lambda: claim(store, ids, worker_id, step.running_id, deadline_ms=60_000),
             "ping": lambda: asyncio.to_thread(
-                ping, store, self._sync_database, [(id_, step.running_id) for id_ in ids], 60_000
+                ping, store, self._sync_database, [(id_, step.running_id) for id_ in ids], 2 * TICK_MS, 60_000
             ),
             "report": lambda: report(store, worker_id, outcomes),
         }

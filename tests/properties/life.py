@@ -114,7 +114,9 @@ class Life:
     async def ping(self, held: Held) -> bool:
         sync_database, ours = self.store.driver.sync_database()
         try:
-            return bool(await asyncio.to_thread(ping, self.store, sync_database, [(self.id, held.running_id)]))
+            lease_ms = LEASE["worker_timeout_ms"]
+            pairs = [(self.id, held.running_id)]
+            return bool(await asyncio.to_thread(ping, self.store, sync_database, pairs, lease_ms))
         finally:
             if ours:
                 await asyncio.to_thread(sync_database.client.close)

@@ -123,7 +123,7 @@ def verbs() -> Iterator[tuple[str, Mutant]]:
     yield "a wish for one more run is forgotten at the end", _unwished(finish)
     yield "a run does not know which wish it serves", written("claim", "$task_state.wanted", None)
     yield "progress does not start the count of timeouts anew", written("report", "timeout_cnt", "nothing")
-    yield "a ping renews by too little", written("ping", "$task_option.worker_timeout_ms", 2_999)
+    yield "a ping renews by too little", _renewed_too_briefly
     yield "a lease is as long as the ping's interval", written("claim", *_LEASE)
     yield "a claim does not count the leases that ran out", replaced(claim, "counted_losses", dict)
     yield "settle does not count the leases that ran out", replaced(settle, "counted_losses", dict)
@@ -139,6 +139,11 @@ def verbs() -> Iterator[tuple[str, Mutant]]:
 _UNCOUNTED = ("task_state.dropped_fail_cnt", "task_state.nothing")
 _DROPPABLE = ({"$ne": ["$$this.final", True]}, True)
 _LEASE = ("$task_option.worker_timeout_ms", "$task_option.ping_interval_ms")
+
+
+def _renewed_too_briefly(patch: pytest.MonkeyPatch) -> None:
+    renewal = lease._renewal
+    patch.setattr(lease, "_renewal", lambda store, ids, running_ids, ms: renewal(store, ids, running_ids, ms - 1))
 
 
 def _charged(query: Any, pipeline: Any) -> tuple[Any, Any]:

@@ -201,10 +201,10 @@ class Oracle:
             self.drop(lost)
         return [entry["worker_id"] for entry in lost]
 
-    def ping(self, running_id: str, now: datetime) -> bool:
+    def ping(self, running_id: str, lease_ms: int, now: datetime) -> bool:
         if (entry := self.held(running_id, now)) is None:
             return False
-        entry["ping_expire_time"] = now + ms(self.document["task_option"]["worker_timeout_ms"])
+        entry["ping_expire_time"] = now + ms(lease_ms)
         self.derive(now)
         return True
 

@@ -36,6 +36,8 @@ GROUP_SIZES = (1, 2, 1, 3, 1, 2, 1, 1)
 QUEUES = ("even", "odd")
 STATUSES = ("INIT", "RUNNING", "SUCCESS", "FAIL", "CANCELLED", "EXPIRED")
 _REMEMBERED = 60
+LEASE_MS = 3_000
+"""What all workers here renew their leases by."""
 _ALL_WORKERS = (*WORKERS, ANYBODY_ELSE)
 _NOT_COMPARED = ("_id", "name", "key", "queue", "lane", "publish_id", "change_id")
 
@@ -188,9 +190,9 @@ class World:
         return [(len(expected), count), (expected, {document["_id"] for document in documents})]
 
     async def _ping(self, held: list[Held]) -> list[tuple[Any, Any]]:
-        alive = {h for h in held if self.oracles[h.id].ping(h.running_id, self.now)}
+        alive = {h for h in held if self.oracles[h.id].ping(h.running_id, LEASE_MS, self.now)}
         pairs = [(h.id, h.running_id) for h in held]
-        count = await asyncio.to_thread(ping, self.store, self.sync_database, pairs)
+        count = await asyncio.to_thread(ping, self.store, self.sync_database, pairs, LEASE_MS)
         found = await asyncio.to_thread(still_held, self.store, self.sync_database, pairs)
         return [(len(alive), count), ({(h.id, h.running_id) for h in alive}, set(found))]
 
