@@ -63,7 +63,7 @@ def engine_variant(processes: int, concurrency: int, *, answers: bool) -> Varian
         f"engine, {processes} process{'es' * (processes > 1)}, concurrency {concurrency}{', results' * answers}",
         "consume",
         processes,
-        {20: 10_000, 200: 30_000, 1_000: 40_000}[concurrency],
+        {20: 6_000, 200: 20_000, 1_000: 30_000}[concurrency],
         {"concurrency": concurrency, "names": [name]},
         name,
     )
@@ -75,7 +75,7 @@ def bare_set_variant(processes: int, batch: int, in_flight: int) -> Variant:
         f"bare sets, {processes} process{'es' * (processes > 1)}, {in_flight} × {batch} in flight",
         "bare_set",
         processes,
-        50_000,
+        30_000,
         {"batch": batch, "in_flight": in_flight},
     )
 
@@ -84,14 +84,14 @@ def variants() -> dict[Any, Variant]:
     """All that is compared."""
     found: dict[Any, Variant] = {
         ("single", 1): Variant(
-            "bare find_one_and_update + update_one, 1 process, 64 in flight", "bare_single", 1, 6_000, {"in_flight": 64}
+            "bare find_one_and_update + update_one, 1 process, 64 in flight", "bare_single", 1, 4_000, {"in_flight": 64}
         )
     }
     found["single", 2] = Variant(
         "bare find_one_and_update + update_one, 2 processes, 32 in flight each",
         "bare_single",
         2,
-        6_000,
+        4_000,
         {"in_flight": 32},
     )
     for batch, in_flight in ((200, 1), (500, 1), (500, 2), (500, 3), (500, 4)):
