@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar, cast
 
+from bson import ObjectId
+
 from taskmesh.clock import in_utc
 from taskmesh.errors import InvalidName, InvalidOption, TaskCancelled, TaskError, TaskExpired, TaskNotFound
 from taskmesh.option import TaskOption
@@ -76,7 +78,9 @@ class Configuration:
             configuration = replace(configuration, option=option, tuned={**configuration.tuned, **stored})
         return configuration
 
-    def publication(self, name: str, key: str, params: dict[str, Any], size: int) -> Publication:
+    def publication(
+        self, name: str, key: str, params: dict[str, Any], size: int, publish_id: ObjectId | None = None
+    ) -> Publication:
         """Return the task to publish, from params that were checked; `size` is theirs, in bytes of BSON."""
         return Publication(
             name=name,
@@ -95,6 +99,7 @@ class Configuration:
             clean_success=self.clean_success,
             clean_failed=self.clean_failed,
             run_again=self.run_again,
+            publish_id=publish_id or ObjectId(),
         )
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from bson import ObjectId
 from pymongo.errors import PyMongoError
 
 from taskmesh.connection import Connected, sample
@@ -78,7 +79,10 @@ class Publishing(Connected):
     async def _publish_named(
         self, name: str, configuration: Configuration, checked: Mapping[str, tuple[dict[str, Any], int]]
     ) -> list[TaskHandle[Any]]:
-        publications = [configuration.publication(name, key, params, size) for key, (params, size) in checked.items()]
+        publish_id = ObjectId()
+        publications = [
+            configuration.publication(name, key, params, size, publish_id) for key, (params, size) in checked.items()
+        ]
         store = self.store
         with publishing(name, list(checked), configuration.queue) as trace:
             for publication in publications:
