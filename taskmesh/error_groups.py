@@ -19,6 +19,8 @@ LOST = "lost"
 _TYPE = re.compile(r"([A-Za-z_][\w.]*)(?::\s|$)")
 _VARYING = re.compile(r"0x[0-9a-f]+|\d+(?:[.,:/-]\d+)*|\"[^\"]*\"|'[^']*'")
 _SEVERAL = re.compile(r"…(?: …)+")
+_AT_THE_ENDS = " '\"([{"
+"""Of a text that may be cut in the middle: it would only have to be quoted."""
 _TELLING_CHARS = 8
 _UNFINISHED = (Status.INIT, Status.RUNNING)
 
@@ -88,7 +90,7 @@ def _group(rows: Sequence[dict[str, Any]]) -> ErrorGroup:
         name=first["name"],
         status=(Status.FAIL,) if failed else _UNFINISHED,
         lost=True if lost else None,
-        error=None if lost else _common_part(lines),
+        error=None if lost else telling_part(lines),
     )
     frame = first.get("frame")
     return ErrorGroup(
@@ -106,10 +108,12 @@ def _group(rows: Sequence[dict[str, Any]]) -> ErrorGroup:
     )
 
 
-def _common_part(lines: Sequence[str]) -> str | None:
+def telling_part(lines: Sequence[str]) -> str | None:
     """Return the longest text that all these lines have, of those that are easily found: it tells them from others."""
     beginning = os.path.commonprefix(list(lines))  # noqa: RUF071 — not of paths: characters are meant
-    if len(beginning) >= _TELLING_CHARS:
-        return beginning.strip()
+    if all(line == beginning for line in lines):
+        return beginning.strip() or None
+    before_a_quote = [beginning[: beginning.rfind(quote)] for quote in "'\"" if beginning.count(quote) % 2]
     pieces = [piece for piece in _VARYING.split(lines[0]) if all(piece in line for line in lines)]
-    return max([beginning, *pieces], key=len).strip() or None
+    found = max([*(before_a_quote or [beginning]), *pieces], key=len)
+    return (found if len(found) >= _TELLING_CHARS else beginning).strip(_AT_THE_ENDS) or None

@@ -63,7 +63,7 @@ def _group(group: ErrorGroup, now: datetime) -> RenderableType:
         lines.append(f"    at {output.printable(group.frame)}")
     lines.append(f"    one of them: taskmesh show {group.name} {output.printable(_word(group.example_key))}")
     lines.append(f"    all of them: taskmesh retry --where {output.printable(_word(group.where))}\n")
-    return Group(head, *(Text(line) for line in lines))
+    return Group(head, *(Text(line, no_wrap=True, overflow="ignore") for line in lines))  # commands are to be copied
 
 
 def _word(text: str) -> str:

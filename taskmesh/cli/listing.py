@@ -38,7 +38,7 @@ async def show(read: Callable[[], Awaitable[Listing]], *, as_json: bool, every_s
         if as_json:
             output.show_json(listing.data)
         else:
-            output.console().print(listing.shown)
+            output.console().print(listing.shown, crop=False)  # what must not be cut is not wrapped either
         return
     try:
         if as_json or not sys.stdout.isatty():

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from taskmesh.cli import output
@@ -74,9 +75,7 @@ def _worker_table(found: list[WorkerInfo]) -> RenderableType:
         ]
         for worker in found
     ]
-    lost = Text(
-        "claims that won nothing, and the least of a lease that was left at its renewal: of the last hour", "dim"
-    )
+    lost = Text("of the last hour: claims that won nothing, and the least of a lease left at its renewal", "dim")
     columns = ["WORKER", "STATE", "RUNNING", "DONE/S", "CLAIMS LOST", "LEASE LEFT", "SEEN"]
     return Group(output.table(columns, rows), lost)
 
@@ -107,15 +106,12 @@ async def doctor(mesh: TaskMesh, as_json: Json = False) -> None:
 
 
 def _diagnosis(findings: list[Finding]) -> RenderableType:
-    lines: list[RenderableType] = []
+    told = Table.grid(padding=(0, 2))
     for finding in findings:
-        line = Text()
-        line.append(f"{finding.level:8}", style=output.STYLES.get(finding.level, ""))
-        line.append(f"{finding.subject:13}", style="bold")
-        line.append(output.printable(finding.found))
-        lines.append(line)
+        level = Text(finding.level, style=output.STYLES.get(finding.level, ""))
+        told.add_row(level, Text(finding.subject, style="bold"), Text(output.printable(finding.found)))
         if finding.remedy is not None:
-            lines.append(Text(f"{'':21}→ {output.printable(finding.remedy)}", style="italic"))
+            told.add_row("", "", Text(f"→ {output.printable(finding.remedy)}", style="italic"))
     bad = [finding for finding in findings if finding.level in ("warning", "error")]
-    lines.append(Text(f"\n{len(bad)} of {len(findings)} findings ask for something" if bad else "\nall is well"))
-    return Group(*lines)
+    verdict = f"\n{len(bad)} of {len(findings)} findings ask for something" if bad else "\nall is well"
+    return Group(told, Text(verdict))

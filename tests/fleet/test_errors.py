@@ -9,7 +9,7 @@ import pytest
 from pymongo import AsyncMongoClient
 
 from taskmesh import Status, TaskFailed, TaskMesh, TaskOption
-from taskmesh.error_groups import LOST, ErrorGroup
+from taskmesh.error_groups import LOST, ErrorGroup, telling_part
 from tests.waiting import eventually
 from tests.working import finished, status_is, working
 
@@ -184,3 +184,20 @@ async def test_lost_is_yes_or_no(mesh: TaskMesh, text: str) -> None:
         return
     with pytest.raises(Exception, match="yes or no"):
         await mesh.count(text)
+
+
+@pytest.mark.parametrize(
+    ("lines", "part"),
+    [
+        (["it rained in 'x'"], "it rained in 'x'"),
+        (["ValueError: no image 'bad1.jpg'", "ValueError: no image 'bad2.jpg'"], "ValueError: no image"),
+        (["550 5.1.1 no such mailbox: 'a'", "551 5.1.1 no such mailbox: 'b'"], "no such mailbox:"),
+        (["can't connect to host 7", "can't connect to host 8"], "can't connect to host"),
+        (["1", "2"], None),
+        ([""], None),
+    ],
+)
+def test_the_text_that_tells_a_group_from_others_needs_no_quotes_that_nobody_closes(
+    lines: list[str], part: str | None
+) -> None:
+    assert telling_part(lines) == part
