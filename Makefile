@@ -12,8 +12,12 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CODE := $(wildcard taskmesh tests benchmarks examples)
 
+# Where it is set, every process of taskmesh would compile all modules anew: half a second each.
+unexport PYTHONDONTWRITEBYTECODE
+
 # How many tests run at once, each group with a mongod of its own: most of them wait more than they compute.
 JOBS ?= 4
+QUICK := -m "not slow and not chaos and not failover and not browser"
 # Arguments that are handed on: `make test ARGS="-k fencing -x"`, `make demo ARGS=--help`
 ARGS ?=
 
@@ -35,7 +39,7 @@ demo: $(INSTALLED) ## Do a real job on an embedded MongoDB, kill a worker half-w
 	$(BIN)/taskmesh demo $(ARGS)
 
 test: $(INSTALLED) ## Run the quick tests, on real mongods
-	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not chaos and not failover and not browser" $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --maxschedchunk 1 --ignore tests/browser $(QUICK) $(ARGS)
 
 test-web: $(INSTALLED) ## Click through the dashboard in a headless Chromium (apt-get install chromium)
 	$(BIN)/python -m pytest -m browser tests/browser $(ARGS)

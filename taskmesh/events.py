@@ -112,7 +112,7 @@ class EventReader:
         self._wake = asyncio.Event()
         self._closed = False
         self._behind: str | None = feed.position
-        """The last change that was told, or where the stream stood when it began for this reader."""
+        """The last change that the shared stream told, or where it stood when it began for this reader."""
         self._began = self._behind
         self._subscription: Subscription | None = feed.subscribe(Interest(events=True), self._take, self._take_gap)
 
@@ -164,7 +164,8 @@ class EventReader:
 
     def _take(self, change: Change) -> None:
         self._began = self._began or self._feed.position
-        for event in self._wanted_of(change):
+        behind, self._behind = self._behind or self._feed.position, change.token["_data"]
+        for event in self._wanted_of(change, behind):
             if len(self._buffer) >= self._limit:
                 self._note_missing("missed", 1)
             else:
@@ -184,15 +185,13 @@ class EventReader:
             missed += last.missed
             self._buffer[-1] = _missing("missed" if missed else "gap", missed)
 
-    def _wanted_of(self, change: Change, skip: int = 0) -> list[TaskEvent]:
-        """The events of a change that the reader asked for, each with the place behind it."""
-        data: str = change.token["_data"]
-        behind, self._behind = self._behind or self._feed.position, data
+    def _wanted_of(self, change: Change, behind: str | None, skip: int = 0) -> list[TaskEvent]:
+        """The events of a change that the reader asked for, each with the place behind it; `behind`: the change before."""
         events = self._events_of(change)
         wanted = []
         for i, event in enumerate(events):
             is_last = i == len(events) - 1
-            place = _Place(data) if is_last or behind is None else _Place(behind, i + 1)
+            place = _Place(change.token["_data"]) if is_last or behind is None else _Place(behind, i + 1)
             if i >= skip and self._is_wanted(event):
                 wanted.append(replace(event, token=str(place)))
         return wanted
@@ -224,13 +223,13 @@ class EventReader:
         if place is None or end is None:  # the server offers no streams
             yield _missing("gap")
             return
-        live, self._behind = self._behind, place.data
+        # Meanwhile the shared stream goes on, and `_behind` with it: this one has a place of its own.
+        behind, skip = place.data, place.skip
         try:
             stream = await open_stream(
                 self._store, Interest(events=True), start_after={"_data": place.data}, await_ms=_CATCHING_UP_AWAIT_MS
             )
             try:
-                skip = place.skip
                 while stream.alive and stream.resume_token["_data"] < end:
                     found = await stream.try_next()
                     if found is None:
@@ -238,8 +237,9 @@ class EventReader:
                     change = change_from(found)
                     if change.token["_data"] > end:  # from here on, the shared stream has it
                         break
-                    for event in self._wanted_of(change, skip):
+                    for event in self._wanted_of(change, behind, skip):
                         yield event
+                    behind = change.token["_data"]
                     if self._events_of(change):
                         skip = 0
                 if not stream.alive:  # the database was dropped
@@ -250,8 +250,6 @@ class EventReader:
             if not is_history_lost(error):
                 raise
             yield _missing("gap")
-        finally:
-            self._behind = live
 
 
 def _missing(kind: EventKind, missed: int = 0) -> TaskEvent:

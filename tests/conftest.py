@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -12,7 +11,13 @@ from pymongo import MongoClient
 
 from taskmesh import TaskMesh
 from taskmesh.embedded import Mongod
+from tests.databases import Databases
 from tests.mongods import ThreeNodes, small_mongod, three_nodes
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what lasts longest."""
+    items.sort(key=lambda item: item.get_closest_marker("lasting") is None)
 
 
 @pytest.fixture(scope="session")
@@ -37,13 +42,26 @@ def mongo_uri(mongod: Mongod) -> str:
     return mongod.uri
 
 
-@pytest.fixture
-def database(mongo_uri: str) -> Iterator[str]:
-    """The name of a database that no other test uses, dropped afterwards."""
-    name = f"test_{uuid.uuid4().hex[:16]}"
-    yield name
+@pytest.fixture(scope="session")
+def _databases(mongo_uri: str) -> Iterator[Databases]:
     with MongoClient[dict[str, object]](mongo_uri) as client:
-        client.drop_database(name)
+        yield Databases(client)
+
+
+@pytest.fixture
+def database(request: pytest.FixtureRequest, _databases: Databases) -> Iterator[str]:
+    """The name of a database that no other test uses at that time, and in which there is no document.
+
+    For tests with a `mesh` or a `taskmesh`, which would make them, it may have taskmesh's collections and indexes.
+    """
+    if {"mesh", "taskmesh"} & set(request.fixturenames):
+        name = _databases.prepared()
+        yield name
+        _databases.rest(name)
+    else:
+        name = _databases.new()
+        yield name
+        _databases.drop(name)
 
 
 @pytest.fixture

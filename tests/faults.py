@@ -12,10 +12,10 @@ from pymongo import AsyncMongoClient
 @asynccontextmanager
 async def failing_commands(
     uri: str, commands: list[str], *, times: int | None = None, appname: str = "taskmesh", **how: Any
-) -> AsyncIterator[Callable[[], Awaitable[object]]]:
+) -> AsyncIterator[Callable[..., Awaitable[object]]]:
     """Let commands of clients named `appname` fail: all while the block lasts, or only the first `times`.
 
-    What it gives waits until the first has failed.
+    What it gives waits until the first has failed, or so many.
 
     `how`: `errorCode=…`, `closeConnection=True`, `writeConcernError={…}`, `blockConnection=True, blockTimeMS=…`.
     """
@@ -24,11 +24,11 @@ async def failing_commands(
     async with AsyncMongoClient[dict[str, Any]](uri, appname="the saboteur") as client:
         set_up = await client.admin.command({"configureFailPoint": "failCommand", "mode": mode, "data": data})
 
-        async def first_has_failed() -> object:
-            entered = {"timesEntered": int(set_up["count"]) + 1, "maxTimeMS": 20_000}
+        async def have_failed(count: int = 1) -> object:
+            entered = {"timesEntered": int(set_up["count"]) + count, "maxTimeMS": 60_000}
             return await client.admin.command({"waitForFailPoint": "failCommand", **entered})
 
         try:
-            yield first_has_failed
+            yield have_failed
         finally:
             await client.admin.command({"configureFailPoint": "failCommand", "mode": "off"})

@@ -95,7 +95,7 @@ def parts_of(consumer: Consumer) -> Parts:
     return consumer._parts
 
 
-async def finished(mesh: TaskMesh, name: str, key: str, deadline_s: float = 20.0) -> Task:
+async def finished(mesh: TaskMesh, name: str, key: str, deadline_s: float = 60.0) -> Task:
     """Wait until a task is finished, by polling alone, and return it."""
 
     async def task_if_finished() -> Task | None:
@@ -105,7 +105,7 @@ async def finished(mesh: TaskMesh, name: str, key: str, deadline_s: float = 20.0
     return await eventually(task_if_finished, deadline_s, what=f"task {name}:{key} is finished")
 
 
-async def status_is(mesh: TaskMesh, name: str, key: str, status: Status, deadline_s: float = 10.0) -> Task:
+async def status_is(mesh: TaskMesh, name: str, key: str, status: Status, deadline_s: float = 60.0) -> Task:
     """Wait until a task has this status, and return it."""
 
     async def task_if_so() -> Task | None:

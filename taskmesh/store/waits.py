@@ -1,6 +1,6 @@
-"""Waits inside PyMongo's async client, mended for Python 3.11, whose `asyncio.wait_for` can lose a cancellation.
+"""Waits inside PyMongo's async client, mended: a cancellation is neither lost in them, nor leaves anything behind.
 
-Up to Python 3.11 `wait_for` runs a coroutine as a task of its own, and that goes wrong in two ways:
+Up to Python 3.11 `asyncio.wait_for` runs a coroutine as a task of its own, and that goes wrong in two ways:
 
 - PyMongo waits for a server, and for a free connection, by `wait_for(condition.wait(), …)`. Whoever is cancelled just when
   that task takes the condition's lock back leaves the lock behind, taken by nobody; every later call of the client, its
@@ -8,12 +8,18 @@ Up to Python 3.11 `wait_for` runs a coroutine as a task of its own, and that goe
 - It sends by `wait_for(conn.write(…), …)`. Whoever is cancelled just when the last byte goes out gets no `CancelledError`:
   a handler that was told to stop goes on, and for ever if it is a loop.
 
-Waiting in the same task, as later Pythons do, can do neither (tests/store/test_cancelled_waits.py), and costs less.
+Waiting in the same task, as later Pythons do, can do neither, and costs less.
+
+On every Python, whoever is cancelled while PyMongo connects leaves a socket to the garbage collector, which warns of it
+(`ResourceWarning`): an error in the test suite of whoever treats warnings so.
+
+What is promised here is tested in tests/store/test_cancelled_waits.py.
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
 import sys
 from collections.abc import Awaitable
 from typing import Any, TypeVar
@@ -39,6 +45,33 @@ class _Asyncio:
         return getattr(asyncio, name)
 
 
+class _AsyncioToConnect(_Asyncio):
+    """The same, with loops that have another `sock_connect`."""
+
+    @staticmethod
+    def get_running_loop() -> Any:
+        """Return the loop as the driver is to see it."""
+        return _Loop(asyncio.get_running_loop())
+
+
+class _Loop:
+    """An event loop that closes a socket whose connect is cancelled."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+
+    async def sock_connect(self, sock: socket.socket, address: Any) -> None:
+        """Connect, or close the socket."""
+        try:
+            await self._loop.sock_connect(sock, address)
+        except asyncio.CancelledError:
+            sock.close()
+            raise
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loop, name)
+
+
 async def _wait_in_this_task(condition: Any, timeout: float | None) -> bool:
     try:
         return bool(await _Asyncio.wait_for(condition.wait(), timeout))
@@ -48,10 +81,12 @@ async def _wait_in_this_task(condition: Any, timeout: float | None) -> bool:
 
 def mend() -> None:
     """Replace the waits where they are flawed, and where they are: a later PyMongo may have mended them itself."""
+    # Names that these modules import.
+    if hasattr(pool_shared, "asyncio"):
+        pool_shared.asyncio = _AsyncioToConnect()
     if sys.version_info < (3, 12):
+        if hasattr(network_layer, "asyncio"):
+            network_layer.asyncio = _Asyncio()
         for module in (pool, topology):
             if hasattr(module, _NAME):
                 setattr(module, _NAME, _wait_in_this_task)
-        for sending in (network_layer, pool_shared):
-            if hasattr(sending, "asyncio"):
-                sending.asyncio = _Asyncio()  # type: ignore[attr-defined]  # a name that the module imports

@@ -10,12 +10,15 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
+from pymongo import MongoClient
 
+from taskmesh import rules
 from tests import warm
 from tests.waiting import wait_until
 
@@ -32,6 +35,7 @@ from taskmesh import TaskFailed, TaskMesh, TaskOption, current_task
 
 mesh = TaskMesh(os.environ.get("APP_URI"), database=os.environ.get("APP_DATABASE", "not_this_one"))
 quick = TaskOption(worker_timeout_ms=2_000, ping_interval_ms=500, unexpected_retry_delay_ms=100)
+patient = TaskOption(worker_timeout_ms=60_000, ping_interval_ms=500)
 
 
 @mesh.task(option=quick)
@@ -42,6 +46,14 @@ async def add(a: int, b: int) -> int:
 @mesh.task(option=quick)
 async def nap(ms: int) -> str:
     await asyncio.sleep(ms / 1000)
+    return current_task().worker_id
+
+
+@mesh.task(option=patient)
+async def until_open() -> str:
+    """Go on until somebody opens the door of this key: `Shell.open`."""
+    while not os.path.exists(current_task().key + ".open"):
+        await asyncio.sleep(0.02)
     return current_task().worker_id
 
 
@@ -210,9 +222,16 @@ class Shell:
         started.says("at once\n", times=2 if "--processes" not in words else int(words[words.index("--processes") + 1]))
         return started
 
+    def open(self, *keys: str) -> None:
+        """Let `until_open` end under these keys."""
+        for key in keys:
+            (self.directory / f"{key}.open").touch()
+
     def status(self, name: str, key: str) -> str:
-        """Ask for a task's status."""
-        return str(self.done("show", name, key, "--json").json["status"])
+        """Ask for a task's status, as a reader sees it; without a process, since some ask again and again."""
+        wanted = [{"$match": {"_id": f"{name}:{key}"}}, {"$project": {"status": rules.status_on_reading()}}]
+        [task] = self._client[self.database]["tasks"].aggregate(wanted)
+        return str(task["status"])
 
     def until(self, status: str, name: str, key: str) -> None:
         """Wait until a task has this status."""
@@ -222,6 +241,10 @@ class Shell:
             logs = [path.read_text() for path in sorted(self.directory.glob("*.err"))]
             why = self("explain", name, key).out
             raise AssertionError("\n".join([str(error), why, *logs])) from None
+
+    @cached_property
+    def _client(self) -> MongoClient[dict[str, Any]]:
+        return self.stack.enter_context(MongoClient[dict[str, Any]](self.uri))
 
     def _environment(self, more: dict[str, str]) -> dict[str, str]:
         base = {name: value for name, value in os.environ.items() if not name.startswith("TASKMESH_")}

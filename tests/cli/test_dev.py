@@ -33,7 +33,7 @@ def test_it_prints_the_uri_and_runs_until_it_is_told_to_stop(alone: Shell) -> No
         assert client.admin.command("ping")["ok"] == 1
     alone.done("publish", "add", "k", '{"a": 1, "b": 2}')
     alone.done("worker", "app:mesh", "--until-idle", APP_DATABASE="taskmesh")
-    assert alone.status("add", "k") == "SUCCESS"
+    assert alone.done("show", "add", "k", "--json").json["status"] == "SUCCESS"
     dev.signal(signal.SIGINT)
     assert dev.wait() == 0
 

@@ -55,11 +55,12 @@ def test_a_worker_is_live_and_ready(taskmesh: Shell) -> None:
 def test_a_worker_that_stops_is_live_but_not_ready(taskmesh: Shell) -> None:
     worker = taskmesh.worker("--health-port", "0")
     port = port_of(worker)
-    taskmesh.done("publish", "nap", "k", '{"ms": 5000}')
-    taskmesh.until("RUNNING", "nap", "k")
+    taskmesh.done("publish", "until_open", "k")
+    taskmesh.until("RUNNING", "until_open", "k")
     worker.signal(signal.SIGTERM)
     worker.says("stops gracefully")
     assert (status(port, "/livez"), status(port, "/readyz")) == (200, 503)
+    taskmesh.open("k")
     assert worker.wait() == 0
 
 

@@ -78,12 +78,14 @@ def test_a_task_that_kills_its_worker_again_and_again_does_not_end_the_superviso
 def test_the_first_signal_stops_all_gracefully_with_0(taskmesh: Shell, number: int) -> None:
     supervisor = fleet(taskmesh)
     for key in ("a", "b", "c"):
-        taskmesh.done("publish", "nap", key, '{"ms": 2500}')
-    taskmesh.until("RUNNING", "nap", "c")
+        taskmesh.done("publish", "until_open", key)
+        taskmesh.until("RUNNING", "until_open", key)
     supervisor.signal(number)
+    supervisor.says("stops gracefully", times=2)
+    taskmesh.open("a", "b", "c")
     assert supervisor.wait() == 0
     for key in ("a", "b", "c"):
-        assert taskmesh.status("nap", key) == "SUCCESS"
+        assert taskmesh.status("until_open", key) == "SUCCESS"
     assert pids(taskmesh) == {}
 
 
@@ -102,11 +104,13 @@ def test_the_second_signal_stops_all_at_once(taskmesh: Shell) -> None:
 @pytest.mark.slow
 def test_ctrl_c_in_the_terminal_reaches_the_children_once(taskmesh: Shell) -> None:
     supervisor = fleet(taskmesh)
-    taskmesh.done("publish", "nap", "k", '{"ms": 2500}')
-    taskmesh.until("RUNNING", "nap", "k")
+    taskmesh.done("publish", "until_open", "k")
+    taskmesh.until("RUNNING", "until_open", "k")
     os.killpg(supervisor.pid, signal.SIGINT)  # what a terminal does: to the whole foreground group
+    supervisor.says("stops gracefully", times=2)
+    taskmesh.open("k")
     assert supervisor.wait() == 0
-    assert taskmesh.status("nap", "k") == "SUCCESS"
+    assert taskmesh.status("until_open", "k") == "SUCCESS"
 
 
 def test_a_module_that_cannot_be_imported_ends_it_with_1_at_once(taskmesh: Shell) -> None:
@@ -130,12 +134,14 @@ def test_when_the_supervisor_is_killed_the_children_stop_gracefully(taskmesh: Sh
     supervisor = fleet(taskmesh)
     children = supervisor.children
     assert len(children) == 2
-    taskmesh.done("publish", "nap", "k", '{"ms": 2500}')
-    taskmesh.until("RUNNING", "nap", "k")
+    taskmesh.done("publish", "until_open", "k")
+    taskmesh.until("RUNNING", "until_open", "k")
     supervisor.signal(signal.SIGKILL)
+    wait_until(lambda: supervisor.err.count("stops gracefully") == 2, DEADLINE_S)
+    taskmesh.open("k")
     gone, alive = psutil.wait_procs(children, timeout=DEADLINE_S)
     assert (len(gone), alive) == (2, [])
-    assert taskmesh.status("nap", "k") == "SUCCESS"
+    assert taskmesh.status("until_open", "k") == "SUCCESS"
     assert "the supervisor has gone" in supervisor.err
 
 

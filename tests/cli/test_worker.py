@@ -46,11 +46,13 @@ def test_names_and_queues_narrow_what_it_takes(taskmesh: Shell) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_the_first_signal_waits_for_what_runs_and_the_exit_status_is_0(taskmesh: Shell, number: int) -> None:
     worker = taskmesh.worker("--worker-id", "w1")
-    taskmesh.done("publish", "nap", "k", '{"ms": 2500}')
-    taskmesh.until("RUNNING", "nap", "k")
+    taskmesh.done("publish", "until_open", "k")
+    taskmesh.until("RUNNING", "until_open", "k")
     worker.signal(number)
+    worker.says("stops gracefully")
+    taskmesh.open("k")
     assert worker.wait() == 0
-    task = taskmesh.done("show", "nap", "k", "--json").json
+    task = taskmesh.done("show", "until_open", "k", "--json").json
     assert task["status"] == "SUCCESS"
     assert [entry["worker_id"] for entry in task["task_state"]["worker_states"]] == ["w1"]
     assert "Traceback" not in worker.err

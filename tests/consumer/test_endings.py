@@ -93,7 +93,7 @@ async def test_an_ending_leaves_what_the_table_says(mesh: TaskMesh, ending: str)
             await HAPPENINGS[ending](mesh)
         if "stopped" in ending:
             await consumer.stop(grace_ms=0)
-        await asyncio.wait_for(ended.wait(), 10)
+        await asyncio.wait_for(ended.wait(), 30)
         row = ROWS[ending]
         if "lease" in ending:  # the loss is noted by whoever claims next, which is at once
             await eventually(lambda: _lost_once(mesh))

@@ -23,7 +23,7 @@ from taskmesh.store.watch import Change
 from tests.waiting import eventually
 from tests.working import finished, parts_of, working
 
-SCAN_FINDS_WITHIN_S = 5.0
+SCAN_FINDS_WITHIN_S = 30.0
 """The scan comes about once a second; the rest is room for a busy machine."""
 
 
@@ -298,18 +298,18 @@ async def test_t45_tasks_of_unknown_names_are_left_alone_and_that_is_said_once(
 
     async with working(mesh, "old"), working(mesh, "other", queues=["unrelated"]):
         mine = await known.publish("k")
-        assert await mine.result(timeout=10) == "done"
+        assert await mine.result(timeout=30) == "done"
 
         async def is_warned() -> bool:  # the registry is read anew after a moment
             late = await mesh.publish("only.new-code.has-it", "late")
             return late.warnings == ["no live worker runs tasks named 'only.new-code.has-it' from queue 'default'"]
 
-        await eventually(is_warned, 5)
+        await eventually(is_warned)
         by_worker = {e.worker_id: e for e in await mesh.explain("only.new-code.has-it", "k0")}
         assert not any(explanation.claimable for explanation in by_worker.values())
         (gate,) = [gate for gate in by_worker["old"].gates if not gate.open]
         assert gate.reason == "does not run tasks named 'only.new-code.has-it' from queue 'default'"
-        await eventually(lambda: "they are left alone" in caplog.text, 10)
+        await eventually(lambda: "they are left alone" in caplog.text)
         assert not await unfinished_left(mesh.store, "old", ["known"], None)
     assert [await handle.task() for handle in handles] == before
     told = [record.getMessage() for record in caplog.records if "they are left alone" in record.getMessage()]
@@ -334,8 +334,8 @@ async def test_documents_that_are_no_tasks_harm_nobody(mesh: TaskMesh) -> None:
     ]
     await tasks.insert_many(strangers[:2])
     async with working(mesh):
-        assert await (await job.publish("a")).result(timeout=10) == "done"
+        assert await (await job.publish("a")).result(timeout=30) == "done"
         await tasks.insert_many(strangers[2:])
-        assert await (await job.publish("b")).result(timeout=10) == "done"
+        assert await (await job.publish("b")).result(timeout=30) == "done"
     for stranger in strangers:
         assert await tasks.find_one({"_id": stranger["_id"]}) is not None

@@ -38,7 +38,7 @@ async def test_a_server_that_goes_and_comes_back_costs_nothing(
     async with mesh, working(mesh, "w", concurrency=20) as consumer:
         await job.publish_many({f"during {i}": {} for i in range(10)})
         await eventually(lambda: len(consumer.running) == 10)
-        waiting = [await job.configure(delay_ms=500).publish(f"delayed {i}") for i in range(10)]
+        waiting = [await job.configure(delay_ms=1_000).publish(f"delayed {i}") for i in range(10)]
 
         gone = time.monotonic()
         if how == "killed":
@@ -48,7 +48,7 @@ async def test_a_server_that_goes_and_comes_back_costs_nothing(
         release.set()  # the handlers return while nothing can be recorded
         publishing = asyncio.create_task(job.publish("published while it was away"))
         await eventually(lambda: time.monotonic() - gone > away_s, away_s + 5)
-        assert len(consumer.running) == 10, "no outcome is taken for recorded"
+        assert {f"during {i}" for i in range(10)} <= set(consumer.running), "no outcome is taken for recorded"
         if how == "killed":
             await asyncio.to_thread(own_mongod.start)
             await asyncio.to_thread(own_mongod.wait_for_primary)
@@ -61,7 +61,7 @@ async def test_a_server_that_goes_and_comes_back_costs_nothing(
             task = await finished(mesh, "job", key, 40)
             assert task.status is Status.SUCCESS
             assert (task.task_state.lost_cnt, len(task.task_state.worker_states)) == (0, 1)
-        assert await (await job.publish("afterwards")).result(timeout=20) == "afterwards"
+        assert await (await job.publish("afterwards")).result(timeout=30) == "afterwards"
 
     assert set(ran.values()) == {1}
     lines = [record for record in caplog.records if record.levelno >= logging.WARNING]

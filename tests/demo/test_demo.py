@@ -28,8 +28,10 @@ def alone(tmp_path: Path) -> Iterator[Shell]:
     wait_until(lambda: not servers_in(tmp_path / ".taskmesh"), DEADLINE_S, what="the embedded MongoDB has gone")
 
 
-def test_the_demo_kills_a_worker_and_nothing_is_lost_or_doubled_twice_in_a_row(alone: Shell) -> None:
-    for _ in range(2):
+@pytest.mark.lasting
+@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_demo_kills_a_worker_and_nothing_is_lost_or_doubled_also_a_second_time(alone: Shell, times: int) -> None:
+    for _ in range(times):
         before = set(Path(tempfile.gettempdir()).glob("taskmesh-demo-*"))
         ended = alone.done("demo", "--files", str(FILES))
         out = ended.out

@@ -7,11 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.docs.examples import ROOT, examples_in
 from tests.embedded.users import servers_in
 from tests.waiting import wait_until
 
 
+@pytest.mark.lasting
 def test_the_example_runs_as_typed_and_prints_what_it_says(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TASKMESH_")}
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"

@@ -42,8 +42,8 @@ async def test_a_rate_holds_in_every_window_and_is_used_up(mesh: TaskMesh) -> No
     async with all_working(mesh, ["w1", "w2", "w3"], concurrency=20):
         await all_finished(mesh, "work", 50)
     starts = sorted(start for start, _ in await starts_of(mesh, "work"))
-    assert most_starts_within(starts, 500) <= 10
-    assert (starts[-1] - starts[0]).total_seconds() < 6, "50 tasks at 10 per half second take 2 s if all is well"
+    assert most_starts_within(starts, 500) == 10
+    assert (starts[-1] - starts[0]).total_seconds() < 10, "2 s if all is well; 14 s if bookings had to run out"
 
 
 async def test_a_queue_at_its_limit_holds_up_no_other_queue(mesh: TaskMesh) -> None:
@@ -61,7 +61,7 @@ async def test_a_queue_at_its_limit_holds_up_no_other_queue(mesh: TaskMesh) -> N
     await stuck.configure(priority=5).publish_many({f"k{n}": {} for n in range(200)})
     async with working(mesh, "w1", concurrency=5) as consumer:
         await eventually(lambda: len(consumer.running) == 1)
-        assert await (await quick.publish("q")).result(timeout=10) == "done"
+        assert await (await quick.publish("q")).result(timeout=30) == "done"
         await eventually(lambda: len(consumer.running) == 1)
         gate.set()
 
@@ -81,7 +81,7 @@ async def test_tasks_of_a_full_group_do_not_block_other_groups(mesh: TaskMesh) -
     await work.configure(group="customer-1", priority=9).publish_many(many)
     small = await work.configure(group="customer-2").publish("small", customer=2)
     async with working(mesh, "w1", concurrency=20) as consumer:
-        assert await small.result(timeout=20) == 2
+        assert await small.result(timeout=30) == 2
         await eventually(lambda: len(consumer.running) == 2)
         assert all(key.startswith("big") for key in consumer.running)
         await mesh.set_group_limit("shared", "customer-1", 5)

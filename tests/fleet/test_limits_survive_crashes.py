@@ -131,7 +131,7 @@ async def test_t40_a_lost_booking_is_written_off(mesh: TaskMesh, handlers: Handl
     assert booking.ids == {"work:nobody"}
     handle = await handlers.work.configure(queue="narrow").publish("k")
     worker = await anyio.to_thread.run_sync(lambda: fleet.start().wait_ready())
-    assert await handle.result(timeout=20) == worker.worker_id
+    assert await handle.result(timeout=30) == worker.worker_id
 
 
 async def test_t40_nothing_is_claimed_on_a_booking_that_was_written_off(mesh: TaskMesh) -> None:

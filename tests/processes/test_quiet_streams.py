@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack
 
+import pytest
 from pymongo import AsyncMongoClient
 
 from taskmesh import TaskMesh, TaskOption, current_task
@@ -12,7 +13,7 @@ from tests.waiting import eventually
 from tests.working import working
 
 IDLE = 10
-RUNNING = 200
+RUNNING = 60
 RENEWED_OFTEN = TaskOption(ping_interval_ms=200, worker_timeout_ms=20_000)
 
 
@@ -26,6 +27,7 @@ async def _streams(client: AsyncMongoClient[dict[str, object]], database: str) -
     return sum(str(operation.get("ns", "")).startswith(f"{database}.") for operation in await cursor.to_list())
 
 
+@pytest.mark.lasting
 async def test_t24_idle_workers_hear_nothing_of_renewals_and_progress(mongo_uri: str, database: str) -> None:
     release = asyncio.Event()
     renewals: dict[str, int] = {}
@@ -48,7 +50,7 @@ async def test_t24_idle_workers_hear_nothing_of_renewals_and_progress(mongo_uri:
             define(mesh, runs=mesh is busy)
         consumer = await stack.enter_async_context(working(busy, "busy", concurrency=RUNNING))
         await busy.definitions["job"].publish_many({f"k{n}": {} for n in range(RUNNING)})
-        await eventually(lambda: len(consumer.running) == RUNNING, 20)
+        await eventually(lambda: len(consumer.running) == RUNNING)
         for n, mesh in enumerate(idle):
             await stack.enter_async_context(working(mesh, f"idle{n}", names=["job"]))
 
@@ -59,7 +61,7 @@ async def test_t24_idle_workers_hear_nothing_of_renewals_and_progress(mongo_uri:
         assert [mesh.feed.delivered for mesh in idle] == heard
         assert await _streams(client, database) == len(meshes), "one stream for each process"
         release.set()
-        await eventually(lambda: not consumer.running, 20)
+        await eventually(lambda: not consumer.running)
 
 
 async def test_t24_all_readers_of_a_process_share_one_stream(mongo_uri: str, database: str) -> None:
@@ -84,7 +86,7 @@ async def test_t24_all_readers_of_a_process_share_one_stream(mongo_uri: str, dat
             async def one_stream() -> bool:
                 return await _streams(client, database) == 1
 
-            await eventually(one_stream, 10, what="one stream serves them all")
+            await eventually(one_stream, what="one stream serves them all")
             release.set()
             assert await asyncio.gather(*results) == list(range(20))
             await events.aclose()
@@ -102,5 +104,5 @@ async def test_t24_a_worker_that_only_scans_opens_no_stream(mongo_uri: str, data
 
         async with working(mesh, "w", listen=False) as consumer:
             await job.publish("k")
-            await eventually(lambda: consumer.finished == 1, 20)
+            await eventually(lambda: consumer.finished == 1)
             assert await _streams(client, database) == 0

@@ -1,6 +1,6 @@
-"""The engine does what the oracle does: 20 000 random operations in two halves, the documents compared whole after each.
+"""The engine does what the oracle does: 10 000 random operations in two halves, the documents compared whole after each.
 
-`SEED=… make test ARGS="-k state_machine"` replays a run, `OPERATIONS=…` makes it longer or shorter.
+`SEED=… make test ARGS="-k state_machine"` replays a run, `OPERATIONS=…` makes it longer or shorter; `slow` is a longer one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.properties.chance import LABELS
 
 logger = logging.getLogger(__name__)
 SEED = os.environ.get("SEED", "taskmesh")
-OPERATIONS = int(os.environ.get("OPERATIONS", "20000"))
+OPERATIONS = int(os.environ.get("OPERATIONS", "10000"))
 _WORLDS = 6
 _ENOUGH_FOR_ALL_KINDS = 5_000
 
@@ -29,14 +29,22 @@ def _little_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "KEPT_LOSSES", 2)
 
 
+@pytest.mark.lasting
 @pytest.mark.blocks_the_loop  # it does not, but the guard looks at the stack at every call, and doubles the time
-@pytest.mark.parametrize("half", ["one", "two"])  # so that two can run at once
+@pytest.mark.parametrize(
+    ("run", "operations"),
+    [
+        ("one", OPERATIONS // 2),  # two halves, so that two can run at once
+        ("two", OPERATIONS // 2),
+        pytest.param("long", OPERATIONS * 2, marks=pytest.mark.slow),
+    ],
+)
 async def test_engine_and_oracle_agree_on_every_document_and_every_claim(
-    mongo_uri: str, database: str, half: str
+    mongo_uri: str, database: str, run: str, operations: int
 ) -> None:
     async with machine.worlds(mongo_uri, database, _WORLDS) as worlds:
-        succeeded = await machine.drive(worlds, f"{SEED}/{half}", OPERATIONS // 2)
+        succeeded = await machine.drive(worlds, f"{SEED}/{run}", operations)
     counts = ", ".join(f"{kind} {count}" for kind, count in sorted(succeeded.items()))
-    logger.info("SEED=%s OPERATIONS=%d, of which had an effect: %s", SEED, OPERATIONS, counts)
-    if OPERATIONS // 2 >= _ENOUGH_FOR_ALL_KINDS:
+    logger.info("SEED=%s OPERATIONS=%d, of which had an effect: %s", SEED, operations, counts)
+    if operations >= _ENOUGH_FOR_ALL_KINDS:
         assert not LABELS - set(succeeded), "these kinds of operation never had an effect"

@@ -36,6 +36,7 @@ async def test_t36_a_thousand_publishes_at_once_create_one_task(mesh: TaskMesh) 
     assert [(task.key, task.params) for task in tasks] == [("the key", {"n": winners[0]})]
 
 
+@pytest.mark.lasting
 def test_t36_a_thousand_publishes_from_four_processes_create_one_task(mongo_uri: str, database: str) -> None:
     command = [sys.executable, "-m", "tests.publish.publishers", mongo_uri, database, "250"]
     with MongoClient[dict[str, Any]](mongo_uri) as client:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import socket
+from contextlib import ExitStack
 from typing import Any
 
-from pymongo import network_layer
+from pymongo import AsyncMongoClient, network_layer, pool_shared
 from pymongo.asynchronous import pool, topology
 from pymongo.lock import _async_create_condition, _async_create_lock
 
@@ -32,6 +35,24 @@ async def test_a_wait_that_is_cancelled_as_it_takes_its_lock_back_gives_it_back(
 
         assert waiting.cancelled()
         assert not lock.locked(), "nobody is left to give it back"
+
+
+async def test_a_connect_that_is_cancelled_closes_its_socket() -> None:
+    client: AsyncMongoClient[dict[str, Any]] = AsyncMongoClient("mongodb://127.0.0.1:1")
+    options = client._topology_settings.pool_options
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as server, ExitStack() as full:
+        for _ in range(4):  # so that the next connection waits
+            waiting = full.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(server.getsockname())
+        connecting = asyncio.create_task(pool_shared._async_create_connection(server.getsockname(), options))
+        await asyncio.wait([connecting], timeout=0.1)
+        connecting.cancel()
+        await asyncio.wait([connecting], timeout=5.0)
+        assert connecting.cancelled()
+        del connecting
+        gc.collect()  # "unclosed <socket …>" would be raised here
+    await client.close()
 
 
 async def test_a_send_that_is_cancelled_as_it_ends_is_cancelled() -> None:

@@ -1,0 +1,73 @@
+"""Databases for tests: each test has one with nothing in it, and most need not wait until one is made.
+
+Making all collections and indexes of taskmesh takes the server longer than most tests take; emptying them does not.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+from uuid import uuid4
+
+from pymongo import MongoClient
+from pymongo.database import Database
+
+from taskmesh.store import schema
+
+_RESTING = 8
+"""How many tests go by before a database is used again: whatever a test left behind has ended by then."""
+_QUICKLY_EMPTIED = 500
+_ID = {"_id_": [("_id", 1)]}
+
+
+def _named(indexes: dict[str, tuple[list[tuple[str, int]], Any]]) -> dict[str, list[tuple[str, int]]]:
+    return _ID | {f"taskmesh_{name}": keys for name, (keys, _) in indexes.items()}
+
+
+_AS_MADE = {
+    "tasks": _named(schema.INDEXES),
+    "workers": _named(schema.WORKER_INDEXES),
+    "actions": _named(schema.ACTION_INDEXES),
+    "undo": _named(schema.UNDO_INDEXES),
+} | dict.fromkeys(("queues", "limits", "schedules", "meta"), _ID)
+
+
+class Databases:
+    """The databases of one server."""
+
+    def __init__(self, client: MongoClient[dict[str, Any]]) -> None:
+        self._client = client
+        self._resting: deque[str] = deque()
+
+    def new(self) -> str:
+        """Return the name of a database that there never was."""
+        return f"test_{uuid4().hex[:16]}"
+
+    def prepared(self) -> str:
+        """Return the name of one that has no documents, and perhaps all collections and indexes already."""
+        if len(self._resting) > _RESTING:
+            database = self._client[self._resting.popleft()]
+            if _is_as_made(database) and database["tasks"].estimated_document_count() <= _QUICKLY_EMPTIED:
+                for collection in _AS_MADE:
+                    database[collection].delete_many({})
+                return database.name
+            self.drop(database.name)
+        return self.new()
+
+    def rest(self, name: str) -> None:
+        """Take back what was prepared."""
+        self._resting.append(name)
+
+    def drop(self, name: str) -> None:
+        """Remove one that is not used again."""
+        self._client.drop_database(name)
+
+
+def _is_as_made(database: Database[dict[str, Any]]) -> bool:
+    """Whether nobody has added, changed or removed a collection or an index."""
+    found = {collection["name"]: collection for collection in database.list_collections()}
+    return found.keys() == _AS_MADE.keys() and all(
+        found[name]["options"] == {}
+        and {index["name"]: list(index["key"].items()) for index in database[name].list_indexes()} == indexes
+        for name, indexes in _AS_MADE.items()
+    )
