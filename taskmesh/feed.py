@@ -26,7 +26,8 @@ from taskmesh.store.watch import Change, Interest, change_from, open_stream
 
 logger = logging.getLogger("taskmesh.feed")
 
-_HISTORY_LOST = {286, 280, 260, 136, 234}
+_HISTORY_LOST = {286, 280, 260, 136, 234, 10334}
+"""The last: an event larger than a message may be, which stands in the way for ever: the stream goes on behind it."""
 _NOT_OFFERED = {13, 40573, 40415, 59}
 _LONGEST_PAUSE_S = 5.0
 _EAGER_AWAIT_MS = 500
@@ -157,7 +158,11 @@ class Feed:
                         pause, faults = 0.1, 0
             except OperationFailure as error:
                 if is_history_lost(error):
-                    logger.warning("change stream lost its place (code %s): opening afresh, and scanning", error.code)
+                    logger.warning(
+                        "change stream lost its place (code %s, %.200s): opening afresh, and scanning",
+                        error.code,
+                        error,
+                    )
                     self._token = None
                     self._announce_gap()
                 elif error.code in _NOT_OFFERED:
@@ -188,7 +193,7 @@ class Feed:
 
     def _tell_fault(self, error: Exception, faults: int) -> None:
         if faults == 0:  # an outage is one line, however long it lasts
-            logger.warning("change stream broke (%s): opening it again", type(error).__name__)
+            logger.warning("change stream broke (%s: %.200s): opening it again", type(error).__name__, error)
 
     async def _read(self) -> AsyncIterator[bool]:
         """Read one stream until it ends or breaks."""
@@ -243,7 +248,7 @@ class Feed:
             try:
                 subscription.on_change(change)
             except Exception:  # a stranger's document must not stop the stream
-                logger.exception("could not read the change of %r: skipped", change.id)
+                logger.exception("could not read the change of %.200r: skipped", change.id)
 
     def _announce_gap(self) -> None:
         for subscription in tuple(self._subscriptions):

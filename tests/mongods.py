@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from taskmesh.embedded import Mongod
+from tests.processes.wrong_clock import clock_off
 from tests.waiting import wait_until
 
 PARAMETERS: dict[str, object] = {
@@ -19,9 +21,24 @@ PARAMETERS: dict[str, object] = {
 QUICK_ELECTIONS = {"electionTimeoutMillis": 1_000, "heartbeatIntervalMillis": 300}
 
 
-def small_mongod(dbpath: Path, *, replica_set: str | None = "rs0") -> Mongod:
-    """Return a small server with failpoints, not started yet; `replica_set=None` makes it a standalone."""
-    return Mongod(dbpath, replica_set=replica_set, cache_gb=0.25, parameters=PARAMETERS)
+class _MongodOfAnotherTime(Mongod):
+    """One whose clock is off by `clock_s`, whenever it is started."""
+
+    clock_s = 0.0
+
+    def _spawn(self, port: int) -> subprocess.Popen[bytes]:
+        with clock_off(self.clock_s):
+            return super()._spawn(port)
+
+
+def small_mongod(dbpath: Path, *, replica_set: str | None = "rs0", clock_s: float = 0.0) -> Mongod:
+    """Return a small server with failpoints, not started yet; `replica_set=None` makes it a standalone.
+
+    `clock_s`: how far its wall clock is to be off (needs libfaketime).
+    """
+    server = _MongodOfAnotherTime(dbpath, replica_set=replica_set, cache_gb=0.25, parameters=PARAMETERS)
+    server.clock_s = clock_s
+    return server
 
 
 @dataclass(frozen=True)

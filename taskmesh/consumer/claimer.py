@@ -34,6 +34,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 3.0
 """For a task whose claim was not through by the deadline: a slow server is over it soon, a transaction may take a minute."""
 _SPENT_SHARE = 0.2
 """How much of a lease may be over when its execution starts: a set waits for a locked document with its time frozen."""
+_CONFIRMED_WITHIN_S = 2.0
 _POISON_S = 3_600.0
 _SECOND_LOOK_S = 0.025
 _MAX_SET = 1_000
@@ -240,12 +241,16 @@ class Claimer:
         took = time.monotonic() - sent
         return await self._read_won(ids, running_id, sent, count) if count else [], took
 
-    async def _read_won(self, ids: list[str], running_id: str, sent: float, count: int) -> list[Document]:
+    async def _read_won(
+        self, ids: list[str], running_id: str, sent: float, count: int, *, majority: bool = False
+    ) -> list[Document]:
         """Read what was won. What cannot be read in time is left to run out; it was never started."""
         pause = 0.02
         while True:
             try:
-                documents = await won(self._store, ids, running_id, self._params_of, whole_state=self._whole_state)
+                documents = await won(
+                    self._store, ids, running_id, self._params_of, whole_state=self._whole_state, majority=majority
+                )
             except PyMongoError as error:
                 if not (is_passing(error) or is_over_deadline(error)):
                     logger.exception("%d claimed tasks cannot be read: their leases will run out", count)
@@ -272,9 +277,8 @@ class Claimer:
         """After an error, find out what the claim had won, and begin that."""
         if passing:
             logger.warning("a claim of %d tasks was not answered: asking what it won", len(ids))
-        took = time.monotonic() - sent
-        documents = await self._read_won(ids, running_id, sent, 0)
-        self._begin(documents, running_id, sent, took)
+        documents = await self._confirmed(ids, running_id, sent)
+        self._begin(documents, running_id, sent, time.monotonic() - sent)
         if passing:
             self._pause_until = time.monotonic() + 0.1
             won_ids = {document["_id"] for document in documents}
@@ -283,6 +287,18 @@ class Claimer:
             late.add_done_callback(self._late.discard)
         self._want_more()
         return {document["_id"] for document in documents}
+
+    async def _confirmed(self, ids: list[str], running_id: str, sent: float) -> list[Document]:
+        """What an unanswered claim won, as far as no failover can take it back; the rest is given back (`_resolve_late`).
+
+        A primary that has lost the majority goes on for a while, and shows us a claim that will never have been.
+        """
+        while True:
+            shown = await self._read_won(ids, running_id, sent, 0)
+            confirmed = await self._read_won(ids, running_id, sent, 0, majority=True) if shown else []
+            if len(confirmed) >= len(shown) or time.monotonic() - sent > _CONFIRMED_WITHIN_S:
+                return confirmed
+            await asyncio.sleep(0.05)
 
     async def _resolve_late(self, ids: list[str], running_id: str, sent: float, known: set[str]) -> None:
         """Ask once more when the server must have given up: the claim may have landed after the first question."""

@@ -168,8 +168,9 @@ async def won(
     params_of: Mapping[str, Sequence[str] | None],
     *,
     whole_state: bool = False,
+    majority: bool = False,
 ) -> list[Document]:
-    """Return the tasks among `ids` that `running_id` holds.
+    """Return the tasks among `ids` that `running_id` holds. `majority`: only those that no failover can take back.
 
     `params_of`: by task name, which params are wanted (None: all). `whole_state`: with all of `task_state`, for hooks.
     """
@@ -181,7 +182,7 @@ async def won(
     for wanted_params, group in by_projection.items():
         fields = fields_of_claimed(wanted_params, whole_state=whole_state)
         query = {"_id": {"$in": group}, "task_state.worker_states.running_id": running_id}
-        found += await store.find(query, fields, codec=CODEC if whole_state else PLAIN_CODEC)
+        found += await store.find(query, fields, majority=majority, codec=CODEC if whole_state else PLAIN_CODEC)
     if not whole_state:
         for document in found:
             document["params"] = restored(document.get("params"))

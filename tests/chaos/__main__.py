@@ -20,8 +20,10 @@ from tests.chaos.findings import Findings
 from tests.chaos.invariants import INVARIANTS
 from tests.chaos.producer import read_published
 from tests.chaos.world import World
+from tests.processes.wrong_clock import FAKETIME
 
 _SHOWN = 20
+_CLOCKS_S = (0.0, 3_600.0, -3_600.0)
 
 
 def main() -> int:
@@ -30,7 +32,9 @@ def main() -> int:
     seed = int(os.environ.get("SEED") or random.SystemRandom().randrange(10**6))
     directory = Path(tempfile.mkdtemp(prefix="taskmesh-chaos-"))
     say(f"chaos for {seconds:g} s, SEED={seed}, logs and history below {directory}")
-    with cluster(directory / "cluster") as servers:
+    clock_s = random.Random(seed).choice(_CLOCKS_S) if FAKETIME.exists() else 0.0
+    say(f"the servers' clocks are {clock_s:+g} s off")
+    with cluster(directory / "cluster", clocks_s=[clock_s] * 3) as servers:
         world = World(servers.uri, directory, seed)
         with world:
             injected = _inject(Chaos(world, servers), seconds)
@@ -75,8 +79,8 @@ def _report(
         ("publishes tried", len(published)),
         ("publishes that were told an error", sum(publish.created is None for publish in published)),
         ("handlers run", len(world.fleet.runs)),
-        ("committed writes checked", world.versions.seen),
-        ("events told to a reader", len(world._reader.told)),
+        ("committed writes checked", world.witnesses.versions.seen),
+        ("events told to a reader", len(world.witnesses.reader.told)),
         ("violations", len(findings.violations)),
     ):
         say(f"| {what} | {number} |")

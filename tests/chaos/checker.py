@@ -21,6 +21,8 @@ _MAY_DROP_LIVE = ("released", "snoozed", "option_changed")
 _CLOCK_STEP = timedelta(seconds=1)
 _LONGEST_WRITE = timedelta(seconds=6)
 """Longer than the deadline that the engine gives a write: it is judged by the time of its beginning."""
+HEARD_OF_A_PAUSE_WITHIN = timedelta(seconds=5)
+"""How soon a worker that can reach the database has heard: by the stream at once, without it after two seconds."""
 _MAY_TAKE_LOST = ("claimed", "settled", "retried", "published")
 
 
@@ -46,7 +48,15 @@ def check_version(version: Version) -> Findings:
         _check_insert(findings, version, version.after)
     else:
         _check_update(findings, version.id, version.before, version.after, version.time)
+        if _is_claim(version.before, version.after):
+            since = version.paused_since
+            heard_of = since is not None and version.time - since > HEARD_OF_A_PAUSE_WITHIN
+            findings.check("G6", version.id, not heard_of, f"claimed at {version.time}, paused since {since}")
     return findings
+
+
+def _is_claim(before: Document, after: Document) -> bool:
+    return after.get("event") != before.get("event") and read_stamp(after["event"]).kind == "claimed"
 
 
 def _check_insert(findings: Findings, version: Version, after: Document) -> None:
@@ -171,6 +181,9 @@ def _check_counts(findings: Findings, id_: str, old: Reading, new: Reading, writ
     if write.kind in ("released", "snoozed"):
         costs = any(counted.values()) or new.fail_cnt != old.fail_cnt
         findings.check("R1", id_, not costs, f"{write} counted {counted}, FAILs {old.fail_cnt} to {new.fail_cnt}")
+        left = {entry["running_id"] for entry in new.entries}
+        gone = [entry["worker_id"] for entry in old.entries if entry["running_id"] not in left]
+        findings.check("R1", id_, gone == [write.worker_id], f"{write} gave back what {gone} held")
     if write.kind in ("claimed", "settled") and write.now is not None:
         lost = old.lost(write.now)
         right = counted == {"timeout_cnt": len(lost), "lost_cnt": len(lost)}

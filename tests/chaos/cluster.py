@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +42,11 @@ class Cluster:
         with suppress(PyMongoError), replica.direct_client(member.address) as client:  # it may close our connection
             client.admin.command("replSetStepDown", seconds, secondaryCatchUpPeriodSecs=1, force=True)
 
+    def divide(self, some: Sequence[int], others: Sequence[int]) -> None:
+        """Let none of these processes, by their ids, reach a member that is one of the others, nor the other way round."""
+        for member, proxy in zip(self.members, self.proxies, strict=True):
+            proxy.shut_out(others if member.pid in some else some)
+
     def heal(self) -> None:
         """Start, resume and reconnect everything, and wait until the set is whole."""
         for member, proxy in zip(self.members, self.proxies, strict=True):
@@ -59,16 +64,18 @@ def _is_primary(member: Mongod) -> bool:
 
 
 @contextmanager
-def cluster(directory: Path, count: int = 3) -> Iterator[Cluster]:
-    """Run a replica set of `count` servers behind proxies below `directory`."""
+def cluster(
+    directory: Path, clocks_s: Sequence[float] = (0.0, 0.0, 0.0), settings: Mapping[str, object] = QUICK_ELECTIONS
+) -> Iterator[Cluster]:
+    """Run a replica set of servers behind proxies below `directory`. `clocks_s`: how far the clock of each is off."""
     with ExitStack() as stack:
-        members = tuple(small_mongod(directory / f"node{number}") for number in range(count))
+        members = tuple(small_mongod(directory / f"node{n}", clock_s=clock_s) for n, clock_s in enumerate(clocks_s))
         proxies = tuple(stack.enter_context(ProxyProcess()) for _ in members)
         for member, proxy in zip(members, proxies, strict=True):
             stack.enter_context(member)
             proxy.leads_to(member.port)
         addresses = [f"127.0.0.1:{proxy.port}" for proxy in proxies]
-        replica.ensure_replica_set(members[0].address, "rs0", addresses, QUICK_ELECTIONS)
+        replica.ensure_replica_set(members[0].address, "rs0", addresses, settings)
         started = Cluster(members, proxies)
         wait_until(lambda: all(member.serves_reads for member in members), 60.0, what="every member has its data")
         yield started

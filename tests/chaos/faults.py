@@ -10,6 +10,7 @@ from pymongo.errors import PyMongoError
 
 from taskmesh.embedded import replica
 from tests.chaos.cluster import Cluster
+from tests.chaos.producer import PAUSED_AT_TIMES
 from tests.chaos.world import World
 
 FAULTS: dict[str, tuple[int, Callable[[Chaos], None]]] = {}
@@ -94,6 +95,14 @@ def stop_workers(chaos: Chaos) -> None:
         if chaos.world.chance.random() < 0.3:
             worker.terminate()
         chaos.seconds(0.1, 0.8)
+
+
+@fault("queue paused for a while", 1)
+def pause_queue(chaos: Chaos) -> None:
+    """No fault, but what people do; for longer than workers may take to hear of it."""
+    chaos.world.set_paused(PAUSED_AT_TIMES, True)
+    chaos.seconds(6.0, 8.0)
+    chaos.world.set_paused(PAUSED_AT_TIMES, False)
 
 
 # --- servers ---

@@ -14,6 +14,7 @@ INVARIANTS = {
     "G3": "only workers that are allowed claim a task",
     "G4": "a finished or cancelled task is not claimed",
     "G5": "the retry delay is kept",
+    "G6": "nothing starts from a queue that has been paused for longer than its workers need to hear of it",
     "B1": "no more failures than max_unexpected_retries allows",
     "B2": "no more lost executions in a row than max_timeouts allows",
     "R1": "a release costs nothing",

@@ -13,7 +13,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,14 @@ from tests.chaos.handlers import Kinds, define
 from tests.chaos.history import Published
 from tests.processes.worker import die_with_parent
 
+PAUSED_AT_TIMES = "paused-at-times"
+"""A queue that one of the faults pauses."""
 _ANY_END = ("SUCCESS", "CANCELLED", "EXPIRED")
 _SHARES = {
     "work": 30,
     "shared": 8,
     "pinned": 5,
+    "paused": 4,
     "delayed": 6,
     "expiring": 5,
     "cancelled": 5,
@@ -68,7 +71,7 @@ class Producer:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self.count = 0
 
-    async def publish_one(self) -> None:
+    async def publish_one(self) -> None:  # noqa: C901 -- a branch for each kind
         """Publish the next task, and perhaps cancel it."""
         self.count += 1
         if self.count % 50 == 0:  # a key that every producer publishes
@@ -83,10 +86,12 @@ class Producer:
             definition = definition.configure(concurrent_worker_cnt=self._chance.choice((2, 3)))
         elif kind == "pinned":
             definition = definition.configure(specific_worker_ids=self._chance.sample(self._order.worker_ids, 2))
+        elif kind == "paused":
+            definition = definition.configure(queue=PAUSED_AT_TIMES)
         elif kind == "delayed":
             definition = definition.configure(delay_ms=self._chance.randrange(0, 4_000))
         elif kind == "expiring":
-            soon = datetime.now(UTC) + timedelta(milliseconds=self._chance.randrange(100, 3_000))
+            soon = self._mesh.clock.now() + timedelta(milliseconds=self._chance.randrange(100, 3_000))
             definition, ends = definition.configure(expire_time=soon), ("SUCCESS", "EXPIRED")
         elif kind == "cancelled":
             params, ends = {"ms": self._chance.randrange(0, 1_000)}, ("SUCCESS", "CANCELLED")

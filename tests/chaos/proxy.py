@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
+import psutil
+
 _HEADER = struct.Struct("<iiii")
 _OP_MSG = 2013
 _BSON_KEY_AT = 16 + 4 + 1 + 4 + 1
@@ -64,6 +66,7 @@ class Proxy:
         self._listener: asyncio.Server | None = None
         self._delay_s = 0.0
         self._refuses = False
+        self._shut_out: frozenset[int] = frozenset()
         self._doomed: list[_Doom] = []
         self.lost_replies = 0
         """How many replies were lost on purpose."""
@@ -92,6 +95,11 @@ class Proxy:
         if refuses:
             self.cut()
 
+    def shut_out(self, pids: Iterable[int]) -> None:
+        """Reset every connection of these processes, and each new one, until told otherwise: they are elsewhere."""
+        self._shut_out = frozenset(pids)
+        self._soon(self._cut_those_shut_out)
+
     def hang(self, hangs: bool) -> None:
         """Let nothing through in either direction, though connections stay open, until told otherwise."""
         assert self._flows is not None
@@ -110,6 +118,7 @@ class Proxy:
         """Be a wire again."""
         self._doomed = []
         self.slow(0.0)
+        self.shut_out(())
         self.refuse(False)
         self.hang(False)
 
@@ -156,8 +165,19 @@ class Proxy:
         for link in tuple(self._links):
             link.cut()
 
+    def _cut_those_shut_out(self) -> None:
+        for link in tuple(self._links):
+            if self._is_shut_out(link.client):
+                link.cut()
+
+    def _is_shut_out(self, client: asyncio.StreamWriter) -> bool:
+        if not self._shut_out:
+            return False
+        peer = client.get_extra_info("peername")
+        return peer is not None and any(peer[1] in _ports_of(pid) for pid in self._shut_out)
+
     async def _accept(self, client_reads: asyncio.StreamReader, client: asyncio.StreamWriter) -> None:
-        if self._refuses:
+        if self._refuses or self._is_shut_out(client):
             client.transport.abort()
             return
         try:
@@ -240,6 +260,10 @@ class ProxyProcess:
         """See `Proxy.refuse`."""
         self._call("refuse", refuses)
 
+    def shut_out(self, pids: Iterable[int]) -> None:
+        """See `Proxy.shut_out`."""
+        self._call("shut_out", list(pids))
+
     def hang(self, hangs: bool) -> None:
         """See `Proxy.hang`."""
         self._call("hang", hangs)
@@ -286,6 +310,13 @@ def _obey() -> None:
             getattr(proxy, name)(*arguments)
             sys.stdout.write(json.dumps({"port": proxy.port, "lost_replies": proxy.lost_replies}) + "\n")
             sys.stdout.flush()
+
+
+def _ports_of(pid: int) -> set[int]:
+    """The ports from which a process has connected."""
+    with suppress(psutil.NoSuchProcess):
+        return {connection.laddr.port for connection in psutil.Process(pid).net_connections("tcp")}
+    return set()
 
 
 async def _next_message(reads: asyncio.StreamReader) -> bytes:

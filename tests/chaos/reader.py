@@ -5,10 +5,16 @@ from __future__ import annotations
 import asyncio
 import threading
 from contextlib import suppress
+from typing import Any
+
+from pymongo import AsyncMongoClient
 
 from taskmesh import TaskMesh
 from tests.chaos.history import Told
 from tests.waiting import wait_until
+
+APPNAME = "reader of events"
+"""By which a fail point can tell it from workers."""
 
 
 class Reader:
@@ -48,7 +54,11 @@ class Reader:
 
     async def _read(self) -> None:
         self._loop, self._reading = asyncio.get_running_loop(), asyncio.current_task()
-        async with TaskMesh(self._uri, database=self._database) as mesh, mesh.events() as events:
+        async with (
+            AsyncMongoClient[Any](self._uri, appname=APPNAME, tz_aware=True) as client,
+            TaskMesh(client, database=self._database) as mesh,
+            mesh.events() as events,
+        ):
             self._open.set()
             async for event in events:
                 self.told.append(Told(f"{event.name}:{event.key}", event.kind, event.worker_id))

@@ -164,6 +164,8 @@ FORGED: dict[str, tuple[str, Callable[[], Story]]] = {
         "R1",
         lambda: Story().claims("w1", "r1").later(10).writes(counting("timeout_cnt", drop=True), "released", "w1"),
     ),
+    "a release keeps the task": ("R1", lambda: Story().claims("w1", "r1").writes(lambda _: None, "released", "w1")),
+    "a claim from a queue that is paused": ("G6", lambda: _in_a_paused_queue()),  # noqa: PLW0108 -- made below
     "a lost lease is not counted": (
         "R2",
         lambda: Story().claims("w1", "r1").later(2_000).writes(without_entries, "settled", "", "w1"),
@@ -182,6 +184,12 @@ FORGED: dict[str, tuple[str, Callable[[], Story]]] = {
     ),
     "a claim without an entry": ("H1", lambda: Story().writes(lambda _: None, "claimed", "w1")),
 }
+
+
+def _in_a_paused_queue() -> Story:
+    story = Story().later(9_000).claims("w1", "r1")
+    story.versions[-1] = replace(story.versions[-1], paused_since=BEGIN)
+    return story
 
 
 @pytest.mark.parametrize("name", FORGED)

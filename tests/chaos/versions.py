@@ -33,6 +33,8 @@ class Version:
     """The server's wall clock at the commit."""
     before: Document | None
     after: Document | None
+    paused_since: datetime | None = None
+    """Since when the task's queue has been paused, if it is."""
 
 
 class Versions:
@@ -41,6 +43,8 @@ class Versions:
     def __init__(self) -> None:
         self.newest: dict[str, Document] = {}
         """The last version of every task that is there."""
+        self._paused: dict[str, datetime] = {}
+        """Since when which queue has been paused."""
         self.seen = 0
 
     def apply(self, event: Mapping[str, Any]) -> Version | None:
@@ -52,6 +56,9 @@ class Versions:
         if operation not in ("insert", "replace", "update", "delete"):
             return None
         id_ = event["documentKey"]["_id"]
+        if event["ns"]["coll"] == "queues":
+            self._note_queue(id_, event)
+            return None
         before = self.newest.get(id_)
         after: Document | None
         if operation == "delete":
@@ -67,7 +74,15 @@ class Versions:
         else:
             self.newest[id_] = after
         self.seen += 1
-        return Version(id_, event["wallTime"], before, after)
+        queue = (after or {}).get("queue", "default")
+        return Version(id_, event["wallTime"], before, after, self._paused.get(queue))
+
+    def _note_queue(self, queue: str, event: Mapping[str, Any]) -> None:
+        changes = event.get("fullDocument") or event.get("updateDescription", {}).get("updatedFields", {})
+        if changes.get("paused"):
+            self._paused.setdefault(queue, event["wallTime"])
+        elif "paused" in changes or event["operationType"] == "delete":
+            self._paused.pop(queue, None)
 
 
 def applied(before: Document, description: Mapping[str, Any]) -> Document:
@@ -146,7 +161,7 @@ class Watcher:
 def _events(
     database: Any, token: Mapping[str, Any] | None
 ) -> Iterator[tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]]:
-    tasks = [{"$match": {"$or": [{"ns.coll": "tasks"}, {"operationType": "dropDatabase"}]}}]
+    tasks = [{"$match": {"$or": [{"ns.coll": {"$in": ["tasks", "queues"]}}, {"operationType": "dropDatabase"}]}}]
     with database.watch(tasks, start_after=token, max_await_time_ms=200) as stream:
         while stream.alive:
             event = stream.try_next()

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
-from pymongo import MongoClient
 from pymongo.errors import PyMongoError
 
-from tests.chaos.checker import check_version
-from tests.chaos.endings import check_endings
+from taskmesh import TaskMesh
+from taskmesh.store.faults import patiently
 from tests.chaos.findings import Findings
-from tests.chaos.history import Evidence, Log
 from tests.chaos.producer import read_published
-from tests.chaos.reader import Reader
-from tests.chaos.versions import Document, Versions, Watcher
+from tests.chaos.witnesses import Witnesses
 from tests.processes.fleet import Fleet, Worker
 from tests.waiting import wait_until
 
@@ -46,8 +43,6 @@ class World:
         workers: int = WORKERS,
         producers: int = 2,
         per_s: float = 10.0,
-        broken: Sequence[str] = (),
-        watched_uri: str | None = None,
     ) -> None:
         self.uri = uri
         self._directory = directory
@@ -55,24 +50,18 @@ class World:
         self._seed = seed
         self.worker_ids = [f"w{number}" for number in range(1, workers + 1)]
         self._producer_count, self._per_s = producers, per_s
-        self._broken = list(broken)
         self.database = "chaos"
         self.fleet = Fleet(uri, self.database, directory / "fleet")
         self._newest: dict[str, Worker] = {}
         self._producers: list[subprocess.Popen[bytes]] = []
-        self.findings = Findings()
-        self.versions = Versions()
-        self.log = Log()
-        self._watcher = Watcher(watched_uri or uri, self.database, self._on_event)
-        self._reader = Reader(watched_uri or uri, self.database)
+        self.witnesses = Witnesses(uri, self.database)
         self.started_again = 0
         self._fewest_left, self._last_progress = float("inf"), 0.0
 
     # --- life ---
 
     def __enter__(self) -> Self:
-        self._watcher.start()
-        self._reader.start()
+        self.witnesses.start()
         for worker_id in self.worker_ids:
             self._start_worker(worker_id)
         for worker in self._newest.values():
@@ -111,6 +100,15 @@ class World:
         """A worker that runs."""
         return self.newest(self.chance.choice(self.worker_ids))
 
+    def set_paused(self, queue: str, paused: bool) -> None:
+        """Pause a queue, or let it go on."""
+
+        async def change() -> None:
+            async with TaskMesh(self.uri, database=self.database) as mesh:
+                await patiently(lambda: mesh.pause(queue) if paused else mesh.resume(queue))
+
+        asyncio.run(change())
+
     def wind_down(self) -> None:
         """Stop publishing, let everything come to its end, stop the workers and the witnesses."""
         for producer in self._producers:
@@ -124,49 +122,22 @@ class World:
                 worker.terminate()
         for worker in self._newest.values():
             worker.wait(90.0)
-        self._watcher.stop()
-        self._reader.stop(sum(len(kinds) for kinds in self.log.happened.values()))
+        self.witnesses.stop()
 
     def check(self) -> Findings:
         """Decide everything. After `wind_down`."""
-        with self.client() as client:
-            documents = {task["_id"]: task for task in client[self.database]["tasks"].find()}
-            effects = [effect["task"] for effect in client[self.database]["effects"].find()]
-        assert documents == self.versions.newest, "the watcher has missed something"
-        evidence = Evidence(
-            published=read_published(self._directory),
-            documents=documents,
-            marks=self.fleet.history,
-            died=self.fleet.died,
-            suspended=self.fleet.suspended,
-            effects=effects,
-            told=self._reader.told,
-            claims=self.log.claims,
-            happened=self.log.happened,
-        )
-        self.findings += check_endings(evidence)
-        return self.findings
-
-    def client(self) -> MongoClient[Document]:
-        """A client of the checker's own."""
-        return MongoClient(self.uri, tz_aware=True, socketTimeoutMS=10_000)
+        return self.witnesses.check(self.fleet, read_published(self._directory))
 
     # --- parts ---
 
     def _all_ended_or_stuck(self) -> bool:
         """Whether all tasks have ended; or nothing gets on any more, which is a finding."""
         self.tend()
-        with suppress(PyMongoError), self.client() as client:
+        with suppress(PyMongoError), self.witnesses.client() as client:
             left = client[self.database]["tasks"].count_documents({"status": {"$nin": list(_FINISHED)}})
             if left < self._fewest_left:
                 self._fewest_left, self._last_progress = left, time.monotonic()
         return self._fewest_left == 0 or time.monotonic() - self._last_progress > _STUCK_S
-
-    def _on_event(self, event: Mapping[str, Any]) -> None:
-        version = self.versions.apply(event)
-        if version is not None:
-            self.log.add(version)
-            self.findings += check_version(version)
 
     def _start_worker(self, worker_id: str) -> None:
         self._newest[worker_id] = self.fleet.start(
@@ -177,7 +148,6 @@ class World:
             wrong_clock_s=self.chance.choice(_CLOCKS_S),
             disk_full=self.chance.random() < 0.1,
             listen=self.chance.random() < 0.9,
-            broken=self._broken,
         )
 
     def _start_producers(self) -> None:

@@ -7,11 +7,17 @@ later, a message that was held up is one that is sent later: so all their interl
 
 Two tasks share nothing but a claim's `running_id`, and each is written atomically: their states are the product of the states
 of one. So one is enough.
+
+States that differ in nothing but the workers' names are one: the rule compares names, those of workers and of executions,
+and does nothing else with them; whatever can happen in one such state can happen in the other, with the names exchanged. (Not so
+where an option names workers: there each state stands for itself.) Nor does anything depend on how many leases were lost
+in all: `lost_cnt` is shown, and each write is checked for what it adds to it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -35,6 +41,7 @@ TICK_MS = 1_000
 _BATCH = 500
 _ID = "job:k"
 _OF_NO_CONSEQUENCE = ("_id", "event", "finish_time", "delete_time", "publish_id", "lane")
+_OF_NO_CONSEQUENCE_IN_THE_STATE = ("losses", "lost_cnt")
 _OF_NO_CONSEQUENCE_IN_AN_ENTRY = ("start_time", "success_time", "params_version", "wish", "logs")
 _ENDS: tuple[Kind, ...] = ("succeeded", "failed", "released", "snoozed")
 
@@ -135,7 +142,7 @@ class Explorer:
             expire_time=_time_of(self._model.expires),
         )
         document = new_document(publication, BEGIN)
-        return _image(document, (0,) * self._model.workers), document
+        return self._image(document, (0,) * self._model.workers), document
 
     async def _all_from(self, states: dict[Any, State], now: datetime) -> dict[Any, State]:
         """Return all states that can be reached at this moment."""
@@ -145,7 +152,7 @@ class Explorer:
             fresh = {}
             for start in range(0, len(todo), _BATCH):
                 for state in await self._taken(todo[start : start + _BATCH], now):
-                    image = _image(state.document, state.won)
+                    image = self._image(state.document, state.won)
                     if image not in known:
                         known[image] = fresh[image] = state
         return known
@@ -235,6 +242,34 @@ class Explorer:
         found.statuses.add(new.status(now))
         return State(after, won)
 
+    def _image(self, document: Document, won: tuple[int, ...]) -> Any:
+        """What of a state has consequences, under those names of the workers that make it smallest."""
+        kept = {name: value for name, value in document.items() if name not in _OF_NO_CONSEQUENCE}
+        state = dict(kept.pop("task_state"))
+        entries = [
+            {name: value for name, value in entry.items() if name not in _OF_NO_CONSEQUENCE_IN_AN_ENTRY}
+            for entry in state.pop("worker_states")
+        ]
+        for name in _OF_NO_CONSEQUENCE_IN_THE_STATE:
+            state.pop(name, None)
+        rest = repr(_sorted([kept, state]))
+        if self._option.specific_worker_ids:
+            return won, repr(_sorted(entries)), rest
+        orders = itertools.permutations(range(self._model.workers))
+        return (*min(_renamed(entries, won, order) for order in orders), rest)
+
+
+def _renamed(entries: list[Document], won: tuple[int, ...], order: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
+    """The same with worker `order[i]` in the place of worker `i`."""
+    place = {f"w{old + 1}": f"w{new + 1}" for new, old in enumerate(order)}
+    renamed = []
+    for entry in entries:
+        worker_id, _, number = entry["running_id"].partition("-")
+        assert worker_id == entry["worker_id"]
+        name = place[worker_id]
+        renamed.append({**entry, "worker_id": name, "running_id": f"{name}-{number}"})
+    return tuple(won[old] for old in order), repr(_sorted(renamed))
+
 
 def moment(tick: int) -> datetime:
     """The server's time at a tick."""
@@ -251,19 +286,6 @@ def _unfinished(now: rules.Expression) -> rules.Expression:
 
 def _running_id(worker: int, number: int) -> str:
     return f"w{worker + 1}-{number}"
-
-
-def _image(document: Document, won: tuple[int, ...]) -> Any:
-    """What of a state has consequences."""
-    kept = {name: value for name, value in document.items() if name not in _OF_NO_CONSEQUENCE}
-    state = dict(kept["task_state"])
-    state.pop("losses", None)
-    state["worker_states"] = [
-        {name: value for name, value in entry.items() if name not in _OF_NO_CONSEQUENCE_IN_AN_ENTRY}
-        for entry in state["worker_states"]
-    ]
-    kept["task_state"] = state
-    return won, repr(_sorted(kept))
 
 
 def _sorted(value: Any) -> Any:

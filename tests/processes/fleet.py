@@ -17,11 +17,9 @@ from typing import Any, Self
 
 from tests import warm
 from tests.processes.history import Mark, Run, read_history, runs_in
+from tests.processes.wrong_clock import FAKETIME, faked
 from tests.waiting import wait_until
 
-_FAKETIME = next(
-    (path for path in Path("/usr/lib").glob("*/faketime/libfaketime.so.1")), Path("/no libfaketime on this machine")
-)
 READY_WITHIN_S = 30.0
 
 
@@ -130,12 +128,8 @@ class Fleet:
         number = next(self._numbers)
         worker_id = worker_id or f"w{number}"
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        if clock_offset_s and _FAKETIME.exists():
-            environment |= {
-                "LD_PRELOAD": str(_FAKETIME),
-                "FAKETIME": f"{clock_offset_s:+.0f}s",
-                "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-            }
+        if clock_offset_s and FAKETIME.exists():
+            environment |= faked(clock_offset_s)
         elif clock_offset_s:
             setting["wrong_clock_s"] = clock_offset_s
         told = {

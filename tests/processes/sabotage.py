@@ -39,22 +39,22 @@ def notices_no_loss() -> None:
     def ping_on(_: Pinger, execution: Execution) -> None:
         execution.ping_again(time.monotonic())
 
-    _replace(Execution, "renewed", renewed)
-    _replace(Execution, "check_lease", ignore)
-    _replace(Executor, "lose", ignore)
-    _replace(Pinger, "_give_up", ping_on)
+    replace(Execution, "renewed", renewed)
+    replace(Execution, "check_lease", ignore)
+    replace(Executor, "lose", ignore)
+    replace(Pinger, "_give_up", ping_on)
 
 
 @part
 def dies_before_the_claim() -> None:
     """It knows of the task, and dies before it asks for it."""
-    _replace(Claimer, "_claim_set", _die)
+    replace(Claimer, "_claim_set", _die)
 
 
 @part
 def dies_before_the_handler() -> None:
     """It has won the task, and dies before it starts the handler."""
-    _replace(Executor, "start", _die)
+    replace(Executor, "start", _die)
 
 
 @part
@@ -66,13 +66,13 @@ def dies_in_the_handler() -> None:
         asyncio.get_running_loop().call_later(0.1, _die)
         return await call(*arguments)
 
-    _replace(Executor, "_call", call_and_die)
+    replace(Executor, "_call", call_and_die)
 
 
 @part
 def dies_before_the_record() -> None:
     """The handler has returned, and nobody outside knows."""
-    _replace(Finisher, "add", _die)
+    replace(Finisher, "add", _die)
 
 
 @part
@@ -89,13 +89,14 @@ def dies_before_the_record_is_answered() -> None:
 @part
 def dies_after_the_record() -> None:
     """The worker has heard that its outcome is recorded, and dies before it does anything else."""
-    _replace(Executor, "_over", _die)
+    replace(Executor, "_over", _die)
 
 
 def _die(*_: object, **__: object) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _replace(owner: type, method: str, by: Callable[..., Any]) -> None:
-    assert callable(getattr(owner, method)), f"{owner.__name__}.{method} is gone: what is to be broken in its place?"
-    setattr(owner, method, by)
+def replace(owner: Any, name: str, by: Any) -> None:
+    """Put something broken in the place of a method or a function, for the rest of this process's life."""
+    assert callable(getattr(owner, name, None)), f"{owner.__name__}.{name} is gone: what is to be broken in its place?"
+    setattr(owner, name, by)

@@ -20,7 +20,8 @@ from typing import Any
 
 from taskmesh import Consumer, TaskMesh
 from taskmesh.consumer import signals
-from tests.processes import sabotage
+from tests.processes import sabotage, staged
+from tests.processes.broken import BROKEN
 from tests.processes.wrong_clock import shift_wall_clock
 from tests.waiting import eventually
 
@@ -45,7 +46,9 @@ class Setting:
     wrong_clock_s: float = 0.0
     """How far the wall clock of this process is to be off, as far as Python asks for it."""
     broken: Sequence[str] = field(default_factory=list)
-    """Which parts of the engine to break, so that a test can show that somebody notices: see `sabotage`."""
+    """Which parts of the engine to break, so that a test can show that somebody notices: see `sabotage` and `broken`."""
+    staged: Sequence[str] = field(default_factory=list)
+    """Which moments to bring about: see `staged`."""
 
 
 def main() -> None:
@@ -55,8 +58,14 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     if setting.wrong_clock_s:
         shift_wall_clock(setting.wrong_clock_s)
+    parts = staged.parts(str(setting.worker_id), Path(setting.history))
+    for part in setting.staged:  # first, so that what is broken has the last word
+        parts[part]()
     for part in setting.broken:
-        sabotage.PARTS[part]()
+        if part in BROKEN:
+            BROKEN[part](sabotage.replace)
+        else:
+            sabotage.PARTS[part]()
     signals.GRACE_MS = setting.grace_ms
     asyncio.run(_work(setting))
 

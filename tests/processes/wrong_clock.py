@@ -1,13 +1,42 @@
-"""A wall clock that is wrong in this process alone, for machines without libfaketime. Monotonic time stays true."""
+"""Wall clocks that are wrong in one process alone; monotonic time stays true.
+
+With libfaketime (`apt-get install libfaketime`) in whatever process is started; without it in one of Python that shifts its own.
+"""
 
 from __future__ import annotations
 
 import datetime as dt
+import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+FAKETIME = next(
+    (path for path in Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1")), Path("/no libfaketime on this machine")
+)
 
 _true_time, _true_time_ns, _TrueDatetime = time.time, time.time_ns, dt.datetime
 _offset_s = 0.0
+
+
+def faked(offset_s: float) -> dict[str, str]:
+    """The environment in which a process's wall clock is off by so much, all its libraries included."""
+    return {"LD_PRELOAD": str(FAKETIME), "FAKETIME": f"{offset_s:+.0f}s", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
+
+
+@contextmanager
+def clock_off(offset_s: float) -> Iterator[None]:
+    """Let the clocks of processes that are started meanwhile be off by so much; 0: let them be right."""
+    before = dict(os.environ)
+    if offset_s:
+        os.environ |= faked(offset_s)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 class _ShiftedDatetime(dt.datetime):

@@ -1,0 +1,41 @@
+"""The task of the scenes: it waits where it is told to, and ends as it is told to."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from taskmesh import Snooze, TaskMesh, TaskOption, current_task
+from taskmesh.definition import TaskDefinition
+from tests.processes.history import Notebook
+from tests.processes.signs import Signs
+
+OPTION = TaskOption(ping_interval_ms=300, worker_timeout_ms=1_500, unexpected_retry_delay_ms=1)
+NAME = "work"
+
+
+def define(mesh: TaskMesh, directory: Path | None = None) -> TaskDefinition[Any, str]:
+    """Define the task. `directory`: where the history and the signs are; None in a process that only publishes."""
+    book = Notebook(directory) if directory is not None else None
+    signs = Signs(directory or Path())
+
+    @mesh.task(name=NAME, option=OPTION)
+    async def work(waits: bool = False, then: str = "return") -> str:
+        """`waits`: for "… may end". `then`: how the first attempt ends: `return`, `raise`, `snooze` or `die`."""
+        task = current_task()
+        assert book is not None, "a process that only publishes ran a handler"
+        with book.run() as run:
+            if waits:
+                await signs.wait(f"{task.worker_id} may end")
+            if task.attempt == 1:
+                match then:
+                    case "raise":
+                        raise ValueError("as asked")
+                    case "snooze":
+                        raise Snooze(delay_ms=60_000)
+                    case "die":
+                        os._exit(1)
+            return run.returns(f"{task.worker_id} {task.running_id}")
+
+    return work

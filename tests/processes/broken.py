@@ -1,0 +1,224 @@
+"""The engine with one part broken at a time: gates, fencing, release, counting, what follows a lost answer, the stream.
+
+Each breaks the process it is called in, by `replace(owner, name, by)`: `setattr` in a worker that is broken for good,
+`monkeypatch.setattr` in a test. That somebody notices is shown by `tests/exhaustive/test_sabotage.py` on the rule alone, and
+by `tests/chaos/test_sabotage.py` on fleets of real processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pymongo.errors import PyMongoError
+
+from taskmesh import feed, rules
+from taskmesh.consumer import finisher
+from taskmesh.consumer.claimer import Claimer
+from taskmesh.consumer.scanner import Scanner
+from taskmesh.store import claim, finish, lease
+from taskmesh.store.watch import open_stream
+
+Replace = Callable[[Any, str, Any], None]
+Break = Callable[[Replace], None]
+
+
+# --- gates ---
+
+
+def without_gate(gate: str) -> Break:
+    """The rule asks all gates but one."""
+
+    def break_it(replace: Replace) -> None:
+        whole: dict[str, Callable[..., dict[str, Any]]] = {
+            "task_gates": rules.task_gates,
+            "worker_gates": rules.worker_gates,
+            "queue_gate": rules.queue_gate,
+        }
+        assert any(gate in gates(["w1"]) for gates in whole.values()), f"there is no gate {gate!r} to break"
+        for name, gates in whole.items():
+            replace(rules, name, _lacking(gates, gate))
+
+    return break_it
+
+
+def without_gate_and_status(gate: str) -> Break:
+    """Candidates are also chosen by their status, which alone would hold: so that is broken too."""
+
+    def break_it(replace: Replace) -> None:
+        without_gate(gate)(replace)
+        replace(claim, "_candidates", lambda ids, _: {"_id": ids})
+
+    return break_it
+
+
+def _lacking(gates: Callable[..., dict[str, Any]], gate: str) -> Callable[..., dict[str, Any]]:
+    # A gate that stands open, and not none at all: where no gate is left there is no latest of them.
+    return lambda *arguments: {name: None if name == gate else opens for name, opens in gates(*arguments).items()}
+
+
+# --- fencing ---
+
+
+def any_lease_will_do(replace: Replace) -> None:
+    """Outcomes count though the lease is over."""
+
+    def held(outcomes: list[finish.Outcome], _: Any) -> Any:
+        running = {"$elemMatch": {"running_id": outcomes[0].running_id, "state": "RUNNING"}}
+        return {"_id": {"$in": [outcome.id for outcome in outcomes]}, "task_state.worker_states": running}
+
+    replace(finish, "_still_held_by", held)
+
+
+def whoever_runs_it_has_ended(replace: Replace) -> None:
+    """Outcomes are written by the task alone, as engines without a fencing token do."""
+    replace(finish, "_still_held_by", lambda outcomes, _: {"_id": {"$in": [o.id for o in outcomes]}})
+    replace(finish, "_held_entry", lambda _: {"$eq": ["$$this.state", "RUNNING"]})
+
+
+def pings_revive(replace: Replace) -> None:
+    """A lease that is over is renewed."""
+    replace(lease, "_is_mine", lambda ids, _: {"$in": ["$$this.running_id", {"$literal": ids}]})
+    # As time has written it down meanwhile, the task may not be RUNNING any more.
+    whole = lease._renewal
+
+    def renewal(*arguments: Any) -> Any:
+        query, pipeline = whole(*arguments)
+        return {name: part for name, part in query.items() if name != "status"}, pipeline
+
+    replace(lease, "_renewal", renewal)
+
+
+# --- release, counting, derivation ---
+
+
+def releases_are_charged(replace: Replace) -> None:
+    """Giving back counts like a loss."""
+    given_back = finish._given_back
+
+    def charged(outcomes: list[finish.Outcome], now: Any) -> Any:
+        count = {"$set": {"task_state.timeout_cnt": {"$add": ["$task_state.timeout_cnt", 1]}}}
+        return [*given_back(outcomes, now), count]
+
+    replace(finish, "_given_back", charged)
+
+
+def releases_leave_the_entry(replace: Replace) -> None:
+    """Giving back says so, and keeps the task."""
+    replace(finish, "_given_back", lambda *_: [])
+
+
+def losses_are_not_counted(replace: Replace) -> None:
+    """A worker that takes over does not say what it found."""
+    replace(claim, "counted_losses", dict)
+
+
+def nothing_is_derived(replace: Replace) -> None:
+    """Writes do not end with the derivation."""
+    replace(rules, "derivation", lambda *_, **__: [])
+
+
+# --- after an answer was lost ---
+
+
+def unanswered_claims_are_taken_for_won(replace: Replace) -> None:
+    """Who gets no answer runs all that it asked for."""
+
+    async def resolve(self: Any, ids: list[str], running_id: str, sent: float, **_: Any) -> set[str]:
+        documents = await self._store.find({"_id": {"$in": ids}}, claim.WHOLE_FIELDS | {"params": 1})
+        self._begin(documents, running_id, sent, 0.0)
+        return set(ids)
+
+    replace(Claimer, "_resolve", resolve)
+
+
+def unanswered_claims_are_taken_for_lost(replace: Replace) -> None:
+    """Who gets no answer asks for nothing, and forgets what it may have won."""
+
+    async def resolve(*_: Any, **__: Any) -> set[str]:
+        return set()
+
+    replace(Claimer, "_resolve", resolve)
+
+
+def unanswered_outcomes_are_taken_for_recorded(replace: Replace) -> None:
+    """Who gets no answer goes on to the next task."""
+    whole: Any = vars(finisher)["finish"]
+
+    async def record(*arguments: Any, **settings: Any) -> int:
+        try:
+            return int(await whole(*arguments, **settings))
+        except PyMongoError:
+            return len(arguments[2])
+
+    replace(finisher, "finish", record)
+
+
+def unanswered_outcomes_are_taken_for_lost(replace: Replace) -> None:
+    """Who gets no answer takes it that somebody else has the task by now."""
+
+    async def standing(_: Any, outcomes: list[finish.Outcome]) -> Any:
+        return dict.fromkeys(outcomes, "lost")
+
+    replace(finisher, "standing", standing)
+
+
+# --- the stream ---
+
+
+def gaps_are_not_told(replace: Replace) -> None:
+    """A stream that has lost its place goes on as if nothing had been."""
+    replace(feed.Feed, "_announce_gap", lambda _: None)
+
+
+def streams_begin_anew(replace: Replace) -> None:
+    """A stream that broke is opened from now on, and not behind its last event."""
+
+    async def open_anew(store: Any, interest: Any, *, start_after: Any = None, await_ms: int = 500) -> Any:
+        assert start_after is None or start_after
+        return await open_stream(store, interest, await_ms=await_ms)
+
+    replace(feed, "open_stream", open_anew)
+
+
+def nothing_is_scanned(replace: Replace) -> None:
+    """A worker relies on what it is told."""
+
+    async def run_once(_: Any) -> int:
+        return 0
+
+    replace(Scanner, "run_once", run_once)
+
+
+GATES: dict[str, Break] = {
+    "gate unfinished": without_gate_and_status("unfinished"),
+    "gate unexpired": without_gate_and_status("unexpired"),
+    "gate started": without_gate("started"),
+    "gate room": without_gate("room"),
+    "gate retries left": without_gate_and_status("retries left"),
+    "gate timeouts left": without_gate_and_status("timeouts left"),
+    "gate delay asked for": without_gate("delay asked for"),
+    "gate worker allowed": without_gate("worker allowed"),
+    "gate not twice": without_gate("not twice"),
+    "gate retry delay": without_gate("retry delay"),
+    "gate queue": without_gate("queue"),
+}
+WRITES: dict[str, Break] = {
+    "fencing by lease": any_lease_will_do,
+    "fencing by execution": whoever_runs_it_has_ended,
+    "fencing of pings": pings_revive,
+    "release: charged": releases_are_charged,
+    "release: entry kept": releases_leave_the_entry,
+    "count of losses": losses_are_not_counted,
+    "derivation": nothing_is_derived,
+}
+RESUMING: dict[str, Break] = {
+    "claims without an answer: taken for won": unanswered_claims_are_taken_for_won,
+    "claims without an answer: taken for lost": unanswered_claims_are_taken_for_lost,
+    "outcomes without an answer: taken for recorded": unanswered_outcomes_are_taken_for_recorded,
+    "outcomes without an answer: taken for lost": unanswered_outcomes_are_taken_for_lost,
+    "stream: gaps are not told": gaps_are_not_told,
+    "stream: begins anew": streams_begin_anew,
+    "scan: none": nothing_is_scanned,
+}
+BROKEN = GATES | WRITES | RESUMING
