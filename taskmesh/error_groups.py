@@ -17,7 +17,10 @@ from taskmesh.where import TaskFilter
 LOST = "lost"
 """Instead of a type, where executions were lost and none has failed."""
 _TYPE = re.compile(r"([A-Za-z_][\w.]*)(?::\s|$)")
-_VARYING = re.compile(r"0x[0-9a-f]+|\d+(?:[.,:/-]\d+)*|\"[^\"]*\"|'[^']*'")
+_VARYING = re.compile(
+    r"""\w+://\S+|[^\s'"]+@[^\s'"]+|(?<!\w)(?:/[\w.-]+)+|0x[0-9a-f]+|\d+(?:[.,:/-]\d+)*|"[^"]*"|'[^']*'"""
+)
+"""What is another each time: addresses, paths, numbers, and what is quoted."""
 _SEVERAL = re.compile(r"…(?: …)+")
 _AT_THE_ENDS = " '\"([{"
 """Of a text that may be cut in the middle: it would only have to be quoted."""
@@ -67,13 +70,14 @@ async def read_errors(store: Store, name: str | None, at_most: int, deadline_ms:
     sample = await error_groups.sample(store, name, at_most, deadline_ms)
     alike: dict[Any, list[dict[str, Any]]] = {}
     for row in error_groups.telling(sample.rows):
-        alike.setdefault((row["name"], _kind(row), tuple(row.get("frame") or ())), []).append(row)
+        alike.setdefault((row["name"], kind_of(row), tuple(row.get("frame") or ())), []).append(row)
     groups = [_group(rows) for rows in alike.values()]
     groups.sort(key=lambda group: (-group.failed - group.retrying, group.name, group.error))
     return ErrorReport(groups=groups, looked_at=sample.looked_at, complete=sample.complete)
 
 
-def _kind(row: dict[str, Any]) -> str:
+def kind_of(row: dict[str, Any]) -> str:
+    """Return the type of an error, or its text without what is another each time."""
     if row.get("lost"):
         return LOST
     line = str(row.get("line") or "")
@@ -85,7 +89,7 @@ def _group(rows: Sequence[dict[str, Any]]) -> ErrorGroup:
     first = rows[0]
     failed = sum(row["tasks"] for row in rows if row["status"] == Status.FAIL)
     lines = [str(row.get("line") or "") for row in rows]
-    lost = _kind(first) == LOST
+    lost = kind_of(first) == LOST
     which = TaskFilter(
         name=first["name"],
         status=(Status.FAIL,) if failed else _UNFINISHED,
@@ -95,7 +99,7 @@ def _group(rows: Sequence[dict[str, Any]]) -> ErrorGroup:
     frame = first.get("frame")
     return ErrorGroup(
         name=first["name"],
-        error=_kind(first) or "(no reason)",
+        error=kind_of(first) or "(no reason)",
         message="the worker died, hung or was cut off" if lost else lines[0],
         frame=f"{frame[0]}:{frame[1]} in {frame[2]}" if frame else None,
         failed=failed,

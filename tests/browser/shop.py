@@ -43,7 +43,7 @@ def define(mesh: TaskMesh) -> TaskMesh:
         task = current_task()
         task.log(f"connecting to smtp.photos.example:587 for {to}")
         if "@" not in to:
-            raise TaskFailed(f"550 5.1.1 no such mailbox: {to}")
+            raise TaskFailed(f"550 5.1.1 no such mailbox: {to!r}")
         if not door("mail").exists():
             raise TimeoutError("smtp.photos.example:587 did not answer within 10 s")
         task.log(f"sent {template}")

@@ -9,7 +9,7 @@ import pytest
 from pymongo import AsyncMongoClient
 
 from taskmesh import Status, TaskFailed, TaskMesh, TaskOption
-from taskmesh.error_groups import LOST, ErrorGroup, telling_part
+from taskmesh.error_groups import LOST, ErrorGroup, kind_of, telling_part
 from tests.waiting import eventually
 from tests.working import finished, status_is, working
 
@@ -177,6 +177,21 @@ async def test_the_deadline_holds(mesh: TaskMesh) -> None:
     assert (report.groups, report.looked_at, report.complete) == ([], 0, False)
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("cannot read /srv/a.txt", "cannot read /srv/b/c.txt"),
+        ("no mail to a@b.example today", "no mail to c@d.example today"),
+        ("https://a.example/x did not answer", "https://b.example/y did not answer"),
+        ("order 17 of 2026-11-21 is gone", "order 4 of 2026-11-22 is gone"),
+        ("no user 'ann'", "no user 'bob'"),
+    ],
+)
+def test_what_is_another_each_time_does_not_tell_errors_apart(one: str, other: str) -> None:
+    assert kind_of({"line": one}) == kind_of({"line": other})
+    assert kind_of({"line": one}) != kind_of({"line": "it rained"})
+
+
 @pytest.mark.parametrize("text", ["lost:maybe", "lost>1"])
 async def test_lost_is_yes_or_no(mesh: TaskMesh, text: str) -> None:
     if text == "lost>1":
@@ -193,6 +208,7 @@ async def test_lost_is_yes_or_no(mesh: TaskMesh, text: str) -> None:
         (["ValueError: no image 'bad1.jpg'", "ValueError: no image 'bad2.jpg'"], "ValueError: no image"),
         (["550 5.1.1 no such mailbox: 'a'", "551 5.1.1 no such mailbox: 'b'"], "no such mailbox:"),
         (["can't connect to host 7", "can't connect to host 8"], "can't connect to host"),
+        (["no answer from a@b.example", "no answer from c@d.example"], "no answer from"),
         (["1", "2"], None),
         ([""], None),
     ],
