@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import sys
@@ -57,4 +58,5 @@ async def _main() -> None:
 
 
 if __name__ == "__main__":
+    gc.set_threshold(50_000)  # as `taskmesh worker` does; for the bare loops too
     asyncio.run(_main())

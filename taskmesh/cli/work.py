@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -31,6 +32,8 @@ _STOP_DEADLINE_S = 25.0
 """Beside the grace: what the consumer itself allows for giving back what is left, and a margin."""
 _LOOK_S = 0.2
 _BEAT_S = 1.0
+_PYTHONS_GC_THRESHOLD = gc.get_threshold()
+_GC_THRESHOLD = 50_000
 _SILENCE_MS = 10_000
 """Without a sign of life in the database for so long (five are due) a worker is not ready."""
 
@@ -39,6 +42,7 @@ def run_one(options: WorkerOptions, link: Link) -> int:
     """Be a worker until the end, and return the exit status. Alone, what cannot be helped is raised."""
     try:
         mesh = load_mesh(options.target)
+        _collect_garbage_less_often()
         mesh.connect_to(options.uri, database=options.database, collection=options.collection)
         asyncio.run(_Worker(mesh, options, link).run())
     except (CannotLoad, InvalidOption, NotAReplicaSet, IncompatibleCollection, WorkerIdTaken) as error:
@@ -50,6 +54,14 @@ def run_one(options: WorkerOptions, link: Link) -> int:
         output.say(f"taskmesh: {error}", stderr=True)
         return FAILED
     return 0
+
+
+def _collect_garbage_less_often() -> None:
+    """Thousands of documents in flight, none of them in a cycle, make Python look for cycles without end: a third of a busy worker's
+    work (measured: 76 µs per task, 56 with this). A module that has settings of its own keeps them.
+    """
+    if gc.get_threshold() == _PYTHONS_GC_THRESHOLD:
+        gc.set_threshold(_GC_THRESHOLD)
 
 
 class _Worker:
