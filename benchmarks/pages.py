@@ -1,7 +1,7 @@
 """How long do the dashboard's pages and listings take with a million tasks? `python -m benchmarks.pages [COUNT]`.
 
-Fills a collection with copies of tasks that the engine made, asks each page and each listing of the API several times, and
-prints a table: median, slowest, and which queries (by MongoDB's profiler) looked at every document.
+Fills a collection with copies of tasks that the engine made, asks each page, each listing of the API and what the commands ask
+several times, and prints a table: median, slowest, and (by MongoDB's profiler) how much the worst query of each looked at.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import contextlib
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from itertools import islice
 from typing import Any
@@ -21,8 +22,8 @@ import httpx
 from pymongo import MongoClient
 from pymongo.database import Database
 
-from benchmarks.machine import server
-from taskmesh import TaskError, TaskFailed, TaskMesh, current_task
+from benchmarks.machine import conditions, server
+from taskmesh import Task, TaskError, TaskFailed, TaskMesh, current_task
 from taskmesh.web import create_app
 
 COUNT = 1_000_000
@@ -125,6 +126,7 @@ def paths(some: dict[str, Any], following: dict[str, str]) -> dict[str, str]:
         "workers": "/workers",
         "queues": "/queues",
         "schedules": "/schedules",
+        "doctor": "/doctor",
         "bulk: what would be retried": "/bulk?action=retry&where=" + quote("status:FAIL name:shop.task-07"),
         "API: stats": "/api/v1/stats",
         "API: tasks": "/api/v1/tasks?limit=100",
@@ -135,47 +137,109 @@ def paths(some: dict[str, Any], following: dict[str, str]) -> dict[str, str]:
     }
 
 
-async def measured(
-    mesh: TaskMesh, database: Database[dict[str, Any]], times: int
-) -> dict[str, tuple[list[float], int]]:
-    """Ask all; return the milliseconds of each, and how many of its queries looked at every document."""
+def asked(mesh: TaskMesh, some: dict[str, Any]) -> dict[str, Callable[[], Awaitable[Any]]]:
+    """Return what programs and the command line ask, by what it is."""
+
+    def listed(*of: Any, **how: Any) -> Callable[[], Awaitable[Any]]:
+        async def ask() -> list[Task]:
+            return [task async for task in mesh.find(*of, **how)]
+
+        return ask
+
+    return {
+        "ls": listed(),
+        "ls --newest": listed(sort="newest"),
+        "ls --name": listed("shop.task-07"),
+        "ls --status FAIL": listed(None, "FAIL"),
+        "ls --status FAIL --newest": listed(None, "FAIL", sort="newest"),
+        "ls --status EXPIRED": listed(None, "EXPIRED"),
+        "ls --name --status INIT": listed("shop.task-07", "INIT"),
+        "ls --queue": listed(queue="queue-3"),
+        "ls --queue --newest": listed(queue="queue-3", sort="newest"),
+        "ls --queue, of nothing": listed(queue="queue-nobody-has"),
+        "ls --key-prefix": listed(key_prefix="2026/11/08/order-000"),
+        "ls --key-prefix --newest": listed(key_prefix="2026/11/08/order-000", sort="newest"),
+        "ls --key-prefix, of nothing": listed(key_prefix="2027"),
+        "show, explain": lambda: mesh.explain(some["name"], some["key"]),
+        "retry --where …, how many": lambda: mesh.count("status:FAIL name:shop.task-07"),
+        "workers": mesh.workers,
+        "queues": mesh.queues,
+        "doctor": mesh.doctor,
+        "top: counts taken anew": mesh.stats,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """How one question was answered."""
+
+    took_ms: list[float]
+    scans: int
+    """Queries that looked at the whole collection without an index."""
+    documents: int
+    """How many documents the worst of its queries looked at."""
+    keys: int
+    """The same of index keys."""
+
+
+async def measured(mesh: TaskMesh, database: Database[dict[str, Any]], times: int) -> dict[str, Measured]:
+    """Ask everything so many times, and once more with MongoDB's profiler, which takes time itself."""
     some = database.tasks.find_one({"status": "FAIL"})
     assert some is not None
     transport = httpx.ASGITransport(create_app(mesh))
-    found: dict[str, tuple[list[float], int]] = {}
+    found: dict[str, Measured] = {}
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=120) as client:
         following: dict[str, str] = {}
         for order, newest in (("newest", "true"), ("key", "false")):
             answer = await client.get("/api/v1/tasks", params={"newest_first": newest, "limit": 50})
             following[order] = quote(answer.json()["following"] or "")
-        for what, path in paths(some, following).items():
-            took = []
-            for number in range(times + 1):
-                if number == times:  # once more with the profiler, which takes time itself
-                    database.command("profile", 2)
-                begun = time.perf_counter()
+
+        def page(path: str) -> Callable[[], Awaitable[Any]]:
+            async def ask() -> None:
                 answer = await client.get(path)
-                took.append((time.perf_counter() - begun) * 1000)
                 assert answer.status_code == 200, f"{path}: {answer.text}"
-            database.command("profile", 0)
-            scans = database["system.profile"].count_documents(
-                {"ns": f"{database.name}.tasks", "planSummary": {"$regex": "COLLSCAN"}}
-            )
-            database.drop_collection("system.profile")
-            found[what] = (took[:-1], scans)
+
+            return ask
+
+        questions = {what: page(path) for what, path in paths(some, following).items()}
+        questions |= {f"taskmesh {what}": ask for what, ask in asked(mesh, some).items()}
+        for what, ask in questions.items():
+            took = []
+            for _ in range(times):
+                begun = time.perf_counter()
+                await ask()
+                took.append((time.perf_counter() - begun) * 1000)
+            found[what] = Measured(took, *await profiled(database, ask))
     return found
+
+
+async def profiled(database: Database[dict[str, Any]], ask: Callable[[], Awaitable[Any]]) -> tuple[int, int, int]:
+    """Ask once with the profiler; return how many queries scanned, and the most documents and keys that one looked at."""
+    database.drop_collection("system.profile")
+    database.create_collection("system.profile", capped=True, size=16_000_000)
+    database.command("profile", 2)
+    await ask()
+    database.command("profile", 0)
+    queries = list(database["system.profile"].find({"ns": f"{database.name}.tasks"}))
+    return (
+        sum("COLLSCAN" in query.get("planSummary", "") for query in queries),
+        max((query.get("docsExamined", 0) for query in queries), default=0),
+        max((query.get("keysExamined", 0) for query in queries), default=0),
+    )
 
 
 async def _main(count: int) -> None:
     with server() as mongod, MongoClient[dict[str, Any]](mongod.uri) as client:
+        print("\n".join(f"{name}: {value}" for name, value in conditions(mongod.uri).items()))
         async with TaskMesh(mongod.uri, database="pages") as mesh:
             kinds = await templates(mesh)
             begun = time.monotonic()
             await asyncio.to_thread(fill, client.pages, kinds, count)
-            print(f"{count} tasks, filled in {time.monotonic() - begun:.0f} s; median of {TIMES}, ms\n")
-            print("| page | median | slowest | collection scans |\n| --- | ---: | ---: | ---: |")
-            for what, (took, scans) in (await measured(mesh, client.pages, TIMES)).items():
-                print(f"| {what} | {statistics.median(took):.0f} | {max(took):.0f} | {scans} |", flush=True)
+            print(f"\n{count} tasks, filled in {time.monotonic() - begun:.0f} s; median of {TIMES}, ms\n")
+            print("| page | median | slowest | documents | keys | scans |\n| --- | ---: | ---: | ---: | ---: | ---: |")
+            for what, one in (await measured(mesh, client.pages, TIMES)).items():
+                times = f"{statistics.median(one.took_ms):.0f} | {max(one.took_ms):.0f}"
+                print(f"| {what} | {times} | {one.documents} | {one.keys} | {one.scans} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """taskmesh: a task engine on MongoDB.
 
 In reading order, as a task lives: `option` and `task` (what is stored), `rules` (who may claim what when), `definition`,
-`params` and `publishing` (into the world), `consumer` (running), `feed`, `results` and `events` (hearing of it),
-`task_actions` with `explain`, `timeline` and `what_if`, `bulk` and `error_groups` (looking at tasks and changing them),
-`fleet_actions` with `queues`, `workers`, `stats` and `doctor` (the fleet), `scheduling` with `periodic` and `ticks`; under them
-`store` (every read and write) and `connection`, over them `mesh` (the front door); beside them `embedded`, `metrics`, `cli`
-and `web`.
+`params`, `values` and `publishing` (into the world; `portal`: from code without an event loop), `consumer` (running) with
+`context` (what a handler sees), `feed`, `results` and `events` (hearing of it), `where`, `task_actions` with `explain`,
+`timeline` and `what_if`, `bulk` and `error_groups` (looking at tasks and changing them), `fleet_actions` with `queues`,
+`workers`, `stats` and `doctor` (the fleet), `scheduling` with `periodic` and `ticks`; under them `store` (every read and write),
+`connection`, `clock` and `ending` (of what nobody answers), over them `mesh` (the front door); beside them `embedded`, `logs`,
+`tracing`, `metrics`, `cli`, `web` and `demo`.
 """
 
 from taskmesh.bulk import BulkAction, BulkResult, UndoResult

@@ -18,14 +18,14 @@ from pydantic import BaseModel, ConfigDict
 from taskmesh.clock import in_utc
 from taskmesh.connection import Connected
 from taskmesh.errors import InvalidOption
-from taskmesh.store import bulk, undo
+from taskmesh.store import bulk, listing, undo
 from taskmesh.store.settle import settle
 from taskmesh.task import Progress, Status
 from taskmesh.where import TaskFilter
 
 logger = logging.getLogger("taskmesh.bulk")
 
-_NEWEST_WITHIN_MS = 150
+_NEWEST_WITHIN_MS = 100
 UNDO_MS = 3_600_000
 """For how long a bulk action can be undone."""
 FINISHED = tuple(status for status in Status if status.finished)
@@ -120,13 +120,13 @@ class BulkActions(Connected):
 
     async def count(self, where: str | TaskFilter = "", *, at_most: int | None = None) -> int:
         """Count the tasks that fit a filter, no further than `at_most`. Raises `InvalidOption`."""
-        found = await bulk.count(self.store, _filter(where), at_most)
+        found = await listing.count(self.store, _filter(where), at_most)
         assert found is not None, "without a deadline it takes as long as it takes"
         return found
 
     async def count_within(self, where: str | TaskFilter = "", *, at_most: int, deadline_ms: int) -> int | None:
         """Count likewise; None if that takes longer than the deadline."""
-        return await bulk.count(self.store, _filter(where), at_most, deadline_ms)
+        return await listing.count(self.store, _filter(where), at_most, deadline_ms)
 
     async def page(
         self,
@@ -139,8 +139,8 @@ class BulkActions(Connected):
     ) -> TaskPage:
         """Return a page of the tasks that fit, in time however many there are: each page begins where the last one ended.
 
-        Where the newest cannot be found in a moment (a rare status among millions), they come in the order of name and key
-        instead. Raises `InvalidOption` for a filter, or an `after`, that cannot be read.
+        Where the newest cannot be found in a moment (thousands fit, and all were published long before many others), they come in
+        the order of name and key instead. Raises `InvalidOption` for a filter, or an `after`, that cannot be read.
         """
         which = _filter(where)
         behind = None if after is None else _Cursor.read(after)
@@ -149,7 +149,7 @@ class BulkActions(Connected):
         first_try_ms = deadline_ms if behind is not None or not newest else min(_NEWEST_WITHIN_MS, deadline_ms)
         found = None
         for in_time_order, within_ms in ((newest, first_try_ms), (False, deadline_ms)):
-            found = await bulk.page(
+            found = await listing.page(
                 self.store,
                 which,
                 newest=in_time_order,
@@ -271,13 +271,13 @@ class BulkActions(Connected):
         undo_ms: int = 0,
     ) -> BulkResult:
         name, where = called or action, str(which)
-        matched = await bulk.count(self.store, which) or 0
+        matched = await listing.count(self.store, which) or 0
         if dry_run:
             return BulkResult(action=name, where=where, matched=matched, done=0, dry_run=True)
         id_ = await undo.begin(self.store, name, where, by, matched, undo_ms)
         undo_id = id_ if undo_ms else None
         done = 0
-        async for batch in bulk.ids(self.store, which):
+        async for batch in listing.ids(self.store, which):
             done += await bulk.act(self.store, action, which, batch, undo_id=undo_id, undo_ms=undo_ms)
             if progress is not None:
                 progress(done)

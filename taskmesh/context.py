@@ -14,8 +14,8 @@ from taskmesh.option import TaskOption
 _current: ContextVar[Any] = ContextVar("taskmesh_current_task")
 
 
-class Running(Protocol):
-    """The execution behind a context; the executor's, or one at the other end of a pipe. See `TaskContext`."""
+class ExecutionFields(Protocol):
+    """What names an execution."""
 
     # ruff: noqa: D102 — the methods are documented where handlers see them, in the classes below
 
@@ -27,6 +27,11 @@ class Running(Protocol):
     def worker_id(self) -> str: ...
     @property
     def running_id(self) -> str: ...
+
+
+class Running(ExecutionFields, Protocol):
+    """The execution behind a context; the executor's, or one at the other end of a pipe. See `TaskContext`."""
+
     @property
     def attempt(self) -> int: ...
     @property

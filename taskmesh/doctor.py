@@ -12,8 +12,9 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from taskmesh.queues import QueueInfo, read_queues
-from taskmesh.stats import Stats, read_stats
+from taskmesh.stats import read_counts
 from taskmesh.store import Store, inspect, schedules, schema
+from taskmesh.store.find import UNFINISHED
 from taskmesh.workers import Registry, WorkerInfo
 
 Level = Literal["ok", "note", "warning", "error"]
@@ -27,7 +28,6 @@ LEASE_LEFT_WANTED = 0.2
 CLAIMS_LOST_TOLERATED = 0.3
 CLAIMS_TELLING = 1_000
 LARGE_TASK_BYTES = 4 * 1024 * 1024
-_WIRE_VERSION_OF_6_0 = 17
 
 
 class Finding(BaseModel):
@@ -45,13 +45,13 @@ class Finding(BaseModel):
 async def examine(store: Store) -> list[Finding]:
     """Look at everything, and return what was found, in the order of looking."""
     workers = await Registry(store).read()
-    stats = await read_stats(store)
+    unfinished = await read_counts(store, UNFINISHED)
     queues = await read_queues(store)
     found: list[Finding] = []
     parts = (
         _server(store),
         _collection(store),
-        _fleet(workers, stats, queues),
+        _fleet(workers, unfinished, queues),
         _headroom([worker for worker in workers if worker.live]),
         _schedules(store, [worker for worker in workers if worker.live]),
         _tasks(store),
@@ -64,7 +64,7 @@ async def examine(store: Store) -> list[Finding]:
 async def _server(store: Store) -> AsyncIterator[Finding]:
     hello = await inspect.hello(store)
     version = (await inspect.build(store))["version"]
-    if hello["maxWireVersion"] < _WIRE_VERSION_OF_6_0:
+    if hello["maxWireVersion"] < schema.OLDEST_WIRE_VERSION:
         yield Finding(level="error", subject="server", found=f"MongoDB {version}", remedy="upgrade it to 6.0 or newer")
     else:
         yield Finding(level="ok", subject="server", found=f"MongoDB {version}")
@@ -196,10 +196,12 @@ async def _collection(store: Store) -> AsyncIterator[Finding]:
         yield Finding(level="ok", subject="retention", found="what is over is deleted in time")
 
 
-async def _fleet(workers: list[WorkerInfo], stats: Stats, queues: list[QueueInfo]) -> AsyncIterator[Finding]:
+async def _fleet(
+    workers: list[WorkerInfo], counts: dict[str, dict[str, int]], queues: list[QueueInfo]
+) -> AsyncIterator[Finding]:
     live = [worker for worker in workers if worker.live]
     gone = [worker.worker_id for worker in workers if worker.state == "gone"]
-    waiting = {name: by.get("INIT", 0) + by.get("RUNNING", 0) for name, by in stats.counts.items()}
+    waiting = {name: sum(by_status.values()) for name, by_status in counts.items()}
     unknown = {name: n for name, n in waiting.items() if n and not any(name in worker.names for worker in live)}
     if not live:
         unfinished = sum(waiting.values())

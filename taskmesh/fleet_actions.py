@@ -11,7 +11,15 @@ from taskmesh.definition import checked_queue
 from taskmesh.doctor import Finding, examine
 from taskmesh.error_groups import ErrorReport, read_errors
 from taskmesh.errors import TaskNotFound
-from taskmesh.queues import QueueInfo, QueueLimits, checked_group, checked_limits, read_queues, set_group_limit
+from taskmesh.queues import (
+    COUNTED_TO,
+    QueueInfo,
+    QueueLimits,
+    checked_group,
+    checked_limits,
+    read_queues,
+    set_group_limit,
+)
 from taskmesh.stats import Stats, read_stats
 from taskmesh.store import fleet, limits
 from taskmesh.what_if import LimitEffect, effect_of_limit
@@ -94,9 +102,12 @@ class FleetActions(Connected):
         for consumer in tuple(self._consumers):
             await consumer.read_queues()
 
-    async def queues(self) -> list[QueueInfo]:
-        """Return the queues that have settings or unfinished tasks, with their pauses and limits."""
-        return await read_queues(self.store)
+    async def queues(self, *, counted_to: int = COUNTED_TO) -> list[QueueInfo]:
+        """Return the queues that have settings or unfinished tasks, with their pauses and limits.
+
+        `counted_to`: how far to count the tasks that wait in each.
+        """
+        return await read_queues(self.store, counted_to=counted_to)
 
     async def workers(self) -> list[WorkerInfo]:
         """Return the live workers and those that went within the last hour."""

@@ -14,9 +14,9 @@ import json
 import logging
 import sys
 from datetime import UTC, datetime
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-from taskmesh.context import running_task
+from taskmesh.context import ExecutionFields, running_task
 
 Format = Literal["text", "json"]
 SetUp = tuple[int, Format]
@@ -25,20 +25,7 @@ TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
-class _Executed(Protocol):
-    """What is told of an execution."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def key(self) -> str: ...
-    @property
-    def worker_id(self) -> str: ...
-    @property
-    def running_id(self) -> str: ...
-
-
-def fields_of(execution: _Executed) -> dict[str, str]:
+def fields_of(execution: ExecutionFields) -> dict[str, str]:
     """Return the fields of a log record about an execution: `logger.info(…, extra=fields_of(execution))`."""
     return {
         "task": execution.name,

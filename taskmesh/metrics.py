@@ -20,6 +20,8 @@ from taskmesh.stats import Stats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1_800, 7_200)
+_COUNTED_TO = 10_000
+"""How far the tasks that wait in a queue are counted: an autoscaler wants to know more than a person."""
 _SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8)
 
 
@@ -152,10 +154,10 @@ async def _of_workers(mesh: TaskMesh) -> list[Metric]:
 
 
 async def _of_queues(mesh: TaskMesh) -> list[Metric]:
-    waiting = GaugeMetricFamily("taskmesh_queue_waiting", "Due tasks, counted to 10 000.", labels=["queue"])
+    waiting = GaugeMetricFamily("taskmesh_queue_waiting", f"Due tasks, counted to {_COUNTED_TO}.", labels=["queue"])
     running = GaugeMetricFamily("taskmesh_queue_running", "Executions of a queue.", labels=["queue"])
     paused = GaugeMetricFamily("taskmesh_queue_paused", "1 if nothing is claimed from it.", labels=["queue"])
-    for queue in await mesh.queues():
+    for queue in await mesh.queues(counted_to=_COUNTED_TO):
         waiting.add_metric([queue.queue], queue.waiting)
         running.add_metric([queue.queue], queue.running)
         paused.add_metric([queue.queue], int(queue.paused))

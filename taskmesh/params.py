@@ -15,8 +15,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from taskmesh.errors import InvalidParams, TaskTooLarge
 from taskmesh.values import TooLarge, Unstorable, size_of, storable
 
-_UNORDERED = (inspect.Parameter.VAR_POSITIONAL,)
-
 
 class Params:
     """What one handler takes."""
@@ -25,7 +23,7 @@ class Params:
         self._name = name
         self._signature = inspect.signature(fn)
         for parameter in self._signature.parameters.values():
-            if parameter.kind in _UNORDERED:
+            if parameter.kind is parameter.VAR_POSITIONAL:
                 raise TypeError(
                     f"task {name!r}: the handler takes *{parameter.name}, but params are stored by name: name them"
                 )

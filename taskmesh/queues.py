@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 from taskmesh.errors import InvalidOption
-from taskmesh.store import Store, fleet, limits
+from taskmesh.store import Store, fleet, limits, tally
 from taskmesh.store.driver import Document
-from taskmesh.store.find import queues_in_use
+from taskmesh.store.find import UNFINISHED, queues_in_use, values_of
 
 _LARGEST = 1_000_000
 _LONGEST_WINDOW_MS = 7 * 86_400_000
 _DEFAULT_WINDOW_MS = 1_000
+COUNTED_TO = 1_000
+"""How far the tasks that wait in a queue are counted: each takes the server some 10 µs."""
 
 
 class QueueLimits(BaseModel):
@@ -64,7 +67,9 @@ class QueueInfo(BaseModel):
     next_start: datetime | None = None
     """When the rate has room again, if it has none now."""
     waiting: int = 0
-    """Tasks that could be claimed now if the queue has room; counted up to 10 000."""
+    """Tasks that could be claimed now if the queue has room."""
+    more_waiting: bool = False
+    """Whether there are more of them, which were not counted."""
 
     @property
     def shut_because(self) -> str | None:
@@ -81,21 +86,30 @@ class QueueInfo(BaseModel):
         return None
 
 
-async def read_queues(store: Store) -> list[QueueInfo]:
+async def read_queues(store: Store, *, counted_to: int = COUNTED_TO) -> list[QueueInfo]:
     """Return all queues that have settings or unfinished tasks."""
     settings = await fleet.queues(store)
-    return [
-        await _info(store, queue, settings.get(queue, {})) for queue in sorted({*settings, *await queues_in_use(store)})
-    ]
+    used = await values_of(store, "queue", {"status": {"$in": UNFINISHED}})
+    if used is None:
+        used = await queues_in_use(store)
+    return await _infos(store, sorted({*settings, *used}), settings, counted_to)
 
 
 async def read_queue(store: Store, queue: str) -> QueueInfo:
-    """Return one queue, which need not have anything in it."""
-    return await _info(store, queue, (await fleet.queues(store)).get(queue, {}))
+    """Return one queue, which need not have anything in it. Whether anything waits is told, not how much."""
+    (info,) = await _infos(store, [queue], await fleet.queues(store), 1)
+    return info
 
 
-async def _info(store: Store, queue: str, settings: Document) -> QueueInfo:
-    usage = await limits.usage(store, queue)
+async def _infos(
+    store: Store, queues: Sequence[str], settings: Mapping[str, Document], counted_to: int
+) -> list[QueueInfo]:
+    usage = await limits.usage(store, queues)
+    waiting = await tally.waiting(store, queues, counted_to + 1)
+    return [_info(queue, settings.get(queue, {}), usage[queue], waiting[queue], counted_to) for queue in queues]
+
+
+def _info(queue: str, settings: Document, usage: limits.Usage, waiting: int, counted_to: int) -> QueueInfo:
     pause = ("paused_by", "paused_reason", "pause_time", "paused_until") if settings.get("paused") else ()
     return QueueInfo(
         queue=queue,
@@ -105,7 +119,8 @@ async def _info(store: Store, queue: str, settings: Document) -> QueueInfo:
         running_by_group=dict(usage.running_by_group),
         started=usage.starts,
         next_start=usage.next_start,
-        waiting=await fleet.waiting(store, queue),
+        waiting=min(waiting, counted_to),
+        more_waiting=waiting > counted_to,
         **{name: settings.get(name) for name in pause},
     )
 

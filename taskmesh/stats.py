@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pydantic import BaseModel, ConfigDict
 
-from taskmesh.store import Store, fleet
+from taskmesh.store import Store, fleet, tally
 
 
 class Stats(BaseModel):
@@ -22,19 +24,28 @@ class Stats(BaseModel):
 
 
 async def read_stats(store: Store) -> Stats:
-    """Count, from the indexes, and correct for what time alone has changed."""
-    counts: dict[str, dict[str, int]] = {}
-    for row in await fleet.counts(store):
-        counts.setdefault(str(row["_id"].get("name")), {})[str(row["_id"].get("status"))] = row["count"]
-    for row in await fleet.stale_counts(store):
-        by_status = counts.setdefault(str(row["_id"].get("name")), {})
-        for status, change in ((row["_id"].get("stored"), -row["count"]), (row["_id"].get("now"), row["count"])):
-            by_status[str(status)] = by_status.get(str(status), 0) + change
-    now, oldest = await fleet.oldest_claimable(store)
+    """Count, and look at the oldest task that waits and at the fleet."""
+    counts = await read_counts(store)
+    now, oldest = await tally.oldest_claimable(store)
     live = [worker for worker in await fleet.workers(store) if worker.get("live")]
     return Stats(
-        counts={name: {s: n for s, n in by_status.items() if n > 0} for name, by_status in counts.items()},
+        counts=counts,
         oldest_claimable_ms=None if oldest is None else max(0.0, (now - oldest).total_seconds() * 1000),
         started_per_s=sum(float(worker.get("started_per_s", 0)) for worker in live),
         finished_per_s=sum(float(worker.get("finished_per_s", 0)) for worker in live),
     )
+
+
+async def read_counts(store: Store, statuses: Sequence[str] | None = None) -> dict[str, dict[str, int]]:
+    """Count by name and status, from the indexes, and correct for what time alone has changed. `statuses`: only these."""
+    counts: dict[str, dict[str, int]] = {}
+    for row in await tally.counts(store, statuses):
+        counts.setdefault(str(row["_id"].get("name")), {})[str(row["_id"].get("status"))] = row["count"]
+    for row in await tally.stale_counts(store):
+        by_status = counts.setdefault(str(row["_id"].get("name")), {})
+        for status, change in ((row["_id"].get("stored"), -row["count"]), (row["_id"].get("now"), row["count"])):
+            by_status[str(status)] = by_status.get(str(status), 0) + change
+    wanted = {name: {s: n for s, n in by_status.items() if n > 0} for name, by_status in counts.items()}
+    if statuses is None:
+        return wanted
+    return {name: {s: n for s, n in by_status.items() if s in statuses} for name, by_status in wanted.items()}

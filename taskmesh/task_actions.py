@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from taskmesh.connection import Connected
 from taskmesh.errors import IncompatibleCollection, InvalidOption, TaskNotFound, TaskRunning
 from taskmesh.events import DEFAULT_BUFFER, EventReader
 from taskmesh.explain import Explanation, explain
-from taskmesh.store import control, find
+from taskmesh.store import control, find, listing
 from taskmesh.store.publish import stored_option
+from taskmesh.store.ways import Order
 from taskmesh.task import Status, Task, checked_name, task_id
 from taskmesh.what_if import OptionEffect, effect_of_option
 from taskmesh.where import TaskFilter
@@ -40,7 +41,7 @@ class TaskActions(Connected):
         limit: int = 100,
         *,
         key_prefix: str | None = None,
-        sort: find.Sort = "key",
+        sort: Order = "key",
         params: bool = False,
         after: str | None = None,
         where: str | TaskFilter | None = None,
@@ -51,25 +52,21 @@ class TaskActions(Connected):
         `where`: a filter, or its text (`status:FAIL error:timeout age>1h`), instead of the arguments above. Raises
         `InvalidOption`.
         """
-        which = TaskFilter.parse(where) if isinstance(where, str) else where
-        if which is not None:
-            if (name, status, queue, key_prefix, after) != (None,) * 5:
-                raise InvalidOption("`where` says which tasks are meant: leave name, status, queue and the like out")
-            status = which.status or None
-        wanted = None if status is None else [str(Status(s)) for s in ([status] if isinstance(status, str) else status)]
+        if sort not in get_args(Order):
+            raise InvalidOption(f"sort is one of {', '.join(get_args(Order))}, not {sort!r}")
+        if where is None:
+            if status is not None and not status:
+                return  # none of no statuses
+            statuses = () if status is None else (status,) if isinstance(status, str) else tuple(status)
+            which = TaskFilter.checked(
+                name=name and checked_name(name), status=statuses, queue=queue, key_prefix=key_prefix or None
+            )
+        elif (name, status, queue, key_prefix, after) != (None,) * 5:
+            raise InvalidOption("`where` says which tasks are meant: leave name, status, queue and the like out")
+        else:
+            which = TaskFilter.parse(where) if isinstance(where, str) else where
         behind = None if after is None else task_id(name or "", after)
-        documents = find.find(
-            self.store,
-            name=name and checked_name(name),
-            status=wanted,
-            queue=queue,
-            key_prefix=key_prefix,
-            sort=sort,
-            limit=limit,
-            params=params,
-            after=behind,
-            extra=None if which is None else which.query(self.store.now),
-        )
+        documents = listing.find(self.store, which, order=sort, limit=limit, params=params, after=behind)
         async for document in documents:
             task = _readable(document)
             if task is not None:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 from taskmesh import rules
 from taskmesh.explain import Explanation, explain
 from taskmesh.queues import QueueInfo, QueueLimits, read_queue
-from taskmesh.store import Store, fleet
+from taskmesh.store import Store, tally
 from taskmesh.store.control import option_stages
 from taskmesh.store.driver import Document
 from taskmesh.task import Status, Task, task_id
@@ -128,7 +128,7 @@ async def effect_of_limit(store: Store, queue: str, change: Callable[[QueueLimit
     """Tell what this change of its limits would do to a queue."""
     found = await read_queue(store, queue)
     then = change(found.limits)
-    waiting = await fleet.waiting_by_group(store, queue)
+    waiting = await tally.waiting_by_group(store, queue, _COUNTED_TO)
     over = [found.running - then.running] if then.running is not None else []
     for group, running in found.running_by_group.items():
         limit = then.of_group(group)
@@ -137,7 +137,7 @@ async def effect_of_limit(store: Store, queue: str, change: Callable[[QueueLimit
         queue=queue,
         limits_now=found.limits,
         limits_then=then,
-        waiting=found.waiting,
+        waiting=min(_COUNTED_TO, sum(waiting.values())),
         running=found.running,
         claimable_now=_room_for(waiting, found, found.limits),
         claimable_then=_room_for(waiting, found, then),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Collection
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -15,12 +14,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from taskmesh import rules
 from taskmesh.errors import InvalidOption
 from taskmesh.store.driver import Document
+from taskmesh.store.ways import LAST
 from taskmesh.task import Status
 
 _UNITS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000, "w": 7 * 86_400_000}
 _AGE = re.compile(r"(\d{1,12}(?:\.\d{1,3})?)(ms|s|m|h|d|w)\Z")  # ten years in ms have twelve digits
 _TOKEN = re.compile(r"(?P<field>[a-z_]+)(?P<sign>[:<>])(?P<value>.*)\Z", re.DOTALL)
-_LAST = "\U0010ffff"
 _TEN_YEARS_MS = 10 * 366 * 86_400_000
 
 Text = Annotated[str, Field(min_length=1, max_length=512)]
@@ -100,18 +99,36 @@ class TaskFilter(BaseModel):
     def query(self, now: rules.Expression) -> Document:
         """Return the conditions on stored fields. `status_is` has to be asked too: time alone may have changed it."""
         query: Document = {}
-        conditions: list[rules.Expression] = [{"$not": [rules.is_forgotten(now)]}]
         if self.name is not None:
             query["name"] = self.name
-            query["_id"] = {"$gte": f"{self.name}:", "$lt": f"{self.name};"}
-        if self.key_prefix is not None and self.name is not None:
-            prefix = f"{self.name}:{self.key_prefix}"
-            query["_id"] = {"$gte": prefix, "$lt": prefix + _LAST}
-        elif self.key_prefix is not None:
-            query["key"] = {"$gte": self.key_prefix, "$lt": self.key_prefix + _LAST}
-        if self.status:
-            query |= _stored(self.status, now)
-        query |= {field: getattr(self, field) for field in ("queue", "group") if getattr(self, field) is not None}
+        if self.key_prefix is not None:
+            query["key"] = {"$gte": self.key_prefix, "$lt": self.key_prefix + LAST}
+        if self.queue is not None:
+            query["queue"] = self.queue
+        stored = self.stored(now)
+        return {"$and": [query, self.rest(now), *([{"$or": stored}] if stored else [])]}
+
+    def stored(self, now: rules.Expression) -> list[Document]:
+        """Return what may be stored of the status: conditions that exclude each other, of which one holds; none for any.
+
+        By time alone a RUNNING task becomes INIT again when its lease ends, and an unfinished one FAIL or EXPIRED at its
+        `settle_time`: an index has those whose time has come, so that nobody looks through all that wait.
+        """
+        if not self.status:
+            return []
+        stored = {str(status) for status in self.status} | ({"RUNNING"} if Status.INIT in self.status else set())
+        found: list[Document] = [{"status": {"$in": sorted(stored)}}]
+        if not stored >= {"INIT", "RUNNING"} and {Status.FAIL, Status.EXPIRED} & set(self.status):
+            due = {"settle_time": {"$exists": True}, "$expr": {"$lte": ["$settle_time", now]}}
+            found.append({**due, "status": {"$nin": sorted(stored)}})
+        return found
+
+    def rest(self, now: rules.Expression) -> Document:
+        """Return the conditions that no index knows."""
+        query: Document = {}
+        conditions: list[rules.Expression] = [{"$not": [rules.is_forgotten(now)]}]
+        if self.group is not None:
+            query["group"] = self.group
         entry: Document = {}
         if self.worker is not None:
             entry["worker_id"] = self.worker
@@ -131,23 +148,15 @@ class TaskFilter(BaseModel):
         return {"$in": [status, [str(wanted) for wanted in self.status or Status]]}
 
     @property
+    def indexed(self) -> bool:
+        """Whether name, key, queue and status are all that it asks for: what indexes know."""
+        others = (self.group, self.error, self.worker, self.lost, self.older_than_ms, self.younger_than_ms)
+        return all(other is None for other in others)
+
+    @property
     def is_empty(self) -> bool:
         """Whether every task fits."""
         return self == type(self)()
-
-
-def _stored(wanted: Collection[Status], now: rules.Expression) -> Document:
-    """Return the condition on what is stored of tasks that may have one of these statuses now.
-
-    By time alone a RUNNING task becomes INIT again when its lease ends, and an unfinished one FAIL or EXPIRED at its
-    `settle_time`: an index has those whose time has come, so that nobody looks through all that wait.
-    """
-    stored = {str(status) for status in wanted} | ({"RUNNING"} if Status.INIT in wanted else set())
-    condition: Document = {"status": {"$in": sorted(stored)}}
-    if stored >= {"INIT", "RUNNING"} or not {Status.FAIL, Status.EXPIRED} & set(wanted):
-        return condition
-    due = {"settle_time": {"$exists": True}, "$expr": {"$lte": ["$settle_time", now]}}
-    return {"$or": [condition, due]}
 
 
 def _field(word: str) -> tuple[str, Any]:

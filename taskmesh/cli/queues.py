@@ -50,7 +50,7 @@ def queue_table(found: list[QueueInfo]) -> RenderableType:
             each.queue,
             "paused" if each.paused else "shut" if each.shut_because else "open",
             _of(each.running, each.limits.running),
-            "10000+" if each.waiting >= 10_000 else each.waiting,  # it is counted no further
+            f"{each.waiting}+" if each.more_waiting else each.waiting,
             None if each.limits.rate is None else f"{each.started}/{each.limits.rate} in {each.limits.per_ms} ms",
             None if each.limits.group_running is None else f"{each.limits.group_running} per group",
             each.shut_because,

@@ -1,8 +1,8 @@
 """The one place that speaks to MongoDB: a `Store` holds the connection; the verbs are the modules beside this one.
 
-In the order of a task's life: `publish` `find` `claim` `lease` `finish` `control` `settle`; and for the rest of the
-fleet `watch` (change stream), `fleet` (workers, queues) and `schema` (collections, indexes). Every verb that writes to a
-task is one pipeline update that ends in `rules.derivation`.
+In the order of a task's life: `publish` `find` `claim` `lease` `finish` `control` `settle`; for who looks at many tasks
+`listing` and `bulk`; and for the rest of the fleet `watch` (change stream), `fleet` (workers, queues) and `schema`
+(collections, indexes). Every verb that writes to a task is one pipeline update that ends in `rules.derivation`.
 """
 
 from __future__ import annotations

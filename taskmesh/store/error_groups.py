@@ -6,7 +6,8 @@ The index on status leads to them; no more is looked at than was asked for, howe
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,10 +18,13 @@ from taskmesh.store.connection import Store
 from taskmesh.store.driver import Document
 from taskmesh.store.faults import is_over_deadline
 from taskmesh.store.find import names_in_use
+from taskmesh.store.tally import Row, rows, told, union_of
 
 STATUSES = ("FAIL", "INIT", "RUNNING")
 """Those that failed for good, and those that may have failed and are to be tried again."""
 _FEWEST_OF_EACH = 20
+_AT_ONCE = 12
+"""Names and queues that one command looks at."""
 _LINE_CHARS = 300
 _BATCH = 500
 _FRAME = r'File "([^"]+)", line (\d+), in (\S+)'
@@ -42,37 +46,50 @@ async def sample(store: Store, name: str | None, at_most: int, deadline_ms: int)
     """Look at so many tasks, those with the last keys of each name and queue, for as long as the deadline allows."""
     found = Sample()
     until = time.monotonic() + deadline_ms / 1000
-    crowds = [
-        (status, queue, each)
-        for status in STATUSES
-        for queue, each in await names_in_use(store, status)
-        if name in (None, each)
-    ]
+    crowds = [row for row in await _rows(store) if name in (None, row.name)]
     share = max(_FEWEST_OF_EACH, at_most // max(1, len(crowds)))
-    for status, queue, each in crowds:
+    for start in range(0, len(crowds), _AT_ONCE):
         left_ms = round((until - time.monotonic()) * 1000)
         if left_ms <= 0 or found.looked_at >= at_most:
             found.complete = False
             break
         try:
-            rows = await _read(store, {"status": status, "queue": queue, "name": each}, share, left_ms)
+            read = await _read(store, crowds[start : start + _AT_ONCE], share, left_ms)
         except OperationFailure as error:
             if not is_over_deadline(error):
                 raise
             found.complete = False
             break
-        looked_at = sum(row["tasks"] for row in rows)
-        found.looked_at += looked_at
-        found.complete &= looked_at < share
-        found.rows += [{"name": each, "status": status, **row["_id"], **row} for row in rows if row["_id"]]
+        looked_at: Counter[Row] = Counter()
+        for row in read:
+            looked_at[Row(**row["crowd"])] += row["tasks"]
+        found.looked_at += looked_at.total()
+        found.complete &= all(count < share for count in looked_at.values())
+        found.rows += [{**row["crowd"], **row["_id"], **row} for row in read if row["_id"]]
     return found
 
 
-async def _read(store: Store, crowd: Document, at_most: int, deadline_ms: int) -> list[Document]:
+async def _rows(store: Store) -> list[Row]:
+    """Return where in the index on status such tasks stand."""
+    found = await rows(store, STATUSES)
+    if found is None:  # very many, or the server cannot tell them at once
+        found = [Row(status, queue, name) for status in STATUSES for queue, name in await names_in_use(store, status)]
+    return found
+
+
+async def _read(store: Store, crowds: Sequence[Row], at_most: int, deadline_ms: int) -> list[Document]:
+    pipeline = union_of(store, [_sorted_out(crowd, at_most) for crowd in crowds])
+    options = {"maxTimeMS": deadline_ms, "batchSize": _BATCH, "allowDiskUse": False}
+    cursor = await store.driver.aggregate(store.tasks, pipeline, **options)
+    return await cursor.to_list(None)  # type: ignore[no-any-return]
+
+
+def _sorted_out(crowd: Row, at_most: int) -> list[Document]:
+    """The stages that tell the troubles of a crowd, by where they are."""
     is_newest = {"$ifNull": ["$troubles.newest", True]}
-    backwards = dict.fromkeys((*crowd, "_id"), -1)
-    stages: list[Document] = [
-        {"$match": crowd},
+    backwards = dict.fromkeys((*crowd._fields, "_id"), -1)
+    return [
+        {"$match": crowd._asdict()},
         {"$sort": backwards},
         {"$limit": at_most},
         {"$project": {"key": 1, "troubles": _troubles()}},
@@ -88,11 +105,8 @@ async def _read(store: Store, crowd: Document, at_most: int, deadline_ms: int) -
                 "key": {"$max": {"$cond": [is_newest, "$key", None]}},
             }
         },
+        {"$set": {"crowd": told(crowd)}},
     ]
-    cursor = await store.driver.aggregate(
-        store.tasks, stages, hint="taskmesh_status", maxTimeMS=deadline_ms, batchSize=_BATCH, allowDiskUse=False
-    )
-    return await cursor.to_list(None)  # type: ignore[no-any-return]
 
 
 def _troubles() -> rules.Expression:

@@ -6,38 +6,28 @@ read here is stale. `params` are left out unless asked for.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from inspect import isawaitable
 from math import isfinite
-from typing import Any, Literal
+from typing import Any
 
+from pymongo.errors import OperationFailure
 from pymongo.read_concern import ReadConcern
 
 from taskmesh import rules
 from taskmesh.store.connection import Store
 from taskmesh.store.driver import PLAIN_CODEC, Document
+from taskmesh.store.faults import is_over_deadline
 from taskmesh.store.prepared import prepared
 from taskmesh.store.strangers import WELL_FORMED, Strange, past_strangers
 
-Sort = Literal["key", "newest", "oldest"]
-_SORTS: dict[str, list[tuple[str, int]]] = {
-    "key": [("_id", 1)],
-    "newest": [("task_state.create_time", -1), ("_id", -1)],
-    "oldest": [("task_state.create_time", 1), ("_id", 1)],
-}
 UNFINISHED = ("INIT", "RUNNING")
 _IN_ORDER = [("task_option.priority", -1), ("next_claim_time", 1)]
-STORED_AS: dict[str, list[str]] = {
-    # By time alone a task can get from the stored status to the one that is asked for.
-    "INIT": ["INIT", "RUNNING"],
-    "RUNNING": ["RUNNING"],
-    "SUCCESS": ["SUCCESS"],
-    "FAIL": ["FAIL", "INIT", "RUNNING"],
-    "CANCELLED": ["CANCELLED"],
-    "EXPIRED": ["EXPIRED", "INIT", "RUNNING"],
-}
+_VALUES_MS = 300
+_VALUES_TOO_LARGE = 17217
+"""The answer would not fit into a document."""
 
 
 async def get(store: Store, ids: Sequence[str], *, params: bool = True, session: Any = None) -> list[Document]:
@@ -54,52 +44,6 @@ def as_read(now: rules.Expression, *, params: bool) -> list[Document]:
         {"$set": {"status": rules.status_on_reading(now)}},
         *([] if params else [{"$unset": "params"}]),
     ]
-
-
-async def find(
-    store: Store,
-    *,
-    name: str | None = None,
-    status: Collection[str] | None = None,
-    queue: str | None = None,
-    key_prefix: str | None = None,
-    sort: Sort = "key",
-    limit: int = 100,
-    params: bool = False,
-    after: str | None = None,
-    extra: Document | None = None,
-) -> AsyncIterator[Document]:
-    """Yield matching tasks. `after`: an `_id`, to go on behind it (with `sort="key"`). `limit=0`: all."""
-    query: Document = dict(extra or {})
-    if status is not None:
-        query["status"] = {"$in": sorted({stored for wanted in status for stored in STORED_AS[wanted]})}
-    if queue is not None:
-        query["queue"] = queue
-    bounds: Document = {}
-    if name is not None:
-        query["name"] = name
-        bounds |= {
-            "$gte": f"{name}:{key_prefix or ''}",
-            "$lt": f"{name}:{key_prefix}\U0010ffff" if key_prefix else f"{name};",
-        }
-    elif key_prefix is not None:
-        query["key"] = {"$gte": key_prefix, "$lt": key_prefix + "\U0010ffff"}
-    if after is not None:
-        bounds["$gt"] = after
-    if bounds:
-        query["_id"] = bounds
-    stages: list[Document] = [{"$match": query}, {"$sort": dict(_SORTS[sort])}, *as_read(store.now, params=params)]
-    if status is not None:
-        stages.append({"$match": {"status": {"$in": list(status)}}})
-    if limit:
-        stages.append({"$limit": limit})
-    cursor = await store.driver.aggregate(store.tasks, stages, batchSize=min(limit or 500, 500))
-    try:
-        while batch := await cursor.to_list(500):
-            for document in batch:
-                yield document
-    finally:
-        await cursor.close()
 
 
 @dataclass(slots=True, eq=False)
@@ -237,6 +181,20 @@ def claimable_from(document: Document) -> Claimable:
         next_claim_time=opens,
         group=group,
     )
+
+
+async def values_of(store: Store, field: str, query: Document) -> list[str] | None:
+    """Return which values a field of the index on status has among these tasks, by one look for each.
+
+    None if there are very many, or if it takes long: a stranger's array in that field makes the server look at every task.
+    """
+    try:
+        found = await store.driver.collection(store.tasks).distinct(field, query, maxTimeMS=_VALUES_MS)
+    except OperationFailure as error:
+        if error.code == _VALUES_TOO_LARGE or is_over_deadline(error):
+            return None
+        raise
+    return sorted(value for value in found if isinstance(value, str))
 
 
 async def queues_in_use(store: Store, statuses: Iterable[str] = UNFINISHED) -> list[str]:

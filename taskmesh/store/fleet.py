@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from datetime import datetime
-from typing import Any
 
 from pymongo import ReturnDocument
 from pymongo.errors import DuplicateKeyError
@@ -40,12 +39,16 @@ async def register(store: Store, worker_id: str, instance: str, description: Doc
 
 
 async def heartbeat(store: Store, worker_id: str, instance: str, description: Document) -> Document | None:
-    """Show that the worker lives, and return its document: `last_seen` is the server's time. None if it lost its id."""
+    """Show that the worker lives, and return its document: `last_seen` is the server's time. None if it lost its id.
+
+    Nor does one count that arrives when the worker has said already that it has stopped: it was on its way then.
+    """
     fields = _seen(store) | _literal(description)
     for counter in ("started", "finished"):
         if counter in description:
             fields[f"{counter}_per_s"] = _rate(store, counter, description[counter])
-    return await _updated(store, {"_id": worker_id, "instance": instance}, [{"$set": fields}])
+    here = {"_id": worker_id, "instance": instance, "state": {"$ne": "stopped"}}
+    return await _updated(store, here, [{"$set": fields}])
 
 
 async def _updated(store: Store, query: Document, pipeline: list[Document]) -> Document | None:
@@ -116,81 +119,12 @@ async def set_queue(store: Store, queue: str, settings: Document) -> None:
     await collection.update_one({"_id": queue}, {"$set": settings}, upsert=True)
 
 
-async def waiting(store: Store, queue: str, at_most: int = 10_000) -> int:
-    """Count the tasks of a queue that could be claimed now if it has room, no further than `at_most`."""
-    counted = await _due(store, queue, [{"$limit": at_most}, {"$count": "n"}])
-    return min(sum(int(row["n"]) for row in counted), at_most)
-
-
-async def waiting_by_group(store: Store, queue: str, at_most: int = 10_000) -> dict[str | None, int]:
-    """Count the same by group, None for those without. Of pinned and other tasks no more than `at_most` each."""
-    found: dict[str | None, int] = {}
-    for row in await _due(store, queue, [{"$limit": at_most}, {"$group": {"_id": "$group", "n": {"$sum": 1}}}]):
-        found[row["_id"]] = found.get(row["_id"], 0) + row["n"]
-    return found
-
-
-async def _due(store: Store, queue: str, stages: list[Document]) -> list[Document]:
-    """Return what these stages make of the tasks that could be claimed now: of those for anybody, and of pinned ones."""
-    found: list[Document] = []
-    for pinned, hint in ((False, "taskmesh_claimable"), (True, "taskmesh_claimable_by_name")):
-        due: Document = {
-            "pinned": pinned,
-            "queue": queue,
-            "next_claim_time": {"$exists": True},
-            # A bound of the index: what waits for later is not read.
-            "$expr": {"$lte": ["$next_claim_time", store.now]},
-        }
-        cursor = await store.driver.aggregate(store.tasks, [{"$match": due}, *stages], hint=hint)
-        found += await cursor.to_list(None)
-    return found
-
-
 async def server_time(store: Store) -> datetime:
     """Return the server's clock."""
     hello = await store.driver.admin({"hello": 1})
     return hello["localTime"]  # type: ignore[no-any-return]
 
 
-async def counts(store: Store) -> list[Document]:
-    """Return how many tasks there are by name and stored status, from the index alone."""
-    stages: list[Any] = [{"$group": {"_id": {"name": "$name", "status": "$status"}, "count": {"$sum": 1}}}]
-    cursor = await store.driver.aggregate(store.tasks, stages, hint="taskmesh_status")
-    return await cursor.to_list(None)  # type: ignore[no-any-return]
-
-
 async def forget(store: Store, worker_id: str, instance: str) -> None:
     """Mark a registration as that of a process which is known to be gone."""
     await _updated(store, {"_id": worker_id, "instance": instance}, [{"$set": {"state": "stopped"}}])
-
-
-async def stale_counts(store: Store) -> list[Document]:
-    """Count the tasks whose stored status is wrong by time alone, by name, stored status and the true one."""
-    first_lease_end = {"$min": f"{rules.ENTRIES}.ping_expire_time"}
-    stale = {
-        "$or": [
-            {"settle_time": {"$exists": True}, "$expr": {"$lte": ["$settle_time", store.now]}},
-            {"status": "RUNNING", "$expr": {"$lte": [first_lease_end, store.now]}},
-        ]
-    }
-    stages: list[Any] = [
-        {"$match": stale},
-        {"$project": {"name": 1, "stored": "$status", "now": rules.status_on_reading(store.now)}},
-        {"$match": {"$expr": {"$ne": ["$stored", "$now"]}}},
-        {"$group": {"_id": {"name": "$name", "stored": "$stored", "now": "$now"}, "count": {"$sum": 1}}},
-    ]
-    cursor = await store.driver.aggregate(store.tasks, stages)
-    return await cursor.to_list(None)  # type: ignore[no-any-return]
-
-
-async def oldest_claimable(store: Store) -> tuple[datetime, datetime | None]:
-    """Return the server's time, and since when the oldest claimable task has been so."""
-    now = await server_time(store)
-    oldest: datetime | None = None
-    for pinned, hint in ((False, "taskmesh_claimable"), (True, "taskmesh_claimable_by_name")):
-        query = {"pinned": pinned, "next_claim_time": {"$lte": now}}
-        stages: list[Any] = [{"$match": query}, {"$group": {"_id": None, "oldest": {"$min": "$next_claim_time"}}}]
-        cursor = await store.driver.aggregate(store.tasks, stages, hint=hint)
-        for row in await cursor.to_list(None):
-            oldest = row["oldest"] if oldest is None else min(oldest, row["oldest"])
-    return now, oldest

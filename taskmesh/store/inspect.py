@@ -18,6 +18,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 DEADLINE_MS = 5_000
+_LOOKED_AT = 3_000
+"""So many unfinished tasks are looked into."""
 _NOT_FOR_US = frozenset({13, 8000, 73, 26, 76, 115, 40324, 11601, 50})
 """Not authorized (13, Atlas 8000); no such collection or command here (a sharded cluster has no oplog); took too long."""
 
@@ -124,7 +126,7 @@ async def short_leases(store: Store) -> list[str]:
     timeout, ping = "$task_option.worker_timeout_ms", "$task_option.ping_interval_ms"
     stages: list[Document] = [
         {"$match": {"status": {"$in": ["INIT", "RUNNING"]}}},
-        {"$limit": 10_000},
+        {"$limit": _LOOKED_AT},
         {"$match": {"$expr": {"$lt": [timeout, {"$multiply": [ping, 2]}]}}},
         {"$group": {"_id": "$name"}},
         {"$sort": {"_id": 1}},
@@ -135,10 +137,10 @@ async def short_leases(store: Store) -> list[str]:
 
 @if_allowed
 async def large_tasks(store: Store, larger_than: int) -> list[Document]:
-    """Return the largest unfinished tasks over this size, of the first 10 000: `_id` and `bytes`."""
+    """Return the largest unfinished tasks over this size, of the first few thousand: `_id` and `bytes`."""
     stages: list[Document] = [
         {"$match": {"status": {"$in": ["INIT", "RUNNING"]}}},
-        {"$limit": 10_000},
+        {"$limit": _LOOKED_AT},
         {"$project": {"bytes": {"$bsonSize": "$$ROOT"}}},
         {"$match": {"bytes": {"$gt": larger_than}}},
         {"$sort": {"bytes": -1}},

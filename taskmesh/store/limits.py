@@ -356,21 +356,33 @@ class Usage:
     """When the rate has room again, if it has none now."""
 
 
-async def usage(store: Store, queue: str) -> Usage:
-    """Return how far the limits of a queue are used up now."""
-    live, _ = await _live(store, queue, [])
-    by_group: dict[str, int] = {}
-    for group in live.values():
-        if group is not None:
-            by_group[group] = by_group.get(group, 0) + 1
+async def usage(store: Store, queues: Collection[str]) -> dict[str, Usage]:
+    """Return how far the limits of these queues are used up now."""
+    running: dict[str, dict[str | None, int]] = {queue: {} for queue in queues}
+    entries = {"$cond": [{"$isArray": [rules.ENTRIES]}, rules.ENTRIES, []]}
+    live = {"$size": {"$filter": {"input": entries, "cond": rules.is_live(store.now)}}}
+    counting: list[Document] = [
+        {"$match": {"status": "RUNNING", "queue": {"$in": list(queues)}}},
+        {"$group": {"_id": {"queue": "$queue", "group": "$group"}, "live": {"$sum": live}}},
+    ]
+    cursor = await store.driver.aggregate(store.tasks, counting)
+    for row in await cursor.to_list(None):
+        group = row["_id"].get("group")
+        if row["live"] and isinstance(group, (str, NoneType)):
+            running[row["_id"]["queue"]][group] = row["live"]
     starts = {"$filter": {"input": _list("starts"), "cond": {"$gt": ["$$this.leaves", store.now]}}}
     stages: list[Document] = [
-        {"$match": {"_id": queue}},
+        {"$match": {"_id": {"$in": list(queues)}}},
         {"$project": {"rate": 1, "starts": starts}},
         {"$project": {"rate": 1, "used": {"$sum": "$starts.n"}, "next": {"$min": "$starts.leaves"}}},
     ]
     cursor = await store.driver.aggregate(store.limits, stages)
-    rows = await cursor.to_list(None)
-    row = rows[0] if rows else {}
-    exhausted = row.get("rate") is not None and row["used"] >= row["rate"]
-    return Usage(len(live), by_group, int(row.get("used", 0)), row.get("next") if exhausted else None)
+    booked = {row["_id"]: row for row in await cursor.to_list(None)}
+    return {queue: _usage(by_group, booked.get(queue, {})) for queue, by_group in running.items()}
+
+
+def _usage(running: Mapping[str | None, int], booked: Document) -> Usage:
+    exhausted = booked.get("rate") is not None and booked["used"] >= booked["rate"]
+    by_group = {group: count for group, count in running.items() if group is not None}
+    next_start = booked.get("next") if exhausted else None
+    return Usage(sum(running.values()), by_group, int(booked.get("used", 0)), next_start)

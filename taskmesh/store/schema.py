@@ -15,7 +15,8 @@ from taskmesh.store.connection import Store
 from taskmesh.store.driver import Document
 
 SCHEMA_VERSION = 1
-_SERVER_6_0 = 17  # its maxWireVersion; `wallTime` in change events needs it
+OLDEST_WIRE_VERSION = 17
+"""The `maxWireVersion` of MongoDB 6.0: `wallTime` in change events needs it."""
 
 _NAMESPACE_EXISTS = 48
 _INDEX_CONFLICTS = (85, 86)
@@ -79,7 +80,7 @@ async def check_server(store: Store) -> Document:
             f"the MongoDB at {hosts(store)} is a standalone server, without change streams and transactions: start it "
             "with --replSet rs0 and run rs.initiate() once, or use the embedded one (pip install 'taskmesh[embedded]')"
         )
-    if hello["maxWireVersion"] < _SERVER_6_0:
+    if hello["maxWireVersion"] < OLDEST_WIRE_VERSION:
         raise TaskMeshError(f"the MongoDB at {hosts(store)} is older than 6.0: upgrade it")
     return hello
 

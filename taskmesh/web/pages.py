@@ -30,7 +30,7 @@ from taskmesh.where import TaskFilter, milliseconds
 _COUNT_AT_MOST = 10_000
 _COUNT_WITHIN_MS = 120
 _LISTED_WITHIN_MS = 1_500
-_ERRORS_AMONG = 2_000
+_ERRORS_AMONG = 1_000
 _WORST_FIRST = ("error", "warning", "note", "ok")
 _TYPES = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 

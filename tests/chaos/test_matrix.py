@@ -27,7 +27,19 @@ pytestmark = (
     pytest.mark.blocks_the_loop
 )  # the trap is armed by a blocking call of its own, just before a verb is called
 
-_OFF_THE_PATH = ("bulk", "complete", "error_groups", "inspect", "schedules", "groups", "limits", "undo")
+_OFF_THE_PATH = (
+    "bulk",
+    "complete",
+    "error_groups",
+    "groups",
+    "inspect",
+    "limits",
+    "listing",
+    "schedules",
+    "tally",
+    "undo",
+    "ways",
+)
 """Modules of verbs that people call, or that have fault tests of their own (limits survive crashes: tests/fleet)."""
 _LOST_REPLY = "the reply is lost"
 FAULTS: dict[str, dict[str, Any]] = {
@@ -49,13 +61,11 @@ _ONLY_FOR: dict[str, set[str]] = {
     "DuplicateKey": {"insert"},
 }
 _ELSEWHERE = {
-    "find.names_in_use": "asked by `doctor` alone",
+    "find.names_in_use": "asked once a minute, for tasks that nobody runs: tests/fleet/test_deploy_skew.py",
     "find.open_scan": "reads behind tasks that are refused: tests/consumer/test_unclaimable_head.py",
     "find.unfinished_left": "asked with until_idle: tests/processes/test_stampede.py",
     "finish.standing": "asked after a fault, so here after every one at finish.finish",
     "fleet.forget": "after a predecessor that was killed: tests/processes/test_worker_id.py",
-    "fleet.waiting_by_group": "asked by people who think of a limit",
-    "fleet.waiting": "asked where a queue is limited to nothing",
     "lease.still_held": "asked after a fault, so here after every one at lease.ping",
 }
 _STREAM = "watch.getMore"

@@ -14,7 +14,6 @@ import psutil
 import pytest
 
 from taskmesh import Status, TaskError, TaskMesh, TaskOption
-from taskmesh.consumer.handler_reference import _imported
 from taskmesh.consumer.processes import MAX_IDLE
 from tests.consumer import process_handlers as handlers
 from tests.waiting import eventually
@@ -342,19 +341,6 @@ async def test_params_are_turned_into_the_handlers_types_in_the_child_too(mesh: 
         assert (await (await where.publish("k", path=Path("a/b"))).result(30))[1] == "a/b"
 
 
-async def test_a_handler_that_no_child_can_find_fails_with_what_to_do(mesh: TaskMesh) -> None:
-    lock = __import__("threading").Lock()
-
-    @mesh.task(run="process", option=ONCE)
-    def local() -> None:
-        lock.acquire()
-
-    async with working(mesh):
-        handle = await local.publish("k")
-        with pytest.raises(TaskError, match="at the top of a module"):
-            await handle.result(30)
-
-
 SCRIPT = """
 import asyncio, os, sys, time
 from pathlib import Path
@@ -402,14 +388,3 @@ async def test_handlers_of_a_script_run_and_its_children_die_with_it(
     finally:
         worker.kill()
         worker.wait()
-
-
-def test_what_cannot_be_imported_by_name_is_loaded_from_its_file(tmp_path: Path) -> None:
-    plugin = tmp_path / "plugin_elsewhere.py"
-    plugin.write_text("answer = 42")
-    try:
-        assert _imported("plugin_elsewhere", str(plugin)).answer == 42
-    finally:
-        sys.modules.pop("plugin_elsewhere", None)
-    with pytest.raises(ModuleNotFoundError):
-        _imported("plugin_nowhere", None)

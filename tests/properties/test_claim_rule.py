@@ -15,7 +15,9 @@ import pytest
 from taskmesh import rules
 from taskmesh.store import Store, schema
 from taskmesh.store.claim import claim, claim_one, won
-from taskmesh.store.find import ScanRange, find, look_up, scan
+from taskmesh.store.find import ScanRange, look_up, scan
+from taskmesh.store.listing import find
+from taskmesh.where import TaskFilter
 from tests.properties.documents import Documents, renamed, without_key
 from tests.properties.oracle import ANYBODY_ELSE, Document, Oracle, ms, stripped
 from tests.properties.world import BEGIN, QUEUES, STATUSES, WORKERS, image, shown
@@ -161,7 +163,7 @@ async def test_listings_show_the_status_that_the_oracle_sees(shelf: Shelf) -> No
                 for id_, oracle in shelf.oracles.items()
                 if oracle.status(shelf.now) == status and not oracle.forgotten(shelf.now)
             }
-            assert {task["_id"] async for task in find(shelf.store, status=[status], limit=0)} == expected
+            assert {task["_id"] async for task in find(shelf.store, TaskFilter(status=(status,)), limit=0)} == expected
 
 
 async def test_the_moment_at_which_a_task_becomes_claimable_is_the_one_that_was_told_before(shelf: Shelf) -> None:

@@ -8,10 +8,11 @@ import anyio
 import pytest
 from pymongo.errors import BulkWriteError
 
-from taskmesh import Status, TaskMesh
+from taskmesh import Status, TaskFilter, TaskMesh
 from taskmesh.explain import explain
-from taskmesh.store.find import ScanRange, find, get, look_up, queues_in_use, scan, unfinished_left
-from taskmesh.store.fleet import counts, oldest_claimable, stale_counts
+from taskmesh.store.find import ScanRange, get, look_up, queues_in_use, scan, unfinished_left
+from taskmesh.store.listing import find
+from taskmesh.store.tally import counts, oldest_claimable, stale_counts
 from tests.properties.life import BEGIN, Life
 from tests.properties.strangers import strangers
 
@@ -60,7 +61,7 @@ async def test_scan_and_look_up_go_on(crowded: Life) -> None:
 async def test_readers_go_on(crowded: Life) -> None:
     found = {task["_id"]: task["status"] for task in await get(crowded.store, [DUE, LOST, EXPIRED])}
     assert found == {DUE: "INIT", LOST: "FAIL", EXPIRED: "EXPIRED"}
-    listed = {str(task["_id"]): task["status"] async for task in find(crowded.store, name="job", limit=0)}
+    listed = {str(task["_id"]): task["status"] async for task in find(crowded.store, TaskFilter(name="job"), limit=0)}
     assert {id_: listed[id_] for id_ in found} == found
     assert (await explain(crowded.store, DUE, "w9"))[0].claimable
 

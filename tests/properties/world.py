@@ -20,13 +20,15 @@ from taskmesh.explain import explain
 from taskmesh.option import TaskOption
 from taskmesh.store import Store, control, schema
 from taskmesh.store.claim import CLAIMED_FIELDS, claim, claim_one, won
-from taskmesh.store.find import ScanRange, find, get, scan, unfinished_left
+from taskmesh.store.find import ScanRange, get, scan, unfinished_left
 from taskmesh.store.finish import Outcome, finish, report, standing
-from taskmesh.store.fleet import counts, stale_counts
 from taskmesh.store.lease import ping, still_held
+from taskmesh.store.listing import find
 from taskmesh.store.publish import Publication, publish, publish_in_session
 from taskmesh.store.settle import settle
 from taskmesh.store.stamp import read_stamp
+from taskmesh.store.tally import counts, stale_counts
+from taskmesh.where import TaskFilter
 from tests.properties.oracle import ANYBODY_ELSE, NEVER, Document, Oracle, ms, stripped
 from tests.properties.patience import PATIENCE_MS, PatientStore
 
@@ -323,7 +325,8 @@ class World:
 
     async def _find(self, turn: int) -> None:
         wanted = {STATUSES[turn % 6], STATUSES[turn // 6 % 6]}
-        found = {d["_id"]: d["status"] async for d in find(self.store, name="job", status=wanted)}
+        which = TaskFilter(name="job", status=tuple(wanted))
+        found = {d["_id"]: d["status"] async for d in find(self.store, which)}
         self._same(f"find {wanted}", {i: s for i, s in self._standing().items() if s in wanted}, found)
 
     async def _explain(self, turn: int) -> None:

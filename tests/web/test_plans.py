@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 import httpx
+import pytest
 from pymongo import MongoClient
 
 from benchmarks.pages import fill, measured, templates
@@ -18,16 +19,22 @@ from taskmesh.bulk import TaskSummary
 from taskmesh.task import Status
 from tests.working import status_is
 
-COUNT = 3_000
+SIZES = [3_000, pytest.param(50_000, marks=pytest.mark.slow)]
+_COUNTED_TO = 10_000
+"""How far a page counts what fits a filter, or waits in a queue."""
 
 
-async def test_no_page_and_no_listing_scans_the_collection(mesh: TaskMesh, mongo_uri: str, database: str) -> None:
+@pytest.mark.parametrize("size", SIZES)
+async def test_no_page_no_listing_and_no_command_looks_at_everything(
+    mesh: TaskMesh, mongo_uri: str, database: str, size: int
+) -> None:
     kinds = await templates(mesh)
     with MongoClient[dict[str, Any]](mongo_uri) as client:
-        await asyncio.to_thread(fill, client[database], kinds, COUNT)
+        await asyncio.to_thread(fill, client[database], kinds, size)
         found = await measured(mesh, client[database], 1)
-    assert {what for what, (_, scans) in found.items() if scans} == set()
-    assert len(found) > 20
+    assert {what for what, one in found.items() if one.scans} == set()
+    assert {what: one.documents for what, one in found.items() if one.documents > _COUNTED_TO} == {}
+    assert len(found) > 40
 
 
 async def listed(mesh: TaskMesh, where: str) -> list[TaskSummary]:
