@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
@@ -21,6 +22,8 @@ Watch = Annotated[
 ]
 
 T = TypeVar("T")
+_REST_SHARE = 3
+"""After a look that took so long, at least so many times that long passes before the next."""
 
 
 @dataclass(frozen=True)
@@ -67,18 +70,25 @@ async def show_found(
 
 async def _repeat(read: Callable[[], Awaitable[Listing]], every_s: float, as_json: bool) -> None:
     while True:
+        began = time.monotonic()
         listing = await read()
         if as_json:
             print(output.one_line(listing.data), flush=True)
         else:
             output.console().print(listing.shown)
             print(flush=True)
-        await anyio.sleep(every_s)
+        await _rest(every_s, began)
 
 
 async def _live(read: Callable[[], Awaitable[Listing]], every_s: float) -> None:
     with Live(console=output.console(), screen=True, auto_refresh=False, vertical_overflow="ellipsis") as live:
         while True:
+            began = time.monotonic()
             shown = (await read()).shown
             live.update(Group(shown, Text(f"\nevery {every_s:g} s · Ctrl-C ends", style="dim")), refresh=True)
-            await anyio.sleep(every_s)
+            await _rest(every_s, began)
+
+
+async def _rest(every_s: float, began: float) -> None:
+    """Wait for the next look, which must not come so soon that the database does little else: counting millions takes time."""
+    await anyio.sleep(max(every_s, _REST_SHARE * (time.monotonic() - began)))
