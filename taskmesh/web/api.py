@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -35,6 +35,7 @@ _STATUS: dict[type[BaseException], int] = {
     errors.InvalidOption: 422,
 }
 _KEEP_ALIVE_S = 15.0
+_LOGGED = ("name", "key", "queue", "group", "worker_id", "schedule_id", "id", "where")
 
 
 class BadRequest(Exception):
@@ -90,7 +91,7 @@ def _endpoint(operation: Operation) -> Any:
             if operation.body is not None:
                 body = validated(operation.body, await _body_of(request))
             mesh = await mesh_of(request)
-            note(request, operation, query)
+            note(request, operation, {**dict(query), **dict(body or ())})
             if operation.name == "stats":  # those that the pages show: a look at millions of tasks takes a second
                 return json_response(await request.app.state.pulse.stats())
             return json_response(await operation.perform(mesh, query, body))
@@ -100,10 +101,11 @@ def _endpoint(operation: Operation) -> Any:
     return endpoint
 
 
-def note(request: Request, operation: Operation, about: Any) -> None:
-    """Log who changes what. Bodies are not logged: params can be confidential."""
+def note(request: Request, operation: Operation, given: Mapping[str, Any]) -> None:
+    """Log who changes what. Params and reasons are not logged: they can be confidential."""
     if operation.changes:
-        logger.info("%s by %s: %s", operation.name, who(request), about)
+        what = ", ".join(f"{name} {given[name]!r}" for name in _LOGGED if given.get(name) is not None)
+        logger.info("%s by %s: %s", operation.name, who(request), what)
 
 
 def who(request: Request) -> str:

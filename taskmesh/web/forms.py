@@ -47,7 +47,7 @@ async def do(request: Request) -> Response:
             }
             if "by" in operation.body.model_fields:
                 given.setdefault("by", api.who(request))
-        api.note(request, operation, {name: given[name] for name in operation.query.model_fields if name in given})
+        api.note(request, operation, given)
         result = await api.perform(await mesh_of(request), operation, given)
     except Exception as error:  # noqa: BLE001 — it is told on the page; what is unexpected is logged
         _, _, message = api.told(error)

@@ -94,6 +94,20 @@ async def test_who_does_what_to_many_is_listed_and_whether_it_can_be_undone(clie
     assert (told["cancel"], told["retry"], told["purge"]) == (("ann", True), ("bob", False), ("cron", False))
 
 
+async def test_it_is_logged_who_changes_what_and_no_params(
+    client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "taskmesh.web")
+    task = {"name": "work", "key": "k"}
+    await ask(client, "POST", "/tasks", json={**task, "params": {"password": "secret"}})
+    await ask(client, "POST", "/task/cancel", params=task)
+    await ask(client, "GET", "/task", params=task)
+    logged = [record.getMessage() for record in caplog.records if record.name == "taskmesh.web"]
+    assert logged == [
+        f"{what} by the dashboard, from 127.0.0.1: name 'work', key 'k'" for what in ("tasks.publish", "task.cancel")
+    ]
+
+
 async def test_what_fails_and_what_is_wrong_is_told(mesh: TaskMesh, client: httpx.AsyncClient) -> None:
     @mesh.task
     async def work() -> None:
