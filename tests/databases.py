@@ -47,7 +47,7 @@ class Databases:
         """Return the name of one that has no documents, and perhaps all collections and indexes already."""
         if len(self._resting) > _RESTING:
             database = self._client[self._resting.popleft()]
-            if _is_as_made(database) and database["tasks"].estimated_document_count() <= _QUICKLY_EMPTIED:
+            if is_as_made(database) and database["tasks"].estimated_document_count() <= _QUICKLY_EMPTIED:
                 for collection in _AS_MADE:
                     database[collection].delete_many({})
                 return database.name
@@ -63,7 +63,7 @@ class Databases:
         self._client.drop_database(name)
 
 
-def _is_as_made(database: Database[dict[str, Any]]) -> bool:
+def is_as_made(database: Database[dict[str, Any]]) -> bool:
     """Whether nobody has added, changed or removed a collection or an index."""
     found = {collection["name"]: collection for collection in database.list_collections()}
     return found.keys() == _AS_MADE.keys() and all(

@@ -113,4 +113,4 @@ async def test_t9_neither_scans_nor_what_time_settles_wait_for_a_document_in_an_
     async with locked(mongo_uri, database, "job:7"), working(mesh, "w", listen=False):
         await eventually(settled, 20.0, what="all but the locked one are settled in the database")
         for n in range(3):  # while it is still locked, and found by scans alone
-            await (await job.publish(f"due {n}")).result(timeout=4)
+            await (await job.publish(f"due {n}")).result(timeout=30)

@@ -204,7 +204,7 @@ async def test_a_cancel_during_the_block_undoes_it(mesh: TaskMesh, client: Any, 
         await inside.wait()
         cancelled_at = time.monotonic()
         assert (await handle.cancel()).status is Status.CANCELLED
-        assert time.monotonic() - cancelled_at < 1, "a cancel does not wait for the transaction"
+        assert time.monotonic() - cancelled_at < 10, "a cancel does not wait for the transaction"
         await eventually(lambda: not consumer.running)
     assert await orders_in(client, database) == []
 
