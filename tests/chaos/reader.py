@@ -34,10 +34,10 @@ class Reader:
         self._thread.start()
         assert self._open.wait(60.0), f"the events did not open: {self.error}"
 
-    def stop(self, expected: int) -> None:
+    def stop(self, expected: int, patience_s: float = 20.0) -> None:
         """Stop once `expected` events are there, or a while has passed: then the check tells what is missing."""
         with suppress(AssertionError):
-            wait_until(lambda: len(self.told) >= expected or self.error is not None, 20.0)
+            wait_until(lambda: len(self.told) >= expected or self.error is not None, patience_s)
         if self._loop is not None and self._reading is not None:
             self._loop.call_soon_threadsafe(self._reading.cancel)
         self._thread.join(30.0)

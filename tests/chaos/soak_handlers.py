@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import time
 from pathlib import Path
 
 from taskmesh import TaskMesh, TaskOption
 
 RETAINED_MS = 5_000
+_NOTE_EVERY_S = 0.5
 
 
-def define(mesh: TaskMesh, _directory: Path | None = None) -> None:
-    """Define the task."""
+def define(mesh: TaskMesh, directory: Path | None = None) -> None:
+    """Define the task. `directory`: where a worker notes how many tasks its event loop has."""
+    noted = 0.0
 
     @mesh.task(
         option=TaskOption(
@@ -21,4 +26,13 @@ def define(mesh: TaskMesh, _directory: Path | None = None) -> None:
         )
     )
     async def job(n: int) -> int:
+        nonlocal noted
+        if directory is not None and time.monotonic() - noted > _NOTE_EVERY_S:
+            noted = time.monotonic()
+            note_of(directory, os.getpid()).write_text(str(len(asyncio.all_tasks())))
         return n
+
+
+def note_of(directory: Path, pid: int) -> Path:
+    """The file in which a worker notes how many tasks its event loop has."""
+    return directory / f"{pid}.tasks"

@@ -109,7 +109,7 @@ class Stage:
                 worker.terminate()
         for worker in self.fleet.workers:
             worker.wait()
-        self.witnesses.stop()
+        self.witnesses.stop(patience_s)
         return self.witnesses.check(self.fleet, self._published)
 
 

@@ -17,7 +17,7 @@ from taskmesh import Status, TaskMesh, TaskMeshError
 from taskmesh.embedded import replica
 from tests.chaos.cluster import Cluster, cluster
 from tests.chaos.scene_handlers import define
-from tests.chaos.stage import stage
+from tests.chaos.stage import Stage, stage
 from tests.waiting import eventually
 
 pytestmark = [pytest.mark.chaos, pytest.mark.blocks_the_loop]  # workers are started and stopped by blocking calls
@@ -52,7 +52,7 @@ async def test_t39_what_a_failover_takes_back_nobody_was_told(servers: Cluster, 
                 set_up.signs.give(sign)
             told = await asyncio.gather(*(_publish_there(there, database, f"there-{n}") for n in range(_TASKS)))
             for n in range(_TASKS):
-                await set_up.publish(f"here-{n}")
+                await _publish_here(set_up, f"here-{n}")
             for key in ("running", *(f"due-{n}" for n in range(_TASKS)), *(f"here-{n}" for n in range(_TASKS))):
                 await set_up.until_status(Status.SUCCESS, key)
         servers.heal()
@@ -70,7 +70,6 @@ async def test_t39_what_a_failover_takes_back_nobody_was_told(servers: Cluster, 
         findings = await set_up.end(60.0)
     assert [str(violation)[:500] for violation in findings.violations] == []
     assert None in told, "the old primary was cut off from the others when they were published"
-    assert "not answered" in w3.log, "it claimed of the old primary"
 
 
 async def test_t39_no_handler_starts_by_a_claim_that_a_failover_takes_back(
@@ -101,6 +100,15 @@ async def test_t39_no_handler_starts_by_a_claim_that_a_failover_takes_back(
         primary.start()
         findings = await set_up.end(60.0)
     assert [str(violation)[:500] for violation in findings.violations] == []
+
+
+async def _publish_here(set_up: Stage, key: str) -> None:
+    """Publish on the side that elects a new primary, again until it is told that it is done."""
+    while True:
+        try:
+            return await set_up.publish(key)
+        except (PyMongoError, TaskMeshError):
+            set_up.note_published(key, None)
 
 
 async def _publish_there(client: Any, database: str, key: str) -> bool | None:

@@ -32,10 +32,10 @@ class Witnesses:
         self.watcher.start()
         self.reader.start()
 
-    def stop(self) -> None:
-        """Stop once nothing has come for a while."""
+    def stop(self, patience_s: float = 20.0) -> None:
+        """Stop once nothing has come for a while; wait so long for what the reader has not been told yet."""
         self.watcher.stop()
-        self.reader.stop(sum(len(kinds) for kinds in self.log.happened.values()))
+        self.reader.stop(sum(len(kinds) for kinds in self.log.happened.values()), patience_s)
 
     def check(self, fleet: Fleet, published: Sequence[Published]) -> Findings:
         """Decide everything. After `stop`."""

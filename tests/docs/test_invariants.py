@@ -14,6 +14,7 @@ from tests.docs.examples import ROOT
 from tests.docs.tables import Row, table
 
 ROWS = table("docs/invariants.md", "", "promise", "held by", "attacked by")
+TRAPS = table("docs/reliability.md", "trap", "what goes wrong", "test")
 _REFERENCE = re.compile(r"`([^`]+)`")
 _GATE = re.compile(r"\*([^*]+)\*")
 
@@ -34,13 +35,22 @@ def test_what_holds_it_is_there(row: Row) -> None:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[""])
 def test_what_attacks_it_is_there(row: Row) -> None:
-    references = _REFERENCE.findall(row["attacked by"])
+    _check_tests(_REFERENCE.findall(row["attacked by"]))
+
+
+@pytest.mark.parametrize("row", TRAPS, ids=lambda row: row["trap"])
+def test_every_known_trap_has_a_test_that_bears_its_name(row: Row) -> None:
+    references = _REFERENCE.findall(row["test"])
+    _check_tests(references)
+    assert all(f"test_{row['trap'].lower()}_" in reference for reference in references)
+
+
+def _check_tests(references: list[str]) -> None:
     assert references
     for reference in references:
         file, _, test = reference.partition("::")
-        assert re.search(rf"^(async )?def {test}\(", (ROOT / "tests" / file).read_text("utf-8"), re.MULTILINE), (
-            reference
-        )
+        text = (ROOT / "tests" / file).read_text("utf-8")
+        assert re.search(rf"^(async )?def {test}\(", text, re.MULTILINE), reference
 
 
 def _found(path: str) -> Any:
