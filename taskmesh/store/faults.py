@@ -55,8 +55,12 @@ def is_passing(error: BaseException) -> bool:
 
 
 def is_over_deadline(error: BaseException) -> bool:
-    """Whether the server gave up at our deadline, perhaps half-way: most likely a document of the set is locked."""
-    return isinstance(error, OperationFailure) and error.code == _OVER_DEADLINE
+    """Whether the server gave up at our deadline, perhaps half-way: most likely a document of the set is locked.
+
+    Not so where it has written and only waited for the majority: smaller sets would wait as long.
+    """
+    waited_for_majority = isinstance(error, WriteConcernError)
+    return isinstance(error, OperationFailure) and not waited_for_majority and error.code == _OVER_DEADLINE
 
 
 async def patiently(call: Callable[[], Awaitable[object]]) -> None:

@@ -19,7 +19,7 @@ from tests.processes.fleet import Fleet, Worker
 from tests.processes.signs import Signs
 from tests.waiting import eventually
 
-_PATIENCE_S = 30.0
+_PATIENCE_S = 90.0
 ANY_END = ("SUCCESS", "FAIL", "CANCELLED", "EXPIRED")
 
 
