@@ -34,7 +34,8 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 3.0
 """For a task whose claim was not through by the deadline: a slow server is over it soon, a transaction may take a minute."""
 _SPENT_SHARE = 0.2
 """How much of a lease may be over when its execution starts: a set waits for a locked document with its time frozen."""
-_CONFIRMED_WITHIN_S = 2.0
+_CONFIRMED_WITHIN_S = 5.0
+"""As long as an outcome has to be confirmed by a majority."""
 _POISON_S = 3_600.0
 _SECOND_LOOK_S = 0.025
 _MAX_SET = 1_000

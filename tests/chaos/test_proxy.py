@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from pymongo import MongoClient
-from pymongo.errors import AutoReconnect, NetworkTimeout
+from pymongo.errors import AutoReconnect, ConnectionFailure, NetworkTimeout
 
 from taskmesh.embedded import Mongod
 from tests.chaos.proxy import Proxy
@@ -69,3 +70,15 @@ def test_a_refusing_proxy_lets_nobody_in(client: Client, proxy: Proxy) -> None:
         client.admin.command("ping")
     proxy.heal()
     assert client.admin.command("ping")["ok"]
+
+
+def test_who_is_shut_out_by_its_process_id_cannot_connect_and_others_can(
+    client: Client, proxy: Proxy, database: str
+) -> None:
+    proxy.shut_out([1])
+    assert client[database].things.find_one() is None
+    proxy.shut_out([os.getpid()])
+    with pytest.raises(ConnectionFailure):
+        client[database].things.find_one()
+    proxy.heal()
+    assert client[database].things.find_one() is None
