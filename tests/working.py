@@ -13,7 +13,7 @@ from taskmesh import Consumer, Status, Task, TaskMesh
 from taskmesh.consumer.parts import Parts
 from tests.waiting import eventually, wait_until
 
-STOP_DEADLINE_S = 20.0
+STOP_DEADLINE_S = 60.0
 
 
 @asynccontextmanager

@@ -22,7 +22,7 @@ from taskmesh import rules
 from tests import warm
 from tests.waiting import wait_until
 
-DEADLINE_S = 60.0
+DEADLINE_S = 180.0
 
 APP = '''
 """A module as a user of taskmesh writes it."""

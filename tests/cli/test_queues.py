@@ -47,10 +47,10 @@ def test_a_limit_holds_for_workers_and_can_be_lifted(taskmesh: Shell) -> None:
     def running() -> int:
         return len(taskmesh.done("ls", "--status", "RUNNING", "--json").json)
 
-    wait_until(lambda: running() == 1, 30)
+    wait_until(lambda: running() == 1)
     assert "1/1" in taskmesh.done("queues").out
     assert taskmesh.done("limit", "default", "--none").out == "queue default: no limit\n"
-    wait_until(lambda: running() == 2, 30)
+    wait_until(lambda: running() == 2)
 
 
 def test_one_group_has_a_limit_of_its_own(taskmesh: Shell) -> None:

@@ -59,7 +59,7 @@ async def test_t41_cancellations_at_random_awaits_leave_no_connection_cursor_or_
         return int(status["metrics"]["cursor"]["open"]["total"]), int(status["transactions"]["currentOpen"])
 
     async with working(mesh, "w", concurrency=25) as consumer:
-        assert await (await afterwards.publish("before")).result(timeout=30) == "alive"
+        assert await (await afterwards.publish("before")).result(timeout=60) == "alive"
         await eventually(lambda: not consumer.running)
         before = await open_on_the_server()
         await job.publish_many({f"k{n}": {"kind": kinds[n % len(kinds)]} for n in range(count)})
@@ -77,7 +77,7 @@ async def test_t41_cancellations_at_random_awaits_leave_no_connection_cursor_or_
         pools = [server.pool for server in client._topology._servers.values()]
         # The change stream holds one.
         await eventually(lambda: sum(pool.active_sockets for pool in pools) <= 2, what="connections are given back")
-        assert await (await afterwards.publish("after")).result(timeout=30) == "alive", "the stream is alive"
+        assert await (await afterwards.publish("after")).result(timeout=60) == "alive", "the stream is alive"
 
     found = [task.status async for task in mesh.find("job", limit=0)]
     assert found == [Status.CANCELLED] * count

@@ -56,7 +56,7 @@ async def test_t35_before_the_claim_it_never_starts(mesh: TaskMesh) -> None:
     assert ran == ["other", "later than the delayed one"]
     for handle in handles:
         with pytest.raises(TaskCancelled):
-            await handle.result(timeout=30)
+            await handle.result(timeout=60)
 
 
 async def excluded(mesh: TaskMesh) -> None:
@@ -213,7 +213,7 @@ async def test_t35_at_the_moment_of_the_success_there_is_one_final_state(mesh: T
 
         await asyncio.gather(*(race(key) for key in keys))
         await eventually(lambda: not consumer.running)
-        results = await asyncio.gather(*(handle.result(30) for handle in handles), return_exceptions=True)
+        results = await asyncio.gather(*(handle.result(60) for handle in handles), return_exceptions=True)
         for key, result in zip(keys, results, strict=True):
             task = await mesh.get("job", key)
             if task.status is Status.SUCCESS:
@@ -257,11 +257,11 @@ async def test_t35_after_the_end_it_changes_nothing_and_hits_no_later_run(mesh: 
 
     handle = await job.publish("k")
     async with working(mesh):
-        assert await handle.result(30) == 1
+        assert await handle.result(60) == 1
         before = await handle.task()
         assert await handle.cancel() == before
         await mesh.retry("job", "k")
-        assert await handle.result(30) == 2, "the second run has nothing to do with a cancel before it"
+        assert await handle.result(60) == 2, "the second run has nothing to do with a cancel before it"
     assert len(runs) == 2
 
 
@@ -275,7 +275,7 @@ async def test_t35_an_unknown_key_is_an_error_and_nothing_is_left_behind(mesh: T
     assert [task async for task in mesh.find()] == []
     handle = await job.publish("k")
     await mesh.consumer().run(until_idle=True)
-    assert await handle.result(30) == 1
+    assert await handle.result(60) == 1
 
 
 async def test_t35_while_the_stream_is_down_it_takes_effect_by_the_next_ping(

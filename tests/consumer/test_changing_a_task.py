@@ -249,7 +249,7 @@ async def test_an_option_changed_while_it_runs_disturbs_nothing_and_counts_from_
         for field, value in changes.items():
             assert (await mesh.set_option("job", field, **{field: value})).status is Status.RUNNING
         release.set()
-        await eventually(lambda: all(len(options) == 3 for options in seen.values()), 20)
+        await eventually(lambda: all(len(options) == 3 for options in seen.values()))
     for field, value in changes.items():
         assert seen[field] == [getattr(TaskOption(unexpected_retry_delay_ms=100), field), value, value]
 

@@ -34,4 +34,4 @@ async def test_so_does_a_worker_start(mesh: TaskMesh, mongo_uri: str, fault: dic
 
     handle = await job.publish("k")
     async with failing_commands(mongo_uri, ["aggregate", "findAndModify"], times=3, **fault), working(mesh):
-        assert await handle.result(timeout=30) == "done"
+        assert await handle.result(timeout=60) == "done"

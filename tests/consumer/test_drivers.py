@@ -59,21 +59,21 @@ async def test_tasks_live_their_lives_on_every_driver(mesh: TaskMesh) -> None:
     async with working(mesh, "w") as consumer:
         handle = await job.publish("k", VALUE)
         assert handle.created
-        assert await handle.result(timeout=30) == VALUE
+        assert await handle.result(timeout=60) == VALUE
         assert not (await job.publish("k", 1)).created
         many = await job.publish_many({f"k{i}": {"value": i, "fail_first": i % 5 == 0} for i in range(50)})
-        assert [await one.result(timeout=30) for one in many] == list(range(50))
-        assert await (await plain.publish("k", 1)).result(timeout=30) == 2
+        assert [await one.result(timeout=60) for one in many] == list(range(50))
+        assert await (await plain.publish("k", 1)).result(timeout=60) == 2
         with pytest.raises(TaskError, match="for good"):
-            await (await broken.publish("k")).result(timeout=30)
+            await (await broken.publish("k")).result(timeout=60)
         task = await handle.task()
         assert task.task_state.progress is not None
         assert [line.message for line in task.task_state.worker_states[0].logs] == ["seen"]
         delayed = await job.configure(delay_ms=300).publish("delayed", 1)
-        assert await delayed.result(timeout=30) == 1
+        assert await delayed.result(timeout=60) == 1
         again = await job.configure(run_again=True).publish("k", 2)
         assert again.updated
-        assert await again.result(timeout=30) == 2
+        assert await again.result(timeout=60) == 2
         assert consumer.running == []
 
 
@@ -116,7 +116,7 @@ async def test_tasks_can_be_found_changed_and_watched_on_every_driver(mesh: Task
         await finished(mesh, "job", "k")
         await mesh.resume("default")
         await finished(mesh, "job", "held back")
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await watching
     assert kinds[0] == "published"
     assert kinds[-2:] == ["succeeded", "finished"]
@@ -156,7 +156,7 @@ async def test_transactions_work_on_every_driver(mesh: TaskMesh, database: str) 
     handle = await job.publish("k")
     await chain.publish("k")
     await mesh.consumer().run(until_idle=True)
-    assert await handle.result(timeout=30) == "from inside"
+    assert await handle.result(timeout=60) == "from inside"
     assert [note["attempt"] for note in await notes.find({}).to_list(None)] == [2]
     assert (await mesh.get("leaf", "chained")).status is Status.SUCCESS
     assert (await mesh.get("leaf", "in a transaction")).status is Status.SUCCESS

@@ -93,7 +93,7 @@ async def test_an_ending_leaves_what_the_table_says(mesh: TaskMesh, ending: str)
             await HAPPENINGS[ending](mesh)
         if "stopped" in ending:
             await consumer.stop(grace_ms=0)
-        await asyncio.wait_for(ended.wait(), 30)
+        await asyncio.wait_for(ended.wait(), 60)
         row = ROWS[ending]
         if "lease" in ending:  # the loss is noted by whoever claims next, which is at once
             await eventually(lambda: _lost_once(mesh))
@@ -180,7 +180,7 @@ async def test_the_kept_lines_of_a_thread_and_the_progress_are_bounded_and_coale
             await flush()
 
         reporter._flush = counted  # type: ignore[method-assign]  # only to count
-        await eventually(lambda: consumer.finished == 1, 20)
+        await eventually(lambda: consumer.finished == 1)
     task = await mesh.get("job", "k")
     [entry] = task.task_state.worker_states
     assert [line.message for line in entry.logs] == [f"line {number}" for number in range(900, 1_000)]

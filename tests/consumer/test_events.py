@@ -48,7 +48,7 @@ async def _progress_of(mesh: TaskMesh, name: str) -> Any:
 async def until_finished(events: EventReader, count: int = 1) -> list[TaskEvent]:
     """Read until so many tasks have finished."""
     seen: list[TaskEvent] = []
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         async for event in events:
             seen.append(event)
             count -= event.kind == "finished"
@@ -89,7 +89,7 @@ async def test_what_people_do_to_a_task_is_told(mesh: TaskMesh) -> None:
         await mesh.retry("good", "k")
         await mesh.delete("good", "k")
         told = []
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             async for event in events:
                 told.append(event.kind)
                 if event.kind == "deleted":
@@ -157,7 +157,7 @@ async def test_mesh_events_can_be_iterated_directly(mesh: TaskMesh) -> None:
     reading = asyncio.ensure_future(read())
     await eventually(lambda: mesh.feed.position is not None)
     await good.publish("k")
-    assert await asyncio.wait_for(reading, 30) == "published"
+    assert await asyncio.wait_for(reading, 60) == "published"
 
 
 async def test_consumer_events_can_be_iterated_directly_and_end_with_the_consumer(mesh: TaskMesh) -> None:
@@ -173,10 +173,10 @@ async def test_consumer_events_can_be_iterated_directly_and_end_with_the_consume
         reading = asyncio.ensure_future(read())
         await eventually(lambda: consumer._readers)
         await (await consumer.events())  # awaited, it is open
-        await (await defined["good"].publish("k")).result(30)
+        await (await defined["good"].publish("k")).result(60)
         await eventually(lambda: [event for event in told if event.kind == "finished"])
         await consumer.stop()
-        await asyncio.wait_for(reading, 30)
+        await asyncio.wait_for(reading, 60)
     assert "good" in consumer_names
     assert [event.kind for event in told] == ["claimed", "succeeded", "finished"]
     assert {event.worker_id for event in told} == {"me"}
@@ -187,14 +187,14 @@ async def test_a_reader_ends_with_the_mesh(mongo_uri: str, database: str) -> Non
     async with TaskMesh(mongo_uri, database=database) as mesh:
         events = await mesh.events()
         reading = asyncio.ensure_future(anext(events, "ended"))
-    assert await asyncio.wait_for(reading, 30) == "ended"
+    assert await asyncio.wait_for(reading, 60) == "ended"
 
 
 async def test_a_slow_reader_is_told_how_many_it_missed(mesh: TaskMesh) -> None:
     good = define_all(mesh)["good"]
     async with mesh.events(buffer=5) as events, mesh.events() as fast:
         await good.publish_many({str(i): {} for i in range(20)})
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             for _ in range(20):
                 await anext(fast)
             told = [await anext(events) for _ in range(6)]
@@ -210,11 +210,11 @@ async def test_a_reader_goes_on_behind_the_token_of_any_event(mesh: TaskMesh, st
     good = define_all(mesh)["good"]
     async with mesh.events() as first, working(mesh):
         for key in ("a", "b"):
-            await (await good.publish(key)).result(30)
+            await (await good.publish(key)).result(60)
         whole = await until_finished(first, 2)
         token = whole[stop_after - 1].token
         async with mesh.events(after=token) as second:
-            await (await good.publish("c")).result(30)
+            await (await good.publish("c")).result(60)
             rest = await until_finished(second, 1 + (stop_after < 4) + (stop_after < 8))
         live = await until_finished(first, 1)
     assert [(e.kind, e.key) for e in whole[:stop_after] + rest] == [(e.kind, e.key) for e in whole + live]
@@ -242,7 +242,7 @@ async def test_resuming_while_much_happens_neither_loses_nor_repeats(mesh: TaskM
         token = (await anext(first)).token
         publishing = asyncio.ensure_future(_publish_one_by_one(good, count))
         told: list[TaskEvent] = []
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while len(told) < count:  # resumed again and again, at any place
                 async with mesh.events(after=token) as events:
                     for _ in range(37):
@@ -272,7 +272,7 @@ async def test_one_stream_serves_all_readers_of_a_process(mesh: TaskMesh, mongo_
                 return len(await cursor.to_list())
 
         async with working(mesh, "a"), working(mesh, "b"), mesh.events() as one, mesh.events("good") as two:
-            waiting = [asyncio.ensure_future((await good.publish(f"w{i}")).result(30)) for i in range(5)]
+            waiting = [asyncio.ensure_future((await good.publish(f"w{i}")).result(60)) for i in range(5)]
             await asyncio.gather(*waiting)
             assert await until_finished(one, 5)
             assert await until_finished(two, 5)
@@ -280,7 +280,7 @@ async def test_one_stream_serves_all_readers_of_a_process(mesh: TaskMesh, mongo_
             token = (await until_finished(one))[-1].token
             async with mesh.events(after=token) as resumed:
                 await good.publish("behind")
-                assert (await asyncio.wait_for(anext(resumed), 30)).key == "behind"
+                assert (await asyncio.wait_for(anext(resumed), 60)).key == "behind"
             await eventually(lambda: _is_one(streams))
 
 
@@ -297,9 +297,9 @@ async def test_lost_history_is_told_as_a_gap(mesh: TaskMesh) -> None:
         # A place long before the oplog's beginning: the timestamp follows the token's first byte.
         ancient = token[:2] + "00000001" + token[10:]
         async with mesh.events(after=ancient) as events:
-            assert (await asyncio.wait_for(anext(events), 30)).kind == "gap"
+            assert (await asyncio.wait_for(anext(events), 60)).kind == "gap"
             await good.publish("k2")
-            assert (await asyncio.wait_for(anext(events), 30)).key == "k2"
+            assert (await asyncio.wait_for(anext(events), 60)).key == "k2"
 
 
 async def test_what_is_no_token_is_refused(mesh: TaskMesh) -> None:
@@ -314,7 +314,7 @@ async def test_queues_and_workers_are_no_tasks(mesh: TaskMesh) -> None:
         await mesh.pause("default")
         await mesh.pause_worker("w1")
         await good.publish("k")
-        assert (await asyncio.wait_for(anext(events), 30)).key == "k"
+        assert (await asyncio.wait_for(anext(events), 60)).key == "k"
 
 
 async def test_retry_counts_as_failed(mesh: TaskMesh) -> None:

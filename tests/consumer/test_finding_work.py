@@ -134,7 +134,7 @@ async def test_a_consumer_that_does_not_listen_hears_of_cancellations_by_its_pin
     async with working(mesh, listen=False) as consumer:
         await eventually(lambda: consumer.running == ["k"])
         await mesh.cancel("job", "k")
-        await eventually(lambda: stopped == ["k"], 4)
+        await eventually(lambda: stopped == ["k"])
 
 
 async def test_t25_m6_a_stream_that_has_been_open_for_longer_than_its_horizon_announces_what_is_due(
@@ -277,7 +277,7 @@ async def test_memory_is_bounded_whatever_the_backlog(
         await eventually(lambda: len(consumer.running) == 5)
         await job.publish_many({f"more {n}": {} for n in range(2_000)})
         scans = parts_of(consumer).scanner.scans
-        await eventually(lambda: parts_of(consumer).scanner.scans >= scans + 3, 20)
+        await eventually(lambda: parts_of(consumer).scanner.scans >= scans + 3)
         queue = parts_of(consumer).queue
         assert len(queue) <= limit * 5 // 4
         assert len(queue._ready) + len(queue._later) <= limit * 3
@@ -298,7 +298,7 @@ async def test_t45_tasks_of_unknown_names_are_left_alone_and_that_is_said_once(
 
     async with working(mesh, "old"), working(mesh, "other", queues=["unrelated"]):
         mine = await known.publish("k")
-        assert await mine.result(timeout=30) == "done"
+        assert await mine.result(timeout=60) == "done"
 
         async def is_warned() -> bool:  # the registry is read anew after a moment
             late = await mesh.publish("only.new-code.has-it", "late")
@@ -334,8 +334,8 @@ async def test_documents_that_are_no_tasks_harm_nobody(mesh: TaskMesh) -> None:
     ]
     await tasks.insert_many(strangers[:2])
     async with working(mesh):
-        assert await (await job.publish("a")).result(timeout=30) == "done"
+        assert await (await job.publish("a")).result(timeout=60) == "done"
         await tasks.insert_many(strangers[2:])
-        assert await (await job.publish("b")).result(timeout=30) == "done"
+        assert await (await job.publish("b")).result(timeout=60) == "done"
     for stranger in strangers:
         assert await tasks.find_one({"_id": stranger["_id"]}) is not None

@@ -22,7 +22,7 @@ async def test_a_handler_that_no_child_can_find_fails_with_what_to_do(mesh: Task
     async with working(mesh):
         handle = await local.publish("k")
         with pytest.raises(TaskError, match="at the top of a module"):
-            await handle.result(30)
+            await handle.result(60)
 
 
 def test_what_cannot_be_imported_by_name_is_loaded_from_its_file(tmp_path: Path) -> None:

@@ -31,12 +31,12 @@ async def test_on_claim_narrows_what_is_claimed_until_it_says_otherwise(mesh: Ta
 
     handles = await job.publish_many({f"k{size}": {"size": size} for size in (3, 1, 2)})
     async with working(mesh, "w", on_claim=plain if kind == "plain" else in_the_loop):
-        assert await handles[1].result(30) == 1
+        assert await handles[1].result(60) == 1
         assert [await handle.status() for handle in handles] == [Status.INIT, Status.SUCCESS, Status.INIT]
         at_most = 2
-        assert await handles[2].result(30) == 2
+        assert await handles[2].result(60) == 2
         at_most = 3
-        assert await handles[0].result(30) == 3, "what was refused is tried again"
+        assert await handles[0].result(60) == 3, "what was refused is tried again"
 
 
 async def test_on_claim_that_returns_none_or_raises_claims_nothing_this_round(
@@ -62,7 +62,7 @@ async def test_on_claim_that_returns_none_or_raises_claims_nothing_this_round(
         await eventually(lambda: "the hook 'on_claim' failed" in caplog.text)
         assert (await handle.task()).task_state.worker_states == []
         answer = {}
-        assert await handle.result(30) == 1
+        assert await handle.result(60) == 1
 
 
 async def test_before_and_after_see_the_task_and_how_it_ended(mesh: TaskMesh) -> None:
@@ -113,9 +113,9 @@ async def test_what_before_raises_is_the_execution_s_failure_and_the_handler_doe
     handles = await job.publish_many({"k": {}, "final": {}})
     async with working(mesh, before=before, after=after):
         with pytest.raises(TaskError, match="ValueError: no room"):
-            await handles[0].result(30)
+            await handles[0].result(60)
         with pytest.raises(TaskError, match="not today"):
-            await handles[1].result(30)
+            await handles[1].result(60)
     assert started == []
     assert sorted(after_all) == ["final failed", "k failed"]
 
@@ -132,7 +132,7 @@ async def test_what_after_raises_is_logged_and_changes_nothing(
 
     handle = await job.publish("k")
     async with working(mesh, after=after) as consumer:
-        assert await handle.result(30) == 7
+        assert await handle.result(60) == 7
         await eventually(lambda: not consumer.running)
     assert (await finished(mesh, "job", "k")).status is Status.SUCCESS
     [record] = [record for record in caplog.records if "the hook 'after' failed" in record.message]

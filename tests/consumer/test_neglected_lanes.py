@@ -41,7 +41,7 @@ async def test_a_lost_task_is_taken_over_in_time_though_a_backlog_waits(mesh: Ta
     lease_end = (await mesh.get("step", lost)).task_state.worker_states[0].ping_expire_time
     await step.publish_many({str(i): {} for i in range(BACKLOG) if str(i) != lost})
     async with working(mesh, "alive", concurrency=4):
-        task = await eventually(lambda: successful(mesh, lost), 20, what="the lost task has its SUCCESS")
+        task = await eventually(lambda: successful(mesh, lost), what="the lost task has its SUCCESS")
         waiting = [task async for task in mesh.find(status="INIT", limit=1)]
     assert waiting, "the backlog was worked off before: the test proves nothing"
     start_time = task.task_state.worker_states[0].start_time
@@ -60,7 +60,7 @@ async def test_a_task_in_the_lane_of_a_busy_worker_does_not_wait_for_the_end_of_
     await step.configure(priority=9).publish(urgent)
     await step.publish_many({str(i): {} for i in range(BACKLOG) if str(i) != urgent})
     async with working(mesh, "alive", concurrency=2):
-        await eventually(lambda: successful(mesh, urgent), 20, what="the urgent task has its SUCCESS")
+        await eventually(lambda: successful(mesh, urgent), what="the urgent task has its SUCCESS")
         waiting = [task async for task in mesh.find(status="INIT", limit=1)]
     assert waiting, "the backlog was worked off before: the test proves nothing"
 

@@ -57,9 +57,9 @@ async def test_a_result_that_fits_alone_but_not_beside_its_params_fails_its_own_
     large = await job.publish("large", blob=bytes(9_000_000))
     small = await job.publish("small", blob=b"1")
     async with working(mesh) as consumer:
-        assert await small.result(timeout=30) == b"1"
+        assert await small.result(timeout=60) == b"1"
         with pytest.raises(TaskError, match="result"):
-            await large.result(timeout=30)
+            await large.result(timeout=60)
         await eventually(lambda: not consumer.running)
     assert sorted(ran) == ["large", "small"]
 
@@ -71,7 +71,7 @@ async def test_m22_a_handler_that_returns_at_once_leaves_no_slot_taken(mesh: Tas
     async with working(mesh, concurrency=3) as consumer:
         handles = await job.publish_many({f"k{n}": {} for n in range(300)})
         for handle in handles:
-            await handle.result(timeout=30)
+            await handle.result(timeout=60)
         await eventually(lambda: not consumer.running)
         assert parts_of(consumer).claimer.reserved == 0
 
@@ -97,11 +97,11 @@ async def test_m39_a_reader_of_events_that_never_reads_slows_nobody_and_loses_on
         await eventually(lambda: any(s.interest.events and s.ready.is_set() for s in mesh.feed._subscriptions))
         handles = await job.publish_many({f"k{n}": {} for n in range(count)})
         for handle in handles:
-            await handle.result(timeout=30)
+            await handle.result(timeout=60)
         await eventually(lambda: not consumer.running)
         assert len(kinds) == 1, "the reader stands still"
         read_on.set()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await reading
     assert kinds[-1] == "missed", "it is told"
     assert len(kinds) <= 12

@@ -58,10 +58,10 @@ async def test_a_server_that_goes_and_comes_back_costs_nothing(
         assert (await publishing).created
         keys = [f"during {i}" for i in range(10)] + [handle.key for handle in waiting]
         for key in [*keys, "published while it was away"]:
-            task = await finished(mesh, "job", key, 40)
+            task = await finished(mesh, "job", key)
             assert task.status is Status.SUCCESS
             assert (task.task_state.lost_cnt, len(task.task_state.worker_states)) == (0, 1)
-        assert await (await job.publish("afterwards")).result(timeout=30) == "afterwards"
+        assert await (await job.publish("afterwards")).result(timeout=60) == "afterwards"
 
     assert set(ran.values()) == {1}
     lines = [record for record in caplog.records if record.levelno >= logging.WARNING]

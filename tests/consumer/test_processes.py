@@ -46,13 +46,13 @@ async def pids_in(path: Path) -> list[int]:
 async def test_the_value_comes_back_and_defaults_hold(mesh: TaskMesh) -> None:
     add = define(mesh, handlers.add)
     async with working(mesh):
-        assert await (await add.publish("k", a=41)).result(30) == 42
+        assert await (await add.publish("k", a=41)).result(60) == 42
 
 
 async def test_a_child_is_used_again(mesh: TaskMesh) -> None:
     own_pid = define(mesh, handlers.own_pid)
     async with working(mesh, concurrency=1):
-        pids = [await (await own_pid.publish(str(i))).result(30) for i in range(4)]
+        pids = [await (await own_pid.publish(str(i))).result(60) for i in range(4)]
     assert len(set(pids)) == 1
     assert pids[0] != os.getpid()
     await eventually(lambda: gone(*pids), what="the idle child ends with its consumer")
@@ -69,7 +69,7 @@ async def test_several_run_side_by_side_and_few_stay_idle(mesh: TaskMesh, tmp_pa
         ]
         await eventually(lambda: len(list(tmp_path.glob("m*"))) == count, what="all run at once")
         go.touch()
-        assert [await task.result(30) for task in tasks] == ["saw it"] * count
+        assert [await task.result(60) for task in tasks] == ["saw it"] * count
         processes = parts_of(consumer).executor._processes
         assert processes is not None
         await eventually(lambda: len(processes.pids) <= MAX_IDLE)
@@ -97,10 +97,10 @@ async def test_a_crash_fails_its_own_execution_with_the_exit_code_or_signal(
         await eventually(marker.exists)
         handle = await crash.publish("k", **params)
         with pytest.raises(TaskError, match=reason) as caught:
-            await handle.result(30)
+            await handle.result(60)
         assert "ProcessDied" in caught.value.reasons[0]
         go.touch()
-        assert await other.result(30) == "saw it"
+        assert await other.result(60) == "saw it"
 
 
 async def test_t28_a_handler_that_kills_its_process_each_time_fails_in_the_end_and_nobody_else_is_charged(
@@ -117,7 +117,7 @@ async def test_t28_a_handler_that_kills_its_process_each_time_fails_in_the_end_a
         await deadly.publish("poison", code=1)
         task = await finished(mesh, "end_at_once", "poison", 60)
         go.touch()
-        assert await bystander.result(30) == "saw it"
+        assert await bystander.result(60) == "saw it"
     assert task.status is Status.FAIL
     assert [entry.state for entry in task.task_state.worker_states] == ["FAIL"] * 3
     assert all("ProcessDied" in reason and "exit code 1" in reason for reason in task.fail_reasons)
@@ -149,16 +149,16 @@ async def test_after_a_crash_a_retry_has_a_new_child(mesh: TaskMesh, tmp_path: P
 
     async with working(mesh):
         handle = await crash_once.publish("k", path=str(tmp_path / "seen"))
-        assert await handle.result(30) == "second time"
+        assert await handle.result(60) == "second time"
 
 
 async def test_an_idle_child_that_dies_costs_no_execution(mesh: TaskMesh) -> None:
     own_pid = define(mesh, handlers.own_pid, option=ONCE)
     async with working(mesh, concurrency=1):
-        first = await (await own_pid.publish("1")).result(30)
+        first = await (await own_pid.publish("1")).result(60)
         os.kill(first, signal.SIGKILL)
         await eventually(lambda: gone(first))
-        assert await (await own_pid.publish("2")).result(30) != first
+        assert await (await own_pid.publish("2")).result(60) != first
 
 
 async def test_t33_past_run_timeout_the_process_is_gone_and_its_slot_is_free(mesh: TaskMesh, tmp_path: Path) -> None:
@@ -168,9 +168,9 @@ async def test_t33_past_run_timeout_the_process_is_gone_and_its_slot_is_free(mes
     async with working(mesh, concurrency=1):
         handle = await loop_for_ever.configure(run_timeout_ms=3_000).publish("k", pid_file=str(pid_file))
         with pytest.raises(TaskError, match="run_timeout_ms"):
-            await handle.result(30)
+            await handle.result(60)
         assert gone(*await pids_in(pid_file))
-        assert await (await add.publish("next", a=1)).result(30) == 2
+        assert await (await add.publish("next", a=1)).result(60) == 2
 
 
 @pytest.mark.parametrize("fn", [handlers.loop_for_ever, handlers.hold_the_interpreter, handlers.sleep_with_a_program])
@@ -244,8 +244,8 @@ async def test_retry_and_snooze_mean_what_they_mean_elsewhere(mesh: TaskMesh, tm
     retry_once = define(mesh, handlers.retry_once)
     snooze_until = define(mesh, handlers.snooze_until)
     async with working(mesh):
-        assert await (await retry_once.publish("k", delay_ms=50)).result(30) == 2
-        assert await (await snooze_until.publish("k", path=str(tmp_path / "f"))).result(30) == 1
+        assert await (await retry_once.publish("k", delay_ms=50)).result(60) == 2
+        assert await (await snooze_until.publish("k", path=str(tmp_path / "f"))).result(60) == 1
 
 
 @pytest.mark.parametrize(
@@ -257,14 +257,14 @@ async def test_a_result_that_cannot_be_stored_fails_with_its_place(mesh: TaskMes
     async with working(mesh):
         handle = await return_named.publish("k", kind=kind)
         with pytest.raises(TaskError, match=reason):
-            await handle.result(30)
+            await handle.result(60)
 
 
 async def test_current_task_works_in_a_process(mesh: TaskMesh) -> None:
     tell = define(mesh, handlers.tell_about_itself, option=TaskOption(priority=7, run_timeout_ms=60_000))
     async with working(mesh, "w1"):
         handle = await tell.publish("k")
-        told: Any = await handle.result(30)
+        told: Any = await handle.result(60)
     task = await handle.task()
     [entry] = task.task_state.worker_states
     assert told | {"deadline": None} == {
@@ -289,14 +289,14 @@ async def test_what_current_task_refuses_is_raised_in_the_handler(mesh: TaskMesh
     async with working(mesh):
         handle = await bad_progress.publish("k")
         with pytest.raises(TaskError, match="progress goes from 0 to 1"):
-            await handle.result(30)
+            await handle.result(60)
 
 
 async def test_a_publish_from_a_process_happens_with_its_success_and_not_without(mesh: TaskMesh) -> None:
     publish_another = define(mesh, handlers.publish_another, option=ONCE)
     add = define(mesh, handlers.add)
     async with working(mesh, names=["publish_another"]):
-        await (await publish_another.publish("good", definition_name="add", key="from good")).result(30)
+        await (await publish_another.publish("good", definition_name="add", key="from good")).result(60)
         await publish_another.publish("bad", definition_name="add", key="from bad", fail=True)
         await finished(mesh, "publish_another", "bad")
     assert [task.key async for task in mesh.find("add")] == ["from good"]
@@ -307,9 +307,9 @@ async def test_a_thread_left_behind_does_not_disturb_the_next_execution(mesh: Ta
     late = define(mesh, handlers.log_after_the_end)
     add = define(mesh, handlers.add)
     async with working(mesh, concurrency=1):
-        await (await late.publish("k")).result(30)
+        await (await late.publish("k")).result(60)
         for i in range(20):
-            assert await (await add.publish(str(i), a=i)).result(30) == i + 1
+            assert await (await add.publish(str(i), a=i)).result(60) == i + 1
         logs = [(await mesh.get("add", str(i))).task_state.worker_states[0].logs for i in range(20)]
     assert logs == [[]] * 20
 
@@ -319,7 +319,7 @@ async def test_a_child_takes_no_signals_and_has_none_blocked(mesh: TaskMesh, tmp
     blocked = define(mesh, handlers.blocked_signals)
     go, marker = tmp_path / "go", tmp_path / "marker"
     async with working(mesh) as consumer:
-        assert await (await blocked.publish("k")).result(30) == []
+        assert await (await blocked.publish("k")).result(60) == []
         handle = await wait_for_file.publish("k", path=str(go), marker=str(marker))
         await eventually(marker.exists)
         processes = parts_of(consumer).executor._processes
@@ -329,7 +329,7 @@ async def test_a_child_takes_no_signals_and_has_none_blocked(mesh: TaskMesh, tmp
             os.kill(pid, signal.SIGINT)
             os.kill(pid, signal.SIGTERM)
         go.touch()
-        assert await handle.result(30) == "saw it"
+        assert await handle.result(60) == "saw it"
 
 
 async def test_params_are_turned_into_the_handlers_types_in_the_child_too(mesh: TaskMesh) -> None:
@@ -338,7 +338,7 @@ async def test_params_are_turned_into_the_handlers_types_in_the_child_too(mesh: 
         return [type(path).__name__, str(path)]
 
     async with working(mesh):
-        assert (await (await where.publish("k", path=Path("a/b"))).result(30))[1] == "a/b"
+        assert (await (await where.publish("k", path=Path("a/b"))).result(60))[1] == "a/b"
 
 
 SCRIPT = """
@@ -379,7 +379,7 @@ async def test_handlers_of_a_script_run_and_its_children_die_with_it(
     worker = subprocess.Popen([sys.executable, str(script), mongo_uri, database])  # noqa: ASYNC220 — returns at once
     try:
         handle = await mesh.publish("in_main", "k", {})
-        assert await handle.result(30) == "__mp_main__ k"
+        assert await handle.result(60) == "__mp_main__ k"
         await mesh.publish("write_pid_and_stay", "k", {"path": str(pid_file)})
         pids = await pids_in(pid_file)
         worker.kill()

@@ -36,7 +36,7 @@ async def test_t26_while_the_stream_is_open_and_silent_tasks_start_by_the_scan_a
             )
             await silence.__aenter__()
             try:
-                await eventually(lambda: consumer.stream_silent_ms > 3_000, 30, what="the silence shows")
+                await eventually(lambda: consumer.stream_silent_ms > 3_000, what="the silence shows")
                 for number in range(5):
                     await mesh.publish("job", f"unheard {number}")
                     await finished(mesh, "job", f"unheard {number}")
@@ -45,7 +45,7 @@ async def test_t26_while_the_stream_is_open_and_silent_tasks_start_by_the_scan_a
             finally:
                 ending = asyncio.ensure_future(silence.__aexit__(None, None, None))
                 await eventually(lambda: _woken(mongo_uri, ending), 60, what="the server answers again")
-            await eventually(lambda: consumer.stream_silent_ms < 3_000, 30)
+            await eventually(lambda: consumer.stream_silent_ms < 3_000)
 
 
 async def _woken(mongo_uri: str, ending: asyncio.Future[Any]) -> bool:
@@ -66,7 +66,7 @@ async def test_a_stream_that_moves_on_is_not_silent_though_nothing_concerns_it(m
 
     assert mesh.feed.silent_ms == 0
     async with working(mesh) as consumer:
-        await eventually(lambda: consumer.stream_silent_ms > 500, 30, what="a while without any write")
+        await eventually(lambda: consumer.stream_silent_ms > 500, what="a while without any write")
         await mesh.store.driver.database["something else"].insert_one({})
-        await eventually(lambda: consumer.stream_silent_ms < 500, 30, what="any write to the server moves it on")
+        await eventually(lambda: consumer.stream_silent_ms < 500, what="any write to the server moves it on")
     assert consumer.stream_silent_ms == 0

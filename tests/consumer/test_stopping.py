@@ -42,14 +42,14 @@ async def test_m20_a_stop_lets_short_tasks_end_and_hands_long_ones_back_uncharge
     await running
     assert sorted(cancelled) == [f"long {i}" for i in range(5)]
     for handle in short:
-        assert await handle.result(timeout=30) == "first"
+        assert await handle.result(timeout=60) == "first"
     for handle in long:
         task = await handle.task()
         assert (task.status, task.task_state.worker_states) == (Status.INIT, [])
         assert (task.task_state.timeout_cnt, task.task_state.lost_cnt) == (0, 0)
     await mesh.consumer(worker_id="second").run(until_idle=True)
     for handle in long:
-        assert await handle.result(timeout=30) == "second"
+        assert await handle.result(timeout=60) == "second"
         (entry,) = (await handle.task()).task_state.worker_states
         assert entry.worker_id == "second"
 
@@ -127,7 +127,7 @@ async def test_a_handler_that_ignores_its_cancellation_does_not_keep_its_task(me
     await job.publish("k")
     async with working(mesh, "stubborn") as consumer:
         await status_is(mesh, "job", "k", Status.RUNNING)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await consumer.stop(grace_ms=0)
     assert (await mesh.get("job", "k")).status is Status.INIT
     await mesh.consumer(worker_id="another").run(until_idle=True)
@@ -201,7 +201,7 @@ async def test_a_running_task_that_is_cancelled_or_deleted_stops_at_once(mesh: T
         await status_is(mesh, "job", "k", Status.RUNNING)
         task = await getattr(mesh, verb)("job", "k")
         assert task.status is (Status.CANCELLED if verb == "cancel" else Status.RUNNING)
-        await eventually(lambda: stopped and not consumer.running)
+        await eventually(lambda: stopped and not consumer.running, 20, what="it stops, and not by a ping")
         if verb == "cancel":
             assert (await mesh.get("job", "k")).status is Status.CANCELLED
         else:

@@ -65,7 +65,7 @@ async def test_the_writes_the_result_and_what_was_published_come_together(
 
     endings: list[Any] = []
     async with working(mesh, names=["order"], after=lambda _, ending: endings.append(ending)):
-        assert await (await order.publish("k", n=1)).result(30) == "ordered"
+        assert await (await order.publish("k", n=1)).result(60) == "ordered"
         assert [task.key async for task in mesh.find("after_order")] == ["next"]
     assert [(ending.kind, ending.value) for ending in endings] == [("succeeded", "ordered")]
 
@@ -80,7 +80,7 @@ async def test_an_exception_in_the_block_undoes_it(mesh: TaskMesh, client: Any, 
     async with working(mesh):
         handle = await order.publish("k")
         with pytest.raises(TaskError, match="changed my mind"):
-            await handle.result(30)
+            await handle.result(60)
     assert await orders_in(client, database) == []
 
 
@@ -97,7 +97,7 @@ async def test_a_handler_may_go_on_after_a_block_that_failed(mesh: TaskMesh, cli
 
     async with working(mesh):
         handle = await order.publish("k")
-        assert await handle.result(30) == "the other way"
+        assert await handle.result(60) == "the other way"
     assert await orders_in(client, database) == []
     assert len((await handle.task()).task_state.worker_states) == 1
 
@@ -111,7 +111,7 @@ async def test_what_is_raised_after_the_block_changes_nothing(mesh: TaskMesh) ->
 
     async with working(mesh):
         handle: TaskHandle[Any] = await order.publish("k")
-        assert await handle.result(30) == "done"
+        assert await handle.result(60) == "done"
     assert (await handle.task()).status is Status.SUCCESS
 
 
@@ -134,7 +134,7 @@ async def test_t10_a_long_transaction_keeps_its_lease_and_those_of_others(
 
     async with working(mesh, "a"), working(mesh, "b"):
         handles: list[TaskHandle[Any]] = [await order.publish("k"), *[await wait.publish(str(i)) for i in range(50)]]
-        assert [await handle.result(30) for handle in handles] == ["kept"] * 51
+        assert [await handle.result(60) for handle in handles] == ["kept"] * 51
     for handle in handles:
         task = await handle.task()
         assert (len(task.task_state.worker_states), task.task_state.lost_cnt) == (1, 0)
@@ -160,7 +160,7 @@ async def test_t10_a_transaction_that_outlives_the_server_s_limit_says_so(own_mo
         async with working(mesh):
             handle = await order.publish("k")
             with pytest.raises(TaskError, match="transactionLifetimeLimitSeconds=1"):
-                await handle.result(30)
+                await handle.result(60)
         assert await orders_in(client, database) == []
 
 
@@ -205,7 +205,7 @@ async def test_a_cancel_during_the_block_undoes_it(mesh: TaskMesh, client: Any, 
         cancelled_at = time.monotonic()
         assert (await handle.cancel()).status is Status.CANCELLED
         assert time.monotonic() - cancelled_at < 10, "a cancel does not wait for the transaction"
-        await eventually(lambda: not consumer.running)
+        await eventually(lambda: not consumer.running, 20)
     assert await orders_in(client, database) == []
 
 
@@ -229,7 +229,7 @@ async def test_a_change_of_the_task_during_the_block_undoes_it_and_runs_it_again
         await inside.wait()
         await mesh.set_option("order", "k", priority=5)
         changed.set()
-        await handle.result(30)
+        await handle.result(60)
     assert attempts == [1, 1]
     assert await orders_in(client, database) == [2]
 
@@ -244,7 +244,7 @@ async def test_a_result_that_cannot_be_stored_undoes_the_block(mesh: TaskMesh, c
     async with working(mesh):
         handle = await order.publish("k")
         with pytest.raises(TaskError, match="cannot be stored"):
-            await handle.result(30)
+            await handle.result(60)
     assert await orders_in(client, database) == []
 
 
@@ -266,10 +266,10 @@ async def test_it_works_in_a_thread(mesh_of_client: TaskMesh, client: Any, datab
         return "not this"
 
     async with working(mesh, names=["order"]):
-        assert await (await order.publish("good", n=1)).result(30) == "ordered 1"
+        assert await (await order.publish("good", n=1)).result(60) == "ordered 1"
         handle = await order.publish("bad", n=2, fail=True)
         with pytest.raises(TaskError, match="changed my mind"):
-            await handle.result(30)
+            await handle.result(60)
     assert await orders_in(client, database) == [1]
     assert [task.key async for task in mesh.find("after_order")] == ["after 1"]
 
@@ -280,12 +280,12 @@ async def test_it_works_in_a_process(mesh_of_client: TaskMesh, client: Any, data
     order = mesh.task(run="process", option=SHORT)(handlers.order_in_transaction)
     async with working(mesh, names=["order_in_transaction"]):
         handle = await order.publish("good", database=database, n=1)
-        assert await handle.result(30) == "ordered 1"
+        assert await handle.result(60) == "ordered 1"
         assert len((await handle.task()).task_state.worker_states) == 1
         for kind, reason in (("raise", "changed my mind"), ("die", "SIGKILL"), ("set", "cannot be stored")):
             handle = await order.publish(kind, database=database, n=2, ending=kind)
             with pytest.raises(TaskError, match=reason):
-                await handle.result(30)
+                await handle.result(60)
     assert await orders_in(client, database) == [1]
     assert [task.key async for task in mesh.find("add")] == ["after 1"]
 
@@ -303,7 +303,7 @@ async def test_success_and_publications_are_one_and_are_refused_together(mesh: T
             await current_task().publish(child, "d", n="no number")
 
     async with working(mesh, names=["parent"]):
-        await (await parent.publish("good", good=True)).result(30)
+        await (await parent.publish("good", good=True)).result(60)
         published = {task.key: task async for task in mesh.find()}
         assert set(published) == {"good", "a", "b", "c"}
         assert published["c"].task_option.priority == 7
@@ -323,5 +323,5 @@ async def test_a_publication_of_an_existing_key_leaves_that_task_alone(mesh: Tas
 
     await child.publish("a", n=1)
     async with working(mesh, names=["parent"]):
-        await (await parent.publish("k")).result(30)
+        await (await parent.publish("k")).result(60)
     assert (await mesh.get("child", "a")).params == {"n": 1}

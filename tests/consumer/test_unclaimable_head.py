@@ -65,7 +65,7 @@ async def test_t15_a_free_task_behind_an_unclaimable_head_starts_at_once(
     await asyncio.to_thread(_fill, mongo_uri, database, count, KINDS)
     async with working(mesh, "me", concurrency=10):
         await job.configure(priority=-5).publish("free")
-        async with asyncio.timeout(30):  # 1 s on a quiet machine
+        async with asyncio.timeout(60):  # 1 s on a quiet machine
             await started.wait()
         await finished(mesh, "job", "free")
         statuses = (await mesh.stats()).counts["job"]
@@ -86,7 +86,7 @@ async def test_t15_a_free_task_that_stood_there_before_is_found_without_any_even
     await asyncio.to_thread(_fill, mongo_uri, database, count, [kind])
     await job.configure(priority=-5).publish("free")
     async with working(mesh, "me", concurrency=10, listen=False):
-        await finished(mesh, "job", "free", 20)
+        await finished(mesh, "job", "free")
 
 
 @pytest.mark.parametrize("count", [4_000, pytest.param(50_000, marks=pytest.mark.slow)])
@@ -103,10 +103,10 @@ async def test_t15_scanning_an_unclaimable_head_again_and_again_is_cheap(
     with MongoClient[dict[str, Any]](mongo_uri) as client:
         profiles = client[database]["system.profile"]
         async with working(mesh, "me", concurrency=10) as consumer:
-            await eventually(lambda: parts_of(consumer).scanner.scans >= 3, 30, what="the whole head was read once")
+            await eventually(lambda: parts_of(consumer).scanner.scans >= 3, what="the whole head was read once")
             scans = parts_of(consumer).scanner.scans
             client[database].command("profile", 2)
-            await eventually(lambda: parts_of(consumer).scanner.scans >= scans + 5, 30, what="five more scans")
+            await eventually(lambda: parts_of(consumer).scanner.scans >= scans + 5, what="five more scans")
             client[database].command("profile", 0)
             passes = parts_of(consumer).scanner.scans - scans
         examined = sum(

@@ -142,7 +142,7 @@ async def test_an_exhausted_task_goes_after_its_retention_and_one_with_retries_l
         async def only_one_is_left() -> bool:
             return [task["key"] async for task in tasks.find({})] == ["waits for its retry"]
 
-        await eventually(only_one_is_left, 30, what="the TTL monitor has removed the exhausted one")
+        await eventually(only_one_is_left, what="the TTL monitor has removed the exhausted one")
     task = await mesh.get("job", "waits for its retry")
     assert [entry.state for entry in task.task_state.worker_states] == ["FAIL"]
     assert task.delete_time is None

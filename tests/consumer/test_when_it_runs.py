@@ -190,7 +190,7 @@ async def test_m8_an_urgent_task_overtakes_a_backlog_that_is_being_worked_on(mes
         await eventually(lambda: len(ran) > 4)
         published_after = len(ran)
         await job.configure(priority=9).publish("urgent")
-        await eventually(lambda: len(ran) == 61, 20)
+        await eventually(lambda: len(ran) == 61)
     assert ran.index("urgent") - published_after < 12
 
 
@@ -254,7 +254,7 @@ async def test_until_idle_returns_at_once_when_there_is_nothing(mesh: TaskMesh) 
     @mesh.task
     async def job() -> None: ...
 
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         await mesh.consumer().run(until_idle=True)
         await mesh.consumer(names=[]).run(until_idle=True)
 
@@ -274,7 +274,7 @@ async def test_until_idle_runs_all_that_is_due_and_what_it_publishes_and_leaves_
     await root.publish_many({f"{n}": {"n": n} for n in range(20)})
     await leaf.configure(delay_ms=60_000).publish("tomorrow", n=1)
     await mesh.publish("unknown", "k")
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         await mesh.consumer(concurrency=3).run(until_idle=True)
 
     assert [task.status async for task in mesh.find("root")] == [Status.SUCCESS] * 20
@@ -302,7 +302,7 @@ async def test_until_idle_waits_for_what_runs_elsewhere_and_may_come_back(mesh: 
         finished_early, _ = await asyncio.wait([second], timeout=1.0)
         assert not finished_early
         release.set()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await second
     assert ran == ["w1", "w2"]
     assert (await mesh.get("job", "k")).status is Status.SUCCESS

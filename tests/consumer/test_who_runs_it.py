@@ -53,7 +53,7 @@ async def test_exactly_so_many_different_workers_of_five_run_a_task_to_success(m
     handles = await job.publish_many({f"k{i}": {} for i in range(30)})
     async with all_working(mesh, FIVE, concurrency=10):
         for handle in handles:
-            results = await handle.results(timeout=30)
+            results = await handle.results(timeout=60)
             assert len(results) == count
             assert results == {worker: worker for worker in results}
 
@@ -80,7 +80,7 @@ async def test_m37_one_worker_alone_never_takes_a_second_place(mesh: TaskMesh) -
         await eventually(lambda: "another" in history.ran)
         assert (await handle.status()) is Status.INIT, "one of two"
         async with working(mesh, "w2"):
-            assert await handle.results(timeout=30) == {"w1": 1, "w2": 1}
+            assert await handle.results(timeout=60) == {"w1": 1, "w2": 1}
     assert history.ran["k"] == ["w1", "w2"]
 
 
@@ -96,7 +96,7 @@ async def test_m1_a_task_for_five_workers_goes_on_after_three_successes(mesh: Ta
     async with all_working(mesh, FIVE[:3]):
         await eventually(lambda: len(history.ran.get("k", [])) == 3)
     async with all_working(mesh, FIVE[3:]):
-        assert set(await handle.results(timeout=30)) == set(FIVE)
+        assert set(await handle.results(timeout=60)) == set(FIVE)
         assert await claim(mesh.store, ["job:k"], "w6", "a late claim") == 0
     assert sorted(history.ran["k"]) == FIVE
 
@@ -133,7 +133,7 @@ async def test_t12_eight_workers_some_failing_fill_exactly_five_places(mesh: Tas
     async with all_working(mesh, eight, concurrency=5):
         sampling = asyncio.create_task(sample())
         for handle in handles:
-            assert len(await handle.results(timeout=30)) == 5
+            assert len(await handle.results(timeout=60)) == 5
         sampling.cancel()
         await asyncio.wait([sampling])
     assert not too_many
@@ -155,11 +155,11 @@ async def test_only_specific_workers_run_a_task(mesh: TaskMesh) -> None:
         handles = await job.publish_many({f"k{i}": {} for i in range(20)})
         both = await job.configure(specific_worker_ids=("w5", "w4"), concurrent_worker_cnt=2).publish("both")
         mine = await job.configure(specific_worker_ids=("w2",)).publish("mine")
-        assert await mine.result(timeout=30) == "w2"
+        assert await mine.result(timeout=60) == "w2"
         assert [task.status async for task in mesh.find("job", Status.INIT)] == [Status.INIT] * 21
         async with all_working(mesh, FIVE[3:]):
-            assert {await handle.result(timeout=30) for handle in handles} == {"w4"}
-            assert set(await both.results(timeout=30)) == {"w4", "w5"}
+            assert {await handle.result(timeout=60) for handle in handles} == {"w4"}
+            assert set(await both.results(timeout=60)) == {"w4", "w5"}
     assert all(len(workers) == len(set(workers)) for workers in history.ran.values())
 
 
@@ -249,7 +249,7 @@ async def test_m24_an_option_that_excludes_the_running_worker_stops_it_and_frees
         await status_is(mesh, "job", "k", Status.RUNNING)
         async with working(mesh, "w2"):
             await mesh.set_option("job", "k", specific_worker_ids=("w2",))
-            assert await handle.result(timeout=30) == "w2"
+            assert await handle.result(timeout=60) == "w2"
             await eventually(lambda: sorted(ended) == ["w1", "w2"])
     task = await handle.task()
     assert [(entry.worker_id, entry.state) for entry in task.task_state.worker_states] == [("w2", "SUCCESS")]
@@ -298,6 +298,6 @@ async def test_m24_a_changed_ping_interval_counts_from_the_next_ping(mesh: TaskM
             assert entry.ping_expire_time is not None
             return (entry.ping_expire_time - first).total_seconds() > 0.3
 
-        await eventually(renewed, what="it pings ten times a second")
+        await eventually(renewed, 20, what="it pings ten times a second")
         release.set()
         assert (await finished(mesh, "job", "k")).status is Status.SUCCESS

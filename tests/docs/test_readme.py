@@ -42,7 +42,7 @@ def test_the_example_runs_as_typed_and_prints_what_it_says(tmp_path: Path) -> No
             for line in printed:
                 assert line in done.stdout.splitlines(), command
     assert commands == 5
-    wait_until(lambda: not servers_in(tmp_path / ".taskmesh"), 30, what="the embedded MongoDB has gone")
+    wait_until(lambda: not servers_in(tmp_path / ".taskmesh"), what="the embedded MongoDB has gone")
 
 
 def test_the_example_has_twenty_lines() -> None:

@@ -26,7 +26,7 @@ def place(tmp_path: Path) -> Iterator[Path]:
     """A directory for an embedded server, of which nothing may run when the test is over."""
     directory = tmp_path / ".taskmesh"
     yield directory
-    wait_until(lambda: not servers_in(directory), 30, what="mongod and watchdog have gone")
+    wait_until(lambda: not servers_in(directory), what="mongod and watchdog have gone")
 
 
 def write(uri: str, key: object) -> None:

@@ -25,7 +25,7 @@ async def test_t45_old_workers_never_claim_what_only_new_code_knows(mesh: TaskMe
         assert any("no live worker runs tasks named 'new'" in warning for warning in handle.warnings)
         # The old worker goes on with what it knows, and has looked for work again and again by then.
         for number in range(20):
-            assert await (await old.publish(str(number))).result(timeout=30) == "old"
+            assert await (await old.publish(str(number))).result(timeout=60) == "old"
         await eventually(lambda: consumer.finished == 20)
         task = await handle.task()
         assert (task.status, task.task_state.worker_states, task.task_state.timeout_cnt) == (Status.INIT, [], 0)
@@ -36,6 +36,6 @@ async def test_t45_old_workers_never_claim_what_only_new_code_knows(mesh: TaskMe
         ]
         assert explanation.next_claim_time is None
         async with working(later, "new-worker"):
-            assert await handle.result(timeout=30) == "new"
+            assert await handle.result(timeout=60) == "new"
         task = await handle.task()
         assert [entry.worker_id for entry in task.task_state.worker_states] == ["new-worker"]

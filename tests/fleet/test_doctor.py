@@ -37,7 +37,7 @@ async def test_a_fresh_mesh_is_well(mesh: TaskMesh) -> None:
     async def work() -> None: ...
 
     async with working(mesh, "w1"):
-        await (await work.publish("k")).result(30)
+        await (await work.publish("k")).result(60)
         found = await mesh.doctor()
     assert [finding for finding in found if finding.level in ("warning", "error")] == []
     subjects = {finding.subject for finding in found}
@@ -158,7 +158,7 @@ async def test_a_transaction_that_stays_open_is_told(
         async def told() -> bool:
             return bool(await findings(mesh, "transactions", "warning"))
 
-        await eventually(told, 20)
+        await eventually(told)
         session.abort_transaction()
 
 

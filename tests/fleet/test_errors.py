@@ -123,13 +123,13 @@ async def test_executions_that_were_lost_are_a_group_of_their_own(mesh: TaskMesh
         await mesh.store.driver.collection("tasks").update_one(
             {"_id": "work:k"}, [{"$set": {f"{entries}.running_id": "of-a-dead-one"}}]
         )
-        await eventually(lambda: not consumer.running, 20)
-        await status_is(mesh, "work", "k", Status.FAIL, 20)
+        await eventually(lambda: not consumer.running)
+        await status_is(mesh, "work", "k", Status.FAIL)
 
         async def counted() -> bool:
             return (await mesh.get("work", "k")).task_state.lost_cnt == 1
 
-        await eventually(counted, 20)
+        await eventually(counted)
     [group] = (await mesh.errors()).groups
     assert (group.error, group.failed, group.frame) == (LOST, 1, None)
     assert "lost:yes" in group.where

@@ -23,7 +23,7 @@ async def told(mesh: TaskMesh) -> WorkerInfo:
         found = next((worker for worker in await mesh.workers() if worker.live), None)
         return found if found is not None and found.lease_left else None
 
-    return await eventually(worker, 30, what="a sign of life after a renewal")
+    return await eventually(worker, what="a sign of life after a renewal")
 
 
 @pytest.mark.parametrize(
@@ -62,12 +62,12 @@ async def test_a_loop_that_stood_still_is_told_by_the_doctor(mesh: TaskMesh) -> 
 
     await work.publish("k")
     async with working(mesh, "w1"):
-        await status_is(mesh, "work", "k", Status.SUCCESS, 30)
+        await status_is(mesh, "work", "k", Status.SUCCESS)
 
         async def finding() -> str | None:
             return next((each.found for each in await mesh.doctor() if each.subject == "event loop"), None)
 
-        assert "w1 stood still for" in await eventually(finding, 30)
+        assert "w1 stood still for" in await eventually(finding)
 
 
 async def test_a_schedule_that_nobody_can_run_is_told(mesh: TaskMesh) -> None:

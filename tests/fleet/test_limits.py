@@ -11,7 +11,7 @@ from tests.waiting import eventually
 from tests.working import all_working, finished, working
 
 
-async def all_finished(mesh: TaskMesh, name: str, count: int, deadline_s: float = 30.0) -> None:
+async def all_finished(mesh: TaskMesh, name: str, count: int, deadline_s: float = 120.0) -> None:
     async def as_many() -> bool:
         counts = (await mesh.stats()).counts.get(name, {})
         return sum(counts.get(status, 0) for status in ("SUCCESS", "FAIL", "CANCELLED", "EXPIRED")) == count
@@ -61,7 +61,7 @@ async def test_a_queue_at_its_limit_holds_up_no_other_queue(mesh: TaskMesh) -> N
     await stuck.configure(priority=5).publish_many({f"k{n}": {} for n in range(200)})
     async with working(mesh, "w1", concurrency=5) as consumer:
         await eventually(lambda: len(consumer.running) == 1)
-        assert await (await quick.publish("q")).result(timeout=30) == "done"
+        assert await (await quick.publish("q")).result(timeout=60) == "done"
         await eventually(lambda: len(consumer.running) == 1)
         gate.set()
 
@@ -81,13 +81,13 @@ async def test_tasks_of_a_full_group_do_not_block_other_groups(mesh: TaskMesh) -
     await work.configure(group="customer-1", priority=9).publish_many(many)
     small = await work.configure(group="customer-2").publish("small", customer=2)
     async with working(mesh, "w1", concurrency=20) as consumer:
-        assert await small.result(timeout=30) == 2
+        assert await small.result(timeout=60) == 2
         await eventually(lambda: len(consumer.running) == 2)
         assert all(key.startswith("big") for key in consumer.running)
         await mesh.set_group_limit("shared", "customer-1", 5)
         await eventually(lambda: len(consumer.running) == 5, what="the group may run five now")
         gate.set()
-        await eventually(lambda: consumer.finished > 200, 30)
+        await eventually(lambda: consumer.finished > 200)
     assert most_running(await starts_of(mesh, "work", status=Status.SUCCESS)) <= 7
 
 

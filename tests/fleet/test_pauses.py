@@ -32,7 +32,7 @@ async def test_a_pause_until_a_time_ends_by_itself(mesh: TaskMesh, listen: bool)
         assert "deploy" in gate.reason
         assert gate.opens_at == queue.paused_until == explanation.next_claim_time
         assert consumer.finished == 0
-        assert await handle.result(timeout=30) == "awake"
+        assert await handle.result(timeout=60) == "awake"
 
 
 async def test_what_runs_runs_on_while_its_queue_is_paused_and_nothing_new_starts(mesh: TaskMesh) -> None:
@@ -49,10 +49,10 @@ async def test_what_runs_runs_on_while_its_queue_is_paused_and_nothing_new_start
         await eventually(lambda: parts_of(consumer).closed_queues == {"default"})
         second = await work.publish("second")
         gate.set()
-        await first.result(timeout=30)
+        await first.result(timeout=60)
         assert await second.status() == "INIT"
         await mesh.resume("default")
-        await second.result(timeout=30)
+        await second.result(timeout=60)
 
 
 async def test_a_consumer_that_is_paused_before_it_runs_claims_nothing_until_it_is_resumed(mesh: TaskMesh) -> None:
@@ -68,7 +68,7 @@ async def test_a_consumer_that_is_paused_before_it_runs_claims_nothing_until_it_
         await eventually(lambda: consumer.state == "running" and parts_of(consumer).scanner.scans >= 2)
         assert (await handle.task()).task_state.worker_states == []
         consumer.resume()
-        assert await handle.result(timeout=30) == "awake"
+        assert await handle.result(timeout=60) == "awake"
         await consumer.stop()
 
 
@@ -98,11 +98,11 @@ async def test_one_worker_paused_alone_leaves_the_work_to_the_others(mesh: TaskM
         handle = await work.publish("one more")
         explained = {e.worker_id: e for e in await mesh.explain("work", "one more")}
         assert not explained["w1"].claimable
-        await handle.result(timeout=30)
+        await handle.result(timeout=60)
         await mesh.resume_worker("w1")
         await eventually(lambda: not tired.paused)
         await awake.stop(0)
-        await (await work.publish("the last")).result(timeout=30)
+        await (await work.publish("the last")).result(timeout=60)
 
 
 async def test_a_queue_limited_to_nothing_says_so_at_publish(mesh: TaskMesh) -> None:

@@ -274,7 +274,7 @@ async def test_a_schedule_is_triggered_by_hand_and_removed(mesh: TaskMesh) -> No
     task = await handle.task()
     assert (task.queue, task.task_option.priority) == ("reports", 7)
     async with working(mesh):
-        assert await handle.result(timeout=30) == "new year"
+        assert await handle.result(timeout=60) == "new year"
     (schedule,) = await mesh.schedules()
     assert [(tick.kind, tick.key) for tick in schedule.ticks] == [("triggered", handle.key)]
     assert (await mesh.unschedule("report")).name == "report"

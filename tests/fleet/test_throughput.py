@@ -26,7 +26,7 @@ async def test_the_fleets_throughput_is_seen_and_falls_to_nothing_when_it_is_idl
             found = await stats()
             return found.started_per_s > 0 and found.finished_per_s > 0
 
-        await eventually(seen, 30)
+        await eventually(seen)
         workers = await mesh.workers()
         assert sum(worker.finished_per_s for worker in workers) > 0
 
@@ -34,7 +34,7 @@ async def test_the_fleets_throughput_is_seen_and_falls_to_nothing_when_it_is_idl
             found = await stats()
             return found.started_per_s == found.finished_per_s == 0
 
-        await eventually(idle, 30)
+        await eventually(idle)
     assert sum(worker.finished for worker in await mesh.workers()) == 2_000
 
 

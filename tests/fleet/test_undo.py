@@ -64,7 +64,7 @@ async def test_cancelled_tasks_wait_again_and_are_run(mesh: TaskMesh) -> None:
         go_on.set()
         assert done.id is not None
         assert (await mesh.undo(done.id)).restored == 2
-        assert await running.result(timeout=30) == "done"
+        assert await running.result(timeout=60) == "done"
         assert await waiting.status() is Status.INIT
         task = await running.task()
         assert task.task_state.timeout_cnt == 0, "the execution that was stopped is charged to nobody"

@@ -42,7 +42,7 @@ async def test_an_option_that_names_other_workers_would_stop_one_and_let_another
             entries = (await handle.task()).task_state.worker_states
             return [entry.worker_id for entry in entries] == ["w2"]
 
-        await eventually(moved, 20)
+        await eventually(moved)
 
 
 async def test_more_retries_would_open_a_failed_task_and_fewer_shut_one(mesh: TaskMesh) -> None:
@@ -87,7 +87,7 @@ async def test_a_limit_says_how_many_could_start_now_and_then(mesh: TaskMesh) ->
         async def running() -> bool:
             return (await mesh.queues())[0].running == 4
 
-        await eventually(running, 20)
+        await eventually(running)
         before = await stored(mesh)
         wider = await mesh.what_if_limit("mail", running=7)
         assert (wider.running, wider.waiting, wider.claimable_now, wider.claimable_then) == (4, 6, 0, 3)
@@ -107,7 +107,7 @@ async def test_a_limit_says_how_many_could_start_now_and_then(mesh: TaskMesh) ->
         async def seven() -> bool:
             return (await mesh.queues())[0].running == 7
 
-        await eventually(seven, 20)
+        await eventually(seven)
 
 
 async def test_groups_and_pauses_count(mesh: TaskMesh) -> None:

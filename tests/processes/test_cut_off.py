@@ -35,7 +35,7 @@ async def test_m36_a_worker_that_is_cut_off_cancels_its_handlers_before_their_le
     else:
         proxy.refuse(True)
 
-    assert [await handle.result(30) for handle in published] == ["other"] * 5
+    assert [await handle.result(60) for handle in published] == ["other"] * 5
     cancelled = {run.start.key: run.end for run in fleet.runs if run.start.worker_id == "cut-off"}
     for handle in published:
         ended = cancelled[handle.key]

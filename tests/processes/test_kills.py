@@ -64,7 +64,7 @@ def _kill_at_random(fleet: Fleet, kills: int, *, every_s: float, watch: Callable
     living: list[Worker] = list(fleet.workers)
     for _ in range(kills):
         time.sleep(every_s)  # the rhythm of the kills is what the test is about
-        wait_until(lambda: any("ready" in worker.told for worker in living), 30.0, what="one of them is at work")
+        wait_until(lambda: any("ready" in worker.told for worker in living), what="one of them is at work")
         victim = chance.choice([worker for worker in living if "ready" in worker.told])
         living.remove(victim)
         victim.kill()

@@ -41,7 +41,7 @@ async def test_t28_m13_a_task_that_kills_its_worker_runs_max_timeouts_plus_one_t
     assert len([worker for worker in fleet.workers if worker.process.returncode == 1]) == 3
 
     for handle in bystanders:
-        await handle.result(30)
+        await handle.result(60)
         bystander = await handle.task()
         killed = [run for run in fleet.runs if run.task == f"work:{handle.key}" and run.end is None]
         # A worker may also die between the claim of a bystander and its handler's first line.

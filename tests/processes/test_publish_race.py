@@ -32,7 +32,7 @@ def test_t36_a_thousand_publishes_of_one_key_from_several_processes_create_it_on
         for _ in range(_PROCESSES)
     ]
     try:
-        wait_until(lambda: len(list(tmp_path.glob("*.ready"))) == _PROCESSES, 30.0, what="all are connected")
+        wait_until(lambda: len(list(tmp_path.glob("*.ready"))) == _PROCESSES, what="all are connected")
         start.touch()
         answers = [publisher.communicate(timeout=60) for publisher in publishers]
     finally:

@@ -80,7 +80,7 @@ async def test_t24_all_readers_of_a_process_share_one_stream(mongo_uri: str, dat
             events = mesh.events("job")
             first = asyncio.ensure_future(anext(events))
             handles = await job.publish_many({f"k{n}": {"n": n} for n in range(20)})
-            results = [asyncio.ensure_future(handle.result(30)) for handle in handles]
+            results = [asyncio.ensure_future(handle.result(60)) for handle in handles]
             await first
 
             async def one_stream() -> bool:

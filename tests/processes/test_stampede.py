@@ -74,7 +74,7 @@ def _writes(documents: Collection[dict[str, Any]]) -> tuple[int, int]:
 @pytest.mark.slow
 async def test_t14_one_task_for_many_idle_workers_costs_a_few_attempts(fleet: Fleet, handlers: Handlers) -> None:
     workers = fleet.start_many(8)
-    assert await (await handlers.work.publish("lonely", ms=200)).result(30)
+    assert await (await handlers.work.publish("lonely", ms=200)).result(60)
     for worker in workers:
         worker.terminate()
     assert [worker.wait() for worker in workers] == [0] * 8

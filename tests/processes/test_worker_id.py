@@ -32,7 +32,7 @@ async def test_t7_a_process_that_was_killed_leaves_its_id_to_the_next_at_once(fl
     first.kill()
     second = fleet.start("w1").wait_ready()
 
-    assert await (await handlers.work.publish("k")).result(30) == "w1"
+    assert await (await handlers.work.publish("k")).result(60) == "w1"
     assert [run.start.pid for run in fleet.runs] == [second.pid]
 
 

@@ -82,7 +82,7 @@ async def test_m38_a_running_execution_keeps_its_params_and_the_entry_tells_whic
         assert (await handle.task()).params == {"n": 2}
         assert (await handle.task()).status is Status.RUNNING, "it is not disturbed"
         go_on.set()
-        assert await handle.result(timeout=30) == 1
+        assert await handle.result(timeout=60) == 1
 
     task = await handle.task()
     assert task.task_state.params_version == 1
@@ -106,7 +106,7 @@ async def test_m38_run_again_during_a_run_gives_exactly_one_more_with_the_newest
             assert (await job.configure(run_again=True).publish("k", n=n)).updated
         go_on.set()
         await eventually(lambda: ran == [0, 5], what="the second run")
-        assert await handle.result(timeout=30) == 5
+        assert await handle.result(timeout=60) == 5
     assert ran == [0, 5]
 
 
@@ -158,7 +158,7 @@ async def test_m28_a_finished_task_runs_again_when_its_entries_are_dropped(mesh:
 
         handle = await job.configure(**{own: True}).publish("k")
         assert (handle.created, handle.updated) == (False, True)
-        assert await handle.result(timeout=30) == 2
+        assert await handle.result(timeout=60) == 2
 
 
 async def test_m27_not_update_running_raises_on_a_running_task_and_leaves_it_unchanged(mesh: TaskMesh) -> None:

@@ -50,7 +50,7 @@ async def test_t46_params_and_results_come_back_as_they_were(echoing: TaskMesh, 
     handles = await echoing.definitions["echo"].publish_many(
         {f"{run} {i}": {"value": value, "$set": value, "": "$$NOW"} for i, value in enumerate(some)}
     )
-    results = [await handle.result(timeout=30) for handle in handles]
+    results = [await handle.result(timeout=60) for handle in handles]
     assert [as_it_comes_back(result) for result in results] == [as_it_comes_back(value) for value in some]
     params = [(await handle.task()).params for handle in handles]
     expected = [{"value": value, "$set": value, "": "$$NOW"} for value in some]
@@ -86,7 +86,7 @@ async def test_t46_error_texts_are_kept_as_they_were(echoing: TaskMesh, text: st
     complain = echoing.definitions["complain"]
     handle = await complain.publish(uuid4().hex, text=text, for_good=for_good)
     with pytest.raises(TaskError) as caught:
-        await handle.result(timeout=30)
+        await handle.result(timeout=60)
     shown = text.replace("\0", "\\0")
     if for_good:
         assert (await handle.task()).task_state.worker_states[0].fail_reason == (shown or "TaskFailed")
@@ -128,7 +128,7 @@ async def test_t46_m32_a_far_start_time_waits_and_harms_nobody(mesh: TaskMesh, s
     near = await job.publish("near")
     await mesh.consumer().run(until_idle=True)
 
-    assert await near.result(timeout=30) == "done"
+    assert await near.result(timeout=60) == "done"
     far = await mesh.get("job", "far")
     assert far.status is Status.INIT
     assert far.task_state.start_time == as_it_comes_back(start_time)[1]

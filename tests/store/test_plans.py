@@ -73,7 +73,7 @@ async def _live(mesh: TaskMesh) -> None:
         await flaky.publish_many({f"k{n}": {} for n in range(10)})
         await napping.publish_many({f"k{n}": {} for n in range(10)})
         await job.configure(specific_worker_ids=["w"], priority=3).publish("mine")
-        assert await handles[3].result(30) == 3
+        assert await handles[3].result(60) == 3
         await job.configure(run_again=True).publish("k3", n=4)
         await job.configure(update_existing_params=True).publish("k4", n=4)
         await job.configure(delay_ms=60_000).publish("later")
@@ -90,12 +90,12 @@ async def _live(mesh: TaskMesh) -> None:
         await mesh.set_limit("default", running=15)
         await job.publish_many({f"limited{n}": {"n": n} for n in range(20)})
         for n in range(10):
-            await finished(mesh, "flaky", f"k{n}", 30)
-            await finished(mesh, "napping", f"k{n}", 30)
-            await finished(mesh, "job", f"limited{n}", 30)
+            await finished(mesh, "flaky", f"k{n}")
+            await finished(mesh, "napping", f"k{n}")
+            await finished(mesh, "job", f"limited{n}")
         scanner = parts_of(consumer).scanner
         scans = scanner.scans
-        await eventually(lambda: scanner.scans >= scans + 4, 30, what="four more scans")
+        await eventually(lambda: scanner.scans >= scans + 4, what="four more scans")
 
 
 @pytest.mark.parametrize("size", SIZES, indirect=True)

@@ -40,7 +40,7 @@ async def test_a_task_is_published_run_looked_at_and_deleted(mesh: TaskMesh, cli
     explained = await ask(client, "GET", "/task/explain", params=task)
     assert explained[0]["gates"]
     async with working(mesh):
-        await (await mesh.publish("double", "a/b c", {"n": 21})).result(timeout=30)
+        await (await mesh.publish("double", "a/b c", {"n": 21})).result(timeout=60)
     found = await ask(client, "GET", "/task", params=task)
     assert (found["status"], found["queue"], found["task_option"]["priority"]) == ("SUCCESS", "math", 3)
     returns = found["task_state"]["worker_states"][0]["returns"]
