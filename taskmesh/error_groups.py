@@ -24,6 +24,7 @@ _VARYING = re.compile(
 _SEVERAL = re.compile(r"…(?: …)+")
 _AT_THE_ENDS = " '\"([{"
 """Of a text that may be cut in the middle: it would only have to be quoted."""
+_SEPARATOR = re.compile(r"[/\\]")
 _TELLING_CHARS = 8
 _UNFINISHED = (Status.INIT, Status.RUNNING)
 
@@ -40,7 +41,7 @@ class ErrorGroup(BaseModel):
     message: str
     """What one of them says, in its first line."""
     frame: str | None
-    """Where it was raised, as file, line and function: the innermost frame that is no library's."""
+    """Where it was raised, as the end of the file's path, line and function: the innermost frame that is no library's."""
     failed: int
     """Tasks that are FAIL, and this is their newest failure."""
     retrying: int
@@ -70,7 +71,7 @@ async def read_errors(store: Store, name: str | None, at_most: int, deadline_ms:
     sample = await error_groups.sample(store, name, at_most, deadline_ms)
     alike: dict[Any, list[dict[str, Any]]] = {}
     for row in error_groups.telling(sample.rows):
-        alike.setdefault((row["name"], kind_of(row), tuple(row.get("frame") or ())), []).append(row)
+        alike.setdefault((row["name"], kind_of(row), _frame(row)), []).append(row)
     groups = [_group(rows) for rows in alike.values()]
     groups.sort(key=lambda group: (-group.failed - group.retrying, group.name, group.error))
     return ErrorReport(groups=groups, looked_at=sample.looked_at, complete=sample.complete)
@@ -85,6 +86,14 @@ def kind_of(row: dict[str, Any]) -> str:
     return match[1] if match else _SEVERAL.sub("…", " ".join(_VARYING.sub("…", line).split()))[:100]
 
 
+def _frame(row: dict[str, Any]) -> str | None:
+    """Return where it was raised. Of the path only the end: the same code stands elsewhere on each machine."""
+    if not row.get("frame"):
+        return None
+    path, line, function = row["frame"]
+    return f"{'/'.join(_SEPARATOR.split(path)[-3:])}:{line} in {function}"
+
+
 def _group(rows: Sequence[dict[str, Any]]) -> ErrorGroup:
     first = rows[0]
     failed = sum(row["tasks"] for row in rows if row["status"] == Status.FAIL)
@@ -96,12 +105,11 @@ def _group(rows: Sequence[dict[str, Any]]) -> ErrorGroup:
         lost=True if lost else None,
         error=None if lost else telling_part(lines),
     )
-    frame = first.get("frame")
     return ErrorGroup(
         name=first["name"],
         error=kind_of(first) or "(no reason)",
         message="the worker died, hung or was cut off" if lost else lines[0],
-        frame=f"{frame[0]}:{frame[1]} in {frame[2]}" if frame else None,
+        frame=_frame(first),
         failed=failed,
         retrying=sum(row["tasks"] for row in rows) - failed,
         executions=sum(row["executions"] for row in rows),
