@@ -187,7 +187,7 @@ class Shell:
             try:
                 status = process.wait(DEADLINE_S)
             except subprocess.TimeoutExpired:
-                process.kill()
+                _kill_tree(process, psutil.Process(process.pid))
                 raise AssertionError(f"{words} goes on and on:\n{out.read_text()}{err.read_text()}") from None
             return Ended(status, out.read_text(), err.read_text())
 
