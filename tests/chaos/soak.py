@@ -61,6 +61,8 @@ class Soak:
         for worker in tuple(self.workers.values()):
             worker.wait_ready()
         self.witness = psutil.Process(self.workers["w0"].pid)
+        self.reached = asyncio.Event()
+        """Set when all that has to be opened is open, and what grows now grows for no reason."""
         self.done = asyncio.Event()
 
     # --- loops ---
@@ -88,6 +90,8 @@ class Soak:
             for worker_id, worker in tuple(self.workers.items()):
                 if not worker.running and worker_id != "w0":
                     self.restart(worker_id)
+            if not self.reached.is_set():
+                continue
             with suppress(PyMongoError, AssertionError, FileNotFoundError):
                 for what, value in (await self._measured(mesh)).items():
                     self.samples.setdefault(what, []).append(value)
@@ -109,8 +113,13 @@ class Soak:
 
     async def inject(self, mesh: TaskMesh, seconds: float) -> None:
         """Break something every now and then, and measure how long it takes until all is well."""
+        took = await self._seconds_until_back(mesh)
+        if took is None:
+            self.done.set()
+            return
+        say(f"the rate is reached after {took:.1f} s; from now on everything is measured")
+        self.reached.set()
         end = time.monotonic() + seconds
-        await self._seconds_until_back(mesh)
         while time.monotonic() + _FAULT_EVERY_S < end:
             await asyncio.sleep(_FAULT_EVERY_S / 2)
             name = self.chance.choice(list(_FAULTS))
@@ -167,7 +176,9 @@ class Soak:
         for name in sorted({name for name, _ in self.recoveries}):
             times = [_BACK_WITHIN_S if took is None else took for fault, took in self.recoveries if fault == name]
             say(f"| {name} | {len(times)} | {statistics.median(times):.1f} | {max(times):.1f} |")
-        if not self.samples:
+        if not self.reached.is_set():
+            wrong.append(f"{self.rate:g} tasks/s were not reached within {_BACK_WITHIN_S:g} s: see SOAK_RATE")
+        elif not self.samples or not self.recoveries:
             wrong.append("nothing could be measured")
         return wrong
 
