@@ -39,7 +39,14 @@ def clock_off(offset_s: float) -> Iterator[None]:
         os.environ.update(before)
 
 
-class _ShiftedDatetime(dt.datetime):
+class _AnyDatetime(type):
+    """Whoever asks for a `datetime` by the name that we have taken is content with a true one."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, _TrueDatetime)
+
+
+class _ShiftedDatetime(dt.datetime, metaclass=_AnyDatetime):
     @classmethod
     def now(cls, tz: dt.tzinfo | None = None) -> _ShiftedDatetime:
         return cls.fromtimestamp(_true_time() + _offset_s, tz)
