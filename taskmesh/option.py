@@ -38,7 +38,8 @@ class TaskOption(BaseModel):
     """Only these workers may run the task. Empty: any."""
 
     ping_interval_ms: Annotated[int, Field(ge=1, le=_TEN_YEARS_MS)] = 30_000
-    """How often the executing worker renews its lease. The default costs two writes a minute."""
+    """How often the executing worker renews its lease, and at the latest when 60 % of it are over. The default costs two
+    writes a minute."""
 
     worker_timeout_ms: Annotated[int, Field(ge=2, le=_TEN_YEARS_MS)] = 60_000
     """How long a lease lasts without a ping; then others may preempt. Must be more than `ping_interval_ms`,

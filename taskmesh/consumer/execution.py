@@ -25,6 +25,7 @@ LOG_LINE_CHARS = 2_000
 LOG_BYTES = 32_000
 """Of one execution's log. A document keeps the logs of up to `rules.KEPT_FAILS` executions, and has room for results too."""
 _MARGIN_SHARE, _LARGEST_MARGIN_S = 0.1, 1.0
+_LATEST_PING_SHARE = 0.6
 _log_lock = threading.Lock()
 """Handlers in threads log; one lock for all is enough, since it is held for a moment."""
 
@@ -94,7 +95,13 @@ class Execution:
     def renewed(self, sent: float) -> None:
         """Note a renewal that was sent at this monotonic time: the lease is trusted from then, less a margin."""
         self.leased(sent, self.stored_option["worker_timeout_ms"] / 1000)
-        self.next_ping = sent + self.stored_option["ping_interval_ms"] / 1000
+        self.next_ping = sent + self.ping_every_s
+
+    @property
+    def ping_every_s(self) -> float:
+        """How often to ask for renewal: as the option says, but well before the lease is over."""
+        option = self.stored_option
+        return float(min(option["ping_interval_ms"], option["worker_timeout_ms"] * _LATEST_PING_SHARE) / 1000)
 
     def leased(self, sent: float, seconds: float) -> None:
         """Trust the lease for so long from when it was asked for, less a margin."""

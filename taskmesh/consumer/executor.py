@@ -118,7 +118,7 @@ class Executor:
         execution.make_publication = self._make_publication
         self.executions[execution.id] = execution
         self.started += 1
-        self._pinger.expect(execution.stored_option["ping_interval_ms"])
+        self._pinger.expect(execution.ping_every_s)
         execution.task = asyncio.get_running_loop().create_task(self._run(execution), name=f"task {execution.id}")
 
     def stop(self, execution: Execution, reason: Stop) -> None:

@@ -75,9 +75,9 @@ class Pinger:
         self._beat()
         self._thread.start()
 
-    def expect(self, ping_interval_ms: int) -> None:
+    def expect(self, every_s: float) -> None:
         """Look often enough for executions that ping so often."""
-        tick_s = max(_SHORTEST_TICK_S, ping_interval_ms / 4_000)
+        tick_s = max(_SHORTEST_TICK_S, every_s / 4)
         if tick_s < self._tick_s:
             with self._changed:
                 self._tick_s = tick_s
@@ -86,10 +86,8 @@ class Pinger:
     def option_changed(self, execution: Execution, stored_option: dict[str, Any]) -> None:
         """Take a new interval from the next ping on. All else of an option counts from the next claim."""
         with self._changed:
-            # The lease stays as long as it was claimed: with an interval made for a longer one it would run out.
-            interval_ms = min(stored_option["ping_interval_ms"], execution.stored_option["worker_timeout_ms"] // 2)
-            execution.stored_option = execution.stored_option | {"ping_interval_ms": interval_ms}
-            execution.next_ping = min(execution.next_ping, time.monotonic() + interval_ms / 1000)
+            execution.stored_option = execution.stored_option | {"ping_interval_ms": stored_option["ping_interval_ms"]}
+            execution.next_ping = min(execution.next_ping, time.monotonic() + execution.ping_every_s)
             self._changed.notify()
 
     async def postpone(self, execution: Execution, seconds: float) -> None:

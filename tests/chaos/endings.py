@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from tests.chaos.findings import Findings
 from tests.chaos.history import Evidence, Published, Told
 from tests.chaos.versions import Document
-from tests.processes.history import Run, runs_by_task
+from tests.processes.history import Run, end_of, runs_by_task
 
 _AWAKE_AGAIN_S = 1.5
 """How long a worker that was suspended may take, after it wakes up, to learn that it lost a task and stop the handler."""
@@ -105,7 +105,7 @@ def _most_at_work(evidence: Evidence, runs: list[Run]) -> int:
 
 def _at_work(evidence: Evidence, run: Run) -> Iterator[tuple[float, float]]:
     begin, pid = run.start.mono, run.start.pid
-    end = run.end.mono if run.end is not None else evidence.died.get(pid, float("inf"))
+    end = end_of(run, evidence.died)
     if run.end is not None and run.end.what == "raised" and run.end.more.get("error") == "CancelledError":
         end -= _SLOW_TO_STOP_S
     for suspended, asleep, awake in sorted(evidence.suspended):

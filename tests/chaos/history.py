@@ -37,7 +37,7 @@ class Evidence:
     published: Sequence[Published] = ()
     documents: Mapping[str, Document] = field(default_factory=dict)
     marks: Sequence[Mark] = ()
-    died: Mapping[int, float] = field(default_factory=dict)
+    died: Mapping[int, Sequence[float]] = field(default_factory=dict)
     """When which process was gone."""
     suspended: Sequence[tuple[int, float, float]] = ()
     """Which process was suspended from when to when."""

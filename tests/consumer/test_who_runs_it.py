@@ -256,6 +256,26 @@ async def test_m24_an_option_that_excludes_the_running_worker_stops_it_and_frees
     assert (task.task_state.timeout_cnt, task.task_state.lost_cnt) == (0, 0)
 
 
+async def test_an_interval_nearly_as_long_as_the_lease_does_not_lose_it(mesh: TaskMesh) -> None:
+    renewed_s: list[float] = []
+
+    @mesh.task(option=TaskOption(ping_interval_ms=3_900, worker_timeout_ms=4_000))
+    async def job() -> int:
+        async def is_renewed() -> bool:
+            entry = (await mesh.get("job", "k")).task_state.worker_states[0]
+            assert entry.ping_expire_time is not None
+            assert entry.start_time is not None
+            renewed_s.append((entry.ping_expire_time - entry.start_time).total_seconds())
+            return renewed_s[-1] > 4.5
+
+        await eventually(is_renewed, 10, what="a ping before the lease is over")
+        return int(current_task().attempt)
+
+    handle = await job.publish("k")
+    async with working(mesh):
+        assert await handle.result(30) == 1
+
+
 async def test_a_changed_worker_timeout_counts_from_the_next_claim(mesh: TaskMesh) -> None:
     release = asyncio.Event()
 

@@ -177,9 +177,13 @@ class Fleet:
         return [(worker.pid, *interval) for worker in self.workers for interval in worker.suspended]
 
     @property
-    def died(self) -> dict[int, float]:
-        """When which process was gone, by process id."""
-        return {worker.pid: worker.gone for worker in self.workers if worker.gone is not None}
+    def died(self) -> dict[int, list[float]]:
+        """When processes were gone, by process id: in a long run the system gives an id to several, one after the other."""
+        died: dict[int, list[float]] = {}
+        for worker in self.workers:
+            if worker.gone is not None:
+                died.setdefault(worker.pid, []).append(worker.gone)
+        return died
 
     def __enter__(self) -> Self:
         return self

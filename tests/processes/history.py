@@ -137,15 +137,21 @@ def runs_by_task(runs: Iterable[Run]) -> dict[str, list[Run]]:
     return dict(by_task)
 
 
-def most_at_once(runs: Iterable[Run], died: Mapping[int, float]) -> int:
+def end_of(run: Run, died: Mapping[int, Iterable[float]]) -> float:
+    """Return when a run was over: its last line, or else the death of its process, the first of that id since the run began."""
+    if run.end is not None:
+        return run.end.mono
+    return min((gone for gone in died.get(run.start.pid, ()) if gone >= run.start.mono), default=float("inf"))
+
+
+def most_at_once(runs: Iterable[Run], died: Mapping[int, Iterable[float]]) -> int:
     """Return how many of the runs were under way at the same time, at most.
 
-    `died`: when which process was gone, for the runs that have no end.
+    `died`: when processes were gone, by process id, for the runs that have no end.
     """
     steps: list[tuple[float, int]] = []
     for run in runs:
-        end = run.end.mono if run.end is not None else died.get(run.start.pid, float("inf"))
-        steps += [(run.start.mono, 1), (end, -1)]
+        steps += [(run.start.mono, 1), (end_of(run, died), -1)]
     now = most = 0
     for _, step in sorted(steps):
         now += step
