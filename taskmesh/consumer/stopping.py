@@ -58,14 +58,16 @@ async def wind_down(parts: Parts, wish: StopWish, grace_ms: int) -> None:
 async def _wait_for_executions(parts: Parts, wish: StopWish, grace_ms: int) -> None:
     """Wait until nothing runs, or the grace is over; a later, shorter grace counts from then."""
     deadline = time.monotonic() + grace_ms / 1000
-    while parts.executions and time.monotonic() < deadline:
-        wish.said_again.clear()
+    while parts.executions:
+        wish.said_again.clear()  # before the grace is read: so what was said since the stop began is not lost
+        deadline = min(deadline, time.monotonic() + wish.grace_ms / 1000)
+        if time.monotonic() >= deadline:
+            return
         waits = {asyncio.ensure_future(parts.freed.wait()), asyncio.ensure_future(wish.said_again.wait())}
         parts.freed.clear()
         await asyncio.wait(waits, timeout=deadline - time.monotonic(), return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
             wait.cancel()
-        deadline = min(deadline, time.monotonic() + wish.grace_ms / 1000)
 
 
 async def _wait_for_handlers(parts: Parts) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from taskmesh import LeaseLost, Status, TaskMesh, TaskOption, current_task
 from tests.waiting import eventually
-from tests.working import finished, status_is, working
+from tests.working import finished, parts_of, status_is, working
 
 
 async def test_m20_a_stop_lets_short_tasks_end_and_hands_long_ones_back_uncharged(mesh: TaskMesh) -> None:
@@ -86,6 +86,29 @@ async def test_a_shorter_grace_hastens_a_stop_that_is_under_way(mesh: TaskMesh) 
         async with asyncio.timeout(5):
             await consumer.stop(grace_ms=0)
             await patient
+    assert (await mesh.get("job", "k")).status is Status.INIT
+
+
+async def test_a_shorter_grace_is_heard_while_claims_are_still_on_their_way(mesh: TaskMesh) -> None:
+    """A second SIGTERM right after the first was lost now and then."""
+
+    @mesh.task
+    async def job() -> None:
+        await asyncio.sleep(60)
+
+    await job.publish("k")
+    async with working(mesh) as consumer:
+        await eventually(lambda: consumer.running == ["k"])
+        claimer = parts_of(consumer).claimer
+        drain = claimer.drain
+
+        async def drain_slowly() -> None:
+            consumer.begin_stop(0)
+            await drain()
+
+        claimer.drain = drain_slowly  # type: ignore[method-assign]
+        async with asyncio.timeout(5):
+            await consumer.stop(grace_ms=60_000)
     assert (await mesh.get("job", "k")).status is Status.INIT
 
 

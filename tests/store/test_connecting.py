@@ -104,7 +104,7 @@ async def test_a_mesh_closes_its_own_connections(mongod: Mongod, database: str) 
             await mesh.publish("job", "k")
             assert _connections(client) > before
         await mesh.close()
-        await eventually(lambda: _connections(client) == before, what="the server has seen the last of them close")
+        await eventually(lambda: _connections(client) <= before, what="the server has seen the last of them close")
         with pytest.raises(TaskMeshError, match="not connected"):
             await mesh.publish("job", "k")
 
