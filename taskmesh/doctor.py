@@ -5,6 +5,7 @@ Reads only. What the server does not let us see is a finding too, never an error
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from typing import Literal
@@ -44,10 +45,9 @@ class Finding(BaseModel):
 
 async def examine(store: Store) -> list[Finding]:
     """Look at everything, and return what was found, in the order of looking."""
-    workers = await Registry(store).read()
-    unfinished = await read_counts(store, UNFINISHED)
-    queues = await read_queues(store)
-    found: list[Finding] = []
+    workers, unfinished, queues = await asyncio.gather(
+        Registry(store).read(), read_counts(store, UNFINISHED), read_queues(store)
+    )
     parts = (
         _server(store),
         _collection(store),
@@ -56,9 +56,12 @@ async def examine(store: Store) -> list[Finding]:
         _schedules(store, [worker for worker in workers if worker.live]),
         _tasks(store),
     )
-    for part in parts:
-        found += [finding async for finding in part]
-    return found
+    # Side by side: some fifty looks, and a person waits.
+    return [finding for found in await asyncio.gather(*map(_all_of, parts)) for finding in found]
+
+
+async def _all_of(part: AsyncIterator[Finding]) -> list[Finding]:
+    return [finding async for finding in part]
 
 
 async def _server(store: Store) -> AsyncIterator[Finding]:
@@ -302,21 +305,26 @@ async def _schedules(store: Store, live: list[WorkerInfo]) -> AsyncIterator[Find
 
 
 async def _tasks(store: Store) -> AsyncIterator[Finding]:
-    if late := await inspect.unclaimed_leases(store, UNCLAIMED_S):
+    late, short, large = await asyncio.gather(
+        inspect.unclaimed_leases(store, UNCLAIMED_S),
+        inspect.short_leases(store),
+        inspect.large_tasks(store, LARGE_TASK_BYTES),
+    )
+    if late:
         yield Finding(
             level="warning",
             subject="leases",
             found=f"{_many(late)} tasks lost their worker more than {UNCLAIMED_S:.0f} s ago, and nobody has taken them over",
             remedy="is a worker alive that knows them, with free slots? `taskmesh explain NAME KEY` tells for one",
         )
-    if short := await inspect.short_leases(store):
+    if short:
         yield Finding(
             level="warning",
             subject="leases",
             found=f"worker_timeout_ms is less than two pings for {', '.join(short[:5])}: one late ping loses a task",
             remedy="set it to three times ping_interval_ms or more",
         )
-    if large := await inspect.large_tasks(store, LARGE_TASK_BYTES):
+    if large:
         largest = large[0]
         yield Finding(
             level="warning",
