@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any
 
@@ -90,5 +91,16 @@ def _read(diaries: Path) -> dict[str, list[str]]:
 
 def _computed_directly(paths: list[str]) -> dict[str, dict[str, Any]]:
     # Spawned, not forked: this process has threads.
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn"), initializer=_end_with_parent) as pool:
         return dict(zip(paths, pool.map(count, paths, chunksize=_CHUNK), strict=True))
+
+
+def _end_with_parent() -> None:
+    """In a process of the pool: do not outlive a demo that is killed."""
+
+    def watch() -> None:
+        if (parent := parent_process()) is not None:
+            parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
