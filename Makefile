@@ -16,7 +16,7 @@ CODE := $(wildcard taskmesh tests benchmarks examples)
 unexport PYTHONDONTWRITEBYTECODE
 
 # How many tests run at once, each group with a mongod of its own: most of them wait more than they compute.
-JOBS ?= 6
+JOBS ?= 4
 QUICK := -m "not slow and not chaos and not failover and not browser"
 # Arguments that are handed on: `make test ARGS="-k fencing -x"`, `make demo ARGS=--help`
 ARGS ?=

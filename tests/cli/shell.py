@@ -52,6 +52,7 @@ async def nap(ms: int) -> str:
 @mesh.task(option=patient)
 async def until_open() -> str:
     """Go on until somebody opens the door of this key: `Shell.open`."""
+    open(current_task().key + ".begun", "w").close()
     while not os.path.exists(current_task().key + ".open"):
         await asyncio.sleep(0.02)
     return current_task().worker_id
@@ -221,6 +222,10 @@ class Shell:
         started = self.start("worker", "app:mesh", *words, **environment)
         started.says("at once\n", times=2 if "--processes" not in words else int(words[words.index("--processes") + 1]))
         return started
+
+    def until_begun(self, key: str) -> None:
+        """Wait until the handler of `until_open` runs: a task that is RUNNING may still be on its way to it."""
+        wait_until((self.directory / f"{key}.begun").exists, DEADLINE_S, what=f"until_open {key} has begun")
 
     def open(self, *keys: str) -> None:
         """Let `until_open` end under these keys."""

@@ -56,7 +56,7 @@ def test_a_worker_that_stops_is_live_but_not_ready(taskmesh: Shell) -> None:
     worker = taskmesh.worker("--health-port", "0")
     port = port_of(worker)
     taskmesh.done("publish", "until_open", "k")
-    taskmesh.until("RUNNING", "until_open", "k")
+    taskmesh.until_begun("k")
     worker.signal(signal.SIGTERM)
     worker.says("stops gracefully")
     assert (status(port, "/livez"), status(port, "/readyz")) == (200, 503)

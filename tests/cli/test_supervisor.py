@@ -79,7 +79,7 @@ def test_the_first_signal_stops_all_gracefully_with_0(taskmesh: Shell, number: i
     supervisor = fleet(taskmesh)
     for key in ("a", "b", "c"):
         taskmesh.done("publish", "until_open", key)
-        taskmesh.until("RUNNING", "until_open", key)
+        taskmesh.until_begun(key)
     supervisor.signal(number)
     supervisor.says("stops gracefully", times=2)
     taskmesh.open("a", "b", "c")
@@ -105,7 +105,7 @@ def test_the_second_signal_stops_all_at_once(taskmesh: Shell) -> None:
 def test_ctrl_c_in_the_terminal_reaches_the_children_once(taskmesh: Shell) -> None:
     supervisor = fleet(taskmesh)
     taskmesh.done("publish", "until_open", "k")
-    taskmesh.until("RUNNING", "until_open", "k")
+    taskmesh.until_begun("k")
     os.killpg(supervisor.pid, signal.SIGINT)  # what a terminal does: to the whole foreground group
     supervisor.says("stops gracefully", times=2)
     taskmesh.open("k")
@@ -135,7 +135,7 @@ def test_when_the_supervisor_is_killed_the_children_stop_gracefully(taskmesh: Sh
     children = supervisor.children
     assert len(children) == 2
     taskmesh.done("publish", "until_open", "k")
-    taskmesh.until("RUNNING", "until_open", "k")
+    taskmesh.until_begun("k")
     supervisor.signal(signal.SIGKILL)
     wait_until(lambda: supervisor.err.count("stops gracefully") == 2, DEADLINE_S)
     taskmesh.open("k")

@@ -47,7 +47,7 @@ def test_names_and_queues_narrow_what_it_takes(taskmesh: Shell) -> None:
 def test_the_first_signal_waits_for_what_runs_and_the_exit_status_is_0(taskmesh: Shell, number: int) -> None:
     worker = taskmesh.worker("--worker-id", "w1")
     taskmesh.done("publish", "until_open", "k")
-    taskmesh.until("RUNNING", "until_open", "k")
+    taskmesh.until_begun("k")
     worker.signal(number)
     worker.says("stops gracefully")
     taskmesh.open("k")

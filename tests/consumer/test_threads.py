@@ -55,9 +55,11 @@ async def test_t33_past_run_timeout_it_has_failed_and_its_slot_stays_taken_until
 @pytest.mark.parametrize("verb", ["cancel", "delete"])
 async def test_a_thread_is_told_by_cancelled_and_what_it_writes_after_is_refused(mesh: TaskMesh, verb: str) -> None:
     refused: list[str] = []
+    begun = threading.Event()
 
     @mesh.task(run="thread")
     def job() -> str:
+        begun.set()
         task = current_task()
         give_up = time.monotonic() + DEADLINE_S
         while not task.cancelled and time.monotonic() < give_up:
@@ -75,7 +77,7 @@ async def test_a_thread_is_told_by_cancelled_and_what_it_writes_after_is_refused
 
     await job.publish("k")
     async with working(mesh) as consumer:
-        await status_is(mesh, "job", "k", Status.RUNNING)
+        await eventually(begun.is_set, DEADLINE_S)
         await getattr(mesh, verb)("job", "k")
         await eventually(lambda: not consumer.running, DEADLINE_S)
     assert refused == ["progress", "publish"]

@@ -92,6 +92,9 @@ async def test_prometheus_reads_what_a_worker_did(mesh: TaskMesh, taskmesh: Shel
     for name, key in (("in_loop", "a"), ("in_loop", "b"), ("broken", "k"), ("long", "k")):
         await finished(mesh, name, key, DEADLINE_S)
     await eventually(lambda: "taskmesh_executions_total{name=long,outcome=succeeded}" in scraped(port), DEADLINE_S)
+    await eventually(
+        lambda: scraped(port)["taskmesh_running"] == 0, DEADLINE_S, what="the last outcome has given its slot back"
+    )
     found = scraped(port)
     assert found["taskmesh_executions_total{name=in_loop,outcome=succeeded}"] == 2
     assert found["taskmesh_executions_total{name=broken,outcome=failed}"] == 1
