@@ -107,7 +107,7 @@ def variants() -> dict[Any, Variant]:
     return found
 
 
-def measure(backlogs: Backlogs, *, repetitions: int = 3, share: float = 1.0) -> Answer:
+def measure(backlogs: Backlogs, *, repetitions: int = 2, share: float = 1.0) -> Answer:
     """Run all variants in turn, again and again."""
     measured = variants()
     for repetition in range(repetitions):
