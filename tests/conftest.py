@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,11 +13,19 @@ from taskmesh import TaskMesh
 from taskmesh.embedded import Mongod
 from tests.databases import Databases
 from tests.mongods import ThreeNodes, small_mongod, three_nodes
+from tests.turns import turn
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what lasts longest."""
-    items.sort(key=lambda item: item.get_closest_marker("lasting") is None)
+    """Begin with what is about time, while nothing else runs, and then with what lasts longest."""
+    items.sort(key=lambda item: (not item.get_closest_marker("timed"), not item.get_closest_marker("lasting")))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Keep tests that are about time and all others apart."""
+    with turn(timed=item.get_closest_marker("timed") is not None):
+        return (yield)
 
 
 @pytest.fixture(scope="session")

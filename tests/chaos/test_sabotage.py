@@ -22,6 +22,7 @@ from tests.chaos.reader import APPNAME as READER
 from tests.chaos.stage import Stage, stage
 from tests.faults import failing_commands
 from tests.processes.broken import BROKEN, GATES
+from tests.processes.fleet import Worker
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.blocks_the_loop  # the fleet is started and stopped by blocking calls
@@ -157,21 +158,24 @@ async def _its_queue_is_paused_meanwhile(stage: Stage) -> None:
 # --- fencing, release, counting ---
 
 
-async def _a_lease_runs_out_in_a_suspended_worker(stage: Stage) -> None:
+async def _suspended_in_the_middle(stage: Stage) -> Worker:
+    """A worker that will not notice by itself that it has lost what it ran."""
     w1 = stage.worker("w1", broken=["notices_no_loss"])
     await stage.publish(params={"waits": True})
     await stage.until_marked("started")
     w1.suspend()
+    return w1
+
+
+async def _a_lease_runs_out_in_a_suspended_worker(stage: Stage) -> None:
+    w1 = await _suspended_in_the_middle(stage)
     await stage.until_status(Status.INIT)
     stage.signs.give("w1 may end")
     w1.resume()
 
 
 async def _another_has_it_when_a_suspended_worker_returns(stage: Stage) -> None:
-    w1 = stage.worker("w1", broken=["notices_no_loss"])
-    await stage.publish(params={"waits": True})
-    await stage.until_marked("started")
-    w1.suspend()
+    w1 = await _suspended_in_the_middle(stage)
     stage.worker("w2")
     await stage.until_marked("started", 2)
     stage.signs.give("w1 may end")
@@ -183,10 +187,7 @@ async def _another_has_it_when_a_suspended_worker_returns(stage: Stage) -> None:
 
 
 async def _a_suspended_worker_pings_late(stage: Stage) -> None:
-    w1 = stage.worker("w1", broken=["notices_no_loss"])
-    await stage.publish(params={"waits": True})
-    await stage.until_marked("started")
-    w1.suspend()
+    w1 = await _suspended_in_the_middle(stage)
     await stage.until_status(Status.INIT)
     w1.resume()
     await asyncio.sleep(1.5)  # five times the interval of pings

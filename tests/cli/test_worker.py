@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cli.shell import Shell
+from tests.cli.shell import Shell, Started
 from tests.waiting import wait_until
 
 
@@ -59,7 +59,10 @@ def test_the_first_signal_waits_for_what_runs_and_the_exit_status_is_0(taskmesh:
 
 
 def test_the_second_signal_gives_back_what_runs_at_once(taskmesh: Shell) -> None:
-    worker = taskmesh.worker("--worker-id", "w1")
+    _gives_back_at_the_second_signal(taskmesh, taskmesh.worker("--worker-id", "w1"))
+
+
+def _gives_back_at_the_second_signal(taskmesh: Shell, worker: Started) -> None:
     taskmesh.done("publish", "nap", "k", '{"ms": 600000}')
     taskmesh.until("RUNNING", "nap", "k")
     worker.signal(signal.SIGTERM)
@@ -119,13 +122,7 @@ async def hears() -> None:
     worker = taskmesh.worker("--worker-id", "w1")
     taskmesh.done("publish", "hears", "k")
     taskmesh.until("SUCCESS", "hears", "k")
-    taskmesh.done("publish", "nap", "k", '{"ms": 600000}')
-    taskmesh.until("RUNNING", "nap", "k")
-    worker.signal(signal.SIGTERM)
-    worker.says("stops gracefully")
-    worker.signal(signal.SIGTERM)
-    assert worker.wait() == 0
-    assert taskmesh.status("nap", "k") == "INIT"
+    _gives_back_at_the_second_signal(taskmesh, worker)
 
 
 def test_a_signal_while_it_still_connects_ends_it_with_0(taskmesh: Shell) -> None:

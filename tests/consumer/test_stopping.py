@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
-from taskmesh import LeaseLost, Status, TaskMesh, TaskOption, current_task
+from taskmesh import Consumer, LeaseLost, Status, TaskMesh, TaskOption, current_task
 from tests.waiting import eventually
 from tests.working import finished, parts_of, status_is, working
 
@@ -73,7 +75,10 @@ async def test_what_a_stopping_worker_gives_back_starts_elsewhere_at_once(mesh: 
     assert [(entry.worker_id, entry.state) for entry in task.task_state.worker_states] == [("second", "SUCCESS")]
 
 
-async def test_a_shorter_grace_hastens_a_stop_that_is_under_way(mesh: TaskMesh) -> None:
+@asynccontextmanager
+async def _busy(mesh: TaskMesh) -> AsyncIterator[Consumer]:
+    """A consumer that runs something long, which it has given back when the block ends."""
+
     @mesh.task
     async def job() -> None:
         await asyncio.sleep(60)
@@ -81,24 +86,22 @@ async def test_a_shorter_grace_hastens_a_stop_that_is_under_way(mesh: TaskMesh) 
     await job.publish("k")
     async with working(mesh) as consumer:
         await eventually(lambda: consumer.running == ["k"])
+        yield consumer
+    assert (await mesh.get("job", "k")).status is Status.INIT
+
+
+async def test_a_shorter_grace_hastens_a_stop_that_is_under_way(mesh: TaskMesh) -> None:
+    async with _busy(mesh) as consumer:
         patient = asyncio.create_task(consumer.stop(grace_ms=60_000))
         await eventually(lambda: consumer.state == "stopping")
         async with asyncio.timeout(5):
             await consumer.stop(grace_ms=0)
             await patient
-    assert (await mesh.get("job", "k")).status is Status.INIT
 
 
 async def test_a_shorter_grace_is_heard_while_claims_are_still_on_their_way(mesh: TaskMesh) -> None:
     """A second SIGTERM right after the first was lost now and then."""
-
-    @mesh.task
-    async def job() -> None:
-        await asyncio.sleep(60)
-
-    await job.publish("k")
-    async with working(mesh) as consumer:
-        await eventually(lambda: consumer.running == ["k"])
+    async with _busy(mesh) as consumer:
         claimer = parts_of(consumer).claimer
         drain = claimer.drain
 
@@ -109,7 +112,6 @@ async def test_a_shorter_grace_is_heard_while_claims_are_still_on_their_way(mesh
         claimer.drain = drain_slowly  # type: ignore[method-assign]
         async with asyncio.timeout(5):
             await consumer.stop(grace_ms=60_000)
-    assert (await mesh.get("job", "k")).status is Status.INIT
 
 
 async def test_a_cancelled_run_cancels_and_releases_what_it_ran(mesh: TaskMesh) -> None:

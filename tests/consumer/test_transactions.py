@@ -189,6 +189,7 @@ async def test_t10_a_commit_after_the_lease_was_lost_leaves_nothing(mesh: TaskMe
     assert isinstance(errors[0], (LeaseLost, TaskMeshError)) or "undone" in str(errors[0])
 
 
+@pytest.mark.timed
 async def test_a_cancel_during_the_block_undoes_it(mesh: TaskMesh, client: Any, database: str) -> None:
     inside = asyncio.Event()
 
@@ -204,7 +205,7 @@ async def test_a_cancel_during_the_block_undoes_it(mesh: TaskMesh, client: Any, 
         await inside.wait()
         cancelled_at = time.monotonic()
         assert (await handle.cancel()).status is Status.CANCELLED
-        assert time.monotonic() - cancelled_at < 10, "a cancel does not wait for the transaction"
+        assert time.monotonic() - cancelled_at < 1, "a cancel does not wait for the transaction"
         await eventually(lambda: not consumer.running, 20)
     assert await orders_in(client, database) == []
 

@@ -51,6 +51,7 @@ def _fill(uri: str, database: str, count: int, kinds: Sequence[str]) -> None:
 
 
 @pytest.mark.parametrize("count", [4_000, pytest.param(50_000, marks=pytest.mark.slow)])
+@pytest.mark.timed
 async def test_t15_a_free_task_behind_an_unclaimable_head_starts_at_once(
     mesh: TaskMesh, mongo_uri: str, database: str, count: int
 ) -> None:
@@ -65,7 +66,7 @@ async def test_t15_a_free_task_behind_an_unclaimable_head_starts_at_once(
     await asyncio.to_thread(_fill, mongo_uri, database, count, KINDS)
     async with working(mesh, "me", concurrency=10):
         await job.configure(priority=-5).publish("free")
-        async with asyncio.timeout(60):  # 1 s on a quiet machine
+        async with asyncio.timeout(5):  # 1 s on a quiet machine
             await started.wait()
         await finished(mesh, "job", "free")
         statuses = (await mesh.stats()).counts["job"]
@@ -113,4 +114,5 @@ async def test_t15_scanning_an_unclaimable_head_again_and_again_is_cheap(
             operation.get("keysExamined", 0)
             for operation in profiles.find({"ns": f"{database}.tasks", "op": {"$in": ["query", "getmore"]}})
         )
-    assert examined / passes < 3_000, "a pass is made about once a second"
+    # Passes are counted when they end: one was under way when the profile began. They are made about once a second.
+    assert examined / (passes + 1) < 2_000

@@ -26,6 +26,7 @@ def started_late_by_s(task: Task) -> float:
     return (started - due).total_seconds()
 
 
+@pytest.mark.timed
 async def test_m7_delayed_tasks_start_on_time_and_never_before(mesh: TaskMesh) -> None:
     @mesh.task
     async def job() -> None: ...
@@ -40,10 +41,11 @@ async def test_m7_delayed_tasks_start_on_time_and_never_before(mesh: TaskMesh) -
 
     late_s = [started_late_by_s(task) for task in tasks]
     assert min(late_s) >= 0
-    assert statistics.median(late_s) < 0.3, "by scans alone it would be half a second"
-    assert max(late_s) < 10, "with room for a busy machine"
+    assert statistics.median(late_s) < 0.1
+    assert max(late_s) < 3, "with room for a busy machine"
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("queue", ["default", "letters"])
 async def test_a_delayed_task_in_a_queue_that_was_empty_starts_on_time(
     mesh: TaskMesh, queue: str, monkeypatch: pytest.MonkeyPatch
@@ -58,9 +60,10 @@ async def test_a_delayed_task_in_a_queue_that_was_empty_starts_on_time(
         await eventually(lambda: parts_of(consumer).scanner.scans > 0)
         handle = await job.configure(delay_ms=2_500).publish("k")
         task = await finished(mesh, "job", handle.key)
-    assert 0 <= started_late_by_s(task) < 3, "queues are looked for every five seconds"
+    assert 0 <= started_late_by_s(task) < 1.5
 
 
+@pytest.mark.timed
 async def test_a_delayed_task_that_is_the_first_in_a_queue_of_no_definition_starts_on_time(mesh: TaskMesh) -> None:
     """The stream tells of it: the scan learns of such a queue only after some seconds."""
 
@@ -71,9 +74,10 @@ async def test_a_delayed_task_that_is_the_first_in_a_queue_of_no_definition_star
         await eventually(lambda: parts_of(consumer).scanner.scans > 0)
         handle = await job.configure(queue="letters", delay_ms=2_500).publish("k")
         task = await finished(mesh, "job", handle.key)
-    assert 0 <= started_late_by_s(task) < 3, "queues are looked for every five seconds"
+    assert 0 <= started_late_by_s(task) < 1.5
 
 
+@pytest.mark.timed
 async def test_a_delayed_task_that_is_far_away_when_published_starts_on_time_too(
     mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,6 +95,7 @@ async def test_a_delayed_task_that_is_far_away_when_published_starts_on_time_too
     assert statistics.median(late_s) < 0.5
 
 
+@pytest.mark.timed
 async def test_tasks_due_now_start_within_milliseconds(mesh: TaskMesh) -> None:
     @mesh.task
     async def job() -> None: ...
@@ -100,9 +105,7 @@ async def test_tasks_due_now_start_within_milliseconds(mesh: TaskMesh) -> None:
             await job.publish(f"k{i}")
             await asyncio.sleep(0.005)
         tasks = [await finished(mesh, "job", f"k{i}") for i in range(50)]
-    assert statistics.median(started_late_by_s(task) for task in tasks) < 0.3, (
-        "by scans alone it would be half a second"
-    )
+    assert statistics.median(started_late_by_s(task) for task in tasks) < 0.1
 
 
 async def test_m8_tasks_run_by_priority_then_attempts_then_time(mesh: TaskMesh) -> None:

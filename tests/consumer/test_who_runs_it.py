@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 import pytest
 
-from taskmesh import Status, TaskMesh, TaskOption, current_task
+from taskmesh import Status, Task, TaskMesh, TaskOption, current_task
 from taskmesh.store.claim import claim
 from tests.waiting import eventually
 from tests.working import all_working, finished, status_is, working
@@ -276,48 +277,49 @@ async def test_an_interval_nearly_as_long_as_the_lease_does_not_lose_it(mesh: Ta
         assert await handle.result(30) == 1
 
 
-async def test_a_changed_worker_timeout_counts_from_the_next_claim(mesh: TaskMesh) -> None:
+@asynccontextmanager
+async def _running(mesh: TaskMesh, option: TaskOption) -> AsyncIterator[Callable[[], Awaitable[float]]]:
+    """A task that runs during the block, and then ends well; yields what tells by how many seconds its lease was renewed."""
     release = asyncio.Event()
 
-    @mesh.task(option=TaskOption(ping_interval_ms=100, worker_timeout_ms=60_000))
+    @mesh.task(option=option)
     async def job() -> None:
         await release.wait()
 
+    def lease_end(task: Task) -> datetime:
+        end = task.task_state.worker_states[0].ping_expire_time
+        assert end is not None
+        return end
+
     await job.publish("k")
     async with working(mesh):
-        first = (await status_is(mesh, "job", "k", Status.RUNNING)).task_state.worker_states[0].ping_expire_time
-        assert first is not None
-        await mesh.set_option("job", "k", worker_timeout_ms=500)
+        first = lease_end(await status_is(mesh, "job", "k", Status.RUNNING))
 
-        async def renewed() -> bool:
-            entry = (await mesh.get("job", "k")).task_state.worker_states[0]
-            assert entry.ping_expire_time is not None
-            assert entry.ping_expire_time >= first, "the lease is as long as it was claimed"
-            return (entry.ping_expire_time - first).total_seconds() > 0.3
+        async def renewed_s() -> float:
+            return (lease_end(await mesh.get("job", "k")) - first).total_seconds()
 
-        await eventually(renewed, 5, what="pings after the change")
+        yield renewed_s
         release.set()
         assert (await finished(mesh, "job", "k")).status is Status.SUCCESS
+
+
+async def test_a_changed_worker_timeout_counts_from_the_next_claim(mesh: TaskMesh) -> None:
+    async with _running(mesh, TaskOption(ping_interval_ms=100, worker_timeout_ms=60_000)) as renewed_s:
+        await mesh.set_option("job", "k", worker_timeout_ms=500)
+
+        async def is_pinged() -> bool:
+            by_s = await renewed_s()
+            assert by_s >= 0, "the lease is as long as it was claimed"
+            return by_s > 0.3
+
+        await eventually(is_pinged, 5, what="pings after the change")
 
 
 async def test_m24_a_changed_ping_interval_counts_from_the_next_ping(mesh: TaskMesh) -> None:
-    release = asyncio.Event()
-
-    @mesh.task(option=TaskOption(ping_interval_ms=30_000, worker_timeout_ms=60_000))
-    async def job() -> None:
-        await release.wait()
-
-    await job.publish("k")
-    async with working(mesh):
-        first = (await status_is(mesh, "job", "k", Status.RUNNING)).task_state.worker_states[0].ping_expire_time
-        assert first is not None
+    async with _running(mesh, TaskOption(ping_interval_ms=30_000, worker_timeout_ms=60_000)) as renewed_s:
         await mesh.set_option("job", "k", ping_interval_ms=100)
 
-        async def renewed() -> bool:
-            entry = (await mesh.get("job", "k")).task_state.worker_states[0]
-            assert entry.ping_expire_time is not None
-            return (entry.ping_expire_time - first).total_seconds() > 0.3
+        async def is_pinged() -> bool:
+            return await renewed_s() > 0.3
 
-        await eventually(renewed, 20, what="it pings ten times a second")
-        release.set()
-        assert (await finished(mesh, "job", "k")).status is Status.SUCCESS
+        await eventually(is_pinged, 20, what="it pings ten times a second")

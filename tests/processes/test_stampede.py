@@ -23,7 +23,7 @@ async def test_t14_few_claims_are_lost_however_many_processes_share_a_backlog(
     workers = fleet.start_many(processes, concurrency=100)
     await eventually(lambda: _know_each_other(documents), what="every worker knows of all others")
     await mesh.pause("default")
-    count = 1_000 * (processes + 1)
+    count = 5_000
     await work.publish_many({f"k{number}": {} for number in range(count)})
     await mesh.resume("default")
     await eventually(lambda: documents.count_documents({"status": "SUCCESS"}) == count, 60.0)
@@ -34,7 +34,7 @@ async def test_t14_few_claims_are_lost_however_many_processes_share_a_backlog(
     tried, won = (sum(worker.told[counter] for worker in workers) for counter in ("tried", "won"))
     assert won == count, "with long leases, whatever is won is run"
     share = (tried - won) / tried
-    assert share < 0.2, "on a busy machine; benchmarks/fleet.py judges by a tenth"
+    assert share < 0.10
 
 
 def _know_each_other(documents: Collection[dict[str, Any]]) -> bool:
