@@ -108,3 +108,75 @@ async def test_a_button_pressed_where_the_task_has_gone_tells_why(page: Page, sh
     await shop.delete("image.resize", "gone")
     await page.get_by_role("button", name="Cancel").click()
     await expect(page.locator("main")).to_contain_text("there is no task")
+
+
+async def test_what_is_typed_and_not_sent_yet_survives_a_refresh_and_is_what_is_sent(
+    page: Page, site: Site, shop: TaskMesh
+) -> None:
+    site.hire("dora", "--concurrency", "5", "--queues", "nobody-uses-it")
+    site.staffed("dora")
+    await page.goto("/workers")
+    row = page.locator("tbody tr", has_text="dora")
+    await expect(page.locator("#live")).to_have_text("live")
+    await row.get_by_label("Slots of dora").fill("50")
+    await page.keyboard.press("Tab")
+    button = row.get_by_role("button", name="Set slots")
+    await expect(button).to_be_focused()
+    await shop.pause_worker("dora")
+    await expect(row.locator(".status")).to_have_text("paused")
+    await expect(row.get_by_label("Slots of dora")).to_have_value("50")
+    await expect(button).to_be_focused()
+    await button.press("Enter")
+    await expect(row).to_contain_text("0/50")
+
+
+async def test_a_row_that_comes_or_goes_takes_nothing_from_its_neighbours(page: Page, shop: TaskMesh) -> None:
+    names = ("between-1", "between-3")
+    for name in names:
+        await shop.publish("image.resize", name, {"path": "a.jpg"}, queue=name, delay_ms=3_600_000)
+    await page.goto("/queues")
+    await expect(page.locator("#live")).to_have_text("live")
+    row = page.locator("tbody tr", has_text="between-3")
+    await row.locator("summary").click()
+    await row.get_by_label("Running at once").fill("3")
+    await row.get_by_placeholder("why").fill("because")
+    await row.locator("summary").focus()
+    await shop.publish("image.resize", "between-2", {"path": "a.jpg"}, queue="between-2", delay_ms=3_600_000)
+    new = page.locator("tbody tr", has_text="between-2")
+    await expect(new).to_be_visible()
+    await expect(new.get_by_placeholder("why")).to_have_value("")
+    await expect(row.get_by_label("Running at once")).to_have_value("3")
+    await expect(row.locator("summary")).to_be_focused()
+    await shop.delete("image.resize", "between-1")
+    await expect(page.locator("tbody tr", has_text="between-1")).to_have_count(0)
+    await expect(row.get_by_placeholder("why")).to_have_value("because")
+    await expect(row.locator("summary")).to_be_focused()
+    await expect(row.get_by_label("Running at once")).to_be_visible()
+
+
+async def test_a_refresh_between_press_and_release_loses_no_click(page: Page, shop: TaskMesh) -> None:
+    await shop.publish("image.resize", "pressed", {"path": "a.jpg"}, delay_ms=3_600_000)
+    await page.goto("/task?name=image.resize&key=pressed")
+    await expect(page.locator("#live")).to_have_text("live")
+    box = await page.get_by_role("button", name="Run now").bounding_box()
+    assert box is not None
+    await page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    await page.mouse.down()
+    async with page.expect_response(lambda answer: "/task?" in answer.url):
+        await shop.set_option("image.resize", "pressed", priority=7)
+    await page.mouse.up()
+    await expect(page.locator(".told")).to_have_text("retry: pressed")
+
+
+async def test_what_was_held_back_for_a_press_or_a_selection_is_shown_behind_it(page: Page, shop: TaskMesh) -> None:
+    await shop.publish("image.resize", "held", {"path": "a.jpg"}, delay_ms=3_600_000)
+    await page.goto("/task?name=image.resize&key=held")
+    await expect(page.locator("#live")).to_have_text("live")
+    selected = "getSelection().toString().trim()"
+    await page.evaluate("getSelection().selectAllChildren(document.querySelector('#head .status'))")
+    async with page.expect_response(lambda answer: "/task?" in answer.url):
+        await shop.cancel("image.resize", "held")
+    await expect(page.locator("#explain")).to_be_hidden()  # what is not selected moves on
+    assert await page.evaluate(selected) == "INIT"
+    await page.evaluate("getSelection().removeAllRanges()")
+    await expect(page.locator("#head .status").first).to_have_text("CANCELLED")

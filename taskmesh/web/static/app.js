@@ -53,35 +53,71 @@
     if (event.target.id === "all") for (const box of boxes()) box.checked = event.target.checked;
   });
 
-  // --- fetch what is shown anew ---
-  const isEdited = (element) => {
-    const active = document.activeElement;
-    return element.contains(active) && active.matches("input:not([type=checkbox]), textarea, select");
+  // --- show what was fetched anew, without disturbing who reads, types or clicks ---
+  // Elements stay the same elements, so that focus, what is typed, ticked and opened, and a click on its way stay theirs.
+  const keyOf = (node) => {
+    if (node.nodeType !== Node.ELEMENT_NODE) return node.nodeName;
+    const own = node.id || node.dataset.key || ["action", "name", "href"].map((name) => node.getAttribute(name)).find(Boolean);
+    return `${node.nodeName} ${own || ""}`;
   };
-  const swap = (fresh) => {
+  const morph = (old, fresh) => {
+    if (old.nodeType !== Node.ELEMENT_NODE) {
+      if (old.data !== fresh.data) old.data = fresh.data;
+      return;
+    }
+    if (old.matches("time") && old.dateTime === fresh.dateTime) return; // shown as "3 min ago"
+    for (const { name } of [...old.attributes]) {
+      if (!fresh.hasAttribute(name) && !(name === "open" && old.matches("details"))) old.removeAttribute(name);
+    }
+    for (const { name, value } of fresh.attributes) {
+      // What somebody is about to change is not changed under his hands.
+      if (old.getAttribute(name) !== value && !(name === "value" && old === document.activeElement)) old.setAttribute(name, value);
+    }
+    const left = new Map();
+    for (const child of old.childNodes) {
+      const key = keyOf(child);
+      left.set(key, [...(left.get(key) || []), child]);
+    }
+    const pairs = [...fresh.childNodes].map((child) => [child, (left.get(keyOf(child)) || []).shift()]);
+    for (const gone of [...left.values()].flat()) gone.remove();
+    let next = old.firstChild;
+    for (const [child, known] of pairs) {
+      if (known) morph(known, child);
+      if (known && known === next) next = next.nextSibling;
+      else if (known && next && next.nodeName === "#text" && next.nextSibling === known) known.after(next); // what moves loses the focus
+      else old.insertBefore(known || document.importNode(child, true), next);
+    }
+  };
+  let held = null; // what was fetched, but could not be shown without disturbing
+  let pressed = false;
+  const isSelected = (element) => {
+    const selection = getSelection();
+    return !selection.isCollapsed && selection.containsNode(element, true);
+  };
+  const show = (fresh) => {
+    held = pressed ? fresh : null; // between press and release of a button nothing moves
+    if (pressed) return;
     const active = document.activeElement;
-    const kept = { id: active && active.id, href: active && active.getAttribute && active.getAttribute("href"), at: row() };
+    const at = { row: document.querySelector("tr.at"), place: row() };
     for (const old of document.querySelectorAll("[data-live]")) {
       const found = fresh.getElementById(old.id);
-      if (!found || isEdited(old) || old.outerHTML === found.outerHTML) continue;
-      const ticked = new Set([...old.querySelectorAll("input:checked")].map((box) => box.value));
-      for (const box of found.querySelectorAll('input[type="checkbox"]')) box.checked = ticked.has(box.value);
-      for (const details of found.querySelectorAll("details[id]")) {
-        const before = document.getElementById(details.id);
-        if (before) details.open = before.open;
-      }
-      const hadFocus = old.contains(active);
-      old.replaceWith(found);
-      if (hadFocus) {
-        const again = (kept.id && document.getElementById(kept.id)) ||
-          (kept.href && [...found.querySelectorAll("a[href]")].find((link) => link.getAttribute("href") === kept.href));
-        if (again) again.focus();
-      }
+      if (!found) continue;
+      if (isSelected(old)) held = fresh; // somebody is about to copy it
+      else morph(old, found);
     }
-    if (kept.at >= 0) mark(kept.at, false);
+    if (active.isConnected && active !== document.activeElement) active.focus({ preventScroll: true }); // its row has moved
+    if (at.row && at.row.isConnected) at.row.classList.add("at");
+    else if (at.row) mark(at.place, false);
     showAll();
     showTimes();
   };
+  const showHeld = () => { if (held) show(held); };
+  const released = () => { pressed = false; setTimeout(showHeld); }; // behind the click
+  document.addEventListener("pointerdown", (event) => { pressed = event.button === 0; });
+  for (const event of ["pointerup", "pointercancel", "blur"]) addEventListener(event, released);
+  document.addEventListener("selectionchange", () => { if (getSelection().isCollapsed) setTimeout(showHeld); });
+
+  // --- fetch what is shown anew ---
   const notice = document.getElementById("notice");
   const tell = (text) => {
     if (notice.textContent === text) return;
@@ -104,8 +140,9 @@
       if (Math.abs(date - Date.now()) > 2000) offset = date - Date.now();
       if (answer.redirected) { location.assign(answer.url); return; }
       const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
-      tell(answer.ok ? "" : fresh.querySelector("#problem")?.textContent || `The dashboard answers ${answer.status}.`);
-      if (answer.ok) swap(fresh);
+      const problem = answer.ok ? "" : fresh.querySelector("#problem")?.textContent || `The dashboard answers ${answer.status}.`;
+      if (problem !== document.getElementById("problem")?.textContent) tell(problem); // else the page says so already
+      if (answer.ok) show(fresh);
     } catch { /* the server is away: the stream tells, and comes back */ } finally {
       refreshing = false;
       if (again) refresh();
