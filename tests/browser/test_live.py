@@ -180,3 +180,39 @@ async def test_what_was_held_back_for_a_press_or_a_selection_is_shown_behind_it(
     assert await page.evaluate(selected) == "INIT"
     await page.evaluate("getSelection().removeAllRanges()")
     await expect(page.locator("#head .status").first).to_have_text("CANCELLED")
+
+
+HIDEABLE = """
+Object.defineProperty(document, "hidden", { get: () => sessionStorage.getItem("hidden") === "yes" });
+window.hide = (hidden) => {
+  sessionStorage.setItem("hidden", hidden ? "yes" : "no");
+  document.dispatchEvent(new Event("visibilitychange"));
+};
+"""
+"""A headless browser shows all its tabs at once: so a tab says by itself whether it is seen."""
+
+
+async def test_tabs_that_nobody_sees_take_no_connection_and_catch_up_when_they_are_seen(
+    chromium: Browser, site: Site, shop: TaskMesh
+) -> None:
+    await shop.publish("image.resize", "tabs", {"path": "a.jpg"}, delay_ms=3_600_000)
+    context = await chromium.new_context(base_url=site.url)
+    await context.add_init_script(HIDEABLE)
+    tabs = []
+    for _ in range(8):  # two more than connections
+        tab = await context.new_page()
+        await tab.goto("/task?name=image.resize&key=tabs")
+        await expect(tab.locator("#live")).to_have_text("live")
+        await tab.evaluate("hide(true)")
+        tabs.append(tab)
+    first = tabs[0]
+    await first.reload()  # opened in the background
+    await shop.cancel("image.resize", "tabs")
+    last = await context.new_page()
+    await last.goto("/task?name=image.resize&key=tabs")
+    await expect(last.locator("#live")).to_have_text("live")
+    for tab in (first, tabs[1]):
+        await tab.evaluate("hide(false)")
+        await expect(tab.locator("#head .status").first).to_have_text("CANCELLED")
+        await expect(tab.locator("#live")).to_have_text("live")
+    await context.close()

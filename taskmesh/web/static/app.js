@@ -128,7 +128,7 @@
   let again = false;
   let last = 0;
   const refresh = async () => {
-    if (document.hidden) { again = true; return; }
+    if (document.hidden) return; // as soon as it is seen again
     if (refreshing) { again = true; return; }
     refreshing = true;
     again = false;
@@ -148,7 +148,6 @@
       if (again) refresh();
     }
   };
-  document.addEventListener("visibilitychange", () => { if (!document.hidden && again) refresh(); });
 
   // --- curves ---
   const curves = document.getElementById("curves");
@@ -204,24 +203,38 @@
     draw();
     if (["overview", "workers", "queues", "schedules"].includes(watch)) refresh();
   };
+  // Only a page that is seen listens: a browser has six connections to a host, for all its tabs together.
   let stream = null;
+  let listenAgain = 0;
+  const stop = () => {
+    clearTimeout(listenAgain);
+    if (stream) stream.close();
+    stream = null;
+  };
   const listen = () => {
+    stop();
+    if (document.hidden) return;
     stream = new EventSource(`${prefix}/live`);
     stream.addEventListener("open", () => say("live", false)); // its first event lets us fetch what happened meanwhile
     stream.addEventListener("error", () => {
       say("reconnecting …", true);
       // A refused connection is tried again by the browser. After an answer that is no stream (a proxy's 502, a
       // session that has ended) it gives up: then we try, and the refresh leads to the login if that is what is missing.
-      if (stream.readyState === EventSource.CLOSED) setTimeout(() => { refresh(); listen(); }, 3000);
+      if (stream && stream.readyState === EventSource.CLOSED) listenAgain = setTimeout(() => { refresh(); listen(); }, 3000);
     });
-    stream.addEventListener("full", () => { stream.close(); say("too many watch", true); });
+    stream.addEventListener("full", () => { stop(); say("too many watch", true); });
     stream.addEventListener("changed", changed);
     stream.addEventListener("overview", sampled);
   };
   if (watch && "EventSource" in window) {
     listen();
-    addEventListener("pagehide", () => stream.close());
-    addEventListener("pageshow", (event) => { if (event.persisted) listen() });
+    addEventListener("pagehide", stop);
+    addEventListener("pageshow", (event) => { if (event.persisted) listen(); });
+    document.addEventListener("visibilitychange", () => {
+      if (document.hidden) { stop(); return; }
+      listen();
+      refresh();
+    });
   }
 
   // --- the keyboard ---
