@@ -14,6 +14,7 @@ from starlette.routing import Route
 from taskmesh.bulk import TaskPage
 from taskmesh.errors import InvalidOption
 from taskmesh.mesh import TaskMesh
+from taskmesh.option import TaskOption
 from taskmesh.stats import Stats
 from taskmesh.task import Status
 from taskmesh.timeline import bars_of
@@ -24,7 +25,7 @@ from taskmesh.web.jsonable import to_json
 from taskmesh.web.operations import OPERATIONS
 from taskmesh.web.pulse import Pulse, sample_data
 from taskmesh.web.rendering import as_page, error_page, rendered
-from taskmesh.web.views import STATIC, copied, option_rows, query, whys_of
+from taskmesh.web.views import STATIC, copied, copied_settings, option_rows, query, whys_of
 from taskmesh.where import TaskFilter, milliseconds
 
 _COUNT_AT_MOST = 10_000
@@ -141,6 +142,7 @@ async def task(request: Request, mesh: TaskMesh) -> Response:
     found = await mesh.get(name, key)
     explanations = [] if found.status.finished else await mesh.explain(name, key)
     now = mesh.clock.now()
+    definition = mesh.definitions.get(name)
     effect = None
     if changes := request.query_params.get("changes"):
         asked = {"name": name, "key": key, "changes": changes}
@@ -151,6 +153,7 @@ async def task(request: Request, mesh: TaskMesh) -> Response:
         effect=effect,
         task=found,
         copy=copied(found.params),
+        copy_settings=copied_settings(found, definition.option if definition is not None else TaskOption()),
         bars=bars_of(found, now),
         whys=whys_of(explanations),
         option_rows=option_rows(found.task_option),

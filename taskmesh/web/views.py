@@ -18,6 +18,7 @@ from markupsafe import Markup, escape
 
 from taskmesh.explain import Explanation, Gate
 from taskmesh.option import TaskOption
+from taskmesh.task import Task
 from taskmesh.web.jsonable import jsonable, to_json
 
 _MOST_JSON_CHARS = 20_000
@@ -87,6 +88,16 @@ def copied(params: Any) -> str | None:
     """Return params as JSON from which they can be published again; None if they are long, or JSON has no words for them."""
     text = to_json(params, indent=2)
     return text if len(text) <= _MOST_JSON_CHARS and json.loads(text) == params else None
+
+
+def copied_settings(task: Task, published: TaskOption) -> str:
+    """Return the settings with which a copy of a task is published as the task was. `published`: what it would have without."""
+    settings: dict[str, Any] = {"queue": task.queue}
+    if task.group is not None:
+        settings["group"] = task.group
+    option = task.task_option
+    settings |= {name: getattr(option, name) for name in TaskOption.model_fields if getattr(option, name) != getattr(published, name)}
+    return to_json(settings, indent=2)
 
 
 def number(value: float | None) -> str:

@@ -13,7 +13,7 @@ import pytest
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
-from taskmesh import TaskFailed, TaskMesh, current_task
+from taskmesh import TaskFailed, TaskMesh, TaskOption, current_task
 from taskmesh.web import create_app
 from tests.waiting import eventually
 from tests.web.conftest import ORIGIN, browser
@@ -199,6 +199,34 @@ async def test_a_copy_of_a_task_can_be_published_where_json_has_words_for_its_pa
     assert said.startswith("good: published: work copy")
     assert (await mesh.get("work", "copy")).params == {"text": NASTY, "n": 1}
     assert "Publish a copy" not in await shown(client, "/task?name=work&key=moment")
+
+
+async def test_a_copy_is_published_with_the_settings_of_its_task(mesh: TaskMesh, client: httpx.AsyncClient) -> None:
+    settings: dict[str, Any] = {
+        "queue": "slow",
+        "group": f"customer {NASTY}",
+        "priority": 4,
+        "run_timeout_ms": 5_000,
+        "max_unexpected_retries": 0,
+        "unexpected_retry_backoff": 2.5,
+        "retain_failed_ms": None,
+        "specific_worker_ids": ["w1", NASTY],
+    }
+    await mesh.publish("work", "k", **settings)
+
+    @mesh.task(option=TaskOption(max_unexpected_retries=7, run_timeout_ms=1_000))
+    async def known() -> None:
+        return None
+
+    await known.configure(run_timeout_ms=None, max_unexpected_retries=3).publish("k")
+    for name in ("work", "known"):
+        page = unescape(await shown(client, f"/task?name={name}&key=k"))
+        offered = re.search(r'<textarea name="configuration"[^>]*>(.*?)</textarea>', page, re.DOTALL)
+        assert offered is not None
+        said = await told(client, "tasks.publish", name=name, key="copy", configuration=offered[1])
+        assert said.startswith("good: published"), said
+        original, copy = await mesh.get(name, "k"), await mesh.get(name, "copy")
+        assert (copy.queue, copy.group, copy.task_option) == (original.queue, original.group, original.task_option)
 
 
 async def test_forms_do_what_their_buttons_say(mesh: TaskMesh, client: httpx.AsyncClient) -> None:
