@@ -49,6 +49,8 @@ class ScheduleInfo(BaseModel):
     missed: Missed = "latest"
     overlap: Overlap = "allow"
     jitter_ms: int = 0
+    settings: dict[str, Any] = {}
+    """What else was declared for its tasks, as in `configure`."""
     paused: bool = False
     paused_by: str | None = None
     paused_reason: str | None = None

@@ -334,18 +334,15 @@ async def _schedules(mesh: TaskMesh) -> list[ScheduleInfo]:
 
 @_operation("schedule.declare", "PUT", "/schedule")
 async def _declare(mesh: TaskMesh, query: TheSchedule, body: Scheduling) -> ScheduleInfo:
-    """Create a schedule, or change it."""
-    return await mesh.every(
-        body.name,
-        cron=body.cron,
-        interval_ms=body.interval_ms,
-        timezone=body.timezone,
-        params=body.params,
-        schedule_id=query.schedule_id,
-        missed=body.missed,
-        overlap=body.overlap,
-        jitter_ms=body.jitter_ms,
-    )
+    """Create a schedule, or change of it what is given."""
+    given = {field: getattr(body, field) for field in body.model_fields_set}
+    stored = next((one for one in await mesh.schedules() if one.schedule_id == query.schedule_id), None)
+    if stored is not None:
+        kept = {field: getattr(stored, field) for field in Scheduling.model_fields} | stored.settings
+        if given.get("cron") is not None or given.get("interval_ms") is not None:
+            kept |= {"cron": None, "interval_ms": None}  # it ticks by one of them
+        given = kept | given
+    return await mesh.every(schedule_id=query.schedule_id, **given)
 
 
 @_operation("schedule.pause", "POST", "/schedule/pause")

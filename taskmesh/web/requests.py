@@ -199,7 +199,7 @@ class GroupLimit(_Request):
 
 
 class Scheduling(_Request):
-    """A schedule to declare, or to change."""
+    """A schedule to declare, or to change: then what is not given stays as it is."""
 
     name: Name
     cron: Annotated[str, StringConstraints(max_length=200)] | None = None

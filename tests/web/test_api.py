@@ -188,6 +188,27 @@ async def test_schedules_are_declared_paused_triggered_and_removed(client: httpx
     await ask(client, "PUT", "/schedule", 422, params=one, json={"name": "report", "cron": "whenever"})
 
 
+async def test_a_schedule_that_code_declared_is_changed_in_what_is_given_alone(
+    mesh: TaskMesh, client: httpx.AsyncClient
+) -> None:
+    declared: dict[str, Any] = {"params": {"deep": True}, "timezone": "Europe/Berlin", "missed": "all", "overlap": "skip", "jitter_ms": 500}
+    settings: dict[str, Any] = {"queue": "slow", "run_timeout_ms": 5_000, "specific_worker_ids": ["w1"]}
+    before = await mesh.every("report", schedule_id="s", cron="0 3 * * *", **declared, **settings)
+    assert before.settings == settings
+    one = {"schedule_id": "s"}
+    after = await ask(client, "PUT", "/schedule", params=one, json={"name": "report", "cron": "0 4 * * *"})
+    assert {field: after[field] for field in declared} == declared
+    assert (after["cron"], after["settings"]) == ("0 4 * * *", settings)
+    form = {"schedule_id": "s", "name": "report", "interval_ms": "60000", "cron": "", "timezone": "", "params": ""}
+    await client.post("/do/schedule.declare", data={**form, "missed": "skip"})
+    [changed] = await mesh.schedules()
+    assert (changed.cron, changed.interval_ms, changed.missed) == (None, 60_000, "skip")
+    assert (changed.params, changed.overlap, changed.settings) == ({"deep": True}, "skip", settings)
+    await mesh.trigger("s")
+    [task] = [task async for task in mesh.find("report")]
+    assert (task.queue, task.task_option.run_timeout_ms) == ("slow", 5_000)
+
+
 async def test_events_are_streamed(mesh: TaskMesh) -> None:
     # httpx collects the whole answer of an ASGI app, so the stream is read where it is made.
     lines = _event_lines(mesh.events("work"))
