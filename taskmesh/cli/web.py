@@ -18,6 +18,9 @@ def web(
     host: Annotated[str, typer.Option(help="Where it listens; another than loopback asks for a token.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65_535, help="Its port.")] = 8080,
     read_only: Annotated[bool, typer.Option("--read-only", help="Nobody can change anything.")] = False,
+    base_path: Annotated[
+        str, typer.Option(help="The path under which a proxy serves it, and which the proxy strips: /ops/mesh.")
+    ] = "",
     uri: Uri = None,
     database: Database = None,
     collection: Collection = None,
@@ -25,4 +28,5 @@ def web(
     """Serve the dashboard and the REST API until Ctrl-C."""
     if missing := [name for name in _NEEDED if find_spec(name) is None]:
         raise TaskMeshError(f"the dashboard needs {', '.join(missing)}: pip install 'taskmesh[web]'")
-    import_module("taskmesh.web").serve(mesh_at(uri, database, collection), host=host, port=port, read_only=read_only)
+    mesh = mesh_at(uri, database, collection)
+    import_module("taskmesh.web").serve(mesh, host=host, port=port, read_only=read_only, base_path=base_path)

@@ -74,7 +74,7 @@ def create_app(
     app.state.connection = connection
     app.state.pulse = pulse
     app.state.rules = rules
-    app.state.base_path = base_path.rstrip("/")
+    app.state.base_path = f"/{base_path.strip('/')}".rstrip("/")
     return app
 
 
