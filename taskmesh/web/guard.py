@@ -1,8 +1,8 @@
 """Who may come in, and what their browsers may do: token, origin, host, read-only, and the headers of every answer.
 
 Without a token, only requests to a loopback name are served (a page elsewhere can make a browser resolve its own name to
-127.0.0.1). What changes something has to come from the same origin by the browser's own word (`Sec-Fetch-Site`, `Origin`);
-where no browser speaks, by a header that no foreign page can send unasked.
+127.0.0.1). What changes something has to come from the same origin by the browser's own word (`Sec-Fetch-Site`, which no page
+can set; else `Origin`, which has to name our host); where no browser speaks, by a header that no foreign page can send unasked.
 """
 
 from __future__ import annotations
@@ -106,9 +106,7 @@ class Guard:
         if scope["method"] in _HARMLESS:
             return None
         if not by_token and not _is_of_same_origin(headers):
-            return _refused(
-                403, "a change has to come from these pages: a program sends the header `X-Taskmesh: 1`, or the token"
-            )
+            return _refused(403, _why_foreign(headers))
         if rules.read_only and path not in ("/login", "/logout"):
             return _refused(403, "this dashboard is read-only")
         return None
@@ -146,7 +144,9 @@ def _host(header: str) -> str:
 def _is_of_same_origin(headers: Headers) -> bool:
     """Whether a change comes from our own pages, or from no browser at all and says so."""
     site = headers.get("sec-fetch-site")
-    if site is not None and site not in ("same-origin", "none"):
+    if site == "same-origin":  # also behind a proxy that tells us another host than the browser's
+        return True
+    if site not in (None, "none"):
         return False
     origin = headers.get("origin")
     if origin is not None:
@@ -155,6 +155,17 @@ def _is_of_same_origin(headers: Headers) -> bool:
         except ValueError:  # it is no address at all
             return False
     return site is not None or "x-taskmesh" in headers
+
+
+def _why_foreign(headers: Headers) -> str:
+    """Say why a change is refused: mostly it is not an attack, but a proxy."""
+    said = "a change has to come from these pages: a program sends the header `X-Taskmesh: 1`, or the token"
+    if (origin := headers.get("origin")) is None or headers.get("sec-fetch-site") not in (None, "none"):
+        return said
+    return (
+        f"{said}. This request comes from a page of {origin}, and asks for {headers.get('host', 'nothing')}: if a proxy is between "
+        "them, let it pass the Host header on (nginx: proxy_set_header Host $http_host)"
+    )
 
 
 def _refused(status: int, message: str, headers: dict[str, str] | None = None) -> Response:

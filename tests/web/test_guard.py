@@ -33,12 +33,16 @@ def test_loopback_is_known_by_any_of_its_names(host: str) -> None:
     [
         ({"Origin": ORIGIN}, 200),
         ({"Origin": ORIGIN, "Sec-Fetch-Site": "same-origin"}, 200),
+        ({"Origin": "https://ops.example", "Sec-Fetch-Site": "same-origin", "Host": "upstream:8080"}, 200),
+        ({"Origin": ORIGIN, "Sec-Fetch-Site": "none"}, 200),
         ({"X-Taskmesh": "1"}, 200),
         ({"Origin": "https://evil.example"}, 403),
         ({"Origin": "null"}, 403),
         ({"Origin": "http://127.0.0.1:9999"}, 403),
         ({"Origin": ORIGIN, "Sec-Fetch-Site": "cross-site"}, 403),
         ({"Origin": "https://evil.example", "X-Taskmesh": "1"}, 403),
+        ({"Origin": "https://evil.example", "Sec-Fetch-Site": "none"}, 403),
+        ({"Origin": ORIGIN, "Sec-Fetch-Site": "Same-Origin, cross-site"}, 403),
         ({"Sec-Fetch-Site": "same-site"}, 403),
         ({"Origin": "http://["}, 403),
         ({"Origin": ""}, 403),
@@ -55,6 +59,30 @@ async def test_t43_another_origins_post_is_refused(mesh: TaskMesh, headers: dict
         form = await client.post("/do/task.delete", data={"name": "work", "key": "k"}, headers=headers)
         assert form.status_code == (303 if status == 200 else 403)
     assert await mesh.count() == (0 if status == 200 else 1)
+
+
+async def test_behind_a_proxy_that_hides_the_host_a_refusal_says_so(mesh: TaskMesh) -> None:
+    """Over plain HTTP a browser does not say Sec-Fetch-Site."""
+    async with browser(mesh, token=TOKEN) as client:
+        answer = await client.post(
+            "/login", data={"token": TOKEN}, headers={"Origin": "http://ops.example", "Host": "upstream:8080"}
+        )
+        assert answer.status_code == 403
+        told = answer.json()["message"]
+        assert "http://ops.example" in told
+        assert "upstream:8080" in told
+        assert "pass the Host header on" in told
+
+
+async def test_a_name_that_was_made_to_lead_here_is_not_served_whatever_its_page_says(mesh: TaskMesh) -> None:
+    """DNS rebinding: such a page is of the same origin, by the browser's own word."""
+    await mesh.publish("work", "k")
+    rebound = {"Host": "evil.example", "Origin": "http://evil.example", "Sec-Fetch-Site": "same-origin"}
+    async with browser(mesh, hosts=LOOPBACK) as client:
+        assert (await client.post(CANCEL, headers=rebound)).status_code == 400
+    async with browser(mesh, token=TOKEN) as client:  # with a token: its cookie is not sent to another name
+        assert (await client.post(CANCEL, headers=rebound)).status_code == 401
+    assert (await mesh.get("work", "k")).status == "INIT"
 
 
 async def test_without_a_token_only_loopback_names_are_served(mesh: TaskMesh) -> None:
