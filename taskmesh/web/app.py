@@ -47,6 +47,7 @@ def create_app(
     under which a proxy serves it, if the app cannot see that itself. `hosts`: answer only under these host names. Raises
     `InvalidOption` for an empty token.
     """
+    token = None if token is None else token.strip()  # a file or a secret often ends with a newline
     if token is not None and len(token) < SHORTEST_TOKEN:
         raise InvalidOption(f"a token has at least {SHORTEST_TOKEN} characters: make one by `openssl rand -hex 32`")
     connection = Connection(mesh)

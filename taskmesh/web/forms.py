@@ -14,7 +14,7 @@ from taskmesh.bulk import UndoResult
 from taskmesh.errors import TaskMeshError
 from taskmesh.web import api
 from taskmesh.web.connection import mesh_of
-from taskmesh.web.guard import SESSION, Rules, prefix_of
+from taskmesh.web.guard import Rules, prefix_of
 from taskmesh.web.operations import OPERATIONS
 from taskmesh.web.rendering import cookie_path, led_back, rendered
 from taskmesh.web.requests import Published
@@ -118,14 +118,15 @@ async def login(request: Request) -> Response:
         return rendered(request, "login.html", 401, then=fields.get("then", "/"), wrong=True)
     response = led_back(request, fields.get("then", "/"), "welcome")
     secure = request.url.scheme == "https"
-    response.set_cookie(
-        SESSION, rules.session(), httponly=True, samesite="strict", secure=secure, path=cookie_path(request)
-    )
+    name, value = rules.session()
+    # Lax: a link in a mail leads to the page and not to the login. What changes something, the guard looks at anyway.
+    response.set_cookie(name, value, httponly=True, samesite="lax", secure=secure, path=cookie_path(request))
     return response
 
 
 async def logout(request: Request) -> Response:
-    """Forget the session."""
+    """Let this browser forget the session. It is not kept here, so it is worth something until the token is another."""
+    rules: Rules = request.app.state.rules
     response = RedirectResponse(prefix_of(request.scope) + "/login", 303)
-    response.delete_cookie(SESSION, path=cookie_path(request))
+    response.delete_cookie(rules.session()[0], path=cookie_path(request))
     return response

@@ -11,16 +11,15 @@ import hashlib
 import hmac
 from collections.abc import Collection
 from dataclasses import dataclass
-from http.cookies import CookieError, SimpleCookie
 from urllib.parse import quote, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import HTTPConnection
 from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from taskmesh.web.jsonable import to_json
 
-SESSION = "taskmesh_session"
 SHORTEST_TOKEN = 16
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 _HARMLESS = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -48,14 +47,19 @@ class Rules:
     hosts: Collection[str] | None = None
     """Names under which requests may ask for us; None: any."""
 
-    def session(self) -> str:
-        """Return what a browser that has shown the token keeps instead of it."""
-        return hmac.new((self.token or "").encode(), b"taskmesh web session", hashlib.sha256).hexdigest()
+    def session(self) -> tuple[str, str]:
+        """Return the cookie that a browser which has shown the token keeps instead of it: its name and its value.
+
+        A browser has one jar for all ports of a host: each token has a name of its own, so that two dashboards can be open.
+        """
+        key = (self.token or "").encode()
+        name = hmac.new(key, b"taskmesh web name", hashlib.sha256).hexdigest()[:8]
+        return f"taskmesh_{name}", hmac.new(key, b"taskmesh web session", hashlib.sha256).hexdigest()
 
     def knows(self, token: str) -> bool:
         """Whether this is the token, compared in constant time."""
         mine = hashlib.sha256((self.token or "").encode()).digest()
-        return hmac.compare_digest(mine, hashlib.sha256(token.encode("utf-8", "replace")).digest())
+        return hmac.compare_digest(mine, hashlib.sha256(token.strip().encode("utf-8", "replace")).digest())
 
 
 class Guard:
@@ -94,7 +98,7 @@ class Guard:
                 "this address is served under loopback names only: use 127.0.0.1 or localhost, or start it with a token",
             )
         by_token = rules.token is not None and self._has_token(headers)
-        if rules.token is not None and not by_token and not self._has_session(headers) and path not in _OPEN:
+        if rules.token is not None and not by_token and not self._has_session(scope) and path not in _OPEN:
             if path.startswith("/static/"):
                 return None
             if path.startswith("/api/") or path == "/metrics" or scope["method"] not in _HARMLESS:
@@ -113,15 +117,12 @@ class Guard:
 
     def _has_token(self, headers: Headers) -> bool:
         scheme, _, token = headers.get("authorization", "").partition(" ")
-        return scheme.lower() == "bearer" and self._rules.knows(token.strip())
+        return scheme.lower() == "bearer" and self._rules.knows(token)
 
-    def _has_session(self, headers: Headers) -> bool:
-        try:
-            cookie = SimpleCookie(headers.get("cookie", "")).get(SESSION)
-        except CookieError:
-            return False
-        kept = cookie.value.encode("utf-8", "replace") if cookie is not None else b""
-        return hmac.compare_digest(self._rules.session().encode(), kept)
+    def _has_session(self, scope: Scope) -> bool:
+        name, value = self._rules.session()
+        kept = HTTPConnection(scope).cookies.get(name, "")
+        return hmac.compare_digest(value.encode(), kept.encode("utf-8", "replace"))
 
 
 def prefix_of(scope: Scope) -> str:

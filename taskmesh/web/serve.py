@@ -41,7 +41,7 @@ def serve(
     logging is set up already. Raises `InvalidOption` for an address other than loopback without a token, and `TaskMeshError` if
     it cannot listen there.
     """
-    token = token or os.environ.get(TOKEN) or None
+    token = (token or os.environ.get(TOKEN, "")).strip() or None
     if token is None and not is_loopback(host):
         raise InvalidOption(
             f"to listen on {host!r}, where others can reach it, the dashboard needs a token: set {TOKEN} "

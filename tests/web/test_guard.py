@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from http.cookiejar import CookieJar
+
 import httpx
 import pytest
 
@@ -126,7 +128,7 @@ async def test_a_browser_shows_the_token_once(mesh: TaskMesh) -> None:
         assert (right.status_code, right.headers["location"]) == (303, "/workers")
         cookie = right.headers["set-cookie"]
         assert "HttpOnly" in cookie
-        assert "SameSite=strict" in cookie
+        assert "SameSite=lax" in cookie, "a link in a mail leads to the page, not to the login"
         assert TOKEN not in cookie
         assert (await client.get("/workers")).status_code == 200
         assert (await client.post(CANCEL, headers={"Origin": "https://evil.example"})).status_code == 403
@@ -169,14 +171,44 @@ async def test_a_login_from_elsewhere_is_refused(mesh: TaskMesh) -> None:
 async def test_a_session_is_worth_nothing_under_another_token_or_with_a_byte_changed(mesh: TaskMesh) -> None:
     async with browser(mesh, token=TOKEN) as client:
         await client.post("/login", data={"token": TOKEN})
-        session = client.cookies["taskmesh_session"]
+        [(cookie_name, session)] = [(name, value) for name, value in client.cookies.items() if name != "taskmesh_told"]
         assert (await client.get("/workers")).status_code == 200
         client.cookies.clear()
         for kept in (session[:-1], session + "0", session[::-1], "", TOKEN, '"', "\u00ff"):
-            cookie = f"taskmesh_session={kept}".encode()
+            cookie = f"{cookie_name}={kept}".encode()
             assert (await client.get("/workers", headers={b"Cookie": cookie})).status_code == 303, kept
     async with browser(mesh, token=TOKEN + "!") as client:
-        assert (await client.get("/workers", headers={"Cookie": f"taskmesh_session={session}"})).status_code == 303
+        assert (await client.get("/workers", headers={"Cookie": f"{cookie_name}={session}"})).status_code == 303
+
+
+async def test_dashboards_on_two_ports_of_one_host_do_not_log_each_other_out(mesh: TaskMesh) -> None:
+    """A browser keeps one jar of cookies for all ports."""
+    async with browser(mesh, token=TOKEN) as one, browser(mesh, token=TOKEN[::-1]) as other:
+        jar = CookieJar()
+        one.cookies, other.cookies = jar, jar  # type: ignore[assignment]  # httpx takes both
+        await one.post("/login", data={"token": TOKEN})
+        await other.post("/login", data={"token": TOKEN[::-1]})
+        assert (await one.get("/workers")).status_code == 200
+        assert (await other.get("/workers")).status_code == 200
+        await one.post("/logout")
+        assert (await other.get("/workers")).status_code == 200
+
+
+async def test_another_programs_cookies_do_not_hide_the_session(mesh: TaskMesh) -> None:
+    async with browser(mesh, token=TOKEN) as client:
+        await client.post("/login", data={"token": TOKEN})
+        ours = "; ".join(f"{name}={value}" for name, value in client.cookies.items())
+        client.cookies.clear()
+        cookies = f'a[b]=c; bad key={{"x": 1}}; d="; {ours}'
+        assert (await client.get("/workers", headers={"Cookie": cookies})).status_code == 200
+
+
+async def test_a_newline_behind_the_token_is_no_part_of_it(mesh: TaskMesh) -> None:
+    async with browser(mesh, token=f"{TOKEN}\n") as client:
+        assert (await client.post("/login", data={"token": f"{TOKEN} "})).status_code == 303
+        client.cookies.clear()
+        bearer = {"Authorization": f"Bearer {TOKEN}"}
+        assert (await client.get("/api/v1/stats", headers=bearer)).status_code == 200
 
 
 async def test_over_https_the_session_is_never_sent_in_the_clear(mesh: TaskMesh) -> None:
