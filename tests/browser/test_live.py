@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
+import time
 
 import pytest
-from playwright.async_api import Browser, Page, expect
+from playwright.async_api import Browser, Page, Route, expect
 
 from taskmesh import TaskMesh
 from tests.browser.site import Site, gate_to
 from tests.browser.test_buttons import accept
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.browser
 
@@ -216,3 +219,30 @@ async def test_tabs_that_nobody_sees_take_no_connection_and_catch_up_when_they_a
         await expect(tab.locator("#head .status").first).to_have_text("CANCELLED")
         await expect(tab.locator("#live")).to_have_text("live")
     await context.close()
+
+
+async def test_a_page_that_takes_the_database_long_is_asked_for_the_more_seldom(page: Page, shop: TaskMesh) -> None:
+    takes_s = 0.6
+    asked: list[float] = []
+    answered: list[float] = []
+
+    async def slowly(route: Route) -> None:
+        asked.append(time.monotonic())
+        await asyncio.sleep(takes_s)  # as a filter that no index serves
+        answered.append(time.monotonic())
+        await route.continue_()
+
+    await page.goto("/tasks?where=key:slow-")
+    await expect(page.locator("#live")).to_have_text("live")
+    await page.route("**/tasks?*", slowly)
+    number = 0
+
+    async def asked_often() -> bool:
+        nonlocal number
+        number += 1
+        await shop.publish("image.resize", f"slow-{number}", {"path": "a.jpg"}, delay_ms=3_600_000)
+        return len(asked) >= 3
+
+    await eventually(asked_often, 60, what="the page was fetched three times")
+    rests = [begun - ended for begun, ended in zip(asked[1:], answered, strict=False)]
+    assert min(rests) >= 3.9 * takes_s

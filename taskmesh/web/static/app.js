@@ -126,16 +126,18 @@
   };
   let refreshing = false;
   let again = false;
-  let last = 0;
+  let rest = 0; // until then: what takes the database long is asked for the more seldom
   const refresh = async () => {
     if (document.hidden) return; // as soon as it is seen again
     if (refreshing) { again = true; return; }
     refreshing = true;
     again = false;
     try {
-      await new Promise((done) => setTimeout(done, Math.max(0, last + 1000 - Date.now())));
+      await new Promise((done) => setTimeout(done, Math.max(0, rest - performance.now())));
+      const asked = performance.now();
       const answer = await fetch(location.href, { headers: { Accept: "text/html" }, credentials: "same-origin" });
-      last = Date.now();
+      const answered = performance.now();
+      rest = answered + Math.max(1000, 4 * (answered - asked));
       const date = Date.parse(answer.headers.get("date") || "");
       if (Math.abs(date - Date.now()) > 2000) offset = date - Date.now();
       if (answer.redirected) { location.assign(answer.url); return; }
