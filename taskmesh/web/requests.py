@@ -11,6 +11,8 @@ from taskmesh.periodic import Missed, Overlap
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.\-]{1,100}$")]
 Key = Annotated[str, StringConstraints(min_length=1, max_length=512, pattern=r"^[^\x00]+$")]
 Text = Annotated[str, StringConstraints(max_length=500, pattern=r"^[^\x00]*$")]
+Where = Annotated[str, StringConstraints(max_length=4_000, pattern=r"^[^\x00]*$")]
+"""A filter. Reasons are long, and a quote within what is quoted takes five characters."""
 Group = Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=r"^[^\x00]+$")]
 WorkerId = Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=r"^[^\x00]+$")]
 Milliseconds = Annotated[int, Field(ge=0, le=10 * 366 * 86_400_000)]
@@ -61,7 +63,7 @@ class TheSchedule(_Request):
 class Listing(_Request):
     """Which page of which tasks."""
 
-    where: Text = Field("", description="A filter like `status:FAIL name:resize error:timeout age>1h`.")
+    where: Where = Field("", description="A filter like `status:FAIL name:resize error:timeout age>1h`.")
     newest_first: bool = True
     after: Annotated[str, StringConstraints(max_length=4_000)] | None = Field(
         None, description="`following` of the page before."
@@ -72,7 +74,7 @@ class Listing(_Request):
 class Counting(_Request):
     """Which tasks to count."""
 
-    where: Text = ""
+    where: Where = ""
     at_most: int = Field(10_000, ge=1, le=10_000_000, description="Count no further.")
 
 
@@ -137,7 +139,7 @@ class OptionChange(_Request):
 class Bulk(_Request):
     """What to do to all tasks that fit a filter."""
 
-    where: Text
+    where: Where
     dry_run: bool = Field(False, description="Only count.")
     by: Text | None = Field(None, description="Who does it, for the list of what was done.")
     undo: bool = Field(True, description="Copy each task aside, so that it can be undone within an hour.")
@@ -146,7 +148,7 @@ class Bulk(_Request):
 class Purge(_Request):
     """Which finished tasks to delete."""
 
-    where: Text = ""
+    where: Where = ""
     dry_run: bool = False
     by: Text | None = None
 

@@ -175,6 +175,29 @@ async def test_errors_lead_to_the_tasks_and_to_their_retry(mesh: TaskMesh, clien
     assert "asks for something" in await shown(client, "/doctor") or "All is well" in await shown(client, "/doctor")
 
 
+async def test_failures_with_long_reasons_full_of_quotes_are_retried_from_the_errors_page(
+    mesh: TaskMesh, client: httpx.AsyncClient
+) -> None:
+    @mesh.task
+    async def work() -> None:
+        raise TaskFailed("'x'\"" * 100)
+
+    await work.publish("k")
+    async with working(mesh, "w1"):
+        await finished(mesh, "work", "k")
+    links = Outline(await shown(client, "/errors")).links
+    retry = await shown(client, next(link for link in links if link.startswith("/bulk?action=retry")))
+    assert "<b>1</b> task fits" in retry
+    where = re.search(r'name="where" value="(.*?)"', retry)
+    assert where is not None
+    filter_ = unescape(where[1])
+    assert len(filter_) > 500
+    for path in ("/api/v1/tasks", "/api/v1/tasks/count"):
+        assert (await client.get(path, params={"where": filter_})).status_code == 200
+    assert (await told(client, "bulk.retry", where=filter_)) == "good: retry: 1 of 1 tasks"
+    assert (await mesh.get("work", "k")).status == "INIT"
+
+
 async def test_what_if_is_told_on_the_page_and_nothing_is_done(mesh: TaskMesh, client: httpx.AsyncClient) -> None:
     await mesh.publish("work", "k", specific_worker_ids=["nobody"])
     page = await shown(client, "/task?name=work&key=k&changes=%7B%22specific_worker_ids%22%3A+%5B%5D%7D&back=%2Ftask")
