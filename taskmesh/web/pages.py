@@ -5,6 +5,8 @@ They work without scripts; the script makes them live, asks before what cannot b
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable
 from typing import Any
 
 from starlette.requests import Request
@@ -32,6 +34,7 @@ _COUNT_AT_MOST = 10_000
 _COUNT_WITHIN_MS = 120
 _LISTED_WITHIN_MS = 1_500
 _ERRORS_AMONG = 1_000
+_FITS_AT_MOST = 1_000
 _WORST_FIRST = ("error", "warning", "note", "ok")
 _TYPES = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 
@@ -184,7 +187,21 @@ async def errors(request: Request, mesh: TaskMesh) -> Response:
     """Show what fails, and why."""
     name = request.query_params.get("name") or None
     report = await mesh.errors(name, at_most=_ERRORS_AMONG, deadline_ms=_LISTED_WITHIN_MS)
-    return rendered(request, "errors.html", report=report, name=name)
+    fits = await _fits_of(mesh, [group.where for group in report.groups])
+    return rendered(request, "errors.html", report=report, name=name, fits=fits, at_most=_FITS_AT_MOST)
+
+
+async def _fits_of(mesh: TaskMesh, filters: Iterable[str]) -> dict[str, int]:
+    """Count how many tasks each filter fits, no further than `_FITS_AT_MOST`; of as many filters as there is time for."""
+    found: dict[str, int] = {}
+    until = time.monotonic() + _COUNT_WITHIN_MS / 1000
+    for where in filters:
+        left_ms = round((until - time.monotonic()) * 1000)
+        count = await mesh.count_within(where, at_most=_FITS_AT_MOST, deadline_ms=left_ms) if left_ms > 0 else None
+        if count is None:
+            break
+        found[where] = count
+    return found
 
 
 async def doctor(request: Request, mesh: TaskMesh) -> Response:

@@ -175,6 +175,25 @@ async def test_errors_lead_to_the_tasks_and_to_their_retry(mesh: TaskMesh, clien
     assert "asks for something" in await shown(client, "/doctor") or "All is well" in await shown(client, "/doctor")
 
 
+async def test_the_errors_page_says_how_many_tasks_its_filter_fits_as_it_may_be_more_than_the_group(
+    mesh: TaskMesh, client: httpx.AsyncClient
+) -> None:
+    @mesh.task(option=TaskOption(max_unexpected_retries=0))
+    async def work(place: str) -> None:
+        if place == "here":
+            raise TimeoutError("no answer from the mail server")
+        raise TimeoutError("no answer from the mail server")
+
+    await work.publish_many({f"{place}-{n}": {"place": place} for place, n_ in (("here", 2), ("there", 3)) for n in range(n_)})
+    async with working(mesh, "w1"):
+        for key in ("here-0", "here-1", "there-0", "there-1", "there-2"):
+            await finished(mesh, "work", key)
+    page = " ".join(re.sub(r"<[^>]*>", " ", await shown(client, "/errors")).split())
+    for failed in ("3 failed", "2 failed"):
+        group = page.partition(failed)[2]
+        assert "Retry these and others like them … 5 tasks in all;" in group.partition("one of them")[0]
+
+
 async def test_failures_with_long_reasons_full_of_quotes_are_retried_from_the_errors_page(
     mesh: TaskMesh, client: httpx.AsyncClient
 ) -> None:
