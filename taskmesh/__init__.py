@@ -9,7 +9,7 @@ In reading order, as a task lives: `option` and `task` (what is stored), `rules`
 `tracing`, `metrics`, `cli`, `web` and `demo`.
 """
 
-from taskmesh.bulk import BulkAction, BulkResult, UndoResult
+from taskmesh.bulk import BulkAction, BulkResult, NotedAction, UndoResult
 from taskmesh.consumer import Consumer
 from taskmesh.consumer.ending import Ending
 from taskmesh.context import BlockingTaskContext, TaskContext, current_task
@@ -71,6 +71,7 @@ __all__ = [
     "LimitEffect",
     "LogLine",
     "NotAReplicaSet",
+    "NotedAction",
     "OptionEffect",
     "Progress",
     "QueueInfo",

@@ -66,6 +66,19 @@ class BulkAction(BaseModel):
     undone_time: datetime | None = None
 
 
+class NotedAction(BaseModel):
+    """Who did what to one task, queue, worker or schedule, by the dashboard or the REST API."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    action: str
+    """Like `task.retry` or `queue.set_limit`."""
+    about: str
+    """To what, and what was set."""
+    by: str | None = None
+    time: datetime
+
+
 class UndoResult(BaseModel):
     """What an undo did."""
 
@@ -235,6 +248,14 @@ class BulkActions(Connected):
         """Return what was done to many tasks at once within the last month, the newest first."""
         found = await undo.actions(self.store, limit)
         return [BulkAction.model_validate({**document, "id": document["_id"]}) for document in found]
+
+    async def note_action(self, action: str, about: str, by: str | None = None) -> None:
+        """Write down for `noted_actions` what somebody did. The dashboard and the REST API do, for what changes single things."""
+        await undo.note(self.store, action, about, by)
+
+    async def noted_actions(self, limit: int = 50) -> list[NotedAction]:
+        """Return what was done to single things within the last month, the newest first: what `note_action` wrote down."""
+        return [NotedAction.model_validate(document) for document in await undo.noted(self.store, limit)]
 
     async def undo(self, action_id: str) -> UndoResult:
         """Put back the tasks that a bulk action has changed, as they were before; those that nothing has happened to since.

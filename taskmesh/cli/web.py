@@ -21,6 +21,12 @@ def web(
     base_path: Annotated[
         str, typer.Option(help="The path under which a proxy serves it, and which the proxy strips: /ops/mesh.")
     ] = "",
+    user_header: Annotated[
+        str | None,
+        typer.Option(
+            help="The header in which a proxy says who asks: X-Forwarded-User. Let nobody else reach the port then."
+        ),
+    ] = None,
     uri: Uri = None,
     database: Database = None,
     collection: Collection = None,
@@ -29,4 +35,6 @@ def web(
     if missing := [name for name in _NEEDED if find_spec(name) is None]:
         raise TaskMeshError(f"the dashboard needs {', '.join(missing)}: pip install 'taskmesh[web]'")
     mesh = mesh_at(uri, database, collection)
-    import_module("taskmesh.web").serve(mesh, host=host, port=port, read_only=read_only, base_path=base_path)
+    import_module("taskmesh.web").serve(
+        mesh, host=host, port=port, read_only=read_only, base_path=base_path, user_header=user_header
+    )

@@ -51,9 +51,26 @@ async def end(store: Store, id_: str, done: int) -> None:
     await store.driver.collection(store.actions).update_one({"_id": id_}, {"$set": {"done": done}})
 
 
+async def note(store: Store, action: str, about: str, by: str | None) -> None:
+    """Write down that somebody did something to one task, queue, worker or schedule."""
+    said = {name: {"$literal": value} for name, value in {"action": action, "about": about, "by": by}.items()}
+    times = {"time": store.now, "delete_time": {"$add": [store.now, ACTIONS_KEPT_MS]}}
+    await store.driver.collection(store.actions).update_one(
+        {"_id": str(ObjectId())}, [{"$set": said | times}], upsert=True
+    )
+
+
+async def noted(store: Store, limit: int) -> list[Document]:
+    """Return what was noted so, the newest first."""
+    cursor = store.driver.collection(store.actions).find({"about": {"$exists": True}}).sort("time", -1).limit(limit)
+    found: list[Document] = await cursor.to_list(None)
+    return found
+
+
 async def actions(store: Store, limit: int) -> list[Document]:
-    """Return the newest actions, each with whether it can be undone still."""
+    """Return the newest bulk actions, each with whether it can be undone still."""
     stages: list[Document] = [
+        {"$match": {"matched": {"$exists": True}}},
         {"$sort": {"time": -1}},
         {"$limit": limit},
         {

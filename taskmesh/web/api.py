@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections.abc import AsyncIterator, Mapping
@@ -35,7 +36,12 @@ _STATUS: dict[type[BaseException], int] = {
     errors.InvalidOption: 422,
 }
 _KEEP_ALIVE_S = 15.0
-_LOGGED = ("name", "key", "queue", "group", "worker_id", "schedule_id", "id", "where")
+_TOLD = (
+    *("name", "key", "queue", "group", "worker_id", "schedule_id", "id", "where"),
+    *("changes", "concurrency", "running", "rate", "per_ms", "group_running", "for_ms", "cron", "interval_ms"),
+)
+_LONGEST_TOLD = 1_000
+_LONGEST_SIGNATURE = 200
 
 
 class BadRequest(Exception):
@@ -91,25 +97,44 @@ def _endpoint(operation: Operation) -> Any:
             if operation.body is not None:
                 body = validated(operation.body, await _body_of(request))
             mesh = await mesh_of(request)
-            note(request, operation, {**dict(query), **dict(body or ())})
+            if body is not None and hasattr(body, "by"):
+                body.by = signature(request, body.by)
             if operation.name == "stats":  # those that the pages show: a look at millions of tasks takes a second
                 return json_response(await request.app.state.pulse.stats())
-            return json_response(await operation.perform(mesh, query, body))
+            given = {**dict(query), **dict(body or ())}
+            async with noted(request, mesh, operation, given):
+                answer = await operation.perform(mesh, query, body)
+            return json_response(answer)
         except Exception as error:  # noqa: BLE001 — each becomes an answer; what is unexpected is logged
             return error_response(error)
 
     return endpoint
 
 
-def note(request: Request, operation: Operation, given: Mapping[str, Any]) -> None:
-    """Log who changes what. Params and reasons are not logged: they can be confidential."""
+@contextlib.asynccontextmanager
+async def noted(
+    request: Request, mesh: TaskMesh, operation: Operation, given: Mapping[str, Any]
+) -> AsyncIterator[None]:
+    """Log who changes what, and when it is done, write it down. Neither params nor reasons: they can be confidential."""
+    about = ", ".join(f"{name} {given[name]!r}" for name in _TOLD if given.get(name) is not None)[:_LONGEST_TOLD]
+    by = signature(request, given.get("by"))
     if operation.changes:
-        what = ", ".join(f"{name} {given[name]!r}" for name in _LOGGED if given.get(name) is not None)
-        logger.info("%s by %s: %s", operation.name, who(request), what)
+        logger.info("%s by %s: %s", operation.name, by, about)
+    yield
+    if operation.noted:
+        try:
+            await mesh.note_action(operation.name, about, by)
+        except PyMongoError as error:  # it is done all the same
+            logger.warning("%s by %s was not written down: %s", operation.name, by, error)
 
 
-def who(request: Request) -> str:
-    """Return who asks, as far as that is known."""
+def signature(request: Request, said: str | None = None) -> str:
+    """Return who asks: by the proxy's word, if there is a header for that; else by his own; else from where."""
+    header: str | None = request.app.state.user_header
+    if header is not None and (user := request.headers.get(header)):
+        return user[:_LONGEST_SIGNATURE]
+    if said:
+        return said
     return f"the dashboard, from {request.client.host}" if request.client is not None else "the dashboard"
 
 

@@ -39,13 +39,15 @@ def create_app(
     token: str | None = None,
     base_path: str = "",
     hosts: Collection[str] | None = None,
+    user_header: str | None = None,
 ) -> Starlette:
     """Return the dashboard and the REST API as an ASGI app.
 
     `mesh`: used as it is if it is connected, else connected by the first request. `read_only`: nobody can change anything.
     `token`: everybody has to show it; without one, the service that mounts the app has to guard it. `base_path`: the path
-    under which a proxy serves it, if the app cannot see that itself. `hosts`: answer only under these host names. Raises
-    `InvalidOption` for an empty token.
+    under which a proxy serves it, if the app cannot see that itself. `hosts`: answer only under these host names. `user_header`:
+    the header in which a proxy says who asks, like `X-Forwarded-User`: nobody else may reach the app then. Raises
+    `InvalidOption` for a token that is too short.
     """
     token = None if token is None else token.strip()  # a file or a secret often ends with a newline
     if token is not None and len(token) < SHORTEST_TOKEN:
@@ -75,6 +77,7 @@ def create_app(
     app.state.connection = connection
     app.state.pulse = pulse
     app.state.rules = rules
+    app.state.user_header = user_header
     app.state.base_path = f"/{base_path.strip('/')}".rstrip("/")
     return app
 

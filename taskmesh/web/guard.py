@@ -164,8 +164,8 @@ def _why_foreign(headers: Headers) -> str:
     if (origin := headers.get("origin")) is None or headers.get("sec-fetch-site") not in (None, "none"):
         return said
     return (
-        f"{said}. This request comes from a page of {origin}, and asks for {headers.get('host', 'nothing')}: if a proxy is between "
-        "them, let it pass the Host header on (nginx: proxy_set_header Host $http_host)"
+        f"{said}. This request comes from a page of {origin}, and asks for {headers.get('host', 'nothing')}: if a proxy is "
+        "between them, let it pass the Host header on (nginx: proxy_set_header Host $http_host)"
     )
 
 

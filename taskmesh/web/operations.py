@@ -10,7 +10,7 @@ from typing import Any, Literal, get_type_hints
 
 from pydantic import BaseModel
 
-from taskmesh.bulk import UNDO_MS, BulkAction, BulkResult, TaskPage, UndoResult
+from taskmesh.bulk import UNDO_MS, BulkAction, BulkResult, NotedAction, TaskPage, UndoResult
 from taskmesh.doctor import Finding
 from taskmesh.error_groups import ErrorReport
 from taskmesh.explain import Explanation
@@ -74,6 +74,11 @@ class Operation:
         """Whether it changes anything."""
         return self.method != "GET"
 
+    @property
+    def noted(self) -> bool:
+        """Whether it is written down who did it. Bulk actions are listed by themselves, and programs publish thousands."""
+        return self.changes and self.name not in _NOT_NOTED
+
     async def perform(self, mesh: TaskMesh, query: BaseModel, body: BaseModel | None) -> Any:
         """Do it. Raises as the mesh does."""
         taken: dict[str, Any] = {} if self.query is Nothing else {"query": query}
@@ -84,6 +89,7 @@ class Operation:
 
 
 OPERATIONS: dict[str, Operation] = {}
+_NOT_NOTED = {"tasks.publish", "tasks.publish_many", "bulk.retry", "bulk.cancel", "bulk.delete", "bulk.purge"}
 
 
 def _operation(name: str, method: Method, path: str) -> Callable[[Handler], Handler]:
@@ -236,6 +242,12 @@ async def _bulk_actions(mesh: TaskMesh) -> list[BulkAction]:
 async def _undo(mesh: TaskMesh, query: TheAction) -> UndoResult:
     """Put back the tasks that a bulk action has changed, but for those to which something has happened since."""
     return await mesh.undo(query.id)
+
+
+@_operation("actions.list", "GET", "/actions")
+async def _actions(mesh: TaskMesh) -> list[NotedAction]:
+    """Return what was done to single tasks, queues, workers and schedules within the last month, the newest first."""
+    return await mesh.noted_actions()
 
 
 # --- workers ---

@@ -168,7 +168,7 @@ async def bulk(request: Request, mesh: TaskMesh) -> Response:
     """Tell how many tasks something would be done to, and ask."""
     action = request.query_params.get("action", "")
     if not action:
-        return rendered(request, "actions.html", actions=await mesh.bulk_actions())
+        return rendered(request, "actions.html", actions=await mesh.bulk_actions(), noted=await mesh.noted_actions())
     if action not in ("retry", "cancel", "delete"):
         raise api.BadRequest(f"the actions are retry, cancel and delete, not {action!r}", 404)
     text, which, problem = _filter_of(request)

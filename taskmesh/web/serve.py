@@ -34,10 +34,12 @@ def serve(
     read_only: bool = False,
     token: str | None = None,
     base_path: str = "",
+    user_header: str | None = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM.
 
-    `token`: that in `TASKMESH_WEB_TOKEN` by default. `base_path`: the path that a proxy strips. Logs to standard error, unless
+    `token`: that in `TASKMESH_WEB_TOKEN` by default. `base_path`: the path that a proxy strips. `user_header`: in which it says
+    who asks. Logs to standard error, unless
     logging is set up already. Raises `InvalidOption` for an address other than loopback without a token, and `TaskMeshError` if
     it cannot listen there.
     """
@@ -48,7 +50,7 @@ def serve(
             "(openssl rand -hex 32 makes one), or listen on 127.0.0.1"
         )
     hosts = LOOPBACK | {host.lower(), f"[{host.lower()}]"} if token is None else None
-    app = create_app(mesh, read_only=read_only, token=token, base_path=base_path, hosts=hosts)
+    app = create_app(mesh, read_only=read_only, token=token, base_path=base_path, hosts=hosts, user_header=user_header)
     with _listening(host, port) as listener:
         logs.set_up(logging.INFO, "text")
         shown = f"[{host}]" if ":" in host else host
@@ -81,7 +83,7 @@ def _listening(host: str, port: int) -> socket.socket:
 
 @contextlib.contextmanager
 def _stopped_by_signals(server: uvicorn.Server) -> Iterator[None]:
-    """Let signals that come before uvicorn hears them stop it too; those that it hands on at its end, as if nobody had, do no more."""
+    """Let signals that come before uvicorn hears them stop it too. Those that it raises again at its end do nothing more."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

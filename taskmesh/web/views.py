@@ -96,7 +96,11 @@ def copied_settings(task: Task, published: TaskOption) -> str:
     if task.group is not None:
         settings["group"] = task.group
     option = task.task_option
-    settings |= {name: getattr(option, name) for name in TaskOption.model_fields if getattr(option, name) != getattr(published, name)}
+    settings |= {
+        name: getattr(option, name)
+        for name in TaskOption.model_fields
+        if getattr(option, name) != getattr(published, name)
+    }
     return to_json(settings, indent=2)
 
 

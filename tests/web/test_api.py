@@ -12,6 +12,7 @@ import pytest
 from taskmesh import TaskFailed, TaskMesh
 from taskmesh.web.api import _event_lines
 from tests.waiting import eventually
+from tests.web.conftest import browser
 from tests.working import finished, working
 
 API = "/api/v1"
@@ -92,6 +93,40 @@ async def test_who_does_what_to_many_is_listed_and_whether_it_can_be_undone(clie
     listed = await ask(client, "GET", "/bulk")
     told = {each["action"]: (each["by"], each["undoable"]) for each in listed}
     assert (told["cancel"], told["retry"], told["purge"]) == (("ann", True), ("bob", False), ("cron", False))
+
+
+async def test_who_does_what_to_single_things_is_written_down_when_it_is_done(mesh: TaskMesh) -> None:
+    await mesh.publish("work", "k")
+    task = {"name": "work", "key": "k"}
+    user = {"X-Forwarded-User": "mia@shop.example"}
+    async with browser(mesh, user_header="X-Forwarded-User") as client:
+        await ask(client, "POST", "/task/cancel", params=task, headers=user)
+        await ask(client, "POST", "/task/cancel", 404, params=task | {"key": "other"}, headers=user)
+        await client.post("/do/queue.set_limit", data={"queue": "slow", "running": "3"}, headers=user)
+        await client.post("/do-selected", data={"action": "retry", "task": "work:k"})
+        claimed = {"where": "name:work", "by": "somebody else"}
+        await ask(client, "POST", "/bulk/cancel", json=claimed, headers=user)
+        listed = [(each["action"], each["about"], each["by"]) for each in await ask(client, "GET", "/actions")]
+        assert listed == [
+            ("task.retry", "name 'work', key 'k'", "the dashboard, from 127.0.0.1"),
+            ("queue.set_limit", "queue 'slow', running '3'", "mia@shop.example"),
+            ("task.cancel", "name 'work', key 'k'", "mia@shop.example"),
+        ]
+        [bulk] = await ask(client, "GET", "/bulk")
+        assert (bulk["action"], bulk["by"]) == ("cancel", "mia@shop.example")
+        page = (await client.get("/bulk")).text
+        assert "mia@shop.example" in page
+        assert "queue.set_limit" in page
+
+
+async def test_a_header_that_says_who_asks_is_not_believed_unless_it_was_named(
+    mesh: TaskMesh, client: httpx.AsyncClient
+) -> None:
+    await mesh.publish("work", "k")
+    user = {"X-Forwarded-User": "mia@shop.example"}
+    await ask(client, "POST", "/task/cancel", params={"name": "work", "key": "k"}, headers=user)
+    [noted] = await mesh.noted_actions()
+    assert noted.by == "the dashboard, from 127.0.0.1"
 
 
 async def test_it_is_logged_who_changes_what_and_no_params(
@@ -191,7 +226,13 @@ async def test_schedules_are_declared_paused_triggered_and_removed(client: httpx
 async def test_a_schedule_that_code_declared_is_changed_in_what_is_given_alone(
     mesh: TaskMesh, client: httpx.AsyncClient
 ) -> None:
-    declared: dict[str, Any] = {"params": {"deep": True}, "timezone": "Europe/Berlin", "missed": "all", "overlap": "skip", "jitter_ms": 500}
+    declared: dict[str, Any] = {
+        "params": {"deep": True},
+        "timezone": "Europe/Berlin",
+        "missed": "all",
+        "overlap": "skip",
+        "jitter_ms": 500,
+    }
     settings: dict[str, Any] = {"queue": "slow", "run_timeout_ms": 5_000, "specific_worker_ids": ["w1"]}
     before = await mesh.every("report", schedule_id="s", cron="0 3 * * *", **declared, **settings)
     assert before.settings == settings
@@ -267,7 +308,7 @@ async def test_the_openapi_document_names_every_operation(client: httpx.AsyncCli
     assert document["servers"] == [{"url": API}]
     called = {(path, method) for path, methods in document["paths"].items() for method in methods}
     assert ("/task/retry", "post") in called
-    assert len(called) == 38
+    assert len(called) == 39
     text = str(document)
     for reference in {part.split("'")[0] for part in text.split("#/components/schemas/")[1:]}:
         assert reference in document["components"]["schemas"]

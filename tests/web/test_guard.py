@@ -185,7 +185,7 @@ async def test_dashboards_on_two_ports_of_one_host_do_not_log_each_other_out(mes
     """A browser keeps one jar of cookies for all ports."""
     async with browser(mesh, token=TOKEN) as one, browser(mesh, token=TOKEN[::-1]) as other:
         jar = CookieJar()
-        one.cookies, other.cookies = jar, jar  # type: ignore[assignment]  # httpx takes both
+        one.cookies, other.cookies = jar, jar
         await one.post("/login", data={"token": TOKEN})
         await other.post("/login", data={"token": TOKEN[::-1]})
         assert (await one.get("/workers")).status_code == 200

@@ -184,7 +184,9 @@ async def test_the_errors_page_says_how_many_tasks_its_filter_fits_as_it_may_be_
             raise TimeoutError("no answer from the mail server")
         raise TimeoutError("no answer from the mail server")
 
-    await work.publish_many({f"{place}-{n}": {"place": place} for place, n_ in (("here", 2), ("there", 3)) for n in range(n_)})
+    await work.publish_many(
+        {f"{place}-{n}": {"place": place} for place, n_ in (("here", 2), ("there", 3)) for n in range(n_)}
+    )
     async with working(mesh, "w1"):
         for key in ("here-0", "here-1", "there-0", "there-1", "there-2"):
             await finished(mesh, "work", key)

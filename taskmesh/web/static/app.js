@@ -66,12 +66,13 @@
       return;
     }
     if (old.matches("time") && old.dateTime === fresh.dateTime) return; // shown as "3 min ago"
+    // What somebody has opened or shut stays so, and what he is about to change is not changed under his hands.
+    const theirs = old.matches("details") ? "open" : old === document.activeElement ? "value" : "";
     for (const { name } of [...old.attributes]) {
-      if (!fresh.hasAttribute(name) && !(name === "open" && old.matches("details"))) old.removeAttribute(name);
+      if (!fresh.hasAttribute(name) && name !== theirs) old.removeAttribute(name);
     }
     for (const { name, value } of fresh.attributes) {
-      // What somebody is about to change is not changed under his hands.
-      if (old.getAttribute(name) !== value && !(name === "value" && old === document.activeElement)) old.setAttribute(name, value);
+      if (old.getAttribute(name) !== value && name !== theirs) old.setAttribute(name, value);
     }
     const left = new Map();
     for (const child of old.childNodes) {
@@ -115,6 +116,7 @@
   const released = () => { pressed = false; setTimeout(showHeld); }; // behind the click
   document.addEventListener("pointerdown", (event) => { pressed = event.button === 0; });
   for (const event of ["pointerup", "pointercancel", "blur"]) addEventListener(event, released);
+  addEventListener("pointermove", (event) => { if (pressed && !event.buttons) released(); }); // a scrollbar keeps the release to itself
   document.addEventListener("selectionchange", () => { if (getSelection().isCollapsed) setTimeout(showHeld); });
 
   // --- fetch what is shown anew ---
