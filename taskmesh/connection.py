@@ -21,11 +21,14 @@ if TYPE_CHECKING:
     from taskmesh.consumer import Consumer
 
 
+_NOT_CONNECTED = "this mesh is not connected: use it inside `async with mesh:` (or `publish_sync`)"
+
+
 class Connected:
     """What all that a mesh can do stands on. Once connected it has `store`, `clock` and `feed`."""
 
-    clock: ServerClock
-    feed: Feed
+    _clock: ServerClock
+    _feed: Feed
     _results: Results
     _registry: Registry
 
@@ -82,9 +85,9 @@ class Connected:
             await store.close()
             await self._leave_embedded()
             raise
-        self._store, self.clock, self._loop, self._pid = store, clock, asyncio.get_running_loop(), os.getpid()
-        self.feed = Feed(store)
-        self._results = Results(store, self.feed)
+        self._store, self._clock, self._loop, self._pid = store, clock, asyncio.get_running_loop(), os.getpid()
+        self._feed = Feed(store)
+        self._results = Results(store, self._feed)
         self._registry = Registry(store)
 
     async def close(self) -> None:
@@ -95,7 +98,7 @@ class Connected:
         for reader in tuple(self._event_readers):
             reader.close()
         await self._results.close()
-        await self.feed.close()
+        await self._feed.close()
         await store.close()
         await self._leave_embedded()
 
@@ -121,7 +124,7 @@ class Connected:
     def store(self) -> Store:
         """The connection. Raises `TaskMeshError` if there is none that can be used here."""
         if self._store is None:
-            raise TaskMeshError("this mesh is not connected: use it inside `async with mesh:` (or `publish_sync`)")
+            raise TaskMeshError(_NOT_CONNECTED)
         if self._pid != os.getpid():
             raise TaskMeshError(
                 "this mesh was connected before a fork: connect it anew in the child, or use `publish_sync`"
@@ -129,6 +132,20 @@ class Connected:
         if self._loop is not asyncio.get_running_loop():
             raise TaskMeshError("this mesh is connected in another event loop: connect it in the one that uses it")
         return self._store
+
+    @property
+    def clock(self) -> ServerClock:
+        """The server's time. Raises `TaskMeshError` for a mesh that was never connected."""
+        if self._loop is None:
+            raise TaskMeshError(_NOT_CONNECTED)
+        return self._clock
+
+    @property
+    def feed(self) -> Feed:
+        """What happens to tasks, told to all in this mesh who listen. Raises `TaskMeshError` as `clock` does."""
+        if self._loop is None:
+            raise TaskMeshError(_NOT_CONNECTED)
+        return self._feed
 
 
 async def sample(clock: ServerClock, store: Store) -> None:

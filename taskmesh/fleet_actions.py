@@ -7,10 +7,11 @@ from typing import Any
 
 from taskmesh.clock import in_utc
 from taskmesh.connection import Connected
+from taskmesh.consumer.settings import checked_concurrency
 from taskmesh.definition import checked_queue
 from taskmesh.doctor import Finding, examine
 from taskmesh.error_groups import ErrorReport, read_errors
-from taskmesh.errors import TaskNotFound
+from taskmesh.errors import InvalidOption, TaskNotFound
 from taskmesh.queues import (
     COUNTED_TO,
     QueueInfo,
@@ -115,7 +116,9 @@ class FleetActions(Connected):
         return await self._registry.read()
 
     async def stop_worker(self, worker_id: str, grace_ms: int = 30_000) -> None:
-        """Let a consumer elsewhere stop gracefully. Raises `TaskNotFound` if no such worker is registered."""
+        """Let a consumer elsewhere stop gracefully. Raises `TaskNotFound` if no such worker is registered, `InvalidOption`."""
+        if isinstance(grace_ms, bool) or not isinstance(grace_ms, int) or grace_ms < 0:
+            raise InvalidOption(f"grace_ms is a number of milliseconds, 0 or more, not {grace_ms!r}")
         await self._order(worker_id, {"stop_grace_ms": grace_ms})
 
     async def pause_worker(self, worker_id: str) -> None:
@@ -127,8 +130,8 @@ class FleetActions(Connected):
         await self._order(worker_id, {"paused": False})
 
     async def set_concurrency(self, worker_id: str, concurrency: int) -> None:
-        """Change how many executions a consumer elsewhere runs at once."""
-        await self._order(worker_id, {"concurrency": concurrency})
+        """Change how many executions a consumer elsewhere runs at once. Raises `TaskNotFound`, `InvalidOption`."""
+        await self._order(worker_id, {"concurrency": checked_concurrency(concurrency)})
 
     async def _order(self, worker_id: str, changes: dict[str, Any]) -> None:
         if not await fleet.order(self.store, worker_id, changes):

@@ -16,6 +16,7 @@ from taskmesh.task_actions import TaskActions
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_DEFAULT_OPTION = TaskOption()
 
 
 class TaskSettings(TypedDict, total=False):
@@ -48,12 +49,24 @@ class TaskMesh(Scheduling, TaskActions, BulkActions, FleetActions):
     """
 
     @overload
-    def task(self, fn: Callable[P, Awaitable[R]], /) -> TaskDefinition[P, R]: ...
+    def task(self, fn: Callable[P, Awaitable[R]], **settings: Unpack[TaskSettings]) -> TaskDefinition[P, R]: ...
     @overload
-    def task(self, fn: Callable[P, R], /) -> TaskDefinition[P, R]: ...
+    def task(self, fn: Callable[P, R], **settings: Unpack[TaskSettings]) -> TaskDefinition[P, R]: ...
     @overload
-    def task(self, fn: None = None, /, **settings: Unpack[TaskSettings]) -> Decorator: ...
-    def task(self, fn: Any = None, /, **settings: Unpack[TaskSettings]) -> Any:
+    def task(self, fn: None = None, **settings: Unpack[TaskSettings]) -> Decorator: ...
+    def task(
+        self,
+        fn: Any = None,
+        *,
+        name: str | None = None,
+        queue: str = "default",
+        option: TaskOption | None = _DEFAULT_OPTION,
+        run: Run | None = None,
+        projection: Sequence[str] | None = None,
+        cron: str | None = None,
+        interval_ms: int | None = None,
+        timezone: str = "UTC",
+    ) -> Any:
         """Define a task: a decorator, with or without arguments.
 
         `name`: the function's, by default. `queue`: `"default"`. `option`: a `TaskOption`. `run`: `"async"`, `"thread"` (the
@@ -61,32 +74,19 @@ class TaskMesh(Scheduling, TaskActions, BulkActions, FleetActions):
         their defaults. `cron`, `interval_ms`, `timezone`: run it periodically, with the defaults of its params; `every` can
         say more. Raises `InvalidOption`.
         """
-        if unknown := settings.keys() - TaskSettings.__annotations__.keys():
-            raise TypeError(
-                f"mesh.task() knows no {', '.join(sorted(unknown))}: there are {', '.join(TaskSettings.__annotations__)}"
-            )
-        option = settings.get("option")
         if option is not None and not isinstance(option, TaskOption):
             raise InvalidOption(f"option is a TaskOption, not {option!r}")
 
         def define(function: Any) -> TaskDefinition[Any, Any]:
-            configuration = Configuration(
-                queue=checked_queue(settings.get("queue", "default")), option=option or TaskOption()
-            )
+            configuration = Configuration(queue=checked_queue(queue), option=option or _DEFAULT_OPTION)
             definition: TaskDefinition[Any, Any] = TaskDefinition(
-                self,
-                function,
-                settings.get("name") or function.__name__,
-                configuration,
-                settings.get("run"),
-                settings.get("projection"),
+                self, function, name or function.__name__, configuration, run, projection
             )
             if definition.name in self.definitions:
                 raise InvalidOption(f"a task {definition.name!r} is defined already: give one of them another name")
             self.definitions[definition.name] = definition
-            cron, interval_ms = settings.get("cron"), settings.get("interval_ms")
             if cron is not None or interval_ms is not None:
-                self.every(definition, cron=cron, interval_ms=interval_ms, timezone=settings.get("timezone", "UTC"))
+                self.every(definition, cron=cron, interval_ms=interval_ms, timezone=timezone)
             return definition
 
         return define if fn is None else define(fn)

@@ -21,7 +21,7 @@ from taskmesh.ticks import Timing, checked_timing
 Missed = Literal["skip", "latest", "all"]
 Overlap = Literal["allow", "skip"]
 _AT_ONCE = 500
-"""Ticks of one schedule that are published in one transaction; more follow in the next pass."""
+"""Ticks of one schedule that are published at one look; more follow at the next."""
 
 
 class Tick(BaseModel):

@@ -90,19 +90,22 @@ class Publishing(Connected):
             if configuration.session is not None:
                 if self.clock.stale:
                     await sample(self.clock, store)
-                published = [
-                    await publish_in_session(store, publication, self.clock.now(), configuration.session)
-                    for publication in publications
-                ]
+                published = await publish_in_session(store, publications, self.clock.now(), configuration.session)
             else:
                 published = await self._published(store, publications)
-        warnings = await self._registry.warnings(name, configuration, self.clock.now())
+        warnings = await self._warnings(name, configuration)
         return [
             TaskHandle(
                 self, name, publication.key, created=result.created, updated=result.updated, warnings=list(warnings)
             )
             for publication, result in zip(publications, published, strict=True)
         ]
+
+    async def _warnings(self, name: str, configuration: Configuration) -> list[str]:
+        try:
+            return await self._registry.warnings(name, configuration, self.clock.now())
+        except PyMongoError as error:  # the tasks are published all the same
+            return [f"could not be checked against the workers that there are ({type(error).__name__})"]
 
     async def _published(self, store: Store, publications: list[Publication]) -> list[Published]:
         """Publish, and again while the database is away, up to a deadline: a repeated publish is known by its `publish_id`."""

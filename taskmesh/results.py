@@ -124,7 +124,7 @@ class Results:
         while self._due:
             ids = [self._due.pop() for _ in range(min(_PER_QUERY, len(self._due)))]
             try:
-                found = {task["_id"]: task for task in await get(self._store, ids, params=False)}
+                found = {task["_id"]: task for task in await get(self._store, ids, params=False, majority=True)}
             except BaseException:
                 self._due.update(ids)
                 raise

@@ -74,7 +74,9 @@ class TaskActions(Connected):
 
     async def cancel(self, name: str, key: str) -> Task:
         """Cancel the task: CANCELLED from now on; a running execution is stopped. A finished task stays as it is."""
-        await control.cancel(self.store, task_id(name, key))
+        id_ = task_id(name, key)
+        if await control.cancel(self.store, id_) and (found := await find.get(self.store, [id_], forgotten=True)):
+            return Task.from_document(found[0])  # with no retention it is past it by now
         return await self.get(name, key)
 
     async def retry(self, name: str, key: str) -> Task:

@@ -43,9 +43,12 @@ def size_of(value: Any, path: str) -> int:
     if value is None or value is True or value is False:
         return 1
     try:
-        size = len(bson.encode({"v": value}, codec_options=CODEC))
+        encoded = bson.encode({"v": value}, codec_options=CODEC)
     except _REFUSALS as error:
         raise _culprit(value, path, error) from None
+    if b"$ref\0" in encoded and (reference := _reference(value, path)):
+        raise Unstorable(reference, "a dict with `$ref` and `$id` would come back as a DBRef: name its keys otherwise")
+    size = len(encoded)
     if size > MAX_BYTES:
         raise TooLarge(
             f"{path} has {size} bytes, more than the {MAX_BYTES} that fit: store it elsewhere and pass a reference"
@@ -88,6 +91,17 @@ def _culprit(value: Any, path: str, error: BaseException) -> Unstorable:
     if isinstance(value, dict) and any(not isinstance(key, str) for key in value):
         return Unstorable(path, "a key of a dict must be a text")
     return Unstorable(path, f"MongoDB cannot store a {type(value).__name__} ({error})")
+
+
+def _reference(value: Any, path: str) -> str | None:
+    """Return where in the value a dict is that drivers take for a reference to a document; None if nowhere."""
+    if isinstance(value, dict) and isinstance(value.get("$ref"), str) and "$id" in value:
+        return path
+    inner = (
+        _reference(part, f"{path}.{step}" if isinstance(value, dict) else f"{path}{step}")
+        for step, part in _parts(value)
+    )
+    return next((found for found in inner if found is not None), None)
 
 
 def _parts(value: Any) -> Iterator[tuple[Any, Any]]:

@@ -133,6 +133,11 @@ class Registry:
         named = configuration.option.specific_worker_ids
         if knowing and named and not any(worker.worker_id in named for worker in knowing):
             found.append(f"none of specific_worker_ids ({', '.join(named)}) is a live worker that runs {name!r}")
+        wanted = configuration.option.concurrent_worker_cnt
+        if named and wanted > len(set(named)):
+            found.append(
+                f"it can never finish: concurrent_worker_cnt={wanted} different workers, of {len(set(named))} specific_worker_ids"
+            )
         queue = self._queues.get(configuration.queue)
         if queue is not None and queue.get("paused"):
             found.append(f"queue {configuration.queue!r} is paused")

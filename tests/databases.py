@@ -27,6 +27,7 @@ def _named(indexes: dict[str, tuple[list[tuple[str, int]], Any]]) -> dict[str, l
 _AS_MADE = {
     "tasks": _named(schema.INDEXES),
     "workers": _named(schema.WORKER_INDEXES),
+    "schedules": _named(schema.SCHEDULE_INDEXES),
     "actions": _named(schema.ACTION_INDEXES),
     "undo": _named(schema.UNDO_INDEXES),
 } | dict.fromkeys(("queues", "limits", "schedules", "meta"), _ID)

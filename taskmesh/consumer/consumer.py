@@ -26,7 +26,7 @@ from taskmesh.consumer.settings import (
     checked_worker_id,
 )
 from taskmesh.consumer.stopping import DEFAULT_GRACE_MS, StopWish, unless_it_takes_too_long, wind_down
-from taskmesh.errors import WorkerIdTaken
+from taskmesh.errors import InvalidOption, WorkerIdTaken
 from taskmesh.events import DEFAULT_BUFFER, EventReader
 from taskmesh.store.driver import Document
 from taskmesh.store.faults import patiently
@@ -245,7 +245,10 @@ class Consumer:
     def _obey(self, order: Document) -> None:
         """Do what was ordered from afar."""
         if "concurrency" in order:
-            self.concurrency = order["concurrency"]
+            try:
+                self.concurrency = order["concurrency"]
+            except InvalidOption as error:  # of another release, or by hand
+                logger.warning("an order is not obeyed: %s", error)
         if "paused" in order:
             self._set_paused(bool(order["paused"]))
         if "stop_grace_ms" in order:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import anyio.abc
 
@@ -67,7 +67,8 @@ class Parts:
         self._clock = clock
         self._state = state
         self._ordered = ordered
-        self._order_time: Any = None
+        self._obeyed: Document = {}
+        """When what was ordered last, of each kind of order."""
         self._claims_made = 0
         self.closed_queues: frozenset[str] = frozenset()
         """Queues that are paused for everybody."""
@@ -280,10 +281,12 @@ class Parts:
             self._read_order(document)
 
     def _read_order(self, document: Document) -> None:
-        """Hand on what was ordered, once."""
-        if "order_time" in document and document["order_time"] != self._order_time:
-            self._order_time = document["order_time"]
-            self._ordered(document.get("order", {}))
+        """Hand on what was ordered, each order once."""
+        order: Document = document.get("order", {})
+        times = {name: document.get("order_times", {}).get(name, document["order_time"]) for name in order}
+        if new := {name: value for name, value in order.items() if times[name] != self._obeyed.get(name)}:
+            self._obeyed = times
+            self._ordered(new)
 
     def _meet_fleet(self, workers: list[Document]) -> None:
         """Learn who lives and does the same work."""

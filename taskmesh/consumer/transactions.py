@@ -26,7 +26,7 @@ from taskmesh.consumer.pinger import Pinger
 from taskmesh.errors import LeaseLost, Snooze, TaskFailed, TaskMeshError
 from taskmesh.store import Store
 from taskmesh.store.blocking import BlockingStore, StoreAddress, maybe, run_now
-from taskmesh.store.driver import settings_of
+from taskmesh.store.driver import settings_of, start_transaction
 from taskmesh.store.faults import is_over_deadline, is_passing
 from taskmesh.store.finish import Outcome, finish, standing
 from taskmesh.store.lease import extend
@@ -108,7 +108,7 @@ class Transactions:
         while True:
             try:
                 async with _session(self._store) as session:
-                    await maybe(session.start_transaction())
+                    await maybe(start_transaction(session))
                     await _write(self._store, session, record)
                     await _commit(session, asyncio.sleep)
             except PyMongoError as error:
@@ -298,7 +298,7 @@ async def _block(
     started = time.monotonic()
     recorded = False
     try:
-        await maybe(session.start_transaction())
+        await maybe(start_transaction(session))
         yield
         record = await side.record()
         try:
@@ -333,8 +333,7 @@ async def _write(store: Store, session: Any, record: Record) -> None:
     if not await finish(store, record.worker_id, [record.outcome], session=session):
         name, _, key = record.outcome.id.partition(":")
         raise _lost(name, key)
-    for publication in record.publications:
-        await publish_in_session(store, publication, record.now, session)
+    await publish_in_session(store, record.publications, record.now, session)
 
 
 async def _commit(session: Any, pause: Callable[[float], Awaitable[None]]) -> None:

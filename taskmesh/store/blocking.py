@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pymongo import MongoClient
-from pymongo.read_concern import ReadConcern
 
 from taskmesh import rules
 from taskmesh.store.connection import Store
-from taskmesh.store.driver import CODEC, MAJORITY, Document, checked
+from taskmesh.store.driver import CODEC, Document, checked, own_database
 
 T = TypeVar("T")
 
@@ -51,11 +50,11 @@ class BlockingDriver:
 
     def __init__(self, client: Any, database: str) -> None:
         self.client = client
-        self.database = client.get_database(database, codec_options=CODEC, write_concern=MAJORITY)
+        self.database = own_database(client, database)
 
     def collection(self, name: str) -> Any:
         """Return a collection whose methods can be awaited, and have done their work by then."""
-        return _Eager(self.database.get_collection(name, read_concern=ReadConcern("local")))
+        return _Eager(self.database.get_collection(name))
 
     async def command(self, command: Mapping[str, Any], session: Any = None) -> Document:
         """Run a database command and return its reply. Raises also for what the reply says of failed writes."""

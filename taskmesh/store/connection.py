@@ -2,7 +2,8 @@
 
 In the order of a task's life: `publish` `find` `claim` `lease` `finish` `control` `settle`; for who looks at many tasks
 `listing` and `bulk`; and for the rest of the fleet `watch` (change stream), `fleet` (workers, queues) and `schema`
-(collections, indexes). Every verb that writes to a task is one pipeline update that ends in `rules.derivation`.
+(collections, indexes). Every verb that changes a task is one pipeline update that ends in `rules.derivation`; one that
+puts a task there, and word of a deletion, have nothing to derive.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from typing import Any
 from bson.codec_options import CodecOptions
 from pymongo import AsyncMongoClient
 from pymongo.errors import PyMongoError
-from pymongo.read_concern import ReadConcern
 
 from taskmesh import rules
 from taskmesh.ending import CLOSE_DEADLINE_S, ended_in_time
@@ -109,10 +109,7 @@ class Store:
         codec: CodecOptions[Document] = PLAIN_CODEC,
     ) -> list[Document]:
         """Return the matching tasks, with these fields only. `majority`: only what no failover can take back."""
-        collection = self.driver.collection(self.tasks, codec)
-        if majority:
-            collection = collection.with_options(read_concern=ReadConcern("majority"))
-        cursor = collection.find(query, fields, batch_size=10_000)
+        cursor = self.driver.collection(self.tasks, codec, majority=majority).find(query, fields, batch_size=10_000)
         return await cursor.to_list(None)  # type: ignore[no-any-return]  # both drivers leave it untyped
 
     async def close(self) -> None:

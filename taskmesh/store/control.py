@@ -12,19 +12,22 @@ from __future__ import annotations
 
 import asyncio
 
+from bson import ObjectId
+
 from taskmesh import rules
 from taskmesh.store.connection import Store
 from taskmesh.store.driver import Document
+from taskmesh.store.faults import patiently
 from taskmesh.store.finish import fresh_state
 from taskmesh.store.prepared import prepared
 from taskmesh.store.stamp import stamp, starting_with
 
 
 async def cancel(store: Store, id_: str) -> bool:
-    """Cancel an unfinished task; False if there is none. Repeating it changes nothing."""
+    """Cancel an unfinished task; False if there is none. Goes on while the database falters: repeating it changes nothing."""
     now = store.now
     unfinished = rules.with_facts(now, {"$in": [rules.status(now), ["INIT", "RUNNING"]]})
-    reply = await store.update({"_id": id_, "$expr": unfinished}, cancel_pipeline(now))
+    reply = await patiently(lambda: store.update({"_id": id_, "$expr": unfinished}, cancel_pipeline(now)))
     return bool(reply["n"])
 
 
@@ -37,12 +40,22 @@ def cancel_pipeline(now: rules.Expression) -> list[Document]:
 
 
 async def retry(store: Store, id_: str) -> bool:
-    """Make a finished task INIT again, a waiting one due at once; False if it is running or there is none."""
+    """Make a finished task INIT again, a waiting one due at once; False if it is running or there is none.
+
+    Goes on while the database falters. What it has done once it does not do again, whatever became of the task since.
+    """
     now = store.now
     not_running = rules.with_facts(now, {"$ne": [rules.status(now), "RUNNING"]})
     kept = {"$not": [rules.is_forgotten(now)]}
-    reply = await store.update({"_id": id_, "$expr": {"$and": [kept, not_running]}}, retry_pipeline(now))
-    return bool(reply["n"])
+    change_id = ObjectId()
+    query = {"_id": id_, "change_id": {"$ne": change_id}, "$expr": {"$and": [kept, not_running]}}
+    pipeline = [*retry_pipeline(now), {"$set": {"change_id": change_id}}]
+
+    async def change() -> bool:
+        reply = await store.update(query, pipeline)
+        return bool(reply["n"] or await store.find({"_id": id_, "change_id": change_id}, {"_id": 1}))
+
+    return await patiently(change)
 
 
 def retry_pipeline(now: rules.Expression) -> list[Document]:
@@ -91,7 +104,7 @@ async def delete(store: Store, id_: str) -> bool:
     has overwritten that word, and is told anew. Goes on to its end if the caller is cancelled: a handler that deletes its own
     task is, as soon as that word has reached it.
     """
-    removing = asyncio.ensure_future(_delete(store, id_))
+    removing = asyncio.ensure_future(patiently(lambda: _delete(store, id_)))
     _removing.add(removing)
     removing.add_done_callback(_removing.discard)
     return await asyncio.shield(removing)
@@ -107,13 +120,17 @@ async def _delete(store: Store, id_: str) -> bool:
 
 
 async def set_option(store: Store, id_: str, changes: Document, expected: Document) -> bool:
-    """Change these fields of the option; False if the option is not as `expected` any more, or there is no task."""
+    """Change these fields of the option; False if the option is not as `expected` any more, or there is no task.
+
+    Goes on while the database falters. If False, read again: it may have been changed so by an attempt without an answer.
+    """
     # What is not stored is what the reader took for it: the default.
     stored = {name: {"$ifNull": [f"$task_option.{name}", {"$literal": value}]} for name, value in expected.items()}
     same: list[Document] = [{"$eq": [stored[name], {"$literal": value}]} for name, value in expected.items()]
     stages = [*option_stages(changes), {"$set": {"event": stamp("option_changed", store.now)}}]
     query = {"_id": id_, "$expr": {"$and": same}}
-    reply = await store.update(query, [*stages, *prepared(rules.derivation, store.now)])
+    pipeline = [*stages, *prepared(rules.derivation, store.now)]
+    reply = await patiently(lambda: store.update(query, pipeline))
     return bool(reply["n"])
 
 

@@ -18,6 +18,7 @@ from motor.motor_asyncio import AsyncIOMotorClient
 from pymongo import AsyncMongoClient, MongoClient
 from pymongo.errors import OperationFailure, WriteConcernError
 from pymongo.read_concern import ReadConcern
+from pymongo.read_preferences import ReadPreference
 from pymongo.write_concern import WriteConcern
 
 from taskmesh.store import waits
@@ -61,7 +62,7 @@ quarter of all that a busy consumer did (measured).
 
 
 class Driver:
-    """One database on one client, PyMongo async or Motor. Writes and reads are `majority`, from the primary."""
+    """One database on one client, PyMongo async or Motor: reads from the primary, writes `majority`, whatever the client does."""
 
     def __init__(self, client: Any, database: str) -> None:
         self.client = client
@@ -71,13 +72,12 @@ class Driver:
                 f"client must be a MongoDB URI, a pymongo.AsyncMongoClient or a motor AsyncIOMotorClient, "
                 f"not {type(client).__name__}"
             )
-        self.database = client.get_database(database, codec_options=CODEC, write_concern=MAJORITY)
+        self.database = own_database(client, database)
 
-    def collection(self, name: str, codec: CodecOptions[Document] = CODEC) -> Any:
-        """Return a collection that writes with majority and decodes as taskmesh does."""
-        return self.database.get_collection(
-            name, codec_options=codec, write_concern=MAJORITY, read_concern=ReadConcern("local")
-        )
+    def collection(self, name: str, codec: CodecOptions[Document] = CODEC, *, majority: bool = False) -> Any:
+        """Return a collection. `majority`: it reads only what no failover can take back, not what the primary has by now."""
+        read_concern = ReadConcern("majority") if majority else None
+        return self.database.get_collection(name, codec_options=codec, read_concern=read_concern)
 
     async def command(self, command: Mapping[str, Any], session: Any = None) -> Document:
         """Run a database command and return its reply. Raises also for what the reply says of failed writes."""
@@ -88,14 +88,17 @@ class Driver:
         """Run a command on the `admin` database."""
         return cast(Document, await self.client.admin.command(command, codec_options=CODEC))
 
-    async def aggregate(self, collection: str, pipeline: list[Document], **options: Any) -> Any:
+    async def aggregate(
+        self, collection: str, pipeline: list[Document], *, majority: bool = False, **options: Any
+    ) -> Any:
         """Open a cursor over a pipeline's results."""
-        cursor = self.collection(collection).aggregate(pipeline, **options)
+        cursor = self.collection(collection, majority=majority).aggregate(pipeline, **options)
         return await cursor if inspect.isawaitable(cursor) else cursor
 
     async def watch(self, pipeline: list[Document], **options: Any) -> Any:
         """Open a change stream over the whole database."""
-        stream = self.database.with_options(codec_options=PLAIN_CODEC).watch(pipeline, **options)
+        database = self.database.with_options(codec_options=PLAIN_CODEC, read_concern=ReadConcern("majority"))
+        stream = database.watch(pipeline, **options)
         if inspect.isawaitable(stream):
             return await stream
         # Motor opens a stream at its first read, in a thread; we promise that it is open on return.
@@ -123,13 +126,29 @@ class Driver:
                     **settings,
                 }
             sync, ours = MongoClient(**settings), True
-        return sync.get_database(self.database.name, codec_options=CODEC, write_concern=MAJORITY), ours
+        return own_database(sync, self.database.name), ours
 
     async def close(self) -> None:
         """Close the client."""
         closing = self.client.close()
         if inspect.isawaitable(closing):
             await closing
+
+
+def own_database(client: Any, name: str) -> Any:
+    """Return a database of this client as taskmesh uses it: a claim that a lagging secondary does not show yet is a lost one."""
+    return client.get_database(
+        name,
+        codec_options=CODEC,
+        read_preference=ReadPreference.PRIMARY,
+        write_concern=MAJORITY,
+        read_concern=ReadConcern("local"),
+    )
+
+
+def start_transaction(session: Any) -> Any:
+    """Start a transaction (or, PyMongo async, return an awaitable of that) which a majority has when it is committed."""
+    return session.start_transaction(write_concern=MAJORITY, read_preference=ReadPreference.PRIMARY)
 
 
 def restored(value: Any) -> Any:

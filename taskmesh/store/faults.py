@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from pymongo.errors import (
     ConnectionFailure,
@@ -13,6 +14,8 @@ from pymongo.errors import (
     ServerSelectionTimeoutError,
     WriteConcernError,
 )
+
+T = TypeVar("T")
 
 _OVER_DEADLINE = 50
 _PATIENCE_S = 30.0
@@ -63,16 +66,14 @@ def is_over_deadline(error: BaseException) -> bool:
     return isinstance(error, OperationFailure) and not waited_for_majority and error.code == _OVER_DEADLINE
 
 
-async def patiently(call: Callable[[], Awaitable[object]]) -> None:
+async def patiently(call: Callable[[], Awaitable[T]]) -> T:
     """Do what is safe to repeat; again while the database falters, as in an election, which the driver repeats only in part."""
     give_up = time.monotonic() + _PATIENCE_S
     while True:
         try:
-            await call()
+            return await call()
         except PyMongoError as error:
             waited = isinstance(error, ServerSelectionTimeoutError)  # for as long as the client allows
             if waited or not (is_passing(error) or is_over_deadline(error)) or time.monotonic() > give_up:
                 raise
-        else:
-            return
         await asyncio.sleep(_PAUSE_S)

@@ -30,17 +30,28 @@ _VALUES_TOO_LARGE = 17217
 """The answer would not fit into a document."""
 
 
-async def get(store: Store, ids: Sequence[str], *, params: bool = True, session: Any = None) -> list[Document]:
-    """Return the tasks with these `_id`s that are still kept."""
-    stages = [{"$match": {"_id": {"$in": list(ids)}}}, *as_read(store.now, params=params)]
-    collection_cursor = await store.driver.aggregate(store.tasks, stages, session=session)
+async def get(
+    store: Store,
+    ids: Sequence[str],
+    *,
+    params: bool = True,
+    majority: bool = False,
+    forgotten: bool = False,
+    session: Any = None,
+) -> list[Document]:
+    """Return the tasks with these `_id`s that are still kept.
+
+    `majority`: as no failover can take it back. `forgotten`: also what is past its retention and not yet removed.
+    """
+    stages = [{"$match": {"_id": {"$in": list(ids)}}}, *as_read(store.now, params=params, forgotten=forgotten)]
+    collection_cursor = await store.driver.aggregate(store.tasks, stages, majority=majority, session=session)
     return await collection_cursor.to_list(None)  # type: ignore[no-any-return]  # both drivers leave it untyped
 
 
-def as_read(now: rules.Expression, *, params: bool) -> list[Document]:
+def as_read(now: rules.Expression, *, params: bool, forgotten: bool = False) -> list[Document]:
     """Stages that show documents as they stand now, without what is past its retention."""
     return [
-        {"$match": {"$expr": {"$not": [rules.is_forgotten(now)]}}},
+        *([] if forgotten else [{"$match": {"$expr": {"$not": [rules.is_forgotten(now)]}}}]),
         {"$set": {"status": rules.status_on_reading(now)}},
         *([] if params else [{"$unset": "params"}]),
     ]

@@ -125,7 +125,10 @@ def _ended(outcomes: Sequence[Outcome], now: rules.Expression) -> list[Document]
 def _given_back(outcomes: Sequence[Outcome], now: rules.Expression) -> list[Document]:
     """Remove the entries, as if the claim had not been: nothing is counted."""
     others = {"$filter": {"input": rules.ENTRIES, "cond": {"$not": [_held_entry(outcomes)]}}}
-    return [{"$set": {"task_state": {"worker_states": others} | _resume_time(outcomes, now) | _progress(outcomes)}}]
+    state: Document = {"worker_states": others} | _resume_time(outcomes, now) | _progress(outcomes)
+    if outcomes[0].kind == "snoozed":
+        state["timeout_cnt"] = 0  # its worker lives: what is lost after it is not lost in a row with what was before
+    return [{"$set": {"task_state": state}}]
 
 
 def _held_entry(outcomes: Iterable[Outcome]) -> rules.Expression:
@@ -162,6 +165,14 @@ def _progress(outcomes: Sequence[Outcome]) -> Document:
         return {}
     own = _own([outcome.progress for outcome in outcomes], outcomes)
     return {"progress": {"$ifNull": [own, {"$ifNull": ["$task_state.progress", "$$REMOVE"]}]}}
+
+
+def _progressed(outcomes: Sequence[Outcome]) -> Document:
+    """The same, of executions that go on: they get somewhere, so it is not they who kill their workers."""
+    if not (fields := _progress(outcomes)):
+        return {}
+    got_on = {"$ne": [_own([outcome.progress for outcome in outcomes], outcomes), None]}
+    return fields | {"timeout_cnt": {"$cond": [got_on, 0, "$task_state.timeout_cnt"]}}
 
 
 def _oldest_fails_dropped() -> Document:
@@ -228,12 +239,15 @@ def fresh_state(changes: Document) -> rules.Expression:
 
 
 async def report(store: Store, worker_id: str, outcomes: Sequence[Outcome]) -> int:
-    """Write progress and logs of executions that go on; return how many counted. Progress starts `timeout_cnt` anew."""
+    """Write progress and logs of executions that go on; return how many counted.
+
+    Progress starts `timeout_cnt` anew. Logs do not: what a handler logs before it kills its worker gets it nowhere.
+    """
     mine = _held_entry(outcomes)
     own = {"$mergeObjects": ["$$this", _own([outcome.entry for outcome in outcomes], outcomes)]}
     entries = {"$map": {"input": rules.ENTRIES, "in": {"$cond": [mine, own, "$$this"]}}}
     stages: list[Document] = [
-        {"$set": {"task_state": {"worker_states": entries, "timeout_cnt": 0} | _progress(outcomes)}},
+        {"$set": {"task_state": {"worker_states": entries} | _progressed(outcomes)}},
         {"$set": {"event": stamp("progressed", store.now, {"$literal": worker_id})}},
     ]
     reply = await store.update(_still_held_by(outcomes, store.now), [*stages, *prepared(rules.derivation, store.now)])

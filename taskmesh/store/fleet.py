@@ -73,7 +73,8 @@ def _literal(values: Document) -> Document:
 
 async def order(store: Store, worker_id: str, changes: Document) -> bool:
     """Leave an order to a worker; False if nobody of that id is registered. Its stream announces `order_time`."""
-    fields = {f"order.{name}": {"$literal": value} for name, value in changes.items()}
+    fields: Document = {f"order.{name}": {"$literal": value} for name, value in changes.items()}
+    fields |= {f"order_times.{name}": store.now for name in changes}
     workers = store.driver.collection(store.workers)
     result = await workers.update_one({"_id": worker_id}, [{"$set": fields | {"order_time": store.now}}])
     return bool(result.matched_count)
@@ -111,6 +112,12 @@ async def queues(store: Store) -> dict[str, Document]:
     }
     cursor = await store.driver.aggregate(store.queues, [{"$set": {"paused": paused}}])
     return {document["_id"]: document for document in await cursor.to_list(None)}
+
+
+async def closed_queues(store: Store) -> list[str]:
+    """Return the queues from which nobody claims: those that are paused, and those in which none may run."""
+    settings = (await queues(store)).items()
+    return [name for name, queue in settings if queue["paused"] or (queue.get("limits") or {}).get("running") == 0]
 
 
 async def set_queue(store: Store, queue: str, settings: Document) -> None:

@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 from pymongo.errors import OperationFailure
 
 from taskmesh.store.connection import Store
-from taskmesh.store.driver import Document
+from taskmesh.store.driver import Document, own_database
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -58,7 +58,7 @@ async def members(store: Store) -> list[Document]:
 @if_allowed
 async def oplog_window_s(store: Store) -> float | None:
     """Return how far back the oplog goes; None if it cannot be told."""
-    oplog = store.driver.client.get_database("local").get_collection("oplog.rs")
+    oplog = own_database(store.driver.client, "local").get_collection("oplog.rs")
     ends: list[datetime] = []
     for direction in (1, -1):
         cursor = oplog.find({}, {"ts": 1}, limit=1, max_time_ms=DEADLINE_MS).sort([("$natural", direction)])

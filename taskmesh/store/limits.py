@@ -13,14 +13,15 @@ nothing on a booking that others have written off.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from types import NoneType
-from typing import Any
 
 from bson import ObjectId
 from pymongo import ReturnDocument
+from pymongo.errors import DuplicateKeyError
 
 from taskmesh import rules
 from taskmesh.store.connection import Store
@@ -60,26 +61,34 @@ class Booking:
 
 async def set_limits(store: Store, queue: str, limits: Document) -> None:
     """Set `running`, `rate`, `per_ms`, `group_running`; None takes a limit away. What runs already is counted."""
-    await _change(store, queue, {"$set": limits})
+    await _change(store, queue, {name: {"$literal": value} for name, value in limits.items()})
 
 
 async def set_group_limit(store: Store, queue: str, group: str, running: int | None) -> None:
     """Set how many of one group may run at once; None: as many as of any other group."""
     entry = [] if running is None else [{"g": group, "n": running}]
     others = {"$filter": {"input": _list("groups"), "cond": {"$ne": ["$$this.g", {"$literal": group}]}}}
-    await _change(store, queue, [{"$set": {"groups": {"$concatArrays": [others, {"$literal": entry}]}}}])
+    await _change(store, queue, {"groups": {"$concatArrays": [others, {"$literal": entry}]}})
 
 
-async def _change(store: Store, queue: str, update: Any) -> None:
-    """Change the limits, count what runs without a slot, and let the workers know."""
-    collection = store.driver.collection(store.limits)
-    fields = dict.fromkeys((*_LIMITS, "per_ms"), 1) | {"_id": 0}
+async def _change(store: Store, queue: str, changes: Document) -> None:
+    """Change the limits, count what runs without a slot, and let the workers know: of the newest change, whoever comes last."""
+    changed = {"$max": [store.now, {"$add": ["$changed", 1]}]}
     document: Document = await find_and_update(
-        collection, {"_id": queue}, update, fields, upsert=True, return_document=ReturnDocument.AFTER
+        store.driver.collection(store.limits),
+        {"_id": queue},
+        [{"$set": changes | {"changed": changed}}],
+        dict.fromkeys((*_LIMITS, "per_ms", "changed"), 1) | {"_id": 0},
+        upsert=True,
+        return_document=ReturnDocument.AFTER,
     )
     await check(store, queue)
+    changed_at = document.pop("changed")
     limits = {name: value for name, value in document.items() if value not in (None, [])}
-    await store.driver.collection(store.queues).update_one({"_id": queue}, {"$set": {"limits": limits}}, upsert=True)
+    outdated = {"_id": queue, "limits_changed": {"$not": {"$gt": changed_at}}}
+    told = {"$set": {"limits": limits, "limits_changed": changed_at}}
+    with contextlib.suppress(DuplicateKeyError):  # a newer change has been told already
+        await store.driver.collection(store.queues).update_one(outdated, told, upsert=True)
 
 
 async def book(

@@ -21,8 +21,7 @@ from taskmesh.errors import TaskRunning
 from taskmesh.option import TaskOption
 from taskmesh.store.connection import WRITE_DEADLINE_MS, Store
 from taskmesh.store.driver import Document
-from taskmesh.store.finish import fresh_state
-from taskmesh.store.prepared import prepared
+from taskmesh.store.republish import IS_RUNNING, change_pipeline
 from taskmesh.store.stamp import stamp
 
 LANES = 64
@@ -63,6 +62,10 @@ class Publication:
         """The `_id` of the task."""
         return f"{self.name}:{self.key}"
 
+    def starts(self, now: datetime) -> datetime | None:
+        """When the task may be claimed first; None: at once, or as it was."""
+        return self.start_time if self.delay_ms is None else now + timedelta(milliseconds=self.delay_ms)
+
     @property
     def changes_existing(self) -> bool:
         """Whether an existing task is to be touched, or at least looked at."""
@@ -88,7 +91,7 @@ _CREATED = Published(created=True)
 
 def new_document(publication: Publication, now: datetime, option: Document | None = None) -> Document:
     """Return the document of a new task. `now`: the server's time, as well as we know it. `option`: as it is stored, if known."""
-    start_time = _start_time(publication, now)
+    start_time = publication.starts(now)
     document: Document = {
         "_id": publication.id,
         "name": publication.name,
@@ -126,12 +129,6 @@ def stored_option(option: TaskOption) -> Document:
 def lane_of(id_: str) -> int:
     """Return the lane of a task."""
     return crc32(id_.encode()) % LANES
-
-
-def _start_time(publication: Publication, now: datetime) -> datetime | None:
-    if publication.delay_ms is not None:
-        return now + timedelta(milliseconds=publication.delay_ms)
-    return publication.start_time
 
 
 async def publish(store: Store, publications: Sequence[Publication], now: datetime) -> list[Published]:
@@ -245,14 +242,15 @@ async def _replace_forgotten(store: Store, existing: dict[int, Publication], now
 
 async def _replace(store: Store, publication: Publication, now: datetime) -> bool:
     query = {"_id": publication.id, "$expr": rules.is_forgotten(store.now)}
-    reply = await store.update(query, _afresh(publication, now))
+    reply = await store.update(query, _afresh(publication, now, store.now))
     if reply["n"] == 0:  # somebody else did it, or the TTL monitor came round in between
         return not await _insert(store, [publication], now)
     return True
 
 
-def _afresh(publication: Publication, now: datetime) -> list[Document]:
-    return [{"$replaceWith": {"$literal": new_document(publication, now)}}]
+def _afresh(publication: Publication, now: datetime, at: rules.Expression) -> list[Document]:
+    """Put a new task in the place of one that is past its retention; the stream tells of it by its stamp."""
+    return [{"$replaceWith": {"$literal": new_document(publication, now)}}, {"$set": {"event": stamp("published", at)}}]
 
 
 async def _change_existing(store: Store, publication: Publication, now: datetime) -> Published:
@@ -263,7 +261,7 @@ async def _change_existing(store: Store, publication: Publication, now: datetime
             return published
         query: Document = {"_id": publication.id, "change_id": {"$ne": publication.publish_id}}
         if publication.not_update_running:
-            query["$expr"] = {"$not": [rules.with_facts(store.now, _running)]}
+            query["$expr"] = {"$not": [rules.with_facts(store.now, IS_RUNNING)]}
         reply = await store.update(query, change_pipeline(publication, now, store.now))
         if reply["n"]:
             return Published(created=False, updated=bool(reply["nModified"]))
@@ -271,110 +269,63 @@ async def _change_existing(store: Store, publication: Publication, now: datetime
         if found and found[0].get("change_id") == publication.publish_id:
             continue  # an earlier attempt of ours came through only now
         if found:
-            raise TaskRunning(
-                f"task {publication.name!r} {publication.key!r} is running, and not_update_running was asked for: "
-                "publish again when it is done, or use run_again"
-            )
+            if publication.not_update_running:
+                raise _is_running(publication)
+            continue  # deleted and published by others since
         if not await _insert(store, [publication], now):  # deleted in between
             return Published(created=True)
-    raise TaskRunning(f"task {publication.name!r} {publication.key!r} is being created and deleted again and again")
-
-
-_running = {"$and": [{"$ne": ["$$live", []]}, {"$eq": ["$status", "RUNNING"]}]}
-
-
-_COUNTED_AGAINST = ("dropped_fail_cnt", "losses", "lost_cnt", "resume_time", "reopened_by")
-"""What `clean_failed` forgets, beside the entries and `timeout_cnt`."""
-
-
-def change_pipeline(publication: Publication, now: datetime, at: rules.Expression) -> list[Document]:
-    """Apply a publication to an existing task. What changes nothing leaves the document as it was, event and all."""
-    stages: list[Document] = [
-        {"$set": {"_before": {field: f"${field}" for field in ("params", "task_option", "task_state")}}}
-    ]
-    if publication.update_existing_params or publication.run_again:
-        stages.append({"$set": _new_wish(publication, now)})
-    running = rules.with_facts(at, _running)
-    if publication.run_again:
-        again = fresh_state({"wanted": {"$add": [{"$ifNull": ["$task_state.wanted", 0]}, 1]}})
-        one_more = {"$mergeObjects": ["$task_state", {"wanted": again["wanted"]}]}
-        stages.append({"$set": {"task_state": {"$cond": [running, one_more, again]}}})
-    for wanted, state in ((publication.clean_success, "SUCCESS"), (publication.clean_failed, "FAIL")):
-        if wanted:
-            stages.append({"$set": {"task_state": {"$cond": [running, "$task_state", _without(state, at)]}}})
-    if publication.clean_failed:
-        forgotten = {name: {"$cond": [running, f"$task_state.{name}", "$$REMOVE"]} for name in _COUNTED_AGAINST}
-        stages.append({"$set": {"task_state": forgotten}})
-    unchanged = {
-        "$and": [{"$eq": [f"${field}", f"$_before.{field}"]} for field in ("params", "task_option", "task_state")]
-    }
-    marks = {
-        name: {"$cond": [unchanged, {"$ifNull": [f"${name}", "$$REMOVE"]}, value]}
-        for name, value in (("event", stamp("published", at)), ("change_id", publication.publish_id))
-    }
-    return [*stages, {"$set": marks}, {"$unset": "_before"}, *prepared(rules.derivation, at)]
-
-
-def _new_wish(publication: Publication, now: datetime) -> Document:
-    """The params, and the times and options that the publisher set itself."""
-    start_time = _start_time(publication, now)
-    params = {"$literal": publication.params}
-    version = {"$ifNull": ["$task_state.params_version", 0]}
-    state: Document = {
-        "params_version": {
-            "$cond": [
-                {"$eq": ["$params", params]},
-                {"$ifNull": ["$task_state.params_version", "$$REMOVE"]},
-                {"$add": [version, 1]},
-            ]
-        }
-    }
-    if start_time is not None or publication.run_again:
-        state["start_time"] = start_time
-    if publication.expire_time is not None or publication.run_again:
-        state["expire_time"] = publication.expire_time
-    changes: Document = {"params": params, "task_state": state}
-    if publication.trace is not None:
-        changes["trace"] = {"$literal": publication.trace}
-    if publication.tuned:
-        changes["task_option"] = {name: {"$literal": value} for name, value in publication.tuned.items()}
-    return changes
-
-
-def _without(state: str, at: rules.Expression) -> rules.Expression:
-    """`task_state` without the entries of this state; without failures, a lease that ran out counts no more either."""
-    dropped: rules.Expression = {"$eq": ["$$this.state", state]}
-    if state == "FAIL":
-        dropped = {"$or": [dropped, rules.is_lost(at)]}
-    changes: Document = {"worker_states": {"$filter": {"input": rules.ENTRIES, "cond": {"$not": [dropped]}}}}
-    if state == "FAIL":
-        changes["timeout_cnt"] = 0
-    return {"$mergeObjects": ["$task_state", changes]}
-
-
-async def publish_in_session(store: Store, publication: Publication, now: datetime, session: Any) -> Published:
-    """Publish inside the caller's transaction: the task appears if and when that commits.
-
-    An existing key is seen by the transaction's snapshot and not locked, unless it is really changed.
-    """
-    tasks = store.driver.collection(store.tasks)
-    stored = await tasks.find_one(
-        {"_id": publication.id}, {"forgotten": rules.is_forgotten(store.now)}, session=session
+    raise TaskRunning(
+        f"task {publication.name!r} {publication.key!r} is created and deleted by others again and again: publish it when "
+        "they have ended"
     )
-    if stored is None:
-        await tasks.insert_one(new_document(publication, now), session=session)
-        return Published(created=True)
-    if stored["forgotten"]:
-        await store.update({"_id": publication.id}, _afresh(publication, now), WRITE_DEADLINE_MS, session)
-        return Published(created=True)
+
+
+def _is_running(publication: Publication) -> TaskRunning:
+    return TaskRunning(
+        f"task {publication.name!r} {publication.key!r} is running, and not_update_running was asked for: "
+        "publish again when it is done, or use run_again"
+    )
+
+
+async def publish_in_session(
+    store: Store, publications: Sequence[Publication], now: datetime, session: Any
+) -> list[Published]:
+    """Publish inside the caller's transaction: the tasks appear if and when that commits. Results in the order given.
+
+    Existing keys are seen by the transaction's snapshot and not locked, unless they are really changed.
+    """
+    results: dict[int, Published] = {}
+    tasks = store.driver.collection(store.tasks)
+    for batch in _batches(publications):
+        ids = [publications[i].id for i in batch]
+        cursor = tasks.find({"_id": {"$in": ids}}, {"forgotten": rules.is_forgotten(store.now)}, session=session)
+        stored = {document["_id"]: document for document in await cursor.to_list(None)}
+        new = [i for i in batch if publications[i].id not in stored]
+        if new:
+            await tasks.insert_many([new_document(publications[i], now) for i in new], session=session)
+        for i in batch:
+            results[i] = (
+                _CREATED
+                if i in new
+                else await _treat_existing_in_session(
+                    store, publications[i], now, session, forgotten=stored[publications[i].id]["forgotten"]
+                )
+            )
+    return [results[i] for i in range(len(publications))]
+
+
+async def _treat_existing_in_session(
+    store: Store, publication: Publication, now: datetime, session: Any, *, forgotten: bool
+) -> Published:
+    if forgotten:
+        await store.update({"_id": publication.id}, _afresh(publication, now, store.now), WRITE_DEADLINE_MS, session)
+        return _CREATED
     if not publication.changes_existing:
         return Published(created=False)
     query: Document = {"_id": publication.id}
     if publication.not_update_running:
-        query["$expr"] = {"$not": [rules.with_facts(store.now, _running)]}
+        query["$expr"] = {"$not": [rules.with_facts(store.now, IS_RUNNING)]}
     reply = await store.update(query, change_pipeline(publication, now, store.now), WRITE_DEADLINE_MS, session)
     if not reply["n"]:
-        raise TaskRunning(
-            f"task {publication.name!r} {publication.key!r} is running, and not_update_running was asked for"
-        )
+        raise _is_running(publication)
     return Published(created=False, updated=bool(reply["nModified"]))

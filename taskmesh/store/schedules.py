@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+import bson
 from pymongo import ReturnDocument
 from pymongo.errors import DuplicateKeyError, OperationFailure
 
 from taskmesh import rules
 from taskmesh.store.connection import Store
-from taskmesh.store.driver import Document, find_and_update
+from taskmesh.store.driver import CODEC, Document, find_and_update
 from taskmesh.store.publish import Publication, new_document
 
 OUTAGE_MS = 3_000
@@ -31,6 +32,7 @@ _READ_GOOD_FOR_MS = 10_000
 """For how long a worker may publish ticks by what it has read of a schedule."""
 KEY_KEPT_MS = 60_000
 """A tick's key stays taken at least for so long: by then, nobody can publish it any more."""
+_AT_ONE_LOOK = 1_000
 _CONVERSION_FAILURE = 241
 _PERIODIC = {"_id": "periodic"}
 
@@ -83,14 +85,15 @@ def _attendance(document: Document) -> Attendance:
 async def declare(store: Store, id_: str, fields: Document, first_time: Any) -> Document:
     """Create a schedule, or change it to these fields; what happens next is told by `first_time`, a function of now.
 
-    A schedule that already is so keeps its next tick, and a paused one stays paused.
+    A schedule that already is so keeps its next tick, and a paused one stays paused. What it ticks from now on was not missed,
+    as long as a worker comes to it soon: nobody looks after schedules where there are none.
     """
     schedules = store.driver.collection(store.schedules)
     while True:
         stored = await read(store, id_)
-        if stored is not None and all(stored.get(name) == value for name, value in fields.items()):
+        if stored is not None and _as_stored({name: stored.get(name) for name in fields}) == _as_stored(fields):
             return stored
-        now = stored["now"] if stored is not None else await server_now(store)
+        now = (await attend(store)).now
         timing = ("cron", "interval_ms", "timezone")
         fresh: Document = dict(fields)
         if stored is None or any(stored.get(name) != fields.get(name) for name in timing):
@@ -102,6 +105,11 @@ async def declare(store: Store, id_: str, fields: Document, first_time: Any) -> 
         else:
             update = {"$set": fresh, "$inc": {"revision": 1}}
             await schedules.update_one({"_id": id_, "revision": stored["revision"]}, update)
+
+
+def _as_stored(fields: Document) -> bytes:
+    """The fields as they are stored. Of what is read again, some is not equal: a tuple, microseconds, NaN."""
+    return bson.encode(fields, codec_options=CODEC)
 
 
 async def read(store: Store, id_: str) -> Document | None:
@@ -116,21 +124,20 @@ async def read_all(store: Store) -> list[Document]:
 
 
 async def due(store: Store) -> list[Document]:
-    """Return the schedules that have ticked, and those that tick next, the next first."""
-    return [document for document in await _read(store, {"paused": False}) if document.get("next_time") is not None]
+    """Return the schedules that have ticked, and those that tick next, the next first; as many as one look can deal with."""
+    ticking = {"paused": False, "next_time": {"$type": "date"}}
+    return await _read(store, ticking, {"$sort": {"next_time": 1}}, {"$limit": _AT_ONE_LOOK})
 
 
-async def _read(store: Store, query: Document) -> list[Document]:
-    stages = [{"$match": query}, {"$set": {"now": store.now}}, {"$sort": {"next_time": 1, "_id": 1}}]
+async def _read(store: Store, query: Document, *stages_between: Document) -> list[Document]:
+    stages = [
+        {"$match": query},
+        *stages_between,
+        {"$set": {"now": store.now}},
+        {"$sort": {"next_time": 1, "_id": 1}},
+    ]
     cursor = await store.driver.aggregate(store.schedules, stages)
     return await cursor.to_list(None)  # type: ignore[no-any-return]  # both drivers leave it untyped
-
-
-async def server_now(store: Store) -> datetime:
-    """Return the store's now, as the server has it."""
-    cursor = await store.driver.aggregate(store.meta, [{"$limit": 1}, {"$project": {"now": store.now}}])
-    (row,) = await cursor.to_list(None)  # the schema's version stands there
-    return row["now"]  # type: ignore[no-any-return]
 
 
 async def publish_ticks(
@@ -142,13 +149,17 @@ async def publish_ticks(
 ) -> tuple[int, bool]:
     """Publish these tasks and move the schedule on to `next_time`; return how many were new, and whether it was we who did.
 
-    `ticks`: what to remember of them with the schedule. Safe to repeat, to race and to die in.
+    `ticks`: what to remember of them with the schedule, the publications' own first. Those that are not put in time are left
+    for the next look. Safe to repeat, to race and to die in.
     """
     created = 0
-    for publication in publications:
+    for place, publication in enumerate(publications):
         put = await _put(store, publication, schedule["now"])
         if put is None:
-            return created, False
+            if not place:
+                return created, False
+            publications, ticks, next_time = publications[:place], ticks[:place], ticks[place]["time"]
+            break
         created += put
     last = {"last_key": publications[-1].key} if publications else {}
     moved = {
@@ -168,8 +179,9 @@ async def _put(store: Store, publication: Publication, read_at: datetime) -> boo
     """
     too_late = {"$gt": [{"$subtract": [store.now, read_at]}, _READ_GOOD_FOR_MS]}
     document = new_document(publication, read_at)
+    fails = {"$toInt": {"$concat": ["too late for ", "$_id"]}}  # no constant: that would fail whenever it is read
     pipeline = [
-        {"$set": {"_late": {"$cond": [too_late, {"$toInt": "too late"}, "$$REMOVE"]}}},
+        {"$set": {"_late": {"$cond": [too_late, fails, "$$REMOVE"]}}},
         {"$replaceWith": {"$cond": [{"$eq": [{"$type": "$publish_id"}, "missing"]}, {"$literal": document}, "$$ROOT"]}},
     ]
     try:
@@ -191,6 +203,8 @@ async def note_tick(store: Store, id_: str, tick: Document) -> None:
 
 async def set_paused(store: Store, id_: str, fields: Document) -> bool:
     """Pause a schedule or let it go on; False if there is none."""
+    if not fields["paused"]:
+        await attend(store)
     update = {"$set": fields, "$inc": {"revision": 1}}
     result = await store.driver.collection(store.schedules).update_one({"_id": id_}, update)
     return bool(result.matched_count)

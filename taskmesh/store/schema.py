@@ -61,6 +61,10 @@ INDEXES: dict[str, tuple[list[tuple[str, int]], Document]] = {
 WORKER_INDEXES: dict[str, tuple[list[tuple[str, int]], Document]] = {
     "delete": ([("delete_time", 1)], {"expireAfterSeconds": 0}),
 }
+SCHEDULE_INDEXES: dict[str, tuple[list[tuple[str, int]], Document]] = {
+    # What ticks next.
+    "next": ([("paused", 1), ("next_time", 1)], {}),
+}
 ACTION_INDEXES = WORKER_INDEXES | {"time": ([("time", -1)], {})}
 UNDO_INDEXES = WORKER_INDEXES | {"of": ([("of", 1), ("_id", 1)], {})}
 
@@ -132,6 +136,7 @@ async def create_indexes(store: Store) -> None:
     for collection, indexes in (
         (store.tasks, INDEXES),
         (store.workers, WORKER_INDEXES),
+        (store.schedules, SCHEDULE_INDEXES),
         (store.actions, ACTION_INDEXES),
         (store.undo, UNDO_INDEXES),
     ):

@@ -16,7 +16,7 @@ from taskmesh import rules
 from taskmesh.store.connection import Store
 from taskmesh.store.driver import Document
 from taskmesh.store.find import values_of
-from taskmesh.store.fleet import server_time
+from taskmesh.store.fleet import closed_queues, server_time
 
 _MOST_ROWS = 2_000
 """With more of them the whole index is read instead."""
@@ -151,14 +151,16 @@ def _due(now: rules.Expression) -> Document:
 
 
 async def oldest_claimable(store: Store) -> tuple[datetime, datetime | None]:
-    """Return the server's time, and since when the oldest claimable task has been so."""
+    """Return the server's time, and since when the oldest claimable task has been so. In a paused queue none is."""
     now = await server_time(store)
+    closed = await closed_queues(store)
+    open_ = {"queue": {"$nin": closed}} if closed else {}
     found = [
-        *await _oldest(store, {"status": "RUNNING"}, now, "taskmesh_leases"),
-        *await _oldest(store, {"pinned": True}, now, "taskmesh_claimable_by_name"),
+        *await _oldest(store, {"status": "RUNNING", **open_}, now, "taskmesh_leases"),
+        *await _oldest(store, {"pinned": True, **open_}, now, "taskmesh_claimable_by_name"),
     ]
     waiting_rows = await rows(store, ["INIT"])
-    left: dict[Row, Document] = {row: {} for row in waiting_rows or ()}
+    left: dict[Row, Document] = {row: {} for row in waiting_rows or () if row.queue not in closed}
     # In a row the tasks of one priority stand together, the oldest first: so it is one look for each priority.
     for _ in range(_MOST_PRIORITIES):
         answers = await _ask_each(store, [_oldest_of_row(row, lower, now) for row, lower in left.items()])
@@ -167,7 +169,7 @@ async def oldest_claimable(store: Store) -> tuple[datetime, datetime | None]:
         if not left or not all(isinstance(answer.get("priority"), (int, float)) for answer in answers):
             break
     if left or waiting_rows is None:  # very many priorities, or a stranger's among them
-        found += await _oldest(store, {"pinned": False}, now, "taskmesh_claimable")
+        found += await _oldest(store, {"pinned": False, **open_}, now, "taskmesh_claimable")
     return now, min((time for time in found if isinstance(time, datetime)), default=None)
 
 

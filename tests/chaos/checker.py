@@ -179,7 +179,8 @@ def _check_counts(findings: Findings, id_: str, old: Reading, new: Reading, writ
     """What a write adds to the counts of failures and losses."""
     counted = {name: new.state.get(name, 0) - old.state.get(name, 0) for name in ("timeout_cnt", "lost_cnt")}
     if write.kind in ("released", "snoozed"):
-        costs = any(counted.values()) or new.fail_cnt != old.fail_cnt
+        costs = any(n > 0 for n in counted.values()) or new.fail_cnt != old.fail_cnt
+        costs = costs or (write.kind == "released" and any(counted.values()))
         findings.check("R1", id_, not costs, f"{write} counted {counted}, FAILs {old.fail_cnt} to {new.fail_cnt}")
         left = {entry["running_id"] for entry in new.entries}
         gone = [entry["worker_id"] for entry in old.entries if entry["running_id"] not in left]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from taskmesh import rules
-from taskmesh.store import claim, control, finish, lease, publish, settle
+from taskmesh.store import claim, control, finish, lease, republish, settle
 from tests.properties.mutation import ANYTHING, Mutant, changed, constant, replaced, result, sent, unguarded, written
 
 _TASK_GATES = ("unfinished", "unexpired", "started", "room", "retries left", "timeouts left", "delay asked for")
@@ -58,7 +58,7 @@ def facts() -> Iterator[tuple[str, Mutant]]:
 
 def derived() -> Iterator[tuple[str, Mutant]]:
     """What follows from the entries is not written down, or wrongly."""
-    for module in (claim, finish, lease, settle, control, publish):
+    for module in (claim, finish, lease, settle, control, republish):
         yield f"derivation skipped in {module.__name__}", _underived(module)
     yield "a refused claim derives all the same", written("claim", {"$ne": ["$_claim.refused", True]}, True)
     yield "next_claim_time of nobody in particular", replaced(rules, "_opens_for_some_worker", None)
@@ -97,7 +97,7 @@ def guards() -> Iterator[tuple[str, Mutant]]:
     yield "running tasks are retried", unguarded("retry", "$expr")
     yield "an outdated option is overwritten", unguarded("set_option", "$expr")
     yield "not_update_running updates", unguarded("publish", "$expr")
-    yield "clean and run_again disturb a running task", replaced(publish, "_running", {"$literal": False})
+    yield "clean and run_again disturb a running task", replaced(republish, "IS_RUNNING", {"$literal": False})
     yield "settle does not wait", unguarded("settle", "$expr")
     yield "a claim wins unseen", written("claim", {"$lte": [{"$max": ANYTHING}, ANYTHING]}, True)
 
@@ -123,13 +123,15 @@ def verbs() -> Iterator[tuple[str, Mutant]]:
     yield "a wish for one more run is forgotten at the end", _unwished(finish)
     yield "a run does not know which wish it serves", written("claim", "$task_state.wanted", None)
     yield "progress does not start the count of timeouts anew", written("report", "timeout_cnt", "nothing")
+    yield "logs start the count of timeouts anew", replaced(finish, "_progressed", _logs_count_too)
     yield "a ping renews by too little", _renewed_too_briefly
     yield "a lease is as long as the ping's interval", written("claim", *_LEASE)
     yield "a claim does not count the leases that ran out", replaced(claim, "counted_losses", dict)
     yield "settle does not count the leases that ran out", replaced(settle, "counted_losses", dict)
     yield "a claim keeps the leases that ran out", written("claim", {"$not": [{"$and": ANYTHING}]}, True)
     yield "retry leaves the delay", replaced(control, "_without_delay", lambda _: rules.ENTRIES)
-    yield "a failure does not start the count of timeouts anew", sent("finish", _timeouts_go_on)
+    yield "a failure does not start the count of timeouts anew", sent("finish", _timeouts_go_on("failed"))
+    yield "a snooze does not start the count of timeouts anew", sent("finish", _timeouts_go_on("snoozed"))
     yield "the last delay asked for counts, not the latest", replaced(finish, "_resume_time", _last_delay)
     yield "failures that are dropped are not counted", result(finish, "_oldest_fails_dropped", *_UNCOUNTED)
     yield "a failure for good is dropped among others", result(finish, "_oldest_fails_dropped", *_DROPPABLE)
@@ -153,10 +155,17 @@ def _charged(query: Any, pipeline: Any) -> tuple[Any, Any]:
     return query, pipeline
 
 
-def _timeouts_go_on(query: Any, pipeline: Any) -> tuple[Any, Any]:
-    if "failed" in repr(pipeline[-3]):
-        del pipeline[0]["$set"]["task_state"]["timeout_cnt"]
-    return query, pipeline
+def _logs_count_too(outcomes: Any) -> Any:
+    return finish._progress(outcomes) | {"timeout_cnt": 0}
+
+
+def _timeouts_go_on(kind: str) -> Callable[[Any, Any], tuple[Any, Any]]:
+    def go_on(query: Any, pipeline: Any) -> tuple[Any, Any]:
+        if kind in repr(pipeline[-3]):
+            del pipeline[0]["$set"]["task_state"]["timeout_cnt"]
+        return query, pipeline
+
+    return go_on
 
 
 def _last_delay(outcomes: Any, now: Any) -> Any:

@@ -212,7 +212,8 @@ class Oracle:
         if (entry := self.held(running_id, now)) is None:
             return False
         entry |= fields
-        self.state.update({"timeout_cnt": 0} | ({"progress": progress} if progress else {}))
+        if progress:  # logs alone are no progress
+            self.state.update({"timeout_cnt": 0, "progress": progress})
         self.stamp(now, "progressed", entry["worker_id"])
         return True
 
@@ -240,8 +241,9 @@ class Oracle:
                 self.drop(droppable)
                 self.state["worker_states"] += droppable[surplus:]
                 self.state["dropped_fail_cnt"] = (self.state.get("dropped_fail_cnt") or 0) + surplus
-        if kind in ("succeeded", "failed"):
+        if kind != "released":  # its worker lives, so what it lost before was not lost in a row with what comes
             self.state["timeout_cnt"] = 0
+        if kind in ("succeeded", "failed"):
             self._reopen_if_wished(now, running_id)
         self.stamp(now, kind, entry["worker_id"])
         return True

@@ -25,9 +25,8 @@ async def test_t37_a_key_past_its_retention_is_published_afresh_in_a_transaction
     for flags in ((), ("update_existing_params",)):
         await past_retention(life)
         async with life.store.driver.start_session() as session, await session.start_transaction():
-            published = await publish_in_session(
-                life.store, life.publication(n=2, retain_success_ms=1_000, flags=flags), life.now, session
-            )
+            publication = life.publication(n=2, retain_success_ms=1_000, flags=flags)
+            (published,) = await publish_in_session(life.store, [publication], life.now, session)
         assert published.created
         assert (await life.document())["params"] == {"n": 2}
         await life.succeed(await life.claim())

@@ -157,7 +157,7 @@ class World:
         try:
             if in_session:
                 async with self.store.driver.start_session() as session, await session.start_transaction():
-                    published = await publish_in_session(self.store, publication, self.now, session)
+                    (published,) = await publish_in_session(self.store, [publication], self.now, session)
             else:
                 published = (await publish(self.store, [publication], self.now))[0]
             actual = (published.created, published.updated)

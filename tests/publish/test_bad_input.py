@@ -122,8 +122,9 @@ async def test_params_that_do_not_fit_the_signature_are_refused_by_name_and_valu
         ({"a\0b": 1}, "must not have a NUL"),
         ("half \ud800 a pair", "is not valid Unicode text"),
         (object(), "cannot store a object"),
+        ([{"$ref": "users", "$id": 7}], r"params\.deep\[1\]\.x\[0\]: a dict with `\$ref` and `\$id` would come back"),
     ],
-    ids=["65 bits", "-65 bits", "number as key", "NUL in a key", "half a pair", "object"],
+    ids=["65 bits", "-65 bits", "number as key", "NUL in a key", "half a pair", "object", "DBRef"],
 )
 async def test_params_that_mongodb_cannot_store_are_refused_with_their_path(
     mesh: TaskMesh, resize: TaskDefinition[..., Any], value: Any, complaint: str

@@ -70,6 +70,16 @@ async def _first_publish(job: TaskDefinition[..., Any]) -> None:
 async def test_a_mesh_that_is_not_connected_says_so(unconnected: TaskMesh, job: TaskDefinition[..., Any]) -> None:
     with pytest.raises(TaskMeshError, match="this mesh is not connected: use it inside `async with mesh:`"):
         await job.publish("k", n=1)
+    consumer = unconnected.consumer()
+    for attempt in (
+        lambda: unconnected.pause("default"),
+        lambda: unconnected.pause_schedule("s"),
+        unconnected.stats,
+        unconnected.events,
+        consumer.events,
+    ):
+        with pytest.raises(TaskMeshError, match="this mesh is not connected: use it inside `async with mesh:`"):
+            await attempt()
     async with unconnected:
         with pytest.raises(TaskMeshError, match="connected already"):
             await unconnected.connect()

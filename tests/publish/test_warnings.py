@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from taskmesh import TaskMesh
+from tests.faults import failing_commands
 from tests.waiting import eventually
 from tests.working import finished, working
 
@@ -20,6 +21,7 @@ from tests.working import finished, working
         ("job", {"queue": "elsewhere"}, "no live worker runs tasks named 'job' from queue 'elsewhere'"),
         ("job", {"specific_worker_ids": ("w", "x")}, None),
         ("job", {"specific_worker_ids": ("x",)}, "none of specific_worker_ids (x) is a live worker that runs 'job'"),
+        ("job", {"specific_worker_ids": ("w", "w"), "concurrent_worker_cnt": 2}, "it can never finish"),
         ("job", {"queue": "shut"}, "queue 'shut' is paused"),
         ("job", {"expire_time": datetime(2020, 1, 1, tzinfo=UTC)}, "it expires at 2020-01-01T00:00:00+00:00"),
         ("job", {"delay_ms": 60_000, "expire_time": "soon"}, "before it can start"),
@@ -45,6 +47,16 @@ async def test_a_handle_says_why_nobody_could_run_the_task_now(
         warnings = (await mesh.publish(name, "k", **settings)).warnings
     assert [text for text in warnings if warning is None or warning not in text] == []
     assert len(warnings) == (warning is not None)
+
+
+async def test_what_is_published_is_so_though_the_warnings_cannot_be_found(mongo_uri: str, database: str) -> None:
+    mesh = TaskMesh(f"{mongo_uri}&appName=publisher", database=database)
+    async with mesh:
+        async with failing_commands(mongo_uri, ["aggregate"], appname="publisher", errorCode=13):
+            handle = await mesh.publish("job", "k")
+        assert handle.created
+        assert handle.warnings == ["could not be checked against the workers that there are (OperationFailure)"]
+        assert (await handle.task()).key == "k"
 
 
 async def test_fields_of_others_at_the_top_of_the_document_are_kept_and_shown(mesh: TaskMesh) -> None:

@@ -1,0 +1,86 @@
+"""Republish: what a publish does to a task whose key exists already, as far as its publisher asked for that."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+from taskmesh import rules
+from taskmesh.store.driver import Document
+from taskmesh.store.finish import fresh_state
+from taskmesh.store.prepared import prepared
+from taskmesh.store.stamp import stamp
+
+if TYPE_CHECKING:
+    from taskmesh.store.publish import Publication
+
+IS_RUNNING: rules.Expression = {"$and": [{"$ne": ["$$live", []]}, {"$eq": ["$status", "RUNNING"]}]}
+
+
+_COUNTED_AGAINST = ("dropped_fail_cnt", "losses", "lost_cnt", "resume_time", "reopened_by")
+"""What `clean_failed` forgets, beside the entries and `timeout_cnt`."""
+
+
+def change_pipeline(publication: Publication, now: datetime, at: rules.Expression) -> list[Document]:
+    """Apply a publication to an existing task. What changes nothing leaves the document as it was, event and all."""
+    stages: list[Document] = [
+        {"$set": {"_before": {field: f"${field}" for field in ("params", "task_option", "task_state")}}}
+    ]
+    if publication.update_existing_params or publication.run_again:
+        stages.append({"$set": _new_wish(publication, now)})
+    running = rules.with_facts(at, IS_RUNNING)
+    if publication.run_again:
+        again = fresh_state({"wanted": {"$add": [{"$ifNull": ["$task_state.wanted", 0]}, 1]}})
+        one_more = {"$mergeObjects": ["$task_state", {"wanted": again["wanted"]}]}
+        stages.append({"$set": {"task_state": {"$cond": [running, one_more, again]}}})
+    for wanted, state in ((publication.clean_success, "SUCCESS"), (publication.clean_failed, "FAIL")):
+        if wanted:
+            stages.append({"$set": {"task_state": {"$cond": [running, "$task_state", _without(state, at)]}}})
+    if publication.clean_failed:
+        forgotten = {name: {"$cond": [running, f"$task_state.{name}", "$$REMOVE"]} for name in _COUNTED_AGAINST}
+        stages.append({"$set": {"task_state": forgotten}})
+    unchanged = {
+        "$and": [{"$eq": [f"${field}", f"$_before.{field}"]} for field in ("params", "task_option", "task_state")]
+    }
+    marks = {
+        name: {"$cond": [unchanged, {"$ifNull": [f"${name}", "$$REMOVE"]}, value]}
+        for name, value in (("event", stamp("published", at)), ("change_id", publication.publish_id))
+    }
+    return [*stages, {"$set": marks}, {"$unset": "_before"}, *prepared(rules.derivation, at)]
+
+
+def _new_wish(publication: Publication, now: datetime) -> Document:
+    """The params, and the times and options that the publisher set itself."""
+    start_time = publication.starts(now)
+    params = {"$literal": publication.params}
+    version = {"$ifNull": ["$task_state.params_version", 0]}
+    state: Document = {
+        "params_version": {
+            "$cond": [
+                {"$eq": ["$params", params]},
+                {"$ifNull": ["$task_state.params_version", "$$REMOVE"]},
+                {"$add": [version, 1]},
+            ]
+        }
+    }
+    if start_time is not None or publication.run_again:
+        state["start_time"] = start_time
+    if publication.expire_time is not None or publication.run_again:
+        state["expire_time"] = publication.expire_time
+    changes: Document = {"params": params, "task_state": state}
+    if publication.trace is not None:
+        changes["trace"] = {"$literal": publication.trace}
+    if publication.tuned:
+        changes["task_option"] = {name: {"$literal": value} for name, value in publication.tuned.items()}
+    return changes
+
+
+def _without(state: str, at: rules.Expression) -> rules.Expression:
+    """`task_state` without the entries of this state; without failures, a lease that ran out counts no more either."""
+    dropped: rules.Expression = {"$eq": ["$$this.state", state]}
+    if state == "FAIL":
+        dropped = {"$or": [dropped, rules.is_lost(at)]}
+    changes: Document = {"worker_states": {"$filter": {"input": rules.ENTRIES, "cond": {"$not": [dropped]}}}}
+    if state == "FAIL":
+        changes["timeout_cnt"] = 0
+    return {"$mergeObjects": ["$task_state", changes]}

@@ -1,0 +1,85 @@
+"""Cancel, retry, delete and set_option while the database falters: nobody has to ask twice, and nothing is done twice."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from taskmesh import Status, TaskMesh, TaskNotFound, TaskOption, current_task
+from tests.faults import failing_commands
+from tests.working import finished, working
+
+CONTROLS: dict[str, Callable[[TaskMesh], Awaitable[Any]]] = {
+    "cancel": lambda mesh: mesh.cancel("job", "k"),
+    "retry": lambda mesh: mesh.retry("job", "k"),
+    "delete": lambda mesh: mesh.delete("job", "k"),
+    "set_option": lambda mesh: mesh.set_option("job", "k", priority=7),
+}
+FAULTS: dict[str, dict[str, Any]] = {
+    "not the primary": {"errorCode": 10107},
+    "cut off": {"closeConnection": True},
+    "applied, not confirmed": {"writeConcernError": {"code": 64, "errmsg": "waiting for replication timed out"}},
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("control", CONTROLS)
+async def test_it_is_done_in_spite_of_a_fault(mongo_uri: str, database: str, control: str, fault: str) -> None:
+    mesh = TaskMesh(f"{mongo_uri}&appName=controller", database=database)
+
+    @mesh.task
+    async def job() -> None: ...
+
+    async with mesh:
+        await job.configure(delay_ms=3_600_000).publish("k")
+        async with failing_commands(mongo_uri, ["update"], times=2, appname="controller", **FAULTS[fault]):
+            await CONTROLS[control](mesh)
+        match control:
+            case "delete":
+                with pytest.raises(TaskNotFound):
+                    await mesh.get("job", "k")
+            case "cancel":
+                assert (await mesh.get("job", "k")).status is Status.CANCELLED
+            case "set_option":
+                assert (await mesh.get("job", "k")).task_option.priority == 7
+            case "retry":
+                assert (await mesh.get("job", "k")).task_state.start_time is None
+
+
+async def test_a_retry_whose_answer_is_lost_makes_the_task_run_once_more_and_not_twice(
+    mongo_uri: str, database: str
+) -> None:
+    mesh = TaskMesh(f"{mongo_uri}&appName=controller", database=database)
+    runs: list[str] = []
+
+    @mesh.task
+    async def job() -> None:
+        runs.append(current_task().key)
+
+    async with mesh:
+        await job.publish("k")
+        async with working(mesh):
+            await finished(mesh, "job", "k")
+            update = mesh.store.update
+
+            async def update_without_an_answer(*arguments: Any) -> Any:
+                mesh.store.update = update  # type: ignore[method-assign]
+                await update(*arguments)
+                await finished(mesh, "job", "k")  # it has run again by the time that its owner asks once more
+                async with failing_commands(mongo_uri, ["update"], times=1, appname="controller", errorCode=10107):
+                    return await update(*arguments)
+
+            mesh.store.update = update_without_an_answer  # type: ignore[method-assign]
+            await mesh.retry("job", "k")
+            await finished(mesh, "job", "k")
+        assert runs == ["k", "k"]
+
+
+async def test_what_is_cancelled_and_kept_for_no_time_is_returned_all_the_same(mesh: TaskMesh) -> None:
+    @mesh.task(option=TaskOption(retain_failed_ms=0))
+    async def job() -> None: ...
+
+    await job.configure(delay_ms=3_600_000).publish("k")
+    assert (await mesh.cancel("job", "k")).status is Status.CANCELLED

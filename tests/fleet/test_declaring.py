@@ -1,0 +1,76 @@
+"""What is declared as a schedule: any params, at any time, with any backlog."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+from typing import Any
+
+import anyio
+import pytest
+
+from taskmesh import TaskMesh
+from taskmesh.consumer.ticker import Ticker
+from taskmesh.store import schedules
+from tests.waiting import eventually
+from tests.working import working
+
+_NAIVE = datetime(2036, 1, 1, 12, 0, 0, 123_456)  # noqa: DTZ001 -- as people pass them
+
+
+@pytest.mark.parametrize("value", [_NAIVE, float("nan"), (1, 2), {"deep": [(_NAIVE,)]}], ids=repr)
+async def test_params_that_come_back_in_another_form_are_declared_once(mesh: TaskMesh, value: Any) -> None:
+    with anyio.fail_after(30):
+        for _ in range(2):
+            await mesh.every("of a task of others", schedule_id="s", interval_ms=60_000, params={"value": value})
+    document = await mesh.store.driver.collection("schedules").find_one({"_id": "s"})
+    assert document["revision"] == 0, "the second declaration changed nothing"
+
+
+async def test_a_backlog_too_long_for_one_look_is_worked_off_in_several(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was put in time is not put again."""
+    monkeypatch.setattr(schedules, "_READ_GOOD_FOR_MS", 100)
+
+    @mesh.task
+    async def tick() -> None: ...
+
+    await mesh.every(tick, schedule_id="s", interval_ms=1_000, missed="all")
+    ago = mesh.clock.now() - timedelta(seconds=400)
+    await mesh.store.driver.collection("schedules").update_one({"_id": "s"}, {"$set": {"next_time": ago}})
+    ticker = Ticker(mesh.store, mesh.publication_of_tick)
+
+    async def all_published() -> bool:
+        await ticker.run_once()
+        return len([task async for task in mesh.find("tick", key_prefix="s@", limit=0)]) >= 400
+
+    await eventually(all_published, what="400 ticks are published")
+
+
+async def test_the_first_schedule_after_a_time_without_any_has_missed_nothing(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schedules, "OUTAGE_MS", 300)
+    meta = mesh.store.driver.collection("meta")
+
+    @mesh.task
+    async def tick() -> None: ...
+
+    async with working(mesh):
+        await schedules.attend(mesh.store)
+
+        async def long_ago() -> bool:
+            (row,) = await meta.aggregate(
+                [{"$match": {"_id": "periodic"}}, {"$project": {"age": {"$subtract": ["$$NOW", "$seen"]}}}]
+            ).to_list(None)
+            return bool(row["age"] > 800)
+
+        await eventually(long_ago, what="nobody has looked after schedules for a while, as there are none")
+        declared = await mesh.every(tick, schedule_id="s", interval_ms=100, missed="skip")
+
+        async def ticks() -> list[datetime]:
+            return [t.time for s in await mesh.schedules() for t in s.ticks]
+
+        first = (await eventually(ticks, what="it ticks"))[0]
+    assert declared.next_time is not None
+    assert first == declared.next_time
