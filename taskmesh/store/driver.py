@@ -148,7 +148,9 @@ def own_database(client: Any, name: str) -> Any:
 
 def start_transaction(session: Any) -> Any:
     """Start a transaction (or, PyMongo async, return an awaitable of that) which a majority has when it is committed."""
-    return session.start_transaction(write_concern=MAJORITY, read_preference=ReadPreference.PRIMARY)
+    return session.start_transaction(
+        read_concern=ReadConcern("local"), write_concern=MAJORITY, read_preference=ReadPreference.PRIMARY
+    )
 
 
 def restored(value: Any) -> Any:

@@ -27,14 +27,14 @@ FAULTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("control", CONTROLS)
 async def test_it_is_done_in_spite_of_a_fault(mongo_uri: str, database: str, control: str, fault: str) -> None:
-    mesh = TaskMesh(f"{mongo_uri}&appName=controller", database=database)
+    mesh = TaskMesh(mongo_uri, database=database)
 
     @mesh.task
     async def job() -> None: ...
 
     async with mesh:
         await job.configure(delay_ms=3_600_000).publish("k")
-        async with failing_commands(mongo_uri, ["update"], times=2, appname="controller", **FAULTS[fault]):
+        async with failing_commands(mongo_uri, ["update"], times=2, **FAULTS[fault]):
             await CONTROLS[control](mesh)
         match control:
             case "delete":
@@ -51,7 +51,7 @@ async def test_it_is_done_in_spite_of_a_fault(mongo_uri: str, database: str, con
 async def test_a_retry_whose_answer_is_lost_makes_the_task_run_once_more_and_not_twice(
     mongo_uri: str, database: str
 ) -> None:
-    mesh = TaskMesh(f"{mongo_uri}&appName=controller", database=database)
+    mesh = TaskMesh(mongo_uri, database=database)
     runs: list[str] = []
 
     @mesh.task
@@ -68,7 +68,7 @@ async def test_a_retry_whose_answer_is_lost_makes_the_task_run_once_more_and_not
                 mesh.store.update = update  # type: ignore[method-assign]
                 await update(*arguments)
                 await finished(mesh, "job", "k")  # it has run again by the time that its owner asks once more
-                async with failing_commands(mongo_uri, ["update"], times=1, appname="controller", errorCode=10107):
+                async with failing_commands(mongo_uri, ["update"], times=1, errorCode=10107):
                     return await update(*arguments)
 
             mesh.store.update = update_without_an_answer  # type: ignore[method-assign]

@@ -139,7 +139,13 @@ class Oracle:
         times = {"start_time": start_time, "expire_time": wish.expire_time}
         if self.document is None or self.forgotten(now):
             state: Document = {"create_time": now, **times, "timeout_cnt": 0, "worker_states": []}
-            self.document = {"params": wish.params, "task_option": stored_option(wish.option), "task_state": state}
+            told = {} if self.document is None else {"event": ["published"]}  # an insert tells by itself
+            self.document = {
+                "params": wish.params,
+                "task_option": stored_option(wish.option),
+                "task_state": state,
+                **told,
+            }
             self.derive(min(now, (wish.expire_time or NEVER) - ms(1)))  # if it has expired, those who read will see
             return True, False
         if not wish.changes_existing:

@@ -50,9 +50,9 @@ async def test_a_handle_says_why_nobody_could_run_the_task_now(
 
 
 async def test_what_is_published_is_so_though_the_warnings_cannot_be_found(mongo_uri: str, database: str) -> None:
-    mesh = TaskMesh(f"{mongo_uri}&appName=publisher", database=database)
+    mesh = TaskMesh(mongo_uri, database=database)
     async with mesh:
-        async with failing_commands(mongo_uri, ["aggregate"], appname="publisher", errorCode=13):
+        async with failing_commands(mongo_uri, ["aggregate"], errorCode=13):
             handle = await mesh.publish("job", "k")
         assert handle.created
         assert handle.warnings == ["could not be checked against the workers that there are (OperationFailure)"]

@@ -10,6 +10,7 @@ from pymongo import AsyncMongoClient
 from pymongo.monitoring import CommandListener, CommandStartedEvent
 
 from taskmesh import TaskMesh, current_task
+from taskmesh.store.blocking import maybe
 from tests.working import working
 
 _LAX = {"readPreference": "secondaryPreferred", "w": 1, "readConcernLevel": "available"}
@@ -70,6 +71,4 @@ async def test_a_client_that_reads_from_secondaries_and_waits_for_no_majority_ch
     lax = [c for c in writes if "txnNumber" not in c or "commitTransaction" in c]
     assert len(lax) > 5
     assert [c for c in lax if c.get("writeConcern", {}).get("w") != "majority"] == []
-    closing = getattr(client.close(), "__await__", None)
-    if closing is not None:
-        await client.close()
+    await maybe(client.close())
