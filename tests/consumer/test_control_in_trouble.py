@@ -71,7 +71,7 @@ async def test_a_retry_whose_answer_is_lost_makes_the_task_run_once_more_and_not
                 async with failing_commands(mongo_uri, ["update"], times=1, errorCode=10107):
                     return await update(*arguments)
 
-            mesh.store.update = update_without_an_answer  # type: ignore[method-assign]
+            mesh.store.update = update_without_an_answer  # type: ignore[assignment,method-assign]
             await mesh.retry("job", "k")
             await finished(mesh, "job", "k")
         assert runs == ["k", "k"]
