@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Generator, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from blockbuster import BlockBuster
@@ -11,9 +13,13 @@ from pymongo import MongoClient
 
 from taskmesh import TaskMesh
 from taskmesh.embedded import Mongod
+from tests.cli.shell import Shell, shell_in
 from tests.databases import Databases
 from tests.mongods import ThreeNodes, small_mongod, three_nodes
-from tests.turns import turn
+from tests.processes.fleet import Fleet
+from tests.turns import booting, turn
+
+_MONGOD = pytest.StashKey[Mongod]()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -28,6 +34,19 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         return (yield)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
+    """Start the server of the whole session before the first test, which may be one about time."""
+    with ExitStack() as stack:
+        wanted = any("mongod" in item.fixturenames for item in session.items if isinstance(item, pytest.Function))
+        if wanted and not session.config.option.collectonly:
+            directory = stack.enter_context(TemporaryDirectory(prefix="taskmesh-tests-", ignore_cleanup_errors=True))
+            with booting():
+                server = stack.enter_context(small_mongod(Path(directory)))
+                session.config.stash[_MONGOD] = server.initiate()
+        return (yield)
+
+
 @pytest.fixture(scope="session")
 def anyio_backend() -> str:
     """Run async tests on asyncio alone: both drivers need it."""
@@ -35,13 +54,12 @@ def anyio_backend() -> str:
 
 
 @pytest.fixture(scope="session")
-def mongod(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mongod]:
+def mongod(request: pytest.FixtureRequest) -> Mongod:
     """The one-node replica set of the whole session, with failpoints and a TTL monitor that runs each second.
 
     It is shared: a test that would stop, freeze or fill it starts its own with `own_mongod`.
     """
-    with small_mongod(tmp_path_factory.mktemp("mongod")) as server:
-        yield server.initiate()
+    return request.config.stash[_MONGOD]
 
 
 @pytest.fixture(scope="session")
@@ -77,6 +95,20 @@ async def mesh(mongo_uri: str, database: str) -> AsyncIterator[TaskMesh]:
     """A connected mesh on a database of its own. Define its tasks in the test; run consumers by `tests/working.py`."""
     async with TaskMesh(mongo_uri, database=database) as mesh:
         yield mesh
+
+
+@pytest.fixture
+def fleet(mongo_uri: str, database: str, tmp_path: Path) -> Iterator[Fleet]:
+    """Worker processes on the test's database; those that are left are killed."""
+    with Fleet(mongo_uri, database, tmp_path / "fleet") as workers:
+        yield workers
+
+
+@pytest.fixture
+def taskmesh(mongo_uri: str, database: str, tmp_path: Path) -> Iterator[Shell]:
+    """`taskmesh` on the session's MongoDB, in a directory with a module `app`."""
+    with shell_in(tmp_path, mongo_uri, database) as shell:
+        yield shell
 
 
 @pytest.fixture

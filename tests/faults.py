@@ -32,3 +32,14 @@ async def failing_commands(
             yield have_failed
         finally:
             await client.admin.command({"configureFailPoint": "failCommand", "mode": "off"})
+
+
+@asynccontextmanager
+async def server_parameter(uri: str, name: str, value: object) -> AsyncIterator[None]:
+    """Let the server have this parameter as long as the block lasts, and then what it had before."""
+    async with AsyncMongoClient[dict[str, Any]](uri, appname="the saboteur") as client:
+        before = (await client.admin.command({"setParameter": 1, name: value}))["was"]
+        try:
+            yield
+        finally:
+            await client.admin.command({"setParameter": 1, name: before})

@@ -23,7 +23,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-PROGRAMS = {"taskmesh": "taskmesh.cli:main", "worker": "tests.processes.worker:main"}
+PROGRAMS = {
+    "taskmesh": "taskmesh.cli:main",
+    "worker": "tests.processes.worker:main",
+    "publisher": "tests.publish.publishers:main",
+}
 _IMPORTED = (
     "taskmesh.cli.app",
     "typer.rich_utils",  # what tells of wrong usage

@@ -32,6 +32,8 @@ class Life:
     """By key: losses and failures that the tasks were charged."""
     effects: int = 0
     """What handlers wrote in `transaction()`."""
+    asked_anew: int = 0
+    """How often `mesh.retry` was called for 'anew': again when the answer was an error."""
     told: list[str] = field(default_factory=list)
     """Errors that a caller was told, who then tried again."""
 
@@ -122,7 +124,7 @@ async def _publish(mesh: TaskMesh, life: Life) -> None:
     handle = await _again(life, lambda: mesh.publish("work", "anew"))
     await _again(life, lambda: handle.result(_PATIENCE_S))
     if life.runs["anew"] == 1:
-        await _again(life, lambda: mesh.retry("work", "anew"))
+        await _again(life, lambda: _retried(mesh, life))
 
 
 def _soon(mesh: TaskMesh) -> Any:
@@ -132,6 +134,11 @@ def _soon(mesh: TaskMesh) -> Any:
 async def _deleted(mesh: TaskMesh) -> None:
     if [task async for task in mesh.find(key_prefix="deleted")]:
         await mesh.delete("work", "deleted")
+
+
+async def _retried(mesh: TaskMesh, life: Life) -> None:
+    life.asked_anew += 1
+    await mesh.retry("work", "anew")
 
 
 async def _again(life: Life, call: Callable[[], Awaitable[T]]) -> T:

@@ -1,4 +1,7 @@
-"""A task document as the checker reads it: the rule in plain Python, from API.md and the design, without the engine's code."""
+"""A task document as the checker and the oracle read it.
+
+The rule in plain Python, from API.md and the design, without the engine's code.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any
 
 NEVER = datetime(9999, 12, 31, 23, 59, 59, 999_000, tzinfo=UTC)
 LONG_AGO = datetime(1970, 1, 1, tzinfo=UTC)
-_ANYBODY_ELSE = "a worker that never touched the task"
+ANYBODY_ELSE = "a worker that never touched the task"
 _ONE_DAY_MS = 86_400_000
 
 
@@ -142,7 +145,7 @@ class Reading:
         """What a write at this time has to derive from the entries; None: the field is absent."""
         finished = self.finished(now)
         # `create_time` shuts no gate: it is the publisher's idea of the server's time, which may be a little ahead.
-        workers = self.option["specific_worker_ids"] or [_ANYBODY_ELSE]
+        workers = self.option["specific_worker_ids"] or [ANYBODY_ELSE]
         opens = max(self.state["create_time"], min(self.claim_time(id_, now) for id_ in workers))
         ends = [self.state.get("expire_time"), *(entry["ping_expire_time"] for entry in self.live(now))]
         settles = [end for end in sorted(end for end in ends if end is not None) if self.finished(end)]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +20,8 @@ from typing import Any
 import psutil
 from pymongo import MongoClient
 
-from taskmesh import rules
+from taskmesh import TaskFailed, TaskMesh, rules
+from taskmesh.cli import main
 from tests import warm
 from tests.waiting import wait_until
 
@@ -43,8 +46,14 @@ async def add(a: int, b: int) -> int:
     return a + b
 
 
+def begun() -> None:
+    """Tell it to `Shell.until_begun`."""
+    open(current_task().key + ".begun", "w").close()
+
+
 @mesh.task(option=quick)
 async def nap(ms: int) -> str:
+    begun()
     await asyncio.sleep(ms / 1000)
     return current_task().worker_id
 
@@ -52,7 +61,7 @@ async def nap(ms: int) -> str:
 @mesh.task(option=patient)
 async def until_open() -> str:
     """Go on until somebody opens the door of this key: `Shell.open`."""
-    open(current_task().key + ".begun", "w").close()
+    begun()
     while not os.path.exists(current_task().key + ".open"):
         await asyncio.sleep(0.02)
     return current_task().worker_id
@@ -60,6 +69,7 @@ async def until_open() -> str:
 
 @mesh.task(option=quick)
 def block(ms: int) -> str:
+    begun()
     time.sleep(ms / 1000)
     return "ok"
 
@@ -85,6 +95,24 @@ async def grow(mb: int) -> str:
     grow.__dict__["kept"] = b"x" * (mb * 1_000_000)
     return current_task().worker_id
 '''
+
+
+def defined(mesh: TaskMesh) -> TaskMesh:
+    """Give a mesh of this process those tasks of `app` that end by themselves, to fill a database without a process."""
+
+    @mesh.task
+    async def add(a: int, b: int) -> int:
+        return a + b
+
+    @mesh.task
+    async def refuse(why: str) -> None:
+        raise TaskFailed(why)
+
+    @mesh.task
+    async def nap(ms: int) -> None:
+        del ms
+
+    return mesh
 
 
 @dataclass(frozen=True)
@@ -192,6 +220,25 @@ class Shell:
                 raise AssertionError(f"{words} goes on and on:\n{out.read_text()}{err.read_text()}") from None
             return Ended(status, out.read_text(), err.read_text())
 
+    def here(self, *words: str) -> Ended:
+        """Run a command that ends at once, and whose process is not what matters, in this one."""
+        out, err = io.StringIO(), io.StringIO()
+        argv, environment = sys.argv, dict(os.environ)
+        try:
+            sys.argv = ["taskmesh", *words]
+            os.environ.clear()
+            os.environ.update(self._environment({}))
+            with contextlib.chdir(self.directory), redirect_stdout(out), redirect_stderr(err):
+                main()
+            status: Any = 0
+        except SystemExit as end:
+            status = end.code or 0
+        finally:
+            sys.argv = argv
+            os.environ.clear()
+            os.environ.update(environment)
+        return Ended(int(status), out.getvalue(), err.getvalue())
+
     def done(self, *words: str, typed: str | None = None, **environment: str) -> Ended:
         """Run a command that must succeed."""
         ended = self(*words, typed=typed, **environment)
@@ -224,8 +271,8 @@ class Shell:
         return started
 
     def until_begun(self, key: str) -> None:
-        """Wait until the handler of `until_open` runs: a task that is RUNNING may still be on its way to it."""
-        wait_until((self.directory / f"{key}.begun").exists, DEADLINE_S, what=f"until_open {key} has begun")
+        """Wait until `until_open`, `nap` or `block` runs: a task that is RUNNING may still be on its way to its handler."""
+        wait_until((self.directory / f"{key}.begun").exists, DEADLINE_S, what=f"the handler of {key} has begun")
 
     def open(self, *keys: str) -> None:
         """Let `until_open` end under these keys."""

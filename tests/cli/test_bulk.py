@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
 
 import pytest
 
-from tests.cli.shell import Shell
+from taskmesh import TaskMesh
+from tests.cli.shell import Shell, defined
 
 
 @pytest.fixture
 def many(taskmesh: Shell) -> Shell:
     """600 failed tasks, five that succeeded, five that wait."""
-    failing = "\n".join(json.dumps({"key": f"f{n}", "params": {"why": "it rained"}}) for n in range(600))
-    taskmesh.done("publish", "refuse", "--from-file", "-", typed=failing)
-    adding = "\n".join(json.dumps({"key": f"a{n}", "params": {"a": n, "b": 1}}) for n in range(5))
-    taskmesh.done("publish", "add", "--from-file", "-", typed=adding)
-    taskmesh.done("worker", "app:mesh", "--until-idle")
-    waiting = "\n".join(json.dumps({"key": f"w{n}"}) for n in range(5))
-    taskmesh.done("publish", "add", "--from-file", "-", "--queue", "slow", typed=waiting)
+    asyncio.run(_filled(TaskMesh(taskmesh.uri, database=taskmesh.database)))
     return taskmesh
+
+
+async def _filled(mesh: TaskMesh) -> None:
+    async with defined(mesh):
+        await mesh.definitions["refuse"].publish_many({f"f{n}": {"why": "it rained"} for n in range(600)})
+        await mesh.definitions["add"].publish_many({f"a{n}": {"a": n, "b": 1} for n in range(5)})
+        await mesh.consumer().run(until_idle=True)
+        await (
+            mesh.definitions["add"].configure(queue="slow").publish_many({f"w{n}": {"a": n, "b": 1} for n in range(5)})
+        )
 
 
 def counts(taskmesh: Shell) -> dict[str, dict[str, int]]:
@@ -52,25 +57,26 @@ def test_a_filter_is_counted_first_and_then_nothing_else_is_touched(many: Shell)
     assert counts(many) == {"add": {"INIT": 5}}
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["retry"], "NAME KEY, or --where"),
-        (["retry", "add"], "NAME KEY, or --where"),
-        (["retry", "add", "k", "--where", "status:FAIL"], "NAME KEY, or --where"),
-        (["retry", "add", "k", "--dry-run"], "--dry-run counts"),
-        (["cancel", "--where", ""], "an empty filter means every task"),
-        (["delete", "--where", "colour:red"], "a filter knows"),
-        (["delete", "--where", "status:RED"], "status"),
-        (["purge", "--where", "status:INIT"], "only finished tasks are purged"),
-        (["ls", "--where", "name:a", "--queue", "q"], "leave name, status, queue"),
-    ],
-)
-def test_wrong_usage_ends_with_2(taskmesh: Shell, words: list[str], told: str) -> None:
-    ended = taskmesh(*words)
-    assert ended.status == 2
-    assert told in ended.err
-    assert "Traceback" not in ended.err
+WRONG: list[tuple[list[str], str]] = [
+    (["retry"], "NAME KEY, or --where"),
+    (["retry", "add"], "NAME KEY, or --where"),
+    (["retry", "add", "k", "--where", "status:FAIL"], "NAME KEY, or --where"),
+    (["retry", "add", "k", "--dry-run"], "--dry-run counts"),
+    (["cancel", "--where", ""], "an empty filter means every task"),
+    (["delete", "--where", "colour:red"], "a filter knows"),
+    (["delete", "--where", "status:RED"], "status"),
+    (["purge", "--where", "status:INIT"], "only finished tasks are purged"),
+    (["ls", "--where", "name:a", "--queue", "q"], "leave name, status, queue"),
+]
+
+
+def test_wrong_usage_ends_with_2(taskmesh: Shell, subtests: pytest.Subtests) -> None:
+    for words, told in WRONG:
+        with subtests.test(words=words, told=told):
+            ended = taskmesh.here(*words)
+            assert ended.status == 2
+            assert told in ended.err
+            assert "Traceback" not in ended.err
 
 
 def test_a_bulk_action_is_taken_back_within_an_hour(many: Shell) -> None:

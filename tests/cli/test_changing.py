@@ -15,11 +15,11 @@ def test_retry_makes_a_failed_task_wait_again(taskmesh: Shell) -> None:
 
 
 def test_cancel_stops_what_runs(taskmesh: Shell) -> None:
-    worker = taskmesh.worker()
-    taskmesh.done("publish", "nap", "k", '{"ms": 60000}')
-    taskmesh.until("RUNNING", "nap", "k")
-    assert taskmesh("retry", "nap", "k").status == 1
-    assert taskmesh.done("cancel", "nap", "k", "--json").json["status"] == "CANCELLED"
+    worker = taskmesh.worker("--grace-ms", "600000")  # it waits for whatever was not stopped
+    taskmesh.done("publish", "until_open", "k")
+    taskmesh.until_begun("k")
+    assert taskmesh("retry", "until_open", "k").status == 1
+    assert taskmesh.done("cancel", "until_open", "k", "--json").json["status"] == "CANCELLED"
     assert worker.stop() == 0
 
 
@@ -37,7 +37,7 @@ def test_delete_removes_the_task_and_prints_it_as_it_was(taskmesh: Shell) -> Non
 
 def test_wrong_usage_ends_with_2(taskmesh: Shell) -> None:
     for words in (["retry"], ["retry", "add"], ["cancel", "add", "k", "more"], ["delete", "add", "k", "--what"]):
-        assert taskmesh(*words).status == 2, words
+        assert taskmesh.here(*words).status == 2, words
 
 
 def test_the_option_of_a_published_task_is_changed(taskmesh: Shell) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Iterator
 from datetime import datetime
@@ -9,7 +10,8 @@ from datetime import datetime
 import pytest
 from pymongo import MongoClient
 
-from tests.cli.shell import Shell, shell_in
+from taskmesh import TaskMesh
+from tests.cli.shell import Shell, defined, shell_in
 
 
 @pytest.fixture(scope="module")
@@ -23,10 +25,15 @@ def three(mongo_uri: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def _fill(taskmesh: Shell) -> None:
-    taskmesh.done("publish", "add", "sum", '{"a": 1, "b": 2}')
-    taskmesh.done("publish", "refuse", "no", '{"why": "it rained"}')
-    taskmesh.done("publish", "nap", "later", '{"ms": 1}', "--queue", "slow", "--priority", "3")
-    taskmesh.done("worker", "app:mesh", "--queues", "default", "--until-idle", "--worker-id", "w1")
+    asyncio.run(_filled(TaskMesh(taskmesh.uri, database=taskmesh.database)))
+
+
+async def _filled(mesh: TaskMesh) -> None:
+    async with defined(mesh):
+        await mesh.publish("add", "sum", {"a": 1, "b": 2})
+        await mesh.publish("refuse", "no", {"why": "it rained"})
+        await mesh.publish("nap", "later", {"ms": 1}, queue="slow", priority=3)
+        await mesh.consumer(worker_id="w1", queues=["default"]).run(until_idle=True)
 
 
 @pytest.mark.parametrize(

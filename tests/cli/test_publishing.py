@@ -75,41 +75,51 @@ def test_tasks_are_read_from_standard_input(taskmesh: Shell) -> None:
     assert [task["key"] for task in taskmesh.done("ls", "--json").json] == ["a", "b"]
 
 
-@pytest.mark.parametrize(
-    "line",
-    ["{", '"text"', '{"params": {}}', '{"key": 1}', '{"key": "x", "prams": {}}', '{"key": "first"}', '{"key": ""}'],
-)
-def test_a_mistake_in_a_file_is_named_and_nothing_is_written(taskmesh: Shell, line: str) -> None:
-    ended = taskmesh("publish", "add", "--from-file", "-", typed=f'{{"key": "first"}}\n{line}\n')
-    assert ended.status == 2
-    assert "line 2" in ended.err or "a key has 1 to 512 bytes" in ended.err
-    assert taskmesh.done("ls", "--json").json == []
+MISTAKES: list[str] = [
+    "{",
+    '"text"',
+    '{"params": {}}',
+    '{"key": 1}',
+    '{"key": "x", "prams": {}}',
+    '{"key": "first"}',
+    '{"key": ""}',
+]
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["publish"], "NAME"),
-        (["publish", "add"], "a KEY is missing"),
-        (["publish", "add", "k", "--from-file", "f"], "exclude each other"),
-        (["publish", "add", "k", "{"], "not JSON"),
-        (["publish", "add", "k", "[1]"], "JSON object"),
-        (["publish", "add", ""], "a key has 1 to 512 bytes"),
-        (["publish", "a:b", "k"], "a task name has"),
-        (["publish", "add", "k", "--queue", "a b"], "queue's name"),
-        (["publish", "add", "k", "--delay-ms", "soon"], "--delay-ms"),
-        (["publish", "add", "k", "--start-time", "soon"], "no time like"),
-        (["publish", "add", "k", "--option", "priority"], "FIELD=VALUE"),
-        (["publish", "add", "k", "--option", "prio=1"], "unknown"),
-        (["publish", "add", "k", "--option", "worker_timeout_ms=5"], "worker_timeout_ms"),
-        (["publish", "add", "--from-file", "not-there"], "cannot be read"),
-    ],
-)
-def test_wrong_usage_is_told_and_ends_with_2(taskmesh: Shell, words: list[str], told: str) -> None:
-    ended = taskmesh(*words)
-    assert ended.status == 2
-    assert told in ended.err
-    assert "Traceback" not in ended.err
+def test_a_mistake_in_a_file_is_named_and_nothing_is_written(taskmesh: Shell, subtests: pytest.Subtests) -> None:
+    for line in MISTAKES:
+        with subtests.test(line=line):
+            ended = taskmesh("publish", "add", "--from-file", "-", typed=f'{{"key": "first"}}\n{line}\n')
+            assert ended.status == 2
+            assert "line 2" in ended.err or "a key has 1 to 512 bytes" in ended.err
+            assert taskmesh.done("ls", "--json").json == []
+
+
+WRONG: list[tuple[list[str], str]] = [
+    (["publish"], "NAME"),
+    (["publish", "add"], "a KEY is missing"),
+    (["publish", "add", "k", "--from-file", "f"], "exclude each other"),
+    (["publish", "add", "k", "{"], "not JSON"),
+    (["publish", "add", "k", "[1]"], "JSON object"),
+    (["publish", "add", ""], "a key has 1 to 512 bytes"),
+    (["publish", "a:b", "k"], "a task name has"),
+    (["publish", "add", "k", "--queue", "a b"], "queue's name"),
+    (["publish", "add", "k", "--delay-ms", "soon"], "--delay-ms"),
+    (["publish", "add", "k", "--start-time", "soon"], "no time like"),
+    (["publish", "add", "k", "--option", "priority"], "FIELD=VALUE"),
+    (["publish", "add", "k", "--option", "prio=1"], "unknown"),
+    (["publish", "add", "k", "--option", "worker_timeout_ms=5"], "worker_timeout_ms"),
+    (["publish", "add", "--from-file", "not-there"], "cannot be read"),
+]
+
+
+def test_wrong_usage_is_told_and_ends_with_2(taskmesh: Shell, subtests: pytest.Subtests) -> None:
+    for words, told in WRONG:
+        with subtests.test(words=words, told=told):
+            ended = taskmesh.here(*words)
+            assert ended.status == 2
+            assert told in ended.err
+            assert "Traceback" not in ended.err
 
 
 def test_a_running_task_is_not_touched_when_told_so(taskmesh: Shell) -> None:

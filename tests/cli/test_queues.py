@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+
 import pytest
 
 from tests.cli.shell import Shell
@@ -21,8 +23,11 @@ def test_a_paused_queue_rests_until_it_is_resumed(taskmesh: Shell) -> None:
 def test_a_pause_can_end_by_itself(taskmesh: Shell) -> None:
     taskmesh.worker()
     taskmesh.done("pause", "default", "--for-ms", "1500", "--reason", "a short rest")
+    [queue] = taskmesh.done("queues", "--json").json
     taskmesh.done("publish", "add", "k", '{"a": 1, "b": 2}')
     taskmesh.until("SUCCESS", "add", "k")
+    [entry] = taskmesh.done("show", "add", "k", "--json").json["task_state"]["worker_states"]
+    assert datetime.fromisoformat(entry["start_time"]) >= datetime.fromisoformat(queue["paused_until"])
 
 
 def test_queues_are_listed_with_their_pauses_and_limits(taskmesh: Shell) -> None:
@@ -63,20 +68,21 @@ def test_one_group_has_a_limit_of_its_own(taskmesh: Shell) -> None:
     assert queue["limits"]["groups"] == {"vip": 9}
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["limit", "q"],
-        ["limit", "q", "--none", "--rate", "1"],
-        ["limit", "q", "--rate", "-1"],
-        ["limit", "q", "--group", "g", "--rate", "1"],
-        ["limit", "a b", "--rate", "1"],
-        ["pause", "a b"],
-        ["pause"],
-    ],
-)
-def test_wrong_usage_ends_with_2(taskmesh: Shell, words: list[str]) -> None:
-    assert taskmesh(*words).status == 2
+WRONG: list[list[str]] = [
+    ["limit", "q"],
+    ["limit", "q", "--none", "--rate", "1"],
+    ["limit", "q", "--rate", "-1"],
+    ["limit", "q", "--group", "g", "--rate", "1"],
+    ["limit", "a b", "--rate", "1"],
+    ["pause", "a b"],
+    ["pause"],
+]
+
+
+def test_wrong_usage_ends_with_2(taskmesh: Shell, subtests: pytest.Subtests) -> None:
+    for words in WRONG:
+        with subtests.test(words=words):
+            assert taskmesh.here(*words).status == 2
 
 
 def test_schedules_are_listed_paused_triggered_and_removed(taskmesh: Shell) -> None:

@@ -75,15 +75,27 @@ def test_a_task_that_kills_its_worker_again_and_again_does_not_end_the_superviso
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_the_first_signal_stops_all_gracefully_with_0(taskmesh: Shell, number: int) -> None:
-    supervisor = fleet(taskmesh)
-    for key in ("a", "b", "c"):
-        taskmesh.done("publish", "until_open", key)
-        taskmesh.until_begun(key)
-    supervisor.signal(number)
-    supervisor.says("stops gracefully", times=2)
+def test_the_first_signal_stops_all_gracefully_with_0(taskmesh: Shell, tmp_path: Path, number: int) -> None:
+    """On the way: systemd is told when all are ready and when they stop, and a password is in no list and no log."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        manager.settimeout(DEADLINE_S)
+        secret = f"{taskmesh.uri}&appName=s3cret"
+        told = str(tmp_path / "notify")
+        supervisor = fleet(taskmesh, "--log-level", "debug", TASKMESH_URI=secret, NOTIFY_SOCKET=told)
+        assert manager.recv(1_000).startswith(b"READY=1\n")
+        assert len(supervisor.children) == 2
+        for process in (psutil.Process(supervisor.pid), *supervisor.children):
+            assert "s3cret" not in " ".join(process.cmdline())
+        for key in ("a", "b", "c"):
+            taskmesh.done("publish", "until_open", key)
+            taskmesh.until_begun(key)
+        supervisor.signal(number)
+        supervisor.says("stops gracefully", times=2)
+        assert manager.recv(1_000) == b"STOPPING=1"
     taskmesh.open("a", "b", "c")
     assert supervisor.wait() == 0
+    assert "s3cret" not in supervisor.out + supervisor.err
     for key in ("a", "b", "c"):
         assert taskmesh.status("until_open", key) == "SUCCESS"
     assert pids(taskmesh) == {}
@@ -115,9 +127,9 @@ def test_ctrl_c_in_the_terminal_reaches_the_children_once(taskmesh: Shell) -> No
 
 def test_a_module_that_cannot_be_imported_ends_it_with_1_at_once(taskmesh: Shell) -> None:
     (taskmesh.directory / "app.py").write_text("import not_installed\n")
-    ended = taskmesh("worker", "app:mesh", "--processes", "3")
+    ended = taskmesh("worker", "app:mesh", "--processes", "2")
     assert ended.status == 1
-    assert ended.err.count("No module named 'not_installed'") <= 3, "no child was started a second time"
+    assert ended.err.count("No module named 'not_installed'") <= 2, "no child was started a second time"
     assert "Traceback" not in ended.err
 
 
@@ -241,22 +253,3 @@ def test_reload_restarts_on_a_change_also_after_a_mistake(taskmesh: Shell) -> No
     [entry] = taskmesh.done("show", "add", "k", "--json").json["task_state"]["worker_states"]
     assert entry["returns"] == 25
     assert supervisor.stop() == 0
-
-
-def test_a_password_is_not_in_the_list_of_processes(taskmesh: Shell) -> None:
-    secret = f"{taskmesh.uri}&appName=s3cret"
-    supervisor = fleet(taskmesh, "--log-level", "debug", processes=2, TASKMESH_URI=secret)
-    for child in supervisor.children:
-        assert "s3cret" not in " ".join(child.cmdline())
-    assert "s3cret" not in supervisor.out + supervisor.err
-    assert supervisor.stop() == 0
-
-
-def test_systemd_is_told_when_all_are_ready_and_when_they_stop(taskmesh: Shell, tmp_path: Path) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
-        manager.bind(str(tmp_path / "notify"))
-        manager.settimeout(DEADLINE_S)
-        supervisor = fleet(taskmesh, NOTIFY_SOCKET=str(tmp_path / "notify"))
-        assert manager.recv(1_000).startswith(b"READY=1\n")
-        assert supervisor.stop() == 0
-        assert manager.recv(1_000) == b"STOPPING=1"

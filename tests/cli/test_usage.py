@@ -32,11 +32,15 @@ def test_another_collection(taskmesh: Shell) -> None:
     assert len(taskmesh.done("ls", "--json", "--collection", "jobs").json) == 1
 
 
-@pytest.mark.parametrize("words", [["nothing"], ["ls", "--nothing"], ["ls", "--limit", "x"], ["ls", "--status", "x"]])
-def test_wrong_usage_ends_with_2(taskmesh: Shell, words: list[str]) -> None:
-    ended = taskmesh(*words)
-    assert (ended.status, ended.out) == (2, "")
-    assert "Traceback" not in ended.err
+WRONG: list[list[str]] = [["nothing"], ["ls", "--nothing"], ["ls", "--limit", "x"], ["ls", "--status", "x"]]
+
+
+def test_wrong_usage_ends_with_2(taskmesh: Shell, subtests: pytest.Subtests) -> None:
+    for words in WRONG:
+        with subtests.test(words=words):
+            ended = taskmesh.here(*words)
+            assert (ended.status, ended.out) == (2, "")
+            assert "Traceback" not in ended.err
 
 
 def test_help_and_version_end_with_0(taskmesh: Shell) -> None:
@@ -46,20 +50,21 @@ def test_help_and_version_end_with_0(taskmesh: Shell) -> None:
         assert "Usage" in taskmesh.done(command, "--help").out
 
 
-@pytest.mark.parametrize(
-    ("uri", "told"),
-    [
-        ("mongodb://127.0.0.1:1/?serverSelectionTimeoutMS=200", "no MongoDB answers at 127.0.0.1:1"),
-        ("mongodb://127.0.0.1:x/", "the MongoDB URI cannot be used: "),
-        ("mongodb://[/", "the MongoDB URI cannot be used: "),
-        ("nonsense", "this is no MongoDB URI"),
-    ],
-)
-def test_a_database_that_cannot_be_reached_is_told_in_a_sentence(taskmesh: Shell, uri: str, told: str) -> None:
-    ended = taskmesh("ls", "--uri", uri)
-    assert (ended.status, ended.out) == (1, "")
-    assert ended.err.startswith(f"taskmesh: {told}")
-    assert len(ended.err.splitlines()) == 1
+UNREACHABLE: list[tuple[str, str]] = [
+    ("mongodb://127.0.0.1:1/?serverSelectionTimeoutMS=200", "no MongoDB answers at 127.0.0.1:1"),
+    ("mongodb://127.0.0.1:x/", "the MongoDB URI cannot be used: "),
+    ("mongodb://[/", "the MongoDB URI cannot be used: "),
+    ("nonsense", "this is no MongoDB URI"),
+]
+
+
+def test_a_database_that_cannot_be_reached_is_told_in_a_sentence(taskmesh: Shell, subtests: pytest.Subtests) -> None:
+    for uri, told in UNREACHABLE:
+        with subtests.test(uri=uri, told=told):
+            ended = taskmesh.here("ls", "--uri", uri)
+            assert (ended.status, ended.out) == (1, "")
+            assert ended.err.startswith(f"taskmesh: {told}")
+            assert len(ended.err.splitlines()) == 1
 
 
 def test_t23_a_standalone_server_is_refused_with_the_remedy(taskmesh: Shell, standalone_mongod: Mongod) -> None:

@@ -142,7 +142,7 @@ def test_sigusr1_dumps_stacks_and_running_keys_and_it_goes_on(taskmesh: Shell) -
     worker = taskmesh.worker("--worker-id", "w1", "--grace-ms", "100")
     for name, ms in (("nap", 600_000), ("block", 8_000)):
         taskmesh.done("publish", name, f"a-{name}-key", json.dumps({"ms": ms}))
-        taskmesh.until("RUNNING", name, f"a-{name}-key")
+        taskmesh.until_begun(f"a-{name}-key")
     worker.signal(signal.SIGUSR1)
     worker.says("--- end")
     assert "worker w1: running, 2 running" in worker.err
@@ -191,22 +191,23 @@ def test_a_mesh_that_cannot_be_loaded(taskmesh: Shell, target: str, status: int,
     assert ended.err.count("broken.py") == (2 if target == "broken:mesh" else 0)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--processes", "0"],
-        ["--concurrency", "0"],
-        ["--worker-id", ""],
-        ["--queues", ","],
-        ["--names", "nobody"],
-        ["--log-level", "loud"],
-        ["--grace-ms", "-1"],
-    ],
-)
-def test_wrong_usage_ends_with_2(taskmesh: Shell, words: list[str]) -> None:
-    ended = taskmesh("worker", "app:mesh", *words)
-    assert ended.status == 2
-    assert "Traceback" not in ended.err
+WRONG: list[list[str]] = [
+    ["--processes", "0"],
+    ["--concurrency", "0"],
+    ["--worker-id", ""],
+    ["--queues", ","],
+    ["--names", "nobody"],
+    ["--log-level", "loud"],
+    ["--grace-ms", "-1"],
+]
+
+
+def test_wrong_usage_ends_with_2(taskmesh: Shell, subtests: pytest.Subtests) -> None:
+    for words in WRONG:
+        with subtests.test(words=words):
+            ended = taskmesh("worker", "app:mesh", *words)
+            assert ended.status == 2
+            assert "Traceback" not in ended.err
 
 
 def test_t7_two_workers_never_have_one_id(taskmesh: Shell) -> None:

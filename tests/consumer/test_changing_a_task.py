@@ -35,6 +35,8 @@ SOON_S = 10.0
 Job = TaskDefinition[Any, Any]
 Bring = Callable[[TaskMesh, Job, str], Awaitable[Any]]
 STATES: dict[str, tuple[Status, Bring]] = {}
+BEGUN: set[str] = set()
+"""The keys under which a handler waits to be stopped, or did."""
 
 
 def state(row: str, status: Status) -> Callable[[Bring], Bring]:
@@ -73,6 +75,7 @@ async def snoozed(mesh: TaskMesh, job: Job, key: str) -> None:
 async def running(mesh: TaskMesh, job: Job, key: str) -> None:
     await job.publish(key, "wait")
     await status_is(mesh, "job", key, Status.RUNNING)
+    await eventually(lambda: key in BEGUN, what="its handler has begun")
 
 
 @state("ran, and its lease has run out", Status.INIT)
@@ -121,6 +124,7 @@ def define(mesh: TaskMesh, stopped: list[str]) -> Job:
     @mesh.task(option=SLOW_TO_COME_BACK)
     async def job(then: str) -> str:
         if then == "wait":
+            BEGUN.add(current_task().key)
             try:
                 await asyncio.sleep(60)
             except asyncio.CancelledError:
@@ -144,6 +148,7 @@ def test_the_table_has_every_state_and_no_other() -> None:
 @pytest.mark.parametrize("verb", VERBS)
 async def test_every_cell_of_the_table_is_true(mesh: TaskMesh, verb: str) -> None:
     stopped: list[str] = []
+    BEGUN.clear()
     job = define(mesh, stopped)
     async with working(mesh, "w", queues=["default"]) as consumer:
         # All states at once: what one of them waits for, the others need not.

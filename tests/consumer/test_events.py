@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
@@ -205,20 +206,20 @@ async def test_a_slow_reader_is_told_how_many_it_missed(mesh: TaskMesh) -> None:
     assert told[6].key == "later"
 
 
-@pytest.mark.parametrize("stop_after", range(1, 8))
-async def test_a_reader_goes_on_behind_the_token_of_any_event(mesh: TaskMesh, stop_after: int) -> None:
+async def test_a_reader_goes_on_behind_the_token_of_any_event(mesh: TaskMesh) -> None:
     good = define_all(mesh)["good"]
-    async with mesh.events() as first, working(mesh):
+    async with mesh.events() as first, working(mesh), AsyncExitStack() as stack:
         for key in ("a", "b"):
             await (await good.publish(key)).result(60)
         whole = await until_finished(first, 2)
-        token = whole[stop_after - 1].token
-        async with mesh.events(after=token) as second:
-            await (await good.publish("c")).result(60)
-            rest = await until_finished(second, 1 + (stop_after < 4) + (stop_after < 8))
+        readers = [await stack.enter_async_context(mesh.events(after=event.token)) for event in whole[:7]]
+        await (await good.publish("c")).result(60)
+        rests = [await until_finished(reader, 1 + (n < 4) + (n < 8)) for n, reader in enumerate(readers, 1)]
         live = await until_finished(first, 1)
-    assert [(e.kind, e.key) for e in whole[:stop_after] + rest] == [(e.kind, e.key) for e in whole + live]
-    assert [e.token for e in rest] == [e.token for e in (whole + live)[stop_after:]], "the places are the same ones"
+    assert len(rests) == 7
+    for n, rest in enumerate(rests, 1):
+        assert [(e.kind, e.key) for e in whole[:n] + rest] == [(e.kind, e.key) for e in whole + live], n
+        assert [e.token for e in rest] == [e.token for e in (whole + live)[n:]], "the places are the same ones"
 
 
 async def test_what_happens_while_the_past_is_read_leaves_every_place_as_it_is(mesh: TaskMesh) -> None:
@@ -262,14 +263,16 @@ async def _publish_one_by_one(definition: Any, count: int) -> None:
 async def test_one_stream_serves_all_readers_of_a_process(mesh: TaskMesh, mongo_uri: str, database: str) -> None:
     good = define_all(mesh)["good"]
     async with AsyncMongoClient[dict[str, Any]](mongo_uri) as client:
+        open_streams: list[Any] = []
 
-        async def streams() -> int:
+        async def there_is_one() -> bool:
             pipeline: list[dict[str, Any]] = [
                 {"$currentOp": {"allUsers": True, "idleCursors": True}},
                 {"$match": {"cursor.originatingCommand.aggregate": 1, "ns": {"$regex": f"^{database}\\."}}},
             ]
             async with await client.admin.aggregate(pipeline) as cursor:
-                return len(await cursor.to_list())
+                open_streams[:] = await cursor.to_list()
+            return len(open_streams) == 1
 
         async with working(mesh, "a"), working(mesh, "b"), mesh.events() as one, mesh.events("good") as two:
             waiting = [asyncio.ensure_future((await good.publish(f"w{i}")).result(60)) for i in range(5)]
@@ -281,11 +284,10 @@ async def test_one_stream_serves_all_readers_of_a_process(mesh: TaskMesh, mongo_
             async with mesh.events(after=token) as resumed:
                 await good.publish("behind")
                 assert (await asyncio.wait_for(anext(resumed), 60)).key == "behind"
-            await eventually(lambda: _is_one(streams))
-
-
-async def _is_one(streams: Any) -> bool:
-    return bool(await streams() == 1)
+            try:
+                await eventually(there_is_one)
+            except AssertionError as error:
+                raise AssertionError(f"{error}: {open_streams}") from None
 
 
 async def test_lost_history_is_told_as_a_gap(mesh: TaskMesh) -> None:

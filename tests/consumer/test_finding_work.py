@@ -137,6 +137,7 @@ async def test_a_consumer_that_does_not_listen_hears_of_cancellations_by_its_pin
         await eventually(lambda: stopped == ["k"])
 
 
+@pytest.mark.timed
 async def test_t25_m6_a_stream_that_has_been_open_for_longer_than_its_horizon_announces_what_is_due(
     mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,8 +196,9 @@ async def test_m31_idle_consumers_hear_nothing_of_renewals_claims_and_progress(m
                 await finished(busy, "job", "k0")
 
 
+@pytest.mark.parametrize("count", [2_000, pytest.param(5_000, marks=pytest.mark.slow)])
 async def test_t27_m16_m17_m19_a_burst_while_all_slots_are_busy_is_worked_off_without_another_event(
-    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     monkeypatch.setattr(taskmesh.consumer.parts, "queue_limit", lambda _: 50)
     release = asyncio.Event()
@@ -210,13 +212,13 @@ async def test_t27_m16_m17_m19_a_burst_while_all_slots_are_busy_is_worked_off_wi
     async with working(mesh, concurrency=2) as consumer:
         await job.publish_many({"a": {}, "b": {}})
         await eventually(lambda: len(consumer.running) == 2)
-        for start in range(0, 2_000, 1_000):
+        for start in range(0, count, 1_000):
             await job.publish_many({f"k{n}": {} for n in range(start, start + 1_000)})
             assert len(parts_of(consumer).queue) <= 50 * 5 // 4
         deafen(mesh)  # silence from here on
         consumer.concurrency = 200
         release.set()
-        await eventually(lambda: len(ran) == 2_002, 60, what="all have run")
+        await eventually(lambda: len(ran) == count + 2, 60, what="all have run")
         assert len(parts_of(consumer).queue) <= 50 * 5 // 4
 
 

@@ -29,6 +29,7 @@ async def test_m5_the_first_lease_is_as_long_as_the_option_says(mesh: TaskMesh) 
     assert entry.ping_expire_time == entry.start_time + timedelta(seconds=45)
 
 
+@pytest.mark.timed
 async def test_m5_a_worker_that_dies_at_once_is_followed_right_after_its_lease(mesh: TaskMesh) -> None:
     @mesh.task(option=TaskOption(worker_timeout_ms=1_500, ping_interval_ms=500))
     async def job() -> str:
@@ -64,13 +65,14 @@ async def test_m3_running_ids_are_unique_per_task_among_all_workers(mesh: TaskMe
     assert all(len(set(ids)) == 25 for ids in seen.values())
 
 
+@pytest.mark.lasting
 async def test_t8_a_task_that_runs_for_many_leases_is_left_to_its_worker(mesh: TaskMesh) -> None:
     ran: list[str] = []
 
-    @mesh.task(option=TaskOption(worker_timeout_ms=800, ping_interval_ms=120, max_timeouts=0))
+    @mesh.task(option=TaskOption(worker_timeout_ms=2_500, ping_interval_ms=250, max_timeouts=0))
     async def job() -> str:
         ran.append(current_task().worker_id)
-        await asyncio.sleep(4)
+        await asyncio.sleep(9)
         return "done"
 
     handle = await job.publish("k")
@@ -105,7 +107,7 @@ async def test_t4_m23_failed_renewals_cost_nothing_while_the_lease_lasts_and_the
     async with mesh, working(mesh, "w", listen=False) as consumer:
         await job.publish_many({f"k{i}": {} for i in range(50)})
         await eventually(lambda: len(consumer.running) == 50)
-        for round_ in range(2):
+        for round_ in range(10):
             how: dict[str, Any] = {"errorCode": 6} if round_ % 2 else {"closeConnection": True}
             before = failures()
             async with failing_commands(mongo_uri, ["update"], **how):
@@ -256,13 +258,14 @@ async def test_t7_m34_workers_without_an_id_get_one_each(mesh: TaskMesh) -> None
     assert all(ids)
 
 
+@pytest.mark.lasting
 async def test_t5_leases_are_renewed_to_the_very_end_of_a_graceful_stop(mesh: TaskMesh) -> None:
     ran: list[str] = []
 
-    @mesh.task(option=TaskOption(worker_timeout_ms=1_000, ping_interval_ms=250))
+    @mesh.task(option=TaskOption(worker_timeout_ms=3_000, ping_interval_ms=300))
     async def job() -> str:
         ran.append(current_task().worker_id)
-        await asyncio.sleep(2.5)
+        await asyncio.sleep(7)
         return str(current_task().worker_id)
 
     handle = await job.publish("k")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
+import pytest
 from pymongo import AsyncMongoClient
 from pymongo.asynchronous.client_session import AsyncClientSession
 
-from taskmesh import Status, TaskMesh
+from taskmesh import Status, TaskMesh, TaskOption, current_task
 from tests.waiting import eventually
 from tests.working import finished, working
 
@@ -73,6 +74,7 @@ async def test_t9_outcomes_do_not_wait_for_a_document_in_an_open_transaction(
         assert task.successes[0].returns == 7
 
 
+@pytest.mark.timed
 async def test_t9_no_claim_is_begun_that_has_little_of_its_lease_left(
     mesh: TaskMesh, mongo_uri: str, database: str
 ) -> None:
@@ -95,6 +97,45 @@ async def test_t9_no_claim_is_begun_that_has_little_of_its_lease_left(
         await finished(mesh, "job", "7")
     assert len(left) >= TASKS
     assert min(left) > 1.0, "more than half of the lease of two seconds"
+
+
+async def test_t9_renewals_do_not_wait_for_a_document_in_an_open_transaction(
+    mesh: TaskMesh, mongo_uri: str, database: str
+) -> None:
+    release = asyncio.Event()
+    begun: set[str] = set()
+
+    @mesh.task(option=TaskOption(worker_timeout_ms=60_000, ping_interval_ms=300))
+    async def job() -> None:
+        begun.add(current_task().key)
+        await release.wait()
+
+    async def lease_ends() -> dict[str, datetime]:
+        ends = {task.key: task.task_state.worker_states[0].ping_expire_time async for task in mesh.find("job", limit=0)}
+        return {key: end for key, end in ends.items() if end is not None}
+
+    async def renewed(before: dict[str, datetime]) -> set[str]:
+        return {key for key, end in (await lease_ends()).items() if end > before[key]}
+
+    async def all_but_one_are_renewed(before: dict[str, datetime]) -> bool:
+        return await renewed(before) == before.keys() - {"7"}
+
+    await job.publish_many({str(n): {} for n in range(TASKS)})
+    async with working(mesh, "w", concurrency=TASKS):
+        await eventually(lambda: len(begun) == TASKS)
+        async with locked(mongo_uri, database, "job:7"):
+            for _ in range(3):
+                before = await lease_ends()
+                await eventually(lambda before=before: all_but_one_are_renewed(before))  # type: ignore[misc]  # a default
+
+        async def the_other_too() -> bool:
+            return "7" in await renewed(before)
+
+        await eventually(the_other_too, what="it is renewed as soon as it is free")
+        release.set()
+        for n in range(TASKS):
+            task = await finished(mesh, "job", str(n))
+            assert (task.status, task.task_state.lost_cnt) == (Status.SUCCESS, 0)
 
 
 async def test_t9_neither_scans_nor_what_time_settles_wait_for_a_document_in_an_open_transaction(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from datetime import timedelta
 
+import pytest
+
 from taskmesh import Status, Task, TaskMesh, TaskOption
 from taskmesh.consumer.lanes import Lanes
 from taskmesh.store import fleet
@@ -29,6 +31,7 @@ def keys_in_lanes_of(worker_id: str, other: str) -> list[str]:
     return [key for key in map(str, range(BACKLOG)) if lanes.own and lane_of(f"step:{key}") in lanes.own]
 
 
+@pytest.mark.timed
 async def test_a_lost_task_is_taken_over_in_time_though_a_backlog_waits(mesh: TaskMesh) -> None:
     @mesh.task(option=SHORT_LEASE)
     async def step() -> None:

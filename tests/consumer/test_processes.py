@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,47 @@ import psutil
 import pytest
 
 from taskmesh import Status, TaskError, TaskMesh, TaskOption
-from taskmesh.consumer.processes import MAX_IDLE
+from taskmesh.consumer import processes
+from taskmesh.consumer.processes import MAX_IDLE, Child, Processes
 from tests.consumer import process_handlers as handlers
 from tests.waiting import eventually
 from tests.working import finished, parts_of, working
 
 ONCE = TaskOption(max_unexpected_retries=0)
 AT_ONCE = TaskOption(unexpected_retry_delay_ms=0)
+
+
+@pytest.fixture(scope="module")
+def _kept() -> Iterator[list[Child]]:
+    """Children that nobody uses at the moment."""
+    kept: list[Child] = []
+    yield kept
+    for child in kept:
+        child.hang_up()
+    for child in kept:
+        child.dismiss()
+
+
+@pytest.fixture
+def own_children() -> None:
+    """For a test about the beginning or end of children: it gets none of other tests, and its own end with its consumer."""
+
+
+@pytest.fixture(autouse=True)
+def _children_go_on_to_the_next_test(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, _kept: list[Child]
+) -> None:
+    """A new one takes half a second to start."""
+    if "own_children" in request.fixturenames:
+        return
+
+    async def keep(pool: Processes) -> None:
+        pool._closed = True
+        _kept.extend(pool._idle)
+        pool._idle = []
+
+    monkeypatch.setattr(processes, "Child", lambda: _kept.pop() if _kept else Child())
+    monkeypatch.setattr(Processes, "close", keep)
 
 
 def define(mesh: TaskMesh, fn: Any, **settings: Any) -> Any:
@@ -49,6 +84,7 @@ async def test_the_value_comes_back_and_defaults_hold(mesh: TaskMesh) -> None:
         assert await (await add.publish("k", a=41)).result(60) == 42
 
 
+@pytest.mark.usefixtures("own_children")
 async def test_a_child_is_used_again(mesh: TaskMesh) -> None:
     own_pid = define(mesh, handlers.own_pid)
     async with working(mesh, concurrency=1):
@@ -59,6 +95,7 @@ async def test_a_child_is_used_again(mesh: TaskMesh) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("own_children")
 async def test_several_run_side_by_side_and_few_stay_idle(mesh: TaskMesh, tmp_path: Path) -> None:
     wait_for_file = define(mesh, handlers.wait_for_file)
     count = MAX_IDLE + 2
@@ -338,7 +375,8 @@ async def test_params_are_turned_into_the_handlers_types_in_the_child_too(mesh: 
         return [type(path).__name__, str(path)]
 
     async with working(mesh):
-        assert (await (await where.publish("k", path=Path("a/b"))).result(60))[1] == "a/b"
+        told = await (await where.publish("k", path=Path("a/b"))).result(60)
+    assert told == [type(Path()).__name__, "a/b"]
 
 
 SCRIPT = """

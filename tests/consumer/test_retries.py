@@ -228,22 +228,22 @@ async def _raise_stop_iteration() -> None:
     raise StopIteration("enough")  # Python makes a RuntimeError of it
 
 
-@pytest.mark.parametrize(
-    ("ending", "reason"),
-    [
-        (_raise_base_exception, "BaseException: rude"),
-        (_raise_system_exit, "SystemExit: 3"),
-        (_cancel_itself, "CancelledError: the handler was cancelled, and not by taskmesh"),
-        (_raise_group, "ExceptionGroup: two (2 sub-exceptions)"),
-        (_raise_generator_exit, "GeneratorExit"),
-        (_raise_stop_iteration, "RuntimeError: coroutine raised StopIteration"),
-    ],
-)
+RUDE: dict[str, tuple[Callable[[], Awaitable[None]], str]] = {
+    "base exception": (_raise_base_exception, "BaseException: rude"),
+    "exit": (_raise_system_exit, "SystemExit: 3"),
+    "cancels itself": (_cancel_itself, "CancelledError: the handler was cancelled, and not by taskmesh"),
+    "group": (_raise_group, "ExceptionGroup: two (2 sub-exceptions)"),
+    "generator exit": (_raise_generator_exit, "GeneratorExit"),
+    "stop iteration": (_raise_stop_iteration, "RuntimeError: coroutine raised StopIteration"),
+}
+
+
 async def test_m21_whatever_a_handler_raises_fails_its_own_execution_alone(
-    mesh: TaskMesh, ending: Callable[[], Awaitable[None]], reason: str
+    mesh: TaskMesh, subtests: pytest.Subtests
 ) -> None:
     @mesh.task(option=TaskOption(max_unexpected_retries=0))
     async def rude() -> None:
+        ending, _ = RUDE[current_task().key]
         await ending()
 
     @mesh.task
@@ -251,14 +251,16 @@ async def test_m21_whatever_a_handler_raises_fails_its_own_execution_alone(
         await asyncio.sleep(0.2)
         return 1
 
-    await rude.publish("k")
-    handle = await fine.publish("k")
     async with working(mesh, concurrency=2) as consumer:
-        task = await finished(mesh, "rude", "k")
-        assert await handle.result(timeout=60) == 1
-        await eventually(lambda: consumer.running == [])
-    assert task.status is Status.FAIL
-    assert (task.task_state.worker_states[0].fail_reason or "").startswith(reason)
+        for key, (_, reason) in RUDE.items():
+            with subtests.test(key):
+                handle = await fine.publish(key)
+                await rude.publish(key)
+                task = await finished(mesh, "rude", key)
+                assert task.status is Status.FAIL
+                assert (task.task_state.worker_states[0].fail_reason or "").startswith(reason)
+                assert await handle.result(timeout=60) == 1
+                await eventually(lambda: consumer.running == [])
 
 
 async def test_m35_the_handler_sees_its_own_execution_and_the_current_params(mesh: TaskMesh) -> None:

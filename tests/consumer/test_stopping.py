@@ -56,6 +56,7 @@ async def test_m20_a_stop_lets_short_tasks_end_and_hands_long_ones_back_uncharge
         assert entry.worker_id == "second"
 
 
+@pytest.mark.timed
 async def test_what_a_stopping_worker_gives_back_starts_elsewhere_at_once(mesh: TaskMesh) -> None:
     ran: list[str] = []
 
@@ -209,10 +210,12 @@ async def test_slots_can_be_changed_while_the_consumer_runs(mesh: TaskMesh) -> N
 
 @pytest.mark.parametrize("verb", ["cancel", "delete"])
 async def test_a_running_task_that_is_cancelled_or_deleted_stops_at_once(mesh: TaskMesh, verb: str) -> None:
+    begun = asyncio.Event()
     stopped: list[BaseException] = []
 
     @mesh.task
     async def job() -> None:
+        begun.set()
         try:
             await asyncio.sleep(60)
         except asyncio.CancelledError as error:
@@ -223,7 +226,7 @@ async def test_a_running_task_that_is_cancelled_or_deleted_stops_at_once(mesh: T
 
     await job.publish("k")
     async with working(mesh) as consumer:
-        await status_is(mesh, "job", "k", Status.RUNNING)
+        await eventually(begun.is_set)
         task = await getattr(mesh, verb)("job", "k")
         assert task.status is (Status.CANCELLED if verb == "cancel" else Status.RUNNING)
         await eventually(lambda: stopped and not consumer.running, 20, what="it stops, and not by a ping")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import time
+from itertools import pairwise
 from typing import Any
 
 import pytest
-from pymongo import AsyncMongoClient
+from pymongo import AsyncMongoClient, monitoring
 
 from taskmesh import TaskMesh
 from taskmesh.definition import TaskDefinition
@@ -75,13 +77,47 @@ async def test_t20_a_place_that_is_lost_costs_a_scan_and_readers_are_told_of_the
     assert told.index(("finished", "before")) < gap, "in its place, and before the last of what came after it"
 
 
+class _Openings(monitoring.CommandListener):
+    """When somebody tried to open a change stream."""
+
+    def __init__(self) -> None:
+        self.at: list[float] = []
+
+    def started(self, event: monitoring.CommandStartedEvent) -> None:
+        if event.command_name == "aggregate" and "$changeStream" in next(iter(event.command["pipeline"]), {}):
+            self.at.append(time.monotonic())
+
+    def succeeded(self, event: monitoring.CommandSucceededEvent) -> None: ...
+
+    def failed(self, event: monitoring.CommandFailedEvent) -> None: ...
+
+
+async def test_t20_a_stream_that_cannot_be_opened_is_tried_once_in_a_growing_while(
+    mongo_uri: str, database: str
+) -> None:
+    openings = _Openings()
+    client = AsyncMongoClient[dict[str, Any]](mongo_uri, appname="taskmesh", event_listeners=[openings], tz_aware=True)
+    async with client, TaskMesh(client, database=database) as mesh:
+        job = _job(mesh)
+        async with all_working(mesh, ["w1"]):
+            await _works(job, "before")
+            openings.at.clear()
+            async with failing_commands(mongo_uri, ["getMore", "aggregate"], errorCode=286):
+                await eventually(lambda: len(openings.at) >= 4)
+            tried = openings.at[:4]
+            await _works(job, "after")
+    pauses_s = [after - before for before, after in pairwise(tried)]
+    assert [pause for pause, at_least in zip(pauses_s, (0.2, 0.4, 0.8), strict=True) if pause < 0.9 * at_least] == []
+
+
 async def test_t19_a_stream_whose_cursor_is_killed_again_and_again_loses_nothing(
     mesh: TaskMesh, mongo_uri: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "taskmesh")
     job = _job(mesh)
     async with all_working(mesh, ["w1"]):
-        for n in range(5):
-            async with failing_commands(mongo_uri, ["getMore"], times=1, errorCode=43):
+        for n in range(20):
+            how: dict[str, Any] = {"errorCode": 43} if n % 2 else {"closeConnection": True}
+            async with failing_commands(mongo_uri, ["getMore"], times=1, **how):
                 await _works(job, str(n))
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]

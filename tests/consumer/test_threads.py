@@ -10,7 +10,7 @@ import pytest
 
 from taskmesh import LeaseLost, Status, TaskMesh, TaskOption, current_task
 from tests.waiting import eventually
-from tests.working import finished, parts_of, status_is, working
+from tests.working import finished, parts_of, working
 
 DEADLINE_S = 60.0
 
@@ -86,10 +86,11 @@ async def test_a_thread_is_told_by_cancelled_and_what_it_writes_after_is_refused
 
 
 async def test_the_entry_of_a_cancelled_thread_shows_whether_it_is_still_on_its_way_out(mesh: TaskMesh) -> None:
-    release = threading.Event()
+    begun, release = threading.Event(), threading.Event()
 
     @mesh.task(run="thread", option=TaskOption(ping_interval_ms=100, worker_timeout_ms=20_000))
     def job() -> None:
+        begun.set()
         release.wait(DEADLINE_S)
 
     async def state() -> tuple[str, str | None]:
@@ -104,7 +105,7 @@ async def test_the_entry_of_a_cancelled_thread_shows_whether_it_is_still_on_its_
     try:
         await job.publish("k")
         async with working(mesh) as consumer:
-            await status_is(mesh, "job", "k", Status.RUNNING)
+            await eventually(begun.is_set)
             await mesh.cancel("job", "k")
             await eventually(lambda: parts_of(consumer).executor.executions["job:k"].ended, what="it is told")
             assert await state() == ("RUNNING", None)

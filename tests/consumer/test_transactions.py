@@ -12,10 +12,10 @@ from motor.motor_asyncio import AsyncIOMotorClient
 from pymongo import AsyncMongoClient
 
 from taskmesh import LeaseLost, Status, TaskError, TaskHandle, TaskMesh, TaskMeshError, TaskOption, current_task
-from taskmesh.embedded import Mongod
 from tests.consumer import process_handlers as handlers
+from tests.faults import server_parameter
 from tests.waiting import eventually
-from tests.working import finished, status_is, working
+from tests.working import finished, working
 
 ONCE = TaskOption(max_unexpected_retries=0)
 SHORT = TaskOption(worker_timeout_ms=1_000, ping_interval_ms=200, max_unexpected_retries=0)
@@ -115,21 +115,24 @@ async def test_what_is_raised_after_the_block_changes_nothing(mesh: TaskMesh) ->
     assert (await handle.task()).status is Status.SUCCESS
 
 
+@pytest.mark.lasting
 async def test_t10_a_long_transaction_keeps_its_lease_and_those_of_others(
     mesh: TaskMesh, client: Any, database: str
 ) -> None:
-    @mesh.task(option=SHORT)
+    option = TaskOption(worker_timeout_ms=3_000, ping_interval_ms=300, max_unexpected_retries=0)
+
+    @mesh.task(option=option)
     async def order() -> None:
         async with current_task().transaction() as session:
             await session.client[database]["orders"].insert_one({"n": 1}, session=session)
             await current_task().progress(0.5)
             current_task().log("in the middle")
-            await asyncio.sleep(2.5)
+            await asyncio.sleep(7)
             current_task().set_result("kept")
 
-    @mesh.task(option=SHORT)
+    @mesh.task(option=option)
     async def wait() -> str:
-        await asyncio.sleep(2.5)
+        await asyncio.sleep(7)
         return "kept"
 
     async with working(mesh, "a"), working(mesh, "b"):
@@ -144,12 +147,13 @@ async def test_t10_a_long_transaction_keeps_its_lease_and_those_of_others(
     assert await orders_in(client, database) == [1]
 
 
-async def test_t10_a_transaction_that_outlives_the_server_s_limit_says_so(own_mongod: Mongod, database: str) -> None:
+async def test_t10_a_transaction_that_outlives_the_server_s_limit_says_so(
+    mongo_uri: str, client: Any, database: str
+) -> None:
     async with (
-        AsyncMongoClient[dict[str, Any]](own_mongod.uri) as client,
+        server_parameter(mongo_uri, "transactionLifetimeLimitSeconds", 1),
         TaskMesh(client, database=database) as mesh,
     ):
-        await client.admin.command({"setParameter": 1, "transactionLifetimeLimitSeconds": 1})
 
         @mesh.task(option=SHORT)
         async def order() -> None:
@@ -165,7 +169,7 @@ async def test_t10_a_transaction_that_outlives_the_server_s_limit_says_so(own_mo
 
 
 async def test_t10_a_commit_after_the_lease_was_lost_leaves_nothing(mesh: TaskMesh, client: Any, database: str) -> None:
-    at_the_end = asyncio.Event()
+    inside, at_the_end = asyncio.Event(), asyncio.Event()
     errors: list[Exception] = []
 
     @mesh.task(option=ONCE)
@@ -173,6 +177,7 @@ async def test_t10_a_commit_after_the_lease_was_lost_leaves_nothing(mesh: TaskMe
         try:
             async with current_task().transaction() as session:
                 await session.client[database]["orders"].insert_one({"n": 1}, session=session)
+                inside.set()
                 await at_the_end.wait()
         except Exception as error:
             errors.append(error)
@@ -180,7 +185,7 @@ async def test_t10_a_commit_after_the_lease_was_lost_leaves_nothing(mesh: TaskMe
 
     async with working(mesh):
         await order.publish("k")
-        await status_is(mesh, "order", "k", Status.RUNNING)
+        await eventually(inside.is_set)
         # As if another worker had preempted it: its entry is no longer there.
         await client[database]["tasks"].update_one({"_id": "order:k"}, {"$set": {"task_state.worker_states": []}})
         at_the_end.set()
@@ -275,8 +280,7 @@ async def test_it_works_in_a_thread(mesh_of_client: TaskMesh, client: Any, datab
     assert [task.key async for task in mesh.find("after_order")] == ["after 1"]
 
 
-async def test_it_works_in_a_process(mesh_of_client: TaskMesh, client: Any, database: str) -> None:
-    mesh = mesh_of_client
+async def test_it_works_in_a_process(mesh: TaskMesh, client: Any, database: str) -> None:
     mesh.task(run="process", name="add")(handlers.add)
     order = mesh.task(run="process", option=SHORT)(handlers.order_in_transaction)
     async with working(mesh, names=["order_in_transaction"]):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,9 +30,10 @@ def alone(tmp_path: Path) -> Iterator[Shell]:
 @pytest.mark.lasting
 @pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_demo_kills_a_worker_and_nothing_is_lost_or_doubled_also_a_second_time(alone: Shell, times: int) -> None:
+    temporary = alone.directory / "temporary"
+    temporary.mkdir()
     for _ in range(times):
-        before = set(Path(tempfile.gettempdir()).glob("taskmesh-demo-*"))
-        ended = alone.done("demo", "--files", str(FILES))
+        ended = alone.done("demo", "--files", str(FILES), TMPDIR=str(temporary))
         out = ended.out
         assert f"published {FILES} tasks, {FILES} of them new" in out
         [killed] = re.findall(r"SIGKILL to (worker-\d), which holds [1-4]: ", out)
@@ -42,7 +42,7 @@ def test_the_demo_kills_a_worker_and_nothing_is_lost_or_doubled_also_a_second_ti
         assert re.search(rf"^files +{FILES}$", out, re.MULTILINE)
         assert re.search(rf"^{killed} .* killed", out, re.MULTILINE)
         assert f"every one of {FILES} results equals the direct computation" in out
-        assert set(Path(tempfile.gettempdir()).glob("taskmesh-demo-*")) <= before, "no files are left"
+        assert list(temporary.iterdir()) == [], "no files are left"
 
 
 @pytest.mark.slow

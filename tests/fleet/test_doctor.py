@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -13,7 +11,7 @@ from pymongo.asynchronous.database import AsyncDatabase
 
 from taskmesh import TaskMesh
 from taskmesh.doctor import Finding
-from taskmesh.embedded import Mongod
+from tests.faults import failing_commands, server_parameter
 from tests.waiting import eventually
 from tests.working import working
 
@@ -135,15 +133,15 @@ async def test_large_tasks_are_told(mesh: TaskMesh) -> None:
     assert "'big:k' has 5.0 MB" in finding.found
 
 
-async def test_a_ttl_monitor_that_sleeps_is_told(own_mongod: Mongod) -> None:
-    with MongoClient[dict[str, Any]](own_mongod.uri) as client:
-        client.admin.command("setParameter", 1, ttlMonitorEnabled=False)
-        async with TaskMesh(own_mongod.uri) as mesh:
-            await mesh.publish("old", "k")
-            long_ago = datetime.now(UTC) - timedelta(hours=1)
-            client.taskmesh.tasks.update_one({"_id": "old:k"}, {"$set": {"delete_time": long_ago}})
-            [finding] = await findings(mesh, "retention")
-            assert (finding.level, finding.found[:9]) == ("warning", "1 tasks s")
+async def test_a_ttl_monitor_that_sleeps_is_told(
+    mesh: TaskMesh, mongo_uri: str, stored: AsyncDatabase[dict[str, Any]]
+) -> None:
+    async with server_parameter(mongo_uri, "ttlMonitorEnabled", value=False):
+        await mesh.publish("old", "k")
+        long_ago = datetime.now(UTC) - timedelta(hours=1)
+        await stored.tasks.update_one({"_id": "old:k"}, {"$set": {"delete_time": long_ago}})
+        [finding] = await findings(mesh, "retention")
+    assert (finding.level, finding.found[:9]) == ("warning", "1 tasks s")
 
 
 async def test_a_transaction_that_stays_open_is_told(
@@ -169,21 +167,8 @@ async def test_a_clock_that_is_off_is_told(mesh: TaskMesh, monkeypatch: pytest.M
     assert "off ours" in finding.found
 
 
-@contextmanager
-def forbidden(uri: str, *commands: str) -> Iterator[None]:
-    """Let the server refuse these commands as it does without the right to them."""
-    with MongoClient[dict[str, Any]](uri) as client:
-        data = {"failCommands": list(commands), "errorCode": 13}
-        client.admin.command({"configureFailPoint": "failCommand", "mode": "alwaysOn", "data": data})
-        try:
-            yield
-        finally:
-            client.admin.command({"configureFailPoint": "failCommand", "mode": "off"})
-
-
-async def test_what_the_user_may_not_see_is_said_and_does_no_harm(own_mongod: Mongod) -> None:
-    async with TaskMesh(own_mongod.uri) as mesh:
-        with forbidden(own_mongod.uri, "replSetGetStatus"):
-            [finding] = await findings(mesh, "topology")
+async def test_what_the_user_may_not_see_is_said_and_does_no_harm(mesh: TaskMesh, mongo_uri: str) -> None:
+    async with failing_commands(mongo_uri, ["replSetGetStatus"], errorCode=13):
+        [finding] = await findings(mesh, "topology")
     assert finding.level == "note"
     assert "may not see" in finding.found

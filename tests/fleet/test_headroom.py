@@ -11,6 +11,7 @@ import pytest
 from taskmesh import Status, TaskMesh, TaskOption
 from taskmesh.consumer import last_hour
 from taskmesh.consumer.last_hour import LastHour
+from taskmesh.doctor import LEASE_LEFT_WANTED
 from taskmesh.workers import WorkerInfo
 from tests.waiting import eventually
 from tests.working import status_is, working
@@ -45,12 +46,16 @@ async def test_the_doctor_knows_how_near_a_lease_came_to_its_end(
         assert 0 <= left.share <= 1
         assert (worker.claims_tried, worker.claims_won, worker.claims_lost_share) == (1, 1, 0.0)
         if level == "warning":
-            assert left.share < 0.2
+            assert left.share < LEASE_LEFT_WANTED
         [finding] = [finding for finding in await mesh.doctor() if finding.subject == "headroom"]
-    if level == "warning":
-        assert finding.level == "warning"
+        [later] = (await told(mesh)).lease_left
+    # A renewal between two looks may have come nearer: the doctor looked at one of both.
+    assert finding.level in {"warning" if share < LEASE_LEFT_WANTED else "ok" for share in (left.share, later.share)}
+    if finding.level == "warning":
         assert "'a.b' on w1" in finding.found
         assert "worker_timeout_ms" in str(finding.remedy)
+    else:
+        assert "of a lease was left at the least" in finding.found
 
 
 @pytest.mark.slow

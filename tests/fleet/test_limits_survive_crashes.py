@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -25,13 +24,6 @@ from tests.processes.handlers import Handlers, define
 from tests.waiting import eventually
 
 _SEED = 40
-
-
-@pytest.fixture
-def fleet(mongo_uri: str, database: str, tmp_path: Path) -> Iterator[Fleet]:
-    """Worker processes on the test's database; those that are left are killed."""
-    with Fleet(mongo_uri, database, tmp_path / "fleet") as workers:
-        yield workers
 
 
 @pytest.fixture

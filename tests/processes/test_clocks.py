@@ -6,6 +6,7 @@ import time
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import pytest
 from pymongo.collection import Collection
 
 from tests.processes.fleet import Fleet
@@ -15,6 +16,7 @@ from tests.waiting import eventually
 _TWO_HOURS_S = 7_200.0
 
 
+@pytest.mark.timed
 async def test_t1_m4_workers_whose_clocks_are_hours_off_run_every_task_once_and_on_time(
     fleet: Fleet, handlers: Handlers, documents: Collection[dict[str, Any]]
 ) -> None:

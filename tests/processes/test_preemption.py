@@ -12,6 +12,7 @@ from tests.processes.handlers import Handlers
 from tests.waiting import eventually
 
 
+@pytest.mark.timed
 async def test_the_next_worker_starts_within_a_second_of_the_end_of_a_killed_workers_lease(
     fleet: Fleet, mesh: TaskMesh, handlers: Handlers
 ) -> None:

@@ -6,6 +6,7 @@ import signal
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import pytest
 from pymongo.collection import Collection
 
 from taskmesh import Status, TaskMesh
@@ -33,6 +34,7 @@ async def test_t5_a_draining_worker_renews_its_leases_until_its_task_is_done(
     assert len(fleet.runs) == 1
 
 
+@pytest.mark.timed
 async def test_t34_after_the_grace_the_rest_is_given_back_uncharged_and_runs_elsewhere_at_once(
     fleet: Fleet, mesh: TaskMesh, handlers: Handlers, documents: Collection[dict[str, Any]]
 ) -> None:

@@ -9,7 +9,7 @@ from pymongo import AsyncMongoClient, MongoClient
 
 from taskmesh import TaskMesh
 from taskmesh.embedded import replica
-from tests.databases import Databases, is_as_made
+from tests.databases import Databases, counted
 
 
 async def test_code_of_ours_that_blocks_the_event_loop_fails_the_test() -> None:
@@ -36,7 +36,7 @@ async def test_each_test_has_an_empty_database_that_the_async_driver_reaches(mon
 async def test_what_a_mesh_makes_is_what_databases_that_are_used_again_have(mesh: TaskMesh, mongo_uri: str) -> None:
     """Else none is, and `make test` takes longer without a word."""
     with MongoClient[dict[str, object]](mongo_uri) as client:
-        assert is_as_made(client[mesh.store.driver.database.name])
+        assert counted(client[mesh.store.driver.database.name]) is not None
         await mesh.store.driver.collection("tasks").insert_one({"_id": "a task of another test"})
         databases = Databases(client)
         for name in (mesh.store.driver.database.name, *(databases.new() for _ in range(8))):

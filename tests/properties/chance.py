@@ -7,7 +7,8 @@ from datetime import datetime
 from random import Random
 from typing import Any
 
-from tests.properties.oracle import Document, Oracle, ms
+from tests.chaos.reading import ms
+from tests.properties.oracle import Document, Oracle
 from tests.properties.world import QUEUES, WORKERS, Held, Operation, World
 
 FLAGS = ("update_existing_params", "not_update_running", "clean_success", "clean_failed", "run_again")
@@ -238,5 +239,5 @@ def _edges(oracle: Oracle) -> Iterator[datetime]:
     times = [state.get(name) for name in ("start_time", "expire_time", "resume_time")]
     times += [document.get(name) for name in ("next_claim_time", "settle_time", "delete_time")]
     times += [entry["ping_expire_time"] for entry in oracle.entries("RUNNING")]
-    times += [oracle.retry_time(worker) for worker in WORKERS]
+    times += [oracle.reading.retry_time(worker) for worker in WORKERS]
     yield from (time for time in times if time is not None)

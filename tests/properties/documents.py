@@ -7,7 +7,8 @@ from datetime import datetime
 from random import Random
 from typing import Any
 
-from tests.properties.oracle import Document, Oracle, ms
+from tests.chaos.reading import ms
+from tests.properties.oracle import Document, Oracle
 from tests.properties.world import WORKERS, queue_of
 
 _NEAR_MS = (-6_000, -3_001, -3_000, -1_000, -1, 0, 0, 1, 999, 1_000, 4_000)

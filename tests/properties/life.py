@@ -18,6 +18,7 @@ from taskmesh.store.finish import Kind, Outcome, finish, report
 from taskmesh.store.lease import ping
 from taskmesh.store.publish import Publication, Published, publish
 from taskmesh.store.settle import settle
+from tests.properties.patience import PatientStore
 
 BEGIN = datetime(2030, 1, 1, tzinfo=UTC)
 LEASE = {"ping_interval_ms": 1_000, "worker_timeout_ms": 3_000}
@@ -140,7 +141,7 @@ class Life:
 @asynccontextmanager
 async def a_life(uri: str, database: str) -> AsyncIterator[Life]:
     """Open a store with its indexes, on the first of January."""
-    store = Store(uri, database, now=BEGIN)
+    store = PatientStore(uri, database, now=BEGIN)
     try:
         await schema.create_indexes(store)
         yield Life(store)

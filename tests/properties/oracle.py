@@ -1,27 +1,23 @@
 """A task's life in plain Python: the rule written a second time, from API.md, for tests alone.
 
 An `Oracle` is one key of the collection: the document that should stand there, or None. Each verb takes the moment at
-which it happens, and returns what the store's verb of that name reports. No MongoDB, no clock, no chance.
+which it happens, and returns what the store's verb of that name reports. No MongoDB, no clock, no chance. What a document
+means when it is read is in `tests.chaos.reading`.
 """
 
 from __future__ import annotations
 
 import copy
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from typing import Any
 
 from taskmesh.errors import TaskRunning
 from taskmesh.store.publish import Publication, stored_option
+from tests.chaos.reading import NEVER, Reading, ms, stripped
 
 Document = dict[str, Any]
 Entries = list[Document]
-NEVER = datetime(9999, 12, 31, 23, 59, 59, 999_000, tzinfo=UTC)
-ANYBODY_ELSE = "a worker that never touched the task"
-ONE_DAY_MS, KEPT_FAILS, KEPT_LOSSES = 86_400_000, 32, 8
-
-
-def ms(milliseconds: float) -> timedelta:
-    return timedelta(milliseconds=int(milliseconds))
+KEPT_FAILS, KEPT_LOSSES = 32, 8
 
 
 class Oracle:
@@ -34,14 +30,19 @@ class Oracle:
     def state(self) -> Any:
         return self.document["task_state"]
 
+    @property
+    def reading(self) -> Reading:
+        """What the document means."""
+        return Reading(self.document)
+
     def entries(self, state: str) -> Entries:
-        return [entry for entry in self.state["worker_states"] if entry["state"] == state]
+        return self.reading.of(state)
 
     def live(self, now: datetime) -> Entries:
-        return [entry for entry in self.entries("RUNNING") if entry["ping_expire_time"] > now]
+        return self.reading.live(now)
 
     def lost(self, now: datetime) -> Entries:
-        return [entry for entry in self.entries("RUNNING") if entry["ping_expire_time"] <= now]
+        return self.reading.lost(now)
 
     def held(self, running_id: str, now: datetime) -> Document | None:
         """The entry that this execution may still write to."""
@@ -51,79 +52,23 @@ class Oracle:
     def drop(self, entries: Entries) -> None:
         self.state["worker_states"] = [entry for entry in self.state["worker_states"] if entry not in entries]
 
-    def fail_cnt(self) -> int:
-        return len(self.entries("FAIL")) + int(self.state.get("dropped_fail_cnt") or 0)
-
-    def cannot_succeed(self, now: datetime) -> bool:
-        option = self.document["task_option"]
-        return (
-            any(entry.get("final") for entry in self.entries("FAIL"))
-            or self.fail_cnt() > option["max_unexpected_retries"]
-            or self.state["timeout_cnt"] + len(self.lost(now)) > option["max_timeouts"]
-        )
-
     def expired(self, now: datetime) -> bool:
-        return bool((self.state.get("expire_time") or NEVER) <= now)
+        return self.reading.expired(now)
 
     def status(self, now: datetime) -> str:
-        if self.state.get("cancel_time"):
-            return "CANCELLED"
-        if len(self.entries("SUCCESS")) >= self.document["task_option"]["concurrent_worker_cnt"]:
-            return "SUCCESS"
-        if self.live(now):
-            return "RUNNING"
-        if self.cannot_succeed(now):
-            return "FAIL"
-        return "EXPIRED" if self.expired(now) else "INIT"
+        return self.reading.status(now)
 
     def finished(self, now: datetime) -> bool:
-        return self.status(now) not in ("INIT", "RUNNING")
+        return self.reading.finished(now)
 
-    def claim_time(self, worker_id: str, now: datetime) -> Any:
+    def claim_time(self, worker_id: str, now: datetime) -> datetime:
         """From when on this worker may claim the task, as things stand, or `NEVER`."""
-        option, state, live, done = self.document["task_option"], self.state, self.live(now), self.entries("SUCCESS")
-        if state.get("cancel_time") or self.cannot_succeed(now) or self.expired(now):
-            return NEVER
-        if len(done) >= option["concurrent_worker_cnt"] or worker_id in [entry["worker_id"] for entry in done]:
-            return NEVER
-        if option["specific_worker_ids"] and worker_id not in option["specific_worker_ids"]:
-            return NEVER
-        times = [state["create_time"], state.get("start_time"), state.get("resume_time")]
-        times += [entry["ping_expire_time"] for entry in live if entry["worker_id"] == worker_id]
-        too_many = len(live) + len(done) - option["concurrent_worker_cnt"]
-        if too_many >= 0:
-            times.append(sorted(entry["ping_expire_time"] for entry in live)[too_many])
-        times.append(self.retry_time(worker_id))
-        return max(time for time in times if time is not None)
-
-    def retry_time(self, worker_id: str) -> Any:
-        """When the delay after the last failure is over, for this worker."""
-        option, fails, count = self.document["task_option"], self.entries("FAIL"), self.fail_cnt()
-        if option["unexpected_retry_delay_scope"] == "worker":
-            fails = [entry for entry in fails if entry["worker_id"] == worker_id]
-            count = len(fails)
-        if not fails or fails[-1].get("retry_time"):
-            return fails[-1]["retry_time"] if fails else None
-        delay = option["unexpected_retry_delay_ms"]
-        grown = min(max(ONE_DAY_MS, delay), delay * option["unexpected_retry_backoff"] ** min(100, count - 1))
-        jitter = 1 + option["unexpected_retry_jitter"] * fails[-1].get("retry_jitter", 0)
-        return fails[-1]["fail_time"] + ms(grown * jitter)
+        created: datetime = self.state["create_time"]
+        return max(created, self.reading.claim_time(worker_id, now))
 
     def derive(self, now: datetime) -> None:
         """Write down what follows from the entries, as every write does."""
-        option, status, finished = self.document["task_option"], self.status(now), self.finished(now)
-        opens = min(self.claim_time(worker, now) for worker in option["specific_worker_ids"] or [ANYBODY_ELSE])
-        ends = [self.state.get("expire_time"), *(entry["ping_expire_time"] for entry in self.live(now))]
-        finish_time = (self.document.get("finish_time") or now) if finished else None
-        retained_ms = option["retain_success_ms" if status == "SUCCESS" else "retain_failed_ms"]
-        self.document |= {
-            "status": status,
-            "pinned": bool(option["specific_worker_ids"]),
-            "next_claim_time": None if opens == NEVER else opens,
-            "settle_time": None if finished else min((end for end in ends if end and self.finished(end)), default=None),
-            "finish_time": finish_time,
-            "delete_time": None if finish_time is None or retained_ms is None else finish_time + ms(retained_ms),
-        }
+        self.document |= self.reading.derived(now)
 
     def stamp(self, now: datetime, kind: str, *workers: str) -> None:
         self.document["event"] = [kind, *workers]
@@ -299,10 +244,3 @@ class Oracle:
         self._reopen_if_wished(now)
         self.stamp(now, "settled", *lost)
         return True
-
-
-def stripped(value: Any) -> Any:
-    """A document without what is null or absent alike."""
-    if isinstance(value, dict):
-        return {name: stripped(part) for name, part in value.items() if part is not None}
-    return [stripped(part) for part in value] if isinstance(value, list) else value

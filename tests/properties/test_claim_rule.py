@@ -18,8 +18,9 @@ from taskmesh.store.claim import claim, claim_one, won
 from taskmesh.store.find import ScanRange, look_up, scan
 from taskmesh.store.listing import find
 from taskmesh.where import TaskFilter
+from tests.chaos.reading import ANYBODY_ELSE, ms, stripped
 from tests.properties.documents import Documents, renamed, without_key
-from tests.properties.oracle import ANYBODY_ELSE, Document, Oracle, ms, stripped
+from tests.properties.oracle import Document, Oracle
 from tests.properties.world import BEGIN, QUEUES, STATUSES, WORKERS, image, shown
 
 SEED = os.environ.get("SEED", "taskmesh")
@@ -177,6 +178,6 @@ async def test_the_moment_at_which_a_task_becomes_claimable_is_the_one_that_was_
         rows = await shelf.store.find({}, {"open": rules.claimable("w1", (), shelf.now)})
         for row in rows:
             oracle = shelf.oracles[row["_id"]]
-            shut = oracle.finished(shelf.now) or oracle.expired(shelf.now) or oracle.cannot_succeed(shelf.now)
+            shut = oracle.finished(shelf.now) or oracle.expired(shelf.now) or oracle.reading.given_up(shelf.now)
             expected = told[row["_id"]] <= shelf.now and not shut
             assert row["open"] == expected, f"{row['_id']} at T+{later}: told {shown(told[row['_id']])}"

@@ -16,8 +16,9 @@ from taskmesh.store.finish import Kind, Outcome, finish, report
 from taskmesh.store.publish import Publication, publish
 from taskmesh.store.settle import settle
 from taskmesh.store.watch import Interest, change_from, open_stream
+from tests.chaos.reading import ANYBODY_ELSE
 from tests.properties.documents import Documents
-from tests.properties.oracle import ANYBODY_ELSE, Document, Oracle
+from tests.properties.oracle import Document, Oracle
 from tests.properties.world import WORKERS
 
 SEED = os.environ.get("SEED", "taskmesh")

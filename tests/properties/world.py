@@ -29,7 +29,8 @@ from taskmesh.store.settle import settle
 from taskmesh.store.stamp import read_stamp
 from taskmesh.store.tally import counts, stale_counts
 from taskmesh.where import TaskFilter
-from tests.properties.oracle import ANYBODY_ELSE, NEVER, Document, Oracle, ms, stripped
+from tests.chaos.reading import ANYBODY_ELSE, NEVER, ms, stripped
+from tests.properties.oracle import Document, Oracle
 from tests.properties.patience import PATIENCE_MS, PatientStore
 
 BEGIN = datetime(2030, 1, 1, tzinfo=UTC)

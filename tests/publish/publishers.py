@@ -1,17 +1,25 @@
-"""Publish one key many times at once, in a process of its own: `python -m tests.publish.publishers URI DATABASE COUNT`.
+"""One key, published many times at once in a process of its own: arguments URI DATABASE COUNT START (see `tests.warm`).
 
-Prints `ready`, waits for a line, publishes, then prints how many of its handles said `created`.
+Prints `ready`, waits until the file START is there, publishes, then prints how many of its handles said `created`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
+from pathlib import Path
 
 from taskmesh import TaskMesh
+from tests.waiting import eventually
 
 
-async def main(uri: str, database: str, count: int) -> None:
+def main() -> None:
+    """Do so."""
+    uri, database, count, start = sys.argv[1:]
+    asyncio.run(_publish(uri, database, int(count), Path(start)))
+
+
+async def _publish(uri: str, database: str, count: int, start: Path) -> None:
     mesh = TaskMesh(uri, database=database)
 
     @mesh.task
@@ -20,10 +28,6 @@ async def main(uri: str, database: str, count: int) -> None:
 
     async with mesh:
         print("ready", flush=True)  # noqa: T201  # the protocol with the test
-        await asyncio.to_thread(sys.stdin.readline)
+        await eventually(start.exists)
         handles = await asyncio.gather(*(job.publish("the key", n=n) for n in range(count)))
         print(sum(handle.created for handle in handles), flush=True)  # noqa: T201  # its answer
-
-
-if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3])))

@@ -49,46 +49,50 @@ def resize(mesh: TaskMesh) -> TaskDefinition[..., Any]:
     return resize
 
 
-@pytest.mark.parametrize(
-    ("key", "complaint"),
-    [
-        ("", "'' is empty"),
-        ("a\0b", "has a NUL"),
-        ("k" * 513, "has 513 bytes"),
-        ("ü" * 257, "has 514 bytes"),
-        ("half \ud800 a pair", "half a surrogate pair"),
-        (17, "not int 17"),
-        (b"k", "not bytes"),
-        (None, "not NoneType None"),
-    ],
-    ids=ascii,
-)
+BAD_KEYS: list[Any] = [
+    ("", "'' is empty"),
+    ("a\0b", "has a NUL"),
+    ("k" * 513, "has 513 bytes"),
+    ("ü" * 257, "has 514 bytes"),
+    ("half \ud800 a pair", "half a surrogate pair"),
+    (17, "not int 17"),
+    (b"k", "not bytes"),
+    (None, "not NoneType None"),
+]
+
+
 async def test_a_bad_key_is_refused_wherever_it_is_given(
-    mesh: TaskMesh, resize: TaskDefinition[..., Any], key: Any, complaint: str
+    mesh: TaskMesh, resize: TaskDefinition[..., Any], subtests: pytest.Subtests
 ) -> None:
-    with pytest.raises(InvalidKey, match=complaint):
-        await resize.publish(key, path="a.png")
-    with pytest.raises(InvalidKey, match=complaint):
-        await resize.publish_many({"good": {"path": "a.png"}, key: {"path": "b.png"}})
-    with pytest.raises(InvalidKey, match=complaint):
-        await mesh.publish("unknown", key)
-    for verb in (mesh.get, mesh.cancel, mesh.retry, mesh.delete, mesh.explain, mesh.set_option):
-        with pytest.raises(InvalidKey, match=complaint):
-            await verb("resize", key)
+    for key, complaint in BAD_KEYS:
+        with subtests.test(key=key, complaint=complaint):
+            with pytest.raises(InvalidKey, match=complaint):
+                await resize.publish(key, path="a.png")
+            with pytest.raises(InvalidKey, match=complaint):
+                await resize.publish_many({"good": {"path": "a.png"}, key: {"path": "b.png"}})
+            with pytest.raises(InvalidKey, match=complaint):
+                await mesh.publish("unknown", key)
+            for verb in (mesh.get, mesh.cancel, mesh.retry, mesh.delete, mesh.explain, mesh.set_option):
+                with pytest.raises(InvalidKey, match=complaint):
+                    await verb("resize", key)
 
 
-@pytest.mark.parametrize("name", ["", "a:b", "a b", "ü", "a/b", "n" * 101, "$where", "a\0", "a\n", 5], ids=ascii)
-async def test_a_bad_name_is_refused(mesh: TaskMesh, name: Any) -> None:
-    with pytest.raises(InvalidName, match="a task name has 1 to 100 characters of letters"):
-        await mesh.publish(name, "k")
-    with pytest.raises(InvalidName):
-        await mesh.get(name, "k")
-    if name:  # without a name, a definition has its function's
+BAD_NAMES: list[Any] = ["", "a:b", "a b", "ü", "a/b", "n" * 101, "$where", "a\0", "a\n", 5]
 
-        async def function() -> None: ...
 
-        with pytest.raises(InvalidName):
-            mesh.task(name=name)(function)
+async def test_a_bad_name_is_refused(mesh: TaskMesh, subtests: pytest.Subtests) -> None:
+    for name in BAD_NAMES:
+        with subtests.test(name=name):
+            with pytest.raises(InvalidName, match="a task name has 1 to 100 characters of letters"):
+                await mesh.publish(name, "k")
+            with pytest.raises(InvalidName):
+                await mesh.get(name, "k")
+            if name:  # without a name, a definition has its function's
+
+                async def function() -> None: ...
+
+                with pytest.raises(InvalidName):
+                    mesh.task(name=name)(function)
 
 
 async def test_params_that_do_not_fit_the_signature_are_refused_by_name_and_value(
@@ -113,26 +117,26 @@ async def test_params_that_do_not_fit_the_signature_are_refused_by_name_and_valu
         await mesh.publish("crop", "k", {})
 
 
-@pytest.mark.parametrize(
-    ("value", "complaint"),
-    [
-        (2**63, r"params\.deep\[1\]\.x: 9223372036854775808 does not fit into 64 bits"),
-        (-(2**63) - 1, "does not fit into 64 bits"),
-        ({1: "a"}, r"params\.deep\[1\]\.x\[1\]: a key of a dict must be a text, not int"),
-        ({"a\0b": 1}, "must not have a NUL"),
-        ("half \ud800 a pair", "is not valid Unicode text"),
-        (object(), "cannot store a object"),
-        ([{"$ref": "users", "$id": 7}], r"params\.deep\[1\]\.x\[0\]: a dict with `\$ref` and `\$id` would come back"),
-    ],
-    ids=["65 bits", "-65 bits", "number as key", "NUL in a key", "half a pair", "object", "DBRef"],
-)
+UNSTORABLE: list[Any] = [
+    (2**63, r"params\.deep\[1\]\.x: 9223372036854775808 does not fit into 64 bits"),
+    (-(2**63) - 1, "does not fit into 64 bits"),
+    ({1: "a"}, r"params\.deep\[1\]\.x\[1\]: a key of a dict must be a text, not int"),
+    ({"a\0b": 1}, "must not have a NUL"),
+    ("half \ud800 a pair", "is not valid Unicode text"),
+    (object(), "cannot store a object"),
+    ([{"$ref": "users", "$id": 7}], r"params\.deep\[1\]\.x\[0\]: a dict with `\$ref` and `\$id` would come back"),
+]
+
+
 async def test_params_that_mongodb_cannot_store_are_refused_with_their_path(
-    mesh: TaskMesh, resize: TaskDefinition[..., Any], value: Any, complaint: str
+    mesh: TaskMesh, resize: TaskDefinition[..., Any], subtests: pytest.Subtests
 ) -> None:
-    with pytest.raises(InvalidParams, match=complaint):
-        await resize.publish("k", path="a", deep=[0, {"x": value}])
-    with pytest.raises(InvalidParams, match=complaint):
-        await mesh.publish("unknown", "k", {"deep": [0, {"x": value}]})
+    for value, complaint in UNSTORABLE:
+        with subtests.test(value=value, complaint=complaint):
+            with pytest.raises(InvalidParams, match=complaint):
+                await resize.publish("k", path="a", deep=[0, {"x": value}])
+            with pytest.raises(InvalidParams, match=complaint):
+                await mesh.publish("unknown", "k", {"deep": [0, {"x": value}]})
 
 
 async def test_a_value_that_would_come_back_as_something_else_is_refused(
@@ -156,70 +160,79 @@ async def test_params_that_are_no_mapping_are_refused(mesh: TaskMesh) -> None:
         await mesh.publish("unknown", "k", [1, 2])  # type: ignore[arg-type]  # that is the point
 
 
-@pytest.mark.parametrize("size", [15 * MEGABYTE + 1, 16 * MEGABYTE, 20 * MEGABYTE])
-async def test_a_document_near_16_mb_is_refused_as_too_large(mesh: TaskMesh, size: int) -> None:
+TOO_LARGE: list[Any] = [15 * MEGABYTE + 1, 16 * MEGABYTE, 20 * MEGABYTE]
+
+
+async def test_a_document_near_16_mb_is_refused_as_too_large(mesh: TaskMesh, subtests: pytest.Subtests) -> None:
     @mesh.task
     async def swallow(blob: bytes) -> None:
         del blob
 
-    with pytest.raises(TaskTooLarge, match=r"params has \d+ bytes, more than the 15000000 that fit"):
-        await swallow.publish("k", blob=bytes(size))
-    with pytest.raises(TaskTooLarge):
-        await mesh.publish("unknown", "k", {"blob": bytes(size)})
+    for size in TOO_LARGE:
+        with subtests.test(size=size):
+            with pytest.raises(TaskTooLarge, match=r"params has \d+ bytes, more than the 15000000 that fit"):
+                await swallow.publish("k", blob=bytes(size))
+            with pytest.raises(TaskTooLarge):
+                await mesh.publish("unknown", "k", {"blob": bytes(size)})
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("priority", 2**31),
-        ("priority", 1.5),
-        ("priority", True),
-        ("concurrent_worker_cnt", 0),
-        ("concurrent_worker_cnt", -1),
-        ("specific_worker_ids", ("",)),
-        ("specific_worker_ids", (1,)),
-        ("ping_interval_ms", 0),
-        ("ping_interval_ms", -1),
-        ("worker_timeout_ms", 0),
-        ("worker_timeout_ms", "60000"),
-        ("max_unexpected_retries", -1),
-        ("unexpected_retry_delay_ms", -1),
-        ("unexpected_retry_delay_ms", 10**18),
-        ("unexpected_retry_delay_scope", "fleet"),
-        ("unexpected_retry_backoff", 0.5),
-        ("unexpected_retry_backoff", float("nan")),
-        ("unexpected_retry_backoff", float("inf")),
-        ("unexpected_retry_jitter", -0.1),
-        ("unexpected_retry_jitter", 1.1),
-        ("max_timeouts", -1),
-        ("run_timeout_ms", 0),
-        ("retain_success_ms", -1),
-        ("retain_failed_ms", -1),
-        ("no_such_option", 1),
-    ],
-)
+BAD_OPTIONS: list[Any] = [
+    ("priority", 2**31),
+    ("priority", 1.5),
+    ("priority", True),
+    ("concurrent_worker_cnt", 0),
+    ("concurrent_worker_cnt", -1),
+    ("specific_worker_ids", ("",)),
+    ("specific_worker_ids", (1,)),
+    ("ping_interval_ms", 0),
+    ("ping_interval_ms", -1),
+    ("worker_timeout_ms", 0),
+    ("worker_timeout_ms", "60000"),
+    ("max_unexpected_retries", -1),
+    ("unexpected_retry_delay_ms", -1),
+    ("unexpected_retry_delay_ms", 10**18),
+    ("unexpected_retry_delay_scope", "fleet"),
+    ("unexpected_retry_backoff", 0.5),
+    ("unexpected_retry_backoff", float("nan")),
+    ("unexpected_retry_backoff", float("inf")),
+    ("unexpected_retry_jitter", -0.1),
+    ("unexpected_retry_jitter", 1.1),
+    ("max_timeouts", -1),
+    ("run_timeout_ms", 0),
+    ("retain_success_ms", -1),
+    ("retain_failed_ms", -1),
+    ("no_such_option", 1),
+]
+
+
 async def test_m25_an_option_out_of_range_is_refused_with_its_name_and_value(
-    mesh: TaskMesh, resize: TaskDefinition[..., Any], field: str, value: Any
+    mesh: TaskMesh, resize: TaskDefinition[..., Any], subtests: pytest.Subtests
 ) -> None:
-    with pytest.raises(InvalidOption, match=field):
-        TaskOption(**{field: value})
-    with pytest.raises(InvalidOption, match=field):
-        resize.configure(**{field: value})
-    with pytest.raises(InvalidOption, match=field):
-        await mesh.publish("unknown", "k", {}, **{field: value})
+    for field, value in BAD_OPTIONS:
+        with subtests.test(field=field, value=value):
+            with pytest.raises(InvalidOption, match=field):
+                TaskOption(**{field: value})
+            with pytest.raises(InvalidOption, match=field):
+                resize.configure(**{field: value})
+            with pytest.raises(InvalidOption, match=field):
+                await mesh.publish("unknown", "k", {}, **{field: value})
 
 
-@pytest.mark.parametrize(("ping", "timeout"), [(1_000, 1_000), (2_000, 1_000), (30_000, 29_999)])
+BAD_LEASES: list[Any] = [(1_000, 1_000), (2_000, 1_000), (30_000, 29_999)]
+
+
 async def test_m25_a_lease_not_longer_than_its_ping_interval_is_refused_with_both_values(
-    mesh: TaskMesh, resize: TaskDefinition[..., Any], ping: int, timeout: int
+    mesh: TaskMesh, resize: TaskDefinition[..., Any], subtests: pytest.Subtests
 ) -> None:
-    both = rf"worker_timeout_ms \({timeout}\) must be more than ping_interval_ms \({ping}\)"
-    with pytest.raises(InvalidOption, match=both):
-        TaskOption(ping_interval_ms=ping, worker_timeout_ms=timeout)
-    with pytest.raises(InvalidOption, match=both):
-        resize.configure(ping_interval_ms=ping, worker_timeout_ms=timeout)
-    with pytest.raises(InvalidOption, match=both):
-        await mesh.publish("unknown", "k", {}, ping_interval_ms=ping, worker_timeout_ms=timeout)
+    for ping, timeout in BAD_LEASES:
+        with subtests.test(ping=ping, timeout=timeout):
+            both = rf"worker_timeout_ms \({timeout}\) must be more than ping_interval_ms \({ping}\)"
+            with pytest.raises(InvalidOption, match=both):
+                TaskOption(ping_interval_ms=ping, worker_timeout_ms=timeout)
+            with pytest.raises(InvalidOption, match=both):
+                resize.configure(ping_interval_ms=ping, worker_timeout_ms=timeout)
+            with pytest.raises(InvalidOption, match=both):
+                await mesh.publish("unknown", "k", {}, ping_interval_ms=ping, worker_timeout_ms=timeout)
 
 
 async def test_m25_a_bad_pair_is_refused_by_set_option_too_and_changes_nothing(mesh: TaskMesh) -> None:
@@ -237,30 +250,30 @@ async def test_m25_a_bad_pair_is_refused_by_set_option_too_and_changes_nothing(m
         await mesh.set_option("unknown", "k", priority=1)
 
 
-@pytest.mark.parametrize(
-    "configuration",
-    [
-        {"start_time": "tomorrow"},
-        {"expire_time": 1_700_000_000},
-        {"start_time": datetime(9999, 12, 31, 23, tzinfo=timezone(timedelta(hours=-5)))},
-        {"delay_ms": -1},
-        {"delay_ms": 1.5},
-        {"delay_ms": 10**15},
-        {"delay_ms": 5, "start_time": datetime(2030, 1, 1, tzinfo=UTC)},
-        {"queue": ""},
-        {"queue": "a b"},
-        {"run_again": 1},
-        {"colour": "red"},
-    ],
-    ids=str,
-)
+BAD_SETTINGS: list[Any] = [
+    {"start_time": "tomorrow"},
+    {"expire_time": 1_700_000_000},
+    {"start_time": datetime(9999, 12, 31, 23, tzinfo=timezone(timedelta(hours=-5)))},
+    {"delay_ms": -1},
+    {"delay_ms": 1.5},
+    {"delay_ms": 10**15},
+    {"delay_ms": 5, "start_time": datetime(2030, 1, 1, tzinfo=UTC)},
+    {"queue": ""},
+    {"queue": "a b"},
+    {"run_again": 1},
+    {"colour": "red"},
+]
+
+
 async def test_a_bad_setting_is_refused(
-    mesh: TaskMesh, resize: TaskDefinition[..., Any], configuration: dict[str, Any]
+    mesh: TaskMesh, resize: TaskDefinition[..., Any], subtests: pytest.Subtests
 ) -> None:
-    with pytest.raises(InvalidOption):
-        resize.configure(**configuration)
-    with pytest.raises(InvalidOption):
-        await mesh.publish("unknown", "k", {}, **configuration)
+    for configuration in BAD_SETTINGS:
+        with subtests.test(configuration=configuration):
+            with pytest.raises(InvalidOption):
+                resize.configure(**configuration)
+            with pytest.raises(InvalidOption):
+                await mesh.publish("unknown", "k", {}, **configuration)
 
 
 async def test_bad_arguments_of_a_consumer_are_refused(mesh: TaskMesh, resize: TaskDefinition[..., Any]) -> None:

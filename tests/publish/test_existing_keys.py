@@ -127,9 +127,10 @@ async def test_t36_a_change_at_the_end_of_a_run_is_seen_by_that_run_or_by_anothe
     async with working(mesh):
         await asyncio.gather(*(publish_changes(f"k{i}", i * 0.0007) for i in range(40)))
         await eventually(
-            lambda: all(runs[-1] == 8 for runs in seen.values()), what="every key ran with its last params"
+            lambda: len(seen) == 40 and all(runs[-1] == 8 for runs in seen.values()),
+            what="every key ran with its last params",
         )
-        for key, runs in seen.items():
+        for key, runs in list(seen.items()):
             task = await finished(mesh, "job", key)
             assert task.status is Status.SUCCESS
             assert len(runs) <= 9, "no wish is served twice"

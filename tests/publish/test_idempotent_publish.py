@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,9 +15,8 @@ import taskmesh.store.publish
 from benchmarks.commands import Commands
 from taskmesh import TaskMesh, TaskMeshError
 from taskmesh.definition import Configuration
-from tests.waiting import eventually
-
-ROOT = Path(__file__).parents[2]
+from tests import warm
+from tests.waiting import eventually, wait_until
 
 
 async def test_t36_a_thousand_publishes_at_once_create_one_task(mesh: TaskMesh) -> None:
@@ -36,25 +33,24 @@ async def test_t36_a_thousand_publishes_at_once_create_one_task(mesh: TaskMesh) 
     assert [(task.key, task.params) for task in tasks] == [("the key", {"n": winners[0]})]
 
 
-@pytest.mark.lasting
-def test_t36_a_thousand_publishes_from_four_processes_create_one_task(mongo_uri: str, database: str) -> None:
-    command = [sys.executable, "-m", "tests.publish.publishers", mongo_uri, database, "250"]
+@pytest.mark.parametrize("processes", [4, pytest.param(32, marks=pytest.mark.slow)])
+def test_t36_a_thousand_publishes_from_several_processes_create_one_task(
+    mongo_uri: str, database: str, tmp_path: Path, processes: int
+) -> None:
+    start, errors = tmp_path / "start", tmp_path / "errors"
+    words = [mongo_uri, database, str(1_000 // processes), str(start)]
+    answers = [tmp_path / f"{number}.answer" for number in range(processes)]
+    publishers = [warm.start("publisher", words, stdout=answer, stderr=errors) for answer in answers]
+    try:
+        wait_until(lambda: all(answer.exists() and answer.read_text() == "ready\n" for answer in answers))
+        start.touch()
+        assert [publisher.wait(60) for publisher in publishers] == [0] * processes, errors.read_text()
+    finally:
+        for publisher in publishers:
+            publisher.kill()
+    created = [int(answer.read_text().split()[1]) for answer in answers]
+    assert sorted(created) == [0] * (processes - 1) + [1]
     with MongoClient[dict[str, Any]](mongo_uri) as client:
-        publishers = [
-            subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            for _ in range(4)
-        ]
-        for publisher in publishers:
-            assert publisher.stdout is not None
-            assert publisher.stdout.readline() == "ready\n"
-        for publisher in publishers:
-            assert publisher.stdin is not None
-            publisher.stdin.write("go\n")
-            publisher.stdin.flush()
-        created = [int(publisher.communicate(timeout=60)[0]) for publisher in publishers]
-
-        assert sorted(created) == [0, 0, 0, 1]
-        assert [publisher.returncode for publisher in publishers] == [0, 0, 0, 0]
         assert [task["_id"] for task in client[database]["tasks"].find()] == ["job:the key"]
 
 

@@ -19,7 +19,6 @@ from motor.motor_asyncio import AsyncIOMotorClient
 from pymongo import AsyncMongoClient, MongoClient
 
 from taskmesh import TaskDefinition, TaskMesh, TaskMeshError
-from taskmesh.embedded.mongod import free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -125,7 +124,7 @@ async def test_publish_sync_works_beside_a_client_that_was_passed_in(
 # PyMongo leaves a socket to the garbage collector if its client is closed just while it connects.
 @pytest.mark.filterwarnings("ignore:Exception ignored in. <socket.socket:pytest.PytestUnraisableExceptionWarning")
 def test_publish_sync_without_a_server_says_so_each_time() -> None:
-    mesh = TaskMesh(f"mongodb://127.0.0.1:{free_port()}/?serverSelectionTimeoutMS=100")
+    mesh = TaskMesh("mongodb://127.0.0.1:1/?serverSelectionTimeoutMS=100")
 
     @mesh.task
     async def work() -> None: ...
@@ -153,6 +152,7 @@ def test_t42_after_a_fork_the_child_publishes_and_the_parent_goes_on(mongo_uri: 
     """In a process of its own, as a web server does it: used, then forked."""
     script = textwrap.dedent("""
         import asyncio, json, os, sys, warnings
+        from threading import Thread
         from taskmesh import TaskMesh, TaskMeshError
 
         mesh = TaskMesh(sys.argv[1], database=sys.argv[2])
@@ -167,9 +167,24 @@ def test_t42_after_a_fork_the_child_publishes_and_the_parent_goes_on(mongo_uri: 
             except TaskMeshError as error:
                 return str(error)
 
+        unconnected = TaskMesh(sys.argv[1], database=sys.argv[2])
+
+        async def connected_anew(key):
+            async with unconnected:
+                return (await unconnected.publish("job", key, {"n": 1})).created
+
+        def from_threads(*keys):
+            made = []
+            threads = [Thread(target=lambda key=key: made.append(job.publish_sync(key, n=1).created)) for key in keys]
+            [thread.start() for thread in threads]
+            [thread.join() for thread in threads]
+            return sum(made)
+
         loop = asyncio.new_event_loop()
         loop.run_until_complete(mesh.connect())
         answers = {"parent": job.publish_sync("parent", n=1).created}
+        answers["parent's threads"] = from_threads(*4 * ["t1", "t2", "t3"])
+        answers["connected before"] = asyncio.run(connected_anew("connected before"))
         reader, writer = os.pipe()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Python and PyMongo warn of forks with threads, rightly
@@ -178,11 +193,15 @@ def test_t42_after_a_fork_the_child_publishes_and_the_parent_goes_on(mongo_uri: 
                 asyncio.set_event_loop(None)
                 found = {"child": job.publish_sync("child", n=2).created}
                 found["known key"] = job.publish_sync("parent", n=2).created
+                found["child's threads"] = from_threads("t1", "t4")
+                found["connected anew"] = asyncio.run(connected_anew("connected anew"))
                 found["inherited"] = asyncio.new_event_loop().run_until_complete(inherited())
                 os.write(writer, json.dumps(found).encode())
                 os._exit(0)
+        os.close(writer)
         os.waitpid(child, 0)
         answers |= json.loads(os.read(reader, 10_000))
+        answers["connected after"] = asyncio.run(connected_anew("connected after"))
         answers["after"] = job.publish_sync("after", n=3).created
         mesh.close_sync()
         answers["after closing"] = job.publish_sync("after", n=4).created
@@ -203,5 +222,16 @@ def test_t42_after_a_fork_the_child_publishes_and_the_parent_goes_on(mongo_uri: 
     assert done.returncode == 0, done.stderr
     answers = json.loads(done.stdout)
     inherited = answers.pop("inherited")
-    assert answers == {"parent": True, "child": True, "known key": False, "after": True, "after closing": False}
+    assert answers == {
+        "parent": True,
+        "parent's threads": 3,
+        "connected before": True,
+        "child": True,
+        "known key": False,
+        "child's threads": 1,
+        "connected anew": True,
+        "connected after": True,
+        "after": True,
+        "after closing": False,
+    }
     assert "connected before a fork: connect it anew in the child, or use `publish_sync`" in inherited

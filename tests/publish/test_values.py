@@ -96,19 +96,21 @@ async def test_t46_error_texts_are_kept_as_they_were(echoing: TaskMesh, text: st
         )
 
 
-@pytest.mark.parametrize("text", TRICKY_TEXTS)
-async def test_t46_logs_and_progress_are_kept_as_they_were(mesh: TaskMesh, text: str) -> None:
+async def test_t46_logs_and_progress_are_kept_as_they_were(mesh: TaskMesh, subtests: pytest.Subtests) -> None:
     @mesh.task
     async def talk() -> None:
+        text = TRICKY_TEXTS[int(current_task().key)]
         current_task().log(text)
         await current_task().progress(0.5, text)
 
-    handle = await talk.publish("k")
+    await talk.publish_many({str(number): {} for number in range(len(TRICKY_TEXTS))})
     await mesh.consumer(worker_id="$w").run(until_idle=True)
-    task = await handle.task()
-    assert [line.message for line in task.task_state.worker_states[0].logs] == [text]
-    assert task.task_state.progress is not None
-    assert (task.task_state.progress.fraction, task.task_state.progress.message) == (0.5, text)
+    for number, text in enumerate(TRICKY_TEXTS):
+        with subtests.test(repr(text)):
+            task = await mesh.get("talk", str(number))
+            assert [line.message for line in task.task_state.worker_states[0].logs] == [text]
+            assert task.task_state.progress is not None
+            assert (task.task_state.progress.fraction, task.task_state.progress.message) == (0.5, text)
 
 
 @pytest.mark.parametrize(

@@ -12,41 +12,37 @@ from tests.faults import failing_commands
 from tests.waiting import eventually
 from tests.working import finished, working
 
+WARNINGS: list[tuple[str, dict[str, Any], str | None]] = [
+    ("job", {}, None),
+    ("unknown", {}, "no live worker runs tasks named 'unknown' from queue 'default'"),
+    ("job", {"queue": "elsewhere"}, "no live worker runs tasks named 'job' from queue 'elsewhere'"),
+    ("job", {"specific_worker_ids": ("w", "x")}, None),
+    ("job", {"specific_worker_ids": ("x",)}, "none of specific_worker_ids (x) is a live worker that runs 'job'"),
+    ("job", {"specific_worker_ids": ("w", "w"), "concurrent_worker_cnt": 2}, "it can never finish"),
+    ("job", {"queue": "shut"}, "queue 'shut' is paused"),
+    ("job", {"expire_time": datetime(2020, 1, 1, tzinfo=UTC)}, "it expires at 2020-01-01T00:00:00+00:00"),
+    ("job", {"delay_ms": 60_000, "expire_time": "soon"}, "before it can start"),
+    ("job", {"delay_ms": 100, "expire_time": "soon"}, None),
+]
 
-@pytest.mark.parametrize(
-    ("name", "settings", "warning"),
-    [
-        ("job", {}, None),
-        ("unknown", {}, "no live worker runs tasks named 'unknown' from queue 'default'"),
-        ("job", {"queue": "elsewhere"}, "no live worker runs tasks named 'job' from queue 'elsewhere'"),
-        ("job", {"specific_worker_ids": ("w", "x")}, None),
-        ("job", {"specific_worker_ids": ("x",)}, "none of specific_worker_ids (x) is a live worker that runs 'job'"),
-        ("job", {"specific_worker_ids": ("w", "w"), "concurrent_worker_cnt": 2}, "it can never finish"),
-        ("job", {"queue": "shut"}, "queue 'shut' is paused"),
-        ("job", {"expire_time": datetime(2020, 1, 1, tzinfo=UTC)}, "it expires at 2020-01-01T00:00:00+00:00"),
-        ("job", {"delay_ms": 60_000, "expire_time": "soon"}, "before it can start"),
-        ("job", {"delay_ms": 100, "expire_time": "soon"}, None),
-    ],
-)
-async def test_a_handle_says_why_nobody_could_run_the_task_now(
-    mesh: TaskMesh, name: str, settings: dict[str, Any], warning: str | None
-) -> None:
-    if settings.get("expire_time") == "soon":
-        settings = {**settings, "expire_time": datetime.now(UTC) + timedelta(seconds=30)}
 
+async def test_a_handle_says_why_nobody_could_run_the_task_now(mesh: TaskMesh, subtests: pytest.Subtests) -> None:
     @mesh.task
     async def job() -> None: ...
 
+    async def is_live() -> bool:
+        return any(worker.live for worker in await mesh.workers())
+
     async with working(mesh, "w", queues=["default", "shut"]):
         await mesh.pause("shut")
-
-        async def is_live() -> bool:
-            return any(worker.live for worker in await mesh.workers())
-
         await eventually(is_live)
-        warnings = (await mesh.publish(name, "k", **settings)).warnings
-    assert [text for text in warnings if warning is None or warning not in text] == []
-    assert len(warnings) == (warning is not None)
+        for number, (name, settings, warning) in enumerate(WARNINGS):
+            with subtests.test(name=name, **settings):
+                soon = {"expire_time": datetime.now(UTC) + timedelta(seconds=30)}
+                given = settings | (soon if settings.get("expire_time") == "soon" else {})
+                warnings = (await mesh.publish(name, str(number), **given)).warnings
+                assert [text for text in warnings if warning is None or warning not in text] == []
+                assert len(warnings) == (warning is not None)
 
 
 async def test_what_is_published_is_so_though_the_warnings_cannot_be_found(mongo_uri: str, database: str) -> None:

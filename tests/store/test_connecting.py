@@ -12,7 +12,6 @@ from pymongo import MongoClient
 
 from taskmesh import IncompatibleCollection, NotAReplicaSet, TaskMesh, TaskMeshError
 from taskmesh.embedded import Mongod
-from taskmesh.embedded.mongod import free_port
 from taskmesh.store.schema import INDEXES
 from tests.waiting import eventually
 
@@ -32,10 +31,9 @@ async def test_t23_a_standalone_server_is_refused_at_once_with_the_remedy(standa
 # PyMongo leaves a socket to the garbage collector if its client is closed just while it connects.
 @pytest.mark.filterwarnings("ignore:Exception ignored in. <socket.socket:pytest.PytestUnraisableExceptionWarning")
 async def test_without_a_server_connecting_says_where_it_looked(monkeypatch: pytest.MonkeyPatch) -> None:
-    port = free_port()
-    uri = f"mongodb://user:secret@127.0.0.1:{port}/?serverSelectionTimeoutMS=300&replicaSet=rs0"
+    uri = "mongodb://user:secret@127.0.0.1:1/?serverSelectionTimeoutMS=300&replicaSet=rs0"
     message = await _refusal(TaskMesh(uri))
-    assert f"no MongoDB answers at 127.0.0.1:{port}: start one, or correct the URI" in message
+    assert "no MongoDB answers at 127.0.0.1:1: start one, or correct the URI" in message
     assert "secret" not in message
     monkeypatch.setenv("TASKMESH_URI", uri)
     assert await _refusal(TaskMesh()) == message
@@ -99,12 +97,12 @@ async def test_two_collections_of_one_database_have_nothing_in_common(mongo_uri:
 
 async def test_a_mesh_closes_its_own_connections(mongod: Mongod, database: str) -> None:
     with MongoClient[Tasks](mongod.uri) as client:
-        before = _connections(client)
+        await eventually(lambda: _connections(client) == 0, what="those of the test before are closed")
         async with TaskMesh(mongod.uri, database=database) as mesh:
             await mesh.publish("job", "k")
-            assert _connections(client) > before
+            assert _connections(client) > 0
         await mesh.close()
-        await eventually(lambda: _connections(client) <= before, what="the server has seen the last of them close")
+        await eventually(lambda: _connections(client) == 0, what="the server has seen the last of them close")
         with pytest.raises(TaskMeshError, match="not connected"):
             await mesh.publish("job", "k")
 

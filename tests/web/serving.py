@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import socket
-
 import httpx
 
+from taskmesh.embedded.mongod import free_port
 from tests.cli.shell import Shell, Started
 from tests.waiting import wait_until
 
@@ -27,10 +26,3 @@ def serve(shell: Shell, *words: str, **environment: str) -> tuple[Started, str]:
 
     wait_until(answers, READY_WITHIN_S, what="the dashboard answers")
     return started, url
-
-
-def free_port() -> int:
-    """Return a port of which nobody has heard yet."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
