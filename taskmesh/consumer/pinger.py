@@ -87,7 +87,8 @@ class Pinger:
         """Take a new interval from the next ping on. All else of an option counts from the next claim."""
         with self._changed:
             execution.stored_option = execution.stored_option | {"ping_interval_ms": stored_option["ping_interval_ms"]}
-            execution.next_ping = min(execution.next_ping, time.monotonic() + execution.ping_every_s)
+            if not execution.hushed:  # else a ping would undo its open transaction
+                execution.next_ping = min(execution.next_ping, time.monotonic() + execution.ping_every_s)
             self._changed.notify()
 
     async def postpone(self, execution: Execution, seconds: float) -> None:

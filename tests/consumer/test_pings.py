@@ -1,0 +1,41 @@
+"""Pings renew every lease that is held, whatever happens around them, and nothing that is better left alone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import pytest
+
+from taskmesh import TaskMesh, TaskOption, current_task
+from tests.faults import failing_commands
+from tests.waiting import eventually
+from tests.working import working
+
+SHORT = TaskOption(worker_timeout_ms=1_000, ping_interval_ms=200, max_unexpected_retries=0)
+
+
+async def test_a_gap_in_the_stream_does_not_undo_an_open_transaction(
+    mesh: TaskMesh, mongo_uri: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After a gap a worker looks at all that it runs. A ping would write to the task that the transaction is to write to."""
+    caplog.set_level(logging.WARNING, "taskmesh.feed")
+    attempts: list[int] = []
+
+    @mesh.task(option=SHORT)
+    async def order() -> None:
+        task = current_task()
+        attempts.append(task.attempt)
+        async with task.transaction() as session:
+            orders = session.client[mesh.store.driver.database.name]["orders"]
+            await orders.insert_one({"attempt": len(attempts)}, session=session)
+            async with failing_commands(mongo_uri, ["getMore"], times=1, errorCode=286):
+                await eventually(lambda: "lost its place" in caplog.text, what="there is a gap")
+                await asyncio.sleep(1.5)  # seven intervals
+            task.set_result("kept")
+
+    async with working(mesh):
+        handle: Any = await order.publish("k")
+        assert await handle.result(60) == "kept"
+    assert len(attempts) == 1
