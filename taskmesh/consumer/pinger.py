@@ -29,6 +29,7 @@ logger = logging.getLogger("taskmesh.pinger")
 
 _PATIENCE_MS = 5_000
 """Longer than the deadline of any ping. A connection that is silent for so long is dead, though it may not know it."""
+_LONGEST_CONNECT_PAUSE_S = 5.0
 _TICK_S = 0.25
 _SHORTEST_TICK_S = 0.01
 _BLOCKED_S = 1.0
@@ -118,7 +119,9 @@ class Pinger:
             self._loop.call_later(self._tick_s, self._beat)
 
     def _run(self) -> None:
-        database, ours = self._store.driver.sync_database(socket_timeout_ms=_PATIENCE_MS)
+        database = self._database()
+        if database is None:
+            return
         try:
             while not self._stopping:
                 try:
@@ -126,12 +129,26 @@ class Pinger:
                         self._run_once(database)
                 except Exception:
                     logger.exception("the pinger met an error that is not the database's: going on")
-                with self._changed:
-                    if not self._stopping:
-                        self._changed.wait(self._pause())
+                self._wait(self._pause())
         finally:
-            if ours:
-                database.client.close()
+            database.client.close()
+
+    def _database(self) -> Any:
+        """Make a client, however often it takes: with `mongodb+srv://` a name server has to answer. None: told to stop."""
+        pause = _TICK_S
+        while not self._stopping:
+            try:
+                return self._store.driver.sync_database(socket_timeout_ms=_PATIENCE_MS)
+            except Exception:
+                logger.exception("no client could be made for pings: trying again in %.2g s", pause)
+            self._wait(pause)
+            pause = min(2 * pause, _LONGEST_CONNECT_PAUSE_S)
+        return None
+
+    def _wait(self, seconds: float) -> None:
+        with self._changed:
+            if not self._stopping:
+                self._changed.wait(seconds)
 
     def _pause(self) -> float:
         soonest = min((min(e.next_ping, e.lease_until) for e in self._held()), default=float("inf"))

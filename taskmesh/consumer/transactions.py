@@ -143,9 +143,9 @@ class Transactions:
 
     async def _blocking_store(self) -> BlockingStore:
         if self._blocking is None:
-            database, ours = await asyncio.to_thread(self._store.driver.sync_database)
+            database = await asyncio.to_thread(self._store.driver.sync_database)
             self._blocking = BlockingStore(database.client, database.name, self._store.tasks, self._store.now)
-            self._closing = database.client if ours else None
+            self._closing = database.client
         return self._blocking
 
     async def close(self) -> None:

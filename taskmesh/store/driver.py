@@ -66,8 +66,7 @@ class Driver:
 
     def __init__(self, client: Any, database: str) -> None:
         self.client = client
-        self.is_motor = isinstance(client, AsyncIOMotorClient)
-        if not self.is_motor and not isinstance(client, AsyncMongoClient):
+        if not isinstance(client, (AsyncIOMotorClient, AsyncMongoClient)):
             raise TypeError(
                 f"client must be a MongoDB URI, a pymongo.AsyncMongoClient or a motor AsyncIOMotorClient, "
                 f"not {type(client).__name__}"
@@ -109,24 +108,16 @@ class Driver:
         """Return a session, or (Motor) an awaitable of one."""
         return self.client.start_session()
 
-    def sync_database(self, socket_timeout_ms: int | None = None) -> tuple[Any, bool]:
-        """Return the same database on a blocking client, for threads, and whether that client is ours to close.
+    def sync_database(self, socket_timeout_ms: int | None = None) -> Any:
+        """Return the same database on a blocking client of its own, for threads. Whoever asked for it closes that client.
 
         `socket_timeout_ms`: how long to wait for an answer, and for a server to turn to, unless the client was made with an
-        argument for that. A Motor client's settings cannot be changed.
+        argument for that.
         """
-        if self.is_motor:
-            sync, ours = self.client.delegate, False
-        else:
-            settings = settings_of(self.client)
-            if socket_timeout_ms is not None:
-                settings = {
-                    "socketTimeoutMS": socket_timeout_ms,
-                    "serverSelectionTimeoutMS": socket_timeout_ms,
-                    **settings,
-                }
-            sync, ours = MongoClient(**settings), True
-        return own_database(sync, self.database.name), ours
+        settings = settings_of(self.client)
+        if socket_timeout_ms is not None:
+            settings = {"socketTimeoutMS": socket_timeout_ms, "serverSelectionTimeoutMS": socket_timeout_ms, **settings}
+        return own_database(MongoClient(**settings), self.database.name)
 
     async def close(self) -> None:
         """Close the client."""

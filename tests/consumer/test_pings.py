@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from pymongo import MongoClient
+from pymongo.errors import ConfigurationError
+
 from taskmesh import TaskMesh, TaskOption, current_task
 from tests.faults import failing_commands
 from tests.waiting import eventually
@@ -39,3 +42,31 @@ async def test_a_gap_in_the_stream_does_not_undo_an_open_transaction(
         handle: Any = await order.publish("k")
         assert await handle.result(60) == "kept"
     assert len(attempts) == 1
+
+
+async def test_leases_are_kept_though_the_name_server_did_not_answer_at_the_start(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A client for `mongodb+srv://` asks a name server as it is made."""
+    silences = 2
+
+    def make_client(**settings: Any) -> MongoClient[Any]:
+        nonlocal silences
+        if silences:
+            silences -= 1
+            raise ConfigurationError("The DNS operation timed out")
+        return MongoClient(**settings)
+
+    monkeypatch.setattr("taskmesh.store.driver.MongoClient", make_client)
+
+    @mesh.task(option=TaskOption(worker_timeout_ms=2_500, ping_interval_ms=500, max_timeouts=0))
+    async def job() -> str:
+        await asyncio.sleep(4)  # longer than a lease
+        return "done"
+
+    async with working(mesh):
+        await eventually(lambda: silences == 0, what="it was asked again")
+        handle = await job.publish("k")
+        assert await handle.result(timeout=60) == "done"
+    assert (await handle.task()).task_state.lost_cnt == 0
+    assert "no client could be made for pings" in caplog.text

@@ -113,14 +113,13 @@ class Life:
         return bool(await report(self.store, held.worker_id, [outcome]))
 
     async def ping(self, held: Held) -> bool:
-        sync_database, ours = self.store.driver.sync_database()
+        sync_database = self.store.driver.sync_database()
         try:
             lease_ms = LEASE["worker_timeout_ms"]
             pairs = [(self.id, held.running_id)]
             return bool(await asyncio.to_thread(ping, self.store, sync_database, pairs, lease_ms))
         finally:
-            if ours:
-                await asyncio.to_thread(sync_database.client.close)
+            await asyncio.to_thread(sync_database.client.close)
 
     async def settle(self) -> int:
         return await settle(self.store)

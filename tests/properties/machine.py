@@ -24,13 +24,12 @@ OPERATIONS_OF_A_LIFE = 400
 async def worlds(uri: str, database: str, count: int) -> AsyncIterator[list[World]]:
     """Create so many worlds."""
     client: AsyncMongoClient[dict[str, object]] = AsyncMongoClient(uri, tz_aware=True)
-    sync_database, ours = Store(client, database).driver.sync_database()
+    sync_database = Store(client, database).driver.sync_database()
     try:
         made = [World.create(client, database, sync_database, number) for number in range(count)]
         yield list(await asyncio.gather(*made))
     finally:
-        if ours:
-            sync_database.client.close()
+        sync_database.client.close()
         await client.close()
 
 
