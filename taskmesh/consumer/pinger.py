@@ -58,8 +58,8 @@ class Pinger:
         self._observer = observer
         self._given_up: set[Execution] = set()
         self._tick_s = _TICK_S
-        self._locked: set[str] = set()
-        """Tasks that held up a set: they are pinged alone."""
+        self._locked: set[Execution] = set()
+        """Those whose tasks held up a set: they are pinged alone, until that goes well."""
         self._changed = threading.Condition()
         self._round = threading.Lock()
         """Held while pings are on their way."""
@@ -78,7 +78,7 @@ class Pinger:
 
     def expect(self, every_s: float) -> None:
         """Look often enough for executions that ping so often."""
-        tick_s = max(_SHORTEST_TICK_S, every_s / 4)
+        tick_s = _tick_for(every_s)
         if tick_s < self._tick_s:
             with self._changed:
                 self._tick_s = tick_s
@@ -151,7 +151,9 @@ class Pinger:
                 self._changed.wait(seconds)
 
     def _pause(self) -> float:
-        soonest = min((min(e.next_ping, e.lease_until) for e in self._held()), default=float("inf"))
+        held = self._held()
+        self._tick_s = _tick_for(min((e.ping_every_s for e in held), default=float("inf")))
+        soonest = min((min(e.next_ping, e.lease_until) for e in held), default=float("inf"))
         return max(0.005, min(self._tick_s, soonest - time.monotonic()))
 
     def _held(self) -> list[Execution]:
@@ -162,6 +164,7 @@ class Pinger:
         """
         held = [e for e in list(self._executions().values()) if not e.recorded_or_lost]
         self._given_up.intersection_update(held)
+        self._locked.intersection_update(held)
         return [e for e in held if e not in self._given_up]
 
     def _run_once(self, database: Any) -> None:
@@ -175,16 +178,16 @@ class Pinger:
             return
         # A little ahead of time, so that what is due at about the same time goes in one write.
         due = [e for e in held if e.next_ping - 0.02 <= now < e.lease_until]
+        alone = [e for e in due if e in self._locked]
         together: dict[int, list[Execution]] = {}
         for execution in due:
-            if execution.id not in self._locked:
+            if execution not in self._locked:
                 together.setdefault(execution.stored_option["worker_timeout_ms"], []).append(execution)
         for alike in together.values():
             for start in range(0, len(alike), _MAX_BATCH):
                 self._ping(database, alike[start : start + _MAX_BATCH])
-        for execution in due:
-            if execution.id in self._locked:
-                self._ping(database, [execution])
+        for execution in alone:
+            self._ping(database, [execution])
 
     def _ping(self, database: Any, executions: list[Execution]) -> None:
         """Renew leases, all of one length."""
@@ -210,13 +213,14 @@ class Pinger:
                 if self._observer is not None:
                     self._observer.renewed(execution.name, share_left)
                 execution.renewed(sent)
+                self._locked.discard(execution)
             else:
                 self._give_up(execution)
 
     def _split(self, database: Any, executions: list[Execution]) -> None:
         """Somebody's transaction holds a document of the set: renew the others without it."""
         if len(executions) == 1:
-            self._locked.add(executions[0].id)
+            self._locked.add(executions[0])
             executions[0].ping_again(time.monotonic())
             return
         for i in range(min(8, len(executions))):
@@ -224,7 +228,6 @@ class Pinger:
 
     def _give_up(self, execution: Execution) -> None:
         self._given_up.add(execution)
-        self._locked.discard(execution.id)
         try:
             self._loop.call_soon_threadsafe(self._lost, execution)
         except RuntimeError:  # the loop is closed
@@ -257,6 +260,11 @@ class Pinger:
             "".join(traceback.format_stack(frame, limit=None)[-1:]).strip() if frame is not None else "an unknown place"
         )
         return f"{name}, at {where}"
+
+
+def _tick_for(every_s: float) -> float:
+    """How often to look for executions that ping so often."""
+    return min(_TICK_S, max(_SHORTEST_TICK_S, every_s / 4))
 
 
 def _all_stacks() -> str:

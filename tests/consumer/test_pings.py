@@ -14,7 +14,7 @@ from pymongo.errors import ConfigurationError
 from taskmesh import TaskMesh, TaskOption, current_task
 from tests.faults import failing_commands
 from tests.waiting import eventually
-from tests.working import working
+from tests.working import parts_of, working
 
 SHORT = TaskOption(worker_timeout_ms=1_000, ping_interval_ms=200, max_unexpected_retries=0)
 
@@ -59,9 +59,9 @@ async def test_leases_are_kept_though_the_name_server_did_not_answer_at_the_star
 
     monkeypatch.setattr("taskmesh.store.driver.MongoClient", make_client)
 
-    @mesh.task(option=TaskOption(worker_timeout_ms=2_500, ping_interval_ms=500, max_timeouts=0))
+    @mesh.task(option=TaskOption(worker_timeout_ms=1_500, ping_interval_ms=300, max_timeouts=0))
     async def job() -> str:
-        await asyncio.sleep(4)  # longer than a lease
+        await asyncio.sleep(2.5)  # longer than a lease
         return "done"
 
     async with working(mesh):
@@ -70,3 +70,18 @@ async def test_leases_are_kept_though_the_name_server_did_not_answer_at_the_star
         assert await handle.result(timeout=60) == "done"
     assert (await handle.task()).task_state.lost_cnt == 0
     assert "no client could be made for pings" in caplog.text
+
+
+async def test_one_task_with_a_short_interval_does_not_keep_the_pinger_awake_when_it_has_ended(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def job() -> None:
+        if current_task().key == "short":
+            return
+        await asyncio.sleep(60)
+
+    async with working(mesh) as consumer:
+        await job.publish("long")
+        pinger = parts_of(consumer).pinger
+        usual_s = pinger._tick_s
+        await (await job.configure(ping_interval_ms=40).publish("short")).result(timeout=60)
+        await eventually(lambda: pinger._tick_s == usual_s, what="it looks as seldom as before")
