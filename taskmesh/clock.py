@@ -5,12 +5,36 @@ On the client's side only monotonic time is used, so a wall clock that is hours 
 
 from __future__ import annotations
 
+import sys
 import time
 from datetime import UTC, datetime, timedelta
 
 _SAMPLE_TRUSTED_S = 30.0
 _JUMP_S = 0.5
 _TICK_S = 0.001
+
+
+class Jumps:
+    """Whether other clocks of this machine have jumped against the monotonic one since this was made.
+
+    Then it may have been suspended, while monotonic time stood still: what was timed by it may be over for long. The wall
+    clock shows it unless it stood still too, as in a virtual machine that was paused, until somebody sets it right.
+    """
+
+    def __init__(self) -> None:
+        self._ahead = _ahead_of_monotonic()
+
+    def any_since(self) -> bool:
+        """Whether one has."""
+        return any(abs(now - then) > _JUMP_S for now, then in zip(_ahead_of_monotonic(), self._ahead, strict=True))
+
+
+def _ahead_of_monotonic() -> tuple[float, ...]:
+    """How far the wall clock is ahead, and (Linux) the one that counts suspended time: all that matters is whether it changes."""
+    clocks = [time.time()]
+    if sys.platform == "linux":
+        clocks.append(time.clock_gettime(time.CLOCK_BOOTTIME))
+    return tuple(clock - time.monotonic() for clock in clocks)
 
 
 class ServerClock:
@@ -23,13 +47,12 @@ class ServerClock:
         self._offset = time.time() - time.monotonic()
         self._uncertainty = float("inf")
         self._sampled = float("-inf")
-        self._wall_ahead = _wall_ahead()
+        self._jumps = Jumps()
 
     @property
     def stale(self) -> bool:
-        """Whether the last sample is too old to be trusted, or this machine was suspended since: monotonic time stood still."""
-        too_old = time.monotonic() - self._sampled > _SAMPLE_TRUSTED_S
-        return too_old or abs(_wall_ahead() - self._wall_ahead) > _JUMP_S
+        """Whether the last sample is too old to be trusted, or this machine may have been suspended since."""
+        return time.monotonic() - self._sampled > _SAMPLE_TRUSTED_S or self._jumps.any_since()
 
     def observe(self, server_time: datetime, sent: float, received: float) -> None:
         """Take a sample: the server's time in a reply, and when (monotonic) its command was sent and answered."""
@@ -41,7 +64,7 @@ class ServerClock:
             self._offset = offset
             self._uncertainty = uncertainty
             self._sampled = received
-            self._wall_ahead = _wall_ahead()
+            self._jumps = Jumps()
 
     def now(self) -> datetime:
         """Return the server's time, as well as we know it, in whole milliseconds like everything stored."""
@@ -51,11 +74,6 @@ class ServerClock:
     def monotonic(self, server_time: datetime) -> float:
         """Return when, on our monotonic clock, it is `server_time`."""
         return server_time.timestamp() - self._offset
-
-
-def _wall_ahead() -> float:
-    """How far this machine's wall clock is ahead of its monotonic one: nothing else is asked of it but whether that changes."""
-    return time.time() - time.monotonic()
 
 
 def later(moment: datetime, milliseconds: float) -> datetime:

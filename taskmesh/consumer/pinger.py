@@ -2,7 +2,9 @@
 
 So a handler that blocks the event loop costs no lease. The thread also watches the loop: a handler that blocks it is named in
 the log, and if the loop has stood still for so long that it must be taken for dead, the pings stop and others take over.
-If this process is suspended and wakes up late, the leases have run out on the monotonic clock too, or the server says so.
+If this process is suspended and wakes up late, the leases have run out on the monotonic clock too. If the machine was, that
+clock may have stood still: when another one has jumped against it, every lease is renewed at once, and the server says which
+are lost.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any
 
 from pymongo.errors import PyMongoError
 
+from taskmesh.clock import Jumps
 from taskmesh.consumer.execution import Execution
 from taskmesh.consumer.last_hour import LastHour
 from taskmesh.consumer.observer import Observer
@@ -64,6 +67,7 @@ class Pinger:
         self._round = threading.Lock()
         """Held while pings are on their way."""
         self._stopping = False
+        self._jumps = Jumps()
         self._loop_thread = threading.get_ident()
         self._loop_alive = time.monotonic()
         self._blocked_told = False
@@ -171,6 +175,12 @@ class Pinger:
         self._watch_loop()
         now = time.monotonic()
         held = self._held()
+        if self._jumps.any_since():
+            logger.info("this machine's clock has jumped: asking the server about %d leases", len(held))
+            for execution in held:
+                if not execution.hushed:
+                    execution.next_ping = now
+        self._jumps = Jumps()
         for execution in held:
             if now >= execution.lease_until:
                 self._give_up(execution)

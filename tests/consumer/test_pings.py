@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
-
 from pymongo import MongoClient
 from pymongo.errors import ConfigurationError
 
@@ -85,3 +86,46 @@ async def test_one_task_with_a_short_interval_does_not_keep_the_pinger_awake_whe
         usual_s = pinger._tick_s
         await (await job.configure(ping_interval_ms=40).publish("short")).result(timeout=60)
         await eventually(lambda: pinger._tick_s == usual_s, what="it looks as seldom as before")
+
+
+@pytest.mark.parametrize("hours", [1, -1])
+async def test_t6_when_the_wall_clock_jumps_every_lease_is_checked_at_once(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch, hours: int
+) -> None:
+    """While a machine is suspended its monotonic clock may stand still, by which a lease is over when it is not."""
+    cancelled: list[str] = []
+
+    @mesh.task(option=TaskOption(ping_interval_ms=600_000, worker_timeout_ms=1_200_000))
+    async def job() -> None:
+        try:
+            await asyncio.sleep(120)
+        except asyncio.CancelledError:
+            cancelled.append(current_task().key)
+            raise
+
+    async def lease_end(key: str) -> datetime:
+        [entry] = (await mesh.get("job", key)).task_state.worker_states
+        assert entry.ping_expire_time is not None
+        return entry.ping_expire_time
+
+    await job.publish_many({"kept": {}, "taken over": {}})
+    async with working(mesh) as consumer:
+        await eventually(lambda: len(consumer.running) == 2)
+        kept_until = await lease_end("kept")
+        consumer.pause()
+        tasks = mesh.store.driver.collection("tasks")
+        long_ago = {"$set": {"task_state.worker_states.0.ping_expire_time": mesh.clock.now() - timedelta(hours=1)}}
+        await tasks.update_one({"_id": "job:taken over"}, long_ago)
+
+        true_time = time.time
+        monkeypatch.setattr(time, "time", lambda: true_time() + 3_600 * hours)
+
+        await eventually(lambda: cancelled, 20, what="the handler whose lease is lost is told")
+
+        async def renewed() -> bool:
+            return await lease_end("kept") > kept_until
+
+        await eventually(renewed)
+        assert cancelled == ["taken over"]
+        assert consumer.running == ["kept"]
+        monkeypatch.undo()
