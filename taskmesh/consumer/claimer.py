@@ -11,7 +11,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -232,7 +232,7 @@ class Claimer:
         settings: dict[str, Any] = {
             "closed_queues": self._closed_queues(),
             "narrowed_by": narrowed_by,
-            "deadline_ms": _DEADLINE_MS + len(ids),
+            "deadline_ms": _deadline_ms(ids),
         }
         if len(ids) == 1:
             fields = fields_of_claimed(self._params_of.get(ids[0].partition(":")[0]), whole_state=self._whole_state)
@@ -303,7 +303,7 @@ class Claimer:
 
     async def _resolve_late(self, ids: list[str], running_id: str, sent: float, known: set[str]) -> None:
         """Ask once more when the server must have given up: the claim may have landed after the first question."""
-        await asyncio.sleep(_DEADLINE_MS / 1000 + 0.2)
+        await asyncio.sleep(_deadline_ms(ids) / 1000 + 0.2)
         documents = await self._read_won(ids, running_id, sent, 0)
         for document in documents:
             entry = next(e for e in document["task_state"]["worker_states"] if e["running_id"] == running_id)
@@ -337,6 +337,11 @@ class Claimer:
         for candidate in candidates:
             if candidate.timed and candidate.due > soon - 0.1 and not self._is_busy(candidate.id):
                 self._queue.offer(replace(candidate, due=soon, timed=False))
+
+
+def _deadline_ms(ids: Collection[str]) -> int:
+    """How long the server may work on the claim of a set."""
+    return _DEADLINE_MS + len(ids)
 
 
 def _wait(candidate: Candidate, sent: float) -> Wait:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
 
 from taskmesh import Snooze, Status, TaskMesh, TaskOption, current_task
+from taskmesh.embedded import Mongod
+from tests.chaos.proxy import Proxy
+from tests.consumer.test_locked_documents import locked
 from tests.faults import failing_commands
 from tests.waiting import eventually
-from tests.working import finished, working
+from tests.working import finished, parts_of, working
 
 # Applied once on the server, reported as an error: what a driver must not repeat blindly (measured: NEEDS.md, A).
 GHOST: dict[str, Any] = {"writeConcernError": {"code": 64, "errmsg": "waiting for replication timed out"}}
@@ -169,3 +173,40 @@ async def test_t13_a_transaction_begins_though_the_answer_to_its_longer_lease_wa
             release.set()
             assert (await finished(mesh, "job", "k")).status is Status.SUCCESS
     assert await mesh.store.driver.database["effects"].distinct("_id") == runs
+
+
+async def test_t13_a_large_claim_that_lands_long_after_its_answer_was_lost_is_given_back(
+    mesh: TaskMesh, mongod: Mongod, mongo_uri: str, database: str
+) -> None:
+    """The server works on it for up to 1.3 s: here it waits at the first document, for somebody's transaction."""
+    count = 1_000
+    with Proxy(mongod.port) as proxy:
+        async with TaskMesh(f"mongodb://127.0.0.1:{proxy.port}/?directConnection=true", database=database) as cut_off:
+
+            @cut_off.task
+            async def job() -> None: ...
+
+            async with working(cut_off, concurrency=2 * count, listen=False) as consumer:
+                consumer.pause()
+                await job.publish_many({f"k{n:03}": {} for n in range(count)})
+                claimer = parts_of(consumer).claimer
+                await eventually(lambda: parts_of(consumer).queue.ready_count(time.monotonic()) == count)
+                async with locked(mongo_uri, database, "job:k000"):
+                    consumer.resume()
+                    await eventually(lambda: len(claimer.being_claimed) == count)
+                    await eventually(lambda: _is_at_work(mesh))
+                    sent = time.monotonic()
+                    proxy.cut()
+                    await asyncio.sleep(max(0.0, sent + 0.8 - time.monotonic()))
+                for n in range(count):
+                    task = await finished(mesh, "job", f"k{n:03}", 30.0)
+                    assert (task.status, task.task_state.lost_cnt) == (Status.SUCCESS, 0)
+
+
+async def _is_at_work(mesh: TaskMesh) -> bool:
+    """Whether a claim of many is at work on the server."""
+    at_work: list[dict[str, Any]] = [
+        {"$currentOp": {"allUsers": True}},
+        {"$match": {"op": "update", "ns": f"{mesh.store.driver.database.name}.tasks", "active": True}},
+    ]
+    return bool(await (await mesh.store.driver.client.admin.aggregate(at_work)).to_list())
