@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping,
 from dataclasses import replace
 from typing import Any
 
-from pymongo.errors import PyMongoError
+from pymongo.errors import OperationFailure, PyMongoError
 
 from taskmesh.consumer.claim_queue import Candidate, ClaimQueue
 from taskmesh.consumer.limits import Limits
@@ -30,13 +30,18 @@ logger = logging.getLogger("taskmesh.claimer")
 
 _MAX_IN_FLIGHT = 2
 _DEADLINE_MS = 300
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 3.0
-"""For a task whose claim was not through by the deadline: a slow server is over it soon, a transaction may take a minute."""
+_LOCKED_PAUSES_S = 0.1, 3.0
+"""The first and the longest, for a task whose claim was not through by the deadline: a slow server is over it soon, a
+transaction may take a minute."""
+_REFUSED_PAUSES_S = 1.0, 30.0
+"""The same for a task whose claim met another error: its document is spoilt, most likely."""
+_HELD_OFF_PAUSES_S = 0.1, 5.0
+"""The same for all claims, while each meets the same error: that is not about documents (a right revoked, a bad filter)."""
+_ASIDE_AT_MOST = 10_000
 _SPENT_SHARE = 0.2
 """How much of a lease may be over when its execution starts: a set waits for a locked document with its time frozen."""
 _CONFIRMED_WITHIN_S = 5.0
 """As long as an outcome has to be confirmed by a majority."""
-_POISON_S = 3_600.0
 _SECOND_LOOK_S = 0.025
 _MAX_SET = 1_000
 
@@ -87,10 +92,11 @@ class Claimer:
         self._late: set[asyncio.Task[None]] = set()
         self._reserved = 0
         self.being_claimed: set[str] = set()
-        self._aside: dict[str, float] = {}
-        self._pauses: dict[str, float] = {}
-        """How long each task that was set aside for its deadline was so, the last time."""
+        self._aside: dict[str, tuple[float, float]] = {}
+        """Until when each task is set aside, and how long that is: the next time it is longer. The oldest are forgotten."""
         self._pause_until = 0.0
+        self._held_off_s = 0.0
+        """How long claims were paused the last time because none was accepted; 0: they are."""
         self.open = True
         """False: no new claims (stopping, or this worker is paused)."""
         self.tried = 0
@@ -112,13 +118,8 @@ class Claimer:
 
     def is_aside(self, id_: str) -> bool:
         """Whether a task is not to be tried for now."""
-        until = self._aside.get(id_)
-        if until is None:
-            return False
-        if until > time.monotonic():
-            return True
-        del self._aside[id_]
-        return False
+        until, _ = self._aside.get(id_, (0.0, 0.0))
+        return until > time.monotonic()
 
     async def run(self) -> None:
         """Claim for ever."""
@@ -201,6 +202,17 @@ class Claimer:
 
     async def _claim_set(self, candidates: list[Candidate], narrowed_by: Mapping[str, Any]) -> bool:
         """Claim a set, and start what was won. False if the claim was not answered: then it may still land."""
+        rest, error = await self._try(candidates, narrowed_by)
+        if error is None:
+            return True
+        if not is_passing(error):
+            await self._split(rest, narrowed_by, error)
+        return False
+
+    async def _try(
+        self, candidates: list[Candidate], narrowed_by: Mapping[str, Any]
+    ) -> tuple[list[Candidate], PyMongoError | None]:
+        """Claim a set once, and start what was won. After an error, return that and what was not won."""
         ids = [candidate.id for candidate in candidates]
         running_id = self._next_running_id()
         sent = time.monotonic()
@@ -210,12 +222,10 @@ class Claimer:
             documents, took = await self._won_of(ids, running_id, sent, narrowed_by)
         except PyMongoError as error:
             won_ids = await self._resolve(ids, running_id, sent, passing=is_passing(error))
-            rest = [candidate for candidate in candidates if candidate.id not in won_ids]
-            if not is_passing(error):
-                await self._split(rest, narrowed_by, error)
-            return False
+            return [candidate for candidate in candidates if candidate.id not in won_ids], error
         finally:
             self.being_claimed.difference_update(ids)
+        self._held_off_s = 0.0
         if self._observer is not None:
             won_ids = {document["_id"] for document in documents}
             waits = [_wait(candidate, sent) for candidate in candidates if candidate.id in won_ids]
@@ -223,7 +233,7 @@ class Claimer:
         self._begin(documents, running_id, sent, took)
         if len(documents) < len(ids):
             self._look_again(candidates)
-        return True
+        return [], None
 
     async def _won_of(
         self, ids: list[str], running_id: str, sent: float, narrowed_by: Mapping[str, Any]
@@ -254,7 +264,8 @@ class Claimer:
                 )
             except PyMongoError as error:
                 if not (is_passing(error) or is_over_deadline(error)):
-                    logger.exception("%d claimed tasks cannot be read: their leases will run out", count)
+                    what = f"{count} claimed tasks" if count else "what a claim may have won"
+                    logger.warning("%s cannot be read: the leases will run out (%.200s)", what, error)
                     return []
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, 1.0)
@@ -267,7 +278,7 @@ class Claimer:
         """Start what was won; give back leases of which the claim itself, which `took` so long, has left too little."""
         self.won += len(documents)
         for document in documents:
-            self._pauses.pop(document["_id"], None)
+            self._aside.pop(document["_id"], None)
             lease_s = document["task_option"]["worker_timeout_ms"] / 1000
             if took > _SPENT_SHARE * lease_s or not self.open:
                 self._give_back(document["_id"], running_id)
@@ -311,25 +322,44 @@ class Claimer:
                 self._give_back(document["_id"], running_id)
 
     async def _split(self, rest: list[Candidate], narrowed_by: Mapping[str, Any], error: PyMongoError) -> None:
-        """Try smaller sets, and set the document aside that holds them up."""
-        if len(rest) > 1:
-            parts = [rest[i::8] for i in range(min(8, len(rest)))]
-            await asyncio.gather(*(self._claim_set(part, narrowed_by) for part in parts))
-        elif rest:
-            if is_over_deadline(error):
-                self._set_aside(rest[0])
-            else:
-                self._aside[rest[0].id] = time.monotonic() + _POISON_S
-                logger.error("the document of task %s is broken, and set aside: %s", rest[0].id, error)
+        """Try smaller sets, and set the document aside that holds them up. If all fail alike, no document is to blame."""
+        if len(rest) == 1:
+            self._set_aside(rest[0], error)
+        parts = [rest[i::8] for i in range(min(8, len(rest)))] if len(rest) > 1 else []
+        tried = await asyncio.gather(*(self._try(part, narrowed_by) for part in parts))
+        failed = [(left, error) for left, error in tried if error is not None and not is_passing(error)]
+        left_over = [candidate for left, _ in failed for candidate in left]
+        all_fail_alike = len(failed) == len(parts) and _are_alike([error for _, error in failed])
+        if all_fail_alike and any(candidate.id not in self._aside for candidate in left_over):
+            self._hold_off(left_over, failed[0][1])
+        else:
+            await asyncio.gather(*(self._split(left, narrowed_by, error) for left, error in failed))
 
-    def _set_aside(self, candidate: Candidate) -> None:
+    def _hold_off(self, candidates: list[Candidate], error: PyMongoError) -> None:
+        """Claim nothing for a while, longer each time: it is the same whatever is claimed."""
+        first, longest = _HELD_OFF_PAUSES_S
+        if not self._held_off_s:
+            logger.error("no task can be claimed (%s: %.200s): trying again until one can", type(error).__name__, error)
+        self._held_off_s = min(2 * self._held_off_s or first, longest)
+        self._pause_until = time.monotonic() + self._held_off_s
+        for candidate in candidates:
+            self._queue.offer(candidate)
+
+    def _set_aside(self, candidate: Candidate, error: PyMongoError) -> None:
         """Try a task again a little later, and later each time."""
-        pause = min(2 * self._pauses.get(candidate.id, _FIRST_PAUSE_S / 2), _LONGEST_PAUSE_S)
-        self._pauses[candidate.id] = pause
-        self._aside[candidate.id] = time.monotonic() + pause
-        self._queue.offer(replace(candidate, due=self._aside[candidate.id], timed=False))
-        if pause >= 1:
+        locked = is_over_deadline(error)
+        first, longest = _LOCKED_PAUSES_S if locked else _REFUSED_PAUSES_S
+        _, last = self._aside.pop(candidate.id, (0.0, 0.0))
+        pause = max(first, min(2 * last, longest))
+        until = time.monotonic() + pause
+        self._aside[candidate.id] = until, pause
+        if len(self._aside) > _ASIDE_AT_MOST:
+            del self._aside[next(iter(self._aside))]
+        self._queue.offer(replace(candidate, due=until, timed=False))
+        if locked and pause >= 1:
             logger.info("task %s is locked, by somebody's transaction most likely: set aside", candidate.id)
+        elif not locked and not last:
+            logger.error("task %s cannot be claimed, and is set aside for a while: %.200s", candidate.id, error)
 
     def _look_again(self, candidates: list[Candidate]) -> None:
         """Try once more, a moment later, what had only just become due: our idea of the server's clock may be off."""
@@ -337,6 +367,12 @@ class Claimer:
         for candidate in candidates:
             if candidate.timed and candidate.due > soon - 0.1 and not self._is_busy(candidate.id):
                 self._queue.offer(replace(candidate, due=soon, timed=False))
+
+
+def _are_alike(errors: Sequence[PyMongoError]) -> bool:
+    """Whether these are one error, and none that a locked document causes."""
+    kinds = {error.code if isinstance(error, OperationFailure) else type(error) for error in errors}
+    return len(kinds) == 1 and not is_over_deadline(errors[0])
 
 
 def _deadline_ms(ids: Collection[str]) -> int:
