@@ -149,6 +149,7 @@ class Parts:
             usual_queues=["default", *(mesh.definitions[name].configuration.queue for name in settings.names)],
             closed_queues=lambda: self.closed_queues,
             limits=self.limits,
+            narrow=narrow,
             wanted=lambda: self.executor.free_slots(settings.concurrency),
             skip=lambda id_: self._is_busy(id_) or self.claimer.is_aside(id_),
             being_claimed=lambda: self.claimer.being_claimed,

@@ -9,20 +9,30 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from pymongo.errors import PyMongoError
 
 from taskmesh.clock import ServerClock
 from taskmesh.consumer.claim_queue import Candidate, ClaimQueue
+from taskmesh.consumer.claimer import Narrow
 from taskmesh.consumer.lanes import Lanes
 from taskmesh.consumer.limits import Limits
 from taskmesh.consumer.pause import until, varied
 from taskmesh.consumer.second_look import SecondLook
 from taskmesh.rules import NEVER
 from taskmesh.store import Store
-from taskmesh.store.find import Claimable, ScanRange, claimable_from, open_scan, queues_in_use, scan, scan_leases
+from taskmesh.store.find import (
+    Claimable,
+    ScanRange,
+    claimable_from,
+    fitting,
+    open_scan,
+    queues_in_use,
+    scan,
+    scan_leases,
+)
 from taskmesh.store.publish import lane_of
 from taskmesh.store.settle import settle
 
@@ -59,6 +69,7 @@ class Scanner:
         usual_queues: Iterable[str],
         closed_queues: Callable[[], frozenset[str]],
         limits: Limits,
+        narrow: Narrow,
         wanted: Callable[[], int],
         skip: Callable[[str], bool],
         being_claimed: Callable[[], Iterable[str]],
@@ -79,6 +90,9 @@ class Scanner:
         self._known_queues: list[str] = sorted(self._usual_queues) if queues is None else list(queues)
         self._closed_queues = closed_queues
         self._limits = limits
+        self._narrow = narrow
+        self._narrowed_by: Mapping[str, Any] = {}
+        """What the hook `on_claim` says at this pass: what does not match it would be refused, like what only others may have."""
         self._wanted = wanted
         self._skip = skip
         self._being_claimed = being_claimed
@@ -153,6 +167,7 @@ class Scanner:
             self._known_queues = sorted(self._usual_queues | set(await queues_in_use(self._store)))
         if not self.open or not self._names:
             return 0
+        self._narrowed_by = await self._narrow() or {}  # None: nothing is claimed for now, whatever is found
         self.scans += 1
         self._queue.begin_scan(self._being_claimed())
         brought = 0
@@ -160,9 +175,11 @@ class Scanner:
         for what in self._ranges(self._lanes.own):
             brought += await self._scan(what)
         brought += await self._look_at_leases(now) + await self._help_others(now)
-        if self._limits.full_groups and (beside := sum(map(self._offer, await self._limits.scan_groups()))):
-            brought += beside
-            self._more = True
+        if self._limits.full_groups:
+            beside = await self._fitting(await self._limits.scan_groups())
+            if offered := sum(map(self._offer, beside)):
+                brought += offered
+                self._more = True
         if brought:
             self._found()
         if self._more and len(self._queue) >= self._page:
@@ -194,12 +211,16 @@ class Scanner:
             if what.lanes == self._lanes.own
             else []
         )
-        brought = sum(self._offer(row) for row in [*named, *rows])
+        brought = sum(self._offer(row) for row in await self._fitting([*named, *rows]))
         if len(rows) == self._page or len(named) == self._page:
             self._more = True
             if not brought and not self._queue.ready_count(time.monotonic()):
                 brought += await self._read_behind_refused(what)
         return brought
+
+    async def _fitting(self, rows: list[Claimable]) -> list[Claimable]:
+        """Those that the hook `on_claim` allows now."""
+        return await fitting(self._store, rows, self._narrowed_by) if self._narrowed_by else rows
 
     async def _look_at_leases(self, now: float) -> int:
         """Once a second, find the leases that run out, in all lanes: they stand behind no backlog."""
@@ -209,7 +230,7 @@ class Scanner:
         brought = 0
         for what in self._ranges(None):
             leases = await scan_leases(self._store, self._worker_id, what, _PAGE_BESIDE)
-            brought += sum(self._offer(row, overdue=True) for row in leases)
+            brought += sum(self._offer(row, overdue=True) for row in await self._fitting(leases))
         return brought
 
     async def _help_others(self, now: float) -> int:
@@ -227,7 +248,7 @@ class Scanner:
         self._next_help = now + 0.8 * SCAN_EVERY_S
         limit = max(_PAGE_BESIDE, min(2 * free, self._page))
         found = [row for what in self._ranges(None) for row in await scan(self._store, self._worker_id, what, limit)]
-        rows = [row for row in found if self._clock.monotonic(row.next_claim_time) <= now]
+        rows = [row for row in await self._fitting(found) if self._clock.monotonic(row.next_claim_time) <= now]
         heads: dict[int, str] = {}
         for row in rows:
             heads.setdefault(lane_of(row.id), row.id)
@@ -253,7 +274,7 @@ class Scanner:
             self._refused = await open_scan(self._store, self._worker_id, what)
         while not brought:
             rows: list[Any] = await self._refused.to_list(_PAGE_OF_REFUSED)
-            brought = sum(self._offer(claimable_from(row)) for row in rows)
+            brought = sum(map(self._offer, await self._fitting([claimable_from(row) for row in rows])))
             if len(rows) < _PAGE_OF_REFUSED:
                 await self._refused.close()
                 self._refused = None

@@ -6,7 +6,7 @@ read here is stale. `params` are left out unless asked for.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from inspect import isawaitable
@@ -112,6 +112,13 @@ def _scan_query(store: Store, worker_id: str, what: ScanRange, *, pinned: bool) 
         query["lane"] = {"$in": list(what.lanes)}
     query["next_claim_time"] = {"$exists": True}
     return query
+
+
+async def fitting(store: Store, found: Sequence[Claimable], narrowed_by: Mapping[str, Any]) -> list[Claimable]:
+    """Return those of the tasks found that match a filter."""
+    query = {"$and": [{"_id": {"$in": [row.id for row in found]}}, dict(narrowed_by)]}
+    ids = {document["_id"] for document in await store.find(query, {"_id": 1})} if found else set()
+    return [row for row in found if row.id in ids]
 
 
 async def scan_leases(store: Store, worker_id: str, what: ScanRange, limit: int) -> list[Claimable]:

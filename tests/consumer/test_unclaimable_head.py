@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -90,6 +91,28 @@ async def test_t15_a_free_task_that_stood_there_before_is_found_without_any_even
         await finished(mesh, "job", "free")
 
 
+@pytest.mark.parametrize("count", [3_000, pytest.param(50_000, marks=pytest.mark.slow)])
+async def test_t15_what_on_claim_refuses_does_not_starve_what_it_allows_nor_is_it_tried_again_and_again(
+    mesh: TaskMesh, mongo_uri: str, database: str, count: int
+) -> None:
+    @mesh.task
+    async def job() -> None:
+        """Do nothing."""
+
+    await job.publish("template")
+    await asyncio.to_thread(_fill, mongo_uri, database, count, ["too large"])
+    await job.configure(priority=-5).publish("free")
+    async with working(mesh, "me", concurrency=10, listen=False, on_claim=lambda _: {"key": "free"}) as consumer:
+        await finished(mesh, "job", "free")
+        parts = parts_of(consumer)
+        scans, tried = parts.scanner.scans, parts.claimer.tried
+        began = time.monotonic()
+        await eventually(lambda: parts.scanner.scans >= scans + 3)
+        assert time.monotonic() - began > 1.5, "there is a pause between scans"
+        assert parts.claimer.tried == tried
+        assert tried < 100
+
+
 @pytest.mark.parametrize("count", [4_000, pytest.param(50_000, marks=pytest.mark.slow)])
 async def test_t15_scanning_an_unclaimable_head_again_and_again_is_cheap(
     mesh: TaskMesh, mongo_uri: str, database: str, count: int
@@ -116,3 +139,27 @@ async def test_t15_scanning_an_unclaimable_head_again_and_again_is_cheap(
         )
     # Passes are counted when they end: one was under way when the profile began. They are made about once a second.
     assert examined / (passes + 1) < 2_000
+
+
+async def test_with_hundreds_of_queues_no_scan_sorts_the_backlog(
+    mesh: TaskMesh, mongo_uri: str, database: str
+) -> None:
+    """Above about two hundred index ranges in one query the server no longer merges them."""
+
+    @mesh.task
+    async def job() -> None:
+        """Do nothing."""
+
+    queues = [f"q{n}" for n in range(300)]
+    with MongoClient[dict[str, Any]](mongo_uri) as client:
+        async with working(mesh, "me", queues=queues) as consumer:
+            await job.configure(queue="q299").publish("k")
+            client[database].command("profile", 2)
+            scans = parts_of(consumer).scanner.scans
+            await eventually(lambda: parts_of(consumer).scanner.scans >= scans + 3)
+            await finished(mesh, "job", "k")
+            client[database].command("profile", 0)
+        profiles = client[database]["system.profile"]
+        scanned = list(profiles.find({"ns": f"{database}.tasks", "op": "query", "command.sort": {"$exists": True}}))
+    assert scanned
+    assert not [operation for operation in scanned if operation.get("hasSortStage")]
