@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pymongo.errors import PyMongoError
@@ -104,10 +104,10 @@ class Scanner:
         self._refill = False
         self._more = True
         """Whether the last scan left something unread."""
-        self._refused: Any = None
-        """A cursor over what lies behind tasks that only others may have; read on a little at each pass."""
-        self._read_to_the_end = False
-        """Whether that has been done once."""
+        self._refused: dict[int, Any] = {}
+        """By number of the range, a cursor over what lies behind tasks that are not for me; read on a little at each pass."""
+        self._read_to_the_end: set[int] = set()
+        """In which of them that has been done once."""
         self._next_settle = 0.0
         self._next_queues = 0.0
         self._next_leases = 0.0
@@ -172,8 +172,8 @@ class Scanner:
         self._queue.begin_scan(self._being_claimed())
         brought = 0
         self._more = False
-        for what in self._ranges(self._lanes.own):
-            brought += await self._scan(what)
+        for number, what in enumerate(self._ranges(self._lanes.own)):
+            brought += await self._scan(number, what)
         brought += await self._look_at_leases(now) + await self._help_others(now)
         if self._limits.full_groups:
             beside = await self._fitting(await self._limits.scan_groups())
@@ -197,14 +197,13 @@ class Scanner:
     def _ranges(self, lanes: Sequence[int] | None) -> list[ScanRange]:
         closed = self._closed_queues() | self._limits.full_queues
         queues = [queue for queue in self._known_queues if queue not in closed]
-        step = max(1, _MAX_COMBINATIONS // max(1, len(queues)))
         return [
-            ScanRange(self._names[start : start + step], queues, lanes, LOOK_AHEAD_MS)
-            for start in range(0, len(self._names), step)
-            if queues
+            ScanRange(some_names, some_queues, lanes, LOOK_AHEAD_MS)
+            for some_queues in _parts_of(queues, _MAX_COMBINATIONS)
+            for some_names in _parts_of(self._names, max(1, _MAX_COMBINATIONS // len(some_queues)))
         ]
 
-    async def _scan(self, what: ScanRange) -> int:
+    async def _scan(self, number: int, what: ScanRange) -> int:
         rows = await scan(self._store, self._worker_id, what, self._page)
         named = (
             await scan(self._store, self._worker_id, what, self._page, pinned=True)
@@ -215,7 +214,7 @@ class Scanner:
         if len(rows) == self._page or len(named) == self._page:
             self._more = True
             if not brought and not self._queue.ready_count(time.monotonic()):
-                brought += await self._read_behind_refused(what)
+                brought += await self._read_behind_refused(number, what)
         return brought
 
     async def _fitting(self, rows: list[Claimable]) -> list[Claimable]:
@@ -266,20 +265,19 @@ class Scanner:
                 brought += self._offer(row, place=0)
         return brought
 
-    async def _read_behind_refused(self, what: ScanRange) -> int:
+    async def _read_behind_refused(self, number: int, what: ScanRange) -> int:
         """A whole page that I may not have stands in front: read on behind it; to the end at first, then a page at each pass."""
         self._more = False  # the next page comes with the next pass, not at once
         brought = 0
-        if self._refused is None:
-            self._refused = await open_scan(self._store, self._worker_id, what)
+        if number not in self._refused:
+            self._refused[number] = await open_scan(self._store, self._worker_id, what)
         while not brought:
-            rows: list[Any] = await self._refused.to_list(_PAGE_OF_REFUSED)
+            rows: list[Any] = await self._refused[number].to_list(_PAGE_OF_REFUSED)
             brought = sum(map(self._offer, await self._fitting([claimable_from(row) for row in rows])))
             if len(rows) < _PAGE_OF_REFUSED:
-                await self._refused.close()
-                self._refused = None
-                self._read_to_the_end = True
-            if self._read_to_the_end:
+                await self._refused.pop(number).close()
+                self._read_to_the_end.add(number)
+            if number in self._read_to_the_end:
                 break
         return brought
 
@@ -316,3 +314,8 @@ class Scanner:
                 timed=since > now,
             )
         )
+
+
+def _parts_of(values: Sequence[str], size: int) -> Iterator[Sequence[str]]:
+    for start in range(0, len(values), size):
+        yield values[start : start + size]

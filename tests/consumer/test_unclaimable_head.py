@@ -141,9 +141,7 @@ async def test_t15_scanning_an_unclaimable_head_again_and_again_is_cheap(
     assert examined / (passes + 1) < 2_000
 
 
-async def test_with_hundreds_of_queues_no_scan_sorts_the_backlog(
-    mesh: TaskMesh, mongo_uri: str, database: str
-) -> None:
+async def test_with_hundreds_of_queues_no_scan_sorts_the_backlog(mesh: TaskMesh, mongo_uri: str, database: str) -> None:
     """Above about two hundred index ranges in one query the server no longer merges them."""
 
     @mesh.task
