@@ -11,15 +11,21 @@ from pymongo import AsyncMongoClient
 
 @asynccontextmanager
 async def failing_commands(
-    uri: str, commands: list[str], *, times: int | None = None, appname: str = "taskmesh", **how: Any
+    uri: str,
+    commands: list[str],
+    *,
+    times: int | None = None,
+    skip: int | None = None,
+    appname: str = "taskmesh",
+    **how: Any,
 ) -> AsyncIterator[Callable[..., Awaitable[object]]]:
-    """Let commands of clients named `appname` fail: all while the block lasts, or only the first `times`.
+    """Let commands of clients named `appname` fail while the block lasts: all, all but the first `skip`, or the first `times`.
 
     What it gives waits until the first has failed, or so many.
 
     `how`: `errorCode=…`, `closeConnection=True`, `writeConcernError={…}`, `blockConnection=True, blockTimeMS=…`.
     """
-    mode: Any = "alwaysOn" if times is None else {"times": times}
+    mode: Any = {"times": times} if times is not None else {"skip": skip} if skip is not None else "alwaysOn"
     data = {"failCommands": commands, "appName": appname, **how}
     async with AsyncMongoClient[dict[str, Any]](uri, appname="the saboteur") as client:
         set_up = await client.admin.command({"configureFailPoint": "failCommand", "mode": mode, "data": data})

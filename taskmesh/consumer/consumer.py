@@ -23,9 +23,16 @@ from taskmesh.consumer.settings import (
     Settings,
     checked_concurrency,
     checked_names,
+    checked_queues,
     checked_worker_id,
 )
-from taskmesh.consumer.stopping import DEFAULT_GRACE_MS, StopWish, unless_it_takes_too_long, wind_down
+from taskmesh.consumer.stopping import (
+    DEFAULT_GRACE_MS,
+    StopWish,
+    unless_it_takes_too_long,
+    unless_stopped,
+    wind_down,
+)
 from taskmesh.errors import InvalidOption, WorkerIdTaken
 from taskmesh.events import DEFAULT_BUFFER, EventReader
 from taskmesh.store.driver import Document
@@ -64,7 +71,7 @@ class Consumer:
         self._settings = Settings(
             worker_id=checked_worker_id(worker_id),
             names=checked_names(mesh.definitions, names),
-            queues=list(queues) if queues is not None else None,
+            queues=checked_queues(queues),
             concurrency=checked_concurrency(concurrency),
             listen=listen,
             before=before,
@@ -77,6 +84,8 @@ class Consumer:
         self.names = self._settings.names
         self.queues = self._settings.queues
         self.state: State = "ready"
+        self._begun = False
+        """Whether `run` was called. It is shown as ready until it is registered."""
         self.paused = False
         self._parts: Parts | None = None
         """None until it runs."""
@@ -144,9 +153,8 @@ class Consumer:
 
         Returns when the consumer has stopped. A second call with a shorter grace hastens the first.
         """
-        if self.state == "ready":
-            self.state = "stopped"
-            self._stopped.set()
+        if not self._begun:
+            self._end_before_it_ran()
         self.begin_stop(grace_ms)
         await self._stopped.wait()
 
@@ -162,8 +170,9 @@ class Consumer:
         `until_idle`: return once nothing that this worker may run is claimable or running anywhere. In the main thread,
         SIGINT and SIGTERM stop it (the first gracefully, the second at once) unless the program handles them itself.
         """
-        if self.state != "ready":
-            raise RuntimeError(f"this consumer is {self.state}: a consumer runs once, make another")
+        if self._begun or self.state != "ready":
+            state = "starting" if self.state == "ready" else self.state
+            raise RuntimeError(f"this consumer is {state}: a consumer runs once, make another")
         if getattr(sys.modules.get("taskmesh.consumer.child"), "serving", False):
             raise RuntimeError(
                 "a consumer was started in the child process of a handler: the script that defines the handler must start "
@@ -177,16 +186,25 @@ class Consumer:
             ordered=self._obey,
             id_lost=self._lose_id,
         )
-        await patiently(parts.registration.enter)
-        self.state = "running"
+        self._begun = True
+        try:
+            entered = await unless_stopped(self._stop_wish, patiently(parts.registration.enter))
+        except BaseException:
+            self._begun = False
+            if self._stop_wish.said.is_set():
+                self._end_before_it_ran()
+            raise
+        if entered:
+            self.state = "running"
         if self.paused:  # by its user, before it ran
             parts.set_claiming(False)
         with signals.handled_by(self):
             try:
                 async with anyio.create_task_group() as loops:
-                    await parts.start(loops)
-                    self._tell_start()
-                    await self._until_asked_to_stop(parts, until_idle)
+                    if entered and await unless_stopped(self._stop_wish, parts.open()):
+                        parts.start(loops)
+                        self._tell_start()
+                        await self._until_asked_to_stop(parts, until_idle)
                     await self._wind_down(parts, self._stop_wish.grace_ms)
                     loops.cancel_scope.cancel()
             except BaseException:
@@ -199,6 +217,10 @@ class Consumer:
                 self._stopped.set()
         if self._fatal is not None:
             raise self._fatal
+
+    def _end_before_it_ran(self) -> None:
+        self.state = "stopped"
+        self._stopped.set()
 
     def _tell_start(self) -> None:
         names, queues = ", ".join(self.names), self.queues or "all queues"

@@ -37,6 +37,7 @@ _LAST_PLACE_TO_TRY = 1
 _TOO_LATE_S = 0.5
 _CLAIM_LANDS_S = 0.02
 _QUEUES_AT_LEAST_EVERY_S = 2.0
+_STREAM_IS_BACK_WITHIN_S = 2.0
 
 
 class Listener:
@@ -107,7 +108,8 @@ class Listener:
             return
         interest = Interest(names=self._names if wanted else frozenset(), control=True)
         self._feed.change(self._subscription, interest, relaxed=not wanted)
-        await self._subscription.ready.wait()
+        # Whoever waits is the scanner. If the stream stays away, what it would have told has to be looked for.
+        await until(self._subscription.ready, _STREAM_IS_BACK_WITHIN_S)
 
     def close(self) -> None:
         """Stop to listen."""
@@ -240,7 +242,11 @@ class Listener:
         if self._dropped:
             self._dropped = False
             logger.warning("the collection %s was dropped or renamed: creating its indexes again", self._store.tasks)
-            await schema.create(self._store)
+            try:
+                await schema.create(self._store)
+            except PyMongoError:
+                self._dropped = True
+                raise
             self._scanner.order_scan()
         if self._queues_changed:
             self._queues_changed = False

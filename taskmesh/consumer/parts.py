@@ -191,12 +191,15 @@ class Parts:
 
     # --- start ---
 
-    async def start(self, loops: anyio.abc.TaskGroup) -> None:
-        """Begin to work. The loops run until their task group is cancelled."""
+    async def open(self) -> None:
+        """Get ready to work."""
         await patiently(self.read_queues)
         self.pinger.start()
         if self.settings.listen:
             await self.listener.open()  # before the first scan, so that nothing falls in between
+
+    def start(self, loops: anyio.abc.TaskGroup) -> None:
+        """Begin to work. The loops run until their task group is cancelled."""
         loops.start_soon(self.scanner.run, name="taskmesh scanner")
         loops.start_soon(self.claimer.run, name="taskmesh claimer")
         loops.start_soon(self.listener.run, name="taskmesh listener")

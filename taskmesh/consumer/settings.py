@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from taskmesh.consumer.executor import AfterHook, BeforeHook
 from taskmesh.consumer.observer import Observer
+from taskmesh.definition import checked_queue
 from taskmesh.errors import InvalidOption
 
 DEFAULT_STALL_LIMIT_MS = 60_000
@@ -57,6 +58,17 @@ def checked_names(defined: Iterable[str], names: Sequence[str] | None) -> list[s
     known = sorted(defined)
     if names is None:
         return known
+    if isinstance(names, str):
+        raise InvalidOption(f"names is a list of tasks' names, not a text: write [{names!r}]")
     if unknown := sorted(set(names) - set(known)):
         raise InvalidOption(f"no handler is defined for {', '.join(unknown)}; there are: {', '.join(known) or 'none'}")
     return sorted(names)
+
+
+def checked_queues(queues: Sequence[str] | None) -> list[str] | None:
+    """Return the queues to take tasks from; None: all. Raises `InvalidOption`."""
+    if queues is None:
+        return None
+    if isinstance(queues, str):
+        raise InvalidOption(f"queues is a list of queues' names, not a text: write [{queues!r}]")
+    return [checked_queue(queue) for queue in queues]

@@ -19,22 +19,30 @@ if TYPE_CHECKING:
 logger = logging.getLogger("taskmesh.signals")
 
 GRACE_MS = 30_000
-_handled: list[Consumer] = []
+_handled: dict[Consumer, asyncio.AbstractEventLoop] = {}
+"""The consumers of this process that run, whichever thread they are in."""
+_installed_for: list[Consumer] = []
+"""Those in the main thread, the only one that can be told of signals."""
 _received: list[int] = []
 
 
 @contextmanager
 def handled_by(consumer: Consumer) -> Iterator[None]:
-    """Let signals stop this consumer while it runs."""
-    if not _handled:
-        _install()
-    _handled.append(consumer)
+    """Let signals stop this consumer while it runs: in another than the main thread, only while one runs there."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    _handled[consumer] = asyncio.get_running_loop()
+    if in_main_thread:
+        if not _installed_for:
+            _install()
+        _installed_for.append(consumer)
     try:
         yield
     finally:
-        _handled.remove(consumer)
-        if not _handled:
-            _remove()
+        del _handled[consumer]
+        if in_main_thread:
+            _installed_for.remove(consumer)
+            if not _installed_for:
+                _remove()
 
 
 _installed: list[tuple[Any, int, Any]] = []
@@ -42,8 +50,6 @@ _installed: list[tuple[Any, int, Any]] = []
 
 def _install() -> None:
     _received.clear()
-    if threading.current_thread() is not threading.main_thread():
-        return
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         before = signal.getsignal(number)
@@ -74,5 +80,6 @@ def _on_signal(number: int) -> None:
     name = signal.Signals(number).name
     grace_ms = GRACE_MS if len(_received) == 1 else 0
     logger.info("%s: stopping %s", name, "gracefully (again: at once)" if grace_ms else "at once")
-    for consumer in _handled:
-        consumer.begin_stop(grace_ms)
+    for consumer, loop in tuple(_handled.items()):
+        with suppress(RuntimeError):  # its loop has ended meanwhile
+            loop.call_soon_threadsafe(consumer.begin_stop, grace_ms)

@@ -39,6 +39,24 @@ class StopWish:
         self.said_again.set()
 
 
+async def unless_stopped(wish: StopWish, beginning: Awaitable[None]) -> bool:
+    """Do this, unless a stop is wished meanwhile: then it is cut off. Whether it was done."""
+    task = asyncio.ensure_future(beginning)
+    wished = asyncio.ensure_future(wish.said.wait())
+    try:
+        await asyncio.wait((task, wished), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        wished.cancel()
+        task.cancel()
+    if task.done():
+        task.result()
+        return True
+    await asyncio.wait((task,), timeout=_CHECK_EVERY_S)
+    if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+        logger.debug("stopped before it had begun: %s", error)
+    return False
+
+
 async def wind_down(parts: Parts, wish: StopWish, grace_ms: int) -> None:
     """Claim no more, wait for what runs, then cancel and release the rest."""
     parts.close_claims()

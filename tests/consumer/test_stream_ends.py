@@ -121,3 +121,23 @@ async def test_t19_a_stream_whose_cursor_is_killed_again_and_again_loses_nothing
             async with failing_commands(mongo_uri, ["getMore"], times=1, **how):
                 await _works(job, str(n))
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+async def test_a_stream_that_does_not_open_again_under_a_backlog_does_not_stop_the_scans(
+    mongo_uri: str, database: str
+) -> None:
+    """Under a backlog a worker no longer asks its stream for new work: it opens another."""
+    count = 2_500
+    async with (
+        AsyncMongoClient[dict[str, Any]](mongo_uri, appname="soon deaf", tz_aware=True) as client,
+        TaskMesh(client, database=database) as mesh,
+    ):
+        job = _job(mesh)
+        await job.publish_many({f"k{n}": {} for n in range(count)})
+        # Three are asked for before that: who lives, which queues are paused, and the first stream.
+        async with (
+            failing_commands(mongo_uri, ["aggregate"], skip=3, appname="soon deaf", errorCode=6),
+            all_working(mesh, ["w"], concurrency=50) as [consumer],
+        ):
+            await eventually(lambda: consumer.finished == count)
+            assert not mesh.feed._subscriptions[0].ready.is_set(), "the stream has not come back"
