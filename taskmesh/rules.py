@@ -207,6 +207,11 @@ def claimable(worker_id: str, closed_queues: Iterable[str] = (), now: Expression
     return with_facts(now, all_open({"$literal": worker_id}, closed_queues, now))
 
 
+def may_become_claimable(worker_id: str) -> Expression:
+    """Whether the worker is allowed and has not had its SUCCESS: no gate of its own stays shut. Inside `with_facts`."""
+    return {"$not": [{"$in": [NEVER, list(worker_gates({"$literal": worker_id}).values())]}]}
+
+
 def all_open(me: Expression, closed_queues: Iterable[str], now: Expression) -> Expression:
     """Whether all gates are open to the worker `me`. To be evaluated inside `with_facts`."""
     gates = {**task_gates(now), **worker_gates(me)}

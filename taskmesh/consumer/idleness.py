@@ -27,7 +27,11 @@ async def is_idle(parts: Parts) -> bool:
         return False
     try:
         return not await unfinished_left(
-            parts.store, settings.worker_id, settings.names, settings.queues, parts.closed_queues
+            parts.store,
+            settings.worker_id,
+            settings.names,
+            settings.queues,
+            parts.closed_queues | parts.limits.shut_queues,
         )
     except PyMongoError as error:
         logger.debug("could not ask whether anything is left: %s", error)

@@ -100,6 +100,11 @@ class Limits:
         return frozenset(queue for queue, group in self._shut if group is None)
 
     @property
+    def shut_queues(self) -> frozenset[str]:
+        """Queues from which nothing starts until somebody changes their limits."""
+        return frozenset(queue for queue, limits in self.queues.items() if limits.get("running") == 0)
+
+    @property
     def full_groups(self) -> list[Place]:
         """Groups that have no room now."""
         return [place for place in self._shut if place[1] is not None]

@@ -271,11 +271,26 @@ async def unfinished_left(
     queues: Sequence[str] | None,
     closed_queues: Collection[str] = (),
 ) -> bool:
-    """Whether anything is claimable by this worker now, or running anywhere, of these names."""
-    query: Document = {"status": {"$in": list(UNFINISHED)}, "name": {"$in": list(names)}}
-    if queues is not None:
-        query["queue"] = {"$in": list(queues)}
-    running = rules.with_facts(store.now, {"$ne": ["$$live", []]})
+    """Whether any task of these names and queues is claimable by this worker now, or runs and could be its own later.
+
+    What is delayed is not looked at: the indexes hold it behind what is due.
+    """
+    looked_at = list(queues) if queues is not None else await queues_in_use(store)
+    mine = {"name": {"$in": list(names)}}
+    due = {
+        "queue": {"$in": [queue for queue in looked_at if queue not in closed_queues]},
+        "next_claim_time": {"$exists": True},
+        "$expr": {"$lte": ["$next_claim_time", store.now]},
+        **mine,
+    }
+    query: Document = {
+        "$or": [
+            {"status": "RUNNING", "queue": {"$in": looked_at}, **mine},
+            {"status": "INIT", "pinned": False, **due},
+            {"status": "INIT", "pinned": True, "task_option.specific_worker_ids": worker_id, **due},
+        ]
+    }
+    running = rules.with_facts(store.now, {"$and": [{"$ne": ["$$live", []]}, rules.may_become_claimable(worker_id)]})
     left = {"$or": [running, rules.claimable(worker_id, closed_queues, store.now)]}
 
     async def read(query: Document) -> bool:

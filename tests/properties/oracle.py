@@ -126,6 +126,12 @@ class Oracle:
         times = {name: self.state.get(name) for name in kept}
         self.document["task_state"] = {**times, "timeout_cnt": 0, "worker_states": [], **changes}
 
+    def may_be_for(self, worker_id: str) -> bool:
+        """Whether the worker is allowed and has not had its SUCCESS."""
+        named = self.document["task_option"]["specific_worker_ids"]
+        done = [entry["worker_id"] for entry in self.entries("SUCCESS")]
+        return (not named or worker_id in named) and worker_id not in done
+
     def may_claim(self, worker_id: str, now: datetime, *, closed: bool = False) -> bool:
         return self.document is not None and not closed and self.claim_time(worker_id, now) <= now
 

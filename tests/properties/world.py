@@ -350,7 +350,9 @@ class World:
     async def _left(self, turn: int) -> None:
         worker = WORKERS[turn // 2 % 3]
         present = [oracle for oracle in self.oracles.values() if oracle.document is not None]
-        expected = any(o.status(self.now) == "RUNNING" or o.may_claim(worker, self.now) for o in present)
+        expected = any(
+            (o.status(self.now) == "RUNNING" and o.may_be_for(worker)) or o.may_claim(worker, self.now) for o in present
+        )
         self._same("unfinished_left", expected, await unfinished_left(self.store, worker, ["job"], None))
 
     async def _count(self, _: int) -> None:
