@@ -44,9 +44,6 @@ async def heartbeat(store: Store, worker_id: str, instance: str, description: Do
     Nor does one count that arrives when the worker has said already that it has stopped: it was on its way then.
     """
     fields = _seen(store) | _literal(description)
-    for counter in ("started", "finished"):
-        if counter in description:
-            fields[f"{counter}_per_s"] = _rate(store, counter, description[counter])
     here = {"_id": worker_id, "instance": instance, "state": {"$ne": "stopped"}}
     return await _updated(store, here, [{"$set": fields}])
 
@@ -58,13 +55,6 @@ async def _updated(store: Store, query: Document, pipeline: list[Document]) -> D
 
 def _seen(store: Store) -> Document:
     return {"last_seen": store.now, "delete_time": {"$add": [store.now, _REMEMBERED_MS]}}
-
-
-def _rate(store: Store, counter: str, value: int) -> rules.Expression:
-    """How fast a counter grew since the last sign of life, per second."""
-    age_ms = {"$subtract": [store.now, "$last_seen"]}
-    grown = {"$subtract": [value, {"$ifNull": [f"${counter}", value]}]}
-    return {"$cond": [{"$gt": [age_ms, 0]}, {"$divide": [{"$multiply": [grown, 1000]}, age_ms]}, 0]}
 
 
 def _literal(values: Document) -> Document:

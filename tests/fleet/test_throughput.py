@@ -7,7 +7,7 @@ import pytest
 from taskmesh import Stats, TaskMesh
 from taskmesh.consumer.throughput import Throughput
 from tests.waiting import eventually
-from tests.working import all_working
+from tests.working import all_working, working
 
 
 @pytest.mark.slow
@@ -36,6 +36,26 @@ async def test_the_fleets_throughput_is_seen_and_falls_to_nothing_when_it_is_idl
 
         await eventually(idle)
     assert sum(worker.finished for worker in await mesh.workers()) == 2_000
+
+
+async def test_signs_of_life_that_follow_each_other_closely_make_no_rates_of_their_own(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def work() -> None: ...
+
+    seen: list[float] = []
+    async with working(mesh, "w") as consumer:
+
+        async def is_shown() -> bool:
+            [worker] = await mesh.workers()
+            seen.append(worker.finished_per_s)
+            return worker.paused == consumer.paused
+
+        for number in range(10):
+            await (await work.publish(str(number))).result(timeout=60)
+            for say in (consumer.pause, consumer.resume):
+                say()
+                await eventually(is_shown)
+    assert max(seen) <= 10, "ten tasks, and never counted over less than a second"
 
 
 def test_a_rate_is_over_a_second_or_more(monkeypatch: pytest.MonkeyPatch) -> None:
