@@ -82,6 +82,11 @@ class WorkerMetrics:
         self._silent = Gauge(
             "taskmesh_silent_seconds", "How long ago the database last took its sign of life.", registry=self._registry
         )
+        self._stream_silent = Gauge(
+            "taskmesh_stream_silent_seconds",
+            "For how long its change stream has not moved on; then tasks start by scans alone, up to a second later.",
+            registry=self._registry,
+        )
 
     def claimed(self, waits: Sequence[Wait], took_s: float, tried: int) -> None:
         """Count a claim."""
@@ -112,6 +117,7 @@ class WorkerMetrics:
         self._slots.set(consumer.concurrency)
         self._claiming.set(consumer.state == "running" and not consumer.paused)
         self._silent.set(consumer.silent_ms / 1000)
+        self._stream_silent.set(consumer.stream_silent_ms / 1000)
         return await asyncio.to_thread(generate_latest, self._registry)  # it reads files of /proc
 
 

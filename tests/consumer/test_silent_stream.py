@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 import pytest
 from pymongo import AsyncMongoClient
 
 from taskmesh import TaskMesh
+from taskmesh.metrics import WorkerMetrics
 from tests.faults import failing_commands
 from tests.waiting import eventually
 from tests.working import finished, working
 
 
+def silence_in(text: bytes) -> float:
+    """What the worker's metrics tell of it."""
+    [line] = re.findall(rb"^taskmesh_stream_silent_seconds (\S+)$", text, re.MULTILINE)
+    return float(line)
+
+
 @pytest.mark.slow
+@pytest.mark.blocks_the_loop  # the metrics are made here
 async def test_t26_while_the_stream_is_open_and_silent_tasks_start_by_the_scan_and_the_silence_shows(
     mesh: TaskMesh, mongo_uri: str, database: str
 ) -> None:
@@ -27,7 +36,8 @@ async def test_t26_while_the_stream_is_open_and_silent_tasks_start_by_the_scan_a
         async def job() -> str:
             return "done"
 
-        async with working(deaf, "deaf") as consumer:
+        metrics = WorkerMetrics()
+        async with working(deaf, "deaf", observer=metrics) as consumer:
             await mesh.publish("job", "heard")
             await finished(mesh, "job", "heard")
             heard = deaf.feed.delivered
@@ -41,6 +51,7 @@ async def test_t26_while_the_stream_is_open_and_silent_tasks_start_by_the_scan_a
                     await mesh.publish("job", f"unheard {number}")
                     await finished(mesh, "job", f"unheard {number}")
                 assert consumer.stream_silent_ms > 3_000
+                assert silence_in(await metrics.text(consumer)) > 3
                 assert deaf.feed.delivered <= heard + 1, "what was on its way when the stream fell silent"
             finally:
                 ending = asyncio.ensure_future(silence.__aexit__(None, None, None))

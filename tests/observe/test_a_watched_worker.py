@@ -108,6 +108,7 @@ async def test_prometheus_reads_what_a_worker_did(mesh: TaskMesh, taskmesh: Shel
     assert sum(parts) >= found["taskmesh_claim_wait_seconds_sum"]
     assert found["taskmesh_lease_left_ratio_count{name=long}"] >= 1
     assert (found["taskmesh_slots"], found["taskmesh_running"], found["taskmesh_claiming"]) == (7, 0, 1)
+    assert 0 <= found["taskmesh_stream_silent_seconds"] < 60
     assert found["process_resident_memory_bytes"] > 1e6
     fleet = scraped(port, "/metrics/fleet")
     assert fleet["taskmesh_tasks{name=in_loop,status=SUCCESS}"] == 2
