@@ -190,10 +190,13 @@ async def test_the_errors_page_says_how_many_tasks_its_filter_fits_as_it_may_be_
     async with working(mesh, "w1"):
         for key in ("here-0", "here-1", "there-0", "there-1", "there-2"):
             await finished(mesh, "work", key)
-    page = " ".join(re.sub(r"<[^>]*>", " ", await shown(client, "/errors")).split())
-    for failed in ("3 failed", "2 failed"):
-        group = page.partition(failed)[2]
-        assert "Retry these and others like them … 5 tasks in all;" in group.partition("one of them")[0]
+
+    async def says_so() -> bool:
+        page = " ".join(re.sub(r"<[^>]*>", " ", await shown(client, "/errors")).split())
+        groups = [page.partition(failed)[2].partition("one of them")[0] for failed in ("3 failed", "2 failed")]
+        return all("Retry these and others like them … 5 tasks in all;" in group for group in groups)
+
+    await eventually(says_so, what="both groups say so, once the server has a moment to count")
 
 
 async def test_failures_with_long_reasons_full_of_quotes_are_retried_from_the_errors_page(
