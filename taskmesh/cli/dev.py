@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from taskmesh.cli import output
+from taskmesh.cli.last_resort import stop_signals
 from taskmesh.cli.listing import Json
 from taskmesh.embedded import attach
 from taskmesh.errors import EmbeddedUnavailable
@@ -26,7 +27,7 @@ def dev(
 ) -> None:
     """Run the embedded MongoDB until Ctrl-C; all taskmesh processes of this directory use it by themselves."""
     ended = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in stop_signals():
         signal.signal(number, lambda _number, _frame: ended.set())
     with attach(directory) as server:
         if as_json:

@@ -26,6 +26,12 @@ STUCK_DEADLINE_S = 3.0
 _WOKEN = b"\0"
 
 
+def stop_signals() -> list[signal.Signals]:
+    """Return the signals that stop a process in the foreground; not SIGHUP where `nohup` has it ignored: it is to go on."""
+    hang_up = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+    return [signal.SIGINT, signal.SIGTERM, *hang_up]
+
+
 class LastResort:
     """Tells of signals, and ends the process when its time is over. `watch` is called in the main thread."""
 

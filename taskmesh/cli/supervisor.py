@@ -2,8 +2,8 @@
 
 A child that dies is replaced, after a pause that grows while its successors die young. One whose end says that trying
 again is useless ends all, unless others of its kind work. SIGTERM or SIGINT stops the children gracefully, a second one at
-once; SIGHUP replaces them one by one; SIGUSR1 is theirs. Should the supervisor be killed, the children hear of it (see
-link.py) and stop gracefully.
+once; SIGHUP replaces them one by one, unless `nohup` has it ignored; SIGUSR1 is theirs. Should the supervisor be killed, the
+children hear of it (see link.py) and stop gracefully.
 
 Children have process groups of their own: Ctrl-C in the terminal is for the supervisor, which then tells them once.
 """
@@ -20,6 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from taskmesh.cli.endpoints import Health, probes, serve
+from taskmesh.cli.last_resort import stop_signals
 from taskmesh.cli.link import HOPELESS
 from taskmesh.cli.notify import notify, notify_reloading
 from taskmesh.cli.processes import changed_files, rss_mb
@@ -175,7 +176,8 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_stop, signal.Signals(number).name)
-        loop.add_signal_handler(signal.SIGHUP, self._on_hang_up)
+        if signal.SIGHUP in stop_signals():
+            loop.add_signal_handler(signal.SIGHUP, self._on_hang_up)
         loop.add_signal_handler(signal.SIGUSR1, self._pass_on, signal.SIGUSR1)
 
     def _pass_on(self, number: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from taskmesh.cli import FAILED, output
 from taskmesh.cli.dump import dump_on_signal
 from taskmesh.cli.endpoints import Health, Routes, probes, serve
-from taskmesh.cli.last_resort import LastResort
+from taskmesh.cli.last_resort import LastResort, stop_signals
 from taskmesh.cli.link import HOPELESS, Link
 from taskmesh.cli.loading import CannotLoad, load_mesh
 from taskmesh.cli.measuring import metrics, worker_metrics
@@ -161,7 +161,7 @@ class _Worker:
             with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
                 loop.call_soon_threadsafe(self._stop, signal.Signals(number).name)
 
-        self._last_resort.watch((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), heard)
+        self._last_resort.watch(stop_signals(), heard)
 
     def _forced_status(self) -> int:
         """Everything that ran was given back, or not."""

@@ -133,7 +133,7 @@ class Ended:
 class Started:
     """A command that runs on."""
 
-    process: warm.WarmProcess
+    process: warm.WarmProcess | subprocess.Popen[bytes]
     _out: Path
     _err: Path
 
@@ -247,22 +247,44 @@ class Shell:
 
     def start(self, *words: str, **environment: str) -> Started:
         """Start a command; it is killed at the end of the test, with all its children."""
-        self._started += 1
-        paths = [self.directory / f"{self._started}.{name}" for name in ("out", "err")]
-        for path in paths:
-            path.touch()
+        out, err = self._files()
         process = warm.start(
             "taskmesh",
             words,
-            stdout=paths[0],
-            stderr=paths[1],
+            stdout=out,
+            stderr=err,
             cwd=self.directory,
             env=self._environment(environment),
             start_new_session=True,
         )
+        return self._watched(process, out, err)
+
+    def start_by_nohup(self, *words: str, **environment: str) -> Started:
+        """Start a command likewise, by `nohup`."""
+        out, err = self._files()
+        with out.open("wb") as printed, err.open("wb") as logged:
+            process = subprocess.Popen(
+                ["nohup", sys.executable, "-m", "taskmesh.cli", *words],
+                stdin=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=logged,
+                cwd=self.directory,
+                env=self._environment(environment),
+                start_new_session=True,
+            )
+        return self._watched(process, out, err)
+
+    def _files(self) -> tuple[Path, Path]:
+        self._started += 1
+        out, err = (self.directory / f"{self._started}.{name}" for name in ("out", "err"))
+        for path in (out, err):
+            path.touch()
+        return out, err
+
+    def _watched(self, process: warm.WarmProcess | subprocess.Popen[bytes], out: Path, err: Path) -> Started:
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended already
             self.stack.callback(_kill_tree, process, psutil.Process(process.pid))
-        return Started(process, *paths)
+        return Started(process, out, err)
 
     def worker(self, *words: str, **environment: str) -> Started:
         """Start `taskmesh worker app:mesh`, and wait until it works."""
@@ -313,7 +335,7 @@ def shell_in(directory: Path, uri: str, database: str) -> Iterator[Shell]:
         yield Shell(uri, database, directory, stack)
 
 
-def _kill_tree(process: warm.WarmProcess, known: psutil.Process) -> None:
+def _kill_tree(process: warm.WarmProcess | subprocess.Popen[bytes], known: psutil.Process) -> None:
     """End a process and all that it has started. `known` notices if its pid belongs to a stranger by now."""
     family: list[psutil.Process] = []
     with contextlib.suppress(psutil.NoSuchProcess):
