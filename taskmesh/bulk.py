@@ -29,6 +29,7 @@ _NEWEST_WITHIN_MS = 100
 UNDO_MS = 3_600_000
 """For how long a bulk action can be undone."""
 FINISHED = tuple(status for status in Status if status.finished)
+UNFINISHED = tuple(status for status in Status if not status.finished)
 
 
 class BulkResult(BaseModel):
@@ -208,8 +209,11 @@ class BulkActions(Connected):
         by: str | None = None,
         undo_ms: int = UNDO_MS,
     ) -> BulkResult:
-        """Cancel every unfinished task that fits. The rest as in `retry_all`."""
-        return await self._act("cancel", _narrow(where), dry_run, progress, by=by, undo_ms=undo_ms)
+        """Cancel every unfinished task that fits; others are not counted either. The rest as in `retry_all`.
+
+        Raises `InvalidOption` also for a filter that asks for finished tasks.
+        """
+        return await self._act("cancel", cancellable(_narrow(where)), dry_run, progress, by=by, undo_ms=undo_ms)
 
     async def delete_all(
         self,
@@ -347,6 +351,13 @@ def _summary(document: dict[str, Any]) -> TaskSummary | None:
     except ValueError:  # a stranger's document
         logger.warning("the document %r is no task of ours, and skipped", document.get("_id"))
         return None
+
+
+def cancellable(which: TaskFilter) -> TaskFilter:
+    """Return the filter for those of these tasks that can be cancelled. Raises `InvalidOption` if it asks for others."""
+    if finished := [str(status) for status in which.status if status.finished]:
+        raise InvalidOption(f"only unfinished tasks are cancelled, not {', '.join(finished)}: use delete_all, or purge")
+    return which.model_copy(update={"status": which.status or UNFINISHED})
 
 
 def _filter(where: str | TaskFilter) -> TaskFilter:

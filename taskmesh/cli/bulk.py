@@ -168,7 +168,8 @@ async def _many(act: _ActOnMany, where: TaskFilter, verb: str, *, dry_run: bool,
     """Count first, ask on a terminal, then do it in batches. The filter is asked again for each task."""
     counted = await act(where, dry_run=True)
     if not dry_run and counted.matched:
-        output.confirm(f"{verb} {counted.matched} tasks that fit {counted.where!r}?", yes=yes)
+        tasks = "1 task that fits" if counted.matched == 1 else f"{counted.matched} tasks that fit"
+        output.confirm(f"{verb} {tasks} {counted.where!r}?", yes=yes)
         console = output.console(stderr=True)
         with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
             bar = progress.add_task(verb, total=counted.matched)

@@ -7,6 +7,7 @@ and reasons is never taken for markup or for a terminal's control codes.
 from __future__ import annotations
 
 import base64
+import contextlib
 import getpass
 import json
 import math
@@ -136,10 +137,15 @@ def plain(value: Any) -> Any:
 
 
 def confirm(question: str, *, yes: bool) -> None:
-    """Ask on a terminal before what cannot be undone; a script has nobody to ask. Ends the command on a no."""
+    """Ask on a terminal before what cannot be undone; a script has nobody to ask. Ends the command on a no.
+
+    Asks on standard error: the other may go to a file, where nobody sees a question, and where only the answer belongs.
+    """
     if yes or not sys.stdin.isatty():
         return
-    if not typer.confirm(printable(question)):
+    with contextlib.redirect_stdout(sys.stderr):  # reading a line prints a space too
+        agreed = typer.confirm(printable(question))
+    if not agreed:
         raise typer.Exit(1)
 
 

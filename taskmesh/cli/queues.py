@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from datetime import UTC, datetime, timedelta
 from typing import Annotated
 
@@ -12,6 +13,7 @@ from rich.text import Text
 from taskmesh.cli import completion, output
 from taskmesh.cli.connected import Collection, Database, Uri, connected, run_at
 from taskmesh.cli.listing import Json, Watch, show_found
+from taskmesh.definition import checked_queue
 from taskmesh.mesh import TaskMesh
 from taskmesh.periodic import ScheduleInfo
 from taskmesh.queues import QueueInfo
@@ -71,13 +73,26 @@ async def pause(
     for_ms: Annotated[int | None, typer.Option(min=1, help="Only for so long.")] = None,
 ) -> None:
     """Let no worker claim from a queue any more. What runs, runs on."""
+    await _tell_if_nobody_knows(mesh, queue)
     until = None if for_ms is None else datetime.now(UTC) + timedelta(milliseconds=for_ms)
     await mesh.pause(queue, reason=reason, by=output.somebody(), until=until)
     output.say(f"queue {queue} is paused" + (f" until {until.isoformat(' ', 'seconds')}" if until else ""))
 
 
+async def _tell_if_nobody_knows(mesh: TaskMesh, queue: str) -> None:
+    """Warn of a name that no task, worker or setting has: it may be a slip, and what it should have stopped goes on."""
+    known = {"default", *(each.queue for each in await mesh.queues(counted_to=1))}
+    known |= {taken for worker in await mesh.workers() for taken in worker.queues or ()}
+    if queue in known or [task async for task in mesh.find(queue=checked_queue(queue), limit=1)]:
+        return
+    alike = difflib.get_close_matches(queue, known, n=1)
+    meant = f": did you mean {alike[0]}?" if alike else ""
+    output.say(f"warning: no task, worker or setting was ever seen of a queue {queue}{meant}", stderr=True)
+
+
 async def resume(mesh: TaskMesh, queue: Queue) -> None:
     """Let workers claim from a queue again."""
+    await _tell_if_nobody_knows(mesh, queue)
     await mesh.resume(queue)
     output.say(f"queue {queue} is open")
 
@@ -105,6 +120,7 @@ def limit(
         raise typer.BadParameter("one group can only have a limit of --running")
 
     async def use(mesh: TaskMesh) -> None:
+        await _tell_if_nobody_knows(mesh, queue)
         if group is not None:
             await mesh.set_group_limit(queue, group, running)
         else:

@@ -227,7 +227,10 @@ async def explain(
     async def read() -> Listing:
         explanations = await mesh.explain(name, key, worker_id)
         task = await mesh.get(name, key)
-        return Listing(explanations, _verdict(task, explanations, of_all=worker_id is None))
+        unknown = worker_id is not None and all(worker.worker_id != worker_id for worker in await mesh.workers())
+        if unknown and as_json:
+            output.say(f"warning: {_unknown(worker_id)}", stderr=True)
+        return Listing(explanations, _verdict(task, explanations, worker_id, unknown=unknown))
 
     await show(read, as_json=as_json, every_s=watch)
 
@@ -254,13 +257,21 @@ async def set_option(
         output.say(f"{task.name} {task.key}: {_changed_option(task) or 'every option is at its default'}")
 
 
-def _verdict(task: Task, explanations: list[Explanation], *, of_all: bool) -> RenderableType:
+def _unknown(worker_id: str | None) -> str:
+    return f"no worker of the id {worker_id!r} is registered"
+
+
+def _verdict(
+    task: Task, explanations: list[Explanation], worker_id: str | None, *, unknown: bool = False
+) -> RenderableType:
     """A sentence first; then the gates, once for all workers that they judge alike."""
     now = datetime.now(UTC)
     able = [explanation.worker_id for explanation in explanations if explanation.claimable]
     times = [explanation.next_claim_time for explanation in explanations if explanation.next_claim_time is not None]
     if task.status.finished:
         said = f"It is finished: {task.status}."
+    elif able and unknown:
+        said = f"One of this id could claim it now; but {_unknown(worker_id)}."
     elif able:
         said = f"It can be claimed now, by {_some(able)}."
     elif task.status is Status.RUNNING:
@@ -268,7 +279,10 @@ def _verdict(task: Task, explanations: list[Explanation], *, of_all: bool) -> Re
     elif times:
         said = f"Nobody can claim it yet; the first could {output.age(min(times), now)}."
     else:
-        said = f"Nobody can claim it, and time alone will not change that: {_common_reason(task, explanations, of_all=of_all)}."
+        reason = _common_reason(task, explanations, of_all=worker_id is None)
+        said = f"Nobody can claim it, and time alone will not change that: {reason}."
+    if unknown and not able and not task.status.finished:
+        said += f" And {_unknown(worker_id)}."
     if not task.status.finished and [each.worker_id for each in explanations] == [NO_WORKER]:
         said += " No worker is alive."
     parts: list[RenderableType] = [Text(f"{task.name} {output.printable(task.key)}: {said}", style="bold")]

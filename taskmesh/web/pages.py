@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from taskmesh.bulk import TaskPage
+from taskmesh.bulk import TaskPage, cancellable
 from taskmesh.errors import InvalidOption
 from taskmesh.mesh import TaskMesh
 from taskmesh.option import TaskOption
@@ -177,6 +177,8 @@ async def bulk(request: Request, mesh: TaskMesh) -> Response:
         raise InvalidOption(problem or "")
     if which.is_empty:
         raise InvalidOption("an empty filter means every task: name at least a status, like status:FAIL")
+    if action == "cancel":
+        which = cancellable(which)
     count = await mesh.count_within(which, at_most=_COUNT_AT_MOST, deadline_ms=_COUNT_WITHIN_MS)
     first = await mesh.page(which, newest_first=False, limit=10, deadline_ms=_LISTED_WITHIN_MS)
     return rendered(

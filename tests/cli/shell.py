@@ -199,11 +199,14 @@ class Shell:
     environment: dict[str, str] = field(default_factory=dict)
     _started: int = 0
 
-    def __call__(self, *words: str, typed: str | None = None, **environment: str) -> Ended:
-        """Run a command to its end."""
-        with TemporaryDirectory() as directory:
+    def __call__(self, *words: str, typed: str | None = None, terminal: bool = False, **environment: str) -> Ended:
+        """Run a command to its end. `typed`: what is on its standard input, a file, or a `terminal` in front of somebody."""
+        with TemporaryDirectory() as directory, ExitStack() as stack:
             typing, out, err = (Path(directory) / name for name in ("in", "out", "err"))
-            typing.write_text(typed or "")
+            if terminal:
+                typing = _terminal_with(typed or "", stack)
+            else:
+                typing.write_text(typed or "")
             process = warm.start(
                 "taskmesh",
                 words,
@@ -333,6 +336,15 @@ def shell_in(directory: Path, uri: str, database: str) -> Iterator[Shell]:
     (directory / "app.py").write_text(APP)
     with ExitStack() as stack:
         yield Shell(uri, database, directory, stack)
+
+
+def _terminal_with(typed: str, stack: ExitStack) -> Path:
+    """Return a terminal in which this was typed already."""
+    keyboard, terminal = os.openpty()
+    stack.callback(os.close, keyboard)
+    stack.callback(os.close, terminal)
+    os.write(keyboard, typed.encode())
+    return Path(os.ttyname(terminal))
 
 
 def _kill_tree(process: warm.WarmProcess | subprocess.Popen[bytes], known: psutil.Process) -> None:

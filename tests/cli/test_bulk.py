@@ -66,6 +66,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["delete", "--where", "colour:red"], "a filter knows"),
     (["delete", "--where", "status:RED"], "status"),
     (["purge", "--where", "status:INIT"], "only finished tasks are purged"),
+    (["cancel", "--where", "status:FAIL"], "only unfinished tasks are cancelled"),
     (["ls", "--where", "name:a", "--queue", "q"], "leave name, status, queue"),
 ]
 
@@ -77,6 +78,28 @@ def test_wrong_usage_ends_with_2(taskmesh: Shell, subtests: pytest.Subtests) -> 
             assert ended.status == 2
             assert told in ended.err
             assert "Traceback" not in ended.err
+
+
+def test_a_question_is_asked_where_a_script_does_not_read(many: Shell) -> None:
+    """`taskmesh delete … --json > out.json` in front of a terminal."""
+    left = many("delete", "--where", "name:add", "--json", typed="n\n", terminal=True)
+    assert (left.status, left.out) == (1, "")
+    assert "delete 10 tasks that fit 'name:add'?" in left.err
+    deleted = many("delete", "--where", "name:add", "--json", typed="y\n", terminal=True)
+    assert deleted.out.startswith("{")
+    assert (deleted.status, deleted.json["done"]) == (0, 10)
+    assert "delete 10 tasks that fit 'name:add'?" in deleted.err
+    one = many("cancel", "refuse", "f1", typed="y\n", terminal=True)
+    assert one.out == "refuse f1 was finished already: FAIL\n"
+    assert "cancel refuse f1?" in one.err
+
+
+def test_only_what_can_be_cancelled_is_counted_and_asked_about(many: Shell) -> None:
+    assert many.done("cancel", "--where", "name:add", "--dry-run").out == (
+        "5 tasks fit 'name:add status:INIT,RUNNING'\n"
+    )
+    assert many.done("cancel", "--where", "name:add").out == "cancel: 5 of 5 tasks\n"
+    assert counts(many) == {"refuse": {"FAIL": 600}, "add": {"SUCCESS": 5, "CANCELLED": 5}}
 
 
 def test_a_bulk_action_is_taken_back_within_an_hour(many: Shell) -> None:

@@ -153,6 +153,18 @@ def test_explain_for_one_worker_as_json(three: Shell) -> None:
     assert all(gate["open"] for gate in explanation["gates"])
 
 
+def test_explain_says_if_nobody_has_the_id_that_it_is_asked_about(three: Shell) -> None:
+    told = three.done("explain", "nap", "later", "--worker-id", "typo").out.splitlines()[0]
+    assert told == "nap later: One of this id could claim it now; but no worker of the id 'typo' is registered."
+    three.done("pause", "slow")
+    told = three.done("explain", "nap", "later", "--worker-id", "typo").out.splitlines()[0]
+    assert told.endswith("And no worker of the id 'typo' is registered.")
+    three.done("resume", "slow")
+    as_json = three.done("explain", "nap", "later", "--worker-id", "typo", "--json")
+    assert as_json.err == "warning: no worker of the id 'typo' is registered\n"
+    assert three.done("explain", "nap", "later", "--worker-id", "w1", "--json").err == ""
+
+
 def test_what_users_put_into_keys_cannot_move_the_terminals_cursor(taskmesh: Shell) -> None:
     key = "\x1b[31mred\x1b[2J [bold]b[/bold] \u202ex"
     taskmesh.done("publish", "add", key)

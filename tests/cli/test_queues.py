@@ -20,6 +20,20 @@ def test_a_paused_queue_rests_until_it_is_resumed(taskmesh: Shell) -> None:
     taskmesh.until("SUCCESS", "add", "k")
 
 
+def test_a_queue_that_nobody_has_seen_may_be_a_slip(taskmesh: Shell) -> None:
+    taskmesh.done("publish", "add", "k", "--queue", "email")
+    paused = taskmesh.done("pause", "emial")
+    assert paused.out == "queue emial is paused\n"
+    assert paused.err == ("warning: no task, worker or setting was ever seen of a queue emial: did you mean email?\n")
+    assert taskmesh.done("limit", "nothing-like-it", "--running", "1").err.endswith("seen of a queue nothing-like-it\n")
+    taskmesh.worker("--worker-id", "w1", "--queues", "mail")
+    for queue in ("email", "emial", "mail", "default"):
+        assert taskmesh.done("resume", queue).err == "", queue
+    taskmesh.done("publish", "add", "done", "--queue", "old")
+    taskmesh.done("cancel", "add", "done")
+    assert taskmesh.done("pause", "old").err == "", "a finished task was in it"
+
+
 def test_a_pause_can_end_by_itself(taskmesh: Shell) -> None:
     taskmesh.worker()
     taskmesh.done("pause", "default", "--for-ms", "1500", "--reason", "a short rest")

@@ -50,7 +50,11 @@ async def test_t43_a_bulk_retry_touches_exactly_the_filter(mesh: TaskMesh) -> No
 
 async def test_cancel_and_delete_by_filter(mesh: TaskMesh) -> None:
     await some_tasks(mesh)
-    assert (await mesh.cancel_all("name:work")).done == 2
+    assert (await mesh.cancel_all("name:work", dry_run=True)).matched == 2, "finished ones stay as they are"
+    cancelled = await mesh.cancel_all("name:work")
+    assert (cancelled.matched, cancelled.done) == (2, 2)
+    with pytest.raises(InvalidOption, match="only unfinished tasks are cancelled, not SUCCESS"):
+        await mesh.cancel_all("name:work status:SUCCESS")
     assert await keys(mesh, Status.CANCELLED) == {"wait1", "wait2"}
     assert (await mesh.delete_all("name:work key:bad")).done == 2
     assert await mesh.count("name:work") == 6
