@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from taskmesh.cli import output
-from taskmesh.cli.connected import Uri
+from taskmesh.cli.connected import Database, Uri
 
 _SHOWN = 5
 
@@ -16,13 +16,17 @@ _SHOWN = 5
 def demo(
     files: Annotated[int | None, typer.Option(min=20, help="Only so many files.")] = None,
     workers: Annotated[int, typer.Option(min=2, help="How many worker processes.")] = 3,
-    keep: Annotated[bool, typer.Option("--keep", help="Leave its database there, to look at.")] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave what it makes there, to look at.")] = False,
     uri: Uri = None,
+    database: Database = None,
 ) -> None:
-    """Tokenize Python's standard library with three workers, kill one half-way, and check every result."""
+    """Tokenize Python's standard library with three workers, kill one half-way, and check every result.
+
+    In a database of its own, or in collections of its own in the one that is named; they are dropped at the end.
+    """
     from taskmesh.demo import Job  # noqa: PLC0415  # other commands need not load it
 
-    report = asyncio.run(Job(uri=uri, files=files, workers=workers, keep=keep).run())
+    report = asyncio.run(Job(uri=uri, database=database, files=files, workers=workers, keep=keep).run())
     facts: list[tuple[str, object]] = [
         ("files", report.files),
         ("lines", f"{report.lines:,}"),

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from taskmesh.cli import output
+from taskmesh.cli.connected import Database
 from taskmesh.cli.last_resort import stop_signals
 from taskmesh.cli.listing import Json
 from taskmesh.embedded import attach
@@ -24,8 +25,12 @@ _LOOK_S = 1.0
 def dev(
     directory: Annotated[Path, typer.Option(help="Where its data is.")] = Path(".taskmesh"),
     as_json: Json = False,
+    uri: Annotated[str | None, typer.Option(hidden=True)] = None,
+    database: Database = None,
 ) -> None:
     """Run the embedded MongoDB until Ctrl-C; all taskmesh processes of this directory use it by themselves."""
+    if uri is not None:
+        raise typer.BadParameter("`dev` starts a MongoDB of its own: its URI is what it tells, not what it is told")
     ended = threading.Event()
     for number in stop_signals():
         signal.signal(number, lambda _number, _frame: ended.set())
@@ -36,7 +41,8 @@ def dev(
             output.say(f"MongoDB runs at {server.uri}")
             output.say(f"  data   {server.directory} (pid {server.pid}); it stays when the server stops")
             output.say("  use    nothing to do in this directory; elsewhere:")
-            output.say(f"         export TASKMESH_URI='{server.uri}'")
+            at = "" if database is None else f" TASKMESH_DATABASE={database}"
+            output.say(f"         export TASKMESH_URI='{server.uri}'{at}")
             output.say("  stop   Ctrl-C (it goes on while others in this directory use it)")
         sys.stdout.flush()
         while not ended.wait(_LOOK_S):

@@ -36,7 +36,7 @@ async def top(
     once: Annotated[bool, typer.Option("--once", help="Show it once, and end.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show tasks, queues and workers, live, until Ctrl-C."""
+    """Show tasks, queues and workers, live, until Ctrl-C. As JSON each look is an array of one."""
     history: deque[float] = deque(maxlen=_HISTORY)
 
     async def read() -> Listing:
@@ -53,7 +53,7 @@ async def top(
             Text(""),
             _worker_table(workers),
         ]
-        return Listing({"stats": stats, "queues": queues, "workers": workers}, Group(*parts))
+        return Listing([{"stats": stats, "queues": queues, "workers": workers}], Group(*parts))
 
     await show(read, as_json=as_json, every_s=None if once else every)
 

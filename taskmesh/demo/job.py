@@ -35,17 +35,24 @@ _IN_FLIGHT_S = 0.3
 
 
 class Job:
-    """One run of the demo, in a database of its own that is dropped at the end."""
+    """One run of the demo, in a database of its own, or in collections of its own that are dropped at the end."""
 
     def __init__(
-        self, *, uri: str | None = None, files: int | None = None, workers: int = 3, keep: bool = False
+        self,
+        *,
+        uri: str | None = None,
+        database: str | None = None,
+        files: int | None = None,
+        workers: int = 3,
+        keep: bool = False,
     ) -> None:
-        """`files`: only so many. `keep`: leave the database there, to look at."""
+        """`database`: make its collections there. `files`: only so many. `keep`: leave what it makes, to look at."""
         self._uri = uri
         self._paths = source_files(files)
         self._workers = [f"worker-{number}" for number in range(1, workers + 1)]
         self._keep = keep
-        self.database = f"demo_{secrets.token_hex(4)}"
+        own = f"demo_{secrets.token_hex(4)}"
+        self.database, self.collection = (own, "tasks") if database is None else (database, own)
         self._board = Board(total=len(self._paths))
         self._slots: dict[str, Slot] = {}
         self._life = os.pipe()
@@ -54,8 +61,8 @@ class Job:
     async def run(self) -> Report:
         """Do it all, and return what came of it. Whatever happens, no process stays behind."""
         try:
-            definitions.connect_to(self._uri, database=self.database)
-            async with definitions as mesh, self._database_of_its_own(mesh):
+            definitions.connect_to(self._uri, database=self.database, collection=self.collection)
+            async with definitions as mesh, self._collections_of_its_own(mesh):
                 return await self._run(mesh)
         except TaskMeshError:
             self._show_logs()
@@ -109,7 +116,7 @@ class Job:
         slot = self._slots[name] = Slot(name, [*command, "--concurrency", str(CONCURRENCY), *more])
         environment = os.environ | {
             "TASKMESH_DATABASE": self.database,
-            "TASKMESH_COLLECTION": "tasks",
+            "TASKMESH_COLLECTION": self.collection,
             DIARIES: str(self._directory / "diaries"),
         }
         if self._uri is not None:
@@ -213,12 +220,21 @@ class Job:
             print(f"--- {log.name}", *tail, sep="\n", file=sys.stderr)
 
     @contextlib.asynccontextmanager
-    async def _database_of_its_own(self, mesh: TaskMesh) -> AsyncIterator[None]:
+    async def _collections_of_its_own(self, mesh: TaskMesh) -> AsyncIterator[None]:
         try:
             yield
         finally:
             if self._keep:
-                print(f"kept: taskmesh ls --database {self.database}")
+                print(f"kept: taskmesh ls --database {self.database} --collection {self.collection}")
             else:
                 logging.getLogger("taskmesh.feed").setLevel(logging.ERROR)  # it hears of the drop, rightly
-                await mesh.store.driver.client.drop_database(self.database)
+                await self._drop(mesh)
+
+    async def _drop(self, mesh: TaskMesh) -> None:
+        driver = mesh.store.driver
+        if self.collection == "tasks":
+            await driver.client.drop_database(self.database)
+            return
+        for name in await driver.database.list_collection_names():
+            if name == self.collection or name.startswith(f"{self.collection}."):
+                await driver.database.drop_collection(name)

@@ -26,8 +26,9 @@ def alone(tmp_path: Path) -> Iterator[Shell]:
 
 
 def test_it_prints_the_uri_and_runs_until_it_is_told_to_stop(alone: Shell) -> None:
-    dev = alone.start("dev")
+    dev = alone.start("dev", "--database", "app")
     dev.says("stop   Ctrl-C")
+    assert "' TASKMESH_DATABASE=app\n" in dev.out
     [uri] = set(re.findall(r"mongodb://[^\s']+", dev.out))
     with MongoClient[dict[str, object]](uri) as client:
         assert client.admin.command("ping")["ok"] == 1

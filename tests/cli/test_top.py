@@ -27,7 +27,7 @@ def test_top_shows_tasks_queues_and_workers_once(taskmesh: Shell) -> None:
         taskmesh.database,
     ):
         assert part in shown
-    told = taskmesh.done("top", "--once", "--json").json
+    [told] = taskmesh.done("top", "--once", "--json").json
     assert told["stats"]["counts"] == {"nap": {"RUNNING": 1}}
     assert [worker["worker_id"] for worker in told["workers"]] == ["w1"]
     assert {"claims_tried", "claims_won", "lease_left"} <= told["workers"][0].keys()

@@ -5,8 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import click
 import pytest
+import typer
 
+from taskmesh.cli.app import app
 from taskmesh.cli.connected import patient_for
 from taskmesh.embedded import Mongod
 from tests.cli.shell import Shell
@@ -19,6 +22,18 @@ def test_the_place_can_be_given_after_the_command_before_it_and_by_environment(t
     for words in (["ls", "--json", *there], [*there, "ls", "--json"]):
         assert [task["key"] for task in taskmesh.done(*words, **nothing).json] == ["k"]
     assert [task["key"] for task in taskmesh.done("ls", "--json").json] == ["k"]
+
+
+def test_every_command_takes_both() -> None:
+    commands: dict[str, click.Command] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    for name, command in commands.items():
+        assert {"uri", "database"} <= {parameter.name for parameter in command.params}, name
+
+
+def test_what_starts_a_server_cannot_be_told_its_uri(taskmesh: Shell) -> None:
+    ended = taskmesh("dev", "--uri", taskmesh.uri)
+    assert (ended.status, ended.out) == (2, "")
+    assert "starts a MongoDB of its own" in ended.err
 
 
 def test_an_option_counts_more_than_the_environment(taskmesh: Shell) -> None:

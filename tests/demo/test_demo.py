@@ -15,7 +15,7 @@ from tests.cli.shell import DEADLINE_S, Shell, shell_in
 from tests.embedded.users import servers_in
 from tests.waiting import wait_until
 
-EMBEDDED = {"TASKMESH_URI": "", "TASKMESH_DATABASE": ""}
+OWN_DATABASE = {"TASKMESH_DATABASE": ""}
 FILES = 300
 
 
@@ -49,17 +49,31 @@ def test_the_demo_kills_a_worker_and_nothing_is_lost_or_doubled_also_a_second_ti
 def test_its_database_is_dropped_unless_it_is_to_be_kept(taskmesh: Shell) -> None:
     with MongoClient[dict[str, object]](taskmesh.uri) as client:
         before = set(client.list_database_names())
-        taskmesh.done("demo", "--files", str(FILES))
+        taskmesh.done("demo", "--files", str(FILES), **OWN_DATABASE)
         assert {name for name in client.list_database_names() if name.startswith("demo_")} <= before
-        kept = taskmesh.done("demo", "--files", str(FILES), "--keep").out
+        kept = taskmesh.done("demo", "--files", str(FILES), "--keep", **OWN_DATABASE).out
         [database] = re.findall(r"--database (demo_\w+)", kept)
         assert client[database].tasks.count_documents({"status": "SUCCESS"}) == FILES
         client.drop_database(database)
 
 
 @pytest.mark.slow
+def test_in_a_database_that_is_named_it_leaves_everything_else_as_it_is(taskmesh: Shell) -> None:
+    taskmesh.done("publish", "add", "k")
+    with MongoClient[dict[str, object]](taskmesh.uri) as client:
+        before = set(client[taskmesh.database].list_collection_names())
+        out = taskmesh.done("demo", "--files", str(FILES), "--database", taskmesh.database).out
+        assert f"database {taskmesh.database!r}, collection 'demo_" in out
+        assert set(client[taskmesh.database].list_collection_names()) == before
+        assert taskmesh.status("add", "k") == "INIT"
+        kept = taskmesh.done("demo", "--files", str(FILES), "--keep").out
+        [collection] = re.findall(rf"--database {taskmesh.database} --collection (demo_\w+)", kept)
+        assert client[taskmesh.database][collection].count_documents({"status": "SUCCESS"}) == FILES
+
+
+@pytest.mark.slow
 def test_ctrl_c_leaves_no_process_and_no_database(taskmesh: Shell) -> None:
-    demo = taskmesh.start("demo")
+    demo = taskmesh.start("demo", **OWN_DATABASE)
     demo.says("worker-1: ")
     workers = demo.children
     assert len(workers) >= 3
@@ -73,7 +87,7 @@ def test_ctrl_c_leaves_no_process_and_no_database(taskmesh: Shell) -> None:
 
 @pytest.mark.slow
 def test_a_demo_that_is_killed_leaves_no_workers(taskmesh: Shell) -> None:
-    demo = taskmesh.start("demo")
+    demo = taskmesh.start("demo", **OWN_DATABASE)
     demo.says("worker-1: ")
     workers = demo.children
     demo.signal(signal.SIGKILL)
