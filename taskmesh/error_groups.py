@@ -51,7 +51,8 @@ class ErrorGroup(BaseModel):
     last_time: datetime | None
     example_key: str
     where: str
-    """A filter for these tasks, as narrow as a filter can be: what `ls`, `retry --where` and the like take."""
+    """A filter for these tasks, as narrow as a filter can be (it may fit others like them too): what `ls --where` and the like
+    take."""
 
 
 class ErrorReport(BaseModel):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import time
 from datetime import UTC, datetime
 from typing import Annotated
 
@@ -15,6 +16,9 @@ from taskmesh.cli.connected import connected
 from taskmesh.cli.listing import Json, Listing, Watch, show
 from taskmesh.error_groups import ErrorGroup, ErrorReport
 from taskmesh.mesh import TaskMesh
+
+_COUNTED_TO = 10_000
+_COUNTING_S = 2.0
 
 
 def add_to(app: typer.Typer) -> None:
@@ -35,14 +39,30 @@ async def errors(
 
     async def read() -> Listing:
         report = await mesh.errors(name, at_most=at_most)
-        return Listing(report.groups, _report(report))
+        fits = await _counted(mesh, report.groups)
+        if as_json and not report.complete:
+            output.say(f"warning: {report.looked_at} tasks were looked at; there are more", stderr=True)
+        about = {"looked_at": report.looked_at, "complete": report.complete}
+        groups = [dict(group) | {"fits": n} | about for group, n in zip(report.groups, fits, strict=True)]
+        return Listing(groups, _report(report, fits))
 
     await show(read, as_json=as_json, every_s=watch)
 
 
-def _report(report: ErrorReport) -> RenderableType:
+async def _counted(mesh: TaskMesh, groups: list[ErrorGroup]) -> list[int | None]:
+    """Return how many tasks fit each group's filter, the first groups first; None where that would take too long."""
+    end = time.monotonic() + _COUNTING_S
+    found: list[int | None] = []
+    for group in groups:
+        left_ms = round((end - time.monotonic()) * 1000)
+        counting = mesh.count_within(group.where, at_most=_COUNTED_TO, deadline_ms=left_ms) if left_ms > 0 else None
+        found.append(None if counting is None else await counting)
+    return found
+
+
+def _report(report: ErrorReport, fits: list[int | None]) -> RenderableType:
     now = datetime.now(UTC)
-    parts = [_group(group, now) for group in report.groups]
+    parts = [_group(group, n, now) for group, n in zip(report.groups, fits, strict=True)]
     said = (
         f"{report.looked_at} tasks were looked at" if report.groups else f"nothing fails: {report.looked_at} looked at"
     )
@@ -50,7 +70,7 @@ def _report(report: ErrorReport) -> RenderableType:
     return Group(*parts, Text(said + more, style="dim"))
 
 
-def _group(group: ErrorGroup, now: datetime) -> RenderableType:
+def _group(group: ErrorGroup, fits: int | None, now: datetime) -> RenderableType:
     counts = [f"{group.failed} failed" if group.failed else "", f"{group.retrying} retrying" if group.retrying else ""]
     head = Text()
     head.append(output.printable(group.name), style="bold")
@@ -62,8 +82,16 @@ def _group(group: ErrorGroup, now: datetime) -> RenderableType:
     if group.frame is not None:
         lines.append(f"    at {output.printable(group.frame)}")
     lines.append(f"    one of them: taskmesh show {group.name} {output.printable(_word(group.example_key))}")
-    lines.append(f"    all of them: taskmesh retry --where {output.printable(_word(group.where))}\n")
+    # A filter knows no place in the code, and takes whatever entry of a task says this.
+    tasks = "" if fits is None else f" ({_COUNTED_TO} tasks or more)" if fits >= _COUNTED_TO else f" ({_tasks(fits)})"
+    lines.append(
+        f"    these and others like them{tasks}: taskmesh retry --where {output.printable(_word(group.where))}\n"
+    )
     return Group(head, *(Text(line, no_wrap=True, overflow="ignore") for line in lines))  # commands are to be copied
+
+
+def _tasks(count: int) -> str:
+    return "1 task" if count == 1 else f"{count} tasks"
 
 
 def _word(text: str) -> str:

@@ -114,15 +114,32 @@ def test_what_fails_is_told_with_how_to_see_it_and_to_retry_it(three: Shell) -> 
     for part in (
         "refuse  it rained  1 failed",
         "one of them: taskmesh show refuse no\n",
-        "all of them: taskmesh retry --where \"name:refuse status:FAIL error:'it rained'\"\n",
+        "these and others like them (1 task): taskmesh retry --where \"name:refuse status:FAIL error:'it rained'\"\n",
         "2 tasks were looked at",
     ):
         assert part in told
     [group] = three.done("errors", "--json").json
     assert (group["name"], group["error"], group["failed"], group["retrying"]) == ("refuse", "it rained", 1, 0)
+    assert (group["fits"], group["looked_at"], group["complete"]) == (1, 2, True)
     assert [task["key"] for task in three.done("ls", "--where", group["where"], "--json").json] == ["no"]
     assert three.done("errors", "--name", "add").out.startswith("nothing fails")
     assert three.done("errors", "--name", "add", "--json").json == []
+
+
+def test_a_sample_of_what_fails_is_not_taken_for_all(taskmesh: Shell) -> None:
+    tasks = "\n".join(
+        f'{{"key": "k{n:02}", "params": {{"why": "it {"snowed" if n else "rained"}"}}}}' for n in range(30)
+    )
+    taskmesh.done("publish", "refuse", "--from-file", "-", typed=tasks)
+    taskmesh.done("worker", "app:mesh", "--until-idle")
+    sample = taskmesh.done("errors", "--at-most", "1", "--json")
+    assert sample.err == f"warning: {sample.json[0]['looked_at']} tasks were looked at; there are more\n"
+    assert not sample.json[0]["complete"]
+    assert (sample.json[0]["failed"], sample.json[0]["fits"]) == (sample.json[0]["looked_at"], 29)
+    told = taskmesh.done("errors", "--at-most", "1").out
+    assert "these and others like them (29 tasks): " in told
+    assert "there are more, --at-most N looks at more of them" in told
+    assert all(group["complete"] for group in taskmesh.done("errors", "--json").json)
 
 
 def test_a_task_that_is_not_there(taskmesh: Shell) -> None:
