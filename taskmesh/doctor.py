@@ -222,7 +222,7 @@ async def _fleet(
                 level="error",
                 subject="workers",
                 found=f"{count} unfinished tasks {name!r}, which no live worker knows",
-                remedy="deploy workers with that handler, or cancel them: taskmesh cancel --where 'name:…'",
+                remedy=f"deploy workers with that handler, or cancel them: taskmesh cancel --where 'name:{name}'",
             )
     if gone:
         yield Finding(
@@ -236,7 +236,7 @@ async def _fleet(
             yield Finding(
                 level="warning",
                 subject="queues",
-                found=f"{queue.queue!r} is {queue.shut_because}, and {queue.waiting} tasks wait in it",
+                found=f"{queue.queue!r} is {queue.shut_because}, and {_waiting(queue)} in it",
                 remedy=f"taskmesh resume {queue.queue}",
             )
         takers = [worker for worker in live if worker.queues is None or queue.queue in worker.queues]
@@ -244,7 +244,7 @@ async def _fleet(
             yield Finding(
                 level="error",
                 subject="queues",
-                found=f"{queue.waiting} tasks wait in {queue.queue!r}, from which no live worker takes",
+                found=f"{_waiting(queue)} in {queue.queue!r}, from which no live worker takes",
                 remedy=f"taskmesh worker MODULE:MESH --queues {queue.queue}",
             )
 
@@ -332,6 +332,12 @@ async def _tasks(store: Store) -> AsyncIterator[Finding]:
             found=f"{len(large)} or more are over 4 MB; {largest['_id']!r} has {largest['bytes'] / 1e6:.1f} MB of at most 16",
             remedy="keep what is large elsewhere, and its place in the params",
         )
+
+
+def _waiting(queue: QueueInfo) -> str:
+    if queue.waiting == 1 and not queue.more_waiting:
+        return "1 task waits"
+    return f"{queue.waiting}{' or more' if queue.more_waiting else ''} tasks wait"
 
 
 def _many(count: int) -> str:

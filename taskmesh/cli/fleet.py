@@ -14,6 +14,7 @@ from rich.text import Text
 from taskmesh.cli import completion, output
 from taskmesh.cli.connected import Collection, Database, Uri, connected, mesh_at
 from taskmesh.cli.listing import Json, Watch, show_found
+from taskmesh.consumer.settings import MOST_AT_ONCE
 from taskmesh.errors import TaskMeshError
 from taskmesh.mesh import TaskMesh
 from taskmesh.stats import Stats
@@ -104,7 +105,9 @@ async def resume_worker(mesh: TaskMesh, worker_id: WorkerId) -> None:
 async def set_concurrency(
     mesh: TaskMesh,
     worker_id: WorkerId,
-    concurrency: Annotated[int, typer.Argument(min=1, metavar="N", help="How many executions at once.")],
+    concurrency: Annotated[
+        int, typer.Argument(min=1, max=MOST_AT_ONCE, metavar="N", help="How many executions at once.")
+    ],
 ) -> None:
     """Change how many executions a worker runs at once."""
     await mesh.set_concurrency(worker_id, concurrency)

@@ -14,6 +14,7 @@ from taskmesh.definition import checked_queue
 from taskmesh.errors import InvalidOption
 
 DEFAULT_STALL_LIMIT_MS = 60_000
+MOST_AT_ONCE = 1_000_000
 
 
 @dataclass(kw_only=True)
@@ -48,8 +49,8 @@ def checked_worker_id(worker_id: str | None) -> str:
 
 def checked_concurrency(concurrency: int) -> int:
     """Return the number, or raise `InvalidOption`."""
-    if isinstance(concurrency, bool) or not isinstance(concurrency, int) or not 1 <= concurrency <= 1_000_000:
-        raise InvalidOption(f"concurrency is a whole number from 1, not {concurrency!r}")
+    if isinstance(concurrency, bool) or not isinstance(concurrency, int) or not 1 <= concurrency <= MOST_AT_ONCE:
+        raise InvalidOption(f"concurrency is a whole number from 1 to {MOST_AT_ONCE}, not {concurrency!r}")
     return concurrency
 
 

@@ -85,7 +85,8 @@ def test_one_group_has_a_limit_of_its_own(taskmesh: Shell) -> None:
 WRONG: list[list[str]] = [
     ["limit", "q"],
     ["limit", "q", "--none", "--rate", "1"],
-    ["limit", "q", "--rate", "-1"],
+    ["limit", "q", "--rate", "0"],
+    ["limit", "q", "--group-running", "0"],
     ["limit", "q", "--group", "g", "--rate", "1"],
     ["limit", "a b", "--rate", "1"],
     ["pause", "a b"],

@@ -11,6 +11,7 @@ from pymongo.asynchronous.database import AsyncDatabase
 
 from taskmesh import TaskMesh
 from taskmesh.doctor import Finding
+from taskmesh.queues import COUNTED_TO
 from tests.faults import failing_commands, server_parameter
 from tests.waiting import eventually
 from tests.working import working
@@ -58,6 +59,8 @@ async def test_t45_tasks_that_no_live_worker_knows_are_an_error(mesh: TaskMesh) 
         await mesh.publish("from_the_next_release", "k")
         [finding] = await findings(mesh, "workers", "error")
     assert "1 unfinished tasks 'from_the_next_release', which no live worker knows" in finding.found
+    assert finding.remedy is not None
+    assert finding.remedy.endswith("taskmesh cancel --where 'name:from_the_next_release'")
 
 
 async def test_a_worker_that_went_without_a_word_is_told(mesh: TaskMesh, stored: AsyncDatabase[dict[str, Any]]) -> None:
@@ -79,6 +82,10 @@ async def test_a_paused_queue_in_which_tasks_wait_is_told(mesh: TaskMesh) -> Non
     [finding] = await findings(mesh, "queues")
     assert (finding.level, finding.remedy) == ("warning", "taskmesh resume slow")
     assert "maintenance" in finding.found
+    assert finding.found.endswith(", and 1 task waits in it")
+    await mesh.publish_many("work", {str(n): {} for n in range(COUNTED_TO)}, queue="slow")
+    [finding] = await findings(mesh, "queues")
+    assert finding.found.endswith(f", and {COUNTED_TO} or more tasks wait in it")
 
 
 async def test_a_queue_from_which_nobody_takes_is_an_error(mesh: TaskMesh) -> None:
