@@ -1,10 +1,10 @@
-# A worker: taskmesh with its command line, without a database of its own. See docker-compose.yml.
+# taskmesh with its command line and dashboard, without a database of its own. See docker-compose.yml.
 FROM python:3.11-slim
 
 WORKDIR /taskmesh
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY taskmesh taskmesh
-RUN pip install --no-cache-dir --constraint constraints.txt '.[cli,metrics,cron,speed]' \
+RUN pip install --no-cache-dir --constraint constraints.txt '.[cli,web,metrics,cron,speed,process,tracing]' \
     && useradd --create-home worker
 
 USER worker

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -63,3 +65,10 @@ def test_what_the_image_copies_is_in_the_build_context() -> None:
     copied = {name for names in copies for name in names}
     assert copied == kept
     assert all((ROOT / name).exists() for name in copied)
+
+
+def test_every_command_runs_in_the_image() -> None:
+    """`docker run IMAGE web` must not ask for a package. A database it has not: it is another container's."""
+    [installed] = re.findall(r"'\.\[([\w,]+)\]'", (ROOT / "Dockerfile").read_text())
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(installed.split(",")) == extras.keys() - {"all", "dev", "embedded"}
