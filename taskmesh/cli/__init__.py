@@ -1,7 +1,7 @@
 """The command line (extra `cli`). Thin: parse, call the public API, show.
 
 In reading order: `app` (all commands), `connected` (where to connect, and how errors end), `output`; `publishing`,
-`tasks`, `fleet` (one call each); `worker`, `loading`, `supervisor`, `child` (running).
+`tasks`, `following`, `fleet` (one call each); `worker`, `loading`, `supervisor`, `slot` (running).
 
 Exit status: 0 done, 1 it failed, 2 wrong usage.
 """

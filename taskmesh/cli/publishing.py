@@ -14,6 +14,7 @@ from rich.progress import Progress
 
 from taskmesh.cli import completion, output
 from taskmesh.cli.connected import Collection, Database, Uri, run_at
+from taskmesh.cli.following import Timeout, show_result
 from taskmesh.cli.listing import Json
 from taskmesh.definition import TaskHandle
 from taskmesh.errors import InvalidParams
@@ -75,6 +76,10 @@ def publish(
     clean_failed: Annotated[
         bool, typer.Option("--clean-failed", help="Forget its failures.", rich_help_panel=_EXISTING)
     ] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait until it is finished, and print its result as JSON instead.")
+    ] = False,
+    timeout: Timeout = None,
     as_json: Json = False,
     uri: Uri = None,
     database: Database = None,
@@ -96,6 +101,10 @@ def publish(
         "clean_failed": clean_failed or None,
     }
     configuration = {setting: value for setting, value in given.items() if value is not None}
+    if (from_file is not None or as_json) and wait:
+        raise typer.BadParameter("--wait prints the result of one task: it goes without --from-file and --json")
+    if timeout is not None and not wait:
+        raise typer.BadParameter("--timeout says how long to --wait")
     if from_file is not None:
         if key is not None:
             raise typer.BadParameter("KEY and --from-file exclude each other: each line of the file has its key")
@@ -109,21 +118,31 @@ def publish(
         task = _object(params)
 
         async def use(mesh: TaskMesh) -> None:
-            await _publish_one(mesh, name, key, task, configuration, as_json=as_json)
+            handle = await _publish_one(mesh, name, key, task, configuration, as_json=as_json, wait=wait)
+            if wait:
+                await show_result(handle, timeout)
 
     run_at(uri, database, collection, use, app=app)
 
 
 async def _publish_one(
-    mesh: TaskMesh, name: str, key: str, params: dict[str, Any], configuration: dict[str, Any], *, as_json: bool
-) -> None:
+    mesh: TaskMesh,
+    name: str,
+    key: str,
+    params: dict[str, Any],
+    configuration: dict[str, Any],
+    *,
+    as_json: bool,
+    wait: bool,
+) -> TaskHandle[Any]:
     handle = await mesh.publish(name, key, params, **configuration)
     if as_json:
         output.show_json(_handle_json(handle))
     else:
-        output.say(f"{name} {key} {_what_happened(handle)}")
+        output.say(f"{name} {key} {_what_happened(handle)}", stderr=wait)  # what it prints then is the result
     for warning in handle.warnings:
         output.say(f"warning: {warning}", stderr=True)
+    return handle
 
 
 async def _publish_all(
