@@ -152,7 +152,7 @@ class TaskDefinition(Generic[P, R]):
             kind = "an async function" if is_async(fn) else "a plain function"
             raise InvalidOption(f"task {name!r}: run={self.run!r} does not go with {kind}")
         self.params = Params(name, fn)
-        self.projection = projection
+        self.projection = None if projection is None else self.params.checked_projection(projection)
         self.__doc__ = fn.__doc__
         self.__name__ = getattr(fn, "__name__", name)
         self.__wrapped__ = fn

@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from taskmesh.errors import InvalidParams, TaskTooLarge
+from taskmesh.errors import InvalidOption, InvalidParams, TaskTooLarge
 from taskmesh.values import TooLarge, Unstorable, size_of, storable
 
 
@@ -64,6 +64,24 @@ class Params:
             raise InvalidParams(f"task {self._name!r}: the stored params are no document but {stored!r}")
         params = self._validated(stored, "at execution")
         return [params.pop(name) for name in self._positional if name in params], params
+
+    def checked_projection(self, wanted: Any) -> list[str]:
+        """Return which params are to be loaded. Raises `InvalidOption` unless the handler can be called with these alone."""
+        if isinstance(wanted, str) or not all(isinstance(path, str) and path for path in wanted) or not wanted:
+            raise InvalidOption(f"projection is a list of names of params, None for all, not {wanted!r}")
+        loaded = {path.partition(".")[0] for path in wanted}  # a part of one can be meant
+        taken = {
+            p.name: p for p in self._signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        }
+        if (unknown := loaded - taken.keys()) and not self._open_ended:
+            raise InvalidOption(
+                f"task {self._name!r}: projection names {', '.join(sorted(unknown))}, which it does not take"
+            )
+        if missing := [n for n, p in taken.items() if n not in loaded and p.default is p.empty]:
+            raise InvalidOption(
+                f"task {self._name!r}: projection leaves out {', '.join(missing)}: give it a default, or load it"
+            )
+        return list(wanted)
 
     def _validated(self, params: Mapping[str, Any], when: str) -> dict[str, Any]:
         model = self._model or self._build_model()

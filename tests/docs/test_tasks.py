@@ -11,6 +11,7 @@ from typing import Any
 from taskmesh import Task, TaskMesh, TaskOption
 from taskmesh.definition import Configuration
 from tests.docs.examples import examples_in
+from tests.docs.running import run
 from tests.docs.tables import Row, table
 
 DOCUMENT = "docs/tasks.md"
@@ -23,19 +24,11 @@ def name_in(row: Row, column: str) -> str:
     return row[column].strip("`")
 
 
-async def run(code: str, namespace: dict[str, Any]) -> Any:
-    """Run lines that may await; return the value of an expression."""
-    compiled = compile(code, DOCUMENT, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-    if (coroutine := eval(compiled, namespace)) is not None:
-        await coroutine
-    return namespace.get("result")
-
-
 async def defined(mesh: TaskMesh) -> dict[str, Any]:
     namespace: dict[str, Any] = {"mesh": mesh}
     for example in examples_in(DOCUMENT):
         if example.about == "definitions":
-            await run(inspect.cleandoc(example.text), namespace)
+            await run(inspect.cleandoc(example.text), namespace, DOCUMENT)
     assert "resize" in namespace
     return namespace
 
@@ -52,7 +45,7 @@ async def test_the_example_of_an_option_sets_it(mesh: TaskMesh) -> None:
     for row in OPTIONS:
         field, example = name_in(row, "field"), name_in(row, "example")
         assert f"{field}=" in example
-        await run(f"result = await {example}.publish({field!r}, path='a.png')", namespace)
+        await run(f"result = await {example}.publish({field!r}, path='a.png')", namespace, DOCUMENT)
         option = (await mesh.get("resize", field)).task_option
         assert getattr(option, field) != getattr(TaskOption(), field), "an example shows another value than the default"
         assert option.max_unexpected_retries == (0 if field == "max_unexpected_retries" else 5), "the definition's"
@@ -64,7 +57,7 @@ async def test_the_example_of_a_setting_is_taken(mesh: TaskMesh) -> None:
         setting, example = name_in(row, "setting"), name_in(row, "example")
         async with mesh.store.driver.start_session() as session:
             namespace["session"] = session
-            await run(f"result = {example}", namespace)
+            await run(f"result = {example}", namespace, DOCUMENT)
             if setting == "session":
                 async with await session.start_transaction():
                     await namespace["result"].publish(setting, path="a.png")
@@ -93,4 +86,4 @@ def assert_it_is_set(task: Task, setting: str, value: Any) -> None:
 async def test_the_example_of_a_handler_runs(mesh: TaskMesh) -> None:
     namespace = await defined(mesh)
     [example] = [example for example in examples_in(DOCUMENT) if example.about == "handler"]
-    await run(example.text, namespace)
+    await run(example.text, namespace, DOCUMENT)
