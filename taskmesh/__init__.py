@@ -38,7 +38,7 @@ from taskmesh.errors import (
     WorkerIdTaken,
 )
 from taskmesh.events import TaskEvent
-from taskmesh.explain import Explanation, Gate
+from taskmesh.explain import Explanation, Gate, Waiting
 from taskmesh.mesh import TaskMesh
 from taskmesh.option import TaskOption
 from taskmesh.periodic import ScheduleInfo, Tick
@@ -100,6 +100,7 @@ __all__ = [
     "TaskTooLarge",
     "Tick",
     "UndoResult",
+    "Waiting",
     "WorkerIdTaken",
     "WorkerInfo",
     "WorkerState",

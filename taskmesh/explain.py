@@ -45,6 +45,20 @@ class Explanation(BaseModel):
     gates: list[Gate]
 
 
+class Waiting(BaseModel):
+    """Tasks that wait, as one worker sees them: those of one name for which the same gates are shut."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    shut: list[str]
+    """Which gates; none: the worker could claim them now."""
+    tasks: int
+    example_key: str
+    reasons: list[str]
+    """Why they are shut for the example."""
+
+
 async def explain(store: Store, id_: str, worker_id: str | None, as_if: Sequence[Document] = ()) -> list[Explanation]:
     """Evaluate all gates on the server. `as_if`: of the task as these stages would change it. Raises `TaskNotFound`."""
     workers = {worker["_id"]: worker for worker in await fleet.workers(store)}
@@ -52,27 +66,55 @@ async def explain(store: Store, id_: str, worker_id: str | None, as_if: Sequence
     explanations = []
     queue: QueueInfo | None = None
     for worker in asked:
-        gates = {**rules.task_gates(store.now), **rules.worker_gates({"$literal": worker})}
-        evaluated = {f"g{i}": {"$ifNull": [gate, None]} for i, gate in enumerate(gates.values())}
-        fields: Document = {"now": store.now, "gates": rules.with_facts(store.now, evaluated), "task": "$$ROOT"}
-        cursor = await store.driver.aggregate(
-            store.tasks,
-            [
-                {"$match": {"_id": id_, "$expr": {"$not": [rules.is_forgotten(store.now)]}}},
-                *as_if,
-                {"$project": fields},
-                {"$unset": "task.params"},
-            ],
-        )
-        found = await cursor.to_list(None)
+        found = await _judged(store, [id_], worker, as_if)
         if not found:
             raise TaskNotFound(f"there is no task {id_!r}")
-        opens = {name: found[0]["gates"].get(f"g{i}") for i, name in enumerate(gates)}
-        task, now = found[0]["task"], found[0]["now"]
+        task, opens, now = found[0]
         if queue is None or queue.queue != task["queue"]:
             queue = await read_queue(store, task["queue"])
         explanations.append(_explanation(worker, workers.get(worker), opens, task, _queue_gate(queue, task), now))
     return explanations
+
+
+async def explain_waiting(store: Store, ids: Sequence[str], worker_id: str) -> list[Waiting]:
+    """Evaluate all gates of these tasks for one worker, and group them; the largest group first."""
+    workers = {worker["_id"]: worker for worker in await fleet.workers(store)}
+    queues: dict[str, QueueInfo] = {}
+    groups: dict[tuple[str, ...], list[tuple[str, list[Gate]]]] = {}
+    for task, opens, now in await _judged(store, ids, worker_id):
+        queue = queues[task["queue"]] = queues.get(task["queue"]) or await read_queue(store, task["queue"])
+        judged = _explanation(worker_id, workers.get(worker_id), opens, task, _queue_gate(queue, task), now)
+        shut = [gate for gate in judged.gates if not gate.open]
+        groups.setdefault((task["name"], *(gate.name for gate in shut)), []).append((task["key"], shut))
+    found = [
+        Waiting(
+            name=name, shut=names, tasks=len(tasks), example_key=tasks[0][0], reasons=[g.reason for g in tasks[0][1]]
+        )
+        for (name, *names), tasks in groups.items()
+    ]
+    return sorted(found, key=lambda waiting: -waiting.tasks)
+
+
+async def _judged(
+    store: Store, ids: Sequence[str], worker_id: str, as_if: Sequence[Document] = ()
+) -> list[tuple[Document, dict[str, Any], datetime]]:
+    """Return each task that is there, when each gate opens for this worker, and the server's time."""
+    gates = {**rules.task_gates(store.now), **rules.worker_gates({"$literal": worker_id})}
+    evaluated = {f"g{i}": {"$ifNull": [gate, None]} for i, gate in enumerate(gates.values())}
+    fields: Document = {"now": store.now, "gates": rules.with_facts(store.now, evaluated), "task": "$$ROOT"}
+    cursor = await store.driver.aggregate(
+        store.tasks,
+        [
+            {"$match": {"_id": {"$in": list(ids)}, "$expr": {"$not": [rules.is_forgotten(store.now)]}}},
+            *as_if,
+            {"$project": fields},
+            {"$unset": "task.params"},
+        ],
+    )
+    return [
+        (found["task"], {name: found["gates"].get(f"g{i}") for i, name in enumerate(gates)}, found["now"])
+        for found in await cursor.to_list(None)
+    ]
 
 
 def _queue_gate(queue: QueueInfo, task: Document) -> Gate:

@@ -10,7 +10,7 @@ from typing import Any, get_args
 from taskmesh.connection import Connected
 from taskmesh.errors import IncompatibleCollection, InvalidOption, TaskNotFound, TaskRunning
 from taskmesh.events import DEFAULT_BUFFER, EventReader
-from taskmesh.explain import Explanation, explain
+from taskmesh.explain import Explanation, Waiting, explain, explain_waiting
 from taskmesh.store import control, find, listing
 from taskmesh.store.publish import stored_option
 from taskmesh.store.ways import Order
@@ -122,6 +122,15 @@ class TaskActions(Connected):
     async def explain(self, name: str, key: str, worker_id: str | None = None) -> list[Explanation]:
         """Tell, for one worker or every live one, which gates of the claim rule are open or shut, why, and until when."""
         return await explain(self.store, task_id(name, key), worker_id)
+
+    async def explain_worker(self, worker_id: str, name: str | None = None, *, at_most: int = 200) -> list[Waiting]:
+        """Tell which gates are shut for this worker, of the oldest tasks that wait: grouped, the largest group first.
+
+        `name`: only of these tasks. `at_most`: how many are looked at.
+        """
+        which = self.find(name, Status.INIT, limit=at_most, sort="oldest")
+        ids = [task_id(task.name, task.key) async for task in which]
+        return await explain_waiting(self.store, ids, worker_id)
 
     async def finished(self, name: str, key: str, timeout: float | None) -> Task:
         """Wait until the task is finished, and return it. Raises `TaskNotFound`, `TimeoutError`."""

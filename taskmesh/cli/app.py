@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from taskmesh.cli import bulk, errors, fleet, following, publishing, queues, tasks, top
+from taskmesh.cli import bulk, errors, explain, fleet, following, publishing, queues, tasks, top
 from taskmesh.cli.connected import Collection, Database, Uri
 from taskmesh.cli.demo import demo
 from taskmesh.cli.dev import dev
@@ -50,6 +50,7 @@ app.command("demo", rich_help_panel="Run")(demo)
 app.command("web", rich_help_panel="Run")(web)
 publishing.add_to(app)
 tasks.add_to(app)
+explain.add_to(app)
 following.add_to(app)
 errors.add_to(app)
 bulk.add_to(app)

@@ -1,4 +1,4 @@
-"""Looking at tasks: `ls show explain`."""
+"""Looking at tasks, and tuning them: `ls show set-option`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from taskmesh.cli import completion, output
 from taskmesh.cli.connected import connected
 from taskmesh.cli.listing import Json, Listing, Watch, show
 from taskmesh.cli.timeline import timeline
-from taskmesh.explain import NO_WORKER, WORKER_KNOWS, Explanation
 from taskmesh.mesh import TaskMesh
 from taskmesh.task import Status, Task
 from taskmesh.timeline import happenings
@@ -28,7 +27,6 @@ def add_to(app: typer.Typer) -> None:
     """Add these commands."""
     app.command("ls", rich_help_panel="Tasks")(connected(ls))
     app.command("show", rich_help_panel="Tasks")(connected(show_task))
-    app.command("explain", rich_help_panel="Tasks")(connected(explain))
     app.command("set-option", rich_help_panel="Tasks")(connected(set_option))
 
 
@@ -212,29 +210,6 @@ def _entries(task: Task, now: datetime) -> list[RenderableType]:
     return [Text(""), output.table(["WORKER", "STATE", "STARTED", "TOOK", "RESULT"], rows), *texts]
 
 
-async def explain(
-    mesh: TaskMesh,
-    name: Name,
-    key: Key,
-    worker_id: Annotated[
-        str | None, typer.Option(help="For this worker; else for every live one.", autocompletion=completion.worker)
-    ] = None,
-    as_json: Json = False,
-    watch: Watch = None,
-) -> None:
-    """Tell why a task is not running: every gate of the claim rule, as the server judges it."""
-
-    async def read() -> Listing:
-        explanations = await mesh.explain(name, key, worker_id)
-        task = await mesh.get(name, key)
-        unknown = worker_id is not None and all(worker.worker_id != worker_id for worker in await mesh.workers())
-        if unknown and as_json:
-            output.say(f"warning: {_unknown(worker_id)}", stderr=True)
-        return Listing(explanations, _verdict(task, explanations, worker_id, unknown=unknown))
-
-    await show(read, as_json=as_json, every_s=watch)
-
-
 async def set_option(
     mesh: TaskMesh,
     name: Name,
@@ -255,67 +230,3 @@ async def set_option(
         output.show_json(task_json(task))
     else:
         output.say(f"{task.name} {task.key}: {_changed_option(task) or 'every option is at its default'}")
-
-
-def _unknown(worker_id: str | None) -> str:
-    return f"no worker of the id {worker_id!r} is registered"
-
-
-def _verdict(
-    task: Task, explanations: list[Explanation], worker_id: str | None, *, unknown: bool = False
-) -> RenderableType:
-    """A sentence first; then the gates, once for all workers that they judge alike."""
-    now = datetime.now(UTC)
-    able = [explanation.worker_id for explanation in explanations if explanation.claimable]
-    times = [explanation.next_claim_time for explanation in explanations if explanation.next_claim_time is not None]
-    if task.status.finished:
-        said = f"It is finished: {task.status}."
-    elif able and unknown:
-        said = f"One of this id could claim it now; but {_unknown(worker_id)}."
-    elif able:
-        said = f"It can be claimed now, by {_some(able)}."
-    elif task.status is Status.RUNNING:
-        said = "It is running."
-    elif times:
-        said = f"Nobody can claim it yet; the first could {output.age(min(times), now)}."
-    else:
-        reason = _common_reason(task, explanations, of_all=worker_id is None)
-        said = f"Nobody can claim it, and time alone will not change that: {reason}."
-    if unknown and not able and not task.status.finished:
-        said += f" And {_unknown(worker_id)}."
-    if not task.status.finished and [each.worker_id for each in explanations] == [NO_WORKER]:
-        said += " No worker is alive."
-    parts: list[RenderableType] = [Text(f"{task.name} {output.printable(task.key)}: {said}", style="bold")]
-    groups: dict[tuple[tuple[str, bool], ...], list[Explanation]] = {}
-    for explanation in explanations:
-        alike = tuple((gate.name, gate.open) for gate in explanation.gates)
-        groups.setdefault(alike, []).append(explanation)
-    for group in groups.values():
-        rows = [
-            [
-                Text("open", style="green") if gate.open else Text("SHUT", style="bold red"),
-                gate.name,
-                gate.reason,
-                None if gate.opens_at is None else output.cell(gate.opens_at, now=now),
-            ]
-            for gate in sorted(group[0].gates, key=lambda gate: gate.open)
-        ]
-        parts += [
-            Text(f"\nfor {_some([each.worker_id for each in group])}"),
-            output.table(["", "GATE", "WHY", "OPENS"], rows),
-        ]
-    return Group(*parts)
-
-
-def _common_reason(task: Task, explanations: list[Explanation], *, of_all: bool) -> str:
-    """What stands in the way of every worker that was asked."""
-    shut = [{gate.name: gate.reason for gate in each.gates if not gate.open} for each in explanations]
-    if of_all and all(WORKER_KNOWS in gates for gates in shut):
-        return f"no live worker knows tasks named {task.name!r} from queue {task.queue!r}"
-    common = [name for name in shut[0] if all(name in gates for gates in shut)]
-    return "; ".join(shut[0][name] for name in common) or "each worker for a reason of its own"
-
-
-def _some(workers: list[str]) -> str:
-    shown = ", ".join(workers[:3])
-    return shown if len(workers) <= 3 else f"{shown} and {len(workers) - 3} more"

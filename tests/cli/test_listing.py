@@ -170,6 +170,30 @@ def test_explain_for_one_worker_as_json(three: Shell) -> None:
     assert all(gate["open"] for gate in explanation["gates"])
 
 
+def test_explain_tells_what_keeps_a_worker_from_what_waits(taskmesh: Shell) -> None:
+    taskmesh.worker("--worker-id", "w1", "--names", "add", "--concurrency", "1")
+    for key in ("a", "b", "c"):
+        taskmesh.done("publish", "nap", key, '{"ms": 1}')
+    taskmesh.done("publish", "add", "theirs", "--option", 'specific_worker_ids=["w2"]')
+    taskmesh.done("publish", "add", "later", "--delay-ms", "3600000")
+    naps, *adds = taskmesh.done("explain", "--worker-id", "w1", "--json").json
+    assert (naps["name"], naps["tasks"], naps["example_key"]) == ("nap", 3, "a")
+    assert naps["shut"] == ["worker runs such tasks"]
+    assert naps["reasons"] == ["does not run tasks named 'nap' from queue 'default'"]
+    assert {group["example_key"]: group["shut"] for group in adds} == {
+        "theirs": ["worker allowed"],
+        "later": ["started"],
+    }
+    told = taskmesh.done("explain", "--worker", "w1").out
+    assert told.startswith("w1 could claim 0 of the 5 tasks that wait now.\n")
+    assert len(taskmesh.done("explain", "add", "--worker-id", "w1", "--json").json) == 2
+    assert "No task waits." in taskmesh.done("explain", "refuse", "--worker-id", "w1").out
+    assert taskmesh.done("explain", "--worker-id", "w2").out.splitlines()[0] == (
+        "w2 could claim 4 of the 5 tasks that wait now. But no worker of the id 'w2' is registered."
+    )
+    assert taskmesh("explain", "add").status == 2
+
+
 def test_explain_says_if_nobody_has_the_id_that_it_is_asked_about(three: Shell) -> None:
     told = three.done("explain", "nap", "later", "--worker-id", "typo").out.splitlines()[0]
     assert told == "nap later: One of this id could claim it now; but no worker of the id 'typo' is registered."
