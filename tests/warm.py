@@ -173,8 +173,10 @@ def _serve() -> Callable[[], None]:
                 if pid == 0:
                     signal.set_wakeup_fd(-1)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                    # Where the tests were started in the background, Ctrl-C is ignored by all that they start.
+                    # Where the tests were started in the background, Ctrl-C is ignored by all that they start; where by
+                    # nohup, SIGHUP.
                     signal.signal(signal.SIGINT, signal.default_int_handler)
+                    signal.signal(signal.SIGHUP, signal.SIG_DFL)
                     os.close(ended)
                     os.close(wake)
                     return _child(json.loads(order))

@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -199,18 +199,32 @@ class Shell:
     environment: dict[str, str] = field(default_factory=dict)
     _started: int = 0
 
-    def __call__(self, *words: str, typed: str | None = None, terminal: bool = False, **environment: str) -> Ended:
-        """Run a command to its end. `typed`: what is on its standard input, a file, or a `terminal` in front of somebody."""
-        with TemporaryDirectory() as directory, ExitStack() as stack:
-            typing, out, err = (Path(directory) / name for name in ("in", "out", "err"))
-            if terminal:
-                typing = _terminal_with(typed or "", stack)
-            else:
-                typing.write_text(typed or "")
+    def __call__(self, *words: str, typed: str | None = None, **environment: str) -> Ended:
+        """Run a command to its end. `typed`: what is in the file that is its standard input."""
+        if typed is None:
+            return self._run(words, Path(os.devnull), environment)
+        with TemporaryDirectory() as directory:
+            file = Path(directory) / "in"
+            file.write_text(typed)
+            return self._run(words, file, environment)
+
+    def at_a_terminal(self, *words: str, typed: str) -> Ended:
+        """Run a command likewise, whose standard input is a terminal in which this was typed."""
+        keyboard, terminal = os.openpty()
+        try:
+            os.write(keyboard, typed.encode())
+            return self._run(words, Path(os.ttyname(terminal)), {})
+        finally:
+            os.close(keyboard)
+            os.close(terminal)
+
+    def _run(self, words: Sequence[str], typing: Path, environment: dict[str, str]) -> Ended:
+        with TemporaryDirectory() as directory:
+            out, err = (Path(directory) / name for name in ("out", "err"))
             process = warm.start(
                 "taskmesh",
                 words,
-                stdin=typing if typed is not None else Path(os.devnull),
+                stdin=typing,
                 stdout=out,
                 stderr=err,
                 cwd=self.directory,
@@ -336,15 +350,6 @@ def shell_in(directory: Path, uri: str, database: str) -> Iterator[Shell]:
     (directory / "app.py").write_text(APP)
     with ExitStack() as stack:
         yield Shell(uri, database, directory, stack)
-
-
-def _terminal_with(typed: str, stack: ExitStack) -> Path:
-    """Return a terminal in which this was typed already."""
-    keyboard, terminal = os.openpty()
-    stack.callback(os.close, keyboard)
-    stack.callback(os.close, terminal)
-    os.write(keyboard, typed.encode())
-    return Path(os.ttyname(terminal))
 
 
 def _kill_tree(process: warm.WarmProcess | subprocess.Popen[bytes], known: psutil.Process) -> None:

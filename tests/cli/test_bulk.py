@@ -82,14 +82,14 @@ def test_wrong_usage_ends_with_2(taskmesh: Shell, subtests: pytest.Subtests) -> 
 
 def test_a_question_is_asked_where_a_script_does_not_read(many: Shell) -> None:
     """`taskmesh delete … --json > out.json` in front of a terminal."""
-    left = many("delete", "--where", "name:add", "--json", typed="n\n", terminal=True)
+    left = many.at_a_terminal("delete", "--where", "name:add", "--json", typed="n\n")
     assert (left.status, left.out) == (1, "")
     assert "delete 10 tasks that fit 'name:add'?" in left.err
-    deleted = many("delete", "--where", "name:add", "--json", typed="y\n", terminal=True)
+    deleted = many.at_a_terminal("delete", "--where", "name:add", "--json", typed="y\n")
     assert deleted.out.startswith("{")
     assert (deleted.status, deleted.json["done"]) == (0, 10)
     assert "delete 10 tasks that fit 'name:add'?" in deleted.err
-    one = many("cancel", "refuse", "f1", typed="y\n", terminal=True)
+    one = many.at_a_terminal("cancel", "refuse", "f1", typed="y\n")
     assert one.out == "refuse f1 was finished already: FAIL\n"
     assert "cancel refuse f1?" in one.err
 

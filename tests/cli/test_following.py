@@ -21,12 +21,12 @@ def test_a_result_is_waited_for_and_printed_as_json(taskmesh: Shell) -> None:
 
 def test_a_task_without_a_result_ends_with_1_and_the_reason(taskmesh: Shell) -> None:
     taskmesh.done("publish", "refuse", "failed", '{"why": "it rained"}')
-    taskmesh.done("worker", "app:mesh", "--until-idle")
+    taskmesh.done("worker", "app:mesh", "--until-idle", "--worker-id", "w1")
     taskmesh.done("publish", "add", "cancelled")
     taskmesh.done("cancel", "add", "cancelled")
     taskmesh.done("publish", "add", "waiting")
     for words, told in (
-        (["refuse", "failed"], "taskmesh: task 'refuse' 'failed' failed: it rained"),
+        (["refuse", "failed"], "taskmesh: task 'refuse' 'failed' failed: w1: it rained"),
         (["add", "cancelled"], "taskmesh: task 'add' 'cancelled' was cancelled"),
         (["add", "nobody"], "taskmesh: there is no task"),
         (["add", "waiting", "--timeout", "0.2"], "taskmesh: task 'add' 'waiting' has not finished within 0.2 s"),
@@ -38,12 +38,12 @@ def test_a_task_without_a_result_ends_with_1_and_the_reason(taskmesh: Shell) -> 
 
 
 def test_publishing_can_wait_for_the_result(taskmesh: Shell) -> None:
-    taskmesh.worker()
+    taskmesh.worker("--worker-id", "w1")
     published = taskmesh.done("publish", "add", "k", '{"a": 1, "b": 2}', "--wait")
     assert (published.out, published.err) == ("3\n", "add k is published\n")
     failed = taskmesh("publish", "refuse", "k", '{"why": "it rained"}', "--wait", "--timeout", "100")
     assert (failed.status, failed.out) == (1, "")
-    assert failed.err.endswith("failed: it rained\n")
+    assert failed.err.endswith("failed: w1: it rained\n")
 
 
 @pytest.mark.parametrize("words", [["--wait", "--json"], ["--timeout", "3"], ["--wait", "--timeout", "0"]])

@@ -16,6 +16,13 @@ class Example:
 
     about: str
     text: str
+    line: int
+    """How many lines the document has before it."""
+
+    @property
+    def in_place(self) -> str:
+        """Its text behind as many empty lines as the document has before it: so an error names the right one."""
+        return "\n" * self.line + self.text
 
     @property
     def commands(self) -> list[tuple[str, list[str]]]:
@@ -32,4 +39,7 @@ class Example:
 def examples_in(document: str) -> list[Example]:
     """Return the examples of a document, in order."""
     text = (ROOT / document).read_text("utf-8")
-    return [Example(match["about"], match["text"]) for match in _BLOCK.finditer(text)]
+    return [
+        Example(match["about"], match["text"], text.count("\n", 0, match.start("text")))
+        for match in _BLOCK.finditer(text)
+    ]

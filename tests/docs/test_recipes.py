@@ -21,7 +21,7 @@ from tests.embedded.users import servers_in
 from tests.waiting import wait_until
 
 DOCUMENT = "docs/recipes.md"
-RECIPES = {example.about: example.text for example in examples_in(DOCUMENT)}
+RECIPES = {example.about: example for example in examples_in(DOCUMENT)}
 FILES = {"shop.py", "test_shop.py"}
 NAMES = (asyncio, functools, ReturnDocument, Retry, Snooze, TaskFailed, TaskMesh, TaskOption, current_task)
 
@@ -42,18 +42,18 @@ def namespace(client: AsyncMongoClient[dict[str, Any]], database: str) -> dict[s
 @pytest.mark.parametrize("recipe", sorted(RECIPES.keys() - FILES - {"periodic"}))
 async def test_a_recipe_runs(namespace: dict[str, Any], recipe: str) -> None:
     async with namespace["mesh"]:
-        await run(RECIPES[recipe], namespace, DOCUMENT)
+        await run(RECIPES[recipe].in_place, namespace, DOCUMENT)
 
 
 async def test_what_was_published_in_a_transaction_is_there(namespace: dict[str, Any]) -> None:
     async with namespace["mesh"] as mesh:
-        await run(RECIPES["session"], namespace, DOCUMENT)
+        await run(RECIPES["session"].in_place, namespace, DOCUMENT)
         assert (await mesh.get("ship", "order-7")).params == {"order": 7}
         assert await namespace["shop"]["orders"].count_documents({}) == 1
 
 
 async def test_schedules_are_stored_when_the_mesh_connects(namespace: dict[str, Any]) -> None:
-    await run(RECIPES["periodic"], namespace, DOCUMENT)
+    await run(RECIPES["periodic"].in_place, namespace, DOCUMENT)
     async with namespace["mesh"] as mesh:
         found = {schedule.schedule_id: (schedule.name, schedule.cron) for schedule in await mesh.schedules()}
     assert found == {
@@ -66,7 +66,7 @@ async def test_schedules_are_stored_when_the_mesh_connects(namespace: dict[str, 
 @pytest.mark.slow
 def test_the_tests_of_handlers_pass_on_the_mongodb_that_comes_along(tmp_path: Path) -> None:
     for name in FILES:
-        (tmp_path / name).write_text(RECIPES[name])
+        (tmp_path / name).write_text(RECIPES[name].text)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("TASKMESH_", "PYTEST_"))}
     ended = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "--rootdir", str(tmp_path), "-p", "no:cacheprovider", "test_shop.py"],
