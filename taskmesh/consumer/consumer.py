@@ -259,6 +259,8 @@ class Consumer:
             narrowed_by = self._on_claim(self)
             if isinstance(narrowed_by, Awaitable):
                 narrowed_by = await narrowed_by
+            if narrowed_by is not None and not isinstance(narrowed_by, Mapping):
+                raise TypeError(f"on_claim returns a filter on task documents, or None, not {narrowed_by!r}")  # noqa: TRY301
         except Exception:
             logger.exception("the hook 'on_claim' failed: no claims this round")
             return None

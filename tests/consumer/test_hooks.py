@@ -39,8 +39,9 @@ async def test_on_claim_narrows_what_is_claimed_until_it_says_otherwise(mesh: Ta
         assert await handles[0].result(60) == 3, "what was refused is tried again"
 
 
-async def test_on_claim_that_returns_none_or_raises_claims_nothing_this_round(
-    mesh: TaskMesh, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("wrong", [ValueError("no idea"), "priority > 5", {"$nonsense": 1}], ids=repr)
+async def test_on_claim_that_returns_none_or_nonsense_or_raises_claims_nothing_this_round(
+    mesh: TaskMesh, caplog: pytest.LogCaptureFixture, wrong: Any
 ) -> None:
     asked: list[str] = []
     answer: Any = None
@@ -58,8 +59,10 @@ async def test_on_claim_that_returns_none_or_raises_claims_nothing_this_round(
     handle = await job.publish("k")
     async with working(mesh, on_claim=on_claim):
         await eventually(lambda: len(asked) >= 3)
-        answer = ValueError("no idea")
-        await eventually(lambda: "the hook 'on_claim' failed" in caplog.text)
+        answer = wrong
+        await eventually(
+            lambda: "the hook 'on_claim' failed" in caplog.text or "unknown top level operator" in caplog.text
+        )
         assert (await handle.task()).task_state.worker_states == []
         answer = {}
         assert await handle.result(60) == 1
