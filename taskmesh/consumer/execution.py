@@ -26,8 +26,8 @@ LOG_BYTES = 32_000
 """Of one execution's log. A document keeps the logs of up to `rules.KEPT_FAILS` executions, and has room for results too."""
 _MARGIN_SHARE, _LARGEST_MARGIN_S = 0.1, 1.0
 _LATEST_PING_SHARE = 0.6
-_log_lock = threading.Lock()
-"""Handlers in threads log; one lock for all is enough, since it is held for a moment."""
+_lock = threading.Lock()
+"""Handlers in threads log and publish; one lock for all is enough, since it is held for a moment."""
 
 
 class Stop(Enum):
@@ -154,7 +154,7 @@ class Execution:
     def log(self, message: str) -> None:
         """Keep a line; it is written soon."""
         text = _line(message)
-        with _log_lock:
+        with _lock:
             if self._logs is None:
                 self._logs = deque()
             self._logs.append({"time": self._clock.now(), "message": text})
@@ -171,7 +171,13 @@ class Execution:
         publication: Publication = self.make_publication(definition, key, params)
         if self.span is not None:
             publication.trace = self.span.carrier
-        self.publications.append(publication)
+        with _lock:
+            if self.ended:
+                raise LeaseLost(
+                    f"task {self.name!r} {self.key!r}: this execution has ended, so it publishes nothing any more: publish "
+                    f"before the handler returns, and before the end of its transaction()"
+                )
+            self.publications.append(publication)
 
     def set_result(self, value: Any) -> None:
         """Keep the result for the end of a `transaction()`."""
@@ -191,6 +197,11 @@ class Execution:
             raise LeaseLost(
                 f"task {self.name!r} {self.key!r}: {self.stop_reason.value}, so this execution writes nothing any more"
             )
+
+    def end(self) -> None:
+        """Its outcome is decided: what it has published by now goes with that, and no more."""
+        with _lock:
+            self.ended = True
 
     def _report(self) -> None:
         if not self.hushed and self.on_report is not None:
@@ -226,7 +237,7 @@ class Execution:
     def _stored_logs(self) -> Document:
         if self._logs is None:
             return {}
-        with _log_lock:
+        with _lock:
             return {"logs": list(self._logs), "dropped_log_cnt": self._dropped_logs}
 
 

@@ -158,7 +158,7 @@ class Executor:
             ending = ending_of(execution, error)
         else:
             ending = ending_with(execution, value)
-        execution.ended = True
+        execution.end()
         if self._after is not None and task is not None:
             try:
                 await _maybe(self._after(task, ending))

@@ -195,7 +195,7 @@ class Transactions:
         outcome = self._success(execution, execution.result)
         if outcome.kind != "succeeded":
             raise TaskFailed(outcome.entry["fail_reason"])
-        execution.ended = True
+        execution.end()
         return Record(self._worker_id, outcome, execution.publications, self._clock.now())
 
     def resume(self, execution: Execution) -> None:

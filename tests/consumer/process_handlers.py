@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from taskmesh import Retry, Snooze, TaskFailed, current_task
+from taskmesh import LeaseLost, Retry, Snooze, TaskFailed, current_task
 
 
 class NotPortable(Exception):
@@ -181,3 +181,14 @@ def order_in_transaction(database: str, n: int, ending: str = "") -> str:
         time.sleep(1.2)
         task.set_result({1} if ending == "set" else f"ordered {n}")
     return "not this"
+
+
+def publish_after_the_block(path: str) -> None:
+    """Write down why the second publication was refused."""
+    task = current_task()
+    with task.transaction():
+        task.publish("add", "inside", a=1)
+    try:
+        task.publish("add", "after", a=1)
+    except LeaseLost as error:
+        Path(path).write_text(str(error))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -330,3 +332,74 @@ async def test_a_publication_of_an_existing_key_leaves_that_task_alone(mesh: Tas
     async with working(mesh, names=["parent"]):
         await (await parent.publish("k")).result(60)
     assert (await mesh.get("child", "a")).params == {"n": 1}
+
+
+@pytest.mark.parametrize("kind", ["in_loop", "in_thread", "in_process"])
+async def test_a_publication_after_the_block_is_refused_and_not_lost_in_silence(
+    mesh: TaskMesh, tmp_path: Path, kind: str
+) -> None:
+    refused: list[str] = []
+    reason_in = tmp_path / "reason"
+    mesh.task(run="process", name="add")(handlers.add)
+    mesh.task(run="process", name="in_process")(handlers.publish_after_the_block)
+
+    @mesh.task
+    async def in_loop() -> None:
+        async with current_task().transaction():
+            await current_task().publish("add", "inside", a=1)
+        try:
+            await current_task().publish("add", "after", a=1)
+        except LeaseLost as error:
+            refused.append(str(error))
+
+    @mesh.task
+    def in_thread() -> None:
+        with current_task().transaction():
+            current_task().publish("add", "inside", a=1)
+        try:
+            current_task().publish("add", "after", a=1)
+        except LeaseLost as error:
+            refused.append(str(error))
+
+    async with working(mesh, names=[kind]):
+        params = {"path": str(reason_in)} if kind == "in_process" else {}
+        await (await mesh.publish(kind, "k", params)).result(60)
+        await eventually(lambda: refused or reason_in.exists(), what="the handler goes on after its block")
+    assert [task.key async for task in mesh.find("add")] == ["inside"]
+    [reason] = refused or [reason_in.read_text()]
+    assert "before the end of its transaction()" in reason
+
+
+async def test_a_publication_after_a_block_that_failed_goes_with_the_success(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def order() -> None:
+        with contextlib.suppress(ValueError):
+            async with current_task().transaction():
+                raise ValueError
+        await current_task().publish("another", "after", n=1)
+
+    async with working(mesh, names=["order"]):
+        await (await order.publish("k")).result(60)
+    assert [task.key async for task in mesh.find("another")] == ["after"]
+
+
+async def test_what_a_handler_leaves_behind_publishes_nothing_after_its_end(mesh: TaskMesh) -> None:
+    over = asyncio.Event()
+    left_behind: list[asyncio.Task[None]] = []
+
+    @mesh.task
+    async def order() -> None:
+        task = current_task()
+
+        async def publish_late() -> None:
+            await over.wait()
+            await task.publish("another", "late", n=1)
+
+        left_behind.append(asyncio.create_task(publish_late()))
+
+    async with working(mesh, names=["order"]):
+        await (await order.publish("k")).result(60)
+        over.set()
+        with pytest.raises(LeaseLost, match="has ended"):
+            await left_behind[0]
+    assert [task async for task in mesh.find("another")] == []
