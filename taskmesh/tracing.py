@@ -18,6 +18,7 @@ import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from taskmesh.logs import fields_of
@@ -166,16 +167,22 @@ class ProcessSpan:
         return found or None
 
     def end(self, ending: _Ended) -> None:
-        """End it, with how the execution ended."""
+        """End it, with how the execution ended. Raises nothing: an error's own text, or a span processor, may be broken."""
+        for step in (partial(self._tell, ending), self._span.end):
+            try:
+                step()
+            except Exception:
+                logger.exception("the span of an execution could not be ended as it should")
+
+    def _tell(self, ending: _Ended) -> None:
         self._span.set_attribute(_OUTCOME, ending.kind)
         if ending.kind in ("failed", "lost"):
             kind = _type_of(ending.error) if ending.error is not None else ending.kind
             self._span.set_attribute("error.type", kind)
-            if isinstance(ending.error, Exception):
-                self._span.record_exception(ending.error)
             reason = (ending.reason or "").partition("\n")[0]
             self._span.set_status(self._api.Status(self._api.StatusCode.ERROR, reason))
-        self._span.end()
+            if isinstance(ending.error, Exception):
+                self._span.record_exception(ending.error)
 
 
 def _attributes(operation: str, kind: str, name: str, queue: str) -> dict[str, Any]:

@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from taskmesh.consumer.execution import Execution, Stop
-from taskmesh.consumer.reasons import reason_text
-from taskmesh.errors import LeaseLost, Snooze
+from taskmesh.consumer.pause import varied
+from taskmesh.consumer.reasons import MAX_REASON_CHARS, reason_text
+from taskmesh.errors import LeaseLost, Retry, Snooze, TaskFailed
 from taskmesh.logs import fields_of
+from taskmesh.store.driver import Document
+from taskmesh.store.finish import Outcome
 
 logger = logging.getLogger("taskmesh.executor")
 
@@ -48,7 +51,7 @@ def ending_of(execution: Execution, error: BaseException) -> Ending:
             return Ending("released", reason=Stop.WORKER_STOPS.value, error=error)
         return Ending("failed", reason="CancelledError: the handler was cancelled, and not by taskmesh", error=error)
     if isinstance(error, Snooze):
-        return Ending("snoozed", reason=str(error), error=error)
+        return Ending("snoozed", reason=reason_text(error), error=error)
     return Ending("failed", reason=reason_text(error), error=error)
 
 
@@ -63,3 +66,17 @@ def _stopped_before(execution: Execution, error: BaseException | None = None) ->
     if reason is Stop.LEASE_LOST:
         return Ending("lost", reason=reason.value, error=error)
     return None
+
+
+def failure(execution: Execution, ending: Ending) -> Outcome:
+    """Return the outcome of an execution that failed."""
+    entry: Document = {"fail_reason": (ending.reason or "")[:MAX_REASON_CHARS], "retry_jitter": varied(1.0, 1.0) - 1.0}
+    if isinstance(ending.error, TaskFailed):
+        entry["final"] = True
+    delay_ms = ending.error.delay_ms if isinstance(ending.error, Retry) else None
+    return execution.outcome("failed", entry, 5_000, delay_ms)
+
+
+def stopped(execution: Execution) -> Outcome:
+    """Return a note for the entry of a cancelled task. It changes no other."""
+    return execution.outcome("stopped", {"fail_reason": "the task was cancelled"})

@@ -64,8 +64,10 @@ class Execution:
         self.task: asyncio.Task[None] | None = None
         self.stop_reason: Stop | None = None
         self.handler_running = False
+        self.judged = False
+        """Whether it is said how it ended: what its handler still does counts no more."""
         self.ended = False
-        """Whether its outcome is decided, so that nothing can stop it any more."""
+        """Whether its outcome is decided, so that nothing can stop it any more: it is judged, or its transaction commits."""
         self.thread_done: asyncio.Event | None = None
         """For a plain handler: set when its thread has really ended, which no cancellation can hasten."""
         self._logs: deque[Document] | None = None
@@ -78,6 +80,8 @@ class Execution:
         self.make_publication: Any = None
         self.publications: list[Publication] = []
         self.result: Any = None
+        self.as_task: Any = None
+        """The `Task` that hooks are shown."""
         self.recorded_or_lost = False
         """Whether its outcome has its fate, so that its lease is of no interest any more."""
         self.recorded = False

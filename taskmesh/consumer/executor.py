@@ -23,17 +23,16 @@ import anyio
 import anyio.to_thread
 
 from taskmesh.clock import ServerClock
-from taskmesh.consumer.ending import Ending, ending_of, ending_with
+from taskmesh.consumer.ending import Ending, ending_of, ending_with, failure, stopped
 from taskmesh.consumer.execution import Execution, Stop
 from taskmesh.consumer.finisher import Fate, Finisher
 from taskmesh.consumer.observer import Observer
-from taskmesh.consumer.pause import varied
 from taskmesh.consumer.pinger import Pinger
-from taskmesh.consumer.reasons import MAX_REASON_CHARS, reason_text, unstorable_text
+from taskmesh.consumer.reasons import reason_text, unstorable_text
 from taskmesh.consumer.transactions import Transactions
 from taskmesh.context import BlockingTaskContext, TaskContext, enter
 from taskmesh.definition import TaskDefinition
-from taskmesh.errors import LeaseLost, Retry, Snooze, TaskFailed
+from taskmesh.errors import LeaseLost, Snooze
 from taskmesh.logs import fields_of
 from taskmesh.store import Store
 from taskmesh.store.driver import Document
@@ -144,29 +143,43 @@ class Executor:
     # --- the pipeline ---
 
     async def _run(self, execution: Execution) -> None:
-        task: Task | None = None
+        await self._finish(execution, await self._handle(execution))
+
+    async def _handle(self, execution: Execution) -> Ending:
+        """Run the handler, with what comes before it, and judge how it ended."""
         execution.span = process_span(execution)
         try:
             definition = self._definitions[execution.name]
             args, kwargs = definition.params.to_run(execution.document.get("params") or {})
             if self._before is not None or self._after is not None:
-                task = Task.from_document(execution.document)
-            if self._before is not None and task is not None:
-                await self._call_before(execution, self._before(task))
+                execution.as_task = Task.from_document(execution.document)
+            if self._before is not None:
+                await self._call_before(execution, self._before(execution.as_task))
             value = await self._call(execution, definition, args, kwargs)
         except BaseException as error:  # noqa: BLE001 — whatever a handler raises ends its own execution and nothing else
-            ending = ending_of(execution, error)
-        else:
-            ending = ending_with(execution, value)
+            return ending_of(execution, error)
+        return ending_with(execution, value)
+
+    async def _finish(self, execution: Execution, ending: Ending) -> None:
+        """Bring it to its outcome. It has one, whatever goes wrong here: else it would hold its slot and its lease for ever."""
+        execution.judged = True
         execution.end()
-        if self._after is not None and task is not None:
-            try:
-                await _maybe(self._after(task, ending))
-            except Exception:
-                logger.exception("the hook 'after' failed for task %s", execution.id, extra=fields_of(execution))
-        if execution.span is not None:
-            execution.span.end(ending)
-        await self._conclude(execution, ending)
+        try:
+            if self._after is not None and execution.as_task is not None:
+                await self._call_after(execution, self._after, ending)
+            if execution.span is not None:
+                execution.span.end(ending)
+            await self._conclude(execution, ending)
+        except Exception as error:
+            logger.exception("the end of task %s met an error that is not its handler's", execution.id)
+            if not execution.recorded_or_lost:
+                self._record(execution, failure(execution, Ending("failed", reason=reason_text(error))))
+
+    async def _call_after(self, execution: Execution, after: AfterHook, ending: Ending) -> None:
+        try:
+            await _maybe(after(execution.as_task, ending))
+        except Exception:
+            logger.exception("the hook 'after' failed for task %s", execution.id, extra=fields_of(execution))
 
     async def _call_before(self, execution: Execution, called: Awaitable[None] | None) -> None:
         """Wait for the hook, which a stop cancels as it does the handler."""
@@ -264,7 +277,7 @@ class Executor:
         elif ending.kind == "failed":
             reason = (ending.reason or "").partition("\n")[0]
             logger.info("task %s failed: %s", execution.id, reason, extra=fields_of(execution))
-            outcome = _failure(execution, ending)
+            outcome = failure(execution, ending)
         elif ending.kind == "snoozed":
             outcome = execution.outcome(
                 "snoozed", {}, delay_ms=ending.error.delay_ms if isinstance(ending.error, Snooze) else 0
@@ -274,7 +287,7 @@ class Executor:
         elif execution.stop_reason is Stop.CANCELLED:
             execution.recorded_or_lost = True
             await self._thread_end(execution)  # until then its entry shows that it is still on its way out
-            outcome = _stopped(execution)
+            outcome = stopped(execution)
         else:
             self._over(execution, "lost")
             return
@@ -299,7 +312,7 @@ class Executor:
         try:
             size = size_of(value, "result")
         except (Unstorable, TooLarge) as error:
-            return _failure(execution, Ending("failed", reason=unstorable_text(error)))
+            return failure(execution, Ending("failed", reason=unstorable_text(error)))
         return execution.outcome("succeeded", {"returns": value}, size + 200)
 
     async def _record_with_publications(self, execution: Execution, outcome: Outcome) -> None:
@@ -309,8 +322,7 @@ class Executor:
         except LeaseLost:
             self._over(execution, "lost")
         except Exception as error:  # noqa: BLE001 — what is published may be refused in any way
-            failure = _failure(execution, Ending("failed", reason=reason_text(error)))
-            self._record(execution, failure)
+            self._record(execution, failure(execution, Ending("failed", reason=reason_text(error))))
         else:
             self._over(execution, "recorded")
 
@@ -326,7 +338,7 @@ class Executor:
                 extra=fields_of(execution),
             )
             # If that was since the task was cancelled meanwhile, its entry is to show that the handler has ended.
-            self._finisher.add(_stopped(execution), lambda _: None)
+            self._finisher.add(stopped(execution), lambda _: None)
         if execution.thread_done is not None and not execution.thread_done.is_set():
             waiting = asyncio.get_running_loop().create_task(self._wait_for_thread(execution))
             execution.task = waiting
@@ -356,16 +368,3 @@ class Executor:
 
 async def _maybe(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
-
-
-def _failure(execution: Execution, ending: Ending) -> Outcome:
-    entry: Document = {"fail_reason": (ending.reason or "")[:MAX_REASON_CHARS], "retry_jitter": varied(1.0, 1.0) - 1.0}
-    if isinstance(ending.error, TaskFailed):
-        entry["final"] = True
-    delay_ms = ending.error.delay_ms if isinstance(ending.error, Retry) else None
-    return execution.outcome("failed", entry, 5_000, delay_ms)
-
-
-def _stopped(execution: Execution) -> Outcome:
-    """A note for the entry of a cancelled task. It changes no other."""
-    return execution.outcome("stopped", {"fail_reason": "the task was cancelled"})

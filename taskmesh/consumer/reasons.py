@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import traceback
 
-from taskmesh.errors import Retry, TaskFailed
+from taskmesh.errors import Retry, Snooze, TaskFailed
 
 MAX_REASON_CHARS = 4_000
 _FRAMES_KEPT = 8
@@ -22,7 +22,7 @@ def reason_text(error: BaseException) -> str:
     """Return type, message and the last frames of an error. Only file, line and code of a frame are kept."""
     if isinstance(error.__cause__, ReasonElsewhere):
         return cleaned(str(error.__cause__))
-    if isinstance(error, (TaskFailed, Retry)):
+    if isinstance(error, (TaskFailed, Retry, Snooze)):
         return cleaned(_message(error) or type(error).__name__)
     text = _summary(error)[: MAX_REASON_CHARS // 2]
     frames = traceback.extract_tb(error.__traceback__)

@@ -11,12 +11,12 @@ import pytest
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind, StatusCode
 
-from taskmesh import Retry, Snooze, TaskFailed, TaskMesh, TaskOption, current_task
+from taskmesh import Retry, Snooze, Status, TaskFailed, TaskMesh, TaskOption, current_task
 from tests.waiting import eventually
 from tests.working import finished, working
 
 pytest.importorskip("opentelemetry.sdk", reason="a dev dependency: make install")
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
@@ -122,6 +122,43 @@ async def test_each_execution_is_a_span_with_its_error(mesh: TaskMesh, spans: Sp
     [event] = first.events
     assert event.name == "exception"
     assert dict(event.attributes or {})["exception.message"] == "it rained\nall day"
+
+
+class Unspeakable(Exception):
+    """Its own text cannot be made."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize("error", [Unspeakable, Snooze])
+async def test_an_error_or_a_span_processor_that_is_broken_costs_no_slot(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    class Broken(SpanProcessor):
+        def on_end(self, span: ReadableSpan) -> None:  # noqa: ARG002 — its own name for it
+            raise RuntimeError("the exporter is broken")
+
+    seen: list[str] = []
+
+    @mesh.task(option=TaskOption(max_unexpected_retries=0))
+    async def work() -> None:
+        if not seen:
+            seen.append("")
+            raise error
+
+    await work.publish("k")
+    provider = TracerProvider()
+    if error is Snooze:
+        provider.add_span_processor(Broken())
+    monkeypatch.setattr(trace, "_TRACER_PROVIDER", provider)
+    async with working(mesh, concurrency=1) as consumer:
+        task = await finished(mesh, "work", "k")
+        await eventually(lambda: not consumer.running)
+    if error is Snooze:
+        assert task.status is Status.SUCCESS
+    else:
+        assert "Unspeakable: <exception str() failed>" in task.fail_reasons[0]
 
 
 async def test_to_come_back_later_is_no_error(mesh: TaskMesh, spans: Spans) -> None:
