@@ -64,6 +64,8 @@ class Execution:
         self.task: asyncio.Task[None] | None = None
         self.stop_reason: Stop | None = None
         self.handler_running = False
+        self.hook_running = False
+        """Whether `after` is, which nothing stops but the end of the worker."""
         self.judged = False
         """Whether it is said how it ended: what its handler still does counts no more."""
         self.ended = False

@@ -140,6 +140,11 @@ class Executor:
             )
             self.stop(execution, Stop.LEASE_LOST)
 
+    def cut_hook_short(self, execution: Execution) -> None:
+        """Wait no longer for `after`: the worker ends, and there is an outcome to record."""
+        if execution.hook_running and execution.task is not None:
+            execution.task.cancel()
+
     # --- the pipeline ---
 
     async def _run(self, execution: Execution) -> None:
@@ -176,10 +181,13 @@ class Executor:
                 self._record(execution, failure(execution, Ending("failed", reason=reason_text(error))))
 
     async def _call_after(self, execution: Execution, after: AfterHook, ending: Ending) -> None:
+        execution.hook_running = True
         try:
             await _maybe(after(execution.as_task, ending))
-        except Exception:
+        except (Exception, asyncio.CancelledError):
             logger.exception("the hook 'after' failed for task %s", execution.id, extra=fields_of(execution))
+        finally:
+            execution.hook_running = False
 
     async def _call_before(self, execution: Execution, called: Awaitable[None] | None) -> None:
         """Wait for the hook, which a stop cancels as it does the handler."""

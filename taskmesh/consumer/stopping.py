@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 
 import anyio
 
-from taskmesh.consumer.execution import Stop
+from taskmesh.consumer.execution import Execution, Stop
 from taskmesh.consumer.parts import Parts
 from taskmesh.logs import fields_of
 
@@ -69,7 +69,7 @@ async def wind_down(parts: Parts, wish: StopWish, grace_ms: int) -> None:
         parts.executor.stop(execution, Stop.WORKER_STOPS)
     await _wait_for_handlers(parts)
     began = time.monotonic()
-    if not await _in_time(parts.finisher.drain(), lambda: _recordable_until(parts, wish, began)):
+    if not await _in_time(_all_recorded(parts), lambda: _recordable_until(parts, wish, began)):
         logger.error("the database is away: outcomes are given up unrecorded, and their tasks will run again")
 
 
@@ -89,19 +89,36 @@ async def _wait_for_executions(parts: Parts, wish: StopWish, grace_ms: int) -> N
 
 
 async def _wait_for_handlers(parts: Parts) -> None:
-    """Wait for cancelled handlers to end, but not for ever: one that will not is left behind, and fenced."""
+    """Wait for cancelled handlers, and for what follows them, but not for ever.
+
+    A handler that goes on is left behind, and fenced; the hook `after` is cut short, so that the outcome is recorded.
+    """
     deadline = time.monotonic() + _HANDLERS_END_WITHIN_S
-    while time.monotonic() < deadline:
-        left = [e.task for e in parts.executions if not e.ended and e.task is not None and not e.task.done()]
-        if not left:
-            return
-        await asyncio.wait(left, timeout=deadline - time.monotonic())
+    while (left := _at_work(parts.executions)) and time.monotonic() < deadline:
+        await asyncio.wait(left, timeout=min(_CHECK_EVERY_S, deadline - time.monotonic()))
+        for execution in parts.executions:  # one whose transaction was about to commit could not be stopped before
+            parts.executor.stop(execution, Stop.WORKER_STOPS)
     for execution in parts.executions:
-        if not execution.ended:
+        if execution.ended:
+            parts.executor.cut_hook_short(execution)
+        else:
             logger.error(
                 "task %s ignores its cancellation: giving its task back", execution.id, extra=fields_of(execution)
             )
             parts.release(execution.id, execution.running_id)
+
+
+async def _all_recorded(parts: Parts) -> None:
+    """Wait until every outcome that is decided is recorded, or lost."""
+    while left := _at_work(execution for execution in parts.executions if execution.ended):
+        await asyncio.wait(left)
+    await parts.finisher.drain()
+
+
+def _at_work(executions: Iterable[Execution]) -> list[asyncio.Task[None]]:
+    """Whatever of these is still to hand its outcome to the finisher, or records it itself."""
+    tasks = (execution.task for execution in executions if not execution.recorded_or_lost)
+    return [task for task in tasks if task is not None and not task.done()]
 
 
 def _recordable_until(parts: Parts, wish: StopWish, began: float) -> float:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from taskmesh import Consumer, LeaseLost, Status, TaskMesh, TaskOption, current_task
+from taskmesh import Consumer, Ending, LeaseLost, Status, Task, TaskMesh, TaskOption, current_task
+from tests.faults import failing_commands
 from tests.waiting import eventually
 from tests.working import finished, parts_of, status_is, working
 
@@ -251,3 +252,67 @@ async def test_workers_can_be_stopped_paused_and_resized_from_afar(mesh: TaskMes
         await eventually(lambda: consumer.state == "stopped")
     (worker,) = await mesh.workers()
     assert (worker.worker_id, worker.state, worker.names) == ("w1", "stopped", ["job"])
+
+
+@pytest.mark.parametrize("how", ["stop", "cancel"])
+async def test_a_stop_at_once_records_what_has_ended_though_its_hook_still_runs(mesh: TaskMesh, how: str) -> None:
+    in_hook, release = asyncio.Event(), asyncio.Event()
+
+    async def after(_: Task, __: Ending) -> None:
+        in_hook.set()
+        await release.wait()
+
+    @mesh.task
+    async def job() -> int:
+        return 7
+
+    handle = await job.publish("k")
+    consumer = mesh.consumer(after=after)
+    running = asyncio.create_task(consumer.run())
+    await in_hook.wait()
+    if how == "stop":
+        consumer.begin_stop(0)
+    else:
+        running.cancel()
+    await asyncio.wait([running], timeout=1)
+    release.set()
+    await asyncio.wait([running])
+    task = await handle.task()
+    assert (task.status, [entry.returns for entry in task.task_state.worker_states]) == (Status.SUCCESS, [7])
+
+
+@pytest.mark.slow
+async def test_a_hook_that_never_ends_is_cut_short_by_a_stop_and_the_outcome_recorded(mesh: TaskMesh) -> None:
+    in_hook = asyncio.Event()
+
+    async def after(_: Task, __: Ending) -> None:
+        in_hook.set()
+        await asyncio.sleep(600)
+
+    @mesh.task
+    async def job() -> int:
+        return 7
+
+    handle = await job.publish("k")
+    async with working(mesh, after=after) as consumer:
+        await in_hook.wait()
+        async with asyncio.timeout(60):
+            await consumer.stop(grace_ms=0)
+    assert (await handle.task()).status is Status.SUCCESS
+
+
+async def test_a_stop_at_once_waits_for_a_success_that_is_recorded_with_what_was_published(
+    mesh: TaskMesh, mongo_uri: str
+) -> None:
+    @mesh.task
+    async def job() -> None:
+        await current_task().publish("another", "published", n=1)
+
+    async with working(mesh, names=["job"]) as consumer:
+        slow: dict[str, Any] = {"blockConnection": True, "blockTimeMS": 1_500}
+        async with failing_commands(mongo_uri, ["commitTransaction"], times=1, **slow) as have_failed:
+            handle = await job.publish("k")
+            await have_failed()
+            await consumer.stop(grace_ms=0)
+        assert (await handle.task()).status is Status.SUCCESS
+    assert [task.key async for task in mesh.find("another")] == ["published"]
