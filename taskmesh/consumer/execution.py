@@ -62,6 +62,8 @@ class Execution:
         self.next_ping = 0.0
         self.renewed(claim_sent)
         self.task: asyncio.Task[None] | None = None
+        self.concluding: asyncio.Task[None] | None = None
+        """What brings it to its end where its handler, and so its own asyncio task, goes on."""
         self.stop_reason: Stop | None = None
         self.handler_running = False
         self.hook_running = False
@@ -70,8 +72,8 @@ class Execution:
         """Whether it is said how it ended: what its handler still does counts no more."""
         self.ended = False
         """Whether its outcome is decided, so that nothing can stop it any more: it is judged, or its transaction commits."""
-        self.thread_done: asyncio.Event | None = None
-        """For a plain handler: set when its thread has really ended, which no cancellation can hasten."""
+        self.handler_done: asyncio.Event | None = None
+        """Set when the handler has really ended, if that may be later: a thread, or what ignores its cancellation."""
         self._logs: deque[Document] | None = None
         self._log_bytes = 0
         self._dropped_logs = 0
@@ -118,6 +120,11 @@ class Execution:
         self.next_ping = now + min(self.stored_option["ping_interval_ms"] / 4000, 1.0)
 
     # --- what a handler may ask (see context.Running) ---
+
+    @property
+    def pipeline(self) -> asyncio.Task[None] | None:
+        """Whatever is to hand its outcome on."""
+        return self.concluding or self.task
 
     @property
     def option(self) -> TaskOption:

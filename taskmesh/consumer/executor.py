@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("taskmesh.executor")
 
 _MANY_SLOTS = 50
+_CANCELLED_ENDS_WITHIN_S = 10.0
+"""How long a cancelled handler may take to clean up, until its outcome is recorded without it."""
 
 BeforeHook = Callable[[Task], Awaitable[None] | None]
 AfterHook = Callable[[Task, "Ending"], Awaitable[None] | None]
@@ -87,7 +89,7 @@ class Executor:
         self._observer = observer
         self._transactions = Transactions(store, worker_id, clock, pinger, reports_written, self._success)
         self.executions: dict[str, Execution] = {}
-        """What holds a slot here, by `_id`: until the outcome is recorded, and a plain handler's thread has ended."""
+        """What holds a slot here, by `_id`: until the outcome is recorded, and the handler has really ended."""
         self._recording: set[Execution] = set()
         """Whose outcomes are on their way to the database."""
         self._threads = anyio.CapacityLimiter(1)
@@ -131,6 +133,17 @@ class Executor:
             )
         if execution.handler_running and execution.task is not None:
             execution.task.cancel()
+            if reason is not Stop.WORKER_STOPS:
+                asyncio.get_running_loop().call_later(_CANCELLED_ENDS_WITHIN_S, self._go_on_without, execution)
+
+    def _go_on_without(self, execution: Execution) -> None:
+        """Judge an execution whose handler goes on, though it was cancelled: as with a thread, its slot stays taken."""
+        if not execution.ended:
+            execution.handler_done = asyncio.Event()
+            ending = ending_of(execution, asyncio.CancelledError())
+            execution.judged = True
+            execution.end()
+            execution.concluding = asyncio.get_running_loop().create_task(self._finish(execution, ending))
 
     def lose(self, execution: Execution) -> None:
         """The lease is gone: whatever the handler still does counts no more."""
@@ -142,13 +155,17 @@ class Executor:
 
     def cut_hook_short(self, execution: Execution) -> None:
         """Wait no longer for `after`: the worker ends, and there is an outcome to record."""
-        if execution.hook_running and execution.task is not None:
-            execution.task.cancel()
+        if execution.hook_running and execution.pipeline is not None:
+            execution.pipeline.cancel()
 
     # --- the pipeline ---
 
     async def _run(self, execution: Execution) -> None:
-        await self._finish(execution, await self._handle(execution))
+        ending = await self._handle(execution)
+        if not execution.judged:
+            await self._finish(execution, ending)
+        elif execution.handler_done is not None:
+            execution.handler_done.set()
 
     async def _handle(self, execution: Execution) -> Ending:
         """Run the handler, with what comes before it, and judge how it ended."""
@@ -230,7 +247,7 @@ class Executor:
         self, execution: Execution, definition: TaskDefinition[Any, Any], args: list[Any], kwargs: dict[str, Any]
     ) -> Any:
         loop = asyncio.get_running_loop()
-        done = execution.thread_done = asyncio.Event()
+        done = execution.handler_done = asyncio.Event()
         begun = threading.Lock()
         """Whoever has it decides: the thread that the handler runs, or a stop before that it never will."""
 
@@ -294,7 +311,7 @@ class Executor:
             outcome = execution.outcome("released", {})
         elif execution.stop_reason is Stop.CANCELLED:
             execution.recorded_or_lost = True
-            await self._thread_end(execution)  # until then its entry shows that it is still on its way out
+            await self._handler_end(execution)  # until then its entry shows that it is still on its way out
             outcome = stopped(execution)
         else:
             self._over(execution, "lost")
@@ -311,7 +328,7 @@ class Executor:
             self._recording.discard(execution)
             self._over(execution, fate)
 
-        if execution.thread_done is None or execution.thread_done.is_set():  # a thread that goes on keeps its slot
+        if execution.handler_done is None or execution.handler_done.is_set():  # what goes on keeps its slot
             self._recording.add(execution)
             self._slot_freed()
         self._finisher.add(outcome, over)
@@ -335,7 +352,7 @@ class Executor:
             self._over(execution, "recorded")
 
     def _over(self, execution: Execution, fate: Fate) -> None:
-        """The outcome has its fate: free the slot, as soon as a plain handler's thread has really ended."""
+        """The outcome has its fate: free the slot, as soon as the handler has really ended."""
         execution.ended = True
         execution.recorded_or_lost = True
         if fate == "lost" and execution.stop_reason is None:
@@ -347,25 +364,24 @@ class Executor:
             )
             # If that was since the task was cancelled meanwhile, its entry is to show that the handler has ended.
             self._finisher.add(stopped(execution), lambda _: None)
-        if execution.thread_done is not None and not execution.thread_done.is_set():
-            waiting = asyncio.get_running_loop().create_task(self._wait_for_thread(execution))
-            execution.task = waiting
+        if execution.handler_done is not None and not execution.handler_done.is_set():
+            execution.concluding = asyncio.get_running_loop().create_task(self._wait_for_handler(execution))
         else:
             self._free(execution)
 
-    async def _wait_for_thread(self, execution: Execution) -> None:
-        await self._thread_end(execution)
+    async def _wait_for_handler(self, execution: Execution) -> None:
+        await self._handler_end(execution)
         self._free(execution)
 
-    async def _thread_end(self, execution: Execution) -> None:
-        """Wait for the end of a plain handler's thread, which no cancellation can hasten."""
-        if execution.thread_done is not None and not execution.thread_done.is_set():
+    async def _handler_end(self, execution: Execution) -> None:
+        """Wait for the end of a handler that nothing can hasten."""
+        if execution.handler_done is not None and not execution.handler_done.is_set():
             logger.warning(
-                "the thread of task %s goes on, though its execution is over: its slot stays taken",
+                "the handler of task %s goes on, though its execution is over: its slot stays taken",
                 execution.id,
                 extra=fields_of(execution),
             )
-            await execution.thread_done.wait()
+            await execution.handler_done.wait()
 
     def _free(self, execution: Execution) -> None:
         if self.executions.get(execution.id) is execution:

@@ -117,7 +117,7 @@ async def _all_recorded(parts: Parts) -> None:
 
 def _at_work(executions: Iterable[Execution]) -> list[asyncio.Task[None]]:
     """Whatever of these is still to hand its outcome to the finisher, or records it itself."""
-    tasks = (execution.task for execution in executions if not execution.recorded_or_lost)
+    tasks = (execution.pipeline for execution in executions if not execution.recorded_or_lost)
     return [task for task in tasks if task is not None and not task.done()]
 
 

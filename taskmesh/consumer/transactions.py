@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from pymongo.errors import OperationFailure, PyMongoError
 
 from taskmesh.clock import ServerClock
-from taskmesh.consumer.execution import Execution
+from taskmesh.consumer.execution import Execution, Stop
 from taskmesh.consumer.pinger import Pinger
 from taskmesh.errors import LeaseLost, Snooze, TaskFailed, TaskMeshError
 from taskmesh.store import Store
@@ -192,6 +192,8 @@ class Transactions:
     def decide(self, execution: Execution) -> Record:
         """Make the execution's outcome a SUCCESS that nothing stops any more, but a transaction that fails."""
         execution.check_lease()
+        if execution.judged or execution.stop_reason is Stop.TIMEOUT:
+            raise _lost(execution.name, execution.key)
         outcome = self._success(execution, execution.result)
         if outcome.kind != "succeeded":
             raise TaskFailed(outcome.entry["fail_reason"])
@@ -200,7 +202,7 @@ class Transactions:
 
     def resume(self, execution: Execution) -> None:
         """Ping and report as before."""
-        execution.ended = False
+        execution.ended = execution.judged
         execution.speak_again()
 
     def abandoned(self, execution: Execution) -> None:
