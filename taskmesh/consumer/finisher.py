@@ -56,7 +56,7 @@ class Finisher:
     @property
     def idle(self) -> bool:
         """Whether nothing waits and nothing is in flight."""
-        return not self._in_flight and not any(self._waiting.values())
+        return not self._in_flight and not self._waiting
 
     async def drain(self) -> None:
         """Wait until everything added so far has left."""
@@ -67,12 +67,15 @@ class Finisher:
 
     def _send(self) -> None:
         self._send_planned = False
-        for waiting in self._waiting.values():
-            while waiting and len(self._in_flight) < _MAX_IN_FLIGHT:
-                batch = _next_batch(waiting)
-                sending = asyncio.get_running_loop().create_task(self._record(batch), name="taskmesh finish")
-                self._in_flight.add(sending)
-                sending.add_done_callback(self._sent)
+        while self._waiting and len(self._in_flight) < _MAX_IN_FLIGHT:
+            kind, waiting = next(iter(self._waiting.items()))
+            batch = _next_batch(waiting)
+            del self._waiting[kind]
+            if waiting:  # behind the others, so that none waits for as long as there is more of this kind
+                self._waiting[kind] = waiting
+            sending = asyncio.get_running_loop().create_task(self._record(batch), name="taskmesh finish")
+            self._in_flight.add(sending)
+            sending.add_done_callback(self._sent)
 
     def _sent(self, sending: asyncio.Task[None]) -> None:
         self._in_flight.discard(sending)
