@@ -7,7 +7,7 @@ MongoDB's own types imply: times are kept to the millisecond and in UTC, tuples 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import date, datetime
 from decimal import Decimal
 from enum import Enum
@@ -16,6 +16,7 @@ from typing import Any
 
 import bson
 from bson.errors import BSONError
+from bson.raw_bson import RawBSONDocument
 from pydantic import BaseModel
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
@@ -40,20 +41,32 @@ class TooLarge(Exception):
 
 def size_of(value: Any, path: str) -> int:
     """Return how many bytes the value needs. Raises `Unstorable` with the path of the culprit, or `TooLarge`."""
+    return 1 if value is None or value is True or value is False else len(_encoded("v", value, path))
+
+
+def kept(name: str, value: Any, path: str) -> tuple[Mapping[str, Any], int]:
+    """Return a document with this one field, and its size. Nothing that happens to the value later changes it.
+
+    Raises as `size_of` does.
+    """
     if value is None or value is True or value is False:
-        return 1
+        return {name: value}, 1
+    encoded = _encoded(name, value, path)
+    return {name: value} if type(value) in _PLAIN else RawBSONDocument(encoded), len(encoded)
+
+
+def _encoded(name: str, value: Any, path: str) -> bytes:
     try:
-        encoded = bson.encode({"v": value}, codec_options=CODEC)
+        encoded = bson.encode({name: value}, codec_options=CODEC)
     except _REFUSALS as error:
         raise _culprit(value, path, error) from None
     if b"$ref\0" in encoded and (reference := _reference(value, path)):
         raise Unstorable(reference, "a dict with `$ref` and `$id` would come back as a DBRef: name its keys otherwise")
-    size = len(encoded)
-    if size > MAX_BYTES:
+    if len(encoded) > MAX_BYTES:
         raise TooLarge(
-            f"{path} has {size} bytes, more than the {MAX_BYTES} that fit: store it elsewhere and pass a reference"
+            f"{path} has {len(encoded)} bytes, more than the {MAX_BYTES} that fit: store it elsewhere and pass a reference"
         )
-    return size
+    return encoded
 
 
 _REFUSALS = (

@@ -228,11 +228,12 @@ class Execution:
 
     # --- the outcome ---
 
-    def outcome(self, kind: Any, entry: Document, size: int = 0, delay_ms: int | None = None) -> Outcome:
+    def outcome(self, kind: Any, entry: Mapping[str, Any], size: int = 0, delay_ms: int | None = None) -> Outcome:
         """Return how this execution ended, with its logs and progress: the last report of them may have failed."""
         logs = self._stored_logs()
         size += self._log_bytes + 60 * len(logs.get("logs", ()))
-        return Outcome(self.id, self.running_id, kind, entry | logs, delay_ms, self.progress, size)
+        entry = {**entry, **logs} if logs else entry
+        return Outcome(self.id, self.running_id, kind, entry, delay_ms, self.progress, size)
 
     def report(self) -> Outcome | None:
         """Return what is new in logs and progress, to be written while the execution goes on."""

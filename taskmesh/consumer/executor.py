@@ -40,7 +40,7 @@ from taskmesh.store.finish import Outcome
 from taskmesh.store.publish import Publication
 from taskmesh.task import Task
 from taskmesh.tracing import process_span
-from taskmesh.values import TooLarge, Unstorable, size_of
+from taskmesh.values import TooLarge, Unstorable, kept
 
 if TYPE_CHECKING:
     from taskmesh.consumer.processes import Processes
@@ -335,10 +335,10 @@ class Executor:
 
     def _success(self, execution: Execution, value: Any) -> Outcome:
         try:
-            size = size_of(value, "result")
+            entry, size = kept("returns", value, "result")
         except (Unstorable, TooLarge) as error:
             return failure(execution, Ending("failed", reason=unstorable_text(error)))
-        return execution.outcome("succeeded", {"returns": value}, size + 200)
+        return execution.outcome("succeeded", entry, size + 200)
 
     async def _record_with_publications(self, execution: Execution, outcome: Outcome) -> None:
         """Record SUCCESS and the tasks that the handler published as one."""

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Literal
 
-from pymongo.errors import PyMongoError
+from pymongo.errors import InvalidOperation, OperationFailure, PyMongoError
 
 from taskmesh.store import Store
 from taskmesh.store.faults import is_over_deadline, is_passing
@@ -28,7 +29,15 @@ _MAX_BATCH_BYTES = 6_000_000
 _MAX_IN_FLIGHT = 2
 _FIRST_DEADLINE_MS = 1_000
 """Short, since a locked document holds up the whole set; then the set is split."""
+_LATER_DEADLINE_MS = 5_000
 _LONGEST_PAUSE_S = 1.0
+_LONGEST_REFUSED_PAUSE_S = 10.0
+_REFUSED_FOR_S = 300.0
+"""How long an error that we do not know is taken for a passing one. Then it is the document's, and the execution FAILs."""
+_ABOUT_THE_DOCUMENT = (15, 52, 55, 57, 121, 171, 10334, 11000, 17280, 17419, 17420)
+"""Too large, nested too deeply, against a validator or an index of users: no second try fares better."""
+_ABOUT_US = (13, 18, 391, 8000)
+"""Not allowed, not logged in, over a quota: all outcomes alike have to wait until somebody mends that."""
 _MAX_REASON_CHARS = 1_000
 
 Item = tuple[Outcome, Callable[[Fate], None]]
@@ -42,6 +51,8 @@ class Finisher:
         self._worker_id = worker_id
         self._waiting: dict[Kind, deque[Item]] = {}
         self._in_flight: set[asyncio.Task[None]] = set()
+        self._beside: set[asyncio.Task[None]] = set()
+        """Writes of single outcomes that have been held up: they go on by themselves, and hold up no other."""
         self._told_outage = False
         self._send_planned = False
 
@@ -56,14 +67,14 @@ class Finisher:
     @property
     def idle(self) -> bool:
         """Whether nothing waits and nothing is in flight."""
-        return not self._in_flight and not self._waiting
+        return not self._in_flight and not self._beside and not self._waiting
 
     async def drain(self) -> None:
         """Wait until everything added so far has left."""
         while not self.idle:
             self._send()
-            if self._in_flight:
-                await asyncio.wait(set(self._in_flight), return_when=asyncio.FIRST_COMPLETED)
+            if under_way := self._in_flight | self._beside:
+                await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
 
     def _send(self) -> None:
         self._send_planned = False
@@ -73,20 +84,25 @@ class Finisher:
             del self._waiting[kind]
             if waiting:  # behind the others, so that none waits for as long as there is more of this kind
                 self._waiting[kind] = waiting
-            sending = asyncio.get_running_loop().create_task(self._record(batch), name="taskmesh finish")
-            self._in_flight.add(sending)
-            sending.add_done_callback(self._sent)
+            self._launch(self._record(batch), self._in_flight)
+
+    def _launch(self, recording: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
+        sending = asyncio.get_running_loop().create_task(recording, name="taskmesh finish")
+        tasks.add(sending)
+        sending.add_done_callback(self._sent)
 
     def _sent(self, sending: asyncio.Task[None]) -> None:
         self._in_flight.discard(sending)
+        self._beside.discard(sending)
         if not sending.cancelled() and (error := sending.exception()) is not None:
             logger.error("recording outcomes failed for a reason that is not the database's", exc_info=error)
         self._send()
 
-    async def _record(self, batch: Sequence[Item]) -> None:
-        """Write a batch, again and again if need be, until each outcome has its fate."""
+    async def _record(self, batch: Sequence[Item], *, beside: bool = False) -> None:
+        """Write a batch, again and again if need be, until each outcome has its fate. `beside`: a single one, as above."""
         pause = 0.05
-        deadline_ms = _FIRST_DEADLINE_MS
+        began = time.monotonic()
+        deadline_ms = _LATER_DEADLINE_MS if beside else _FIRST_DEADLINE_MS
         todo = list(batch)
         while todo:
             split = False
@@ -96,21 +112,28 @@ class Finisher:
                 ):
                     self._tell(todo, "recorded")
                     return
-            except PyMongoError as error:
-                if is_passing(error):
+            except Exception as error:  # not the database's alone: what cannot be encoded concerns one outcome too
+                refused = not is_over_deadline(error)
+                if is_passing(error) or _is_about_us(error):
                     self._tell_outage(error)
                     await asyncio.sleep(pause)
                     pause = min(pause * 2, _LONGEST_PAUSE_S)
                 elif len(todo) > 1:
                     split = True
-                elif is_over_deadline(error):
-                    deadline_ms = 5_000
-                elif todo[0][0].kind == "succeeded":
+                elif refused and (_is_about_the_document(error) or time.monotonic() - began > _REFUSED_FOR_S):
+                    if todo[0][0].kind != "succeeded":
+                        logger.exception("the outcome of %s cannot be recorded", todo[0][0].id)
+                        self._tell(todo, "lost")
+                        return
                     todo = [_failed_instead(*todo[0], error)]
-                else:
-                    logger.exception("the outcome of %s cannot be recorded", todo[0][0].id)
-                    self._tell(todo, "lost")
+                    began = time.monotonic()
+                elif not beside:
+                    self._launch(self._record(todo, beside=True), self._beside)
                     return
+                elif refused:
+                    logger.warning("recording the outcome of %s was refused: %.200s", todo[0][0].id, error)
+                    await asyncio.sleep(pause)
+                    pause = min(pause * 2, _LONGEST_REFUSED_PAUSE_S)
             todo = await self._still_to_do(todo)
             if split and len(todo) > 1:
                 parts = [todo[i::8] for i in range(min(8, len(todo)))]
@@ -140,7 +163,18 @@ class Finisher:
             self._told_outage = True
 
 
-def _failed_instead(outcome: Outcome, done: Callable[[Fate], None], error: PyMongoError) -> Item:
+def _is_about_us(error: Exception) -> bool:
+    return isinstance(error, OperationFailure) and error.code in _ABOUT_US
+
+
+def _is_about_the_document(error: Exception) -> bool:
+    """Whether this one document cannot be written, now or later. So too if the client is closed, or cannot encode it."""
+    if isinstance(error, OperationFailure):
+        return error.code in _ABOUT_THE_DOCUMENT
+    return isinstance(error, InvalidOperation) or not isinstance(error, PyMongoError)
+
+
+def _failed_instead(outcome: Outcome, done: Callable[[Fate], None], error: Exception) -> Item:
     """A result that fits by itself may be too large together with the rest of the document: then the execution FAILs."""
     reason = f"the handler's result cannot be stored with the task: {error}"[:_MAX_REASON_CHARS]
     entry = {"fail_reason": reason, "retry_jitter": 0.0}

@@ -6,7 +6,7 @@ that was preempted, or whose task was cancelled, changes nothing any more (fenci
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ class Outcome:
     id: str
     running_id: str
     kind: Kind
-    entry: Document = field(default_factory=dict)
+    entry: Mapping[str, Any] = field(default_factory=dict)
     """Fields for the worker's entry: `returns`, `fail_reason`, `final`, `retry_jitter`, `logs`. Checked to be storable."""
     delay_ms: int | None = None
     """Of `Retry` and `Snooze`: no worker claims the task before this has passed."""
