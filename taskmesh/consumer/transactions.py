@@ -11,6 +11,7 @@ after the commit, both the handler's writes and the SUCCESS are there.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -18,11 +19,13 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Protocol
 
+import anyio
 from pymongo.errors import OperationFailure, PyMongoError
 
 from taskmesh.clock import ServerClock
 from taskmesh.consumer.execution import Execution, Stop
 from taskmesh.consumer.pinger import Pinger
+from taskmesh.ending import CLOSE_DEADLINE_S, ended_in_time
 from taskmesh.errors import LeaseLost, Snooze, TaskFailed, TaskMeshError
 from taskmesh.store import Store
 from taskmesh.store.blocking import BlockingStore, StoreAddress, maybe, run_now
@@ -320,10 +323,20 @@ async def _block(
             ) from error
         raise
     finally:
-        if session.in_transaction:
-            with suppress(PyMongoError):
-                await maybe(session.abort_transaction())
-        await side.end(recorded)
+        try:
+            if session.in_transaction:
+                with suppress(PyMongoError):
+                    await _abort(session)
+        finally:
+            await side.end(recorded)
+
+
+async def _abort(session: Any) -> None:
+    """Undo it, also while we are being cancelled (again and again, by a scope of anyio): what it wrote is locked until then."""
+    aborting = session.abort_transaction()
+    if inspect.isawaitable(aborting):
+        with anyio.CancelScope(shield=True):
+            await ended_in_time(aborting, CLOSE_DEADLINE_S)
 
 
 def _outlived(error: PyMongoError, started: float, limit_s: float) -> bool:

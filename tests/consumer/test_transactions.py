@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 from motor.motor_asyncio import AsyncIOMotorClient
 from pymongo import AsyncMongoClient
@@ -403,3 +404,33 @@ async def test_what_a_handler_leaves_behind_publishes_nothing_after_its_end(mesh
         with pytest.raises(LeaseLost, match="has ended"):
             await left_behind[0]
     assert [task async for task in mesh.find("another")] == []
+
+
+async def test_a_block_that_a_cancel_scope_cuts_short_is_undone_at_once(
+    mesh: TaskMesh, client: Any, database: str
+) -> None:
+    cut, go_on = asyncio.Event(), asyncio.Event()
+
+    @mesh.task
+    async def order() -> str:
+        with anyio.move_on_after(0.3):
+            async with current_task().transaction() as session:
+                await session.client[database]["orders"].insert_one({"_id": 1, "n": 1}, session=session)
+                await anyio.sleep_forever()
+        await current_task().progress(0.5, "the other way")
+        cut.set()
+        await go_on.wait()
+        return "the other way"
+
+    async def progress_is_stored() -> bool:
+        return (await mesh.get("order", "k")).task_state.progress is not None
+
+    async with working(mesh):
+        handle = await order.publish("k")
+        await cut.wait()
+        async with asyncio.timeout(10):  # nothing is locked
+            await client[database]["orders"].insert_one({"_id": 1, "n": 2})
+        await eventually(progress_is_stored, what="it is not hushed any more")
+        go_on.set()
+        assert await handle.result(60) == "the other way"
+    assert await orders_in(client, database) == [2]
