@@ -69,6 +69,6 @@ class Reporter:
                     await report(self._store, self._worker_id, [news for _, news in batch])
                 except PyMongoError as error:
                     logger.warning("progress of %d tasks could not be written: %s", len(batch), type(error).__name__)
-                    for execution, news in batch:
-                        execution.report_failed(news)
+                    for execution, unsaid in told:  # also what was not tried; twice does no harm
+                        execution.report_failed(unsaid)
                     return
