@@ -58,8 +58,8 @@ class Execution:
         self._option: TaskOption | None = None
         self.started = time.monotonic()
         self._clock = clock
-        self.lease_until = 0.0
-        self.next_ping = 0.0
+        self.silent_until = 0.0
+        """Until when not to ping, whatever is due."""
         self.renewed(claim_sent)
         self.task: asyncio.Task[None] | None = None
         self.concluding: asyncio.Task[None] | None = None
@@ -104,6 +104,15 @@ class Execution:
         """Note a renewal that was sent at this monotonic time: the lease is trusted from then, less a margin."""
         self.leased(sent, self.stored_option["worker_timeout_ms"] / 1000)
         self.next_ping = sent + self.ping_every_s
+
+    @property
+    def next_ping(self) -> float:
+        """When to ask for renewal (monotonic)."""
+        return max(self._ping_due, self.silent_until)
+
+    @next_ping.setter
+    def next_ping(self, moment: float) -> None:
+        self._ping_due = moment
 
     @property
     def ping_every_s(self) -> float:
@@ -223,6 +232,7 @@ class Execution:
     def speak_again(self) -> None:
         """After a `transaction()` that failed: ping at once, and report what was held back."""
         self.hushed = False
+        self.silent_until = 0.0
         self.next_ping = time.monotonic()
         self._report()
 

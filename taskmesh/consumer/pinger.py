@@ -101,9 +101,12 @@ class Pinger:
 
         def wait_for_the_round() -> None:
             with self._round:
-                execution.next_ping = time.monotonic() + seconds
+                pass
 
+        # Said here and not in that thread, which goes on if we are cancelled, and would say it too late.
+        execution.silent_until = time.monotonic() + seconds
         await asyncio.to_thread(wait_for_the_round)
+        execution.silent_until = time.monotonic() + seconds
 
     async def stop(self) -> None:
         """End the thread."""

@@ -16,7 +16,7 @@ from pymongo import AsyncMongoClient
 
 from taskmesh import LeaseLost, Status, TaskError, TaskHandle, TaskMesh, TaskMeshError, TaskOption, current_task
 from tests.consumer import process_handlers as handlers
-from tests.faults import server_parameter
+from tests.faults import failing_commands, server_parameter
 from tests.waiting import eventually
 from tests.working import finished, working
 
@@ -434,3 +434,31 @@ async def test_a_block_that_a_cancel_scope_cuts_short_is_undone_at_once(
         go_on.set()
         assert await handle.result(60) == "the other way"
     assert await orders_in(client, database) == [2]
+
+
+@pytest.mark.slow
+async def test_a_block_that_is_cut_short_as_it_begins_leaves_the_lease_as_it_was(
+    mesh: TaskMesh, mongo_uri: str, database: str
+) -> None:
+    begin = asyncio.Event()
+    attempts: list[int] = []
+
+    @mesh.task(option=TaskOption(worker_timeout_ms=4_000, ping_interval_ms=500, max_unexpected_retries=0))
+    async def order() -> str:
+        attempts.append(current_task().attempt)
+        await begin.wait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.3), current_task().transaction():
+                attempts.append(0)  # never: the pinger is in the middle of a round
+        await asyncio.sleep(6)  # longer than the lease
+        return "the other way"
+
+    async with working(mesh):
+        handle = await order.publish("k")
+        await eventually(lambda: attempts)
+        slow: dict[str, Any] = {"blockConnection": True, "blockTimeMS": 1_500, "namespace": f"{database}.tasks"}
+        async with failing_commands(mongo_uri, ["update"], times=1, **slow) as have_failed:
+            await have_failed()  # a ping is on its way
+            begin.set()
+            assert await handle.result(60) == "the other way"
+    assert attempts == [1]
