@@ -65,6 +65,10 @@ class _Eager:
     def __init__(self, collection: Any) -> None:
         self._collection = collection
 
+    def find(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a cursor whose methods can be awaited."""
+        return _Eager(self._collection.find(*args, **kwargs))
+
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._collection, name)
 
