@@ -52,7 +52,7 @@ def test_behind_a_proxy_that_strips_a_path_all_links_lead_through_it(taskmesh: S
     assert 'href="/ops/mesh/static/style.css' in page
     assert 'href="/ops/mesh/workers"' in page
     task = {"name": "work", "key": "k"}
-    answer = httpx.post(f"{url}/do/tasks.publish", data=task, headers={"Origin": url})
+    answer = httpx.post(f"{url}/do/tasks.publish", data=task, headers={"Origin": url, "X-Forwarded-For": "203.0.113.9"})
     assert answer.headers["location"] == "/ops/mesh/"
-    started.says("tasks.publish by the dashboard, from 127.0.0.1: name 'work', key 'k'")
+    started.says("tasks.publish by the dashboard, from 203.0.113.9: name 'work', key 'k'")
     assert started.stop() == 0
