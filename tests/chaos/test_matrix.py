@@ -61,6 +61,7 @@ _ONLY_FOR: dict[str, set[str]] = {
     "DuplicateKey": {"insert"},
 }
 _ELSEWHERE = {
+    "find.fitting": "asked if on_claim has a filter: tests/consumer/test_unclaimable_head.py",
     "find.names_in_use": "asked once a minute, for tasks that nobody runs: tests/fleet/test_deploy_skew.py",
     "find.open_scan": "reads behind tasks that are refused: tests/consumer/test_unclaimable_head.py",
     "find.unfinished_left": "asked with until_idle: tests/consumer/test_when_it_runs.py",
@@ -135,8 +136,10 @@ async def test_three_faults_in_one_life_cost_nothing(servers: Servers, caplog: p
                 break
 
     lost, failed = servers.proxy.lost_replies, lost_reply.failed_so_far()
-    life = await _trapped(servers, "matrix_always", before, traps, caplog)
+    listener = CommandsOfVerbs()
+    life = await _trapped(servers, "matrix_always", before, traps, caplog, listener)
     _check(life)
+    assert sorted(set(VERBS) - {_STREAM} - set(listener.commands)) == [], "the matrix does not put these to the test"
     assert [trap.left for trap in traps] == [0, 0, 0], "each verb was called as often as it was to be disturbed"
     assert servers.proxy.lost_replies > lost
     assert lost_reply.failed_so_far() >= failed + 2, "both faults were met"
@@ -165,11 +168,12 @@ async def _trapped(
     before: Callable[[str], None],
     traps: list[_Trap],
     caplog: pytest.LogCaptureFixture,
+    listener: CommandsOfVerbs | None = None,
 ) -> Life:
     """Live with these traps; nothing may be logged as an error."""
     try:
         with caplog.at_level(logging.ERROR, "taskmesh"), watched(before):
-            life = await live(servers.uri, database)
+            life = await live(servers.uri, database, listener)
     finally:
         for trap in traps:
             trap.disarm()
