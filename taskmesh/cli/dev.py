@@ -39,7 +39,7 @@ def dev(
             output.show_json({"uri": server.uri, "pid": server.pid, "directory": str(server.directory)})
         else:
             output.say(f"MongoDB runs at {server.uri}")
-            output.say(f"  data   {server.directory} (pid {server.pid}); it stays when the server stops")
+            output.say(f"  data   {server.directory}, which stays when the server (pid {server.pid}) stops")
             output.say("  use    nothing to do in this directory; elsewhere:")
             at = "" if database is None else f" TASKMESH_DATABASE={database}"
             output.say(f"         export TASKMESH_URI='{server.uri}'{at}")

@@ -74,7 +74,7 @@ def _what_waits(waiting: list[Waiting], worker_id: str, *, unknown: bool) -> Ren
     which = f"the {looked_at} oldest tasks that wait" if looked_at >= _LOOKED_AT else f"the {looked_at} tasks that wait"
     said = f"{worker_id} could claim {open_} of {which} now." if waiting else "No task waits."
     if unknown:
-        said += f" But {_unknown(worker_id)}."
+        said += f" {'But' if open_ else 'And'} {_unknown(worker_id)}."
     rows: list[list[object]] = [
         [
             group.tasks,
