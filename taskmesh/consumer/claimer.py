@@ -118,8 +118,8 @@ class Claimer:
 
     def is_aside(self, id_: str) -> bool:
         """Whether a task is not to be tried for now."""
-        until, _ = self._aside.get(id_, (0.0, 0.0))
-        return until > time.monotonic()
+        over, _ = self._aside.get(id_, (0.0, 0.0))
+        return over > time.monotonic()
 
     async def run(self) -> None:
         """Claim for ever."""
@@ -323,9 +323,11 @@ class Claimer:
 
     async def _split(self, rest: list[Candidate], narrowed_by: Mapping[str, Any], error: PyMongoError) -> None:
         """Try smaller sets, and set the document aside that holds them up. If all fail alike, no document is to blame."""
-        if len(rest) == 1:
-            self._set_aside(rest[0], error)
-        parts = [rest[i::8] for i in range(min(8, len(rest)))] if len(rest) > 1 else []
+        if len(rest) <= 1:
+            for candidate in rest:
+                self._set_aside(candidate, error)
+            return
+        parts = [rest[i::8] for i in range(min(8, len(rest)))]
         tried = await asyncio.gather(*(self._try(part, narrowed_by) for part in parts))
         failed = [(left, error) for left, error in tried if error is not None and not is_passing(error)]
         left_over = [candidate for left, _ in failed for candidate in left]
@@ -351,11 +353,11 @@ class Claimer:
         first, longest = _LOCKED_PAUSES_S if locked else _REFUSED_PAUSES_S
         _, last = self._aside.pop(candidate.id, (0.0, 0.0))
         pause = max(first, min(2 * last, longest))
-        until = time.monotonic() + pause
-        self._aside[candidate.id] = until, pause
+        over = time.monotonic() + pause
+        self._aside[candidate.id] = over, pause
         if len(self._aside) > _ASIDE_AT_MOST:
             del self._aside[next(iter(self._aside))]
-        self._queue.offer(replace(candidate, due=until, timed=False))
+        self._queue.offer(replace(candidate, due=over, timed=False))
         if locked and pause >= 1:
             logger.info("task %s is locked, by somebody's transaction most likely: set aside", candidate.id)
         elif not locked and not last:
