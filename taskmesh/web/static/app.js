@@ -109,6 +109,11 @@
     if (active.isConnected && active !== document.activeElement) active.focus({ preventScroll: true }); // its row has moved
     if (at.row && at.row.isConnected) at.row.classList.add("at");
     else if (at.row) mark(at.place, false);
+    const kept = JSON.parse(fresh.getElementById("curves")?.dataset.samples || "[]");
+    if (kept.length >= samples.length) { // also what happened while nobody saw this page
+      samples = kept;
+      draw();
+    }
     showAll();
     showTimes();
   };
