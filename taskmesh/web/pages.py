@@ -179,6 +179,7 @@ async def bulk(request: Request, mesh: TaskMesh) -> Response:
         raise InvalidOption("an empty filter means every task: name at least a status, like status:FAIL")
     if action == "cancel":
         which = cancellable(which)
+        text = str(which)
     count = await mesh.count_within(which, at_most=_COUNT_AT_MOST, deadline_ms=_COUNT_WITHIN_MS)
     first = await mesh.page(which, newest_first=False, limit=10, deadline_ms=_LISTED_WITHIN_MS)
     return rendered(

@@ -309,6 +309,10 @@ async def test_ticked_tasks_and_all_that_fit_a_filter_are_retried(mesh: TaskMesh
     assert "cancel: 2 of 3 tasks" in page
     asked = await shown(client, "/bulk?action=retry&where=status:CANCELLED")
     assert "<b>2</b> tasks fit" in asked
+    to_cancel = await shown(client, "/bulk?action=cancel&where=name:work")
+    assert "<b>4</b> tasks fit" in to_cancel, "two are finished"
+    assert "name:work status:INIT,RUNNING" in to_cancel
+    await shown(client, "/bulk?action=cancel&where=status:CANCELLED", 422)
     assert (await told(client, "bulk.retry", where="status:CANCELLED")) == "good: retry: 2 of 2 tasks"
     assert [action.by for action in await mesh.bulk_actions()] == ["the dashboard, from 127.0.0.1"]
     assert (await mesh.stats()).counts == {"work": {"INIT": 6}}
