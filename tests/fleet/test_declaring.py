@@ -30,7 +30,7 @@ async def test_a_backlog_too_long_for_one_look_is_worked_off_in_several(
     mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was put in time is not put again."""
-    monkeypatch.setattr(schedules, "_READ_GOOD_FOR_MS", 100)
+    monkeypatch.setattr(schedules, "_READ_GOOD_FOR_MS", 300)
 
     @mesh.task
     async def tick() -> None: ...
