@@ -13,6 +13,8 @@ from taskmesh import TaskMesh, TaskOption, current_task
 from tests.waiting import eventually
 from tests.working import finished, parts_of, working
 
+pytestmark = pytest.mark.usefixtures("never_used")
+
 NAMES = ("job", "flaky", "napping", "other", "another")
 SIZES = [3_000, pytest.param(200_000, marks=pytest.mark.slow)]
 

@@ -79,7 +79,7 @@ async def large(mesh: TaskMesh, request: pytest.FixtureRequest) -> int:
     return count
 
 
-@pytest.mark.usefixtures("large")
+@pytest.mark.usefixtures("large", "never_used")
 @pytest.mark.parametrize("large", SIZES, indirect=True)
 async def test_t43_every_page_is_small_and_reads_by_index_what_it_shows(
     mesh: TaskMesh, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch

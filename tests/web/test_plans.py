@@ -28,6 +28,7 @@ _COUNTED_TO = 500
 SIZES = [(3_000, _COUNTED_TO), pytest.param(50_000, 5_000, marks=pytest.mark.slow)]
 
 
+@pytest.mark.usefixtures("never_used")
 @pytest.mark.parametrize(("size", "looked_at"), SIZES)
 async def test_no_page_no_listing_and_no_command_looks_at_everything(
     mesh: TaskMesh, mongo_uri: str, database: str, monkeypatch: pytest.MonkeyPatch, size: int, looked_at: int
