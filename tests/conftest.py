@@ -76,7 +76,10 @@ def _databases(mongo_uri: str) -> Iterator[Databases]:
 
 @pytest.fixture
 def never_used() -> None:
-    """For a test about plans: a new database. An index never forgets that there was an array in it, and then sorts."""
+    """For a test that asks the server what is there: a new database, of which nothing is left from another test.
+
+    An index never forgets that there was an array in it, and then sorts; the stream of a killed worker stays for minutes.
+    """
 
 
 @pytest.fixture

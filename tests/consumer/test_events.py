@@ -260,6 +260,7 @@ async def _publish_one_by_one(definition: Any, count: int) -> None:
         await definition.publish(str(i))
 
 
+@pytest.mark.usefixtures("never_used")
 async def test_one_stream_serves_all_readers_of_a_process(mesh: TaskMesh, mongo_uri: str, database: str) -> None:
     good = define_all(mesh)["good"]
     async with AsyncMongoClient[dict[str, Any]](mongo_uri) as client:
