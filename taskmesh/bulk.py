@@ -68,7 +68,7 @@ class BulkAction(BaseModel):
 
 
 class NotedAction(BaseModel):
-    """Who did what to one task, queue, worker or schedule, by the dashboard or the REST API."""
+    """Who did what to one task, queue, worker or schedule, by the command line, the dashboard or the REST API."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -254,7 +254,7 @@ class BulkActions(Connected):
         return [BulkAction.model_validate({**document, "id": document["_id"]}) for document in found]
 
     async def note_action(self, action: str, about: str, by: str | None = None) -> None:
-        """Write down for `noted_actions` what somebody did. The dashboard and the REST API do, for what changes single things."""
+        """Write down for `noted_actions` what somebody did: the command line, the dashboard and the REST API do."""
         await undo.note(self.store, action, about, by)
 
     async def noted_actions(self, limit: int = 50) -> list[NotedAction]:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from taskmesh.cli import bulk, errors, explain, fleet, following, publishing, queues, tasks, top
+from taskmesh.cli import audit, bulk, errors, explain, fleet, following, publishing, queues, tasks, top
 from taskmesh.cli.connected import Collection, Database, Uri
 from taskmesh.cli.demo import demo
 from taskmesh.cli.dev import dev
@@ -54,6 +54,7 @@ explain.add_to(app)
 following.add_to(app)
 errors.add_to(app)
 bulk.add_to(app)
+audit.add_to(app)
 queues.add_to(app)
 fleet.add_to(app)
 top.add_to(app)

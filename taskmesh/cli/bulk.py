@@ -13,6 +13,7 @@ from rich.text import Text
 
 from taskmesh.bulk import UNDO_MS, BulkAction, BulkResult
 from taskmesh.cli import completion, output
+from taskmesh.cli.audit import noted
 from taskmesh.cli.connected import Collection, Database, Uri, connected, run_at
 from taskmesh.cli.listing import Json, show_found
 from taskmesh.cli.tasks import task_json
@@ -156,6 +157,7 @@ async def _one(mesh: TaskMesh, verb: _Verb, name: str, key: str, *, yes: bool, a
     if verb.question is not None:
         output.confirm(verb.question.format(f"{name} {key}"), yes=yes)
     task = await verb.one(mesh)(name, key)
+    await noted(mesh, f"task.{verb.name}", name=name, key=key)
     if as_json:
         output.show_json(task_json(task))
     elif verb is _CANCEL and task.status is not Status.CANCELLED:
@@ -213,6 +215,7 @@ async def undo(
         await show_found(mesh.bulk_actions, _action_table, as_json=as_json)
         return
     undone = await mesh.undo(action)
+    await noted(mesh, "bulk.undo", id=action)
     if as_json:
         output.show_json(undone)
     else:

@@ -12,6 +12,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from taskmesh.cli import completion, output
+from taskmesh.cli.audit import noted
 from taskmesh.cli.connected import Collection, Database, Uri, connected, mesh_at
 from taskmesh.cli.listing import Json, Watch, show_found
 from taskmesh.consumer.settings import MOST_AT_ONCE
@@ -81,6 +82,7 @@ async def stop_worker(
 ) -> None:
     """Let a worker stop gracefully, wherever it runs."""
     await mesh.stop_worker(worker_id, grace_ms)
+    await noted(mesh, "worker.stop", worker_id=worker_id)
     while wait and await _lives(mesh, worker_id):  # noqa: ASYNC110  # it is another process
         await asyncio.sleep(0.2)
     output.say(f"worker {worker_id} {'has stopped' if wait else 'will stop'}")
@@ -93,12 +95,14 @@ async def _lives(mesh: TaskMesh, worker_id: str) -> bool:
 async def pause_worker(mesh: TaskMesh, worker_id: WorkerId) -> None:
     """Let one worker claim no more. What it runs, runs on."""
     await mesh.pause_worker(worker_id)
+    await noted(mesh, "worker.pause", worker_id=worker_id)
     output.say(f"worker {worker_id} is told to pause")
 
 
 async def resume_worker(mesh: TaskMesh, worker_id: WorkerId) -> None:
     """Let a paused worker go on."""
     await mesh.resume_worker(worker_id)
+    await noted(mesh, "worker.resume", worker_id=worker_id)
     output.say(f"worker {worker_id} is told to go on")
 
 
@@ -111,6 +115,7 @@ async def set_concurrency(
 ) -> None:
     """Change how many executions a worker runs at once."""
     await mesh.set_concurrency(worker_id, concurrency)
+    await noted(mesh, "worker.set_concurrency", worker_id=worker_id, concurrency=concurrency)
     output.say(f"worker {worker_id} is told to run {concurrency} at once")
 
 

@@ -11,6 +11,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from taskmesh.cli import completion, output
+from taskmesh.cli.audit import noted
 from taskmesh.cli.connected import Collection, Database, Uri, connected, run_at
 from taskmesh.cli.listing import Json, Watch, show_found
 from taskmesh.definition import checked_queue
@@ -76,6 +77,7 @@ async def pause(
     await _tell_if_nobody_knows(mesh, queue)
     until = None if for_ms is None else datetime.now(UTC) + timedelta(milliseconds=for_ms)
     await mesh.pause(queue, reason=reason, by=output.somebody(), until=until)
+    await noted(mesh, "queue.pause", queue=queue, for_ms=for_ms)
     output.say(f"queue {queue} is paused" + (f" until {until.isoformat(' ', 'seconds')}" if until else ""))
 
 
@@ -94,6 +96,7 @@ async def resume(mesh: TaskMesh, queue: Queue) -> None:
     """Let workers claim from a queue again."""
     await _tell_if_nobody_knows(mesh, queue)
     await mesh.resume(queue)
+    await noted(mesh, "queue.resume", queue=queue)
     output.say(f"queue {queue} is open")
 
 
@@ -123,8 +126,11 @@ def limit(
         await _tell_if_nobody_knows(mesh, queue)
         if group is not None:
             await mesh.set_group_limit(queue, group, running)
+            await noted(mesh, "queue.set_group_limit", queue=queue, group=group, running=running)
         else:
-            await mesh.set_limit(queue, rate=rate, per_ms=per_ms, running=running, group_running=group_running)
+            limits = {"rate": rate, "per_ms": per_ms, "running": running, "group_running": group_running}
+            await mesh.set_limit(queue, **limits)
+            await noted(mesh, "queue.set_limit", queue=queue, **limits)
 
     async def tell(mesh: TaskMesh) -> None:
         if group is not None:
@@ -174,12 +180,14 @@ def _schedule_table(found: list[ScheduleInfo]) -> RenderableType:
 async def pause_schedule(mesh: TaskMesh, schedule_id: ScheduleId, reason: Reason = None) -> None:
     """Let a schedule tick no more."""
     await mesh.pause_schedule(schedule_id, reason=reason, by=output.somebody())
+    await noted(mesh, "schedule.pause", schedule_id=schedule_id)
     output.say(f"schedule {schedule_id} is paused")
 
 
 async def resume_schedule(mesh: TaskMesh, schedule_id: ScheduleId) -> None:
     """Let a schedule tick again, from now on."""
     schedule = await mesh.resume_schedule(schedule_id)
+    await noted(mesh, "schedule.resume", schedule_id=schedule_id)
     output.say(
         f"schedule {schedule_id} ticks again" + (f", next at {schedule.next_time}" if schedule.next_time else "")
     )
@@ -188,6 +196,7 @@ async def resume_schedule(mesh: TaskMesh, schedule_id: ScheduleId) -> None:
 async def trigger(mesh: TaskMesh, schedule_id: ScheduleId, as_json: Json = False) -> None:
     """Publish a schedule's task now, beside its ticks."""
     handle = await mesh.trigger(schedule_id)
+    await noted(mesh, "schedule.trigger", schedule_id=schedule_id)
     if as_json:
         output.show_json({"name": handle.name, "key": handle.key, "created": handle.created})
     else:
@@ -202,4 +211,5 @@ async def unschedule(
     """Remove a schedule; its tasks stay. Code that still declares it brings it back."""
     output.confirm(f"remove the schedule {schedule_id}?", yes=yes)
     await mesh.unschedule(schedule_id)
+    await noted(mesh, "schedule.remove", schedule_id=schedule_id)
     output.say(f"schedule {schedule_id} is removed")

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from taskmesh.cli import completion, output
+from taskmesh.cli.audit import noted
 from taskmesh.cli.connected import connected
 from taskmesh.cli.listing import Json, Listing, Watch, show
 from taskmesh.cli.timeline import timeline
@@ -226,6 +227,7 @@ async def set_option(
         output.show_json(effect) if as_json else output.say(f"{effect.name} {effect.key}: {effect.sentence}")
         return
     task = await mesh.set_option(name, key, **output.settings(changes))
+    await noted(mesh, "task.set_option", name=name, key=key, changes=output.settings(changes))
     if as_json:
         output.show_json(task_json(task))
     else:

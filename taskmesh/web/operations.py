@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from taskmesh.bulk import UNDO_MS, BulkAction, BulkResult, NotedAction, TaskPage, UndoResult
 from taskmesh.doctor import Finding
 from taskmesh.error_groups import ErrorReport
-from taskmesh.explain import Explanation
+from taskmesh.explain import Explanation, Waiting
 from taskmesh.mesh import TaskMesh
 from taskmesh.periodic import ScheduleInfo
 from taskmesh.queues import QueueInfo
@@ -30,6 +30,7 @@ from taskmesh.web.requests import (
     Limits,
     Listing,
     Nothing,
+    OfWorker,
     OptionChange,
     Pausing,
     PausingSchedule,
@@ -163,6 +164,12 @@ async def _get(mesh: TaskMesh, query: TheTask) -> Task:
 async def _explain(mesh: TaskMesh, query: Asking) -> list[Explanation]:
     """Tell which gates of the claim rule are open or shut, for one worker or every live one."""
     return await mesh.explain(query.name, query.key, query.worker_id)
+
+
+@_operation("worker.explain", "GET", "/worker/explain")
+async def _explain_worker(mesh: TaskMesh, query: OfWorker) -> list[Waiting]:
+    """Tell which gates are shut for one worker, of the oldest tasks that wait: grouped, the largest group first."""
+    return await mesh.explain_worker(query.worker_id, query.name)
 
 
 @_operation("task.retry", "POST", "/task/retry")

@@ -54,6 +54,12 @@ class TheWorker(_Request):
     worker_id: WorkerId
 
 
+class OfWorker(TheWorker):
+    """What waits, as one worker sees it: tasks of one name, or of all."""
+
+    name: Name | None = None
+
+
 class TheSchedule(_Request):
     """Which schedule."""
 

@@ -39,9 +39,8 @@ def serve(
     """Serve until SIGINT or SIGTERM.
 
     `token`: that in `TASKMESH_WEB_TOKEN` by default. `base_path`: the path that a proxy strips. `user_header`: in which it says
-    who asks. Logs to standard error, unless
-    logging is set up already. Raises `InvalidOption` for an address other than loopback without a token, and `TaskMeshError` if
-    it cannot listen there.
+    who asks. Logs to standard error, unless logging is set up already. Raises `InvalidOption` for an address other than loopback
+    without a token, and `TaskMeshError` if it cannot listen there.
     """
     token = (token or os.environ.get(TOKEN, "")).strip() or None
     if token is None and not is_loopback(host):

@@ -40,6 +40,9 @@ async def test_a_task_is_published_run_looked_at_and_deleted(mesh: TaskMesh, cli
     task = {"name": "double", "key": "a/b c"}
     explained = await ask(client, "GET", "/task/explain", params=task)
     assert explained[0]["gates"]
+    [waiting] = await ask(client, "GET", "/worker/explain", params={"worker_id": "nobody", "name": "double"})
+    assert (waiting["tasks"], waiting["example_key"]) == (1, "a/b c")
+    assert waiting["shut"] == []
     async with working(mesh):
         await (await mesh.publish("double", "a/b c", {"n": 21})).result(timeout=60)
     found = await ask(client, "GET", "/task", params=task)
@@ -307,7 +310,7 @@ async def test_the_openapi_document_names_every_operation(client: httpx.AsyncCli
     assert document["servers"] == [{"url": API}]
     called = {(path, method) for path, methods in document["paths"].items() for method in methods}
     assert ("/task/retry", "post") in called
-    assert len(called) == 39
+    assert len(called) == 40
     text = str(document)
     for reference in {part.split("'")[0] for part in text.split("#/components/schemas/")[1:]}:
         assert reference in document["components"]["schemas"]
