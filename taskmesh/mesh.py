@@ -7,6 +7,8 @@ from typing import Any, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overloa
 
 from taskmesh.bulk import BulkActions
 from taskmesh.consumer import Consumer
+from taskmesh.consumer.consumer import ClaimHook
+from taskmesh.consumer.executor import AfterHook, BeforeHook
 from taskmesh.definition import Configuration, Run, TaskDefinition, checked_queue
 from taskmesh.errors import InvalidOption
 from taskmesh.fleet_actions import FleetActions
@@ -47,6 +49,10 @@ class TaskMesh(Scheduling, TaskActions, BulkActions, FleetActions):
     `client`: a MongoDB URI, a `pymongo.AsyncMongoClient` or a `motor.motor_asyncio.AsyncIOMotorClient`. None: the URI in
     `TASKMESH_URI`; without one, the embedded MongoDB (`pip install 'taskmesh[embedded]'`).
     """
+
+    def __init__(self, client: Any = None, *, database: str = "taskmesh", collection: str = "tasks") -> None:
+        super().__init__(client, database=database, collection=collection)
+        self._hooks: dict[str, Any] = {}
 
     @overload
     def task(self, fn: Callable[P, Awaitable[R]], **settings: Unpack[TaskSettings]) -> TaskDefinition[P, R]: ...
@@ -91,6 +97,18 @@ class TaskMesh(Scheduling, TaskActions, BulkActions, FleetActions):
 
         return define if fn is None else define(fn)
 
+    def hooks(
+        self, *, on_claim: ClaimHook | None = None, before: BeforeHook | None = None, after: AfterHook | None = None
+    ) -> None:
+        """Set the hooks of all consumers of this mesh that are made from now on and are given none: so of `taskmesh worker` too.
+
+        What each does stands at `consumer`. Raises `InvalidOption` for what cannot be called.
+        """
+        given = {"on_claim": on_claim, "before": before, "after": after}
+        if wrong := [name for name, hook in given.items() if hook is not None and not callable(hook)]:
+            raise InvalidOption(f"the hook {wrong[0]} is a function, not {given[wrong[0]]!r}")
+        self._hooks = {name: hook for name, hook in given.items() if hook is not None}
+
     def consumer(
         self,
         *,
@@ -104,10 +122,17 @@ class TaskMesh(Scheduling, TaskActions, BulkActions, FleetActions):
         """Return a consumer of this mesh's tasks. No `worker_id`: `host-pid-random`. `listen=False`: scans only.
 
         Hooks: `on_claim(consumer)` returns a filter on task documents, or None to claim nothing this round;
-        `before(task)`, `after(task, ending)`. Plain or async. `observer`: who measures it, like `metrics.WorkerMetrics`.
+        `before(task)`, `after(task, ending)`. Plain or async; those of `mesh.hooks` unless given here. `observer`: who measures
+        it, like `metrics.WorkerMetrics`.
         """
         consumer = Consumer(
-            self, worker_id=worker_id, concurrency=concurrency, names=names, queues=queues, listen=listen, **hooks
+            self,
+            worker_id=worker_id,
+            concurrency=concurrency,
+            names=names,
+            queues=queues,
+            listen=listen,
+            **{**self._hooks, **hooks},
         )
         self._consumers.add(consumer)
         return consumer

@@ -224,3 +224,12 @@ def test_a_module_is_found_in_the_current_directory(taskmesh: Shell, tmp_path: P
     installed = Path(sys.executable).with_name("taskmesh")
     where = ["--uri", taskmesh.uri, "--database", taskmesh.database]
     subprocess.run([installed, "worker", "jobs.tasks:mesh", "--until-idle", *where], cwd=package.parent, check=True)
+
+
+def test_a_worker_has_the_hooks_of_its_mesh(taskmesh: Shell) -> None:
+    app = (taskmesh.directory / "app.py").read_text()
+    (taskmesh.directory / "app.py").write_text(
+        app + "\nmesh.hooks(after=lambda task, ending: print(task.key, ending.kind))\n"
+    )
+    taskmesh.done("publish", "add", "k", '{"a": 1, "b": 2}')
+    assert "k succeeded" in taskmesh.done("worker", "app:mesh", "--until-idle").out

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from taskmesh import Consumer, Ending, Snooze, Status, Task, TaskError, TaskFailed, TaskMesh, TaskOption
+from taskmesh import Consumer, Ending, InvalidOption, Snooze, Status, Task, TaskError, TaskFailed, TaskMesh, TaskOption
 from tests.waiting import eventually
 from tests.working import finished, working
 
@@ -66,6 +66,26 @@ async def test_on_claim_that_returns_none_or_nonsense_or_raises_claims_nothing_t
         assert (await handle.task()).task_state.worker_states == []
         answer = {}
         assert await handle.result(60) == 1
+
+
+async def test_hooks_of_the_mesh_are_those_of_every_consumer_that_has_none_of_its_own(mesh: TaskMesh) -> None:
+    called: list[str] = []
+
+    @mesh.task
+    async def job() -> None: ...
+
+    mesh.hooks(before=lambda _: called.append("mesh's before"), after=lambda *_: called.append("mesh's after"))
+    await job.publish("k1")
+    await mesh.consumer().run(until_idle=True)
+    await job.publish("k2")
+    await mesh.consumer(after=lambda *_: called.append("own after")).run(until_idle=True)
+    assert called == ["mesh's before", "mesh's after", "mesh's before", "own after"]
+    mesh.hooks()
+    await job.publish("k3")
+    await mesh.consumer().run(until_idle=True)
+    assert len(called) == 4
+    with pytest.raises(InvalidOption, match="the hook before is a function, not 'log it'"):
+        mesh.hooks(before="log it")  # type: ignore[arg-type]
 
 
 async def test_before_and_after_see_the_task_and_how_it_ended(mesh: TaskMesh) -> None:
