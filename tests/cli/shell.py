@@ -262,6 +262,13 @@ class Shell:
         assert ended.status == 0, f"{words}: {ended}"
         return ended
 
+    def refuses(self, *words: str, told: str) -> None:
+        """Run a command that is used wrongly, in this process."""
+        ended = self.here(*words)
+        assert ended.status == 2, f"{words}: {ended}"
+        assert told in ended.err
+        assert "Traceback" not in ended.err
+
     def start(self, *words: str, **environment: str) -> Started:
         """Start a command; it is killed at the end of the test, with all its children."""
         out, err = self._files()
