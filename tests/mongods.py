@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,12 +31,19 @@ class _MongodOfAnotherTime(Mongod):
             return super()._spawn(port)
 
 
-def small_mongod(dbpath: Path, *, replica_set: str | None = "rs0", clock_s: float = 0.0) -> Mongod:
+def small_mongod(
+    dbpath: Path,
+    *,
+    replica_set: str | None = "rs0",
+    clock_s: float = 0.0,
+    parameters: Mapping[str, object] | None = None,
+) -> Mongod:
     """Return a small server with failpoints, not started yet; `replica_set=None` makes it a standalone.
 
-    `clock_s`: how far its wall clock is to be off (needs libfaketime).
+    `clock_s`: how far its wall clock is to be off (needs libfaketime). `parameters`: more of the server's.
     """
-    server = _MongodOfAnotherTime(dbpath, replica_set=replica_set, cache_gb=0.25, parameters=PARAMETERS)
+    all_parameters = {**PARAMETERS, **(parameters or {})}
+    server = _MongodOfAnotherTime(dbpath, replica_set=replica_set, cache_gb=0.25, parameters=all_parameters)
     server.clock_s = clock_s
     return server
 

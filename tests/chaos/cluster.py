@@ -65,11 +65,17 @@ def _is_primary(member: Mongod) -> bool:
 
 @contextmanager
 def cluster(
-    directory: Path, clocks_s: Sequence[float] = (0.0, 0.0, 0.0), settings: Mapping[str, object] = QUICK_ELECTIONS
+    directory: Path,
+    clocks_s: Sequence[float] = (0.0, 0.0, 0.0),
+    settings: Mapping[str, object] = QUICK_ELECTIONS,
+    parameters: Mapping[str, object] | None = None,
 ) -> Iterator[Cluster]:
     """Run a replica set of servers behind proxies below `directory`. `clocks_s`: how far the clock of each is off."""
     with ExitStack() as stack:
-        members = tuple(small_mongod(directory / f"node{n}", clock_s=clock_s) for n, clock_s in enumerate(clocks_s))
+        members = tuple(
+            small_mongod(directory / f"node{n}", clock_s=clock_s, parameters=parameters)
+            for n, clock_s in enumerate(clocks_s)
+        )
         proxies = tuple(stack.enter_context(ProxyProcess()) for _ in members)
         for member, proxy in zip(members, proxies, strict=True):
             stack.enter_context(member)

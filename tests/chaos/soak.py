@@ -36,6 +36,8 @@ _BACK_SHARE = 0.8
 _BACK_WITHIN_S = 60.0
 _WINDOW_S = 2.0
 _BATCHES_PER_S = 10
+_HISTORY = {"minSnapshotHistoryWindowInSeconds": 10}
+"""By default a server keeps what was deleted for five minutes more, so that a run would have to last far longer to be flat."""
 MAY_GROW = {"memory MB": 30.0, "file descriptors": 15, "threads": 5, "tasks of the event loop": 75, "connections": 60}
 """By how much the last third may lie above the first, in the median: what a fault leaves behind for a moment, or an allocator."""
 MAY_GROW_BY_SHARE = {"documents": 1.0, "collection MB": 1.0, "indexes MB": 1.0}
@@ -235,7 +237,10 @@ def main() -> int:
     seed = int(os.environ.get("SEED") or random.SystemRandom().randrange(10**6))
     directory = Path(tempfile.mkdtemp(prefix="taskmesh-soak-"))
     say(f"soak for {seconds:g} s at {rate:g} tasks/s, SEED={seed}, logs below {directory}")
-    with cluster(directory / "cluster") as servers, Fleet(servers.uri, "soak", directory / "fleet") as fleet:
+    with (
+        cluster(directory / "cluster", parameters=_HISTORY) as servers,
+        Fleet(servers.uri, "soak", directory / "fleet") as fleet,
+    ):
         soak = Soak(servers, fleet, rate, seed)
         asyncio.run(_soak(soak, seconds))
     wrong = soak.verdict()
