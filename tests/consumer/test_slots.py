@@ -42,7 +42,7 @@ async def _end(mesh: TaskMesh, key: str, ending: str) -> None:
         await asyncio.sleep(0.05)
 
 
-@pytest.mark.parametrize("count", [500, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [1_000, pytest.param(20_000, marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning")
 async def test_t32_no_slot_leaks_however_handlers_end(mesh: TaskMesh, count: int) -> None:
     chance = random.Random(32)

@@ -40,11 +40,11 @@ def keys(uri: str) -> list[object]:
 
 
 def test_processes_that_attach_at_the_same_instant_share_one_server(place: Path) -> None:
-    with users(place, 4) as crowd:
+    with users(place, 8) as crowd:
         assert len({user.mongod for user in crowd}) == 1
         assert mongods_in(place) == [crowd[0].mongod]
         write(str(crowd[0].attached["uri"]), 1)
-        assert keys(str(crowd[3].attached["uri"])) == [1]
+        assert keys(str(crowd[7].attached["uri"])) == [1]
 
 
 def test_threads_that_attach_at_the_same_instant_share_one_server(place: Path) -> None:
