@@ -32,6 +32,7 @@ install: $(INSTALLED) ## Create .venv with everything in it, in the versions of 
 $(INSTALLED): pyproject.toml constraints.txt
 	@if [ -z "$(PYTHON)" ]; then echo "taskmesh needs Python 3.11 or newer; found none on PATH" >&2; exit 1; fi
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip uninstall -qq --yes taskmesh # what this distribution was called before
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[all,dev]'
 	@touch $@
 

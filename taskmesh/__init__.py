@@ -18,6 +18,7 @@ from taskmesh.doctor import Finding
 from taskmesh.error_groups import ErrorGroup, ErrorReport
 from taskmesh.errors import (
     EmbeddedUnavailable,
+    ExtraMissing,
     IncompatibleCollection,
     InvalidKey,
     InvalidName,
@@ -55,6 +56,7 @@ __all__ = [
     "BulkResult",
     "Consumer",
     "EmbeddedUnavailable",
+    "ExtraMissing",
     "Ending",
     "ErrorGroup",
     "ErrorReport",

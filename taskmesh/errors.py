@@ -7,7 +7,8 @@
     ├── TaskError, TaskCancelled, TaskExpired                     how a task ended, raised by result()
     ├── LeaseLost                                                 this execution no longer holds its task
     ├── WorkerIdTaken                                             another live consumer has this worker_id
-    └── NotAReplicaSet, IncompatibleCollection, EmbeddedUnavailable   the database will not do
+    ├── NotAReplicaSet, IncompatibleCollection, EmbeddedUnavailable   the database will not do
+    └── ExtraMissing                                              packages of an extra are not installed
 
 Each message says what was wrong, with the value, and what to do. `TaskFailed`, `Retry` and `Snooze` are no
 errors of ours: a handler raises them to say how its execution ends.
@@ -73,6 +74,10 @@ class LeaseLost(TaskMeshError):
 
 class WorkerIdTaken(TaskMeshError):
     """A live consumer is registered under this `worker_id`; two must never act as one."""
+
+
+class ExtraMissing(TaskMeshError, ImportError):
+    """Packages of an extra are not installed. The message has the command that installs them."""
 
 
 class NotAReplicaSet(TaskMeshError):

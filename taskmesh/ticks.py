@@ -14,6 +14,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 from zoneinfo import ZoneInfo
 
+from taskmesh import distribution
 from taskmesh.errors import InvalidOption
 
 MIN_INTERVAL_MS = 10
@@ -113,6 +114,6 @@ def _cronsim() -> Any:
         import cronsim  # noqa: PLC0415 — an extra
     except ImportError:
         raise InvalidOption(
-            "cron needs the package cronsim: pip install 'taskmesh[cron]', or use interval_ms"
+            f"cron needs the package cronsim: {distribution.install('cron')}, or use interval_ms"
         ) from None
     return cronsim

@@ -1,7 +1,7 @@
 """Tracing by OpenTelemetry: publish and execution are one trace, across processes and however long the task waits.
 
 taskmesh imports nothing of OpenTelemetry: who traces has imported it, and set a tracer provider. Without that nothing is
-written into tasks and nothing is made per execution. Install `taskmesh[tracing]` and an SDK, and configure it as for the rest
+written into tasks and nothing is made per execution. Install the extra `tracing` and an SDK, and configure it as for the rest
 of the service.
 
 The spans follow the semantic conventions for messaging; the destination is the task's name, which is what selects its handlers:

@@ -9,24 +9,21 @@ Exit status: 0 done, 1 it failed, 2 wrong usage.
 from __future__ import annotations
 
 import sys
-from importlib.util import find_spec
 
+from pymongo.errors import PyMongoError
+
+from taskmesh.distribution import check_extra
 from taskmesh.errors import InvalidKey, InvalidName, InvalidOption, InvalidParams, TaskMeshError
 
 DONE, FAILED, WRONG_USAGE = 0, 1, 2
-_NEEDED = ("typer", "rich")
 
 
 def main() -> None:
     """Run the command line of this process, and end it with the right status."""
-    if missing := [name for name in _NEEDED if find_spec(name) is None]:
-        print(f"taskmesh: the command line needs {' and '.join(missing)}: pip install 'taskmesh[cli]'", file=sys.stderr)
-        sys.exit(FAILED)
-    from pymongo.errors import PyMongoError  # noqa: PLC0415  # only after the check: it takes a while
-
-    from taskmesh.cli.app import app  # noqa: PLC0415  # not there without the extra
-
     try:
+        check_extra("cli", ("typer", "rich"), "the command line")
+        from taskmesh.cli.app import app  # noqa: PLC0415  # not there without the extra
+
         app(prog_name="taskmesh")
     except (InvalidName, InvalidKey, InvalidOption, InvalidParams) as error:
         _end(error, WRONG_USAGE)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from importlib.metadata import version
 from typing import Annotated
 
 import typer
 
+from taskmesh import distribution
 from taskmesh.cli import audit, bulk, errors, explain, fleet, following, publishing, queues, tasks, top
 from taskmesh.cli.connected import Collection, Database, Uri
 from taskmesh.cli.demo import demo
@@ -25,7 +25,7 @@ app = typer.Typer(
 
 def _show_version(asked: bool) -> None:
     if asked:
-        typer.echo(f"taskmesh {version('taskmesh')}")
+        typer.echo(f"taskmesh {distribution.release()}")
         raise typer.Exit
 
 

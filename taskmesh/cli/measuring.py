@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from http import HTTPStatus
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from pymongo.errors import PyMongoError
 
 from taskmesh.cli.endpoints import Answer, Routes
+from taskmesh.distribution import check_extra
 from taskmesh.errors import TaskMeshError
 from taskmesh.mesh import TaskMesh
 
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 def worker_metrics() -> WorkerMetrics:
     """Return what measures a consumer. Raises `TaskMeshError` without the extra."""
-    if find_spec("prometheus_client") is None:
-        raise TaskMeshError("--metrics-port needs prometheus-client: pip install 'taskmesh[metrics]'")
+    check_extra("metrics", ("prometheus_client",), "--metrics-port")
     from taskmesh.metrics import WorkerMetrics  # noqa: PLC0415 — an extra
 
     return WorkerMetrics()

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Annotated
 
 import typer
 
 from taskmesh.cli.connected import Collection, Database, Uri, mesh_at
-from taskmesh.errors import TaskMeshError
-
-_NEEDED = ("starlette", "uvicorn", "jinja2")
 
 
 def web(
@@ -32,9 +27,7 @@ def web(
     collection: Collection = None,
 ) -> None:
     """Serve the dashboard and the REST API until Ctrl-C."""
-    if missing := [name for name in _NEEDED if find_spec(name) is None]:
-        raise TaskMeshError(f"the dashboard needs {', '.join(missing)}: pip install 'taskmesh[web]'")
+    from taskmesh.web import serve  # noqa: PLC0415 — an extra
+
     mesh = mesh_at(uri, database, collection)
-    import_module("taskmesh.web").serve(
-        mesh, host=host, port=port, read_only=read_only, base_path=base_path, user_header=user_header
-    )
+    serve(mesh, host=host, port=port, read_only=read_only, base_path=base_path, user_header=user_header)

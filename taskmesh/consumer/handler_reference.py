@@ -12,6 +12,7 @@ from multiprocessing import spawn
 from types import ModuleType
 from typing import Any
 
+from taskmesh import distribution
 from taskmesh.definition import TaskDefinition
 
 
@@ -47,7 +48,8 @@ def reference(
     except ImportError:
         raise TypeError(
             f"task {definition.name!r}: a child process cannot import {qualname or fn!r} of {module!r}: define the handler "
-            "at the top of a module, or install taskmesh[process], which can send functions by value"
+            "at the top of a module, or install cloudpickle, which can send functions by value: "
+            f"{distribution.install('process')}"
         ) from None
     try:
         return HandlerRef(module or "", qualname or "", None, {}, cloudpickle.dumps((fn, args, kwargs or {})))

@@ -8,11 +8,11 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from pymongo.errors import PyMongoError
 
+from taskmesh import distribution
 from taskmesh.clock import ServerClock
 from taskmesh.consumer.pause import until
 from taskmesh.consumer.throughput import Throughput
@@ -23,14 +23,7 @@ from taskmesh.store.driver import Document
 logger = logging.getLogger("taskmesh.registration")
 
 
-def _release_name() -> str:
-    try:
-        return version("taskmesh")
-    except PackageNotFoundError:
-        return "unknown"
-
-
-RELEASE = _release_name()
+RELEASE = distribution.release()
 """The release of taskmesh that runs here. Read once, at import: it takes a look into several files."""
 
 

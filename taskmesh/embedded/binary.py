@@ -7,9 +7,13 @@ import os
 import shutil
 from pathlib import Path
 
+from taskmesh import distribution
 from taskmesh.errors import EmbeddedUnavailable
 
-REMEDY = "pip install 'taskmesh[embedded]', or put the path of a mongod into TASKMESH_MONGOD"
+
+def remedy() -> str:
+    """Return what helps where there is no usable mongod."""
+    return f"{distribution.install('embedded')}, or put the path of a mongod into TASKMESH_MONGOD"
 
 
 def find_mongod() -> Path:
@@ -32,7 +36,7 @@ def find_mongod() -> Path:
         return Path(found).absolute()
     packaged = _packaged_mongod()
     if packaged is None:
-        raise EmbeddedUnavailable(f"no mongod on this machine: {REMEDY}")
+        raise EmbeddedUnavailable(f"no mongod on this machine: {remedy()}")
     return packaged
 
 

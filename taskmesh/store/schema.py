@@ -10,6 +10,7 @@ from typing import Any
 
 from pymongo.errors import CollectionInvalid, OperationFailure, PyMongoError
 
+from taskmesh import distribution
 from taskmesh.errors import IncompatibleCollection, NotAReplicaSet, TaskMeshError
 from taskmesh.store.connection import Store
 from taskmesh.store.driver import Document
@@ -82,7 +83,8 @@ async def check_server(store: Store) -> Document:
     if "setName" not in hello and hello.get("msg") != "isdbgrid":
         raise NotAReplicaSet(
             f"the MongoDB at {hosts(store)} is a standalone server, without change streams and transactions: start it "
-            "with --replSet rs0 and run rs.initiate() once, or use the embedded one (pip install 'taskmesh[embedded]')"
+            "with --replSet rs0 and run rs.initiate() once, or use the embedded one "
+            f"({distribution.install('embedded')})"
         )
     if hello["maxWireVersion"] < OLDEST_WIRE_VERSION:
         raise TaskMeshError(f"the MongoDB at {hosts(store)} is older than 6.0: upgrade it")

@@ -5,7 +5,11 @@ be said), `operations` (what the API can do, once for REST, forms and its OpenAP
 `views`, `pulse` (what is live), `serve`.
 """
 
-from taskmesh.web.app import create_app
-from taskmesh.web.serve import serve
+from taskmesh.distribution import check_extra
+
+check_extra("web", ("starlette", "uvicorn", "jinja2"), "the dashboard")
+
+from taskmesh.web.app import create_app  # noqa: E402  # after the check: without the extra it is a bare ImportError
+from taskmesh.web.serve import serve  # noqa: E402  # likewise
 
 __all__ = ["create_app", "serve"]

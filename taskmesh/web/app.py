@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Mount, Route
 
+from taskmesh import distribution
 from taskmesh.errors import InvalidOption, TaskMeshError
 from taskmesh.mesh import TaskMesh
 from taskmesh.stats import Stats
@@ -108,7 +109,7 @@ async def _readyz(request: Request) -> Response:
 async def _metrics(request: Request) -> Response:
     """Return the metrics of the fleet for Prometheus."""
     if _fleet_metrics is None:
-        return PlainTextResponse("metrics need prometheus-client: pip install 'taskmesh[metrics]'\n", 501)
+        return PlainTextResponse(f"metrics need prometheus-client: {distribution.install('metrics')}\n", 501)
     try:
         mesh = await mesh_of(request)
         text = await _fleet_metrics(mesh, await request.app.state.pulse.stats())

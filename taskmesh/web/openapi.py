@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Any
 
 from pydantic import BaseModel, TypeAdapter
 
+from taskmesh import distribution
 from taskmesh.web.operations import OPERATIONS, Operation
 
-RELEASE = version("taskmesh")  # at import: it reads a file
+RELEASE = distribution.release()  # at import: it reads a file
 _REF = "#/components/schemas/{model}"
 
 

@@ -9,6 +9,7 @@ import click
 import pytest
 import typer
 
+from taskmesh import distribution
 from taskmesh.cli.app import app
 from taskmesh.cli.connected import patient_for
 from taskmesh.embedded import Mongod
@@ -94,7 +95,7 @@ def test_without_the_extra_it_says_what_to_install() -> None:
     script = "import sys; sys.modules['typer'] = None; from taskmesh.cli import main; main()"
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert ended.returncode == 1
-    assert ended.stderr == "taskmesh: the command line needs typer: pip install 'taskmesh[cli]'\n"
+    assert ended.stderr == f"taskmesh: the command line needs typer: {distribution.install('cli')}\n"
 
 
 @pytest.mark.parametrize(

