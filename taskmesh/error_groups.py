@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os.path
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -24,7 +24,8 @@ _VARYING = re.compile(
 _SEVERAL = re.compile(r"…(?: …)+")
 _AT_THE_ENDS = " '\"([{"
 """Of a text that may be cut in the middle: it would only have to be quoted."""
-_SEPARATOR = re.compile(r"[/\\]")
+_ALIKE = 0.5
+"""Of two texts from one place, so many words have to be the same if the others are names."""
 _TELLING_CHARS = 8
 _UNFINISHED = (Status.INIT, Status.RUNNING)
 
@@ -72,10 +73,20 @@ async def read_errors(store: Store, name: str | None, at_most: int, deadline_ms:
     sample = await error_groups.sample(store, name, at_most, deadline_ms)
     alike: dict[Any, list[dict[str, Any]]] = {}
     for row in error_groups.telling(sample.rows):
-        alike.setdefault((row["name"], kind_of(row), _frame(row)), []).append(row)
-    groups = [_group(rows) for rows in alike.values()]
+        kind = None if _says_itself(row) else kind_of(row)
+        alike.setdefault((row["name"], row.get("type"), row.get("frame"), kind), []).append(row)
+    groups = [
+        _group(rows, kind or text)
+        for (*_, kind), found in alike.items()
+        for text, rows in ([("", found)] if kind else by_text(found))
+    ]
     groups.sort(key=lambda group: (-group.failed - group.retrying, group.name, group.error))
     return ErrorReport(groups=groups, looked_at=sample.looked_at, complete=sample.complete)
+
+
+def _says_itself(row: dict[str, Any]) -> bool:
+    """Whether the text of the error says more than its type: that of `TaskFailed`, `Retry` and what is like them."""
+    return row.get("type") is not None and not str(row.get("line")).startswith(row["type"])
 
 
 def kind_of(row: dict[str, Any]) -> str:
@@ -84,33 +95,49 @@ def kind_of(row: dict[str, Any]) -> str:
         return LOST
     line = str(row.get("line") or "")
     match = _TYPE.match(line)
-    return match[1] if match else _SEVERAL.sub("…", " ".join(_VARYING.sub("…", line).split()))[:100]
+    return match[1] if match else _masked(line)
 
 
-def _frame(row: dict[str, Any]) -> str | None:
-    """Return where it was raised. Of the path only the end: the same code stands elsewhere on each machine."""
-    if not row.get("frame"):
-        return None
-    path, line, function = row["frame"]
-    return f"{'/'.join(_SEPARATOR.split(path)[-3:])}:{line} in {function}"
+def _masked(line: str) -> str:
+    return _SEVERAL.sub("…", " ".join(_VARYING.sub("…", line).split()))[:100]
 
 
-def _group(rows: Sequence[dict[str, Any]]) -> ErrorGroup:
+def by_text(rows: Iterable[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
+    """Sort out failures of one type from one place by what they say: the text, without numbers and names, and its rows.
+
+    Names stand in no quotes often. Texts of as many words, half of which are the same, are one text with
+    names in it; of one word nobody can tell whether it is a name.
+    """
+    found: list[tuple[list[str], list[dict[str, Any]]]] = []
+    for row in rows:
+        words = _masked(str(row.get("line") or "")).split()
+        for text, members in found:
+            same = sum(one == other for one, other in zip(text, words, strict=False))
+            if len(text) == len(words) and (same >= _ALIKE * len(words) or len(words) == 1):
+                text[:] = [one if one == other else "…" for one, other in zip(text, words, strict=True)]
+                members.append(row)
+                break
+        else:
+            found.append((words, [row]))
+    return [(_SEVERAL.sub("…", " ".join(text)), members) for text, members in found]
+
+
+def _group(rows: Sequence[dict[str, Any]], kind: str) -> ErrorGroup:
     first = rows[0]
     failed = sum(row["tasks"] for row in rows if row["status"] == Status.FAIL)
     lines = [str(row.get("line") or "") for row in rows]
-    lost = kind_of(first) == LOST
+    lost = kind == LOST
     which = TaskFilter(
         name=first["name"],
         status=(Status.FAIL,) if failed else _UNFINISHED,
         lost=True if lost else None,
-        error=None if lost else telling_part(lines),
+        error=None if lost else telling_part(lines, kind),
     )
     return ErrorGroup(
         name=first["name"],
-        error=kind_of(first) or "(no reason)",
+        error=(kind.strip("… ") and kind) or first.get("type") or "(no reason)",
         message="the worker died, hung or was cut off" if lost else lines[0],
-        frame=_frame(first),
+        frame=first.get("frame"),
         failed=failed,
         retrying=sum(row["tasks"] for row in rows) - failed,
         executions=sum(row["executions"] for row in rows),
@@ -121,12 +148,16 @@ def _group(rows: Sequence[dict[str, Any]]) -> ErrorGroup:
     )
 
 
-def telling_part(lines: Sequence[str]) -> str | None:
-    """Return the longest text that all these lines have, of those that are easily found: it tells them from others."""
+def telling_part(lines: Sequence[str], kind: str = "") -> str | None:
+    """Return the longest text that all these lines have, of those that are easily found: it tells them from others.
+
+    `kind`: what they say, without what is another each time.
+    """
     beginning = os.path.commonprefix(list(lines))  # noqa: RUF071 — not of paths: characters are meant
     if all(line == beginning for line in lines):
         return beginning.strip() or None
     before_a_quote = [beginning[: beginning.rfind(quote)] for quote in "'\"" if beginning.count(quote) % 2]
-    pieces = [piece for piece in _VARYING.split(lines[0]) if all(piece in line for line in lines)]
+    constant = [*_VARYING.split(lines[0]), *kind.split("…")]
+    pieces = [piece for piece in constant if all(piece in line for line in lines)]
     found = max([*(before_a_quote or [beginning]), *pieces], key=len)
     return (found if len(found) >= _TELLING_CHARS else beginning).strip(_AT_THE_ENDS) or None

@@ -66,6 +66,10 @@ class WorkerState(_Stored):
     success_time: datetime | None = None
     fail_time: datetime | None = None
     fail_reason: str | None = None
+    fail_type: str | None = None
+    """The type of the error that made it fail, if one did."""
+    fail_frame: str | None = None
+    """Where that was raised, as the end of the file's path, line and function: the innermost frame that is no library's."""
     returns: Any = None
     logs: list[LogLine] = []
     dropped_log_cnt: int = 0
@@ -73,6 +77,11 @@ class WorkerState(_Stored):
     params_version: int = 0
     final: bool = False
     """Whether this FAIL is for good (`TaskFailed`)."""
+
+    @property
+    def fail_message(self) -> str | None:
+        """Why it failed, without the lines of code in which it did."""
+        return None if self.fail_reason is None else self.fail_reason.partition('\n  File "')[0]
 
 
 class Loss(_Stored):

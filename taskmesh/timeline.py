@@ -13,7 +13,7 @@ _INSTANT = timedelta(milliseconds=1)
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One execution, as a share of the time from the task's publishing to its end, or now."""
+    """One execution, as a share of the time from the start of the first one to the end of the last, or now."""
 
     worker_id: str
     state: str
@@ -39,7 +39,7 @@ def bars_of(task: Task, now: datetime) -> list[Bar]:
     spans = sorted(_spans(task, now), key=lambda span: span[3])
     if not spans:
         return []
-    first = min(task.task_state.create_time, spans[0][3])
+    first = spans[0][3]  # not the publication: after a retry it may be long ago, and the picture would be empty
     whole = max([end or now for *_, end in spans] + [first + _INSTANT]) - first
     return [
         Bar(worker, state, running_id, start, end, (start - first) / whole, max(0.0, ((end or now) - start) / whole))

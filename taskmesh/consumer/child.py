@@ -24,7 +24,7 @@ import bson
 
 from taskmesh import logs, tracing
 from taskmesh.consumer.handler_reference import HandlerRef, found
-from taskmesh.consumer.reasons import reason_text, unstorable_text
+from taskmesh.consumer.reasons import Reason, reason_of, unstorable_text
 from taskmesh.consumer.transactions import Record, blocking_block
 from taskmesh.context import BlockingTaskContext, enter
 from taskmesh.definition import TaskDefinition
@@ -222,7 +222,7 @@ def _returned(value: Any) -> tuple[Any, ...]:
     try:
         size_of(value, "result")
     except (Unstorable, TooLarge) as error:
-        return ("raised", None, unstorable_text(error), None, None)
+        return ("raised", None, Reason(unstorable_text(error), None, None), None, None)
     return ("returned", bson.encode({"value": value}, codec_options=CODEC))
 
 
@@ -233,7 +233,7 @@ def _raised(error: BaseException) -> tuple[Any, ...]:
     pickled = None
     with suppress(Exception):
         pickled = pickle.dumps(error)
-    return ("raised", kind.__name__ if kind else None, reason_text(error), delay_ms, pickled)
+    return ("raised", kind.__name__ if kind else None, reason_of(error), delay_ms, pickled)
 
 
 def _prepared(call: Call) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]:

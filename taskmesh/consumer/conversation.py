@@ -23,7 +23,7 @@ from taskmesh.consumer.child import Call
 from taskmesh.consumer.execution import Execution
 from taskmesh.consumer.handler_reference import reference
 from taskmesh.consumer.processes import MAX_ENDING_S, Child, Processes
-from taskmesh.consumer.reasons import ReasonElsewhere
+from taskmesh.consumer.reasons import Reason, ReasonElsewhere
 from taskmesh.consumer.transactions import Transactions
 from taskmesh.definition import TaskDefinition
 from taskmesh.errors import LeaseLost, Retry, Snooze, TaskFailed
@@ -201,21 +201,21 @@ class Conversation:
         return changed
 
 
-def _brought_over(kind: str | None, reason: str, delay_ms: int | None, pickled: bytes | None) -> BaseException:
+def _brought_over(kind: str | None, reason: Reason, delay_ms: int | None, pickled: bytes | None) -> BaseException:
     """Make the child's error an error here, with its reason as the cause."""
     error: BaseException | None = None
     with suppress(Exception):
         error = pickle.loads(pickled) if pickled is not None else None  # noqa: S301 — our own child wrote it
     if not isinstance(error, BaseException):
-        error = HandlerError(reason)
+        error = HandlerError(reason.text)
     if kind == "Retry" and not (isinstance(error, Retry) and error.delay_ms == delay_ms):
-        error = Retry(reason, delay_ms=delay_ms or 0)
+        error = Retry(reason.text, delay_ms=delay_ms or 0)
     if kind == "Snooze" and not (isinstance(error, Snooze) and error.delay_ms == delay_ms):
-        error = Snooze(reason, delay_ms=delay_ms or 0)
+        error = Snooze(reason.text, delay_ms=delay_ms or 0)
     if kind == "TaskFailed" and not isinstance(error, TaskFailed):
-        error = TaskFailed(reason)
+        error = TaskFailed(reason.text)
     if kind == "LeaseLost" and not isinstance(error, LeaseLost):
-        error = LeaseLost(reason)
+        error = LeaseLost(reason.text)
     error.__cause__ = ReasonElsewhere(reason)
     return error
 

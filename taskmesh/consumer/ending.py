@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from taskmesh.consumer.execution import Execution, Stop
 from taskmesh.consumer.pause import varied
-from taskmesh.consumer.reasons import MAX_REASON_CHARS, reason_text
+from taskmesh.consumer.reasons import MAX_REASON_CHARS, reason_of
 from taskmesh.errors import LeaseLost, Retry, Snooze, TaskFailed
 from taskmesh.logs import fields_of
 from taskmesh.store.driver import Document
@@ -26,6 +26,10 @@ class Ending:
     value: Any = None
     reason: str | None = None
     error: BaseException | None = None
+    fail_type: str | None = None
+    """Of a failure by an error: its type."""
+    fail_frame: str | None = None
+    """Of a failure by an error: file, line and function where it was raised."""
 
 
 def ending_with(execution: Execution, value: Any) -> Ending:
@@ -51,8 +55,14 @@ def ending_of(execution: Execution, error: BaseException) -> Ending:
             return Ending("released", reason=Stop.WORKER_STOPS.value, error=error)
         return Ending("failed", reason="CancelledError: the handler was cancelled, and not by taskmesh", error=error)
     if isinstance(error, Snooze):
-        return Ending("snoozed", reason=reason_text(error), error=error)
-    return Ending("failed", reason=reason_text(error), error=error)
+        return Ending("snoozed", reason=reason_of(error).text, error=error)
+    return failed_by(error)
+
+
+def failed_by(error: BaseException) -> Ending:
+    """Return the ending of an execution that this error has made fail."""
+    why = reason_of(error)
+    return Ending("failed", reason=why.text, error=error, fail_type=why.type, fail_frame=why.frame)
 
 
 def _stopped_before(execution: Execution, error: BaseException | None = None) -> Ending | None:
@@ -71,6 +81,8 @@ def _stopped_before(execution: Execution, error: BaseException | None = None) ->
 def failure(execution: Execution, ending: Ending) -> Outcome:
     """Return the outcome of an execution that failed."""
     entry: Document = {"fail_reason": (ending.reason or "")[:MAX_REASON_CHARS], "retry_jitter": varied(1.0, 1.0) - 1.0}
+    if ending.fail_type is not None:
+        entry |= {"fail_type": ending.fail_type, "fail_frame": ending.fail_frame}
     if isinstance(ending.error, TaskFailed):
         entry["final"] = True
     delay_ms = ending.error.delay_ms if isinstance(ending.error, Retry) else None

@@ -23,12 +23,12 @@ import anyio
 import anyio.to_thread
 
 from taskmesh.clock import ServerClock
-from taskmesh.consumer.ending import Ending, ending_of, ending_with, failure, stopped
+from taskmesh.consumer.ending import Ending, ending_of, ending_with, failed_by, failure, stopped
 from taskmesh.consumer.execution import Execution, Stop
 from taskmesh.consumer.finisher import Fate, Finisher
 from taskmesh.consumer.observer import Observer
 from taskmesh.consumer.pinger import Pinger
-from taskmesh.consumer.reasons import reason_text, unstorable_text
+from taskmesh.consumer.reasons import unstorable_text
 from taskmesh.consumer.transactions import Transactions
 from taskmesh.context import BlockingTaskContext, TaskContext, enter
 from taskmesh.definition import TaskDefinition
@@ -195,7 +195,7 @@ class Executor:
         except Exception as error:
             logger.exception("the end of task %s met an error that is not its handler's", execution.id)
             if not execution.recorded_or_lost:
-                self._record(execution, failure(execution, Ending("failed", reason=reason_text(error))))
+                self._record(execution, failure(execution, failed_by(error)))
 
     async def _call_after(self, execution: Execution, after: AfterHook, ending: Ending) -> None:
         execution.hook_running = True
@@ -347,7 +347,7 @@ class Executor:
         except LeaseLost:
             self._over(execution, "lost")
         except Exception as error:  # noqa: BLE001 — what is published may be refused in any way
-            self._record(execution, failure(execution, Ending("failed", reason=reason_text(error))))
+            self._record(execution, failure(execution, failed_by(error)))
         else:
             self._over(execution, "recorded")
 

@@ -27,8 +27,6 @@ _AT_ONCE = 12
 """Names and queues that one command looks at."""
 _LINE_CHARS = 300
 _BATCH = 500
-_FRAME = r'File "([^"]+)", line (\d+), in (\S+)'
-_OF_A_LIBRARY = r"site-packages|dist-packages|[/\\]lib[/\\]python3|^<frozen"
 
 
 @dataclass(slots=True)
@@ -36,7 +34,7 @@ class Sample:
     """What was found among the tasks that were looked at."""
 
     rows: list[Document] = field(default_factory=list)
-    """`name status line frame lost`, how many `tasks` and `executions`, `first` and `last` time, the `key` of one."""
+    """`name status line type frame lost`, how many `tasks` and `executions`, `first` and `last` time, the `key` of one."""
     looked_at: int = 0
     complete: bool = True
     """Whether these were all that there are."""
@@ -96,7 +94,7 @@ def _sorted_out(crowd: Row, at_most: int) -> list[Document]:
         {"$unwind": {"path": "$troubles", "preserveNullAndEmptyArrays": True}},
         {
             "$group": {
-                "_id": {"line": "$troubles.line", "frame": "$troubles.frame", "lost": "$troubles.lost"},
+                "_id": {field: f"$troubles.{field}" for field in ("line", "type", "frame", "lost")},
                 # A task counts where its newest trouble is; one that has none where there is no trouble.
                 "tasks": {"$sum": {"$cond": [is_newest, 1, 0]}},
                 "executions": {"$sum": 1},
@@ -113,7 +111,8 @@ def _troubles() -> rules.Expression:
     """The failures of a task, or else the executions that were lost: what line, where, when, and whether it is the newest."""
     fails = _if_array(rules.ENTRIES, {"$eq": ["$$this.state", "FAIL"]})
     losses = _if_array("$task_state.losses", True)
-    failed = _marked("$$fails", {"line": _first_line(), "frame": _own_frame(), "time": "$$this.fail_time"})
+    what = {"line": _first_line(), "type": _text_of("fail_type"), "frame": _text_of("fail_frame")}
+    failed = _marked("$$fails", {**what, "time": "$$this.fail_time"})
     lost = _marked("$$losses", {"lost": True, "time": "$$this.ping_expire_time"})
     return {
         "$let": {
@@ -144,22 +143,14 @@ def _marked(list_: str, fields: Document) -> rules.Expression:
     }
 
 
-_REASON: rules.Expression = {"$cond": [{"$eq": [{"$type": "$$this.fail_reason"}, "string"]}, "$$this.fail_reason", ""]}
+def _text_of(field: str) -> rules.Expression:
+    """A field of the failure, or null where a stranger has put something else there."""
+    return {"$cond": [{"$eq": [{"$type": f"$$this.{field}"}, "string"]}, f"$$this.{field}", None]}
 
 
 def _first_line() -> rules.Expression:
-    return {"$substrCP": [{"$arrayElemAt": [{"$split": [_REASON, "\n"]}, 0]}, 0, _LINE_CHARS]}
-
-
-def _own_frame() -> rules.Expression:
-    """The innermost frame that is no library's, else the innermost: file, line and function."""
-    frames = {"$regexFindAll": {"input": _REASON, "regex": _FRAME}}
-    path = {"$arrayElemAt": ["$$frame.captures", 0]}
-    is_own = {"$not": [{"$regexMatch": {"input": path, "regex": _OF_A_LIBRARY}}]}
-    own = {"$filter": {"input": "$$frames", "as": "frame", "cond": is_own}}
-    last = {"$arrayElemAt": [{"$cond": [{"$eq": ["$$own", []]}, "$$frames", "$$own"]}, -1]}
-    captures = {"$let": {"vars": {"own": own}, "in": {"$let": {"vars": {"last": last}, "in": "$$last.captures"}}}}
-    return {"$let": {"vars": {"frames": frames}, "in": {"$ifNull": [captures, None]}}}
+    reason = {"$ifNull": [_text_of("fail_reason"), ""]}
+    return {"$substrCP": [{"$arrayElemAt": [{"$split": [reason, "\n"]}, 0]}, 0, _LINE_CHARS]}
 
 
 def telling(rows: Iterable[Document]) -> list[dict[str, Any]]:

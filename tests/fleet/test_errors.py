@@ -84,6 +84,40 @@ async def test_a_group_is_retried_by_its_own_filter_and_nothing_else(mesh: TaskM
     assert (await mesh.get("send", "t")).status == Status.FAIL
 
 
+async def test_failures_that_differ_in_unquoted_names_alone_are_one_group_by_type_and_place(mesh: TaskMesh) -> None:
+    names = ["ann", "bob", "cleo"]
+
+    def refuse(customer: str) -> None:
+        raise TaskFailed(f"customer {customer} has no address")
+
+    @mesh.task
+    async def send(to: str) -> None:
+        refuse(to)
+
+    @mesh.task(run="process")
+    def pack(to: str) -> None:
+        refuse(to)
+
+    for definition in (send, pack):
+        await definition.publish_many({name: {"to": name} for name in names})
+    async with working(mesh, "w1"):
+        for key in names:
+            await finished(mesh, "send", key)
+            await finished(mesh, "pack", key)
+    groups = (await mesh.errors()).groups
+    assert sorted((group.name, group.error, group.failed) for group in groups) == [
+        ("pack", "customer … has no address", 3),
+        ("send", "customer … has no address", 3),
+    ]
+    for group in groups:
+        assert group.frame is not None
+        assert group.frame.startswith("tests/fleet/test_errors.py:")
+        assert group.frame.endswith(" in refuse")
+        assert await fits(mesh, group) == names
+    [entry] = (await mesh.get("send", "ann")).task_state.worker_states
+    assert entry.fail_type == "TaskFailed"
+
+
 async def test_what_is_to_be_retried_counts_apart_from_what_failed_for_good(mesh: TaskMesh) -> None:
     @mesh.task(option=PATIENT)
     async def work(final: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from html import unescape
 from html.parser import HTMLParser
 from typing import Any
@@ -151,6 +151,46 @@ async def test_a_task_shows_its_executions_reasons_logs_and_gates(mesh: TaskMesh
     assert "retries left" in waiting
     await shown(client, "/task?name=work&key=unknown", 404)
     await shown(client, "/task?name=not%20a%20name&key=k", 422)
+
+
+async def test_the_banner_of_a_failure_says_what_was_raised_and_where_and_not_the_line_of_code(
+    mesh: TaskMesh, client: httpx.AsyncClient
+) -> None:
+    @mesh.task(option=TaskOption(max_unexpected_retries=0))
+    async def charge() -> None:
+        raise KeyError("no such account")  # the secret is s3cr3t
+
+    await charge.publish("k")
+    async with working(mesh, "w1"):
+        await finished(mesh, "charge", "k")
+    page = await shown(client, "/task?name=charge&key=k")
+    banner = re.search(r'<p class="told bad">(.*?)</p>', page, re.DOTALL)
+    assert banner is not None
+    text = unescape(re.sub(r"<[^>]+>", "", banner[1]))
+    assert text.startswith("KeyError: 'no such account' at tests/web/test_pages.py:")
+    assert text.endswith(" in charge")
+    assert "s3cr3t" not in text
+
+
+async def test_executions_are_drawn_inside_the_picture_from_the_first_start_to_the_last_end(
+    mesh: TaskMesh, client: httpx.AsyncClient
+) -> None:
+    @mesh.task(option=TaskOption(max_unexpected_retries=1, unexpected_retry_delay_ms=300))
+    async def fetch() -> None:
+        raise ValueError("no")
+
+    await fetch.publish("k")
+    # As of a task that was published long before it was retried.
+    tasks = mesh.store.driver.collection("tasks")
+    await tasks.update_one({}, {"$set": {"task_state.create_time": datetime.now(UTC) - timedelta(hours=3)}})
+    async with working(mesh, "w1"):
+        await finished(mesh, "fetch", "k")
+    page = await shown(client, "/task?name=fetch&key=k")
+    bars = [(float(x), float(width)) for x, width in re.findall(r'<rect [^>]*x="([\d.]+)"[^>]* width="([\d.]+)"', page)]
+    assert len(bars) == 2
+    assert bars[0][0] == 0, "the picture begins with the first execution"
+    assert all(x + width <= 1000 for x, width in bars), "the last failure is in the picture"
+    assert "from <time" in page.partition('class="axis')[2]
 
 
 async def test_errors_lead_to_the_tasks_and_to_their_retry(mesh: TaskMesh, client: httpx.AsyncClient) -> None:
