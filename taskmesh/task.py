@@ -154,6 +154,7 @@ class Task(_Stored):
             "event",
             "publish_id",
             "change_id",
+            "change_ids",
             "bulk_id",
             "schema_version",
             "trace",

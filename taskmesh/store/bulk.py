@@ -35,13 +35,15 @@ async def act(
     if undo_id is None:
         return await _change(store, action, query, batch, {})
     done = 0
-    for _ in range(_ROUNDS):
-        left = query if action == "delete" else {"$and": [query, {"bulk_id": {"$ne": undo_id}}]}
+    left = query if action == "delete" else {"$and": [query, {"bulk_id": {"$ne": undo_id}}]}
+    for round_ in range(_ROUNDS):
         states = await undo.keep(store, undo_id, left, undo_ms)
         if not states:
             break
         as_copied = {"$and": [left, {"_id": {"$in": list(states)}}, {"$expr": undo.as_copied(states)}]}
         done += await _change(store, action, as_copied, batch, {"bulk_id": undo_id})
+        if round_ == 0:  # looking again is for those that changed, not for what is published under their keys meanwhile
+            left = {"$and": [left, {"publish_id": {"$in": list(undo.publications_of(states))}}]}
     return done
 
 

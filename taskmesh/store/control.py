@@ -15,6 +15,8 @@ import asyncio
 from bson import ObjectId
 
 from taskmesh import rules
+from taskmesh.errors import TaskNotFound
+from taskmesh.store import repeated
 from taskmesh.store.connection import Store
 from taskmesh.store.driver import Document
 from taskmesh.store.faults import patiently
@@ -24,11 +26,42 @@ from taskmesh.store.stamp import stamp, starting_with
 
 
 async def cancel(store: Store, id_: str) -> bool:
-    """Cancel an unfinished task; False if there is none. Goes on while the database falters: repeating it changes nothing."""
+    """Cancel an unfinished task; False if there is none. Raises as `_change` does."""
     now = store.now
     unfinished = rules.with_facts(now, {"$in": [rules.status(now), ["INIT", "RUNNING"]]})
-    reply = await patiently(lambda: store.update({"_id": id_, "$expr": unfinished}, cancel_pipeline(now)))
-    return bool(reply["n"])
+    return await _change(store, id_, unfinished, cancel_pipeline(now))
+
+
+async def _standing(store: Store, id_: str) -> Document | None:
+    found = await patiently(lambda: store.find({"_id": id_}, repeated.FIELDS))
+    return found[0] if found else None
+
+
+async def _change(store: Store, id_: str, condition: rules.Expression, pipeline: list[Document]) -> bool:
+    """Change the task that stands under this `_id` now; False if there is none, or it does not fit the condition.
+
+    Goes on while the database falters. What it has done once it does not do again, whatever became of the task since, and never
+    to another. Raises `TaskNotFound` if the task was deleted before it was changed, whatever stands in its place.
+    """
+    task = await _standing(store, id_)
+    if task is None:
+        return False
+    change_id = ObjectId()
+    query = {**repeated.unchanged_by(task, change_id), "$expr": condition}
+    stages = [*pipeline, {"$set": {"change_ids": repeated.with_change(change_id)}}]
+
+    async def change() -> bool:
+        if (await store.update(query, stages))["n"]:
+            return True
+        found = await store.find(repeated.same(task), repeated.FIELDS)
+        if not found:
+            name, _, key = id_.partition(":")
+            raise TaskNotFound(
+                f"the task {name!r} {key!r} was deleted meanwhile: look at what stands under its key now"
+            )
+        return repeated.is_changed_by(found[0], change_id)
+
+    return await patiently(change)
 
 
 def cancel_pipeline(now: rules.Expression) -> list[Document]:
@@ -42,20 +75,12 @@ def cancel_pipeline(now: rules.Expression) -> list[Document]:
 async def retry(store: Store, id_: str) -> bool:
     """Make a finished task INIT again, a waiting one due at once; False if it is running or there is none.
 
-    Goes on while the database falters. What it has done once it does not do again, whatever became of the task since.
+    Raises as `_change` does.
     """
     now = store.now
     not_running = rules.with_facts(now, {"$ne": [rules.status(now), "RUNNING"]})
     kept = {"$not": [rules.is_forgotten(now)]}
-    change_id = ObjectId()
-    query = {"_id": id_, "change_id": {"$ne": change_id}, "$expr": {"$and": [kept, not_running]}}
-    pipeline = [*retry_pipeline(now), {"$set": {"change_id": change_id}}]
-
-    async def change() -> bool:
-        reply = await store.update(query, pipeline)
-        return bool(reply["n"] or await store.find({"_id": id_, "change_id": change_id}, {"_id": 1}))
-
-    return await patiently(change)
+    return await _change(store, id_, {"$and": [kept, not_running]}, retry_pipeline(now))
 
 
 def retry_pipeline(now: rules.Expression) -> list[Document]:
@@ -98,40 +123,44 @@ _removing: set[asyncio.Future[bool]] = set()
 
 
 async def delete(store: Store, id_: str) -> bool:
-    """Remove the task; False if there is none.
+    """Remove the task that stands under this `_id` now, and none published after it; False if there is none.
 
     A change stream shows no more of a deletion than the `_id`, so word is left in the task first. Who claims it in between
-    has overwritten that word, and is told anew. Goes on to its end if the caller is cancelled: a handler that deletes its own
-    task is, as soon as that word has reached it.
+    has overwritten that word, and is told anew. Goes on while the database falters, and to its end if the caller is cancelled: a
+    handler that deletes its own task is, as soon as that word has reached it.
     """
-    removing = asyncio.ensure_future(patiently(lambda: _delete(store, id_)))
+    removing = asyncio.ensure_future(_delete(store, id_))
     _removing.add(removing)
     removing.add_done_callback(_removing.discard)
     return await asyncio.shield(removing)
 
 
 async def _delete(store: Store, id_: str) -> bool:
+    task = await _standing(store, id_)
+    if task is None:
+        return False
+    await patiently(lambda: _remove(store, repeated.same(task)))
+    return True
+
+
+async def _remove(store: Store, which: Document) -> None:
     tasks = store.driver.collection(store.tasks)
-    while (await store.update({"_id": id_}, deletion_pipeline(store.now)))["n"]:
-        result = await tasks.delete_one({"_id": id_, "event": starting_with(["deleted"])})
+    while (await store.update(which, deletion_pipeline(store.now)))["n"]:
+        result = await tasks.delete_one({**which, "event": starting_with(["deleted"])})
         if result.deleted_count:
-            return True
-    return False
+            return
 
 
 async def set_option(store: Store, id_: str, changes: Document, expected: Document) -> bool:
     """Change these fields of the option; False if the option is not as `expected` any more, or there is no task.
 
-    Goes on while the database falters. If False, read again: it may have been changed so by an attempt without an answer.
+    Raises as `_change` does.
     """
     # What is not stored is what the reader took for it: the default.
     stored = {name: {"$ifNull": [f"$task_option.{name}", {"$literal": value}]} for name, value in expected.items()}
     same: list[Document] = [{"$eq": [stored[name], {"$literal": value}]} for name, value in expected.items()]
     stages = [*option_stages(changes), {"$set": {"event": stamp("option_changed", store.now)}}]
-    query = {"_id": id_, "$expr": {"$and": same}}
-    pipeline = [*stages, *prepared(rules.derivation, store.now)]
-    reply = await patiently(lambda: store.update(query, pipeline))
-    return bool(reply["n"])
+    return await _change(store, id_, {"$and": same}, [*stages, *prepared(rules.derivation, store.now)])
 
 
 def option_stages(changes: Document) -> list[Document]:

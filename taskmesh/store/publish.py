@@ -19,6 +19,7 @@ from pymongo.errors import OperationFailure, WriteConcernError
 from taskmesh import rules
 from taskmesh.errors import TaskRunning
 from taskmesh.option import TaskOption
+from taskmesh.store import repeated
 from taskmesh.store.connection import WRITE_DEADLINE_MS, Store
 from taskmesh.store.driver import Document
 from taskmesh.store.republish import IS_RUNNING, change_pipeline
@@ -56,6 +57,8 @@ class Publication:
     run_again: bool = False
     publish_id: ObjectId = field(default_factory=ObjectId)
     """By which a repeated publish is known. Tasks that are published by one call may share it."""
+    sent_to: Document | None = None
+    """The existing task to which a change was sent whose answer is missing: it is repeated for no other."""
 
     @property
     def id(self) -> str:
@@ -222,19 +225,20 @@ async def _treat_existing(
     return results
 
 
+async def _standing(store: Store, ids: list[str]) -> list[Document]:
+    """Read of tasks by what a publish knows its own, and whether they are past their retention."""
+    fields = {**repeated.FIELDS, "forgotten": rules.is_forgotten(store.now)}
+    return await store.find({"_id": {"$in": ids}}, fields) if ids else []
+
+
 async def _replace_forgotten(store: Store, existing: dict[int, Publication], now: datetime) -> dict[int, Published]:
     """Publish afresh what is past its retention, though the TTL monitor has not come round yet; leave the rest."""
     ids = {publication.id: i for i, publication in existing.items()}
-    query = {"_id": {"$in": list(ids)}}
-    fields = {"publish_id": 1, "change_id": 1, "forgotten": rules.is_forgotten(store.now)}
-    stored = await store.find(query, fields) if ids else []
     results = {i: Published(created=False) for i in existing}
-    for document in stored:
+    for document in await _standing(store, list(ids)):
         i = ids[document["_id"]]
         if document.get("publish_id") == existing[i].publish_id:
-            results[i] = Published(created=True)  # an insert of ours that was applied, and whose answer was lost
-        elif document.get("change_id") == existing[i].publish_id:
-            results[i] = Published(created=False, updated=True)  # likewise a change
+            results[i] = _CREATED  # an insert of ours that was applied, and whose answer was lost
         elif document["forgotten"]:
             results[i] = Published(created=await _replace(store, existing[i], now))
     return results
@@ -256,28 +260,46 @@ def _afresh(publication: Publication, now: datetime, at: rules.Expression) -> li
 async def _change_existing(store: Store, publication: Publication, now: datetime) -> Published:
     """Update one existing task as its publication asks."""
     for _ in range(10):
-        published = (await _replace_forgotten(store, {0: publication}, now))[0]
-        if published.created or published.updated:
+        standing = await _standing(store, [publication.id])
+        if not standing:  # deleted in between
+            if not await _insert(store, [publication], now):
+                return _CREATED
+            continue
+        task = standing[0]
+        if (published := _already(publication, task)) is not None:
             return published
-        query: Document = {"_id": publication.id, "change_id": {"$ne": publication.publish_id}}
+        if task["forgotten"]:
+            if await _replace(store, publication, now):
+                return _CREATED
+            continue
+        query = repeated.unchanged_by(task, publication.publish_id)
         if publication.not_update_running:
             query["$expr"] = {"$not": [rules.with_facts(store.now, IS_RUNNING)]}
+        all_answered = publication.sent_to is None
+        publication.sent_to = repeated.same(task)
         reply = await store.update(query, change_pipeline(publication, now, store.now))
         if reply["n"]:
             return Published(created=False, updated=bool(reply["nModified"]))
-        found = await store.find({"_id": publication.id}, {"change_id": 1})
-        if found and found[0].get("change_id") == publication.publish_id:
-            continue  # an earlier attempt of ours came through only now
-        if found:
-            if publication.not_update_running:
-                raise _is_running(publication)
-            continue  # deleted and published by others since
-        if not await _insert(store, [publication], now):  # deleted in between
-            return Published(created=True)
+        if all_answered:
+            publication.sent_to = None
+        found = await store.find(repeated.same(task), repeated.FIELDS)
+        if publication.not_update_running and found and not repeated.is_changed_by(found[0], publication.publish_id):
+            raise _is_running(publication)
     raise TaskRunning(
         f"task {publication.name!r} {publication.key!r} is created and deleted by others again and again: publish it when "
         "they have ended"
     )
+
+
+def _already(publication: Publication, task: Document) -> Published | None:
+    """What attempts without an answer have come to, as far as the task tells; None: nothing was done yet."""
+    if task.get("publish_id") == publication.publish_id:
+        return _CREATED
+    if repeated.is_changed_by(task, publication.publish_id):
+        return Published(created=False, updated=True)
+    if publication.sent_to is not None and publication.sent_to != repeated.same(task):
+        return Published(created=False)  # it was for the task before; this one was published after it
+    return None
 
 
 def _is_running(publication: Publication) -> TaskRunning:

@@ -6,6 +6,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 from taskmesh import rules
+from taskmesh.store import repeated
 from taskmesh.store.driver import Document
 from taskmesh.store.finish import fresh_state
 from taskmesh.store.prepared import prepared
@@ -44,7 +45,10 @@ def change_pipeline(publication: Publication, now: datetime, at: rules.Expressio
     }
     marks = {
         name: {"$cond": [unchanged, {"$ifNull": [f"${name}", "$$REMOVE"]}, value]}
-        for name, value in (("event", stamp("published", at)), ("change_id", publication.publish_id))
+        for name, value in (
+            ("event", stamp("published", at)),
+            ("change_ids", repeated.with_change(publication.publish_id)),
+        )
     }
     return [*stages, {"$set": marks}, {"$unset": "_before"}, *prepared(rules.derivation, at)]
 

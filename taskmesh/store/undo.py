@@ -26,7 +26,8 @@ ACTIONS_KEPT_MS = 30 * 86_400_000
 """How long it can be read who did what to many tasks."""
 
 _STATE = [
-    "$change_id",
+    "$publish_id",
+    "$change_ids",
     "$task_option",
     *(f"$task_state.{field}" for field in ("start_time", "expire_time", "cancel_time", "resume_time", "wanted")),
     *(f"{rules.ENTRIES}.{field}" for field in ("running_id", "state", "retry_time")),
@@ -115,6 +116,11 @@ async def keep(store: Store, id_: str, which: Document, undo_ms: int) -> dict[st
     return {copy["task"]["_id"]: copy["state"] for copy in await copies.to_list(None)}
 
 
+def publications_of(states: dict[str, list[Any]]) -> set[Any]:
+    """The `publish_id`s of the tasks that were copied."""
+    return {state[0] for state in states.values()}
+
+
 def as_copied(states: dict[str, list[Any]]) -> rules.Expression:
     """The condition that a task is as its copy says."""
     place = {"$indexOfArray": [{"$literal": list(states)}, "$_id"]}
@@ -130,7 +136,8 @@ async def put_back(store: Store, id_: str, action: str, batch: int = 500) -> tup
     now = store.now
     entries = {"$filter": {"input": rules.ENTRIES, "cond": {"$ne": ["$$this.state", "RUNNING"]}}}
     untouched = {"$eq": ["$status", "CANCELLED"]} if action == "cancel" else _says("retried")
-    ours = {"$and": [{"$eq": ["$bulk_id", id_]}, untouched]}
+    unchanged = {"$eq": [{"$ifNull": ["$change_ids", []]}, {"$ifNull": ["$$new.change_ids", []]}]}
+    ours = {"$and": [{"$eq": ["$bulk_id", id_]}, unchanged, untouched]}
     merge: Document = {"into": store.tasks, "on": "_id", "whenMatched": "keepExisting", "whenNotMatched": "insert"}
     if action != "delete":
         merge |= {"whenMatched": [{"$replaceWith": {"$cond": [ours, "$$new", "$$ROOT"]}}], "whenNotMatched": "discard"}

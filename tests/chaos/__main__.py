@@ -18,7 +18,7 @@ from tests.chaos.cluster import cluster
 from tests.chaos.faults import FAULTS, Chaos
 from tests.chaos.findings import Findings
 from tests.chaos.invariants import INVARIANTS
-from tests.chaos.producer import read_published
+from tests.chaos.producer import read_notes
 from tests.chaos.world import World
 from tests.processes.wrong_clock import FAKETIME
 
@@ -65,7 +65,7 @@ def _inject(chaos: Chaos, seconds: float) -> Counter[str]:
 def _report(
     seconds: float, seed: int, injected: Counter[str], world: World, directory: Path, findings: Findings
 ) -> None:
-    published = read_published(directory)
+    published, _ = read_notes(directory)
     say("\n| fault | times |\n| --- | ---: |")
     for name, times in sorted(injected.items()):
         say(f"| {name} | {times} |")

@@ -12,6 +12,7 @@ from datetime import UTC, datetime, timedelta
 
 from taskmesh.store.stamp import read_stamp
 from tests.chaos.findings import Findings
+from tests.chaos.history import was_told_to_go
 from tests.chaos.reading import NEVER, Reading, stripped
 from tests.chaos.versions import Document, Version
 
@@ -68,7 +69,12 @@ def _check_deletion(findings: Findings, version: Version) -> None:
     if version.before is not None:
         delete_time = version.before.get("delete_time")
         forgotten = delete_time is not None and delete_time <= version.time
-        findings.check("L1", version.id, forgotten, f"deleted at {version.time}, retained until {delete_time}")
+        findings.check(
+            "L1",
+            version.id,
+            forgotten or was_told_to_go(version),
+            f"deleted at {version.time}, retained until {delete_time}",
+        )
 
 
 def _check_update(findings: Findings, id_: str, before: Document, after: Document, time: datetime) -> None:

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 
 from tests.chaos.findings import Findings
-from tests.chaos.history import Evidence, Published, Told
+from tests.chaos.history import Asked, Evidence, Published, Told
 from tests.chaos.versions import Document
 from tests.processes.history import Run, end_of, runs_by_task
 
@@ -24,6 +24,7 @@ def check_endings(evidence: Evidence) -> Findings:
     findings = Findings()
     runs = runs_by_task(evidence.runs)
     _check_publishes(findings, evidence)
+    _check_asked(findings, evidence)
     _check_statuses(findings, evidence)
     for id_, document in evidence.documents.items():
         _check_outcomes(findings, id_, document, {run.start.running_id: run for run in runs.get(id_, [])})
@@ -43,13 +44,23 @@ def _check_publishes(findings: Findings, evidence: Evidence) -> None:
         created = sum(published.created is True for published in tries)
         unknown = sum(published.created is None for published in tries)
         there = id_ in evidence.documents
+        removed = evidence.done.get(Asked(id_, "deleted"), 0)
         answered = created or any(published.created is False for published in tries)
-        findings.check("P1", id_, there or not answered, "it was published and is not there")
-        findings.check("P1", id_, created <= 1, f"{created} publishers were told that they created it")
+        gone = created <= removed if removed else not answered
+        findings.check("P1", id_, there or gone, f"it was published, removed {removed} times, and is not there")
+        once = created <= 1 + removed
+        findings.check("P1", id_, once, f"{created} publishers were told that they created it, removed {removed} times")
         findings.check("P1", id_, created + unknown >= 1, "nobody was told that it created it")
     for id_, document in evidence.documents.items():
         chained = document["params"].get("chained_by") is not None
         findings.check("P2", id_, id_ in by_id or chained, "nobody published it")
+
+
+def _check_asked(findings: Findings, evidence: Evidence) -> None:
+    """What was asked for so often was not done more often, to whichever task stood under the key by then."""
+    for asked, count in Counter(evidence.asked).items():
+        done = evidence.done.get(asked, 0)
+        findings.check("P3", asked.id, done <= count, f"{asked.kind} {done} times, asked for {count} times")
 
 
 def _check_statuses(findings: Findings, evidence: Evidence) -> None:

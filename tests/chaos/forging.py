@@ -155,6 +155,8 @@ class Story:
             "marks": self.marks,
             "claims": log.claims,
             "happened": log.happened,
+            "done": log.done,
+            "asked": list(log.done.elements()),
             "told": [Told(self.id, kind, None) for kind in log.happened[self.id]],
             "effects": [self.id] * effect,
         }

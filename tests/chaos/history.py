@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +22,15 @@ class Published:
 
 
 @dataclass(frozen=True, slots=True)
+class Asked:
+    """One call of a verb that changes or removes a task, whatever its caller was told."""
+
+    id: str
+    kind: str
+    """What its write says: `deleted`, `cancelled`, `retried`, `option_changed`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Told:
     """One event as a reader of `mesh.events()` was told of it."""
 
@@ -35,6 +44,10 @@ class Evidence:
     """What a run left behind. The log of versions is checked while it runs; of it only the sequence of kinds is kept."""
 
     published: Sequence[Published] = ()
+    asked: Sequence[Asked] = ()
+    """Of a task of which one call of a kind is noted here, all of that kind are."""
+    done: Mapping[Asked, int] = field(default_factory=dict)
+    """How often the log says that it was done."""
     documents: Mapping[str, Document] = field(default_factory=dict)
     marks: Sequence[Mark] = ()
     died: Mapping[int, Sequence[float]] = field(default_factory=dict)
@@ -61,10 +74,13 @@ class Log:
     def __init__(self) -> None:
         self.claims: dict[str, set[tuple[str, str]]] = defaultdict(set)
         self.happened: dict[str, list[str]] = defaultdict(list)
+        self.done: Counter[Asked] = Counter()
 
     def add(self, version: Version) -> None:
         """Take the next version."""
         if version.after is None:
+            if was_told_to_go(version):
+                self.done[Asked(version.id, "deleted")] += 1
             return
         if version.before is None:
             self.happened[version.id].append("published")
@@ -76,12 +92,19 @@ class Log:
         if version.after.get("event") == version.before.get("event"):
             return
         kind, _, _, *lost = version.after["event"].split("\x1f")
+        if kind != "deleted":  # that is only word of it, and may be left more than once
+            self.done[Asked(version.id, kind)] += 1
         self.happened[version.id] += ["timed_out"] * len(lost)
         if kind != "settled":
             self.happened[version.id].append(kind)
         status = version.after["status"]
         if status != version.before["status"] and status in ("SUCCESS", "FAIL", "CANCELLED", "EXPIRED"):
             self.happened[version.id].append("finished")
+
+
+def was_told_to_go(version: Version) -> bool:
+    """Whether somebody deleted the task, and not time alone."""
+    return version.before is not None and str(version.before.get("event")).startswith("deleted\x1f")
 
 
 def returned_value(run: Run) -> Any:

@@ -22,6 +22,7 @@ INVARIANTS = {
     "D1": "status, next_claim_time and what else is derived agree with the entries",
     "P1": "published once is published: one publisher created it, and it is there",
     "P2": "nothing is there that nobody published",
+    "P3": "what was asked for once is done once at most, and to no task published after it",
     "L1": "no task is lost: every one comes to the end that it should",
     "S1": "a task that SUCCEEDed has concurrent_worker_cnt SUCCESS entries of different workers",
     "S2": "every SUCCESS and every FAIL is what a handler really did, on that worker, in that execution",

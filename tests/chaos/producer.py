@@ -11,7 +11,7 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -21,11 +21,14 @@ from pymongo.errors import PyMongoError
 
 from taskmesh import TaskMesh, TaskMeshError
 from tests.chaos.handlers import Kinds, define
-from tests.chaos.history import Published
+from tests.chaos.history import Asked, Published
 from tests.processes.worker import die_with_parent
 
 PAUSED_AT_TIMES = "paused-at-times"
 """A queue that one of the faults pauses."""
+_TO_BE_REPLACED_MS = 20_000
+"""By then it has been deleted, or could not be and runs after all."""
+_TRIES = 200
 _ANY_END = ("SUCCESS", "CANCELLED", "EXPIRED")
 _SHARES = {
     "work": 30,
@@ -35,6 +38,7 @@ _SHARES = {
     "delayed": 6,
     "expiring": 5,
     "cancelled": 5,
+    "replaced": 4,
     "in_thread": 5,
     "flaky": 8,
     "doomed": 4,
@@ -71,7 +75,7 @@ class Producer:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self.count = 0
 
-    async def publish_one(self) -> None:  # noqa: C901 -- a branch for each kind
+    async def publish_one(self) -> None:  # noqa: C901, PLR0912 -- a branch for each kind
         """Publish the next task, and perhaps cancel it."""
         self.count += 1
         if self.count % 50 == 0:  # a key that every producer publishes
@@ -95,6 +99,8 @@ class Producer:
             definition, ends = definition.configure(expire_time=soon), ("SUCCESS", "EXPIRED")
         elif kind == "cancelled":
             params, ends = {"ms": self._chance.randrange(0, 1_000)}, ("SUCCESS", "CANCELLED")
+        elif kind == "replaced":
+            definition = definition.configure(delay_ms=_TO_BE_REPLACED_MS)
         elif kind == "doomed":
             ends = ("FAIL",)
         elif kind == "blocks":
@@ -104,31 +110,46 @@ class Producer:
         await self._publish(definition, key, params, ends)
         if kind == "cancelled":
             await asyncio.sleep(self._chance.random() * 0.5)
-            try:
-                await self._mesh.cancel("work", key)
-            except (PyMongoError, TaskMeshError) as error:
-                self._note(error=type(error).__name__)
+            await self._ask("cancelled", self._mesh.cancel, key)
+        elif kind == "replaced":
+            await asyncio.gather(self._ask("deleted", self._mesh.delete, key), self._publish_anew(key, params))
+
+    async def _ask(self, kind: str, verb: Callable[[str, str], Awaitable[Any]], key: str) -> None:
+        self._note(asked=f"work:{key}", kind=kind)
+        try:
+            await verb("work", key)
+        except (PyMongoError, TaskMeshError) as error:
+            self._note(error=type(error).__name__)
+
+    async def _publish_anew(self, key: str, params: dict[str, Any]) -> None:
+        """Publish until it is a new task, or an error comes: while its deletion is under way, and may be repeated."""
+        for _ in range(_TRIES):
+            if await self._publish(self._kinds.work, key, params) is not False:
+                return
+            await asyncio.sleep(0.02)
 
     async def _publish(
         self, definition: Any, key: str, params: dict[str, Any], ends: tuple[str, ...] = ("SUCCESS",)
-    ) -> None:
+    ) -> bool | None:
         created = None
         try:
             created = (await definition.publish(key, **params)).created
         except (PyMongoError, TaskMeshError) as error:
             self._note(error=type(error).__name__)
         self._note(id=f"{definition.name}:{key}", created=created, ends=ends)
+        return created
 
     def _note(self, **facts: Any) -> None:
         os.write(self._file, (json.dumps(facts) + "\n").encode())
 
 
-def read_published(directory: Path) -> list[Published]:
-    """Return what all producers have noted."""
+def read_notes(directory: Path) -> tuple[list[Published], list[Asked]]:
+    """Return what all producers have published, and what else they have asked for."""
     lines = [
         json.loads(line) for path in sorted(directory.glob("*.published")) for line in path.read_bytes().splitlines()
     ]
-    return [Published(line["id"], line["created"], tuple(line["ends"])) for line in lines if "id" in line]
+    published = [Published(line["id"], line["created"], tuple(line["ends"])) for line in lines if "id" in line]
+    return published, [Asked(line["asked"], line["kind"]) for line in lines if "asked" in line]
 
 
 async def _produce(order: Order) -> None:

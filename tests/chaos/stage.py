@@ -12,13 +12,15 @@ from pymongo import AsyncMongoClient
 from taskmesh import Status, TaskMesh
 from taskmesh.task import Task
 from tests.chaos.findings import Findings
-from tests.chaos.history import Published
+from tests.chaos.history import Asked, Published
 from tests.chaos.scene_handlers import NAME, define
 from tests.chaos.witnesses import Witnesses
 from tests.processes.fleet import Fleet, Worker
 from tests.processes.signs import Signs
 from tests.waiting import eventually
 
+APPNAME = "the stage"
+"""By which a fail point can tell its publisher from workers."""
 _PATIENCE_S = 90.0
 ANY_END = ("SUCCESS", "FAIL", "CANCELLED", "EXPIRED")
 
@@ -32,10 +34,11 @@ class Stage:
         self.fleet = Fleet(uri, database, directory)
         self.signs = Signs(self.fleet.history_directory)
         self.witnesses = Witnesses(uri, database)
-        self.client = AsyncMongoClient[Any](uri, appname="the stage", tz_aware=True)
+        self.client = AsyncMongoClient[Any](uri, appname=APPNAME, tz_aware=True)
         self.mesh = TaskMesh(self.client, database=database)
         self._work = define(self.mesh)
         self._published: list[Published] = []
+        self._asked: list[Asked] = []
 
     # --- what a scene does ---
 
@@ -91,7 +94,13 @@ class Stage:
 
     async def cancel(self, key: str = "victim") -> None:
         """Cancel a task."""
+        self._asked.append(Asked(f"{NAME}:{key}", "cancelled"))
         await self.mesh.cancel(NAME, key)
+
+    async def delete(self, key: str = "victim") -> None:
+        """Delete a task."""
+        self._asked.append(Asked(f"{NAME}:{key}", "deleted"))
+        await self.mesh.delete(NAME, key)
 
     # --- and what it comes to ---
 
@@ -110,7 +119,7 @@ class Stage:
         for worker in self.fleet.workers:
             worker.wait()
         self.witnesses.stop(patience_s)
-        return self.witnesses.check(self.fleet, self._published)
+        return self.witnesses.check(self.fleet, self._published, self._asked)
 
 
 @asynccontextmanager

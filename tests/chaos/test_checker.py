@@ -11,7 +11,7 @@ import pytest
 
 from tests.chaos.endings import check_endings
 from tests.chaos.forging import BEGIN, Story, pid_of
-from tests.chaos.history import Evidence, Published, Told
+from tests.chaos.history import Asked, Evidence, Published, Told
 from tests.chaos.invariants import INVARIANTS
 from tests.chaos.versions import Document, Version
 
@@ -208,9 +208,15 @@ ENDINGS: dict[str, tuple[str, Callable[[], Evidence]]] = {
     "a published task is gone": ("P1", lambda: done().evidence(documents={})),
     "two publishers created it": (
         "P1",
-        lambda: done().evidence(published=[Published("work:k", True, ("SUCCESS",))] * 2),
+        lambda: done().evidence(published=_published(2)),
     ),
     "nobody created it": ("P1", lambda: done().evidence(published=[Published("work:k", False, ("SUCCESS",))])),
+    "a later task is deleted as well": ("P1", lambda: removed().evidence(documents={}, published=_published(2))),
+    "one call deletes twice": ("P3", lambda: removed(2).evidence(asked=[Asked("work:k", "deleted")])),
+    "one call cancels twice": (
+        "P3",
+        lambda: cancelled().writes(lambda _: None, "cancelled").evidence(asked=[Asked("work:k", "cancelled")]),
+    ),
     "a task from nowhere": ("P2", lambda: done().evidence(published=[])),
     "a task that waits for ever": (
         "L1",
@@ -249,6 +255,19 @@ ENDINGS: dict[str, tuple[str, Callable[[], Evidence]]] = {
         ),
     ),
 }
+
+
+def _published(times: int) -> list[Published]:
+    return [Published("work:k", True, ("SUCCESS",))] * times
+
+
+def removed(times: int = 1) -> Story:
+    """Somebody deletes the task, so often; each time it is published anew, and nothing more is known of the last."""
+    story = done()
+    for _ in range(times):
+        story.later(10).writes(lambda _: None, "deleted")
+        story.versions.append(Version(story.id, story.now, story.document, None))
+    return story
 
 
 def _for_two(story: Story) -> Document:

@@ -19,6 +19,7 @@ import pytest
 from taskmesh import Status, rules
 from tests.chaos.checker import HEARD_OF_A_PAUSE_WITHIN
 from tests.chaos.reader import APPNAME as READER
+from tests.chaos.stage import APPNAME as STAGE
 from tests.chaos.stage import Stage, stage
 from tests.faults import failing_commands
 from tests.processes.broken import BROKEN, GATES
@@ -31,6 +32,7 @@ WAITS = "waits_before_claims"
 _PATIENCE_S, _BROKEN_PATIENCE_S = 30.0, 5.0
 """How long the tasks have to end; where something is broken, some may never."""
 _NEVER_HERE = timedelta(hours=1)
+_NEVER_HERE_MS = 3_600_000
 _APPLIED: dict[str, Any] = {"writeConcernError": {"code": 64, "errmsg": "waiting for replication timed out"}}
 _CUT_OFF: dict[str, Any] = {"closeConnection": True}
 
@@ -44,8 +46,8 @@ class Scene:
     broken: str
     promise: str
     play: Play
-    in_reader: bool = False
-    """Whether the part is broken in the reader of events, and not in the workers."""
+    here: bool = False
+    """Whether the part is broken in the test's own process (publisher, reader of events), and not in the workers."""
 
 
 # --- gates: what a worker wants to claim changes before it does ---
@@ -260,6 +262,39 @@ async def _on_tasks(stage: Stage, *commands: str, **fault: Any) -> AsyncIterator
         yield
 
 
+async def _a_deletion_is_repeated_after_a_publication(stage: Stage) -> None:
+    await stage.publish(delay_ms=_NEVER_HERE_MS)
+    update, calls = stage.mesh.store.update, []
+
+    async def update_after_a_publication(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 2:
+            await stage.publish()
+        return await update(*arguments)
+
+    stage.mesh.store.update = update_after_a_publication  # type: ignore[assignment,method-assign]
+    async with _on_tasks(stage, "delete", appname=STAGE, times=1, **_APPLIED):
+        await stage.delete()
+    assert len(calls) == 2
+    stage.worker("w1")
+
+
+async def _a_cancel_is_repeated_after_a_retry(stage: Stage) -> None:
+    await stage.publish(delay_ms=_NEVER_HERE_MS)
+    update = stage.mesh.store.update
+
+    async def update_without_an_answer(*arguments: Any) -> Any:
+        stage.mesh.store.update = update  # type: ignore[method-assign]
+        await update(*arguments)
+        await stage.mesh.retry("work", "victim")
+        async with _on_tasks(stage, "update", appname=STAGE, times=1, errorCode=10107):
+            return await update(*arguments)
+
+    stage.mesh.store.update = update_without_an_answer  # type: ignore[assignment,method-assign]
+    await stage.cancel()
+    stage.worker("w1")
+
+
 # --- the stream ---
 
 
@@ -353,8 +388,10 @@ SCENES = [
     Scene("claims without an answer: taken for lost", "L1", _the_answer_to_a_claim_is_lost),
     Scene("outcomes without an answer: taken for recorded", "L1", _an_outcome_is_cut_off),
     Scene("outcomes without an answer: taken for lost", "L1", _an_outcome_is_cut_off),
-    Scene("stream: gaps are not told", "O1", _the_reader_loses_its_place, in_reader=True),
-    Scene("stream: begins anew", "O1", _the_reader_keeps_its_place, in_reader=True),
+    Scene("repeated verbs: for whatever stands there", "P3", _a_deletion_is_repeated_after_a_publication, here=True),
+    Scene("repeated verbs: done again", "P3", _a_cancel_is_repeated_after_a_retry, here=True),
+    Scene("stream: gaps are not told", "O1", _the_reader_loses_its_place, here=True),
+    Scene("stream: begins anew", "O1", _the_reader_keeps_its_place, here=True),
     Scene("stream: gaps are not told", "L1", _the_worker_loses_its_place),
     Scene("stream: begins anew", "L1", _the_worker_keeps_its_place),
     Scene("scan: none", "L1", _the_worker_loses_its_place),
@@ -372,9 +409,9 @@ def test_every_gate_and_every_part_is_broken_in_a_scene() -> None:
 async def test_what_is_broken_is_found(
     mongo_uri: str, database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scene: Scene
 ) -> None:
-    if scene.in_reader:
+    if scene.here:
         BROKEN[scene.broken](monkeypatch.setattr)
-    async with stage(mongo_uri, database, tmp_path, [] if scene.in_reader else [scene.broken]) as set_up:
+    async with stage(mongo_uri, database, tmp_path, [] if scene.here else [scene.broken]) as set_up:
         await scene.play(set_up)
         findings = await set_up.end(_BROKEN_PATIENCE_S)
     assert scene.promise in findings.broken, [str(violation)[:500] for violation in findings.violations]

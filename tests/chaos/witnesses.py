@@ -10,7 +10,7 @@ from pymongo import MongoClient
 from tests.chaos.checker import check_version
 from tests.chaos.endings import check_endings
 from tests.chaos.findings import Findings
-from tests.chaos.history import Evidence, Log, Published
+from tests.chaos.history import Asked, Evidence, Log, Published
 from tests.chaos.reader import Reader
 from tests.chaos.versions import Document, Versions, Watcher
 from tests.processes.fleet import Fleet
@@ -37,7 +37,7 @@ class Witnesses:
         self.watcher.stop()
         self.reader.stop(sum(len(kinds) for kinds in self.log.happened.values()), patience_s)
 
-    def check(self, fleet: Fleet, published: Sequence[Published]) -> Findings:
+    def check(self, fleet: Fleet, published: Sequence[Published], asked: Sequence[Asked]) -> Findings:
         """Decide everything. After `stop`."""
         with self.client() as client:
             documents = {task["_id"]: task for task in client[self._database]["tasks"].find()}
@@ -45,6 +45,8 @@ class Witnesses:
         assert documents == self.versions.newest, "the watcher has missed something"
         evidence = Evidence(
             published=published,
+            asked=asked,
+            done=self.log.done,
             documents=documents,
             marks=fleet.history,
             died=fleet.died,

@@ -19,7 +19,7 @@ from pymongo.errors import PyMongoError
 from taskmesh import TaskMesh
 from taskmesh.store.faults import patiently
 from tests.chaos.findings import Findings
-from tests.chaos.producer import read_published
+from tests.chaos.producer import read_notes
 from tests.chaos.witnesses import Witnesses
 from tests.processes.fleet import Fleet, Worker
 from tests.waiting import wait_until
@@ -126,7 +126,7 @@ class World:
 
     def check(self) -> Findings:
         """Decide everything. After `wind_down`."""
-        return self.witnesses.check(self.fleet, read_published(self._directory))
+        return self.witnesses.check(self.fleet, *read_notes(self._directory))
 
     # --- parts ---
 

@@ -16,7 +16,7 @@ from taskmesh import feed, rules
 from taskmesh.consumer import finisher
 from taskmesh.consumer.claimer import Claimer
 from taskmesh.consumer.scanner import Scanner
-from taskmesh.store import claim, finish, lease
+from taskmesh.store import claim, finish, lease, repeated
 from taskmesh.store.watch import open_stream
 
 Replace = Callable[[Any, str, Any], None]
@@ -190,6 +190,19 @@ def nothing_is_scanned(replace: Replace) -> None:
     replace(Scanner, "run_once", run_once)
 
 
+# --- verbs that are repeated ---
+
+
+def repeated_verbs_are_for_whatever_stands_there(replace: Replace) -> None:
+    """Who repeats a verb does it to the key, whoever published what stands there by then."""
+    replace(repeated, "same", lambda task: {"_id": task["_id"]})
+
+
+def repeated_verbs_are_done_again(replace: Replace) -> None:
+    """Who repeats a verb does not ask whether it was done already."""
+    replace(repeated, "unchanged_by", lambda task, _: repeated.same(task))
+
+
 GATES: dict[str, Break] = {
     "gate unfinished": without_gate_and_status("unfinished"),
     "gate unexpired": without_gate_and_status("unexpired"),
@@ -221,4 +234,8 @@ RESUMING: dict[str, Break] = {
     "stream: begins anew": streams_begin_anew,
     "scan: none": nothing_is_scanned,
 }
-BROKEN = GATES | WRITES | RESUMING
+REPEATING: dict[str, Break] = {
+    "repeated verbs: for whatever stands there": repeated_verbs_are_for_whatever_stands_there,
+    "repeated verbs: done again": repeated_verbs_are_done_again,
+}
+BROKEN = GATES | WRITES | RESUMING | REPEATING

@@ -42,7 +42,7 @@ _REMEMBERED = 60
 LEASE_MS = 3_000
 """What all workers here renew their leases by."""
 _ALL_WORKERS = (*WORKERS, ANYBODY_ELSE)
-_NOT_COMPARED = ("_id", "name", "key", "queue", "lane", "publish_id", "change_id")
+_NOT_COMPARED = ("_id", "name", "key", "queue", "lane", "publish_id", "change_ids")
 
 
 class Difference(AssertionError):

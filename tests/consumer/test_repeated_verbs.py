@@ -1,0 +1,174 @@
+"""A verb whose answer was lost is repeated: for the task that it was meant for, once, and for no task published after it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from taskmesh import Status, TaskMesh, TaskNotFound
+from taskmesh.store import undo
+from tests.faults import failing_commands
+
+NEVER_HERE_MS = 3_600_000
+VERBS: dict[str, Callable[[TaskMesh], Awaitable[Any]]] = {
+    "cancel": lambda mesh: mesh.cancel("job", "k"),
+    "retry": lambda mesh: mesh.retry("job", "k"),
+    "delete": lambda mesh: mesh.delete("job", "k"),
+    "set_option": lambda mesh: mesh.set_option("job", "k", priority=7),
+    "run_again": lambda mesh: mesh.publish("job", "k", {"n": 3}, run_again=True),
+    "update_existing_params": lambda mesh: mesh.publish("job", "k", {"n": 3}, update_existing_params=True),
+    "clean_failed": lambda mesh: mesh.publish("job", "k", {"n": 3}, clean_failed=True, update_existing_params=True),
+}
+
+
+def _loses_an_answer(mesh: TaskMesh, uri: str, meanwhile: Callable[[], Awaitable[Any]]) -> None:
+    """Let the server do the next update of this mesh, then let others do something, and only then tell of an election."""
+    update = mesh.store.update
+
+    async def update_without_an_answer(*arguments: Any) -> Any:
+        mesh.store.update = update  # type: ignore[method-assign]
+        await update(*arguments)
+        await meanwhile()
+        async with failing_commands(uri, ["update"], times=1, errorCode=10107):
+            return await update(*arguments)
+
+    mesh.store.update = update_without_an_answer  # type: ignore[assignment,method-assign]
+
+
+@pytest.fixture
+async def other(mongo_uri: str, database: str) -> Any:
+    async with TaskMesh(mongo_uri, database=database) as mesh:
+        yield mesh
+
+
+async def _publish(mesh: TaskMesh, n: int) -> None:
+    handle = await mesh.publish("job", "k", {"n": n}, delay_ms=NEVER_HERE_MS)
+    assert handle.created
+
+
+@pytest.mark.parametrize("verb", VERBS)
+async def test_a_verb_whose_answer_was_lost_does_nothing_to_a_task_published_after_it(
+    mesh: TaskMesh, other: TaskMesh, mongo_uri: str, verb: str
+) -> None:
+    await _publish(mesh, 1)
+    later: dict[str, Any] = {}
+
+    async def the_key_is_published_anew() -> None:
+        with suppress(TaskNotFound):
+            await other.delete("job", "k")
+        await _publish(other, 2)
+        later.update(await other.store.driver.collection("tasks").find_one({"_id": "job:k"}))
+
+    _loses_an_answer(mesh, mongo_uri, the_key_is_published_anew)
+    with suppress(TaskNotFound):  # the task that was meant is not there any more
+        await VERBS[verb](mesh)
+    assert later["params"] == {"n": 2}
+    assert await mesh.store.driver.collection("tasks").find_one({"_id": "job:k"}) == later
+
+
+async def test_a_deletion_whose_answers_were_lost_twice_deletes_no_task_published_after_it(
+    mesh: TaskMesh, other: TaskMesh, mongo_uri: str
+) -> None:
+    """The word that it leaves first was answered; the removal itself was done, and said not to be confirmed."""
+    await _publish(mesh, 1)
+    update, calls = mesh.store.update, []
+
+    async def update_after_a_publication(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 2:
+            await _publish(other, 2)
+        return await update(*arguments)
+
+    mesh.store.update = update_after_a_publication  # type: ignore[assignment,method-assign]
+    unconfirmed = {"code": 64, "errmsg": "waiting for replication timed out"}
+    async with failing_commands(mongo_uri, ["delete"], times=1, writeConcernError=unconfirmed):
+        assert (await mesh.delete("job", "k")).params == {"n": 1}
+    assert len(calls) == 2, "it was repeated"
+    assert (await mesh.get("job", "k")).params == {"n": 2}
+
+
+async def test_a_cancel_is_not_repeated_after_others_have_retried_the_task(
+    mesh: TaskMesh, other: TaskMesh, mongo_uri: str
+) -> None:
+    await _publish(mesh, 1)
+    _loses_an_answer(mesh, mongo_uri, lambda: other.retry("job", "k"))
+    await mesh.cancel("job", "k")
+    assert (await mesh.get("job", "k")).status is Status.INIT
+
+
+async def test_a_retry_is_not_repeated_after_others_have_changed_the_task_twice(
+    mesh: TaskMesh, other: TaskMesh, mongo_uri: str
+) -> None:
+    await _publish(mesh, 1)
+    await mesh.cancel("job", "k")
+
+    async def others_publish_and_cancel() -> None:
+        await other.publish("job", "k", {"n": 2}, update_existing_params=True)
+        await other.cancel("job", "k")
+
+    _loses_an_answer(mesh, mongo_uri, others_publish_and_cancel)
+    await mesh.retry("job", "k")
+    assert (await mesh.get("job", "k")).status is Status.CANCELLED
+
+
+async def test_an_option_is_not_set_again_over_what_others_set_since(
+    mesh: TaskMesh, other: TaskMesh, mongo_uri: str
+) -> None:
+    await _publish(mesh, 1)
+    _loses_an_answer(mesh, mongo_uri, lambda: other.set_option("job", "k", priority=0))
+    await mesh.set_option("job", "k", priority=7)
+    assert (await mesh.get("job", "k")).task_option.priority == 0
+
+
+async def test_params_are_not_set_again_over_what_others_set_since(
+    mesh: TaskMesh, other: TaskMesh, mongo_uri: str
+) -> None:
+    await _publish(mesh, 1)
+
+    async def others_publish_twice() -> None:
+        for n in (4, 5):
+            await other.publish("job", "k", {"n": n}, update_existing_params=True)
+
+    _loses_an_answer(mesh, mongo_uri, others_publish_twice)
+    handle = await mesh.publish("job", "k", {"n": 3}, update_existing_params=True)
+    assert (handle.created, handle.updated) == (False, True)
+    assert (await mesh.get("job", "k")).params == {"n": 5}
+
+
+@pytest.mark.parametrize("action", ["delete_all", "cancel_all", "retry_all"])
+async def test_a_bulk_action_that_looks_again_does_nothing_to_a_task_published_after_it(
+    mesh: TaskMesh, other: TaskMesh, monkeypatch: pytest.MonkeyPatch, action: str
+) -> None:
+    await _publish(mesh, 1)
+    keep, rounds = undo.keep, []
+
+    async def keep_after_a_publication(*arguments: Any) -> Any:
+        rounds.append(arguments)
+        if len(rounds) == 2:
+            with suppress(TaskNotFound):
+                await other.delete("job", "k")
+            await _publish(other, 2)
+        return await keep(*arguments)
+
+    monkeypatch.setattr(undo, "keep", keep_after_a_publication)
+    done = await getattr(mesh, action)("status:INIT name:job")
+    assert (len(rounds), done.done) == (2, 1)
+    task = await mesh.get("job", "k")
+    assert (task.params, task.status) == ({"n": 2}, Status.INIT)
+    assert task.task_state.start_time is not None
+
+
+async def test_an_undo_does_not_put_back_over_what_was_retried_and_cancelled_since(
+    mesh: TaskMesh, other: TaskMesh
+) -> None:
+    await _publish(mesh, 1)
+    action = await mesh.cancel_all("status:INIT name:job")
+    await other.retry("job", "k")
+    await other.cancel("job", "k")
+    assert action.id is not None
+    result = await mesh.undo(action.id)
+    assert (result.restored, result.left) == (0, 1)
+    assert (await mesh.get("job", "k")).status is Status.CANCELLED
