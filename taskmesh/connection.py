@@ -37,6 +37,7 @@ class Connected:
         self._database = database
         self._collection = collection
         self._store: Store | None = None
+        self._created = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pid = os.getpid()
         self._embedded: Any = None
@@ -67,9 +68,10 @@ class Connected:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def connect(self) -> None:
+    async def connect(self, *, create: bool = True) -> None:
         """Connect, check the server, and create the collections and indexes that are missing.
 
+        `create=False`: leave that to the first publication, so that a look at a database changes nothing in it.
         Raises `NotAReplicaSet`, `IncompatibleCollection`, `EmbeddedUnavailable`, or `TaskMeshError` if no server answers.
         """
         if self._store is not None:
@@ -80,15 +82,23 @@ class Connected:
             await schema.check_server(store)
             for _ in range(3):
                 await sample(clock, store)
-            await patiently(lambda: schema.create(store))
+            await patiently(lambda: schema.create(store) if create else schema.check_readable(store))
         except BaseException:
             await store.close()
             await self._leave_embedded()
             raise
+        self._created = create
         self._store, self._clock, self._loop, self._pid = store, clock, asyncio.get_running_loop(), os.getpid()
         self._feed = Feed(store)
         self._results = Results(store, self._feed)
         self._registry = Registry(store)
+
+    async def _create_what_is_missing(self) -> None:
+        """Do what `connect(create=False)` has left out."""
+        if not self._created:
+            store = self.store
+            await patiently(lambda: schema.create(store))
+            self._created = True
 
     async def close(self) -> None:
         """Close what `connect` opened. Does nothing the second time."""

@@ -53,6 +53,7 @@ def check_extra(extra: str, modules: tuple[str, ...], what: str) -> None:
         raise ExtraMissing(f"{what} needs {' and '.join(missing)}: {install(extra)}")
 
 
+@cache
 def _clone() -> tuple[Path, bool] | None:
     """Return the directory that this was installed from, and whether it is editable. None: it came from elsewhere."""
     found = _installed()
@@ -65,3 +66,6 @@ def _clone() -> tuple[Path, bool] | None:
     if url.scheme != "file" or "dir_info" not in origin or not directory.is_dir():
         return None
     return directory, bool(origin["dir_info"].get("editable"))
+
+
+_clone()  # now: it reads files, and whoever asks later may do so in an event loop

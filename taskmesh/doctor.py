@@ -142,7 +142,7 @@ async def _oplog(store: Store) -> Finding:
     window = await inspect.oplog_window_s(store)
     if window is None:
         return Finding(level="note", subject="oplog", found="this user may not see how far back it goes")
-    said = f"it goes {window / 3_600:.1f} h back"
+    said = f"it reaches back {window / 3_600:.1f} h"
     if window >= OPLOG_WANTED_S:
         return Finding(level="ok", subject="oplog", found=said)
     # Never worse than a note: an oplog that was not full yet says nothing about its size.
@@ -166,6 +166,13 @@ async def _collection(store: Store) -> AsyncIterator[Finding]:
     indexes = await inspect.index_use(store)
     if indexes is None:
         yield Finding(level="note", subject="indexes", found="this user may not see their use (clusterMonitor)")
+    elif not indexes:  # every collection that exists has one
+        yield Finding(
+            level="note",
+            subject="collection",
+            found=f"there is no collection {store.tasks!r} in database {store.driver.database.name!r} of {schema.hosts(store)}",
+            remedy="if there should be tasks, name another database or collection; else the first worker creates it",
+        )
     else:
         ours = {f"taskmesh_{name}": dict(keys) for name, (keys, _) in schema.INDEXES.items()}
         missing = [name for name, keys in ours.items() if dict(indexes.get(name, {}).get("key", {})) != keys]
@@ -185,7 +192,7 @@ async def _collection(store: Store) -> AsyncIterator[Finding]:
                 level="warning",
                 subject="indexes",
                 found=f"not taskmesh's, and never used since the server's start: {', '.join(idle)}",
-                remedy="drop them unless you know why they are there: each makes every claim dearer",
+                remedy="drop them unless you know why they are there: each of them slows down every claim",
             )
     lag = await inspect.past_retention(store, TTL_LAG_S)
     if lag:

@@ -84,6 +84,7 @@ class Publishing(Connected):
             configuration.publication(name, key, params, size, publish_id) for key, (params, size) in checked.items()
         ]
         store = self.store
+        await self._create_what_is_missing()
         with publishing(name, list(checked), configuration.queue) as trace:
             for publication in publications:
                 publication.trace = trace

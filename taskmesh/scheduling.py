@@ -63,13 +63,14 @@ class Scheduling(Publishing):
         super().__init__(client, database=database, collection=collection)
         self._declarations: dict[str, Declaration] = {}
 
-    async def connect(self) -> None:
+    async def connect(self, *, create: bool = True) -> None:
         """Connect, check the server, create what is missing, and store the schedules that were declared before.
 
+        `create=False`: only connect and check. The first publication creates what is missing.
         Raises `NotAReplicaSet`, `IncompatibleCollection`, `EmbeddedUnavailable`, or `TaskMeshError` if no server answers.
         """
-        await super().connect()
-        for declaration in self._declarations.values():
+        await super().connect(create=create)
+        for declaration in self._declarations.values() if create else ():
             await self.store_declaration(declaration)
 
     def every(
@@ -214,5 +215,5 @@ class Scheduling(Publishing):
     async def _schedule(self, schedule_id: str) -> Document:
         schedule = await schedules.read(self.store, schedule_id)
         if schedule is None:
-            raise TaskNotFound(f"there is no schedule {schedule_id!r}: `await mesh.schedules()` tells which there are")
+            raise TaskNotFound(f"there is no schedule {schedule_id!r}: `taskmesh schedules` lists those that there are")
         return schedule

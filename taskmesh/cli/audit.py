@@ -7,7 +7,6 @@ from typing import Annotated, Any
 import typer
 from pymongo.errors import PyMongoError
 from rich.console import RenderableType
-from rich.text import Text
 
 from taskmesh.bulk import BulkAction, NotedAction
 from taskmesh.cli import output
@@ -41,12 +40,10 @@ async def audit(
         found: list[BulkAction | NotedAction] = [*await mesh.bulk_actions(limit), *await mesh.noted_actions(limit)]
         return sorted(found, key=lambda action: action.time, reverse=True)
 
-    await show_found(read, _table, as_json=as_json)
+    await show_found(mesh, read, _table, "nobody has changed anything within the last month", as_json=as_json)
 
 
 def _table(found: list[BulkAction | NotedAction]) -> RenderableType:
-    if not found:
-        return Text("nobody has changed anything within the last month", style="dim")
     rows: list[list[object]] = [[each.time, each.by, each.action, _about(each)] for each in found]
     return output.table(["WHEN", "BY", "DID", "TO"], rows)
 

@@ -9,12 +9,11 @@ from typing import Annotated, Protocol
 import typer
 from rich.console import RenderableType
 from rich.progress import Progress
-from rich.text import Text
 
 from taskmesh.bulk import UNDO_MS, BulkAction, BulkResult
 from taskmesh.cli import completion, output
 from taskmesh.cli.audit import noted
-from taskmesh.cli.connected import Collection, Database, Uri, connected, run_at
+from taskmesh.cli.connected import App, Collection, Database, Uri, connected, mesh_of, run_at
 from taskmesh.cli.listing import Json, show_found
 from taskmesh.cli.tasks import task_json
 from taskmesh.mesh import TaskMesh
@@ -27,7 +26,7 @@ Where = Annotated[
     str | None,
     typer.Option(
         metavar="FILTER",
-        help="Instead of one: all that fit, like 'status:FAIL name:resize error:timeout age>1h'. "
+        help="Instead of one: all that match, like 'status:FAIL name:resize error:timeout age>1h'. "
         "Knows name: status: queue: group: key: error: worker: lost: age> age<.",
     ),
 ]
@@ -119,6 +118,7 @@ def _command(verb: _Verb) -> Callable[..., None]:
         undo: Undo = True,
         yes: Yes = False,
         as_json: Json = False,
+        app: App = None,
         uri: Uri = None,
         database: Database = None,
         collection: Collection = None,
@@ -128,6 +128,8 @@ def _command(verb: _Verb) -> Callable[..., None]:
         if dry_run and where is None:
             raise typer.BadParameter("--dry-run counts what --where finds")
         which = None if where is None else TaskFilter.parse(where)
+        if which is not None and not dry_run:
+            output.check_can_ask(verb.name, yes=yes)
 
         async def use(mesh: TaskMesh) -> None:
             if which is None:
@@ -146,9 +148,9 @@ def _command(verb: _Verb) -> Callable[..., None]:
                 undo_ms = UNDO_MS if undo else 0
                 return await verb.many(mesh)(where, dry_run=dry_run, progress=progress, by=by, undo_ms=undo_ms)
 
-            await _many(act, which, verb.name, dry_run=dry_run, yes=yes, as_json=as_json)
+            await _many(mesh, act, which, verb.name, dry_run=dry_run, yes=yes, as_json=as_json)
 
-        run_at(uri, database, collection, use)
+        run_at(mesh_of(app, uri, database, collection), use)
 
     return run
 
@@ -166,21 +168,27 @@ async def _one(mesh: TaskMesh, verb: _Verb, name: str, key: str, *, yes: bool, a
         output.say(f"{task.name} {task.key} {verb.done}")
 
 
-async def _many(act: _ActOnMany, where: TaskFilter, verb: str, *, dry_run: bool, yes: bool, as_json: bool) -> None:
+async def _many(
+    mesh: TaskMesh, act: _ActOnMany, where: TaskFilter, verb: str, *, dry_run: bool, yes: bool, as_json: bool
+) -> None:
     """Count first, ask on a terminal, then do it in batches. The filter is asked again for each task."""
     counted = await act(where, dry_run=True)
     if not dry_run and counted.matched:
-        tasks = "1 task that fits" if counted.matched == 1 else f"{counted.matched} tasks that fit"
+        tasks = "1 task that matches" if counted.matched == 1 else f"{counted.matched} tasks that match"
         output.confirm(f"{verb} {tasks} {counted.where!r}?", yes=yes)
         console = output.console(stderr=True)
         with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
             bar = progress.add_task(verb, total=counted.matched)
             counted = await act(where, progress=lambda done: progress.update(bar, completed=done), by=output.somebody())
+    if not counted.matched:
+        output.say(f"no tasks match {counted.where!r}; looked at {mesh.address}", stderr=as_json)
     if as_json:
         output.show_json(counted)
+    if as_json or not counted.matched:
         return
     if counted.dry_run:
-        output.say(f"{counted.matched} tasks fit {counted.where or 'anything finished'!r}")
+        tasks = "1 task matches" if counted.matched == 1 else f"{counted.matched} tasks match"
+        output.say(f"{tasks} {counted.where!r}")
         return
     output.say(f"{verb}: {counted.done} of {counted.matched} tasks")
     if counted.id is not None:
@@ -190,13 +198,18 @@ async def _many(act: _ActOnMany, where: TaskFilter, verb: str, *, dry_run: bool,
 async def purge(
     mesh: TaskMesh,
     *,
-    where: Annotated[str, typer.Option(metavar="FILTER", help="Only those that fit, like 'age>7d'.")] = "",
+    where: Annotated[str | None, typer.Option(metavar="FILTER", help="Those that match, like 'age>7d'.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every finished task.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count them.")] = False,
     yes: Yes = False,
     as_json: Json = False,
 ) -> None:
     """Remove finished tasks before their retention is over, for good. Their keys are free again then."""
-    await _many(mesh.purge, TaskFilter.parse(where), "purge", dry_run=dry_run, yes=yes, as_json=as_json)
+    if everything == bool(where):
+        raise typer.BadParameter("say which: --where FILTER, or --all for every finished task")
+    if not dry_run:
+        output.check_can_ask("purge", yes=yes)
+    await _many(mesh, mesh.purge, TaskFilter.parse(where or ""), "purge", dry_run=dry_run, yes=yes, as_json=as_json)
 
 
 async def undo(
@@ -212,7 +225,8 @@ async def undo(
     Tasks to which something has happened since (claimed, published anew) stay as they are.
     """
     if action is None:
-        await show_found(mesh.bulk_actions, _action_table, as_json=as_json)
+        nothing = "nobody has changed many tasks at once within the last month"
+        await show_found(mesh, mesh.bulk_actions, _action_table, nothing, as_json=as_json)
         return
     undone = await mesh.undo(action)
     await noted(mesh, "bulk.undo", id=action)
@@ -224,8 +238,6 @@ async def undo(
 
 
 def _action_table(found: list[BulkAction]) -> RenderableType:
-    if not found:
-        return Text("nobody has changed many tasks at once within the last month", style="dim")
     rows = [
         [
             each.id,

@@ -1,4 +1,4 @@
-"""Where a command connects to: `--uri`, `--database`, `--collection`, on every command that needs a mesh."""
+"""Where a command connects to: `--app`, `--uri`, `--database`, `--collection`, on every command that needs a mesh."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from urllib.parse import parse_qs, urlsplit
 import typer
 
 from taskmesh.cli.loading import load_mesh
-from taskmesh.errors import TaskMeshError
+from taskmesh.errors import TaskMeshError, TaskNotFound
 from taskmesh.mesh import TaskMesh
 
 P = ParamSpec("P")
@@ -26,6 +26,16 @@ Uri = Annotated[
 Database = Annotated[str | None, typer.Option(envvar="TASKMESH_DATABASE", help="Its database.", rich_help_panel=_WHERE)]
 Collection = Annotated[
     str | None, typer.Option(envvar="TASKMESH_COLLECTION", help="Its collection of tasks.", rich_help_panel=_WHERE)
+]
+
+App = Annotated[
+    str | None,
+    typer.Option(
+        "--app",
+        metavar="MODULE:MESH",
+        help="Connect where this mesh does, with its definitions.",
+        rich_help_panel=_WHERE,
+    ),
 ]
 
 DEFAULT_DATABASE = "taskmesh"
@@ -46,7 +56,7 @@ def mesh_at(uri: str | None, database: str | None, collection: str | None, patie
 def patient_for(uri: str, patience_ms: int) -> str:
     """Return the URI with a limit on the search for a server, unless it has one. Raises `TaskMeshError`."""
     if not uri.startswith(("mongodb://", "mongodb+srv://")):
-        raise TaskMeshError("this is no MongoDB URI; one looks like mongodb://127.0.0.1:27017/?replicaSet=rs0")
+        raise TaskMeshError("not a MongoDB URI: one looks like mongodb://127.0.0.1:27017/?replicaSet=rs0")
     try:
         parts = urlsplit(uri)
     except ValueError:
@@ -58,36 +68,44 @@ def patient_for(uri: str, patience_ms: int) -> str:
     return parts._replace(query=query, path=parts.path or "/").geturl()
 
 
-def run_at(
-    uri: str | None,
-    database: str | None,
-    collection: str | None,
-    use: Callable[[TaskMesh], Awaitable[None]],
-    *,
-    app: str | None = None,
-) -> None:
-    """Connect a mesh at that place, use it, and close it. `app`: MODULE:MESH, whose definitions it shall have."""
+def mesh_of(
+    app: str | None, uri: str | None, database: str | None, collection: str | None, patience_ms: int = _PATIENCE_MS
+) -> TaskMesh:
+    """Return the mesh that `app` names, or one without definitions, which connects at that place."""
     if app is None:
-        mesh = mesh_at(uri, database, collection)
-    else:
-        mesh = load_mesh(app)
-        mesh.connect_to(uri and patient_for(uri, _PATIENCE_MS), database=database, collection=collection)
+        return mesh_at(uri, database, collection, patience_ms)
+    mesh = load_mesh(app)
+    mesh.connect_to(uri and patient_for(uri, patience_ms), database=database, collection=collection)
+    return mesh
+
+
+def run_at(mesh: TaskMesh, use: Callable[[TaskMesh], Awaitable[None]]) -> None:
+    """Connect a mesh, use it, and close it. Creates nothing but what a publication needs."""
 
     async def connect_and_use() -> None:
-        async with mesh:
+        await mesh.connect(create=False)
+        try:
             await use(mesh)
+        except TaskNotFound as error:  # it may well be somewhere else
+            raise TaskNotFound(f"{error}; looked at {mesh.address}") from None
+        finally:
+            await mesh.close()
 
     asyncio.run(connect_and_use())
 
 
 def connected(command: Callable[Concatenate[TaskMesh, P], Awaitable[None]]) -> Callable[..., None]:
-    """Make a command of a coroutine function: its first argument, a connected mesh, becomes the three options."""
+    """Make a command of a coroutine function: its first argument, a connected mesh, becomes the options that say where."""
 
-    def run(*, uri: str | None, database: str | None, collection: str | None, **arguments: Any) -> None:
+    def run(
+        *, app: str | None, uri: str | None, database: str | None, collection: str | None, **arguments: Any
+    ) -> None:
+        mesh = mesh_of(app, uri, database, collection)
         # typer hands over what the signature asks for
-        run_at(uri, database, collection, lambda mesh: command(mesh, **arguments))  # type: ignore[call-arg]
+        run_at(mesh, lambda mesh: command(mesh, **arguments))  # type: ignore[call-arg]
 
-    return with_options(run, command, {"uri": Uri, "database": Database, "collection": Collection}, leave_out=1)
+    where = {"app": App, "uri": Uri, "database": Database, "collection": Collection}
+    return with_options(run, command, where, leave_out=1)
 
 
 def with_options(

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from taskmesh.cli import completion, output
 from taskmesh.cli.connected import connected
-from taskmesh.cli.listing import Json, Listing, Watch, show
+from taskmesh.cli.listing import Json, Listing, Watch, nothing_found, show
 from taskmesh.error_groups import ErrorGroup, ErrorReport
 from taskmesh.mesh import TaskMesh
 
@@ -44,6 +44,8 @@ async def errors(
             output.say(f"warning: {report.looked_at} tasks were looked at; there are more", stderr=True)
         about = {"looked_at": report.looked_at, "complete": report.complete}
         groups = [dict(group) | {"fits": n} | about for group, n in zip(report.groups, fits, strict=True)]
+        if not groups:
+            return nothing_found(mesh, f"nothing fails: {_looked_at(report)}", groups)
         return Listing(groups, _report(report, fits))
 
     await show(read, as_json=as_json, every_s=watch)
@@ -63,11 +65,12 @@ async def _counted(mesh: TaskMesh, groups: list[ErrorGroup]) -> list[int | None]
 def _report(report: ErrorReport, fits: list[int | None]) -> RenderableType:
     now = datetime.now(UTC)
     parts = [_group(group, n, now) for group, n in zip(report.groups, fits, strict=True)]
-    said = (
-        f"{report.looked_at} tasks were looked at" if report.groups else f"nothing fails: {report.looked_at} looked at"
-    )
+    return Group(*parts, Text(_looked_at(report), style="dim"))
+
+
+def _looked_at(report: ErrorReport) -> str:
     more = "" if report.complete else "; there are more, --at-most N looks at more of them"
-    return Group(*parts, Text(said + more, style="dim"))
+    return f"{_tasks(report.looked_at)} {'was' if report.looked_at == 1 else 'were'} looked at{more}"
 
 
 def _group(group: ErrorGroup, fits: int | None, now: datetime) -> RenderableType:

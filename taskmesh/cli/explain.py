@@ -11,7 +11,7 @@ from rich.text import Text
 
 from taskmesh.cli import completion, output
 from taskmesh.cli.connected import connected
-from taskmesh.cli.listing import Json, Listing, Watch, show
+from taskmesh.cli.listing import Json, Listing, Watch, nothing_found, show
 from taskmesh.explain import NO_WORKER, WORKER_KNOWS, Explanation, Waiting
 from taskmesh.mesh import TaskMesh
 from taskmesh.task import Status, Task
@@ -59,6 +59,8 @@ async def explain(
         if name is None or key is None:
             assert worker_id is not None
             waiting = await mesh.explain_worker(worker_id, name, at_most=_LOOKED_AT)
+            if not waiting:
+                return nothing_found(mesh, f"no task waits{f'; {_unknown(worker_id)}' if unknown else ''}", [])
             return Listing(waiting, _what_waits(waiting, worker_id, unknown=unknown))
         explanations = await mesh.explain(name, key, worker_id)
         task = await mesh.get(name, key)
@@ -72,7 +74,7 @@ def _what_waits(waiting: list[Waiting], worker_id: str, *, unknown: bool) -> Ren
     looked_at = sum(group.tasks for group in waiting)
     open_ = sum(group.tasks for group in waiting if not group.shut)
     which = f"the {looked_at} oldest tasks that wait" if looked_at >= _LOOKED_AT else f"the {looked_at} tasks that wait"
-    said = f"{worker_id} could claim {open_} of {which} now." if waiting else "No task waits."
+    said = f"{worker_id} could claim {open_} of {which} now."
     if unknown:
         said += f" {'But' if open_ else 'And'} {_unknown(worker_id)}."
     rows: list[list[object]] = [
@@ -86,7 +88,7 @@ def _what_waits(waiting: list[Waiting], worker_id: str, *, unknown: bool) -> Ren
         for group in waiting
     ]
     head = Text(output.printable(said), style="bold")
-    return Group(head, output.table(["TASKS", "NAME", "SHUT", "ONE OF THEM", "WHY"], rows)) if rows else head
+    return Group(head, output.table(["TASKS", "NAME", "SHUT", "ONE OF THEM", "WHY"], rows))
 
 
 def _unknown(worker_id: str | None) -> str:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
@@ -13,14 +18,16 @@ from rich.text import Text
 
 from taskmesh.cli import completion, output
 from taskmesh.cli.audit import noted
-from taskmesh.cli.connected import Collection, Database, Uri, connected, mesh_at
-from taskmesh.cli.listing import Json, Watch, show_found
+from taskmesh.cli.connected import App, Collection, Database, Uri, connected, mesh_of
+from taskmesh.cli.listing import Json, Listing, Watch, nothing_found, show, show_found
 from taskmesh.consumer.settings import MOST_AT_ONCE
 from taskmesh.errors import TaskMeshError
 from taskmesh.mesh import TaskMesh
 from taskmesh.stats import Stats
 from taskmesh.task import Status
 from taskmesh.workers import WorkerInfo
+
+_NO_WORKERS = "no workers: start one with `taskmesh worker MODULE:MESH`"
 
 WorkerId = Annotated[str, typer.Argument(metavar="WORKER", help="The worker's id.", autocompletion=completion.worker)]
 
@@ -47,13 +54,13 @@ async def workers(
     async def find() -> list[WorkerInfo]:
         return [worker for worker in await mesh.workers() if worker.live or not live]
 
-    await show_found(find, worker_table, as_json=as_json, every_s=watch)
+    await show_found(mesh, find, worker_table, _NO_WORKERS, as_json=as_json, every_s=watch)
 
 
 def worker_table(found: list[WorkerInfo]) -> RenderableType:
     """Return a table of workers."""
     if not found:
-        return Text("no workers: start one with `taskmesh worker MODULE:MESH`", style="dim")
+        return Text(_NO_WORKERS, style="dim")
     now = datetime.now(UTC)
     rows = [
         [
@@ -121,7 +128,12 @@ async def set_concurrency(
 
 async def stats(mesh: TaskMesh, as_json: Json = False, watch: Watch = None) -> None:
     """Count the tasks by name and status, and show how far behind the workers are."""
-    await show_found(mesh.stats, stats_page, as_json=as_json, every_s=watch)
+
+    async def read() -> Listing:
+        found = await mesh.stats()
+        return Listing(found, stats_page(found)) if found.counts else nothing_found(mesh, "no tasks", found)
+
+    await show(read, as_json=as_json, every_s=watch)
 
 
 def stats_page(found: Stats) -> RenderableType:
@@ -141,38 +153,78 @@ def stats_page(found: Stats) -> RenderableType:
 
 
 def health(
-    worker_id: Annotated[str | None, typer.Option(help="Is this worker alive?")] = None,
-    timeout_ms: Annotated[int, typer.Option(min=1, help="Give up after so long.")] = 5_000,
+    worker_id: Annotated[str | None, typer.Option(help="Is this worker alive?  [default: any]")] = None,
+    timeout_ms: Annotated[int, typer.Option(min=1, help="Give up after this time.")] = 5_000,
     as_json: Json = False,
+    app: App = None,
     uri: Uri = None,
     database: Database = None,
     collection: Collection = None,
 ) -> None:
-    """Tell by the exit status whether the database answers, and a worker lives. For probes."""
+    """Exit with 0 if the database answers and a worker is alive, else with 1. For probes."""
 
     async def check() -> None:
-        async with mesh_at(uri, database, collection, timeout_ms) as mesh:
-            if worker_id is None:
-                return
-            found = {worker.worker_id: worker for worker in await mesh.workers()}
-            if worker_id not in found:
-                raise TaskMeshError(f"no worker {worker_id!r} is registered")
-            if not found[worker_id].live:
-                raise TaskMeshError(f"worker {worker_id!r} is {found[worker_id].state}")
+        running = await asyncio.to_thread(_running_here) if uri is None and app is None else uri
+        mesh = mesh_of(app, running, database, collection, timeout_ms)
+        await mesh.connect(create=False)
+        try:
+            _check_workers(mesh, await mesh.workers(), worker_id)
+        finally:
+            await mesh.close()
 
-    async def within_time() -> None:
-        await asyncio.wait_for(check(), timeout_ms / 1000)
-
-    problem: str | None = None
-    try:
-        asyncio.run(within_time())
-    except TimeoutError:
-        problem = f"the database did not answer within {timeout_ms} ms"
-    except (TaskMeshError, PyMongoError) as error:
-        problem = str(error)
+    problem, hangs = _problem_within(timeout_ms, check)
     found: dict[str, Any] = {"healthy": problem is None, "problem": problem}
     if as_json:
         output.show_json(found)
     else:
         output.say("healthy" if problem is None else f"taskmesh: {problem}", stderr=problem is not None)
+    if hangs:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # the interpreter would wait for the driver's threads, and they for the server
     raise typer.Exit(0 if problem is None else 1)
+
+
+def _check_workers(mesh: TaskMesh, found: list[WorkerInfo], worker_id: str | None) -> None:
+    """Raise `TaskMeshError` unless this worker is alive; None: any."""
+    if worker_id is None:
+        if not any(worker.live for worker in found):
+            raise TaskMeshError(f"no worker is alive; looked at {mesh.address}")
+        return
+    states = {worker.worker_id: worker for worker in found}
+    if worker_id not in states:
+        raise TaskMeshError(f"no worker {worker_id!r} is registered; looked at {mesh.address}")
+    if not states[worker_id].live:
+        raise TaskMeshError(f"worker {worker_id!r} is {states[worker_id].state}")
+
+
+def _running_here() -> str:
+    """Return the URI of this directory's embedded MongoDB. A probe starts none. Raises `TaskMeshError` if none answers."""
+    from taskmesh.embedded import running_in  # noqa: PLC0415 — an extra
+
+    running = running_in()
+    if running is None:
+        raise TaskMeshError("no embedded MongoDB answers in this directory, and neither --uri nor TASKMESH_URI is set")
+    return running
+
+
+def _problem_within(timeout_ms: int, check: Callable[[], Coroutine[Any, Any, None]]) -> tuple[str | None, bool]:
+    """Return what is wrong, and whether the check still hangs. In a thread: nothing that hangs in it can hold a probe."""
+    ended: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            asyncio.run(check())
+        except (TaskMeshError, PyMongoError) as error:
+            ended.put(str(error))
+        except BaseException as error:
+            ended.put(f"{type(error).__name__}: {error}")
+            raise
+        else:
+            ended.put(None)
+
+    threading.Thread(target=run, name="taskmesh health", daemon=True).start()
+    try:
+        return ended.get(timeout=timeout_ms / 1000), False
+    except queue.Empty:
+        return f"the database did not answer within {timeout_ms} ms", True

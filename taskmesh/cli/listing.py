@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from taskmesh.cli import output
+from taskmesh.mesh import TaskMesh
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON: one object for one thing, else an array.")]
 Watch = Annotated[
@@ -32,6 +33,8 @@ class Listing:
 
     data: Any
     shown: RenderableType
+    nothing: str | None = None
+    """If nothing was found: what, and where it was looked for."""
 
 
 async def show(read: Callable[[], Awaitable[Listing]], *, as_json: bool, every_s: float | None = None) -> None:
@@ -40,6 +43,8 @@ async def show(read: Callable[[], Awaitable[Listing]], *, as_json: bool, every_s
         listing = await read()
         if as_json:
             output.show_json(listing.data)
+            if listing.nothing is not None:
+                output.say(listing.nothing, stderr=True)
         else:
             output.console().print(listing.shown, crop=False)  # what must not be cut is not wrapped either
         return
@@ -52,18 +57,26 @@ async def show(read: Callable[[], Awaitable[Listing]], *, as_json: bool, every_s
         raise typer.Exit(0) from None  # that is how one ends it
 
 
+def nothing_found(mesh: TaskMesh, what: str, data: Any = ()) -> Listing:
+    """Return the listing of an empty answer: it says where it looked, since another database looks like an empty one."""
+    said = f"{what}; looked at {mesh.address}"
+    return Listing(data, Text(said, style="dim"), said)
+
+
 async def show_found(
+    mesh: TaskMesh,
     find: Callable[[], Awaitable[T]],
     shown: Callable[[T], RenderableType],
+    nothing: str,
     *,
     as_json: bool,
     every_s: float | None = None,
 ) -> None:
-    """Do likewise with what `find` returns, which is its own data."""
+    """Show what `find` returns, which is its own data. `nothing`: what to say if that is empty."""
 
     async def read() -> Listing:
         found = await find()
-        return Listing(found, shown(found))
+        return Listing(found, shown(found)) if found else nothing_found(mesh, nothing, found)
 
     await show(read, as_json=as_json, every_s=every_s)
 

@@ -149,6 +149,15 @@ def confirm(question: str, *, yes: bool) -> None:
         raise typer.Exit(1)
 
 
+def check_can_ask(what: str, *, yes: bool) -> None:
+    """Raise typer's `BadParameter` if somebody has to agree to what many tasks are in for, and nobody is there."""
+    if not yes and not sys.stdin.isatty():
+        raise typer.BadParameter(
+            f"{what} acts on many tasks, and standard input is not a terminal where it could ask: add --yes, or count them "
+            "first by --dry-run"
+        )
+
+
 def somebody() -> str:
     """Return who does this, for those who ask later."""
     return f"{getpass.getuser()}@{socket.gethostname()}"

@@ -13,7 +13,7 @@ import typer
 from rich.progress import Progress
 
 from taskmesh.cli import completion, output
-from taskmesh.cli.connected import Collection, Database, Uri, run_at
+from taskmesh.cli.connected import Collection, Database, Uri, mesh_of, run_at
 from taskmesh.cli.following import Timeout, show_result
 from taskmesh.cli.listing import Json
 from taskmesh.definition import TaskHandle
@@ -39,12 +39,6 @@ def publish(
         Path | None,
         typer.Option(
             metavar="FILE", help='Many: one object with "key" and "params" on each line ("-": standard input).'
-        ),
-    ] = None,
-    app: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODULE:MESH", help="Check the params against its handler, and take its options and queue."
         ),
     ] = None,
     queue: Annotated[str | None, typer.Option(help="Its queue.", rich_help_panel=_HOW)] = None,
@@ -81,6 +75,12 @@ def publish(
     ] = False,
     timeout: Timeout = None,
     as_json: Json = False,
+    app: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:MESH", help="Check the params against its handler, and take its options and queue."
+        ),
+    ] = None,
     uri: Uri = None,
     database: Database = None,
     collection: Collection = None,
@@ -122,7 +122,7 @@ def publish(
             if wait:
                 await show_result(handle, timeout)
 
-    run_at(uri, database, collection, use, app=app)
+    run_at(mesh_of(app, uri, database, collection), use)
 
 
 async def _publish_one(

@@ -12,12 +12,14 @@ from rich.text import Text
 
 from taskmesh.cli import completion, output
 from taskmesh.cli.audit import noted
-from taskmesh.cli.connected import Collection, Database, Uri, connected, run_at
+from taskmesh.cli.connected import App, Collection, Database, Uri, connected, mesh_of, run_at
 from taskmesh.cli.listing import Json, Watch, show_found
 from taskmesh.definition import checked_queue
 from taskmesh.mesh import TaskMesh
 from taskmesh.periodic import ScheduleInfo
 from taskmesh.queues import QueueInfo
+
+_NO_SCHEDULES = "no schedules (a worker declares those of its code: @mesh.task(cron=…), mesh.every)"
 
 Queue = Annotated[str, typer.Argument(metavar="QUEUE", help="The queue's name.", autocompletion=completion.queue)]
 ScheduleId = Annotated[
@@ -41,7 +43,7 @@ def add_to(app: typer.Typer) -> None:
 
 async def queues(mesh: TaskMesh, as_json: Json = False, watch: Watch = None) -> None:
     """List the queues that have tasks or settings, with how far their limits are used up."""
-    await show_found(mesh.queues, queue_table, as_json=as_json, every_s=watch)
+    await show_found(mesh, mesh.queues, queue_table, "no queues", as_json=as_json, every_s=watch)
 
 
 def queue_table(found: list[QueueInfo]) -> RenderableType:
@@ -111,6 +113,7 @@ def limit(
     none: Annotated[bool, typer.Option("--none", help="No limit any more.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only tell how many could start then.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print JSON.")] = False,
+    app: App = None,
     uri: Uri = None,
     database: Database = None,
     collection: Collection = None,
@@ -141,7 +144,7 @@ def limit(
             )
         output.show_json(effect) if as_json else output.say(f"queue {queue}: {effect.sentence}")
 
-    run_at(uri, database, collection, tell if dry_run else use)
+    run_at(mesh_of(app, uri, database, collection), tell if dry_run else use)
     if dry_run:
         return
     where = f"queue {queue}" + (f", group {group}" if group is not None else "")
@@ -155,12 +158,10 @@ def limit(
 
 async def schedules(mesh: TaskMesh, as_json: Json = False, watch: Watch = None) -> None:
     """List the periodic tasks, the next to tick first."""
-    await show_found(mesh.schedules, _schedule_table, as_json=as_json, every_s=watch)
+    await show_found(mesh, mesh.schedules, _schedule_table, _NO_SCHEDULES, as_json=as_json, every_s=watch)
 
 
 def _schedule_table(found: list[ScheduleInfo]) -> RenderableType:
-    if not found:
-        return Text("no schedules: code declares them, by mesh.every or @mesh.task(cron=…)", style="dim")
     now = datetime.now(UTC)
     rows = [
         [

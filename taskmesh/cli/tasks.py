@@ -14,7 +14,7 @@ from rich.text import Text
 from taskmesh.cli import completion, output
 from taskmesh.cli.audit import noted
 from taskmesh.cli.connected import connected
-from taskmesh.cli.listing import Json, Listing, Watch, show
+from taskmesh.cli.listing import Json, Listing, Watch, nothing_found, show
 from taskmesh.cli.timeline import timeline
 from taskmesh.mesh import TaskMesh
 from taskmesh.task import Status, Task
@@ -64,6 +64,9 @@ async def ls(
             where=where,
         )
         tasks = [task async for task in found]
+        if not tasks:
+            filtered = name or status or queue or key_prefix or where
+            return nothing_found(mesh, "no tasks match" if filtered else "no tasks", [])
         return Listing([task_json(task) for task in tasks], _task_table(tasks, params=params, limit=limit))
 
     await show(read, as_json=as_json, every_s=watch)
@@ -78,8 +81,6 @@ def task_json(task: Task) -> dict[str, Any]:
 
 
 def _task_table(tasks: list[Task], *, params: bool, limit: int) -> RenderableType:
-    if not tasks:
-        return Text("no tasks", style="dim")
     now = datetime.now(UTC)
     columns = ["NAME", "KEY", "STATUS", "QUEUE", "PRIO", "FAILED", "LOST", "WORKERS", "NEXT", "CREATED"]
     rows: list[list[object]] = [

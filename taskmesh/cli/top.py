@@ -100,7 +100,7 @@ async def doctor(mesh: TaskMesh, as_json: Json = False) -> None:
     async def found() -> list[Finding]:
         return findings
 
-    await show_found(found, _diagnosis, as_json=as_json)
+    await show_found(mesh, found, _diagnosis, "nothing was looked at", as_json=as_json)
     if any(finding.level == "error" for finding in findings):
         raise typer.Exit(1)
 
@@ -113,5 +113,5 @@ def _diagnosis(findings: list[Finding]) -> RenderableType:
         if finding.remedy is not None:
             told.add_row("", "", Text(f"→ {output.printable(finding.remedy)}", style="italic"))
     bad = [finding for finding in findings if finding.level in ("warning", "error")]
-    verdict = f"\n{len(bad)} of {len(findings)} findings ask for something" if bad else "\nall is well"
-    return Group(told, Text(verdict))
+    verdict = f"{len(bad)} of {len(findings)} findings need attention" if bad else "all is well"
+    return Group(told, Text(f"\n{verdict}"))

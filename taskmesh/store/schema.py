@@ -5,6 +5,8 @@ Data of a version that this release does not know is refused before anything is 
 
 from __future__ import annotations
 
+import asyncio
+import time
 from datetime import UTC, datetime
 from typing import Any
 
@@ -21,6 +23,9 @@ OLDEST_WIRE_VERSION = 17
 
 _NAMESPACE_EXISTS = 48
 _INDEX_CONFLICTS = (85, 86)
+
+_CREATED_WITHIN_S = 3.0
+_LOOK_AGAIN_S = 0.1
 
 _present = {"$exists": True}
 INDEXES: dict[str, tuple[list[tuple[str, int]], Document]] = {
@@ -121,6 +126,29 @@ async def create(store: Store) -> None:
     await store.driver.collection(store.meta).update_one(
         {"_id": "schema"}, {"$setOnInsert": {"version": SCHEMA_VERSION, "create_time": datetime.now(UTC)}}, upsert=True
     )
+
+
+async def check_readable(store: Store) -> None:
+    """Check, without creating anything, that tasks can be listed here: there are none at all, or their indexes are there.
+
+    Somebody may be creating them at this moment. Raises `IncompatibleCollection`.
+    """
+    await check_version(store)
+    give_up = time.monotonic() + _CREATED_WITHIN_S
+    while missing := await _missing_indexes(store):
+        if time.monotonic() > give_up:
+            raise IncompatibleCollection(
+                f"the collection {store.driver.database.name}.{store.tasks} lacks {', '.join(missing)}: if it is taskmesh's, any "
+                "worker creates them when it starts; if it is not, name another database or collection"
+            )
+        await asyncio.sleep(_LOOK_AGAIN_S)
+
+
+async def _missing_indexes(store: Store) -> list[str]:
+    """Return the names of the indexes that tasks should have and have not; none if there is no collection."""
+    collection = store.driver.collection(store.tasks)
+    found = await collection.index_information()  # empty for a collection that does not exist
+    return sorted({f"taskmesh_{name}" for name in INDEXES} - set(found)) if found else []
 
 
 async def check_version(store: Store) -> None:

@@ -36,24 +36,24 @@ def test_a_filter_is_counted_first_and_then_nothing_else_is_touched(many: Shell)
     before = counts(many)
     assert before == {"refuse": {"FAIL": 600}, "add": {"SUCCESS": 5, "INIT": 5}}
     where = ["--where", "status:FAIL error:RAINED"]
-    assert many.done("retry", *where, "--dry-run").out == "600 tasks fit 'status:FAIL error:RAINED'\n"
+    assert many.done("retry", *where, "--dry-run").out == "600 tasks match 'status:FAIL error:RAINED'\n"
     assert counts(many) == before
-    assert many.done("retry", *where).out == "retry: 600 of 600 tasks\n"
+    assert many.done("retry", *where, "--yes").out == "retry: 600 of 600 tasks\n"
     assert counts(many) == {"refuse": {"INIT": 600}, "add": {"SUCCESS": 5, "INIT": 5}}
-    cancelled = many.done("cancel", "--where", "name:refuse key:f1", "--json").json
+    cancelled = many.done("cancel", "--where", "name:refuse key:f1", "--yes", "--json").json
     assert (cancelled["action"], cancelled["matched"], cancelled["done"], cancelled["dry_run"]) == (
         "cancel",
         111,
         111,
         False,
     )
-    assert many.done("delete", "--where", "name:refuse status:INIT").out == "delete: 489 of 489 tasks\n"
+    assert many.done("delete", "--where", "name:refuse status:INIT", "--yes").out == "delete: 489 of 489 tasks\n"
     assert counts(many) == {"refuse": {"CANCELLED": 111}, "add": {"SUCCESS": 5, "INIT": 5}}
     listed = many.done("ls", "--where", "queue:slow age<1h", "--json").json
     assert [task["key"] for task in listed] == ["w0", "w1", "w2", "w3", "w4"]
-    assert many.done("purge", "--where", "age>1h").out.startswith("0 tasks fit")
-    assert many.done("purge", "--dry-run").out == "116 tasks fit 'status:SUCCESS,FAIL,CANCELLED,EXPIRED'\n"
-    assert many.done("purge", "--yes", "--json").json["done"] == 116
+    assert many.done("purge", "--where", "age>1h", "--yes").out.startswith("no tasks match")
+    assert many.done("purge", "--all", "--dry-run").out == "116 tasks match 'status:SUCCESS,FAIL,CANCELLED,EXPIRED'\n"
+    assert many.done("purge", "--all", "--yes", "--json").json["done"] == 116
     assert counts(many) == {"add": {"INIT": 5}}
 
 
@@ -62,11 +62,11 @@ WRONG: list[tuple[list[str], str]] = [
     (["retry", "add"], "NAME KEY, or --where"),
     (["retry", "add", "k", "--where", "status:FAIL"], "NAME KEY, or --where"),
     (["retry", "add", "k", "--dry-run"], "--dry-run counts"),
-    (["cancel", "--where", ""], "an empty filter means every task"),
+    (["cancel", "--where", "", "--yes"], "an empty filter means every task"),
     (["delete", "--where", "colour:red"], "a filter knows"),
     (["delete", "--where", "status:RED"], "status"),
-    (["purge", "--where", "status:INIT"], "only finished tasks are purged"),
-    (["cancel", "--where", "status:FAIL"], "only unfinished tasks are cancelled"),
+    (["purge", "--where", "status:INIT", "--yes"], "only finished tasks are purged"),
+    (["cancel", "--where", "status:FAIL", "--yes"], "only unfinished tasks are cancelled"),
     (["ls", "--where", "name:a", "--queue", "q"], "leave name, status, queue"),
 ]
 
@@ -81,11 +81,11 @@ def test_a_question_is_asked_where_a_script_does_not_read(many: Shell) -> None:
     """`taskmesh delete … --json > out.json` in front of a terminal."""
     left = many.at_a_terminal("delete", "--where", "name:add", "--json", typed="n\n")
     assert (left.status, left.out) == (1, "")
-    assert "delete 10 tasks that fit 'name:add'?" in left.err
+    assert "delete 10 tasks that match 'name:add'?" in left.err
     deleted = many.at_a_terminal("delete", "--where", "name:add", "--json", typed="y\n")
     assert deleted.out.startswith("{")
     assert (deleted.status, deleted.json["done"]) == (0, 10)
-    assert "delete 10 tasks that fit 'name:add'?" in deleted.err
+    assert "delete 10 tasks that match 'name:add'?" in deleted.err
     one = many.at_a_terminal("cancel", "refuse", "f1", typed="y\n")
     assert one.out == "refuse f1 was finished already: FAIL\n"
     assert "cancel refuse f1?" in one.err
@@ -93,15 +93,15 @@ def test_a_question_is_asked_where_a_script_does_not_read(many: Shell) -> None:
 
 def test_only_what_can_be_cancelled_is_counted_and_asked_about(many: Shell) -> None:
     assert many.done("cancel", "--where", "name:add", "--dry-run").out == (
-        "5 tasks fit 'name:add status:INIT,RUNNING'\n"
+        "5 tasks match 'name:add status:INIT,RUNNING'\n"
     )
-    assert many.done("cancel", "--where", "name:add").out == "cancel: 5 of 5 tasks\n"
+    assert many.done("cancel", "--where", "name:add", "--yes").out == "cancel: 5 of 5 tasks\n"
     assert counts(many) == {"refuse": {"FAIL": 600}, "add": {"SUCCESS": 5, "CANCELLED": 5}}
 
 
 def test_a_bulk_action_is_taken_back_within_an_hour(many: Shell) -> None:
     before = counts(many)
-    done = many.done("delete", "--where", "status:FAIL")
+    done = many.done("delete", "--where", "status:FAIL", "--yes")
     assert "taskmesh undo " in done.err
     listed = many.done("undo", "--json").json
     assert [(each["action"], each["done"], each["undoable"]) for each in listed] == [("delete", 600, True)]
@@ -111,4 +111,4 @@ def test_a_bulk_action_is_taken_back_within_an_hour(many: Shell) -> None:
     ended = many("undo", listed[0]["id"])
     assert (ended.status, ended.out) == (2, "")
     assert "was undone already" in ended.err
-    assert many.done("retry", "--where", "key:f59", "--no-undo", "--json").json["id"] is None
+    assert many.done("retry", "--where", "key:f59", "--no-undo", "--yes", "--json").json["id"] is None

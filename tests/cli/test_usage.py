@@ -70,7 +70,7 @@ UNREACHABLE: list[tuple[str, str]] = [
     ("mongodb://127.0.0.1:1/?serverSelectionTimeoutMS=200", "no MongoDB answers at 127.0.0.1:1"),
     ("mongodb://127.0.0.1:x/", "the MongoDB URI cannot be used: "),
     ("mongodb://[/", "the MongoDB URI cannot be used: "),
-    ("nonsense", "this is no MongoDB URI"),
+    ("nonsense", "not a MongoDB URI"),
 ]
 
 

@@ -110,3 +110,29 @@ async def test_a_mesh_closes_its_own_connections(mongod: Mongod, database: str) 
 def _connections(client: MongoClient[Tasks]) -> int:
     found = client.admin.aggregate([{"$currentOp": {"allUsers": True, "idleConnections": True}}])
     return sum(operation.get("appName") == "taskmesh" for operation in found)
+
+
+async def test_a_look_creates_nothing_until_something_is_published(mongo_uri: str, database: str) -> None:
+    mesh = TaskMesh(mongo_uri, database=database)
+    mesh.every("job", interval_ms=60_000)
+    await mesh.connect(create=False)
+    try:
+        with MongoClient[Tasks](mongo_uri) as client:
+            assert [task async for task in mesh.find()] == []
+            assert (await mesh.stats()).counts == {}
+            assert client[database].list_collection_names() == []
+            assert (await mesh.publish("job", "k")).created
+            assert set(client[database]["tasks"].index_information()) == {"_id_"} | {f"taskmesh_{n}" for n in INDEXES}
+            assert client[database]["meta"].find_one({"_id": "schema"}) is not None
+    finally:
+        await mesh.close()
+
+
+async def test_a_look_refuses_what_it_could_not_list(mongo_uri: str, database: str) -> None:
+    with MongoClient[Tasks](mongo_uri) as client:
+        client[database]["tasks"].insert_one({"_id": "somebody else's"})
+        with pytest.raises(IncompatibleCollection, match=r"lacks taskmesh_.*name another database or collection"):
+            await TaskMesh(mongo_uri, database=database).connect(create=False)
+        client[database]["meta"].insert_one({"_id": "schema", "version": 7})
+        with pytest.raises(IncompatibleCollection, match="has schema version 7"):
+            await TaskMesh(mongo_uri, database=database).connect(create=False)
