@@ -79,7 +79,8 @@ def _stopped_before(execution: Execution, error: BaseException | None = None) ->
 
 
 def failure(execution: Execution, ending: Ending) -> Outcome:
-    """Return the outcome of an execution that failed."""
+    """Return the outcome of an execution that failed, and log it: this is the only way to one."""
+    _tell(execution, ending)
     entry: Document = {"fail_reason": (ending.reason or "")[:MAX_REASON_CHARS], "retry_jitter": varied(1.0, 1.0) - 1.0}
     if ending.fail_type is not None:
         entry |= {"fail_type": ending.fail_type, "fail_frame": ending.fail_frame}
@@ -87,6 +88,17 @@ def failure(execution: Execution, ending: Ending) -> Outcome:
         entry["final"] = True
     delay_ms = ending.error.delay_ms if isinstance(ending.error, Retry) else None
     return execution.outcome("failed", entry, 5_000, delay_ms)
+
+
+def _tell(execution: Execution, ending: Ending) -> None:
+    """Log a failure with its traceback: an error if no retry is left, else a warning."""
+    reason = (ending.reason or "").partition("\n")[0]
+    retries, most = execution.failures, execution.stored_option["max_unexpected_retries"]
+    if isinstance(ending.error, TaskFailed) or retries >= most:
+        level, what = logging.ERROR, "failed for good"
+    else:
+        level, what = logging.WARNING, f"failed and will be retried ({retries + 1} of {most})"
+    logger.log(level, "task %s %s: %s", execution.id, what, reason, exc_info=ending.error, extra=fields_of(execution))
 
 
 def stopped(execution: Execution) -> Outcome:

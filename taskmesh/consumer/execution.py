@@ -145,9 +145,14 @@ class Execution:
     @property
     def attempt(self) -> int:
         """Which execution of the task this is, from 1."""
+        return int(self.failures + self.document["task_state"].get("lost_cnt", 0) + 1)
+
+    @property
+    def failures(self) -> int:
+        """How many executions of the task had failed when this one claimed it."""
         state = self.document["task_state"]
         fails = sum(entry["state"] == "FAIL" for entry in state["worker_states"])
-        return int(fails + state.get("dropped_fail_cnt", 0) + state.get("lost_cnt", 0) + 1)
+        return int(fails + state.get("dropped_fail_cnt", 0))
 
     @property
     def deadline(self) -> datetime | None:

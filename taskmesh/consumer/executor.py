@@ -29,6 +29,7 @@ from taskmesh.consumer.finisher import Fate, Finisher
 from taskmesh.consumer.observer import Observer
 from taskmesh.consumer.pinger import Pinger
 from taskmesh.consumer.reasons import unstorable_text
+from taskmesh.consumer.successes import Successes
 from taskmesh.consumer.transactions import Transactions
 from taskmesh.context import BlockingTaskContext, TaskContext, enter
 from taskmesh.definition import TaskDefinition
@@ -92,6 +93,7 @@ class Executor:
         """What holds a slot here, by `_id`: until the outcome is recorded, and the handler has really ended."""
         self._recording: set[Execution] = set()
         """Whose outcomes are on their way to the database."""
+        self._successes = Successes(worker_id)
         self._threads = anyio.CapacityLimiter(1)
         self._processes: Processes | None = None
         self.started = 0
@@ -286,6 +288,7 @@ class Executor:
 
     async def close(self) -> None:
         """End what was kept for the next execution."""
+        self._successes.tell_rest()
         await self._transactions.close()
         if self._processes is not None:
             await self._processes.close()
@@ -295,13 +298,12 @@ class Executor:
         if self._observer is not None:
             self._observer.ended(execution.name, ending.kind, time.monotonic() - execution.started)
         if execution.recorded:
+            self._successes.tell(execution)
             self._over(execution, "recorded")
             return
         if ending.kind == "succeeded":
             outcome = self._success(execution, ending.value)
         elif ending.kind == "failed":
-            reason = (ending.reason or "").partition("\n")[0]
-            logger.info("task %s failed: %s", execution.id, reason, extra=fields_of(execution))
             outcome = failure(execution, ending)
         elif ending.kind == "snoozed":
             outcome = execution.outcome(
@@ -326,6 +328,8 @@ class Executor:
 
         def over(fate: Fate) -> None:
             self._recording.discard(execution)
+            if outcome.kind == "succeeded" and fate == "recorded":
+                self._successes.tell(execution)
             self._over(execution, fate)
 
         if execution.handler_done is None or execution.handler_done.is_set():  # what goes on keeps its slot
@@ -349,6 +353,7 @@ class Executor:
         except Exception as error:  # noqa: BLE001 — what is published may be refused in any way
             self._record(execution, failure(execution, failed_by(error)))
         else:
+            self._successes.tell(execution)
             self._over(execution, "recorded")
 
     def _over(self, execution: Execution, fate: Fate) -> None:

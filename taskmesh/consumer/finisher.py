@@ -177,6 +177,7 @@ def _is_about_the_document(error: Exception) -> bool:
 def _failed_instead(outcome: Outcome, done: Callable[[Fate], None], error: Exception) -> Item:
     """A result that fits by itself may be too large together with the rest of the document: then the execution FAILs."""
     reason = f"the handler's result cannot be stored with the task: {error}"[:_MAX_REASON_CHARS]
+    logger.error("task %s failed: %s", outcome.id, reason, extra={"running_id": outcome.running_id})
     entry = {"fail_reason": reason, "retry_jitter": 0.0}
     return Outcome(outcome.id, outcome.running_id, "failed", entry), done
 

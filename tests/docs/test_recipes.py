@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from tests.waiting import wait_until
 DOCUMENT = "docs/recipes.md"
 RECIPES = {example.about: example for example in examples_in(DOCUMENT)}
 FILES = {"shop.py", "test_shop.py"}
-NAMES = (asyncio, functools, ReturnDocument, Retry, Snooze, TaskFailed, TaskMesh, TaskOption, current_task)
+NAMES = (asyncio, functools, logging, ReturnDocument, Retry, Snooze, TaskFailed, TaskMesh, TaskOption, current_task)
 
 
 @pytest.fixture
@@ -33,10 +34,13 @@ async def client(mongo_uri: str) -> AsyncIterator[AsyncMongoClient[dict[str, Any
 
 
 @pytest.fixture
-def namespace(client: AsyncMongoClient[dict[str, Any]], database: str) -> dict[str, Any]:
+def namespace(client: AsyncMongoClient[dict[str, Any]], database: str) -> Iterator[dict[str, Any]]:
     """What a recipe takes for granted; its own data stands in the same database, which is emptied after the test."""
     given = {"client": client, "mesh": TaskMesh(client, database=database), "shop": client[database]}
-    return {found.__name__: found for found in NAMES} | given
+    logger = logging.getLogger("taskmesh.executor")
+    handlers = list(logger.handlers)
+    yield {found.__name__: found for found in NAMES} | given
+    logger.handlers = handlers
 
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES.keys() - FILES - {"periodic"}))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from taskmesh import TaskFailed, TaskMesh
+from taskmesh import TaskFailed, TaskMesh, TaskOption, current_task
 from taskmesh.logs import JsonFormatter, TaskFields
 from tests.working import finished, working
 
@@ -57,7 +57,11 @@ async def test_handlers_and_the_engine_say_of_which_execution_they_speak(mesh: T
     async with working(mesh, "w1"):
         failed = await finished(mesh, "work", "k1")
         done = await finished(mesh, "plain", "k2")
-    for task, text in ((failed, "in the loop"), (failed, "task work:k1 failed: no use"), (done, "in a thread")):
+    for task, text in (
+        (failed, "in the loop"),
+        (failed, "task work:k1 failed for good: no use"),
+        (done, "in a thread"),
+    ):
         [record] = log.that_say(text)
         running_id = task.task_state.worker_states[0].running_id
         assert (record["task"], record["key"], record["worker"]) == (task.name, task.key, "w1")
@@ -76,3 +80,78 @@ def test_a_record_is_one_line_of_json_whatever_is_in_it(log: Kept) -> None:
     assert (record["level"], record["logger"], record["message"]) == ("error", "app", "it really\nfailed")
     assert record["task"] == "mine"
     assert record["exception"].endswith("ValueError: two\nlines")
+
+
+async def test_a_final_failure_is_an_error_and_a_retry_a_warning_each_with_its_traceback(
+    mesh: TaskMesh, log: Kept
+) -> None:
+    @mesh.task(option=TaskOption(max_unexpected_retries=1, unexpected_retry_delay_ms=0))
+    async def work() -> None:
+        raise KeyError("which?")
+
+    @mesh.task
+    async def refused() -> None:
+        raise TaskFailed("no use")
+
+    @mesh.task(option=TaskOption(max_unexpected_retries=0))
+    async def odd() -> object:
+        return object()  # it cannot be stored
+
+    @mesh.task(option=TaskOption(max_unexpected_retries=0), run="process")
+    def elsewhere() -> int:
+        return int("x")
+
+    for definition in (work, refused, odd, elsewhere):
+        await definition.publish("k")
+    async with working(mesh, "w1"):
+        for definition in (work, refused, odd, elsewhere):
+            await finished(mesh, definition.name, "k")
+    told = {
+        name: [(record["level"], record["message"]) for record in log.that_say(f"task {name}:k failed")]
+        for name in ("work", "refused", "odd", "elsewhere")
+    }
+    assert told["work"] == [
+        ("warning", "task work:k failed and will be retried (1 of 1): KeyError: 'which?'"),
+        ("error", "task work:k failed for good: KeyError: 'which?'"),
+    ]
+    assert told["refused"] == [("error", "task refused:k failed for good: no use")]
+    assert [level for level, _ in told["odd"]] == ["error"]
+    assert [level for level, _ in told["elsewhere"]] == ["error"]
+    for record in (*log.that_say("task work:k failed"), *log.that_say("task refused:k failed")):
+        assert "in work" in str(record["exception"]) or "in refused" in str(record["exception"])
+        assert (record["key"], record["worker"]) == ("k", "w1")
+    [record] = log.that_say("task elsewhere:k failed")
+    assert "invalid literal for int()" in str(record["exception"])
+
+
+async def test_successes_are_told_singly_while_they_are_few_and_counted_where_they_are_many(
+    mesh: TaskMesh, log: Kept
+) -> None:
+    @mesh.task
+    async def quick() -> None:
+        pass
+
+    @mesh.task
+    async def in_one() -> None:
+        async with current_task().transaction():
+            pass
+
+    @mesh.task
+    async def with_another() -> None:
+        await current_task().publish("nobody-runs-it", "k")
+
+    await in_one.publish("k")
+    await with_another.publish("k")
+    async with working(mesh, "w1"):
+        await finished(mesh, "in_one", "k")
+        await finished(mesh, "with_another", "k")
+        await quick.publish_many({f"k{n}": {} for n in range(200)})
+        for n in range(200):
+            await finished(mesh, "quick", f"k{n}")
+    for name in ("in_one", "with_another"):
+        [record] = log.that_say(f"task {name}:k succeeded after")
+        assert (record["level"], record["task"], record["worker"]) == ("info", name, "w1")
+    singly = log.that_say("task quick:")
+    counted = [int(str(record["message"]).split()[0]) for record in log.that_say("more tasks succeeded")]
+    assert len(singly) + sum(counted) == 200
+    assert counted
