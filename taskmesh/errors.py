@@ -105,14 +105,29 @@ class Retry(Exception):
 
 
 class Snooze(Exception):
-    """Raise it in a handler: run again after exactly `delay_ms`, on any worker. Nothing is counted."""
+    """Raise it in a handler: run again after exactly `delay_ms`, on any worker. Nothing is counted.
 
-    def __init__(self, reason: str = "the handler snoozed", *, delay_ms: int = 0) -> None:
+    So nothing would end a task that snoozes for no time at all: what is less than `SHORTEST_SNOOZE_MS` counts as that.
+    """
+
+    def __init__(self, reason: str = "the handler snoozed", *, delay_ms: int = 1_000) -> None:
         super().__init__(reason)
         self.delay_ms = _checked_delay(delay_ms)
 
 
-def _checked_delay(delay_ms: int) -> int:
-    if isinstance(delay_ms, bool) or not isinstance(delay_ms, int) or not 0 <= delay_ms <= 10 * 366 * 86_400_000:
-        raise InvalidOption(f"delay_ms must be a whole number of milliseconds from 0 to ten years, not {delay_ms!r}")
-    return delay_ms
+SHORTEST_SNOOZE_MS = 100
+_MAX_DELAY_MS = 10 * 366 * 86_400_000
+
+
+def delay_of(error: Retry | Snooze) -> int:
+    """Return how long a task is to wait, as it counts. Raises `InvalidOption`: an attribute can be set to anything."""
+    delay_ms = _checked_delay(getattr(error, "delay_ms", None))
+    return max(delay_ms, SHORTEST_SNOOZE_MS) if isinstance(error, Snooze) else delay_ms
+
+
+def _checked_delay(delay_ms: object) -> int:
+    if isinstance(delay_ms, bool) or not isinstance(delay_ms, int) or not 0 <= delay_ms <= _MAX_DELAY_MS:
+        raise InvalidOption(
+            f"delay_ms must be a whole number of milliseconds from 0 to {_MAX_DELAY_MS} (ten years), got {delay_ms!r:.100}"
+        )
+    return int(delay_ms)

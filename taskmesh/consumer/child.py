@@ -1,18 +1,21 @@
 """The inside of a child process for `run="process"` handlers: one call at a time, until the parent hangs up.
 
 What is promised is in `processes`, the parent's half of a call in `conversation`. The two talk over one socket: down comes a
-`Call`, up go tuples that begin with their kind. A child ends with its parent, however that ends: the read end of the lifeline
-sees it.
+`Call`, up go messages of data alone (`wire`). A child ends with its parent, however that ends: the read end of the lifeline
+sees it. And it ends with its call's lease, whatever its parent does: until when that is, both see in memory that they share.
 """
 
 from __future__ import annotations
 
 import fcntl
 import functools
+import mmap
 import os
 import pickle
 import signal
+import struct
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -20,19 +23,19 @@ from datetime import datetime
 from multiprocessing.connection import Connection
 from typing import Any
 
-import bson
-
 from taskmesh import logs, tracing
+from taskmesh.consumer.execution import checked_progress, line_of
 from taskmesh.consumer.handler_reference import HandlerRef, found
-from taskmesh.consumer.reasons import Reason, reason_of, unstorable_text
+from taskmesh.consumer.reasons import Reason, unstorable_text
 from taskmesh.consumer.transactions import Record, blocking_block
+from taskmesh.consumer.wire import configuration_as_data, error_as_data, packed
 from taskmesh.context import BlockingTaskContext, enter
 from taskmesh.definition import TaskDefinition
-from taskmesh.errors import LeaseLost, Retry, Snooze, TaskFailed
+from taskmesh.errors import LeaseLost, TaskFailed
 from taskmesh.option import TaskOption
-from taskmesh.params import Params
+from taskmesh.params import Params, checked_size
 from taskmesh.store.blocking import BlockingStore, StoreAddress, blocking_client
-from taskmesh.store.driver import CODEC
+from taskmesh.task import checked_key, checked_name
 from taskmesh.values import TooLarge, Unstorable, size_of
 
 serving = False
@@ -53,51 +56,102 @@ class Call:
     running_id: str
     attempt: int
     option: TaskOption
-    deadline: datetime | None
     trace: tracing.Carrier | None = None
     """Where the execution is in its trace."""
     log: logs.SetUp | None = None
     """How the parent logs, if `logs.set_up` has said so."""
 
 
+LEASE = struct.Struct("dd")
+"""Shared with the parent: until when (monotonic, one clock for the whole machine) the call may go on, which the parent writes;
+and, if not 0, when the child took that to be over."""
+_LOOK_EVERY_S = 0.1
+
+
+class Lease:
+    """The lease of the call that runs, by this process's own clock: it ends though the parent, suspended, does not say so."""
+
+    def __init__(self, fd: int) -> None:
+        self._shared = mmap.mmap(fd, LEASE.size)
+        os.close(fd)
+        self._busy = threading.Event()
+        threading.Thread(target=self._watch, name="taskmesh lease", daemon=True).start()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """End this process, and all that it started, if the lease is over before the block is."""
+        self._busy.set()
+        try:
+            yield
+        finally:
+            self._busy.clear()
+
+    def over(self) -> bool:
+        """Whether it is; then the parent knows from now on that the handler was told so."""
+        until, told = LEASE.unpack_from(self._shared)
+        now = time.monotonic()
+        if not told and now >= until:
+            struct.pack_into("d", self._shared, 8, now)
+        return bool(told) or now >= until
+
+    def _watch(self) -> None:
+        while True:
+            self._busy.wait()
+            if self.over():
+                os.killpg(os.getpgrp(), signal.SIGKILL)
+            left_s = LEASE.unpack_from(self._shared)[0] - time.monotonic()
+            # Not all of it at once: after a `transaction()` that failed it is shorter than it was.
+            time.sleep(min(max(left_s, 0.0), _LOOK_EVERY_S))
+
+
 class Remote:
     """The execution as the handler's context sees it (`context.Running`), with the real one in the parent."""
 
-    def __init__(self, call: Call, connection: Connection) -> None:
+    def __init__(self, call: Call, connection: Connection, lease: Lease) -> None:
         self.name = call.name
         self.key = call.key
         self.worker_id = call.worker_id
         self.running_id = call.running_id
         self.attempt = call.attempt
         self.option = call.option
-        self.deadline = call.deadline
         self.result: Any = None
-        self._call = call
         self._connection = connection
+        self._lease = lease
         self._lock = threading.Lock()
         self._over = False
 
     @property
+    def deadline(self) -> datetime | None:
+        """When `run_timeout_ms` is over: counted from the handler's beginning, so only the parent knows."""
+        deadline: datetime | None = self.ask("deadline")
+        return deadline
+
+    @property
     def cancelled(self) -> bool:
         """Whether the handler should stop. Hardly ever seen: a process is killed at once."""
-        return bool(self.ask("cancelled"))
+        return self._lease.over() or bool(self.ask("cancelled"))
 
     def set_progress(self, fraction: float, message: str | None) -> None:
         """Report progress."""
-        self.ask("progress", fraction, message)
+        self.ask("progress", *checked_progress(fraction, message))
 
     def log(self, message: str) -> None:
         """Keep a line. Without an answer, so that it costs little; what a thread says after the handler's end is dropped."""
         with self._lock:
             if not self._over:
-                self._connection.send(("log", message))
+                self._connection.send_bytes(packed("log", line_of(message)))
 
     def add_publication(self, definition: Any, key: str, params: Mapping[str, Any]) -> None:
-        """Publish with the SUCCESS."""
+        """Publish with the SUCCESS. The params are checked here, where the types are that they are annotated with."""
         if isinstance(definition, TaskDefinition):
-            self.ask("publish", definition.name, definition.configuration, key, dict(params))
+            stored, _ = definition.params.to_store(params)
+            self.ask(
+                "publish", definition.name, configuration_as_data(definition.configuration), checked_key(key), stored
+            )
         else:
-            self.ask("publish", definition, None, key, dict(params))
+            name, stored = checked_name(definition), dict(params)
+            checked_size(name, stored)
+            self.ask("publish", name, None, checked_key(key), stored)
 
     def set_result(self, value: Any) -> None:
         """Keep the result for the end of a `transaction()`."""
@@ -116,7 +170,7 @@ class Remote:
         with self._lock:
             if self._over:
                 raise LeaseLost(f"task {self.name!r} {self.key!r}: this execution has ended already")
-            self._connection.send((question, *arguments))
+            self._connection.send_bytes(packed(question, *arguments))
             answer, error = self._connection.recv()
         if error is not None:
             raise error
@@ -142,7 +196,7 @@ class _Side:
             size_of(self._remote.result, "result")
         except (Unstorable, TooLarge) as error:
             raise TaskFailed(unstorable_text(error)) from None
-        found: Record = self._remote.ask("record", bson.encode({"value": self._remote.result}, codec_options=CODEC))
+        found: Record = self._remote.ask("record", self._remote.result)
         return found
 
     async def end(self, recorded: bool) -> None:
@@ -155,18 +209,19 @@ def _store_at(pickled: bytes) -> BlockingStore:
     return BlockingStore(blocking_client(address), address.database, address.collection)
 
 
-def main(connection_fd: int, lifeline_fd: int) -> None:
+def main(connection_fd: int, lifeline_fd: int, lease_fd: int) -> None:
     """Serve calls until the parent hangs up."""
     global serving  # noqa: PLW0603 — a fact about this process
     serving = True
     _end_with_the_parent(lifeline_fd)
     _leave_signals_to_the_parent()
+    lease = Lease(lease_fd)
     connection = Connection(connection_fd)
     while True:
         try:
             call: Call = connection.recv()
-            connection.send(("started",))
-            connection.send(_answer(call, connection))
+            with lease.held():
+                connection.send_bytes(_answer(call, connection, lease))
         except (EOFError, ConnectionError):
             return
 
@@ -201,39 +256,30 @@ def _leave_signals_to_the_parent() -> None:
 def _do_nothing(_number: int, _frame: Any) -> None: ...
 
 
-def _answer(call: Call, connection: Connection) -> tuple[Any, ...]:
+def _answer(call: Call, connection: Connection, lease: Lease) -> bytes:
     """Run the handler, and return the outcome as it is sent."""
-    remote = Remote(call, connection)
+    remote = Remote(call, connection, lease)
     if call.log is not None:
         logs.set_up(*call.log)
     try:
         handler, args, kwargs = _prepared(call)
         enter(BlockingTaskContext(remote))
+        connection.send_bytes(packed("begins"))
         with tracing.going_on(call.trace):
             value = handler(*args, **kwargs)
         return _returned(value)
     except BaseException as error:  # noqa: BLE001 — whatever a handler raises, SystemExit too, is its outcome
-        return _raised(error)
+        return packed("raised", error_as_data(error))
     finally:
         remote.end()
 
 
-def _returned(value: Any) -> tuple[Any, ...]:
+def _returned(value: Any) -> bytes:
     try:
         size_of(value, "result")
     except (Unstorable, TooLarge) as error:
-        return ("raised", None, Reason(unstorable_text(error), None, None), None, None)
-    return ("returned", bson.encode({"value": value}, codec_options=CODEC))
-
-
-def _raised(error: BaseException) -> tuple[Any, ...]:
-    """Tell an error: the text, what kind of ending it is, and the error itself if it can travel."""
-    kind = next((k for k in (TaskFailed, Retry, Snooze, LeaseLost) if isinstance(error, k)), None)
-    delay_ms = error.delay_ms if isinstance(error, (Retry, Snooze)) else None
-    pickled = None
-    with suppress(Exception):
-        pickled = pickle.dumps(error)
-    return ("raised", kind.__name__ if kind else None, reason_of(error), delay_ms, pickled)
+        return packed("raised", error_as_data(error, Reason(unstorable_text(error), None, None)))
+    return packed("returned", value)
 
 
 def _prepared(call: Call) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]:

@@ -1,7 +1,8 @@
 """The parent's half of one call in a child process: say what to run, answer what it asks, bring its outcome over.
 
 A thread leads each conversation, as one runs each plain function. If the child dies before it has begun (it was idle, and
-something else killed it) another one is asked; if it dies later, that is the execution's failure.
+something else killed it) another one is asked; if it dies later, that is the execution's failure. Whatever a child says, this
+process only reads it as data.
 """
 
 from __future__ import annotations
@@ -12,33 +13,31 @@ import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import anyio
 import anyio.to_thread
-import bson
 
 from taskmesh import logs
 from taskmesh.consumer.child import Call
 from taskmesh.consumer.execution import Execution
 from taskmesh.consumer.handler_reference import reference
 from taskmesh.consumer.processes import MAX_ENDING_S, Child, Processes
-from taskmesh.consumer.reasons import Reason, ReasonElsewhere
+from taskmesh.consumer.reasons import reason_of
 from taskmesh.consumer.transactions import Transactions
-from taskmesh.definition import TaskDefinition
-from taskmesh.errors import LeaseLost, Retry, Snooze, TaskFailed
+from taskmesh.consumer.wire import configuration_of, error_of
+from taskmesh.definition import Configuration, TaskDefinition
+from taskmesh.errors import LeaseLost, TaskMeshError
+from taskmesh.params import checked_size
 from taskmesh.store.blocking import run_now
-from taskmesh.store.driver import CODEC
 
 _STARTS_TRIED = 3
+_OUTCOMES = ("returned", "raised")
 
 
 class ProcessDied(Exception):
     """The process of a handler ended before the handler did. The text names its exit code or signal."""
-
-
-class HandlerError(Exception):
-    """Stands for an error that was raised in a child process and could not be brought over."""
 
 
 class Conversation:
@@ -59,6 +58,7 @@ class Conversation:
         self._lock = threading.Lock()
         self._child: Child | None = None
         self._killed = False
+        self._begun = False
 
     async def outcome(self) -> Any:
         """Run the handler in a child, and return or raise what it does. Cancellation kills the child.
@@ -102,24 +102,52 @@ class Conversation:
                 if self._killed:
                     child.kill()
             try:
+                self._execution.on_leased = self._tell_lease
+                self._tell_lease()
                 child.connection.send(call)
-                child.receive()  # that it has started
-            except (EOFError, OSError):
-                was_used = child.used
-                code = self._buried(child)
-                if was_used and not self._killed:
-                    continue  # died of something else while it was idle; this call has not begun
-                return _raising(ProcessDied(f"the handler's process could not be started: {_how_it_ended(code)}"))
-            try:
                 outcome = self._listen(child)
             except (EOFError, OSError):
-                code = self._buried(child)
-                if self._execution.session_id is not None:
-                    self._execution.transactions.abandoned(self._execution)
-                return _raising(ProcessDied(f"the handler's process {_how_it_ended(code)}"))
+                death = self._death(child)
+                if death is None:
+                    continue
+                return death
+            except Exception as error:  # noqa: BLE001 — a handler can make its process say anything
+                child.kill()
+                self._buried(child)
+                text = f"the handler's process was killed, for it said what is not understood: {reason_of(error).text}"
+                return _raising(ProcessDied(text))
+            finally:
+                self._execution.on_leased = None
             self._release(child)
             return outcome
         return _raising(ProcessDied("the handler's process could not be started: idle ones died one after the other"))
+
+    def _tell_lease(self) -> None:
+        """Tell the child until when it may go on: in any thread, again and again."""
+        with self._lock:
+            if self._child is not None:
+                self._child.lease_until(self._execution.lease_until)
+
+    def _death(self, child: Child) -> Callable[[], Any] | None:
+        """Bury a child that is gone, and return what raises how that ends the execution. None: it had not begun."""
+        ended_itself = child.saw_its_lease_end
+        code = self._buried(child)
+        if ended_itself:
+            return _raising(self._lease_lost())
+        if not self._begun:
+            if child.used and not self._killed:
+                return None  # it died of something else while it was idle
+            return _raising(ProcessDied(f"the handler's process could not be started: {_how_it_ended(code)}"))
+        if self._execution.session_id is not None:
+            self._execution.transactions.abandoned(self._execution)
+        return _raising(ProcessDied(f"the handler's process {_how_it_ended(code)}"))
+
+    def _lease_lost(self) -> LeaseLost:
+        execution = self._execution
+        return LeaseLost(
+            f"task {execution.name!r} {execution.key!r}: the handler's process saw its lease end without a renewal: this "
+            "process was suspended, or its machine overloaded"
+        )
 
     def _buried(self, child: Child) -> int:
         with self._lock:
@@ -146,7 +174,6 @@ class Conversation:
             running_id=execution.running_id,
             attempt=execution.attempt,
             option=execution.option,
-            deadline=execution.deadline,
             trace=execution.span.carrier if execution.span is not None else None,
             log=logs.how_it_is_set_up(),
         )
@@ -155,24 +182,30 @@ class Conversation:
         """Answer what the child asks, until it tells the outcome."""
         while True:
             kind, *said = child.receive()
-            if kind == "returned":
-                value = bson.decode(said[0], CODEC)["value"]
-                return lambda: value
-            if kind == "raised":
-                return _raising(_brought_over(*said))
+            if kind in _OUTCOMES:
+                if child.saw_its_lease_end:  # and so may have told its handler
+                    return _raising(self._lease_lost())
+                return _outcome(kind, *said)
+            if kind == "begins":
+                self._begun = True
+                continue
             if kind == "log":
                 self._execution.log(*said)
                 continue
+            answer: Any = None
+            refusal: Exception | None = None
             try:
-                answer, error = self._answer(kind, said), None
-            except Exception as refusal:  # noqa: BLE001 — it is raised where it was asked for, in the child
-                answer, error = None, refusal
-            child.connection.send((answer, error))
+                answer = self._answer(kind, said)
+            except Exception as error:  # noqa: BLE001 — it is raised where it was asked for, in the child
+                refusal = error
+            _reply(child, answer, refusal)
 
     def _answer(self, question: str, said: list[Any]) -> Any:
         execution = self._execution
         if question == "cancelled":
             return execution.cancelled
+        if question == "deadline":
+            return execution.deadline
         if question == "progress":
             return execution.set_progress(*said)
         if question == "publish":
@@ -185,39 +218,54 @@ class Conversation:
         if question == "begin":
             return run_now(side.begin(*said))
         if question == "record":
-            execution.set_result(bson.decode(said[0], CODEC)["value"])
+            execution.set_result(*said)
             return run_now(side.record())
         if question == "end":
             return run_now(side.end(*said))
         raise ValueError(f"a child asked {question!r}")
 
-    def _published(self, name: str, configuration: Any) -> Any:
+    def _published(self, name: str, configuration: Mapping[str, Any] | None) -> Any:
         """The definition that a child means, with the settings it gave it."""
-        definition = self._definition.mesh.definitions.get(name)
-        if definition is None or configuration is None:
+        if configuration is None:
             return name
+        settings = configuration_of(configuration)
+        definition = self._definition.mesh.definitions.get(name)
+        if definition is None:
+            return _DefinedElsewhere(name, settings)
         changed = definition.configure()
-        changed.configuration = configuration
+        changed.configuration = settings
         return changed
 
 
-def _brought_over(kind: str | None, reason: Reason, delay_ms: int | None, pickled: bytes | None) -> BaseException:
-    """Make the child's error an error here, with its reason as the cause."""
-    error: BaseException | None = None
-    with suppress(Exception):
-        error = pickle.loads(pickled) if pickled is not None else None  # noqa: S301 — our own child wrote it
-    if not isinstance(error, BaseException):
-        error = HandlerError(reason.text)
-    if kind == "Retry" and not (isinstance(error, Retry) and error.delay_ms == delay_ms):
-        error = Retry(reason.text, delay_ms=delay_ms or 0)
-    if kind == "Snooze" and not (isinstance(error, Snooze) and error.delay_ms == delay_ms):
-        error = Snooze(reason.text, delay_ms=delay_ms or 0)
-    if kind == "TaskFailed" and not isinstance(error, TaskFailed):
-        error = TaskFailed(reason.text)
-    if kind == "LeaseLost" and not isinstance(error, LeaseLost):
-        error = LeaseLost(reason.text)
-    error.__cause__ = ReasonElsewhere(reason)
-    return error
+@dataclass(frozen=True)
+class _DefinedElsewhere:
+    """A definition that the child has and this process has not: the child has checked the params."""
+
+    name: str
+    configuration: Configuration
+
+    @property
+    def params(self) -> _DefinedElsewhere:
+        return self
+
+    def to_store(self, params: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+        stored = dict(params)
+        return stored, checked_size(self.name, stored)
+
+
+def _outcome(kind: str, said: Any) -> Callable[[], Any]:
+    if kind == "returned":
+        return lambda: said
+    return _raising(error_of(said))
+
+
+def _reply(child: Child, answer: Any, refusal: Exception | None) -> None:
+    try:
+        child.connection.send((answer, refusal))
+    except OSError:
+        raise
+    except Exception:  # noqa: BLE001 — not every error can be pickled
+        child.connection.send((None, TaskMeshError(reason_of(refusal).text if refusal is not None else "no answer")))
 
 
 def _raising(error: BaseException) -> Callable[[], Any]:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from taskmesh.consumer.execution import Execution, Stop
 from taskmesh.consumer.pause import varied
 from taskmesh.consumer.reasons import MAX_REASON_CHARS, reason_of
-from taskmesh.errors import LeaseLost, Retry, Snooze, TaskFailed
+from taskmesh.errors import LeaseLost, Retry, Snooze, TaskFailed, delay_of
 from taskmesh.logs import fields_of
 from taskmesh.store.driver import Document
 from taskmesh.store.finish import Outcome
@@ -54,6 +54,11 @@ def ending_of(execution: Execution, error: BaseException) -> Ending:
         if execution.stop_reason is Stop.WORKER_STOPS:
             return Ending("released", reason=Stop.WORKER_STOPS.value, error=error)
         return Ending("failed", reason="CancelledError: the handler was cancelled, and not by taskmesh", error=error)
+    if isinstance(error, (Retry, Snooze)):
+        try:
+            delay_of(error)
+        except Exception as refusal:  # noqa: BLE001 — an attribute of a handler's own class may be anything
+            return failed_by(refusal)
     if isinstance(error, Snooze):
         return Ending("snoozed", reason=reason_of(error).text, error=error)
     return failed_by(error)
@@ -86,7 +91,7 @@ def failure(execution: Execution, ending: Ending) -> Outcome:
         entry |= {"fail_type": ending.fail_type, "fail_frame": ending.fail_frame}
     if isinstance(ending.error, TaskFailed):
         entry["final"] = True
-    delay_ms = ending.error.delay_ms if isinstance(ending.error, Retry) else None
+    delay_ms = delay_of(ending.error) if isinstance(ending.error, Retry) else None
     return execution.outcome("failed", entry, 5_000, delay_ms)
 
 

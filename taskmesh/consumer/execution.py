@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from datetime import datetime, timedelta
 from enum import Enum
@@ -43,6 +43,9 @@ class Stop(Enum):
 
 class Execution:
     """The state of one execution. Belongs to the event loop, but for the lease, which the pinger's thread renews."""
+
+    on_leased: Callable[[], None] | None = None
+    """Called, in whatever thread, when the lease has another end: a handler in another process has to know."""
 
     def __init__(
         self, document: Document, running_id: str, worker_id: str, claim_sent: float, clock: ServerClock
@@ -123,6 +126,8 @@ class Execution:
     def leased(self, sent: float, seconds: float) -> None:
         """Trust the lease for so long from when it was asked for, less a margin."""
         self.lease_until = sent + seconds - min(seconds * _MARGIN_SHARE, _LARGEST_MARGIN_S)
+        if (tell := self.on_leased) is not None:  # read once: other threads set it
+            tell()
 
     def ping_again(self, now: float) -> None:
         """Plan the next try after a ping that failed."""
@@ -171,16 +176,14 @@ class Execution:
     def set_progress(self, fraction: float, message: str | None) -> None:
         """Keep the newest progress; it is written soon."""
         self.check_lease()
-        if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 <= fraction <= 1:
-            raise InvalidParams(f"progress goes from 0 to 1, not {fraction!r}")
-        text = None if message is None else _line(message)
-        self.progress = {"fraction": float(fraction), "message": text, "time": self._clock.now()}
+        share, text = checked_progress(fraction, message)
+        self.progress = {"fraction": share, "message": text, "time": self._clock.now()}
         self._progress_changed = True
         self._report()
 
     def log(self, message: str) -> None:
         """Keep a line; it is written soon."""
-        text = _line(message)
+        text = line_of(message)
         with _lock:
             if self._logs is None:
                 self._logs = deque()
@@ -270,6 +273,13 @@ class Execution:
             return {"logs": list(self._logs), "dropped_log_cnt": self._dropped_logs}
 
 
-def _line(message: object) -> str:
+def checked_progress(fraction: object, message: object) -> tuple[float, str | None]:
+    """Return them as they can be stored. Raises `InvalidParams`."""
+    if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 <= fraction <= 1:
+        raise InvalidParams(f"progress goes from 0 to 1, not {fraction!r}")
+    return float(fraction), None if message is None else line_of(message)
+
+
+def line_of(message: object) -> str:
     """A line as it can be stored: valid Unicode, and not too long."""
     return str(message).encode("utf-8", "replace").decode()[:LOG_LINE_CHARS]

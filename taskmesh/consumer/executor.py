@@ -33,7 +33,7 @@ from taskmesh.consumer.successes import Successes
 from taskmesh.consumer.transactions import Transactions
 from taskmesh.context import BlockingTaskContext, TaskContext, enter
 from taskmesh.definition import TaskDefinition
-from taskmesh.errors import LeaseLost, Snooze
+from taskmesh.errors import LeaseLost, Snooze, delay_of
 from taskmesh.logs import fields_of
 from taskmesh.store import Store
 from taskmesh.store.driver import Document
@@ -307,7 +307,7 @@ class Executor:
             outcome = failure(execution, ending)
         elif ending.kind == "snoozed":
             outcome = execution.outcome(
-                "snoozed", {}, delay_ms=ending.error.delay_ms if isinstance(ending.error, Snooze) else 0
+                "snoozed", {}, delay_ms=delay_of(ending.error) if isinstance(ending.error, Snooze) else 0
             )
         elif ending.kind == "released":
             outcome = execution.outcome("released", {})

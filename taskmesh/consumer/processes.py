@@ -1,18 +1,21 @@
 """Child processes for `run="process"` handlers: a crash, a hang or a leak there hurts one execution.
 
 A child runs one call at a time and is used again after it. It is killed, with all that its handler started, the moment its
-execution is cancelled, times out or loses its lease; and it ends with this process, even if that is killed by force. What is
-said to it is in `conversation`, its inside in `child`.
+execution is cancelled, times out or loses its lease, which it does by itself if this process is suspended; and it ends with
+this process, even if that is killed by force. What is said to it is in `conversation`, its inside in `child`.
 Why these are our own and no library's: docs/decisions/0009-child-processes.md.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import weakref
 from contextlib import suppress
@@ -21,13 +24,16 @@ from typing import Any
 
 import anyio.to_thread
 
+from taskmesh.consumer.child import LEASE
+from taskmesh.consumer.wire import MAX_MESSAGE_BYTES, unpacked
+
 MAX_IDLE = max(4, os.cpu_count() or 1)
 """Children kept for the next call. One costs the memory of an interpreter with the handlers' modules."""
 MAX_ENDING_S = 2.0
 """How long to wait for the end of a child that was told to end, or killed."""
 _LOOK_EVERY_S = 0.2
 _BOOT = (
-    "import sys; _, *fds = sys.argv[:3]; sys.path[:], sys.argv[1:] = sys.argv[3:], []; "
+    "import sys; _, *fds = sys.argv[:4]; sys.path[:], sys.argv[1:] = sys.argv[4:], []; "
     "from taskmesh.consumer.child import main; main(*map(int, fds))"
 )
 
@@ -38,16 +44,19 @@ class Child:
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         lifeline, self._our_lifeline = os.pipe()
+        lease, self._lease = _shared_memory(LEASE.size)
+        fds = theirs.fileno(), lifeline, lease
         try:
             self._popen = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, str(theirs.fileno()), str(lifeline), *sys.path],
+                [sys.executable, "-c", _BOOT, *map(str, fds), *sys.path],
                 stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), lifeline),
+                pass_fds=fds,
                 start_new_session=True,  # a group of its own: no signals of our terminal, and killed as a whole
             )
         finally:
             theirs.close()
             os.close(lifeline)
+            os.close(lease)
         self.connection: Connection[Any, Any] = Connection(ours.detach())
         self.used = False
 
@@ -56,13 +65,26 @@ class Child:
         """Its process id, and that of its group."""
         return self._popen.pid
 
-    def receive(self) -> tuple[Any, ...]:
-        """Wait for what it says next. Raises `EOFError` once it is gone."""
+    def lease_until(self, moment: float) -> None:
+        """Let it know until when (monotonic) its call may go on; then it ends by itself."""
+        struct.pack_into("d", self._lease, 0, moment)
+
+    @property
+    def saw_its_lease_end(self) -> bool:
+        """Whether it found, or told its handler, that the lease of its call was over."""
+        return bool(LEASE.unpack_from(self._lease)[1])
+
+    def receive(self) -> list[Any]:
+        """Wait for what it says next. Raises `EOFError` once it is gone, and anything for what is not understood."""
         # Not by the end of the socket alone: what the handler started may hold that open after the handler's death.
         while not self.connection.poll(_LOOK_EVERY_S):
             if self._popen.poll() is not None and not self.connection.poll(0):
                 raise EOFError
-        return self.connection.recv()  # type: ignore[no-any-return]
+        return unpacked(self.connection.recv_bytes(MAX_MESSAGE_BYTES))
+
+    def renew(self) -> None:
+        """Make it as if it had had no call before."""
+        LEASE.pack_into(self._lease, 0, float("inf"), 0.0)
 
     def kill(self) -> None:
         """Kill it at once, and whatever it started."""
@@ -102,6 +124,17 @@ class Child:
         os.close(self._our_lifeline)
 
 
+def _shared_memory(size: int) -> tuple[int, mmap.mmap]:
+    """Return memory, and the descriptor by which another process can have it too."""
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("taskmesh")
+    else:
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+    os.ftruncate(fd, size)
+    return fd, mmap.mmap(fd, size)
+
+
 _pools: weakref.WeakSet[Processes] = weakref.WeakSet()
 
 
@@ -120,6 +153,7 @@ class Processes:
         with self._lock:
             child = self._idle.pop() if self._idle else None
         child = child or Child()
+        child.renew()
         with self._lock:
             self._busy.add(child)
         return child

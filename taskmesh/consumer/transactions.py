@@ -313,7 +313,9 @@ async def _block(
             undone = error.has_error_label(_TRANSIENT) or is_over_deadline(error)
             if _outlived(error, started, limit_s) or not undone:
                 raise
-            raise Snooze("the task was changed by others during its transaction, which is undone") from error
+            raise Snooze(
+                "the task was changed by others during its transaction, which is undone", delay_ms=0
+            ) from error
         recorded = True
     except PyMongoError as error:
         if _outlived(error, started, limit_s):

@@ -6,6 +6,7 @@ import ctypes
 import os
 import re
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -29,6 +30,53 @@ class FinalNotPortable(TaskFailed):
 
     def __init__(self, code: int, place: str) -> None:
         super().__init__(f"{place} says {code}, for good")
+
+
+class Trap:
+    """Makes a directory wherever it is unpickled."""
+
+    path = ""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+class TrapError(Trap, Exception): ...
+
+
+class TrapRetry(Trap, Retry): ...
+
+
+class TrapNumber(Trap, float): ...
+
+
+class TrapText(Trap, str):  # noqa: SLOT000 — one with slots could not be a trap as well
+    pass
+
+
+def set_trap(way: str, path: str) -> Any:
+    """Say something to the parent that runs code if it is unpickled."""
+    Trap.path = path
+    task = current_task()
+    if way == "error":
+        raise TrapError("snap")
+    if way == "retry" and task.attempt == 1:
+        raise TrapRetry("snap", delay_ms=10)
+    if way == "log":
+        task.log(TrapText("snap"))
+    if way == "progress":
+        task.progress(TrapNumber(0.5), TrapText("snap"))
+    if way == "publication":
+        task.publish("add", TrapText("trapped"), a=TrapNumber(2.0))
+    return TrapNumber(1.0)
+
+
+def say_bytes(said: bytes) -> None:
+    """Say this on every socket there is, one of which leads to the parent."""
+    for fd in range(3, 64):
+        if os.path.exists(f"/dev/fd/{fd}") and stat.S_ISSOCK(os.fstat(fd).st_mode):  # noqa: PTH110 — a descriptor
+            os.write(fd, said)
+    time.sleep(60)
 
 
 def add(a: int, b: int = 1) -> int:
