@@ -269,7 +269,7 @@ class BulkActions(Connected):
         """
         found = await undo.action(self.store, action_id)
         if found is None:
-            raise InvalidOption(f"there is no bulk action {action_id!r}: `await mesh.bulk_actions()` lists them")
+            raise InvalidOption(f"there is no bulk action {action_id!r}: `taskmesh undo` lists them")
         if found.get("undone_time") is not None:
             raise InvalidOption(
                 f"the {found['action']} of {found['where']!r} was undone already, at {found['undone_time']}"

@@ -13,7 +13,7 @@ from taskmesh.errors import TaskMeshError
 from taskmesh.events import EventReader
 from taskmesh.feed import Feed
 from taskmesh.results import Results
-from taskmesh.store import Store, fleet, schema
+from taskmesh.store import Store, fleet, reach, schema
 from taskmesh.store.faults import patiently
 from taskmesh.workers import Registry
 
@@ -59,7 +59,7 @@ class Connected:
     def address(self) -> str:
         """Where this mesh is connected: host and port, database and collection; without credentials."""
         store = self.store
-        return f"{schema.hosts(store)}, database {self._database!r}, collection {self._collection!r}"
+        return f"{reach.hosts(store)}, database {self._database!r}, collection {self._collection!r}"
 
     async def __aenter__(self) -> Self:
         await self.connect()

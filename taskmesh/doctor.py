@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 
 from taskmesh.queues import QueueInfo, read_queues
 from taskmesh.stats import read_counts
-from taskmesh.store import Store, inspect, schedules, schema
+from taskmesh.store import Store, inspect, reach, schedules, schema
 from taskmesh.store.find import UNFINISHED
 from taskmesh.workers import Registry, WorkerInfo
 
@@ -170,7 +170,7 @@ async def _collection(store: Store) -> AsyncIterator[Finding]:
         yield Finding(
             level="note",
             subject="collection",
-            found=f"there is no collection {store.tasks!r} in database {store.driver.database.name!r} of {schema.hosts(store)}",
+            found=f"there is no collection {store.tasks!r} in database {store.driver.database.name!r} of {reach.hosts(store)}",
             remedy="if there should be tasks, name another database or collection; else the first worker creates it",
         )
     else:

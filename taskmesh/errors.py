@@ -22,7 +22,7 @@ class TaskMeshError(Exception):
 
 
 class InvalidName(TaskMeshError):
-    """A task name that is not 1–100 characters of letters, digits, `_`, `.`, `-`."""
+    """A task name that is not 1–100 characters of letters, digits, `_`, `.`, `-`; a database name that MongoDB refuses."""
 
 
 class InvalidKey(TaskMeshError):

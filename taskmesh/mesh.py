@@ -80,6 +80,10 @@ class TaskMesh(Scheduling, TaskActions, BulkActions, FleetActions):
         their defaults. `cron`, `interval_ms`, `timezone`: run it periodically, with the defaults of its params; `every` can
         say more. Raises `InvalidOption`.
         """
+        if fn is not None and not callable(fn):
+            raise InvalidOption(
+                f"task must be given a function, got {fn!r}: write @mesh.task(name={fn!r}) to name a task"
+            )
         if option is not None and not isinstance(option, TaskOption):
             raise InvalidOption(f"option is a TaskOption, not {option!r}")
 

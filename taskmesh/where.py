@@ -20,10 +20,31 @@ from taskmesh.task import Status
 _UNITS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000, "w": 7 * 86_400_000}
 _AGE = re.compile(r"(\d{1,12}(?:\.\d{1,3})?)(ms|s|m|h|d|w)\Z")  # ten years in ms have twelve digits
 _TOKEN = re.compile(r"(?P<field>[a-z_]+)(?P<sign>[:<>])(?P<value>.*)\Z", re.DOTALL)
-_TEN_YEARS_MS = 10 * 366 * 86_400_000
+_TEN_YEARS_MS = 3_660 * 86_400_000
 
 Text = Annotated[str, Field(min_length=1, max_length=512)]
 Age = Annotated[int, Field(ge=0, le=_TEN_YEARS_MS)]
+
+
+_EXPECTED = {
+    "status": f"the status in a filter must be one of {', '.join(Status)}",
+    "lost": "lost in a filter must be yes or no (True or False)",
+    "older_than_ms": "the age in a filter must be from 0 to 3660d (ten years; in milliseconds where it is a number)",
+    "younger_than_ms": "the age in a filter must be from 0 to 3660d (ten years; in milliseconds where it is a number)",
+} | {
+    field: f"{said} in a filter must be a text of 1 to 512 characters"
+    for field, said in (
+        ("name", "the name"),
+        ("queue", "the queue"),
+        ("group", "the group"),
+        ("key_prefix", "the key"),
+        ("error", "the error"),
+        ("worker", "the worker"),
+    )
+}
+"""What a value must be, by field."""
+_UNKNOWN = "a filter has no field {!r}: there are " + ", ".join([*_EXPECTED])
+_JOINS = ("and", "or", "not", "&&", "||")
 
 
 class TaskFilter(BaseModel):
@@ -73,8 +94,8 @@ class TaskFilter(BaseModel):
             return cls(**fields)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            where = ".".join(str(part) for part in first["loc"])
-            raise InvalidOption(f"the filter's {where}={first['input']!r} does not fit: {first['msg']}") from None
+            field = str(first["loc"][0])
+            raise InvalidOption(f"{_EXPECTED.get(field, _UNKNOWN.format(field))}, got {first['input']!r}") from None
 
     def __str__(self) -> str:
         """Return the text that `parse` reads."""
@@ -161,6 +182,11 @@ class TaskFilter(BaseModel):
 
 def _field(word: str) -> tuple[str, Any]:
     """Read one word of a filter's text."""
+    if word.lower() in _JOINS:
+        raise InvalidOption(
+            f"a filter has no {word}: all of its conditions have to hold, so write them one after the other, like "
+            f"'name:resize status:FAIL,CANCELLED'; a key that begins with {word!r} is asked for by key:{word}"
+        )
     match = _TOKEN.match(word)
     if match is None:
         return "key_prefix", word

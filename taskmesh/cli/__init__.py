@@ -8,18 +8,23 @@ Exit status: 0 done, 1 it failed, 2 wrong usage.
 
 from __future__ import annotations
 
+import io
 import sys
 
 from pymongo.errors import PyMongoError
 
 from taskmesh.distribution import check_extra
 from taskmesh.errors import InvalidKey, InvalidName, InvalidOption, InvalidParams, TaskMeshError
+from taskmesh.store.reach import said_by
 
 DONE, FAILED, WRONG_USAGE = 0, 1, 2
 
 
 def main() -> None:
     """Run the command line of this process, and end it with the right status."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal may know no "–", and no key is worth a traceback
     try:
         check_extra("cli", ("typer", "rich"), "the command line")
         from taskmesh.cli.app import app  # noqa: PLC0415  # not there without the extra
@@ -30,7 +35,7 @@ def main() -> None:
     except TaskMeshError as error:
         _end(error, FAILED)
     except PyMongoError as error:  # a malformed URI, no permission, the database went away meanwhile
-        _end(f"MongoDB: {error}", FAILED)
+        _end(f"MongoDB: {said_by(error)}", FAILED)
     except BrokenPipeError:  # `taskmesh ls | head` has seen enough
         sys.stderr.close()
         sys.exit(FAILED)

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import typer
 
+import taskmesh
 from taskmesh.errors import TaskMeshError
 from taskmesh.mesh import TaskMesh
+
+_TASKMESH = str(Path(taskmesh.__file__).parent)
 
 
 class CannotLoad(TaskMeshError):
@@ -66,8 +69,14 @@ def _meshes_in(module_name: str) -> str:
 
 
 def _failed(module_name: str, error: BaseException) -> CannotLoad:
-    """Tell where the import failed: the frames below importlib's, which are the user's."""
+    """Tell where the import failed: the frames below importlib's, which are the user's.
+
+    An error that taskmesh raised on purpose is a sentence, and one line of the user's is where it was asked for.
+    """
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
     own = [frame for frame in frames if frame.filename != __file__]
+    if isinstance(error, TaskMeshError) and (users := [frame for frame in own if _TASKMESH not in frame.filename]):
+        place = f"{users[-1].filename}, line {users[-1].lineno}"
+        return CannotLoad(f"importing {module_name!r} failed: {error} ({place})")
     where = "".join(traceback.format_list(own) + traceback.format_exception_only(error)).rstrip()
     return CannotLoad(f"importing {module_name!r} failed:\n{where}")

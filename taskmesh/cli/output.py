@@ -105,12 +105,17 @@ def span(seconds: float) -> str:
 
 def show_json(value: object) -> None:
     """Print one value as JSON, on many lines."""
-    print(json.dumps(plain(value), indent=2, ensure_ascii=False))
+    print(json.dumps(plain(value), indent=2, ensure_ascii=not _unicode()))
 
 
 def one_line(value: object) -> str:
     """Return a value as JSON, on one line."""
-    return json.dumps(plain(value), ensure_ascii=False)
+    return json.dumps(plain(value), ensure_ascii=not _unicode())
+
+
+def _unicode() -> bool:
+    """Whether standard output can show every character. Where it cannot, JSON has escapes of its own."""
+    return (getattr(sys.stdout, "encoding", None) or "utf-8").lower().startswith("utf")
 
 
 def plain(value: Any) -> Any:

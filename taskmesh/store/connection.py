@@ -13,11 +13,12 @@ from typing import Any
 
 from bson.codec_options import CodecOptions
 from pymongo import AsyncMongoClient
+from pymongo.errors import InvalidName as PyMongoInvalidName
 from pymongo.errors import PyMongoError
 
 from taskmesh import rules
 from taskmesh.ending import CLOSE_DEADLINE_S, ended_in_time
-from taskmesh.errors import TaskMeshError
+from taskmesh.errors import InvalidName, TaskMeshError
 from taskmesh.store.driver import PLAIN_CODEC, Document, Driver, checked
 
 WRITE_DEADLINE_MS = 5_000
@@ -36,6 +37,10 @@ class Store:
         if self._owned:
             client = _client_of(client)
         self.driver = Driver(client, database)
+        try:
+            self.driver.collection(collection)
+        except (PyMongoInvalidName, TypeError) as error:
+            raise InvalidName(f"collection must be a name that MongoDB allows, got {collection!r}: {error}") from None
         self._name(collection, now)
 
     def _name(self, collection: str, now: rules.Expression) -> None:

@@ -16,11 +16,13 @@ from bson.codec_options import CodecOptions, DatetimeConversion, TypeCodec, Type
 from bson.decimal128 import Decimal128
 from motor.motor_asyncio import AsyncIOMotorClient
 from pymongo import AsyncMongoClient, MongoClient
+from pymongo.errors import InvalidName as PyMongoInvalidName
 from pymongo.errors import OperationFailure, WriteConcernError
 from pymongo.read_concern import ReadConcern
 from pymongo.read_preferences import ReadPreference
 from pymongo.write_concern import WriteConcern
 
+from taskmesh.errors import InvalidName
 from taskmesh.store import waits
 
 waits.mend()
@@ -71,7 +73,10 @@ class Driver:
                 f"client must be a MongoDB URI, a pymongo.AsyncMongoClient or a motor AsyncIOMotorClient, "
                 f"not {type(client).__name__}"
             )
-        self.database = own_database(client, database)
+        try:
+            self.database = own_database(client, database)
+        except (PyMongoInvalidName, TypeError) as error:
+            raise InvalidName(f"database must be a name that MongoDB allows, got {database!r}: {error}") from None
 
     def collection(self, name: str, codec: CodecOptions[Document] = CODEC, *, majority: bool = False) -> Any:
         """Return a collection. `majority`: it reads only what no failover can take back, not what the primary has by now."""
@@ -181,11 +186,14 @@ def twin_of(client: Any) -> Any:
     return AsyncMongoClient(**settings_of(client))
 
 
+def core_of(client: Any) -> Any:
+    """Return PyMongo's client: Motor's has one inside."""
+    return client.delegate if isinstance(client, AsyncIOMotorClient) else client
+
+
 def settings_of(client: Any) -> Document:
     """Return the settings that `client` was made with, for a twin of it (PyMongo keeps them for its own twins)."""
-    if isinstance(client, AsyncIOMotorClient):
-        client = client.delegate
-    settings = dict(client._init_kwargs)  # noqa: SLF001 — the only place where a client keeps them
+    settings = dict(core_of(client)._init_kwargs)  # noqa: SLF001 — the only place where a client keeps them
     settings.pop("event_loop_thread_id", None)
     settings.pop("_connect", None)
     return settings

@@ -10,10 +10,11 @@ import time
 from datetime import UTC, datetime
 from typing import Any
 
-from pymongo.errors import CollectionInvalid, OperationFailure, PyMongoError
+from pymongo.errors import CollectionInvalid, OperationFailure
 
 from taskmesh import distribution
 from taskmesh.errors import IncompatibleCollection, NotAReplicaSet, TaskMeshError
+from taskmesh.store import reach
 from taskmesh.store.connection import Store
 from taskmesh.store.driver import Document
 
@@ -77,32 +78,16 @@ UNDO_INDEXES = WORKER_INDEXES | {"of": ([("of", 1), ("_id", 1)], {})}
 
 async def check_server(store: Store) -> Document:
     """Return the server's `hello`. Raises `NotAReplicaSet`; another `TaskMeshError` if it is too old or out of reach."""
-    try:
-        hello = await store.driver.admin({"hello": 1})
-    except OperationFailure:
-        raise
-    except PyMongoError as error:
-        raise TaskMeshError(
-            f"no MongoDB answers at {hosts(store)}: start one, or correct the URI ({type(error).__name__})"
-        ) from error
+    hello = await reach.hello(store)
     if "setName" not in hello and hello.get("msg") != "isdbgrid":
         raise NotAReplicaSet(
-            f"the MongoDB at {hosts(store)} is a standalone server, without change streams and transactions: start it "
+            f"the MongoDB at {reach.hosts(store)} is a standalone server, without change streams and transactions: start it "
             "with --replSet rs0 and run rs.initiate() once, or use the embedded one "
             f"({distribution.install('embedded')})"
         )
     if hello["maxWireVersion"] < OLDEST_WIRE_VERSION:
-        raise TaskMeshError(f"the MongoDB at {hosts(store)} is older than 6.0: upgrade it")
+        raise TaskMeshError(f"the MongoDB at {reach.hosts(store)} is older than 6.0: upgrade it")
     return hello
-
-
-def hosts(store: Store) -> str:
-    """Return where the client points, without credentials."""
-    try:
-        description = store.driver.client.topology_description
-    except AttributeError:
-        description = store.driver.client.delegate.topology_description
-    return ", ".join(f"{host}:{port}" for host, port in sorted(description.server_descriptions()))
 
 
 async def create(store: Store) -> None:

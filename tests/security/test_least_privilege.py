@@ -77,3 +77,14 @@ async def test_credentials_are_in_no_log_and_no_error(secured: Secured, caplog: 
         for text in (str(failure.value), repr(failure.value), repr(mesh), *(r.getMessage() for r in caplog.records)):
             assert PASSWORD not in text
             assert QUOTED_PASSWORD not in text
+
+
+async def test_a_wrong_password_is_told_in_a_sentence(secured: Secured) -> None:
+    mesh = TaskMesh(secured.uri("root", "not" + QUOTED_PASSWORD), database="app")
+    with pytest.raises(TaskMeshError) as failure:
+        await mesh.connect()
+    said = str(failure.value)
+    assert re.fullmatch(
+        r"the MongoDB at \S+ refuses user 'root' with this password: correct user, password or authSource in the URI",
+        said,
+    )
