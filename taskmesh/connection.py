@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 import weakref
@@ -20,6 +21,7 @@ from taskmesh.workers import Registry
 if TYPE_CHECKING:
     from taskmesh.consumer import Consumer
 
+logger = logging.getLogger("taskmesh.connection")
 
 _NOT_CONNECTED = "this mesh is not connected: use it inside `async with mesh:` (or `publish_sync`)"
 
@@ -65,8 +67,12 @@ class Connected:
         await self.connect()
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is not None:  # as if what failed had been running it
+                await self._stop_consumers(grace_ms=0)
+        finally:
+            await self.close()
 
     async def connect(self, *, create: bool = True) -> None:
         """Connect, check the server, and create the collections and indexes that are missing.
@@ -101,8 +107,24 @@ class Connected:
             self._created = True
 
     async def close(self) -> None:
-        """Close what `connect` opened. Does nothing the second time."""
+        """Stop the consumers that run, within their grace; then close what `connect` opened. Does nothing the second time."""
         if self._store is None:
+            return
+        try:
+            await self._stop_consumers()
+        finally:
+            await self._close()
+
+    async def _stop_consumers(self, **grace: int) -> None:
+        """Stop them side by side; those of another process, from which this one was forked, are none of ours."""
+        if self.connected_in(asyncio.get_running_loop()):
+            at_work = [consumer for consumer in self._consumers if consumer.at_work]
+            for consumer in at_work:
+                logger.info("worker %s stops, since its mesh is closed", consumer.worker_id)
+            await asyncio.gather(*(consumer.stop(**grace) for consumer in at_work))
+
+    async def _close(self) -> None:
+        if self._store is None:  # somebody else has closed it meanwhile
             return
         store, self._store = self._store, None
         for reader in tuple(self._event_readers):

@@ -41,10 +41,15 @@ class Publishing(Connected):
         """The same on the portal's loop, for `publish_sync`."""
 
     async def close(self) -> None:
-        """Close what `connect` and `publish_sync` opened. Does nothing the second time."""
-        if self._twin is not None:
-            await asyncio.to_thread(self.close_sync)
-        await super().close()
+        """Stop the consumers that run, within their grace; then close what `connect` and `publish_sync` opened.
+
+        Does nothing the second time.
+        """
+        try:
+            await super().close()
+        finally:
+            if self._twin is not None:  # handlers may have used it up to now
+                await asyncio.to_thread(self.close_sync)
 
     async def publish(
         self, name: str, key: str, params: Mapping[str, Any] | None = None, **configuration: Any

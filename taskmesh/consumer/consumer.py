@@ -102,6 +102,11 @@ class Consumer:
         return [execution.key for execution in self._executions()]
 
     @property
+    def at_work(self) -> bool:
+        """Whether `run()` has begun and not ended yet."""
+        return self._begun and not self._stopped.is_set()
+
+    @property
     def finished(self) -> int:
         """How many executions have ended here, whatever their outcome."""
         return 0 if self._parts is None else self._parts.executor.finished
