@@ -36,6 +36,7 @@ from taskmesh.errors import (
     TaskNotFound,
     TaskRunning,
     TaskTooLarge,
+    TransactionConflict,
     WorkerIdTaken,
 )
 from taskmesh.events import TaskEvent
@@ -101,6 +102,7 @@ __all__ = [
     "TaskState",
     "TaskTooLarge",
     "Tick",
+    "TransactionConflict",
     "UndoResult",
     "Waiting",
     "WorkerIdTaken",

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from taskmesh.option import TaskOption
+
+T = TypeVar("T")
 
 _current: ContextVar[Any] = ContextVar("taskmesh_current_task")
 
@@ -50,12 +53,14 @@ class RunningInLoop(Running, Protocol):
     """An execution whose handler runs in the event loop."""
 
     def transaction(self) -> AbstractAsyncContextManager[Any]: ...
+    def in_transaction(self, fn: Callable[[Any], Awaitable[Any]]) -> Awaitable[Any]: ...
 
 
 class RunningElsewhere(Running, Protocol):
     """An execution whose handler runs in a thread or a child process."""
 
     def blocking_transaction(self) -> AbstractContextManager[Any]: ...
+    def blocking_in_transaction(self, fn: Callable[[Any], Any]) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -135,9 +140,30 @@ class TaskContext(_Context):
         A session belongs to the client that the mesh was made with (`session.client`). The block ends the execution: its
         result is that of `set_result`. Slow work belongs before it, since the server ends a transaction after
         `transactionLifetimeLimitSeconds` (60). If others change the task meanwhile (a cancel, an option), nothing of the
-        block remains. Raises `LeaseLost`.
+        block remains.
+
+        If others write what the block writes, MongoDB undoes one of the two: then the block raises `TransactionConflict`.
+        Let it pass: the execution ends as if it snoozed, and comes again in a moment; nothing is counted, but the hundredth
+        in a row FAILs. To try again in place, use `in_transaction`. Raises `LeaseLost`.
         """
         return self._running.transaction()
+
+    async def in_transaction(self, fn: Callable[[Any], Awaitable[T]]) -> T:
+        """Await `fn(session)` in a `transaction()`, and again at each conflict, for up to two minutes; return what it returned.
+
+            async def transfer(session):
+                await accounts.update_one({"_id": "ada"}, {"$inc": {"cents": -500}}, session=session)
+                await accounts.update_one({"_id": "bob"}, {"$inc": {"cents": 500}}, session=session)
+                return "moved"
+
+            await current_task().in_transaction(transfer)
+
+        So `fn` must have no other effects. What it returns is the execution's result, unless it calls `set_result`.
+        """
+        if not callable(fn):
+            raise TypeError(f"in_transaction() takes a function of the session, got {type(fn).__name__}")
+        value: T = await self._running.in_transaction(fn)
+        return value
 
 
 @dataclass(frozen=True)
@@ -157,6 +183,14 @@ class BlockingTaskContext(_Context):
     def transaction(self) -> AbstractContextManager[Any]:
         """Do as `TaskContext.transaction` does, with a session of a blocking client: write with `session.client`."""
         return self._running.blocking_transaction()
+
+    def in_transaction(self, fn: Callable[[Any], T]) -> T:
+        """Do as `TaskContext.in_transaction` does, with a plain function and such a session."""
+        if not callable(fn) or inspect.iscoroutinefunction(fn):
+            kind = "an async function" if callable(fn) else type(fn).__name__
+            raise TypeError(f"in_transaction() in a plain handler takes a plain function of the session, got {kind}")
+        value: T = self._running.blocking_in_transaction(fn)
+        return value
 
 
 def current_task() -> Any:

@@ -11,7 +11,8 @@
     └── ExtraMissing                                              packages of an extra are not installed
 
 Each message says what was wrong, with the value, and what to do. `TaskFailed`, `Retry` and `Snooze` are no
-errors of ours: a handler raises them to say how its execution ends.
+errors of ours: a handler raises them to say how its execution ends. `TransactionConflict` is the `Snooze` that
+`transaction()` raises.
 """
 
 from __future__ import annotations
@@ -113,6 +114,13 @@ class Snooze(Exception):
     def __init__(self, reason: str = "the handler snoozed", *, delay_ms: int = 1_000) -> None:
         super().__init__(reason)
         self.delay_ms = _checked_delay(delay_ms)
+
+
+class TransactionConflict(Snooze):
+    """Raised by `transaction()`: the server undid it, in favour of what others wrote. Let it pass: nothing is counted.
+
+    The execution ends like one that snoozes, for a short random time. The hundredth in a row FAILs.
+    """
 
 
 SHORTEST_SNOOZE_MS = 100

@@ -109,6 +109,8 @@ class TaskState(_Stored):
     losses: list[Loss] = []
     dropped_fail_cnt: int = 0
     """FAIL entries no longer kept, since a document has to stay small; they count all the same."""
+    conflict_cnt: int = 0
+    """Executions in a row whose `transaction()` met a conflict and was undone."""
     params_version: int = 0
     """How often the params were replaced; an entry carries the version that its execution saw."""
     progress: Progress | None = None

@@ -27,7 +27,7 @@ from taskmesh import logs, tracing
 from taskmesh.consumer.execution import checked_progress, line_of
 from taskmesh.consumer.handler_reference import HandlerRef, found
 from taskmesh.consumer.reasons import Reason, unstorable_text
-from taskmesh.consumer.transactions import Record, blocking_block
+from taskmesh.consumer.transactions import End, Record, blocking_again, blocking_block
 from taskmesh.consumer.wire import configuration_as_data, error_as_data, packed
 from taskmesh.context import BlockingTaskContext, enter
 from taskmesh.definition import TaskDefinition
@@ -165,6 +165,11 @@ class Remote:
         with blocking_block(store, _Side(self)) as session:
             yield session
 
+    def blocking_in_transaction(self, fn: Callable[[Any], Any]) -> Any:
+        """Call `fn` in such a block, again at each conflict."""
+        address: bytes = self.ask("address")
+        return blocking_again(_store_at(address), _Side(self), self, fn)
+
     def ask(self, question: str, *arguments: Any) -> Any:
         """Ask the parent. Raises what it refuses with."""
         with self._lock:
@@ -199,8 +204,8 @@ class _Side:
         found: Record = self._remote.ask("record", self._remote.result)
         return found
 
-    async def end(self, recorded: bool) -> None:
-        self._remote.ask("end", recorded)
+    async def end(self, how: End) -> None:
+        self._remote.ask("end", how)
 
 
 @functools.lru_cache(maxsize=4)

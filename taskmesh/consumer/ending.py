@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from taskmesh.consumer.execution import Execution, Stop
 from taskmesh.consumer.pause import varied
 from taskmesh.consumer.reasons import MAX_REASON_CHARS, reason_of
-from taskmesh.errors import LeaseLost, Retry, Snooze, TaskFailed, delay_of
+from taskmesh.errors import LeaseLost, Retry, Snooze, TaskFailed, TransactionConflict, delay_of
 from taskmesh.logs import fields_of
 from taskmesh.store.driver import Document
 from taskmesh.store.finish import Outcome
 
 logger = logging.getLogger("taskmesh.executor")
+
+
+_CONFLICTS_IN_A_ROW = 100
+"""So many conflicts of `transaction()` are a failure. Waiting between them takes longer than a dead worker's locks last."""
+_FIRST_WAIT_MS, _LONGEST_WAIT_MS = 20, 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,10 @@ def ending_of(execution: Execution, error: BaseException) -> Ending:
             delay_of(error)
         except Exception as refusal:  # noqa: BLE001 — an attribute of a handler's own class may be anything
             return failed_by(refusal)
+    if isinstance(error, TransactionConflict) and execution.conflicts + 1 >= _CONFLICTS_IN_A_ROW:
+        met = f"TransactionConflict: {execution.conflicts + 1} executions in a row met one"
+        remedy = "make what is in transaction() shorter, or let fewer of these tasks run at once"
+        return replace(failed_by(error), reason=f"{met}: {remedy}\n{error}")
     if isinstance(error, Snooze):
         return Ending("snoozed", reason=reason_of(error).text, error=error)
     return failed_by(error)
@@ -104,6 +113,14 @@ def _tell(execution: Execution, ending: Ending) -> None:
     else:
         level, what = logging.WARNING, f"failed and will be retried ({retries + 1} of {most})"
     logger.log(level, "task %s %s: %s", execution.id, what, reason, exc_info=ending.error, extra=fields_of(execution))
+
+
+def snoozed(execution: Execution, ending: Ending) -> Outcome:
+    """Return the outcome of an execution that comes again, uncharged. One that met a conflict waits for a time by chance."""
+    if isinstance(ending.error, TransactionConflict):
+        longest = min(_FIRST_WAIT_MS * 2.0 ** min(execution.conflicts, 10), _LONGEST_WAIT_MS)
+        return execution.outcome("conflicted", {}, delay_ms=int(varied(longest, 0.5)))
+    return execution.outcome("snoozed", {}, delay_ms=delay_of(ending.error) if isinstance(ending.error, Snooze) else 0)
 
 
 def stopped(execution: Execution) -> Outcome:

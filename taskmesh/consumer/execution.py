@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from datetime import datetime, timedelta
 from enum import Enum
@@ -46,6 +46,8 @@ class Execution:
 
     on_leased: Callable[[], None] | None = None
     """Called, in whatever thread, when the lease has another end: a handler in another process has to know."""
+    published_before = 0
+    """How many of its publications are older than its `transaction()`."""
 
     def __init__(
         self, document: Document, running_id: str, worker_id: str, claim_sent: float, clock: ServerClock
@@ -220,6 +222,19 @@ class Execution:
     def blocking_transaction(self) -> AbstractContextManager[Any]:
         """Open the same from a thread."""
         return self.transactions.in_thread(self)  # type: ignore[no-any-return]  # likewise
+
+    def in_transaction(self, fn: Callable[[Any], Awaitable[Any]]) -> Awaitable[Any]:
+        """Call `fn` in such a block, again at each conflict."""
+        return self.transactions.again_in_loop(self, fn)  # type: ignore[no-any-return]  # likewise
+
+    def blocking_in_transaction(self, fn: Callable[[Any], Any]) -> Any:
+        """Do the same from a thread."""
+        return self.transactions.again_in_thread(self, fn)
+
+    @property
+    def conflicts(self) -> int:
+        """How many executions in a row ended before it since their `transaction()` met a conflict."""
+        return int(self.document["task_state"].get("conflict_cnt") or 0)
 
     def check_lease(self) -> None:
         """Raise `LeaseLost` if nothing that this execution writes counts any more."""

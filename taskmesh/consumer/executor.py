@@ -23,7 +23,7 @@ import anyio
 import anyio.to_thread
 
 from taskmesh.clock import ServerClock
-from taskmesh.consumer.ending import Ending, ending_of, ending_with, failed_by, failure, stopped
+from taskmesh.consumer.ending import Ending, ending_of, ending_with, failed_by, failure, snoozed, stopped
 from taskmesh.consumer.execution import Execution, Stop
 from taskmesh.consumer.finisher import Fate, Finisher
 from taskmesh.consumer.observer import Observer
@@ -33,7 +33,7 @@ from taskmesh.consumer.successes import Successes
 from taskmesh.consumer.transactions import Transactions
 from taskmesh.context import BlockingTaskContext, TaskContext, enter
 from taskmesh.definition import TaskDefinition
-from taskmesh.errors import LeaseLost, Snooze, delay_of
+from taskmesh.errors import LeaseLost
 from taskmesh.logs import fields_of
 from taskmesh.store import Store
 from taskmesh.store.driver import Document
@@ -306,9 +306,7 @@ class Executor:
         elif ending.kind == "failed":
             outcome = failure(execution, ending)
         elif ending.kind == "snoozed":
-            outcome = execution.outcome(
-                "snoozed", {}, delay_ms=delay_of(ending.error) if isinstance(ending.error, Snooze) else 0
-            )
+            outcome = snoozed(execution, ending)
         elif ending.kind == "released":
             outcome = execution.outcome("released", {})
         elif execution.stop_reason is Stop.CANCELLED:

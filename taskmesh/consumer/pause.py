@@ -15,6 +15,11 @@ async def until(event: asyncio.Event, seconds: float | None) -> bool:
     return event.is_set()
 
 
+def by_chance(longest: float) -> float:
+    """Return a time up to this, so that those who met each other do not meet again."""
+    return random.uniform(0, longest)  # noqa: S311 — nobody gains by guessing it
+
+
 def varied(value: float, share: float) -> float:
     """Return the value, off by up to this share of it, so that what started together does not go on together."""
     return value * random.uniform(1 - share, 1 + share)  # noqa: S311 — nobody gains by guessing it

@@ -17,16 +17,17 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import anyio
 from pymongo.errors import OperationFailure, PyMongoError
 
 from taskmesh.clock import ServerClock
 from taskmesh.consumer.execution import Execution, Stop
+from taskmesh.consumer.pause import by_chance
 from taskmesh.consumer.pinger import Pinger
 from taskmesh.ending import CLOSE_DEADLINE_S, ended_in_time
-from taskmesh.errors import LeaseLost, Snooze, TaskFailed, TaskMeshError
+from taskmesh.errors import LeaseLost, Retry, Snooze, TaskFailed, TaskMeshError, TransactionConflict
 from taskmesh.store import Store
 from taskmesh.store.blocking import BlockingStore, StoreAddress, maybe, run_now
 from taskmesh.store.driver import settings_of, start_transaction
@@ -43,6 +44,14 @@ _TRANSIENT = "TransientTransactionError"
 _UNKNOWN_COMMIT = "UnknownTransactionCommitResult"
 _COMMIT_TRIES_S = 30.0
 _PAUSE_S = 0.05
+
+
+_IN_PLACE_S = 120.0
+"""For how long `in_transaction` goes on at conflicts, as the driver's `with_transaction` does."""
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.01, 0.5
+
+End = Literal["recorded", "failed", "conflicted"]
+"""How a block ended."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +73,8 @@ class Side(Protocol):
     async def record(self) -> Record:
         """Decide the outcome: nothing stops the execution any more. Raises `LeaseLost`, `TaskFailed`."""
 
-    async def end(self, recorded: bool) -> None:
-        """Go on as before, or as an execution that is recorded."""
+    async def end(self, how: End) -> None:
+        """Go on as before, or as an execution that is recorded. What was published in a block that conflicted is forgotten."""
 
 
 class Transactions:
@@ -102,6 +111,11 @@ class Transactions:
         ):
             yield session
 
+    async def again_in_loop(self, execution: Execution, fn: Callable[[Any], Any]) -> Any:
+        """See `TaskContext.in_transaction`."""
+        async with _session(self._store) as session:
+            return await _again(self._store, session, _Here(self, execution), execution, fn, asyncio.sleep)
+
     async def record(self, execution: Execution, outcome: Outcome) -> None:
         """Record SUCCESS and what the handler published, as one; again, while the database only falters.
 
@@ -134,6 +148,11 @@ class Transactions:
         side = self.side(execution)
         with blocking_block(side.call(self._blocking_store()), side) as session:
             yield session
+
+    def again_in_thread(self, execution: Execution, fn: Callable[[Any], Any]) -> Any:
+        """See `BlockingTaskContext.in_transaction`."""
+        side = self.side(execution)
+        return blocking_again(side.call(self._blocking_store()), side, execution, fn)
 
     def side(self, execution: Execution) -> _FromThread:
         """The side of an execution, for a thread that is not the event loop's."""
@@ -233,16 +252,19 @@ class _Here:
 
     async def begin(self, session_id: Any) -> float:
         self._execution.session_id = session_id
+        self._execution.published_before = len(self._execution.publications)
         return await self._transactions.begin(self._execution)
 
     async def record(self) -> Record:
         return self._transactions.decide(self._execution)
 
-    async def end(self, recorded: bool) -> None:
-        if recorded:
+    async def end(self, how: End) -> None:
+        if how == "recorded":
             self._execution.recorded = True
-        else:
-            self._transactions.resume(self._execution)
+            return
+        if how == "conflicted":
+            del self._execution.publications[self._execution.published_before :]
+        self._transactions.resume(self._execution)
 
 
 class _FromThread:
@@ -263,8 +285,8 @@ class _FromThread:
         found: Record = self.call(self._here.record())
         return found
 
-    async def end(self, recorded: bool) -> None:
-        self.call(self._here.end(recorded))
+    async def end(self, how: End) -> None:
+        self.call(self._here.end(how))
 
 
 # --- the block itself, for all sides ---
@@ -284,6 +306,12 @@ def blocking_block(store: BlockingStore, side: Side) -> Iterator[Any]:
         run_now(block.__aexit__(None, None, None))
 
 
+def blocking_again(store: BlockingStore, side: Side, running: Repeating, fn: Callable[[Any], Any]) -> Any:
+    """Call `fn` in the block, on a blocking client, again at each conflict."""
+    with store.driver.client.start_session() as session:
+        return run_now(_again(store, session, side, running, fn, _sleep))
+
+
 async def _sleep(seconds: float) -> None:
     time.sleep(seconds)  # noqa: ASYNC251 — runs in a thread, by `run_now`
 
@@ -301,36 +329,90 @@ async def _block(
 ) -> AsyncIterator[None]:
     limit_s = await side.begin(session.session_id)
     started = time.monotonic()
-    recorded = False
+    how: End = "failed"
+    ours = False
     try:
         await maybe(start_transaction(session))
         yield
         record = await side.record()
-        try:
-            await _write(store, session, record)
-            await _commit(session, pause)
-        except PyMongoError as error:
-            undone = error.has_error_label(_TRANSIENT) or is_over_deadline(error)
-            if _outlived(error, started, limit_s) or not undone:
-                raise
-            raise Snooze(
-                "the task was changed by others during its transaction, which is undone", delay_ms=0
-            ) from error
-        recorded = True
-    except PyMongoError as error:
-        if _outlived(error, started, limit_s):
+        ours = True
+        await _write(store, session, record)
+        await _commit(session, pause)
+        how = "recorded"
+    except Exception as error:
+        met = _met(error)
+        if met is None:
+            raise
+        if _is_gone(met) and time.monotonic() - started >= limit_s:
             raise TaskMeshError(
                 f"the server ended the transaction, which had lasted {time.monotonic() - started:.0f} s: it may last "
                 f"transactionLifetimeLimitSeconds={limit_s:.0f}; do slow work before the block"
             ) from error
-        raise
+        if not (met.has_error_label(_TRANSIENT) or (ours and is_over_deadline(met))):
+            raise
+        how = "conflicted"
+        text = str(met).partition(", full error")[0]
+        raise TransactionConflict(f"the transaction is undone, and may go well another time: {text}") from error
     finally:
         try:
             if session.in_transaction:
                 with suppress(PyMongoError):
                     await _abort(session)
         finally:
-            await side.end(recorded)
+            await side.end(how)
+
+
+class Repeating(Protocol):
+    """The execution, as `in_transaction` needs it."""
+
+    result: Any
+
+    @property
+    def cancelled(self) -> bool: ...  # noqa: D102 — see `context.Running`
+
+
+async def _again(
+    store: Store,
+    session: Any,
+    side: Side,
+    running: Repeating,
+    fn: Callable[[Any], Any],
+    pause: Callable[[float], Awaitable[None]],
+) -> Any:
+    """Call `fn` in the block, again at each conflict, and return what it returns: the result, unless it has set one."""
+    give_up = time.monotonic() + _IN_PLACE_S
+    longest = _FIRST_WAIT_S
+    said = running.result
+    while True:
+        try:
+            async with _block(store, session, side, pause):
+                running.result = None
+                value = await maybe(fn(session))
+                if running.result is None:
+                    running.result = said if value is None else value
+        except TransactionConflict:
+            if running.cancelled or time.monotonic() > give_up:
+                raise
+        else:
+            return value
+        await pause(by_chance(longest))
+        longest = min(longest * 1.5, _LONGEST_WAIT_S)
+
+
+def _met(error: BaseException) -> PyMongoError | None:
+    """Return the driver's error that this one is, or was raised from: libraries and handlers wrap them.
+
+    None for what a handler raises to say how it ends: then it has judged the error itself.
+    """
+    if isinstance(error, PyMongoError):
+        return error
+    if isinstance(error, (TaskFailed, Retry, Snooze)):
+        return None
+    if isinstance(error, BaseExceptionGroup):
+        found = [met for part in error.exceptions if (met := _met(part)) is not None]
+        return next((met for met in found if met.has_error_label(_TRANSIENT)), found[0] if found else None)
+    origin = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return None if origin is None else _met(origin)
 
 
 async def _abort(session: Any) -> None:
@@ -341,9 +423,8 @@ async def _abort(session: Any) -> None:
             await ended_in_time(aborting, CLOSE_DEADLINE_S)
 
 
-def _outlived(error: PyMongoError, started: float, limit_s: float) -> bool:
-    is_gone = isinstance(error, OperationFailure) and error.code in _TRANSACTION_GONE
-    return is_gone and time.monotonic() - started >= limit_s
+def _is_gone(error: PyMongoError) -> bool:
+    return isinstance(error, OperationFailure) and error.code in _TRANSACTION_GONE
 
 
 async def _write(store: Store, session: Any, record: Record) -> None:

@@ -16,14 +16,14 @@ import bson
 
 from taskmesh.consumer.reasons import Reason, ReasonElsewhere, cleaned, reason_of
 from taskmesh.definition import Configuration
-from taskmesh.errors import LeaseLost, Retry, Snooze, TaskFailed, delay_of
+from taskmesh.errors import LeaseLost, Retry, Snooze, TaskFailed, TransactionConflict, delay_of
 from taskmesh.option import TaskOption
 from taskmesh.store.driver import CODEC
 from taskmesh.values import MAX_BYTES
 
 MAX_MESSAGE_BYTES = 2 * MAX_BYTES
 _MAX_DETAIL_BYTES = 4_000
-_KINDS: tuple[type[Exception], ...] = (TaskFailed, Retry, Snooze, LeaseLost)
+_KINDS: tuple[type[Exception], ...] = (TaskFailed, Retry, TransactionConflict, Snooze, LeaseLost)
 """Errors that say how an execution ends."""
 _LOCAL = ("option", "tuned", "session")
 """Fields of a configuration that travel in another form, or not at all."""

@@ -18,7 +18,9 @@ from taskmesh.store.prepared import prepared
 from taskmesh.store.stamp import stamp
 
 _ENTRY_FIELDS = {"task_state.worker_states.running_id": 1, "task_state.worker_states.state": 1}
-_STATE_FIELDS = {f"task_state.{field}": 1 for field in ("dropped_fail_cnt", "lost_cnt", "progress", "params_version")}
+_STATE_FIELDS = {
+    f"task_state.{field}": 1 for field in ("dropped_fail_cnt", "lost_cnt", "conflict_cnt", "progress", "params_version")
+}
 CLAIMED_FIELDS: Document = {
     "name": 1,
     "key": 1,

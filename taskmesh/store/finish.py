@@ -16,7 +16,8 @@ from taskmesh.store.driver import Document
 from taskmesh.store.prepared import prepared
 from taskmesh.store.stamp import stamp
 
-Kind = Literal["succeeded", "failed", "released", "snoozed", "stopped"]
+Kind = Literal["succeeded", "failed", "released", "snoozed", "conflicted", "stopped"]
+_GIVEN_BACK: tuple[Kind, ...] = ("released", "snoozed", "conflicted")
 _STATE_OF: dict[Kind, str] = {"succeeded": "SUCCESS", "failed": "FAIL", "stopped": "FAIL"}
 
 
@@ -47,17 +48,18 @@ async def finish(
 ) -> int:
     """Record outcomes of one kind; return how many counted. If fewer than given, ask `recorded` and `held`.
 
-    Eligible: the entry with this `running_id` is live and the task RUNNING. Writes: the entry (`released` and `snoozed`
-    remove it), `resume_time`, `timeout_cnt`, the derived fields; re-opens the task if `run_again` was asked for meanwhile.
+    Eligible: the entry with this `running_id` is live and the task RUNNING. Writes: the entry (`released`, `snoozed` and
+    `conflicted` remove it), `resume_time`, `timeout_cnt`, `conflict_cnt`, the derived fields; re-opens the task if `run_again`
+    was asked for meanwhile.
     """
     kind = outcomes[0].kind
     if kind == "stopped":
         return await _note_stopped(store, outcomes)
     query = _still_held_by(outcomes, store.now)
-    stages = _given_back(outcomes, store.now) if kind in ("released", "snoozed") else _ended(outcomes, store.now)
+    stages = _given_back(outcomes, store.now) if kind in _GIVEN_BACK else _ended(outcomes, store.now)
     pipeline = [
         *stages,
-        {"$set": {"event": stamp(kind, store.now, {"$literal": worker_id})}},
+        {"$set": {"event": stamp("snoozed" if kind == "conflicted" else kind, store.now, {"$literal": worker_id})}},
         *prepared(rules.derivation, store.now),
     ]
     reply = await store.update(query, pipeline, deadline_ms, session)
@@ -116,7 +118,7 @@ def _ended(outcomes: Sequence[Outcome], now: rules.Expression) -> list[Document]
         others = {"$filter": {"input": rules.ENTRIES, "cond": {"$not": [mine]}}}
         failed = {"$map": {"input": {"$filter": {"input": rules.ENTRIES, "cond": mine}}, "in": ended}}
         task_state = {"worker_states": {"$concatArrays": [others, failed]}} | _resume_time(outcomes, now)
-    task_state |= {"timeout_cnt": 0} | _progress(outcomes)
+    task_state |= {"timeout_cnt": 0, "conflict_cnt": "$$REMOVE"} | _progress(outcomes)
     stages: list[Document] = [{"$set": {"task_state": task_state}}]
     if state == "FAIL":
         stages.append(_oldest_fails_dropped())
@@ -127,8 +129,11 @@ def _given_back(outcomes: Sequence[Outcome], now: rules.Expression) -> list[Docu
     """Remove the entries, as if the claim had not been: nothing is counted."""
     others = {"$filter": {"input": rules.ENTRIES, "cond": {"$not": [_held_entry(outcomes)]}}}
     state: Document = {"worker_states": others} | _resume_time(outcomes, now) | _progress(outcomes)
-    if outcomes[0].kind == "snoozed":
+    kind = outcomes[0].kind
+    if kind != "released":
         state["timeout_cnt"] = 0  # its worker lives: what is lost after it is not lost in a row with what was before
+        conflicts = {"$add": [{"$ifNull": ["$task_state.conflict_cnt", 0]}, 1]}
+        state["conflict_cnt"] = conflicts if kind == "conflicted" else "$$REMOVE"
     return [{"$set": {"task_state": state}}]
 
 
@@ -285,8 +290,7 @@ def _standing(outcome: Outcome, task: Document | None, entry: Document | None) -
     if task is None:
         return "lost"
     if entry is None:
-        given_back = outcome.kind in ("released", "snoozed")
-        return "recorded" if given_back or task.get("reopened_by") == outcome.running_id else "lost"
+        return "recorded" if outcome.kind in _GIVEN_BACK or task.get("reopened_by") == outcome.running_id else "lost"
     if entry["state"] == _STATE_OF.get(outcome.kind):
         return "recorded"
     return "held" if entry["live"] and task["status"] == "RUNNING" else "lost"

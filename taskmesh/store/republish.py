@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 IS_RUNNING: rules.Expression = {"$and": [{"$ne": ["$$live", []]}, {"$eq": ["$status", "RUNNING"]}]}
 
 
-_COUNTED_AGAINST = ("dropped_fail_cnt", "losses", "lost_cnt", "resume_time", "reopened_by")
+_COUNTED_AGAINST = ("dropped_fail_cnt", "losses", "lost_cnt", "resume_time", "reopened_by", "conflict_cnt")
 """What `clean_failed` forgets, beside the entries and `timeout_cnt`."""
 
 

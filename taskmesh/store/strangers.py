@@ -129,6 +129,7 @@ WELL_FORMED: Document = {
                     "timeout_cnt": _COUNT,
                     "lost_cnt": _number(0, 2**53, optional=True),
                     "dropped_fail_cnt": _number(0, 2**53, optional=True),
+                    "conflict_cnt": _number(0, 2**53, optional=True),
                     "wanted": _number(0, 2**53, optional=True),
                     "losses": {"bsonType": ["array", "null"]},
                     "worker_states": {"bsonType": "array", "items": _ENTRY},

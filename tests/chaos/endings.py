@@ -14,6 +14,10 @@ _AWAKE_AGAIN_S = 1.5
 """How long a worker that was suspended may take, after it wakes up, to learn that it lost a task and stop the handler."""
 _SLOW_TO_STOP_S = 0.75
 """How much longer than its lease a handler may run because the machine is busy just when it is cancelled."""
+_IN_TRANSACTION = ("writes", "transfers")
+"""Handlers that record their SUCCESS themselves, before they return."""
+REFRESHED = "refreshed:all"
+"""The task that every `refreshes` publishes, to be run again. Nobody else does."""
 _NOT_TO_BE_STOPPED = ("blocks", "in_thread")
 """Handlers that no cancellation reaches: one whose lease is lost runs on beside its successor, and what it did counts for
 nothing. What is promised of them (docs/reliability.md) is all the rest."""
@@ -52,7 +56,7 @@ def _check_publishes(findings: Findings, evidence: Evidence) -> None:
         findings.check("P1", id_, once, f"{created} publishers were told that they created it, removed {removed} times")
         findings.check("P1", id_, created + unknown >= 1, "nobody was told that it created it")
     for id_, document in evidence.documents.items():
-        chained = document["params"].get("chained_by") is not None
+        chained = document["params"].get("chained_by") is not None or id_ == REFRESHED
         findings.check("P2", id_, id_ in by_id or chained, "nobody published it")
 
 
@@ -84,12 +88,16 @@ def _check_outcomes(findings: Findings, id_: str, document: Document, runs: dict
         mine = run is not None and run.start.worker_id == entry["worker_id"]
         if entry["state"] == "SUCCESS":
             told = run.end.more.get("value") if run is not None and run.end is not None else None
-            recorded_itself = document["name"] == "writes" and run is not None  # in transaction(), before it returns
+            recorded_itself = (
+                document["name"] in _IN_TRANSACTION and run is not None
+            )  # in transaction(), before it returns
             right = run is not None and (recorded_itself or (run.returned and entry.get("returns") == told))
             findings.check("S2", id_, mine and right, f"{entry} is not what the handler did: {run}")
         elif entry["state"] == "FAIL" and not cancelled:
             raised = run is not None and run.end is not None and run.end.what == "raised"
             findings.check("S2", id_, mine and raised, f"{entry} is not what the handler did: {run}")
+            met = run is not None and run.end is not None and run.end.more.get("conflict", False)
+            findings.check("X3", id_, not met, f"{entry} is charged for a conflict: {run}")
 
 
 def _check_runs(findings: Findings, evidence: Evidence, id_: str, runs: list[Run]) -> None:
@@ -130,9 +138,18 @@ def _at_work(evidence: Evidence, run: Run) -> Iterator[tuple[float, float]]:
 def _check_effects(findings: Findings, evidence: Evidence) -> None:
     written = Counter(evidence.effects)
     for id_, document in evidence.documents.items():
-        if document["name"] == "writes":
-            successes = sum(e["state"] == "SUCCESS" for e in document["task_state"]["worker_states"])
+        if document["name"] in _IN_TRANSACTION:
+            successes = _successes(document)
             findings.check("X1", id_, written[id_] == successes, f"{successes} SUCCESS, {written[id_]} times written")
+    balances = Counter(dict.fromkeys(evidence.accounts, 0))
+    for giver, taker in evidence.moves:
+        balances.update({giver: -1})
+        balances.update({taker: 1})
+    findings.check("X1", "accounts", dict(balances) == evidence.accounts, f"{evidence.accounts}, not {balances}")
+
+
+def _successes(document: Document) -> int:
+    return sum(entry["state"] == "SUCCESS" for entry in document["task_state"]["worker_states"])
 
 
 def _check_chained(findings: Findings, evidence: Evidence, runs: dict[str, list[Run]]) -> None:
@@ -144,6 +161,13 @@ def _check_chained(findings: Findings, evidence: Evidence, runs: dict[str, list[
         parent = document["params"].get("chained_by")
         if parent is not None:
             findings.check("X2", id_, f"chains:{parent}" in runs, "the task that publishes it never ran")
+    refreshed = evidence.documents.get(REFRESHED)
+    wishes = sum(_successes(document) for document in evidence.documents.values() if document["name"] == "refreshes")
+    counted = 0 if refreshed is None else 1 + (refreshed["task_state"].get("wanted") or 0)
+    findings.check("X2", REFRESHED, counted == wishes, f"{wishes} published it, {counted} did so by the count")
+    if refreshed is not None:
+        served = [entry.get("wish") or 0 for entry in refreshed["task_state"]["worker_states"]]
+        findings.check("L1", REFRESHED, served == [counted - 1], f"run for the wishes {served}, of {counted - 1}")
 
 
 def _check_told(findings: Findings, evidence: Evidence) -> None:

@@ -148,7 +148,7 @@ class Story:
         log = Log()
         for version in self.versions:
             log.add(version)
-        effect = self.document["name"] == "writes" and self.document["status"] == "SUCCESS"
+        effect = self.document["name"] in ("writes", "transfers") and self.document["status"] == "SUCCESS"
         truth: dict[str, Any] = {
             "published": [Published(self.id, True, (self.document["status"],))],
             "documents": {self.id: self.document},

@@ -23,6 +23,7 @@ PATIENT = TaskOption(
     unexpected_retry_delay_ms=100,
 )
 _CHANCE = random.Random()
+_ACCOUNTS = 4
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,11 @@ class Kinds:
     reports: TaskDefinition[Any, int]
     chains: TaskDefinition[Any, int]
     writes: TaskDefinition[Any, int]
+    transfers: TaskDefinition[Any, int]
+    refreshes: TaskDefinition[Any, int]
 
 
-def define(mesh: TaskMesh, directory: Path | None = None) -> Kinds:  # noqa: C901, PLR0915 -- eleven small handlers
+def define(mesh: TaskMesh, directory: Path | None = None) -> Kinds:  # noqa: C901, PLR0915 -- fourteen small handlers
     """Define the tasks. `directory`: where to write the history; None in a process that only publishes."""
     book = Notebook(directory) if directory is not None else None
 
@@ -134,7 +137,52 @@ def define(mesh: TaskMesh, directory: Path | None = None) -> Kinds:  # noqa: C90
                 task.set_result(_value())
             return run.returns(_value())
 
-    return Kinds(work, in_thread, blocks, flaky, doomed, deadly, snoozes, retries, reports, chains, writes)
+    @mesh.task(option=PATIENT)
+    async def transfers(ms: int = 0) -> int:
+        """Take from one of few accounts and give to another; half of them in place again at each conflict."""
+        with notebook().run() as run:
+            task = current_task()
+            number = crc32(task.key.encode())
+            giver, taker = (
+                f"a{number % _ACCOUNTS}",
+                f"a{(number + 1 + number // _ACCOUNTS % (_ACCOUNTS - 1)) % _ACCOUNTS}",
+            )
+
+            async def move(session: Any) -> int:
+                shop = mesh.store.driver.database
+                await shop["accounts"].update_one(
+                    {"_id": giver}, {"$inc": {"balance": -1}}, upsert=True, session=session
+                )
+                effect = {"task": f"transfers:{task.key}", "giver": giver, "taker": taker}
+                await shop["effects"].insert_one(effect, session=session)
+                await asyncio.sleep(ms / 1000)
+                await shop["accounts"].update_one(
+                    {"_id": taker}, {"$inc": {"balance": 1}}, upsert=True, session=session
+                )
+                return _value()
+
+            if number >> 16 & 1:
+                await task.in_transaction(move)
+            else:
+                async with task.transaction() as session:
+                    task.set_result(await move(session))
+            return run.returns(_value())
+
+    @mesh.task(option=PATIENT)
+    async def refreshed(refreshed_by: str) -> int:  # noqa: ARG001 -- for whoever looks at what was found
+        with notebook().run() as run:
+            return run.returns(_value())
+
+    @mesh.task(option=PATIENT)
+    async def refreshes() -> int:
+        """Publish the one key that all of these publish."""
+        with notebook().run() as run:
+            task = current_task()
+            await task.publish(refreshed.configure(run_again=True), "all", refreshed_by=task.key)
+            return run.returns(_value())
+
+    small = (work, in_thread, blocks, flaky, doomed, deadly, snoozes, retries, reports, chains)
+    return Kinds(*small, writes, transfers, refreshes)
 
 
 def _value() -> int:

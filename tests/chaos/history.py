@@ -56,6 +56,10 @@ class Evidence:
     """Which process was suspended from when to when."""
     effects: Sequence[str] = ()
     """The `_id`s of tasks whose handlers wrote in `transaction()`, one for each such write that is there."""
+    moves: Sequence[tuple[str, str]] = ()
+    """What transfers wrote beside their effects: from which account one was taken, and to which it was given."""
+    accounts: Mapping[str, int] = field(default_factory=dict)
+    """What the accounts hold, that held nothing in the beginning."""
     told: Sequence[Told] = ()
     claims: Mapping[str, set[tuple[str, str]]] = field(default_factory=dict)
     """By task: the `running_id` and worker of every claim."""

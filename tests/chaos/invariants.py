@@ -29,5 +29,6 @@ INVARIANTS = {
     "H1": "every run of a handler was claimed, and each claim runs it once at most",
     "X1": "what a handler writes in transaction() is there exactly if its SUCCESS is",
     "X2": "what a handler publishes is there exactly if its SUCCESS is",
+    "X3": "a conflict inside transaction() is charged to nobody, but the hundredth in a row",
     "O1": "events tell of every task what happened, in that order, or say that some may be missing",
 }

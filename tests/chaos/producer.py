@@ -47,6 +47,8 @@ _SHARES = {
     "reports": 5,
     "chains": 5,
     "writes": 6,
+    "transfers": 8,
+    "refreshes": 6,
     "blocks": 1,
     "deadly": 1,
 }
@@ -105,7 +107,7 @@ class Producer:
             ends = ("FAIL",)
         elif kind == "blocks":
             params = {"ms": self._chance.randrange(200, 1_500)}
-        elif kind in ("snoozes", "retries", "deadly"):
+        elif kind in ("snoozes", "retries", "refreshes", "deadly"):
             params = {}
         await self._publish(definition, key, params, ends)
         if kind == "cancelled":

@@ -21,8 +21,11 @@ def define(mesh: TaskMesh, directory: Path | None = None) -> TaskDefinition[Any,
     signs = Signs(directory or Path())
 
     @mesh.task(name=NAME, option=OPTION)
-    async def work(waits: bool = False, then: str = "return") -> str:
-        """`waits`: for "… may end". `then`: how the first attempt ends: `return`, `raise`, `snooze` or `die`."""
+    async def work(waits: bool = False, then: str = "return", writes: bool = False) -> str:
+        """`waits`: for "… may end". `then`: how the first attempt ends: `return`, `raise`, `snooze` or `die`.
+
+        `writes`: in a transaction, what stands in another one.
+        """
         task = current_task()
         assert book is not None, "a process that only publishes ran a handler"
         with book.run() as run:
@@ -36,6 +39,11 @@ def define(mesh: TaskMesh, directory: Path | None = None) -> TaskDefinition[Any,
                         raise Snooze(delay_ms=60_000)
                     case "die":
                         os._exit(1)
+            if writes:
+                async with task.transaction() as session:
+                    account = mesh.store.driver.database["scenery"]
+                    await account.update_one({"_id": "shared"}, {"$inc": {"n": 1}}, upsert=True, session=session)
+                    task.set_result(f"{task.worker_id} {task.running_id}")
             return run.returns(f"{task.worker_id} {task.running_id}")
 
     return work

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -242,6 +243,18 @@ ENDINGS: dict[str, tuple[str, Callable[[], Evidence]]] = {
         "X1",
         lambda: Story("writes").claims("w1", "r1").ends("succeeded", "w1", "r1").evidence(effects=["writes:k"] * 2),
     ),
+    "a transfer that is half there": (
+        "X1",
+        lambda: _transferred().evidence(moves=[("a", "b")], accounts={"a": -1, "b": 0}),
+    ),
+    "a transfer that moved twice": (
+        "X1",
+        lambda: _transferred().evidence(moves=[("a", "b")], accounts={"a": -2, "b": 2}),
+    ),
+    "a conflict is charged": ("X3", lambda: _conflicted().evidence()),
+    "a wish to run again is missing": ("X2", lambda: _refreshed(wanted=None)),
+    "a wish to run again is there twice": ("X2", lambda: _refreshed(wanted=2)),
+    "a wish to run again is not served": ("L1", lambda: _refreshed(wanted=1, wish=0)),
     "a chained task is missing": ("X2", lambda: chained().evidence()),
     "a chained task of a failed one": (
         "X2",
@@ -268,6 +281,30 @@ def removed(times: int = 1) -> Story:
         story.later(10).writes(lambda _: None, "deleted")
         story.versions.append(Version(story.id, story.now, story.document, None))
     return story
+
+
+def _transferred() -> Story:
+    return Story("transfers").claims("w1", "r1").ends("succeeded", "w1", "r1")
+
+
+def _conflicted() -> Story:
+    story = Story("transfers").claims("w1", "r1").ends("failed", "w1", "r1")
+    story.marks = [replace(mark, more={**mark.more, "conflict": mark.what == "raised"}) for mark in story.marks]
+    return story
+
+
+def _refreshed(wanted: int | None, wish: int | None = None) -> Evidence:
+    """Two tasks have published a third; `wanted`: how often it is to be run again, `wish`: for which of these it ran."""
+    first = Story("refreshes").claims("w1", "r1").ends("succeeded", "w1", "r1")
+    second = copy.deepcopy(first.document) | {"_id": "refreshes:second", "key": "second"}
+    target = done().document | {"_id": "refreshed:all", "name": "refreshed", "key": "all"}
+    target["task_state"]["wanted"] = wanted
+    target["task_state"]["worker_states"][0]["wish"] = wanted if wish is None else wish
+    return first.evidence(documents={task["_id"]: task for task in (first.document, second, target)})
+
+
+def test_wishes_that_are_all_there_and_served_are_no_finding() -> None:
+    assert not {"X2", "L1"} & check_endings(_refreshed(wanted=1)).broken
 
 
 def _for_two(story: Story) -> Document:

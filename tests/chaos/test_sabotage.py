@@ -206,6 +206,16 @@ async def _a_worker_stops_in_the_middle(stage: Stage) -> None:
     stage.worker("w2")
 
 
+async def _another_transaction_has_what_it_writes(stage: Stage) -> None:
+    stage.worker("w1")
+    scenery = stage.client[stage.database]["scenery"]
+    await scenery.insert_one({"_id": "shared"})
+    async with stage.client.start_session() as session, await session.start_transaction():
+        await scenery.update_one({"_id": "shared"}, {"$set": {"others": 1}}, session=session)
+        await stage.publish(params={"writes": True})
+        await stage.until_marked("raised")
+
+
 async def _a_worker_dies_in_the_middle(stage: Stage) -> None:
     stage.worker("w1")
     await stage.publish(params={"then": "die"})
@@ -383,6 +393,7 @@ SCENES = [
     Scene("release: charged", "R1", _a_worker_stops_in_the_middle),
     Scene("release: entry kept", "R1", _a_worker_stops_in_the_middle),
     Scene("count of losses", "R2", _a_worker_dies_in_the_middle),
+    Scene("conflicts: charged", "X3", _another_transaction_has_what_it_writes),
     Scene("derivation", "D1", _all_is_well),
     Scene("claims without an answer: taken for won", "H1", _a_claim_is_cut_off),
     Scene("claims without an answer: taken for lost", "L1", _the_answer_to_a_claim_is_lost),

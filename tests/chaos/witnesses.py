@@ -41,7 +41,8 @@ class Witnesses:
         """Decide everything. After `stop`."""
         with self.client() as client:
             documents = {task["_id"]: task for task in client[self._database]["tasks"].find()}
-            effects = [effect["task"] for effect in client[self._database]["effects"].find()]
+            effects = list(client[self._database]["effects"].find())
+            accounts = {account["_id"]: account["balance"] for account in client[self._database]["accounts"].find()}
         assert documents == self.versions.newest, "the watcher has missed something"
         evidence = Evidence(
             published=published,
@@ -51,7 +52,9 @@ class Witnesses:
             marks=fleet.history,
             died=fleet.died,
             suspended=fleet.suspended,
-            effects=effects,
+            effects=[effect["task"] for effect in effects],
+            moves=[(effect["giver"], effect["taker"]) for effect in effects if "giver" in effect],
+            accounts=accounts,
             told=self.reader.told,
             claims=self.log.claims,
             happened=self.log.happened,

@@ -240,3 +240,34 @@ def publish_after_the_block(path: str) -> None:
         task.publish("add", "after", a=1)
     except LeaseLost as error:
         Path(path).write_text(str(error))
+
+
+def move_in_block(database: str, attempts: str) -> str:
+    """Take from the account `a` and give to `b`, in a block. `attempts`: a file that is one byte longer after each."""
+    task = current_task()
+    with Path(attempts).open("a") as file:
+        file.write("x")
+    with task.transaction() as session:
+        move(session, database)
+        task.set_result("moved")
+    return "not this"
+
+
+def move_in_place(database: str, attempts: str) -> str:
+    """Do the same by `in_transaction`."""
+
+    def moving(session: Any) -> str:
+        with Path(attempts).open("a") as file:
+            file.write("x")
+        move(session, database)
+        return "moved"
+
+    moved: str = current_task().in_transaction(moving)
+    return moved
+
+
+def move(session: Any, database: str) -> None:
+    current_task().publish("add", "receipt", a=1)
+    accounts = session.client[database]["accounts"]
+    accounts.update_one({"_id": "a"}, {"$inc": {"cents": -1}}, session=session)
+    accounts.update_one({"_id": "b"}, {"$inc": {"cents": 1}}, session=session)

@@ -13,7 +13,7 @@ from typing import Any
 from pymongo.errors import PyMongoError
 
 from taskmesh import feed, rules
-from taskmesh.consumer import finisher
+from taskmesh.consumer import finisher, transactions
 from taskmesh.consumer.claimer import Claimer
 from taskmesh.consumer.scanner import Scanner
 from taskmesh.store import claim, finish, lease, repeated
@@ -116,6 +116,11 @@ def losses_are_not_counted(replace: Replace) -> None:
 def nothing_is_derived(replace: Replace) -> None:
     """Writes do not end with the derivation."""
     replace(rules, "derivation", lambda *_, **__: [])
+
+
+def conflicts_are_charged(replace: Replace) -> None:
+    """What the server undoes in favour of others counts as the handler's own failure."""
+    replace(transactions, "_met", lambda _: None)
 
 
 # --- after an answer was lost ---
@@ -238,4 +243,7 @@ REPEATING: dict[str, Break] = {
     "repeated verbs: for whatever stands there": repeated_verbs_are_for_whatever_stands_there,
     "repeated verbs: done again": repeated_verbs_are_done_again,
 }
-BROKEN = GATES | WRITES | RESUMING | REPEATING
+CHARGING: dict[str, Break] = {
+    "conflicts: charged": conflicts_are_charged,
+}
+BROKEN = GATES | WRITES | RESUMING | REPEATING | CHARGING

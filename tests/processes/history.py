@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pymongo.errors import PyMongoError
+
 from taskmesh import current_task
 
 T = TypeVar("T")
@@ -87,9 +89,16 @@ class Notebook:
         try:
             yield returning
         except BaseException as error:
-            self.note("raised", error=type(error).__name__)
+            self.note("raised", error=type(error).__name__, conflict=_is_conflict(error))
             raise
         self.note("returned", value=returning.value)
+
+
+def _is_conflict(error: BaseException | None) -> bool:
+    """Whether MongoDB asks to run a transaction again, by this error or one behind it."""
+    if isinstance(error, PyMongoError) and error.has_error_label("TransientTransactionError"):
+        return True
+    return error is not None and _is_conflict(error.__cause__ or error.__context__)
 
 
 class Returning:

@@ -12,7 +12,7 @@ from tests.properties.oracle import Document, Oracle
 from tests.properties.world import QUEUES, WORKERS, Held, Operation, World
 
 FLAGS = ("update_existing_params", "not_update_running", "clean_success", "clean_failed", "run_again")
-ENDINGS = ("succeeded", "failed", "released", "snoozed")
+ENDINGS = ("succeeded", "failed", "released", "snoozed", "conflicted")
 _SHARE_OF_THE_WORLDS = 0.55
 _OF_THE_WORLD = {"advance": 8, "settle": 2, "sweep": 1}
 _OF_TASKS = {
@@ -158,14 +158,14 @@ class Chance:
         first = self._held(world, group)
         if first is None:
             return None
-        ending = self.random.choices(ENDINGS, (4, 6, 1, 2))[0]
+        ending = self.random.choices(ENDINGS, (4, 6, 1, 2, 1))[0]
         if self._others_run(world, first) and self.random.random() < 0.4:
             ending = "snoozed"  # several ask for a delay: which of them counts?
         others = [h for h in self._known(world, group) if h.worker_id == first.worker_id and h.id != first.id]
         held = [first, *self.random.sample(others, min(len(others), self.random.choice((0, 0, 1))))]
         fields = [self._entry_fields(ending) for _ in held]
         delays: list[int | None] = [None for _ in held]
-        if ending == "snoozed" or (ending == "failed" and self.random.random() < 0.3):
+        if ending in ("snoozed", "conflicted") or (ending == "failed" and self.random.random() < 0.3):
             delays = [self.random.choice((0, 2_000, 6_000)) for _ in held]
         if ending == "failed" and self.random.random() < 0.3:
             delays[0] = None

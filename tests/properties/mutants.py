@@ -132,6 +132,7 @@ def verbs() -> Iterator[tuple[str, Mutant]]:
     yield "retry leaves the delay", replaced(control, "_without_delay", lambda _: rules.ENTRIES)
     yield "a failure does not start the count of timeouts anew", sent("finish", _timeouts_go_on("failed"))
     yield "a snooze does not start the count of timeouts anew", sent("finish", _timeouts_go_on("snoozed"))
+    yield "a conflict is not counted", sent("finish", _conflicts_stay)
     yield "the last delay asked for counts, not the latest", replaced(finish, "_resume_time", _last_delay)
     yield "failures that are dropped are not counted", result(finish, "_oldest_fails_dropped", *_UNCOUNTED)
     yield "a failure for good is dropped among others", result(finish, "_oldest_fails_dropped", *_DROPPABLE)
@@ -166,6 +167,11 @@ def _timeouts_go_on(kind: str) -> Callable[[Any, Any], tuple[Any, Any]]:
         return query, pipeline
 
     return go_on
+
+
+def _conflicts_stay(query: Any, pipeline: Any) -> tuple[Any, Any]:
+    pipeline[0].get("$set", {}).get("task_state", {}).pop("conflict_cnt", None)
+    return query, pipeline
 
 
 def _last_delay(outcomes: Any, now: Any) -> Any:

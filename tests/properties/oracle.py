@@ -113,7 +113,7 @@ class Oracle:
             self.drop(self.entries("SUCCESS"))
         if wish.clean_failed and not running:
             self.drop([*self.entries("FAIL"), *self.lost(now)])
-            forgotten = ("dropped_fail_cnt", "losses", "lost_cnt", "resume_time", "reopened_by")
+            forgotten = ("dropped_fail_cnt", "losses", "lost_cnt", "resume_time", "reopened_by", "conflict_cnt")
             self.state.update({"timeout_cnt": 0, **dict.fromkeys(forgotten)})
         if stripped(self.document) != stripped(before):
             self.document["event"] = ["published"]
@@ -200,9 +200,11 @@ class Oracle:
                 self.state["dropped_fail_cnt"] = (self.state.get("dropped_fail_cnt") or 0) + surplus
         if kind != "released":  # its worker lives, so what it lost before was not lost in a row with what comes
             self.state["timeout_cnt"] = 0
+            conflicts = (self.state.get("conflict_cnt") or 0) + 1
+            self.state["conflict_cnt"] = conflicts if kind == "conflicted" else None
         if kind in ("succeeded", "failed"):
             self._reopen_if_wished(now, running_id)
-        self.stamp(now, kind, entry["worker_id"])
+        self.stamp(now, "snoozed" if kind == "conflicted" else kind, entry["worker_id"])
         return True
 
     def _reopen_if_wished(self, now: datetime, running_id: str | None = None) -> None:

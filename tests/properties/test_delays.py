@@ -10,7 +10,7 @@ from taskmesh import rules
 from tests.properties.life import Life
 
 
-@pytest.mark.parametrize("ending", ["snoozed", "failed"])
+@pytest.mark.parametrize("ending", ["snoozed", "conflicted", "failed"])
 @pytest.mark.parametrize("others_ending", ["released", "failed", "snoozed", "succeeded"])
 async def test_a_delay_that_a_handler_asked_for_outlasts_how_the_others_end(
     life: Life, ending: str, others_ending: str

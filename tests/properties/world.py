@@ -230,7 +230,10 @@ class World:
             return "lost"
         entry = next((e for e in oracle.state["worker_states"] if e["running_id"] == outcome.running_id), None)
         if entry is None:
-            known = outcome.kind in ("released", "snoozed") or oracle.state.get("reopened_by") == outcome.running_id
+            known = (
+                outcome.kind in ("released", "snoozed", "conflicted")
+                or oracle.state.get("reopened_by") == outcome.running_id
+            )
             return "recorded" if known else "lost"
         if entry["state"] == {"succeeded": "SUCCESS", "failed": "FAIL"}.get(outcome.kind):
             return "recorded"
