@@ -11,9 +11,21 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic.errors import PydanticUserError
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 
 from taskmesh.errors import InvalidOption, InvalidParams, TaskTooLarge
 from taskmesh.values import TooLarge, Unstorable, size_of, storable
+
+
+class _Schema(GenerateJsonSchema):
+    """A JSON schema in which a type that JSON does not have takes everything."""
+
+    def handle_invalid_for_json_schema(self, schema: Any, error_info: str) -> JsonSchemaValue:  # noqa: ARG002 — pydantic calls it so
+        return {}
+
+    def emit_warning(self, kind: Any, detail: str) -> None:
+        """Say nothing of defaults that JSON does not have."""
 
 
 class Params:
@@ -64,6 +76,13 @@ class Params:
             raise InvalidParams(f"task {self._name!r}: the stored params are no document but {stored!r}")
         params = self._validated(stored, "at execution")
         return [params.pop(name) for name in self._positional if name in params], params
+
+    def json_schema(self) -> dict[str, Any] | None:
+        """Return what the handler takes, for publishers without its code; None if its annotations cannot be read here."""
+        try:
+            return (self._model or self._build_model()).model_json_schema(schema_generator=_Schema)
+        except (NameError, TypeError, PydanticUserError):
+            return None
 
     def checked_projection(self, wanted: Any) -> list[str]:
         """Return which params are to be loaded. Raises `InvalidOption` unless the handler can be called with these alone."""

@@ -17,8 +17,8 @@ from pymongo.errors import PyMongoError
 from taskmesh.connection import Connected, sample
 from taskmesh.definition import Configuration, TaskDefinition, TaskHandle
 from taskmesh.errors import InvalidParams, TaskMeshError
-from taskmesh.params import checked_size
 from taskmesh.portal import portal_loop, run_blocking
+from taskmesh.registered import RegisteredDefinition
 from taskmesh.store import Store
 from taskmesh.store.driver import twin_of
 from taskmesh.store.faults import is_over_deadline, is_passing
@@ -56,8 +56,8 @@ class Publishing(Connected):
     ) -> TaskHandle[Any]:
         """Publish by task name, without the handler's code.
 
-        Uses the option and queue of the definition if this mesh knows the name, else the defaults. Raises as
-        `TaskDefinition.publish` does.
+        Uses the option and queue of the definition if this mesh knows the name, else those that workers have registered,
+        else the defaults. Raises as `TaskDefinition.publish` does.
         """
         return (await self.publish_many(name, {key: {} if params is None else params}, **configuration))[0]
 
@@ -71,8 +71,24 @@ class Publishing(Connected):
         definition = self.definitions.get(checked_name(name))
         if definition is not None:
             return await self.publish_all(definition.configure(**configuration), params_by_key)
-        checked = {checked_key(key): _unchecked(name, params) for key, params in params_by_key.items()}
-        return await self._publish_named(name, Configuration().changed(**configuration), checked)
+        keys = [checked_key(key) for key in params_by_key]
+        registered = await self.registered(name)
+        try:
+            stored = [registered.to_store(params) for params in params_by_key.values()]
+        except InvalidParams:  # a worker that takes them may have come since
+            registered = await self.registered(name, newly=True)
+            stored = [registered.to_store(params) for params in params_by_key.values()]
+        return await self._publish_named(
+            name,
+            registered.configuration.changed(**configuration),
+            dict(zip(keys, stored, strict=True)),
+            known=registered.found,
+        )
+
+    async def registered(self, name: str, *, newly: bool = False) -> RegisteredDefinition:
+        """Return what workers have registered of the tasks of this name. `newly`: not as it was some seconds ago."""
+        _ = self.store  # whether there is one
+        return await self._registry.definition(name, newly=newly)
 
     async def publish_all(
         self, definition: TaskDefinition[Any, Any], params_by_key: Mapping[str, Mapping[str, Any]]
@@ -82,7 +98,12 @@ class Publishing(Connected):
         return await self._publish_named(definition.name, definition.configuration, checked)
 
     async def _publish_named(
-        self, name: str, configuration: Configuration, checked: Mapping[str, tuple[dict[str, Any], int]]
+        self,
+        name: str,
+        configuration: Configuration,
+        checked: Mapping[str, tuple[dict[str, Any], int]],
+        *,
+        known: bool = True,
     ) -> list[TaskHandle[Any]]:
         publish_id = ObjectId()
         publications = [
@@ -99,7 +120,7 @@ class Publishing(Connected):
                 published = await publish_in_session(store, publications, self.clock.now(), configuration.session)
             else:
                 published = await self._published(store, publications)
-        warnings = await self._warnings(name, configuration)
+        warnings = await self._warnings(name, configuration, known=known)
         return [
             TaskHandle(
                 self, name, publication.key, created=result.created, updated=result.updated, warnings=list(warnings)
@@ -107,9 +128,9 @@ class Publishing(Connected):
             for publication, result in zip(publications, published, strict=True)
         ]
 
-    async def _warnings(self, name: str, configuration: Configuration) -> list[str]:
+    async def _warnings(self, name: str, configuration: Configuration, *, known: bool) -> list[str]:
         try:
-            return await self._registry.warnings(name, configuration, self.clock.now())
+            return await self._registry.warnings(name, configuration, self.clock.now(), known=known)
         except PyMongoError as error:  # the tasks are published all the same
             return [f"could not be checked against the workers that there are ({type(error).__name__})"]
 
@@ -140,8 +161,9 @@ class Publishing(Connected):
         """Check what a handler wants to be published with its SUCCESS. Raises as `publish` does."""
         if isinstance(definition, str):
             named = self.definitions.get(checked_name(definition))
-            stored, size = named.params.to_store(params) if named else _unchecked(definition, params)
-            configuration = named.configuration if named else Configuration()
+            unknown = RegisteredDefinition(definition, None)
+            stored, size = named.params.to_store(params) if named else unknown.to_store(params)
+            configuration = named.configuration if named else unknown.configuration
             return configuration.publication(definition, checked_key(key), stored, size)
         stored, size = definition.params.to_store(params)
         return definition.configuration.publication(definition.name, checked_key(key), stored, size)
@@ -200,10 +222,3 @@ async def _close_twin(connecting: asyncio.Task[Publishing]) -> None:
     driver = twin.store.driver
     await twin.close()
     await driver.close()
-
-
-def _unchecked(name: str, params: Mapping[str, Any] | None) -> tuple[dict[str, Any], int]:
-    if params is not None and not isinstance(params, Mapping):
-        raise InvalidParams(f"task {name!r}: params are a mapping by parameter name, not {type(params).__name__}")
-    stored = dict(params or {})
-    return stored, checked_size(name, stored)

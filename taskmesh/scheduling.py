@@ -139,7 +139,11 @@ class Scheduling(Publishing):
             fields["params"], _ = definition.params.to_store(params)
             fields["base"] = {"queue": definition.queue, **stored_option(definition.option)}
         else:
-            checked_size(declaration.name, params)
+            registered = await self.registered(declaration.name)
+            fields["params"], _ = registered.to_store(params)
+            if registered.found:
+                known = registered.configuration
+                fields["base"] = {"queue": known.queue, **stored_option(known.option)}
 
         def first_time(now: datetime) -> datetime | None:
             return declaration.timing.after(now, now)

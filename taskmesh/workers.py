@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import OrderedDict
 from datetime import datetime, timedelta
 
 from pydantic import BaseModel, ConfigDict
+from pymongo.errors import OperationFailure
 
 from taskmesh.definition import Configuration
-from taskmesh.store import Store, fleet
+from taskmesh.registered import RegisteredDefinition
+from taskmesh.store import Store, definitions, fleet
 from taskmesh.store.driver import Document
+from taskmesh.store.faults import is_passing, patiently
 
 _TRUSTED_S = 2.0
 _ASKED_AGAIN_S = 0.25
+_MOST_DEFINITIONS = 1_000
+"""That a publisher keeps in mind."""
 
 
 class LeaseLeft(BaseModel):
@@ -93,6 +99,7 @@ class Registry:
         self._queues: dict[str, Document] = {}
         self._read_at = float("-inf")
         self._reading = asyncio.Lock()
+        self._definitions: OrderedDict[str, tuple[float, RegisteredDefinition]] = OrderedDict()
 
     async def read(self) -> list[WorkerInfo]:
         """Return all workers of the last hour."""
@@ -100,8 +107,45 @@ class Registry:
         self._workers = [WorkerInfo.from_document(document) for document in documents]
         return self._workers
 
-    async def warnings(self, name: str, configuration: Configuration, now: datetime) -> list[str]:
-        """Tell why nobody could run such a task now. Reads at most every two seconds while all is well."""
+    async def definition(self, name: str, *, newly: bool = False) -> RegisteredDefinition:
+        """Return what workers have registered of the tasks of this name. Reads at most every two seconds; `newly`: at once."""
+        read_at, known = self._definitions.get(name, (float("-inf"), None))
+        age = time.monotonic() - read_at
+        if known is not None and age <= (_ASKED_AGAIN_S if newly or not known.found else _TRUSTED_S):
+            return known
+        begun = time.monotonic()
+        try:
+            document = await patiently(lambda: definitions.read(self._store, name))
+        except OperationFailure as error:
+            if is_passing(error):
+                raise
+            document = None  # this user may not read it: a warning says that nothing is known
+        known = RegisteredDefinition(name, document)
+        self._definitions[name] = begun, known
+        self._definitions.move_to_end(name)
+        while len(self._definitions) > _MOST_DEFINITIONS:
+            self._definitions.popitem(last=False)
+        return known
+
+    async def warnings(
+        self, name: str, configuration: Configuration, now: datetime, *, known: bool = True
+    ) -> list[str]:
+        """Tell why nobody could run such a task now. Reads at most every two seconds while all is well.
+
+        `known`: its queue, option and params are those of its definition, or of what workers have registered.
+        """
+        return [*await self._unable(name, configuration, now), *([] if known else self._unregistered(name))]
+
+    def _unregistered(self, name: str) -> list[str]:
+        if not any(name in worker.names for worker in self._workers if worker.live):
+            return []
+        said = (
+            f"live workers run {name!r}, but its queue, option and params are not registered (these workers are of an older "
+            "release), or may not be read here: the defaults are used where nothing was given, and the params are unchecked"
+        )
+        return [said]
+
+    async def _unable(self, name: str, configuration: Configuration, now: datetime) -> list[str]:
         age = time.monotonic() - self._read_at
         if age > _TRUSTED_S:
             await self._refresh()

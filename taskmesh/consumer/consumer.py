@@ -36,7 +36,6 @@ from taskmesh.consumer.stopping import (
 from taskmesh.errors import InvalidOption, WorkerIdTaken
 from taskmesh.events import DEFAULT_BUFFER, EventReader
 from taskmesh.store.driver import Document
-from taskmesh.store.faults import patiently
 
 if TYPE_CHECKING:
     from taskmesh.mesh import TaskMesh
@@ -193,7 +192,7 @@ class Consumer:
         )
         self._begun = True
         try:
-            entered = await unless_stopped(self._stop_wish, patiently(parts.registration.enter))
+            entered = await unless_stopped(self._stop_wish, parts.enter())
         except BaseException:
             self._begun = False
             if self._stop_wish.said.is_set():

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 import anyio.abc
+from pymongo.errors import PyMongoError
 
 from taskmesh.consumer.claim_queue import ClaimQueue
 from taskmesh.consumer.claimer import Claimer, Narrow
@@ -32,7 +33,9 @@ from taskmesh.consumer.scanner import Scanner
 from taskmesh.consumer.second_look import SecondLook
 from taskmesh.consumer.settings import Settings
 from taskmesh.consumer.ticker import Ticker
+from taskmesh.registered import described
 from taskmesh.store import fleet
+from taskmesh.store.definitions import register
 from taskmesh.store.driver import Document
 from taskmesh.store.faults import patiently
 from taskmesh.store.finish import Outcome
@@ -66,6 +69,7 @@ class Parts:
         self.settings = settings
         self._clock = clock
         self._state = state
+        self._definitions = mesh.definitions
         self._ordered = ordered
         self._obeyed: Document = {}
         """When what was ordered last, of each kind of order."""
@@ -197,6 +201,19 @@ class Parts:
         self.pinger.start()
         if self.settings.listen:
             await self.listener.open()  # before the first scan, so that nothing falls in between
+
+    async def enter(self) -> None:
+        """Register: first the tasks, so that whoever sees the worker sees them too. Raises as `Registration.enter` does."""
+        await self._register_definitions()
+        await patiently(self.registration.enter)
+
+    async def _register_definitions(self) -> None:
+        """Tell publishers without the code which queue and option these tasks have, and what params they take."""
+        definitions = {name: described(self._definitions[name]) for name in self.settings.names}
+        try:
+            await patiently(lambda: register(self.store, definitions))
+        except PyMongoError as error:  # it works all the same
+            logger.warning("the definitions of tasks could not be registered (%s): %.200s", type(error).__name__, error)
 
     def start(self, loops: anyio.abc.TaskGroup) -> None:
         """Begin to work. The loops run until their task group is cancelled."""

@@ -55,6 +55,7 @@ class Store:
         self.schedules = f"{prefix}schedules"
         self.actions = f"{prefix}actions"
         self.undo = f"{prefix}undo"
+        self.definitions = f"{prefix}definitions"
         self.meta = f"{prefix}meta"
 
     def update_command(

@@ -101,6 +101,7 @@ async def create(store: Store) -> None:
         store.schedules,
         store.actions,
         store.undo,
+        store.definitions,
     ):
         try:
             await store.driver.database.create_collection(name)

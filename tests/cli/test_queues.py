@@ -29,7 +29,7 @@ def test_a_queue_that_nobody_has_seen_may_be_a_slip(taskmesh: Shell) -> None:
     taskmesh.worker("--worker-id", "w1", "--queues", "mail")
     for queue in ("email", "emial", "mail", "default"):
         assert taskmesh.done("resume", queue).err == "", queue
-    taskmesh.done("publish", "add", "done", "--queue", "old")
+    taskmesh.done("publish", "add", "done", '{"a": 1, "b": 2}', "--queue", "old")
     taskmesh.done("cancel", "add", "done")
     assert taskmesh.done("pause", "old").err == "", "a finished task was in it"
 
