@@ -39,6 +39,8 @@ class Connected:
         self._database = database
         self._collection = collection
         self._store: Store | None = None
+        self.reached = False
+        """Whether the server has ever answered, though it may not be connected yet."""
         self._created = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pid = os.getpid()
@@ -86,6 +88,7 @@ class Connected:
         clock = ServerClock()
         try:
             await schema.check_server(store)
+            self.reached = True
             for _ in range(3):
                 await sample(clock, store)
             await patiently(lambda: schema.create(store) if create else schema.check_readable(store))

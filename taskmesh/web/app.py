@@ -16,7 +16,6 @@ from taskmesh import distribution
 from taskmesh.errors import InvalidOption, TaskMeshError
 from taskmesh.mesh import TaskMesh
 from taskmesh.stats import Stats
-from taskmesh.store import fleet
 from taskmesh.web import api, openapi, pages
 from taskmesh.web.connection import Connection, mesh_of
 from taskmesh.web.guard import SHORTEST_TOKEN, Guard, Rules
@@ -54,7 +53,7 @@ def create_app(
     if token is not None and len(token) < SHORTEST_TOKEN:
         raise InvalidOption(f"a token has at least {SHORTEST_TOKEN} characters: make one by `openssl rand -hex 32`")
     connection = Connection(mesh)
-    pulse = Pulse(connection.connected)
+    pulse = Pulse(connection)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -99,8 +98,8 @@ async def _livez(_: Request) -> Response:
 async def _readyz(request: Request) -> Response:
     """Say whether the database answers."""
     try:
-        mesh = await mesh_of(request)
-        await fleet.server_time(mesh.store)
+        await mesh_of(request)
+        await request.app.state.connection.ask()
     except (PyMongoError, TaskMeshError) as error:
         return PlainTextResponse(f"the database does not answer ({type(error).__name__})\n", 503)
     return PlainTextResponse("ready\n")

@@ -1,12 +1,30 @@
-"""The mesh behind the pages: connected by whoever mounts the app, or else by the first request."""
+"""The mesh behind the pages: connected by whoever mounts the app, or else by the first request; and whether its database answers.
+
+Without a database the driver waits for half a minute, and before one that is frozen for ever. Nobody waits so long before a page:
+each request asks first whether the database answers, unless it has just done so.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import time
 
+from pymongo.errors import PyMongoError
 from starlette.requests import Request
 
+from taskmesh.errors import TaskMeshError
 from taskmesh.mesh import TaskMesh
+from taskmesh.store import fleet
+
+ANSWERS_WITHIN_S = 1.5
+"""A database that takes longer is away. `/readyz` is to answer within two seconds."""
+_CONNECTED_WITHIN_S = 30.0
+"""Once the server has answered, and collections and indexes are created."""
+_ASKED_AGAIN_S = 1.0
+
+
+class DatabaseUnavailable(TaskMeshError):
+    """The database does not answer at the moment."""
 
 
 class Connection:
@@ -14,27 +32,76 @@ class Connection:
 
     def __init__(self, mesh: TaskMesh) -> None:
         self.mesh = mesh
-        self._ours = False
-        self._connecting = asyncio.Lock()
+        self._connecting: asyncio.Task[None] | None = None
+        self._asking: asyncio.Task[None] | None = None
+        self._answered_at = time.monotonic()
+        self._answers = True
+
+    @property
+    def silent_s(self) -> float:
+        """For how long the database has not answered, as far as anybody has asked."""
+        return time.monotonic() - self._answered_at
 
     async def connected(self) -> TaskMesh:
-        """Return the mesh, connected. Raises as `TaskMesh.connect` does."""
+        """Return the mesh, whose database answers. Raises `DatabaseUnavailable` within moments, or as `TaskMesh.connect` does."""
         loop = asyncio.get_running_loop()
         if not self.mesh.connected_in(loop):
-            async with self._connecting:
-                if not self.mesh.connected_in(loop):
-                    await self.mesh.connect()
-                    self._ours = True
+            if self._connecting is None or self._connecting.done():
+                self._connecting = loop.create_task(self.mesh.connect(), name="taskmesh web connects")
+                self._connecting.add_done_callback(_look_at)
+            await self._wait_for(self._connecting)
+            self._answered_at = time.monotonic()
+        elif not self._answers or self.silent_s > _ASKED_AGAIN_S:
+            await self.ask()
         return self.mesh
+
+    async def _wait_for(self, connecting: asyncio.Task[None]) -> None:
+        # Whoever goes away meanwhile leaves the attempt to the others.
+        done, _ = await asyncio.wait([connecting], timeout=ANSWERS_WITHIN_S)
+        if not done and self.mesh.reached:
+            done, _ = await asyncio.wait([connecting], timeout=_CONNECTED_WITHIN_S)
+        if not done:
+            raise DatabaseUnavailable("no MongoDB has answered yet: this goes on by itself when one does")
+        connecting.result()
+
+    async def ask(self) -> None:
+        """Ask the database for a sign of life. Raises `DatabaseUnavailable` if there is none within moments."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.get_running_loop().create_task(self._ask(), name="taskmesh web asks the database")
+            self._asking.add_done_callback(_look_at)
+        await asyncio.shield(self._asking)
+
+    async def _ask(self) -> None:
+        try:
+            async with asyncio.timeout(ANSWERS_WITHIN_S):
+                await fleet.server_time(self.mesh.store)
+        except (TimeoutError, PyMongoError) as error:
+            self._answers = False
+            raise DatabaseUnavailable(
+                f"the database has not answered for {self.silent_s:.0f} s ({type(error).__name__}): "
+                "this goes on by itself when it does"
+            ) from None
+        self._answered_at, self._answers = time.monotonic(), True
 
     async def close(self) -> None:
         """Close what was opened here."""
-        if self._ours:
-            self._ours = False
+        asking, connecting = self._asking, self._connecting
+        self._asking = self._connecting = None
+        for task in (asking, connecting):
+            if task is not None and not task.done():
+                task.cancel()
+                await asyncio.wait([task])
+        if connecting is not None:
             await self.mesh.close()
 
 
+def _look_at(task: asyncio.Task[None]) -> None:
+    """Take note of how a task ended, for which perhaps nobody waits any more: asyncio would complain."""
+    if not task.cancelled():
+        task.exception()
+
+
 async def mesh_of(request: Request) -> TaskMesh:
-    """Return the app's mesh, connected."""
+    """Return the app's mesh, connected, whose database answers."""
     connection: Connection = request.app.state.connection
     return await connection.connected()

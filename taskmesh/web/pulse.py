@@ -10,23 +10,25 @@ import contextlib
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 from pymongo.errors import PyMongoError
 
+from taskmesh.errors import TaskMeshError
 from taskmesh.events import TaskEvent
-from taskmesh.mesh import TaskMesh
 from taskmesh.queues import QueueInfo
 from taskmesh.stats import Stats
+from taskmesh.web.connection import Connection, DatabaseUnavailable
 from taskmesh.web.jsonable import to_json
 
 logger = logging.getLogger("taskmesh.web.pulse")
 
 _TELL_EVERY_S = 0.5
 _LOOK_EVERY_S = 2.0
+_ASK_EVERY_S = 1.0
 _REST_SHARE = 4
 """After a look at the counts that took so long, at least so many times that long passes before the next."""
 _STALE_SHARE = 5
@@ -61,10 +63,11 @@ class Sample:
 class Pulse:
     """What is live, for all who watch."""
 
-    def __init__(self, connected: Callable[[], Awaitable[TaskMesh]]) -> None:
-        self._connected = connected
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
         self._watchers: set[asyncio.Queue[str]] = set()
         self._beating: asyncio.Task[None] | None = None
+        self._asking: asyncio.Task[None] | None = None
         self._stats: Stats | None = None
         self.queues: list[QueueInfo] = []
         """The queues as they were when the counts were taken."""
@@ -99,13 +102,15 @@ class Pulse:
         return self._stats
 
     async def _look_again(self, rest: float) -> None:
-        with contextlib.suppress(PyMongoError):  # whoever asks when these counts are too old is told why
+        with contextlib.suppress(
+            PyMongoError, DatabaseUnavailable
+        ):  # whoever asks when these counts are too old is told why
             async with self._looking:
                 if time.monotonic() - self._looked_at > rest:
                     await self._look()
 
     async def _look(self) -> None:
-        mesh = await self._connected()
+        mesh = await self._connection.connected()
         began = time.monotonic()
         self.queues = await mesh.queues()
         self._stats = await mesh.stats()
@@ -151,20 +156,29 @@ class Pulse:
                     yield ": still there\n\n"
         finally:
             self._watchers.discard(told)
-            if not self._watchers and self._beating is not None:
-                self._beating.cancel()
-                self._beating = None
+            if not self._watchers:
+                self._stop_beating()
 
     def _begin(self) -> None:
         if self._beating is None or self._beating.done():
             self._beating = asyncio.get_running_loop().create_task(self._beat(), name="taskmesh pulse")
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.get_running_loop().create_task(self._tell_silence(), name="taskmesh pulse asks")
+
+    def _stop_beating(self) -> list[asyncio.Task[None]]:
+        ending = [task for task in (self._beating, self._asking) if task is not None]
+        self._beating = self._asking = None
+        for task in ending:
+            task.cancel()
+        return ending
 
     async def close(self) -> None:
         """Beat no more."""
-        ending = [task for task in (self._beating, self._look_behind) if task is not None]
-        self._beating = self._look_behind = None
-        for task in ending:
-            task.cancel()
+        ending = self._stop_beating()
+        if self._look_behind is not None:
+            self._look_behind.cancel()
+            ending.append(self._look_behind)
+            self._look_behind = None
         if ending:
             await asyncio.wait(ending)
 
@@ -179,8 +193,17 @@ class Pulse:
                 logger.warning("the live view broke (%s): beginning again", group.exceptions[0])
             await asyncio.sleep(_LOOK_EVERY_S)
 
+    async def _tell_silence(self) -> None:
+        """Tell every second for how long the database has not answered: so old is what the pages show."""
+        while True:
+            begun = time.monotonic()
+            with contextlib.suppress(TaskMeshError, PyMongoError):
+                await self._connection.connected()
+            self._broadcast("silence", {"ms": round(self._connection.silent_s * 1000)})
+            await asyncio.sleep(max(0.0, begun + _ASK_EVERY_S - time.monotonic()))
+
     async def _read(self) -> None:
-        mesh = await self._connected()
+        mesh = await self._connection.connected()
         reader = mesh.events()
         try:
             await reader
@@ -221,7 +244,9 @@ class Pulse:
 
     async def _look_again_and_again(self) -> None:
         while True:
-            with contextlib.suppress(PyMongoError):  # an outage: the pages show the last numbers
+            with contextlib.suppress(
+                PyMongoError, DatabaseUnavailable
+            ):  # the pages show the last numbers, and their age
                 await self.stats()
                 self._broadcast("overview", self.samples[-1] if self.samples else None)
             await asyncio.sleep(max(_LOOK_EVERY_S, _REST_SHARE * self._look_took))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Callable, Coroutine
 from typing import Any
 from urllib.parse import quote, unquote, urlencode
 
@@ -13,30 +15,50 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from taskmesh.mesh import TaskMesh
 from taskmesh.task import Status
 from taskmesh.web import api
-from taskmesh.web.connection import mesh_of
+from taskmesh.web.connection import ANSWERS_WITHIN_S, Connection, DatabaseUnavailable, mesh_of
 from taskmesh.web.guard import Rules, prefix_of
 from taskmesh.web.views import environment
 
+_SHOWN_WITHIN_S = 15.0
 _FLASH = "taskmesh_told"
 _LONGEST_TOLD = 3_500
 """A browser drops a cookie of more than 4 096 bytes, and nobody would be told anything."""
 _ENVIRONMENT = environment()
 _TEMPLATES = {name: _ENVIRONMENT.get_template(name) for name in _ENVIRONMENT.list_templates()}
 
-Page = Callable[[Request, TaskMesh], Awaitable[Response]]
+Page = Callable[[Request, TaskMesh], Coroutine[Any, Any, Response]]
 
 
-def as_page(show: Page) -> Callable[[Request], Awaitable[Response]]:
+def as_page(show: Page) -> Callable[[Request], Coroutine[Any, Any, Response]]:
     """Make an endpoint of what shows a page: with a mesh, and a page for whatever goes wrong."""
 
     async def endpoint(request: Request) -> Response:
         try:
-            return await show(request, await mesh_of(request))
+            return await _shown_in_time(show, request)
         except Exception as error:  # noqa: BLE001 — each becomes a page; what is unexpected is logged
             status, name, message = api.told(error)
             return HTMLResponse(error_page(request, status, name, message), status)
 
     return endpoint
+
+
+async def _shown_in_time(show: Page, request: Request) -> Response:
+    """Make the page; give up as soon as the database answers no more, or when it takes too long. Raises `DatabaseUnavailable`."""
+    mesh = await mesh_of(request)
+    connection: Connection = request.app.state.connection
+    making = asyncio.ensure_future(show(request, mesh))
+    until = time.monotonic() + _SHOWN_WITHIN_S
+    try:
+        while time.monotonic() < until:
+            await asyncio.wait([making], timeout=ANSWERS_WITHIN_S)
+            if making.done():
+                return making.result()
+            await connection.ask()
+        raise DatabaseUnavailable(
+            f"the database has not told within {_SHOWN_WITHIN_S:.0f} s what this page shows: try again"
+        )
+    finally:
+        making.cancel()
 
 
 def rendered(request: Request, template: str, status: int = 200, **values: Any) -> HTMLResponse:
@@ -61,7 +83,9 @@ def rendered(request: Request, template: str, status: int = 200, **values: Any) 
 
 def error_page(request: Request, status: int, title: str, message: str) -> str:
     """Return a page that says what went wrong."""
-    return bytes(rendered(request, "error.html", status, title=title, message=message).body).decode()
+    return bytes(
+        rendered(request, "error.html", status, title=title, message=message, away=status == 503).body
+    ).decode()
 
 
 def _here(request: Request) -> str:

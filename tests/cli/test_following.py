@@ -22,9 +22,9 @@ def test_a_result_is_waited_for_and_printed_as_json(taskmesh: Shell) -> None:
 def test_a_task_without_a_result_ends_with_1_and_the_reason(taskmesh: Shell) -> None:
     taskmesh.done("publish", "refuse", "failed", '{"why": "it rained"}')
     taskmesh.done("worker", "app:mesh", "--until-idle", "--worker-id", "w1")
-    taskmesh.done("publish", "add", "cancelled")
+    taskmesh.done("publish", "add", "cancelled", '{"a": 1, "b": 2}')
     taskmesh.done("cancel", "add", "cancelled")
-    taskmesh.done("publish", "add", "waiting")
+    taskmesh.done("publish", "add", "waiting", '{"a": 1, "b": 2}')
     for words, told in (
         (["refuse", "failed"], "taskmesh: task 'refuse' 'failed' failed: w1: it rained"),
         (["add", "cancelled"], "taskmesh: task 'add' 'cancelled' was cancelled"),

@@ -174,8 +174,8 @@ def test_explain_tells_what_keeps_a_worker_from_what_waits(taskmesh: Shell) -> N
     taskmesh.worker("--worker-id", "w1", "--names", "add", "--concurrency", "1")
     for key in ("a", "b", "c"):
         taskmesh.done("publish", "nap", key, '{"ms": 1}')
-    taskmesh.done("publish", "add", "theirs", "--option", 'specific_worker_ids=["w2"]')
-    taskmesh.done("publish", "add", "later", "--delay-ms", "3600000")
+    taskmesh.done("publish", "add", "theirs", '{"a": 1, "b": 2}', "--option", 'specific_worker_ids=["w2"]')
+    taskmesh.done("publish", "add", "later", '{"a": 1, "b": 2}', "--delay-ms", "3600000")
     naps, *adds = taskmesh.done("explain", "--worker-id", "w1", "--json").json
     assert (naps["name"], naps["tasks"], naps["example_key"]) == ("nap", 3, "a")
     assert naps["shut"] == ["worker runs such tasks"]

@@ -125,12 +125,14 @@
   document.addEventListener("selectionchange", () => { if (getSelection().isCollapsed) setTimeout(showHeld); });
 
   // --- fetch what is shown anew ---
-  const notice = document.getElementById("notice");
-  const tell = (text) => {
-    if (notice.textContent === text) return;
-    notice.textContent = text;
-    notice.hidden = !text;
+  const tellIn = (id) => (text) => {
+    const place = document.getElementById(id);
+    if (place.textContent === text) return;
+    place.textContent = text;
+    place.hidden = !text;
   };
+  const tell = tellIn("notice");
+  const tellSilence = tellIn("silence");
   let refreshing = false;
   let again = false;
   let rest = 0; // until then: what takes the database long is asked for the more seldom
@@ -200,6 +202,30 @@
   // --- the live stream ---
   const chip = document.getElementById("live");
   const say = (text, off) => { chip.hidden = false; chip.textContent = text; chip.classList.toggle("off", off); };
+  // How old is what is shown: every second the dashboard says for how long the database has not answered.
+  const OLD_MS = 1900, SILENT_MS = 3000;
+  let heardAt = null; // when the database answered last, on this page's own clock
+  let reading = false;
+  const showAge = () => {
+    if (heardAt === null || document.hidden) return;
+    const age = performance.now() - heardAt;
+    if (age > OLD_MS) say(reading ? `${Math.floor(age / 1000)} s old` : "reconnecting …", true);
+    else if (reading) say("live", false);
+    if (age < SILENT_MS) tellSilence("");
+    else if (silence.hidden) {
+      const who = reading ? "database" : "dashboard";
+      const since = new Date(Date.now() - age).toLocaleTimeString();
+      tellSilence(`The ${who} does not answer: what this page shows is of ${since}. It goes on by itself.`);
+    }
+  };
+  const silence = document.getElementById("silence");
+  const heardSilence = (event) => {
+    const ms = JSON.parse(event.data).ms;
+    const back = !silence.hidden && ms < OLD_MS;
+    heardAt = performance.now() - ms;
+    showAge();
+    if (back) refresh(); // what has happened meanwhile
+  };
   const changed = (event) => {
     const { tasks, more } = JSON.parse(event.data);
     const { name, key } = body.dataset;
@@ -224,22 +250,32 @@
     stop();
     if (document.hidden) return;
     stream = new EventSource(`${prefix}/live`);
-    stream.addEventListener("open", () => say("live", false)); // its first event lets us fetch what happened meanwhile
+    // Its first event lets us fetch what happened meanwhile. A moment ago the page was made, or is fetched anew.
+    stream.addEventListener("open", () => { reading = true; heardAt ??= performance.now(); if (silence.hidden) say("live", false); });
+    stream.addEventListener("silence", heardSilence);
     stream.addEventListener("error", () => {
+      reading = false;
       say("reconnecting …", true);
       // A refused connection is tried again by the browser. After an answer that is no stream (a proxy's 502, a
       // session that has ended) it gives up: then we try, and the refresh leads to the login if that is what is missing.
       if (stream && stream.readyState === EventSource.CLOSED) listenAgain = setTimeout(() => { refresh(); listen(); }, 3000);
     });
-    stream.addEventListener("full", () => { stop(); say("too many watch", true); });
+    stream.addEventListener("full", () => { stop(); heardAt = null; say("too many watch", true); });
     stream.addEventListener("changed", changed);
     stream.addEventListener("overview", sampled);
   };
-  if (watch && "EventSource" in window) {
+  if (watch === "away") { // a page that could not be made: as soon as it can, it is
+    setInterval(async () => {
+      const answer = document.hidden ? null : await fetch(location.href, { credentials: "same-origin" }).catch(() => null);
+      if (answer && answer.status !== 503) location.reload();
+    }, 3000);
+  } else if (watch && "EventSource" in window) {
     listen();
+    setInterval(showAge, 500);
     addEventListener("pagehide", stop);
-    addEventListener("pageshow", (event) => { if (event.persisted) listen(); });
+    addEventListener("pageshow", (event) => { if (event.persisted) { heardAt = null; listen(); } });
     document.addEventListener("visibilitychange", () => {
+      heardAt = null; // what was heard before it was hidden says nothing now
       if (document.hidden) { stop(); return; }
       listen();
       refresh();
