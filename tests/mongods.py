@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from taskmesh.embedded import Mongod
+from tests.leftovers import ends_with_us
 from tests.processes.wrong_clock import clock_off
 from tests.waiting import wait_until
 
@@ -21,14 +22,16 @@ PARAMETERS: dict[str, object] = {
 QUICK_ELECTIONS = {"electionTimeoutMillis": 1_000, "heartbeatIntervalMillis": 300}
 
 
-class _MongodOfAnotherTime(Mongod):
-    """One whose clock is off by `clock_s`, whenever it is started."""
+class _MongodOfTests(Mongod):
+    """One that ends with the process of the tests, and whose clock is off by `clock_s`, whenever it is started."""
 
     clock_s = 0.0
 
     def _spawn(self, port: int) -> subprocess.Popen[bytes]:
         with clock_off(self.clock_s):
-            return super()._spawn(port)
+            process = super()._spawn(port)
+        ends_with_us(process.pid, str(self.dbpath))
+        return process
 
 
 def small_mongod(
@@ -43,7 +46,7 @@ def small_mongod(
     `clock_s`: how far its wall clock is to be off (needs libfaketime). `parameters`: more of the server's.
     """
     all_parameters = {**PARAMETERS, **(parameters or {})}
-    server = _MongodOfAnotherTime(dbpath, replica_set=replica_set, cache_gb=0.25, parameters=all_parameters)
+    server = _MongodOfTests(dbpath, replica_set=replica_set, cache_gb=0.25, parameters=all_parameters)
     server.clock_s = clock_s
     return server
 
