@@ -3,9 +3,9 @@
     python examples/memory_budget.py
 
 `on_claim` lets the server leave out what is too large now. A set of tasks may be claimed at once, each of which would fit
-alone: so `before` is where memory is really taken, and who does not fit after all is put off, uncharged, by `Snooze`. `after`
-gives it back however the execution ended. What is large waits until enough is free at one time: with many small tasks beside
-it, give it a worker of its own.
+alone: so `before` is where memory is really taken, and who does not fit after all is put off by `Snooze`, which is not
+counted. `after` gives it back however the execution ended. What is large waits until enough is free at one time: with many
+small tasks beside it, give it a worker of its own.
 """
 
 from __future__ import annotations

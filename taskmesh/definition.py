@@ -125,7 +125,7 @@ def checked_queue(queue: Any) -> str:
         return checked_name(queue)
     except InvalidName:
         raise InvalidOption(
-            f"a queue's name has 1 to 100 characters of letters, digits, '_', '.' and '-', which {queue!r} has not"
+            f"a queue's name must be 1 to 100 characters of letters, digits, '_', '.' and '-', got {queue!r}"
         ) from None
 
 

@@ -228,7 +228,7 @@ async def _fleet(
             yield Finding(
                 level="error",
                 subject="workers",
-                found=f"{count} unfinished tasks {name!r}, which no live worker knows",
+                found=f"{count} unfinished {'task' if count == 1 else 'tasks'} {name!r}, which no live worker knows",
                 remedy=f"deploy workers with that handler, or cancel them: taskmesh cancel --where 'name:{name}'",
             )
     if gone:

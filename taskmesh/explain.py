@@ -192,18 +192,20 @@ def _reason(gate: str, task: Document, worker_id: str, moment: datetime | None, 
         "unfinished": f"stored status {task.get('status')}, {len(done)} of {option.get('concurrent_worker_cnt')} SUCCESS",
         "unexpired": f"expire_time {state.get('expire_time') or 'not set'}",
         "started": f"start_time {state.get('start_time') or 'not set'}",
-        "room": f"{len(live)} live RUNNING + {len(done)} SUCCESS of concurrent_worker_cnt {option.get('concurrent_worker_cnt')}",
+        "room": f"{len(live)} running and {len(done)} succeeded, concurrent_worker_cnt is {option.get('concurrent_worker_cnt')}",
         "retries left": f"{fails} FAIL, max_unexpected_retries {option.get('max_unexpected_retries')}",
         "timeouts left": f"{state.get('timeout_cnt', 0) + lost} lost in a row, max_timeouts {option.get('max_timeouts')}",
         "retry delay": f"{fails} FAIL, {delay}",
-        "delay asked for": f"Retry or Snooze until {state.get('resume_time') or 'no time'}",
+        "delay asked for": f"asked for by Retry or Snooze until {state['resume_time']}"
+        if state.get("resume_time")
+        else "none asked for",
         "worker allowed": f"specific_worker_ids {', '.join(option.get('specific_worker_ids', [])) or 'any'}",
         "not twice": f"{sum(e['worker_id'] == worker_id for e in live + done)} live or successful entries of {worker_id}",
     }
     shut = (
         ""
         if moment is None or moment <= now
-        else " — shut for good"
+        else "; that will not change by itself"
         if moment >= NEVER
         else f" — opens at {moment.isoformat()}"
     )

@@ -205,7 +205,7 @@ def checked_name(name: str) -> str:
     """Return `name`, or raise `InvalidName`."""
     if not isinstance(name, str) or not _NAME.match(name):
         raise InvalidName(
-            f"a task name has 1 to 100 characters of letters, digits, '_', '.' and '-', which {name!r} has not: rename it"
+            f"a task's name must be 1 to 100 characters of letters, digits, '_', '.' and '-', got {name!r}: rename it"
         )
     return name
 

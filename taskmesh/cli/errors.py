@@ -31,7 +31,7 @@ async def errors(
     name: Annotated[
         str | None, typer.Option(help="Only of tasks of this name.", autocompletion=completion.name)
     ] = None,
-    at_most: Annotated[int, typer.Option(min=1, help="Look at so many tasks, some of each name.")] = 10_000,
+    at_most: Annotated[int, typer.Option(min=1, help="Look at this many tasks, some of each name.")] = 10_000,
     as_json: Json = False,
     watch: Watch = None,
 ) -> None:
@@ -52,7 +52,7 @@ async def errors(
 
 
 async def _counted(mesh: TaskMesh, groups: list[ErrorGroup]) -> list[int | None]:
-    """Return how many tasks fit each group's filter, the first groups first; None where that would take too long."""
+    """Return how many tasks match each group's filter, the first groups first; None where that would take too long."""
     end = time.monotonic() + _COUNTING_S
     found: list[int | None] = []
     for group in groups:

@@ -49,7 +49,7 @@ async def workers(
     as_json: Json = False,
     watch: Watch = None,
 ) -> None:
-    """List the workers that live, and those that went within the last hour."""
+    """List the live workers, and those that went within the last hour."""
 
     async def find() -> list[WorkerInfo]:
         return [worker for worker in await mesh.workers() if worker.live or not live]
@@ -84,10 +84,10 @@ def worker_table(found: list[WorkerInfo]) -> RenderableType:
 async def stop_worker(
     mesh: TaskMesh,
     worker_id: WorkerId,
-    grace_ms: Annotated[int, typer.Option(min=0, help="How long what runs may go on.")] = 30_000,
+    grace_ms: Annotated[int, typer.Option(min=0, help="Milliseconds for running tasks to finish.")] = 30_000,
     wait: Annotated[bool, typer.Option("--wait", help="Return when it has stopped.")] = False,
 ) -> None:
-    """Let a worker stop gracefully, wherever it runs."""
+    """Stop a worker gracefully, wherever it runs."""
     await mesh.stop_worker(worker_id, grace_ms)
     await noted(mesh, "worker.stop", worker_id=worker_id)
     while wait and await _lives(mesh, worker_id):  # noqa: ASYNC110  # it is another process
@@ -100,14 +100,14 @@ async def _lives(mesh: TaskMesh, worker_id: str) -> bool:
 
 
 async def pause_worker(mesh: TaskMesh, worker_id: WorkerId) -> None:
-    """Let one worker claim no more. What it runs, runs on."""
+    """Pause one worker: it claims nothing more. Its running tasks go on."""
     await mesh.pause_worker(worker_id)
     await noted(mesh, "worker.pause", worker_id=worker_id)
     output.say(f"worker {worker_id} is told to pause")
 
 
 async def resume_worker(mesh: TaskMesh, worker_id: WorkerId) -> None:
-    """Let a paused worker go on."""
+    """Resume a paused worker."""
     await mesh.resume_worker(worker_id)
     await noted(mesh, "worker.resume", worker_id=worker_id)
     output.say(f"worker {worker_id} is told to go on")

@@ -17,9 +17,9 @@ from rich.text import Text
 from taskmesh.cli import output
 from taskmesh.mesh import TaskMesh
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON: one object for one thing, else an array.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON: an array for a list, else an object.")]
 Watch = Annotated[
-    float | None, typer.Option("--watch", min=0.1, metavar="SECONDS", help="Show it again every so often; Ctrl-C ends.")
+    float | None, typer.Option("--watch", min=0.1, metavar="SECONDS", help="Repeat at this interval until Ctrl-C.")
 ]
 
 T = TypeVar("T")

@@ -43,7 +43,9 @@ def publish(
     ] = None,
     queue: Annotated[str | None, typer.Option(help="Its queue.", rich_help_panel=_HOW)] = None,
     group: Annotated[str | None, typer.Option(help="Its group, for limits.", rich_help_panel=_HOW)] = None,
-    delay_ms: Annotated[int | None, typer.Option(help="Not before so long from now.", rich_help_panel=_HOW)] = None,
+    delay_ms: Annotated[
+        int | None, typer.Option(help="Start no sooner than this many milliseconds from now.", rich_help_panel=_HOW)
+    ] = None,
     start_time: Annotated[
         str | None, typer.Option(help="Not before, ISO 8601 (UTC if without zone).", rich_help_panel=_HOW)
     ] = None,

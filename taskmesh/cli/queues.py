@@ -73,9 +73,9 @@ async def pause(
     mesh: TaskMesh,
     queue: Queue,
     reason: Reason = None,
-    for_ms: Annotated[int | None, typer.Option(min=1, help="Only for so long.")] = None,
+    for_ms: Annotated[int | None, typer.Option(min=1, help="Only for this many milliseconds.")] = None,
 ) -> None:
-    """Let no worker claim from a queue any more. What runs, runs on."""
+    """Pause a queue: workers claim nothing from it. Running tasks go on."""
     await _tell_if_nobody_knows(mesh, queue)
     until = None if for_ms is None else datetime.now(UTC) + timedelta(milliseconds=for_ms)
     await mesh.pause(queue, reason=reason, by=output.somebody(), until=until)
@@ -105,10 +105,10 @@ async def resume(mesh: TaskMesh, queue: Queue) -> None:
 def limit(
     queue: Queue,
     *,
-    rate: Annotated[int | None, typer.Option(min=1, help="At most so many starts in --per-ms.")] = None,
+    rate: Annotated[int | None, typer.Option(min=1, help="At most this many starts in --per-ms.")] = None,
     per_ms: Annotated[int | None, typer.Option(min=1, help="The length of that window.  [default: 1000]")] = None,
-    running: Annotated[int | None, typer.Option(min=0, help="At most so many executions at a time.")] = None,
-    group_running: Annotated[int | None, typer.Option(min=1, help="... and so many of each group.")] = None,
+    running: Annotated[int | None, typer.Option(min=0, help="At most this many executions at once.")] = None,
+    group_running: Annotated[int | None, typer.Option(min=1, help="... and this many of each group.")] = None,
     group: Annotated[str | None, typer.Option(help="With --running (or --none): of this one group.")] = None,
     none: Annotated[bool, typer.Option("--none", help="No limit any more.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only tell how many could start then.")] = False,
@@ -118,7 +118,7 @@ def limit(
     database: Database = None,
     collection: Collection = None,
 ) -> None:
-    """Limit a queue, over the whole fleet. What is not given is not limited (any more)."""
+    """Limit a queue across all workers. A limit that is left out is taken away."""
     given = [setting for setting in (rate, per_ms, running, group_running) if setting is not None]
     if none == bool(given):
         raise typer.BadParameter("say what the limit is: --rate, --running or --group-running; or --none")
@@ -157,7 +157,7 @@ def limit(
 
 
 async def schedules(mesh: TaskMesh, as_json: Json = False, watch: Watch = None) -> None:
-    """List the periodic tasks, the next to tick first."""
+    """List the schedules, the next to run first."""
     await show_found(mesh, mesh.schedules, _schedule_table, _NO_SCHEDULES, as_json=as_json, every_s=watch)
 
 
@@ -168,7 +168,7 @@ def _schedule_table(found: list[ScheduleInfo]) -> RenderableType:
             each.schedule_id,
             each.name,
             each.timing,
-            "paused" if each.paused else "ticks",
+            "paused" if each.paused else "active",
             None if each.next_time is None or each.paused else output.cell(each.next_time, now=now),
             output.cell(each.ticks[-1].time, now=now) if each.ticks else None,
             each.paused_reason,
@@ -179,23 +179,23 @@ def _schedule_table(found: list[ScheduleInfo]) -> RenderableType:
 
 
 async def pause_schedule(mesh: TaskMesh, schedule_id: ScheduleId, reason: Reason = None) -> None:
-    """Let a schedule tick no more."""
+    """Pause a schedule: it publishes nothing until it is resumed."""
     await mesh.pause_schedule(schedule_id, reason=reason, by=output.somebody())
     await noted(mesh, "schedule.pause", schedule_id=schedule_id)
     output.say(f"schedule {schedule_id} is paused")
 
 
 async def resume_schedule(mesh: TaskMesh, schedule_id: ScheduleId) -> None:
-    """Let a schedule tick again, from now on."""
+    """Resume a paused schedule. What it missed meanwhile is not made up for."""
     schedule = await mesh.resume_schedule(schedule_id)
     await noted(mesh, "schedule.resume", schedule_id=schedule_id)
     output.say(
-        f"schedule {schedule_id} ticks again" + (f", next at {schedule.next_time}" if schedule.next_time else "")
+        f"schedule {schedule_id} is active again" + (f", next at {schedule.next_time}" if schedule.next_time else "")
     )
 
 
 async def trigger(mesh: TaskMesh, schedule_id: ScheduleId, as_json: Json = False) -> None:
-    """Publish a schedule's task now, beside its ticks."""
+    """Publish a schedule's task now, in addition to its scheduled runs."""
     handle = await mesh.trigger(schedule_id)
     await noted(mesh, "schedule.trigger", schedule_id=schedule_id)
     if as_json:

@@ -44,7 +44,7 @@ async def ls(
         str | None,
         typer.Option(metavar="FILTER", help="Instead of those: 'status:FAIL name:resize error:timeout age>1h'."),
     ] = None,
-    limit: Annotated[int, typer.Option(min=0, help="At most so many; 0: all.")] = 100,
+    limit: Annotated[int, typer.Option(min=0, help="At most this many; 0: all.")] = 100,
     newest: Annotated[bool, typer.Option("--newest", help="The newest first, not by key.")] = False,
     params: Annotated[bool, typer.Option("--params", help="With their params.")] = False,
     as_json: Json = False,

@@ -36,7 +36,7 @@ async def top(
     once: Annotated[bool, typer.Option("--once", help="Show it once, and end.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show tasks, queues and workers, live, until Ctrl-C. As JSON each look is an array of one."""
+    """Show tasks, queues and workers, live, until Ctrl-C. --json prints an array with one object each time."""
     history: deque[float] = deque(maxlen=_HISTORY)
 
     async def read() -> Listing:

@@ -148,7 +148,7 @@ class _Worker:
         while limit is not None and consumer.finished < limit:  # noqa: ASYNC110  # a count has no event
             await asyncio.sleep(_LOOK_S)
         if limit is not None:
-            logger.info("worker %s has run %d tasks and makes way for a new one", consumer.worker_id, limit)
+            logger.info("worker %s has run %d tasks and is replaced by a new one", consumer.worker_id, limit)
             self._recycling = True
             consumer.begin_stop(self._options.grace_ms)
 

@@ -38,7 +38,9 @@ def worker(
     until_idle: Annotated[
         bool, typer.Option("--until-idle", help="End when nothing it may run is claimable or running.")
     ] = False,
-    grace_ms: Annotated[int, typer.Option(min=0, help="At a stop, how long what runs may go on.")] = 30_000,
+    grace_ms: Annotated[
+        int, typer.Option(min=0, help="After SIGTERM: milliseconds for running tasks to finish.")
+    ] = 30_000,
     listen: Annotated[bool, typer.Option(help="Hear of new tasks by a change stream, beside the scans.")] = True,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     log_format: Annotated[
@@ -46,10 +48,11 @@ def worker(
         typer.Option(metavar="text|json", help="json: an object on each line, with the task's fields."),
     ] = "text",
     max_tasks_per_process: Annotated[
-        int | None, typer.Option(min=1, help="A process makes way for a new one after so many.", rich_help_panel=_MANY)
+        int | None,
+        typer.Option(min=1, help="Replace a process by a new one after this many tasks.", rich_help_panel=_MANY),
     ] = None,
     max_rss_mb: Annotated[
-        int | None, typer.Option(min=1, help="... or when its memory grows past this.", rich_help_panel=_MANY)
+        int | None, typer.Option(min=1, help="... or when it uses more memory than this.", rich_help_panel=_MANY)
     ] = None,
     reload: Annotated[
         bool,
@@ -84,7 +87,7 @@ def worker(
     database: Database = None,
     collection: Collection = None,
 ) -> None:
-    """Run tasks until SIGTERM or Ctrl-C: the first waits for what runs, the second does not.
+    """Run tasks until SIGTERM or Ctrl-C. The first signal waits for running tasks, a second stops at once.
 
     SIGUSR1 writes all stacks and the running keys to standard error. With several processes SIGHUP replaces them
     one by one.

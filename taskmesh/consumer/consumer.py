@@ -153,7 +153,7 @@ class Consumer:
             await self._parts.read_queues()
 
     async def stop(self, grace_ms: int = DEFAULT_GRACE_MS) -> None:
-        """Stop: no new claims; wait up to `grace_ms` for what runs; then cancel and release the rest, uncharged.
+        """Stop: no new claims; wait up to `grace_ms` for what runs; then cancel and release the rest, which is not counted.
 
         Returns when the consumer has stopped. A second call with a shorter grace hastens the first.
         """

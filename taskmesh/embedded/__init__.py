@@ -1,4 +1,4 @@
-"""The MongoDB that comes along: a real `mongod`, for laptops, demos and tests. Not for production.
+"""The bundled MongoDB: a real `mongod`, for laptops, demos and tests. Not for production.
 
 shared.py    attach: one server for all processes of a directory, which ends with the last of them
 watchdog.py  the process that owns that server

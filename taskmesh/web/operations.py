@@ -320,7 +320,7 @@ async def _resume(mesh: TaskMesh, query: TheQueue) -> None:
 
 @_operation("queue.set_limit", "PUT", "/queue/limit")
 async def _set_limit(mesh: TaskMesh, query: TheQueue, body: Limits) -> None:
-    """Limit a queue; what is not given is not limited any more."""
+    """Limit a queue; a limit that is left out is taken away."""
     await mesh.set_limit(
         query.queue, rate=body.rate, per_ms=body.per_ms, running=body.running, group_running=body.group_running
     )

@@ -185,7 +185,7 @@ class Pausing(PausingSchedule):
 
 
 class Limits(_Request):
-    """What a queue is limited to; what is not given is not limited."""
+    """What a queue is limited to; a limit that is left out is taken away."""
 
     rate: Positive | None = None
     per_ms: Annotated[int, Field(ge=1, le=7 * 86_400_000)] | None = None

@@ -28,7 +28,7 @@ async def test_a_task_is_found_and_retried_by_keys_alone(page: Page, shop: TaskM
     await page.keyboard.type("key:order-7 status:fail")
     await press("Enter")
     await page.wait_for_url("**/tasks?where=key*")
-    await expect(page.locator("#listing")).to_contain_text("2 tasks fit")
+    await expect(page.locator("#listing")).to_contain_text("2 tasks match")
     await page.locator("select[name=order]").focus()
     await press("Tab")
     for key in ("j", "j", "k", "j"):

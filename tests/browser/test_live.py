@@ -55,7 +55,7 @@ async def test_a_killed_workers_task_is_seen_to_be_taken_over(page: Page, site: 
 
 async def test_the_list_and_the_overview_move_by_themselves(page: Page, shop: TaskMesh) -> None:
     await page.goto("/tasks?where=key:live-")
-    await expect(page.locator("#listing")).to_contain_text("No task fits")
+    await expect(page.locator("#listing")).to_contain_text("No task matches")
     await expect(page.locator("#live")).to_have_text("live")
     await shop.publish_many("image.resize", {f"live-{n}": {"path": "a.jpg"} for n in range(3)})
     await expect(page.locator("#listing .status.success")).to_have_count(3)

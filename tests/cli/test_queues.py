@@ -110,7 +110,7 @@ def test_schedules_are_listed_paused_triggered_and_removed(taskmesh: Shell) -> N
     assert "0 3 * * * (UTC)" in taskmesh.done("schedules").out
     taskmesh.done("pause-schedule", "add", "--reason", "holidays")
     assert taskmesh.done("schedules", "--json").json[0]["paused"] is True
-    assert taskmesh.done("resume-schedule", "add").out.startswith("schedule add ticks again")
+    assert taskmesh.done("resume-schedule", "add").out.startswith("schedule add is active again")
     triggered = taskmesh.done("trigger", "add", "--json").json
     assert triggered["key"].startswith("add@by-hand-")
     assert taskmesh.status("add", triggered["key"]) == "INIT"

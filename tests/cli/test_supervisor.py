@@ -200,7 +200,7 @@ def test_a_process_makes_way_after_so_many_tasks(taskmesh: Shell) -> None:
     for number in range(3):
         taskmesh.done("publish", "nap", str(number), '{"ms": 1}')
     replaced(taskmesh, "w-1", before)
-    assert "makes way for a new one" in supervisor.err
+    assert "is replaced by a new one" in supervisor.err
     assert supervisor.stop() == 0
 
 

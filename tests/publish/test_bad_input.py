@@ -83,7 +83,7 @@ BAD_NAMES: list[Any] = ["", "a:b", "a b", "ü", "a/b", "n" * 101, "$where", "a\0
 async def test_a_bad_name_is_refused(mesh: TaskMesh, subtests: pytest.Subtests) -> None:
     for name in BAD_NAMES:
         with subtests.test(name=name):
-            with pytest.raises(InvalidName, match="a task name has 1 to 100 characters of letters"):
+            with pytest.raises(InvalidName, match="a task's name must be 1 to 100 characters of letters"):
                 await mesh.publish(name, "k")
             with pytest.raises(InvalidName):
                 await mesh.get(name, "k")

@@ -208,9 +208,9 @@ async def test_errors_lead_to_the_tasks_and_to_their_retry(mesh: TaskMesh, clien
     assert "3 failed" in page
     links = Outline(page).links
     listed = next(link for link in links if link.startswith("/tasks?where="))
-    assert "3 tasks fit" in await shown(client, listed)
+    assert "3 tasks match" in await shown(client, listed)
     retry = next(link for link in links if link.startswith("/bulk?action=retry"))
-    assert "<b>3</b> tasks fit" in await shown(client, retry)
+    assert "<b>3</b> tasks match" in await shown(client, retry)
     assert "Errors of other" in await shown(client, "/errors?name=other")
     assert "asks for something" in await shown(client, "/doctor") or "All is well" in await shown(client, "/doctor")
 
@@ -251,7 +251,7 @@ async def test_failures_with_long_reasons_full_of_quotes_are_retried_from_the_er
         await finished(mesh, "work", "k")
     links = Outline(await shown(client, "/errors")).links
     retry = await shown(client, next(link for link in links if link.startswith("/bulk?action=retry")))
-    assert "<b>1</b> task fits" in retry
+    assert "<b>1</b> task matches" in retry
     where = re.search(r'name="where" value="(.*?)"', retry)
     assert where is not None
     filter_ = unescape(where[1])
@@ -348,9 +348,9 @@ async def test_ticked_tasks_and_all_that_fit_a_filter_are_retried(mesh: TaskMesh
     page = await shown(client, answer.headers["location"])
     assert "cancel: 2 of 3 tasks" in page
     asked = await shown(client, "/bulk?action=retry&where=status:CANCELLED")
-    assert "<b>2</b> tasks fit" in asked
+    assert "<b>2</b> tasks match" in asked
     to_cancel = await shown(client, "/bulk?action=cancel&where=name:work")
-    assert "<b>4</b> tasks fit" in to_cancel, "two are finished"
+    assert "<b>4</b> tasks match" in to_cancel, "two are finished"
     assert "name:work status:INIT,RUNNING" in to_cancel
     await shown(client, "/bulk?action=cancel&where=status:CANCELLED", 422)
     assert (await told(client, "bulk.retry", where="status:CANCELLED")) == "good: retry: 2 of 2 tasks"
@@ -369,12 +369,12 @@ async def test_tasks_are_filtered_by_text_by_form_and_by_page(mesh: TaskMesh, cl
     await mesh.publish_many("one", {f"a{n:02}": {} for n in range(60)})
     await mesh.publish_many("two", {"b": {}}, queue="other")
     page = await shown(client, "/tasks?where=name:one&order=key")
-    assert "60 tasks fit" in page
+    assert "60 tasks match" in page
     (following,) = {link for link in Outline(page).links if "after=" in link}
     assert "a59" in await shown(client, following)
     for query in ("queue=other", "where=queue:other", "name=two&status=INIT", "where=name:two&key=b", "where=b"):
         page = await shown(client, f"/tasks?{query}")
-        assert "1 task fits" in page, query
+        assert "1 task matches" in page, query
     page = await shown(client, "/tasks?where=colour:red", 422)
     assert 'role="alert"' in page
     await shown(client, "/tasks?after=nonsense", 422)

@@ -61,7 +61,7 @@ async def test_a_filter_on_status_knows_what_time_alone_has_changed(mesh: TaskMe
     assert [task.key for task in await listed(mesh, "status:EXPIRED,FAIL name:work")] == ["expires", "expires-too"]
     assert [task.key for task in await listed(mesh, "status:INIT")] == ["stays"]
     assert [task.key for task in await listed(mesh, "status:INIT,EXPIRED")] == ["expires", "expires-too", "stays"]
-    assert "2</b> tasks fit" in (await client.get("/bulk?action=retry&where=status:EXPIRED")).text
+    assert "2</b> tasks match" in (await client.get("/bulk?action=retry&where=status:EXPIRED")).text
 
 
 async def test_the_beginning_of_a_key_is_found_whatever_the_tasks_name(mesh: TaskMesh) -> None:
