@@ -26,8 +26,10 @@ TTL_LAG_S = 600.0
 UNCLAIMED_S = 60.0
 TRANSACTION_S = 10.0
 LEASE_LEFT_WANTED = 0.2
-CLAIMS_LOST_TOLERATED = 0.3
-CLAIMS_TELLING = 1_000
+CLAIMS_LOST_TOLERATED = 0.5
+"""Two healthy workers on one backlog of uneven tasks lose up to 43 % (measured): whoever has room takes others' tasks."""
+CLAIMS_TELLING = 100_000
+"""In an hour. Fewer cost the server nothing that anybody would notice."""
 LARGE_TASK_BYTES = 4 * 1024 * 1024
 
 
@@ -293,8 +295,10 @@ async def _headroom(live: list[WorkerInfo]) -> AsyncIterator[Finding]:
             yield Finding(
                 level="note",
                 subject="claims",
-                found=f"{lost:.0%} of the {worker.claims_tried} claims of {worker.worker_id} within the last hour won nothing",
-                remedy="fewer, larger workers: they find each other's tasks taken",
+                found=f"{lost:.0%} of the {worker.claims_tried} claims of {worker.worker_id} within the last hour won nothing: "
+                "others had the tasks already",
+                remedy="nothing waits for it, but the server looks at each of these tasks in vain: if it is busy, the same "
+                "number of slots in fewer workers loses fewer claims",
             )
 
 

@@ -12,6 +12,7 @@ from taskmesh import Status, TaskMesh, TaskOption
 from taskmesh.consumer import last_hour
 from taskmesh.consumer.last_hour import LastHour
 from taskmesh.doctor import LEASE_LEFT_WANTED
+from taskmesh.store import fleet
 from taskmesh.workers import WorkerInfo
 from tests.faults import failing_commands
 from tests.waiting import eventually
@@ -53,6 +54,21 @@ async def test_the_doctor_knows_how_near_a_lease_came_to_its_end(mesh: TaskMesh,
         assert "worker_timeout_ms" in str(finding.remedy)
     else:
         assert "of a lease was left at the least" in finding.found
+
+
+@pytest.mark.parametrize(
+    ("tried", "won", "told_of"), [(200_000, 114_000, False), (200_000, 80_000, True), (10_000, 1_000, False)]
+)
+async def test_the_doctor_leaves_fleets_alone_that_lose_as_many_claims_as_healthy_ones_do(
+    mesh: TaskMesh, tried: int, won: int, told_of: bool
+) -> None:
+    described = {"names": ["work"], "queues": None, "host": "h", "pid": 1, "version": "1", "state": "running"}
+    described |= {"concurrency": 20, "running": 0, "claims_tried": tried, "claims_won": won}
+    assert await fleet.register(mesh.store, "w1", "instance", described) is not None
+    findings = [finding for finding in await mesh.doctor() if finding.subject == "claims"]
+    assert bool(findings) is told_of
+    if told_of:
+        assert "60% of the 200000 claims of w1" in findings[0].found
 
 
 async def _renewed_late(mesh: TaskMesh, mongo_uri: str) -> None:
