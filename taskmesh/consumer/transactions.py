@@ -26,23 +26,22 @@ from taskmesh.clock import ServerClock
 from taskmesh.consumer.execution import Execution, Stop
 from taskmesh.consumer.pause import by_chance
 from taskmesh.consumer.pinger import Pinger
+from taskmesh.consumer.together import Together, commit, session_of, write
 from taskmesh.ending import CLOSE_DEADLINE_S, ended_in_time
 from taskmesh.errors import LeaseLost, Retry, Snooze, TaskFailed, TaskMeshError, TransactionConflict
 from taskmesh.store import Store
 from taskmesh.store.blocking import BlockingStore, StoreAddress, maybe, run_now
 from taskmesh.store.driver import settings_of, start_transaction
 from taskmesh.store.faults import is_over_deadline, is_passing
-from taskmesh.store.finish import Outcome, finish, standing
+from taskmesh.store.finish import Outcome
 from taskmesh.store.lease import extend
-from taskmesh.store.publish import Publication, publish_in_session
+from taskmesh.store.publish import Publication
 
 _DEFAULT_LIMIT_S = 60.0
 _LEASE_BEYOND_LIMIT_S = 5.0
 _PING_AFTER_LIMIT_S = 1.0
 _TRANSACTION_GONE = (251, 290)  # NoSuchTransaction, TransactionExceededLifetimeLimitSeconds
 _TRANSIENT = "TransientTransactionError"
-_UNKNOWN_COMMIT = "UnknownTransactionCommitResult"
-_COMMIT_TRIES_S = 30.0
 _PAUSE_S = 0.05
 
 
@@ -95,6 +94,7 @@ class Transactions:
         self._pinger = pinger
         self._reports_written = reports_written
         self._success = success
+        self._together = Together(store, worker_id, clock)
         self._loop = asyncio.get_running_loop()
         self._limit_s: float | None = None
         self._blocking: BlockingStore | None = None
@@ -106,39 +106,19 @@ class Transactions:
     async def in_loop(self, execution: Execution) -> AsyncIterator[Any]:
         """See `TaskContext.transaction`."""
         async with (
-            _session(self._store) as session,
+            session_of(self._store) as session,
             _block(self._store, session, _Here(self, execution), asyncio.sleep),
         ):
             yield session
 
     async def again_in_loop(self, execution: Execution, fn: Callable[[Any], Any]) -> Any:
         """See `TaskContext.in_transaction`."""
-        async with _session(self._store) as session:
+        async with session_of(self._store) as session:
             return await _again(self._store, session, _Here(self, execution), execution, fn, asyncio.sleep)
 
     async def record(self, execution: Execution, outcome: Outcome) -> None:
-        """Record SUCCESS and what the handler published, as one; again, while the database only falters.
-
-        Raises `LeaseLost`, or what makes the publishing impossible.
-        """
-        record = Record(self._worker_id, outcome, execution.publications, self._clock.now())
-        while True:
-            try:
-                async with _session(self._store) as session:
-                    await maybe(start_transaction(session))
-                    await _write(self._store, session, record)
-                    await _commit(session, asyncio.sleep)
-            except PyMongoError as error:
-                if not (is_passing(error) or is_over_deadline(error)):
-                    raise
-                with suppress(PyMongoError):
-                    if (await standing(self._store, [outcome]))[outcome] == "recorded":
-                        return
-                if time.monotonic() > execution.lease_until:
-                    raise _lost(execution.name, execution.key) from error
-                await asyncio.sleep(_PAUSE_S)
-            else:
-                return
+        """Record SUCCESS and what the handler published, as one. See `Together.record`."""
+        await self._together.record(execution, outcome)
 
     # --- in a thread ---
 
@@ -317,13 +297,6 @@ async def _sleep(seconds: float) -> None:
 
 
 @asynccontextmanager
-async def _session(store: Store) -> AsyncIterator[Any]:
-    session = await maybe(store.driver.start_session())
-    async with session:
-        yield session
-
-
-@asynccontextmanager
 async def _block(
     store: Store, session: Any, side: Side, pause: Callable[[float], Awaitable[None]]
 ) -> AsyncIterator[None]:
@@ -336,8 +309,8 @@ async def _block(
         yield
         record = await side.record()
         ours = True
-        await _write(store, session, record)
-        await _commit(session, pause)
+        await write(store, session, record.worker_id, [record.outcome], record.publications, record.now)
+        await commit(session, pause)
         how = "recorded"
     except Exception as error:
         met = _met(error)
@@ -425,27 +398,6 @@ async def _abort(session: Any) -> None:
 
 def _is_gone(error: PyMongoError) -> bool:
     return isinstance(error, OperationFailure) and error.code in _TRANSACTION_GONE
-
-
-async def _write(store: Store, session: Any, record: Record) -> None:
-    if not await finish(store, record.worker_id, [record.outcome], session=session):
-        name, _, key = record.outcome.id.partition(":")
-        raise _lost(name, key)
-    await publish_in_session(store, record.publications, record.now, session)
-
-
-async def _commit(session: Any, pause: Callable[[float], Awaitable[None]]) -> None:
-    """Commit; again as long as the answer is unknown, which the server allows for."""
-    give_up = time.monotonic() + _COMMIT_TRIES_S
-    while True:
-        try:
-            await maybe(session.commit_transaction())
-        except PyMongoError as error:
-            if not error.has_error_label(_UNKNOWN_COMMIT) or time.monotonic() > give_up:
-                raise
-            await pause(_PAUSE_S)
-        else:
-            return
 
 
 def _lost(name: str, key: str) -> LeaseLost:

@@ -106,6 +106,13 @@ class Store:
             del command["maxTimeMS"]
         return await self.driver.command(command, session)
 
+    async def update_each(
+        self, statements: Sequence[tuple[Document, Sequence[Mapping[str, Any]]]], session: Any
+    ) -> Document:
+        """Do several pipelined updates in the session's transaction, in this order, and return the sums of the replies."""
+        updates = [{"q": query, "u": pipeline, "multi": True} for query, pipeline in statements]
+        return await self.driver.command({"update": self.tasks, "updates": updates}, session)
+
     async def find(
         self,
         query: Document,

@@ -7,7 +7,7 @@ By plain inserts first: an upsert of a key that stands in somebody's open transa
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
@@ -310,44 +310,54 @@ def _is_running(publication: Publication) -> TaskRunning:
 
 
 async def publish_in_session(
-    store: Store, publications: Sequence[Publication], now: datetime, session: Any
+    store: Store,
+    publications: Sequence[Publication],
+    now: datetime,
+    session: Any,
+    touching: Callable[[str], object] = lambda _: None,
 ) -> list[Published]:
     """Publish inside the caller's transaction: the tasks appear if and when that commits. Results in the order given.
 
-    Existing keys are seen by the transaction's snapshot and not locked, unless they are really changed.
+    Existing keys are seen by the transaction's snapshot and not locked, unless they are really changed. A key may come
+    several times: what is new with the first is there for the next. `touching` is told which existing task comes next.
     """
     results: dict[int, Published] = {}
     tasks = store.driver.collection(store.tasks)
     for batch in _batches(publications):
-        ids = [publications[i].id for i in batch]
-        cursor = tasks.find({"_id": {"$in": ids}}, {"forgotten": rules.is_forgotten(store.now)}, session=session)
+        by_id: dict[str, list[int]] = {}
+        for i in batch:
+            by_id.setdefault(publications[i].id, []).append(i)
+        cursor = tasks.find({"_id": {"$in": [*by_id]}}, {"forgotten": rules.is_forgotten(store.now)}, session=session)
         stored = {document["_id"]: document for document in await cursor.to_list(None)}
-        new = [i for i in batch if publications[i].id not in stored]
+        new = [places.pop(0) for id_, places in by_id.items() if id_ not in stored]
         if new:
             await tasks.insert_many([new_document(publications[i], now) for i in new], session=session)
-        for i in batch:
-            results[i] = (
-                _CREATED
-                if i in new
-                else await _treat_existing_in_session(
-                    store, publications[i], now, session, forgotten=stored[publications[i].id]["forgotten"]
-                )
-            )
+        results.update(dict.fromkeys(new, _CREATED))
+        for id_, places in by_id.items():
+            touching(id_)
+            if places and id_ in stored and stored[id_]["forgotten"]:
+                pipeline = _afresh(publications[places[0]], now, store.now)
+                await store.update({"_id": id_}, pipeline, WRITE_DEADLINE_MS, session)
+                results[places.pop(0)] = _CREATED
+            changing = [i for i in places if publications[i].changes_existing]
+            results.update(dict.fromkeys(places, Published(created=False)))
+            if changing:
+                changed = await _change_in_session(store, [publications[i] for i in changing], now, session)
+                results.update(dict.fromkeys(changing, changed))
     return [results[i] for i in range(len(publications))]
 
 
-async def _treat_existing_in_session(
-    store: Store, publication: Publication, now: datetime, session: Any, *, forgotten: bool
+async def _change_in_session(
+    store: Store, publications: Sequence[Publication], now: datetime, session: Any
 ) -> Published:
-    if forgotten:
-        await store.update({"_id": publication.id}, _afresh(publication, now, store.now), WRITE_DEADLINE_MS, session)
-        return _CREATED
-    if not publication.changes_existing:
-        return Published(created=False)
-    query: Document = {"_id": publication.id}
-    if publication.not_update_running:
-        query["$expr"] = {"$not": [rules.with_facts(store.now, IS_RUNNING)]}
-    reply = await store.update(query, change_pipeline(publication, now, store.now), WRITE_DEADLINE_MS, session)
-    if not reply["n"]:
-        raise _is_running(publication)
+    """Change one existing task as each publication asks, one after the other, in one command."""
+    statements = []
+    for publication in publications:
+        query: Document = {"_id": publication.id}
+        if publication.not_update_running:
+            query["$expr"] = {"$not": [rules.with_facts(store.now, IS_RUNNING)]}
+        statements.append((query, change_pipeline(publication, now, store.now)))
+    reply = await store.update_each(statements, session)
+    if reply["n"] < len(statements):
+        raise _is_running(next(publication for publication in publications if publication.not_update_running))
     return Published(created=False, updated=bool(reply["nModified"]))

@@ -1,0 +1,243 @@
+"""What is recorded together, in one transaction: SUCCESSes, and the tasks that their handlers published.
+
+While one transaction is under way the next outcomes collect, then go as one: so handlers that all publish the same key do
+not undo each other's transactions, and their publications of that key are one statement. Between workers they may; then
+each waits for a time by chance.
+
+If the process dies before the commit, nothing of it remains, and the tasks run again when their leases are over. If it
+dies after it, everything is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from pymongo.errors import PyMongoError
+
+from taskmesh.clock import ServerClock
+from taskmesh.consumer.execution import Execution
+from taskmesh.consumer.pause import by_chance
+from taskmesh.errors import LeaseLost
+from taskmesh.store import Store
+from taskmesh.store.blocking import maybe
+from taskmesh.store.driver import start_transaction
+from taskmesh.store.faults import is_over_deadline, is_passing
+from taskmesh.store.finish import Outcome, finish, standing
+from taskmesh.store.publish import Publication, publish_in_session
+
+logger = logging.getLogger("taskmesh.finisher")
+
+_MAX_BATCH = 200
+_MAX_BATCH_BYTES = 6_000_000
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 1.0
+_PATIENT_TRIES = 3
+"""After so many in vain what is tried holds up no others: it goes on beside them."""
+_UNKNOWN_COMMIT = "UnknownTransactionCommitResult"
+_COMMIT_TRIES_S = 30.0
+_PAUSE_S = 0.05
+
+
+@dataclass(eq=False)
+class _Waiting:
+    execution: Execution
+    outcome: Outcome
+    publications: Sequence[Publication]
+    fate: asyncio.Future[None]
+
+    @property
+    def size(self) -> int:
+        return self.outcome.size + sum(publication.size for publication in self.publications)
+
+    def publishes(self, id_: str | None) -> bool:
+        return any(publication.id == id_ for publication in self.publications)
+
+    def end(self, error: BaseException | None = None) -> None:
+        if self.fate.done():
+            return
+        if error is None:
+            self.fate.set_result(None)
+        else:
+            self.fate.set_exception(error)
+
+
+class Together:
+    """The SUCCESSes of one consumer whose handlers published, on their way to the database."""
+
+    def __init__(self, store: Store, worker_id: str, clock: ServerClock) -> None:
+        self._store = store
+        self._worker_id = worker_id
+        self._clock = clock
+        self._waiting: deque[_Waiting] = deque()
+        self._sending: asyncio.Task[None] | None = None
+        self._beside: set[asyncio.Task[None]] = set()
+
+    async def record(self, execution: Execution, outcome: Outcome) -> None:
+        """Record SUCCESS and what the handler published, as one; again, while the database only falters.
+
+        Raises `LeaseLost`, or what makes the publishing impossible.
+        """
+        loop = asyncio.get_running_loop()
+        waiting = _Waiting(execution, outcome, list(execution.publications), loop.create_future())
+        self._waiting.append(waiting)
+        if self._sending is None:
+            self._sending = loop.create_task(self._send(), name="taskmesh record together")
+        await waiting.fate
+
+    async def _send(self) -> None:
+        try:
+            while self._waiting:
+                batch: list[_Waiting] = []
+                size = 0
+                while self._waiting and len(batch) < _MAX_BATCH and (not batch or size < _MAX_BATCH_BYTES):
+                    size += self._waiting[0].size
+                    batch.append(self._waiting.popleft())
+                await self._record(batch, beside=False)
+        finally:
+            self._sending = None
+
+    async def _record(self, todo: list[_Waiting], *, beside: bool) -> None:
+        """Record a set, until each has its fate or is on its way by itself: nothing here leaves one without."""
+        try:
+            await self._try(todo, beside=beside)
+        except Exception as error:
+            logger.exception("recording %s outcomes with what they publish met an error of our own", len(todo))
+            for waiting in todo:
+                waiting.end(error)
+
+    async def _try(self, todo: list[_Waiting], *, beside: bool) -> None:
+        """Write it, again and again if need be; `beside` what comes next, if that is not held up by it.
+
+        What the server refuses, or what meets others again and again, is parted from the rest.
+        """
+        longest = _FIRST_WAIT_S
+        tried = 0
+        while todo:
+            at: list[str] = []
+            try:
+                await self._write(todo, at)
+            except LeaseLost:  # of some of them: `_still_to_do` says of which
+                pass
+            except Exception as error:  # noqa: BLE001 — what is published may be refused in any way
+                if not _passes(error):
+                    await self._refused(todo, at[-1] if at else None, error, beside=beside)
+                    return
+                tried += 1
+                await asyncio.sleep(by_chance(longest))
+                longest = min(longest * 2, _LONGEST_WAIT_S)
+            else:
+                for waiting in todo:
+                    waiting.end()
+                return
+            todo = await self._still_to_do(todo)
+            if tried >= _PATIENT_TRIES and todo:
+                parts = (
+                    [todo] if at and all(w.publishes(at[-1]) for w in todo) else _parts(todo, at[-1] if at else None)
+                )
+                if len(parts) > 1 or not beside:
+                    for part in parts:
+                        self._launch(part)
+                    return
+
+    def _launch(self, part: list[_Waiting]) -> None:
+        recording = asyncio.get_running_loop().create_task(self._record(part, beside=True))
+        self._beside.add(recording)
+        recording.add_done_callback(self._beside.discard)
+
+    async def _write(self, todo: Sequence[_Waiting], at: list[str]) -> None:
+        publications = [publication for waiting in todo for publication in waiting.publications]
+        async with session_of(self._store) as session:
+            await maybe(start_transaction(session))
+            outcomes = [waiting.outcome for waiting in todo]
+            await write(self._store, session, self._worker_id, outcomes, publications, self._clock.now(), at.append)
+            at.clear()
+            await commit(session, asyncio.sleep)
+
+    async def _refused(self, todo: list[_Waiting], at: str | None, error: Exception, *, beside: bool) -> None:
+        if len(todo) == 1:
+            todo[0].end(error)
+            return
+        for part in _parts(todo, at):
+            await self._record(part, beside=beside)
+
+    async def _still_to_do(self, todo: list[_Waiting]) -> list[_Waiting]:
+        """Ask what became of them, and return those that are still held."""
+        try:
+            fates = await standing(self._store, [waiting.outcome for waiting in todo])
+        except PyMongoError:
+            fates = {}
+        left: list[_Waiting] = []
+        for waiting in todo:
+            fate = fates.get(waiting.outcome, "held")
+            if fate == "recorded":
+                waiting.end()
+            elif fate == "lost" or time.monotonic() > waiting.execution.lease_until:
+                waiting.end(lost(waiting.outcome))
+            else:
+                left.append(waiting)
+        return left
+
+
+def _passes(error: Exception) -> bool:
+    return isinstance(error, PyMongoError) and (is_passing(error) or is_over_deadline(error))
+
+
+def _parts(todo: list[_Waiting], at: str | None) -> list[list[_Waiting]]:
+    """Part those that publish the task at which it failed from the rest; if it is not known, or they all do: in halves."""
+    with_it = [waiting for waiting in todo if waiting.publishes(at)]
+    rest = [waiting for waiting in todo if not waiting.publishes(at)]
+    parts = [rest, with_it] if with_it and rest else [todo[::2], todo[1::2]]
+    return [part for part in parts if part]
+
+
+@asynccontextmanager
+async def session_of(store: Store) -> AsyncIterator[Any]:
+    """Open a session, which ends a transaction that is still open with it."""
+    session = await maybe(store.driver.start_session())
+    async with session:
+        yield session
+
+
+async def write(
+    store: Store,
+    session: Any,
+    worker_id: str,
+    outcomes: Sequence[Outcome],
+    publications: Sequence[Publication],
+    now: datetime,
+    touching: Callable[[str], object] = lambda _: None,
+) -> None:
+    """Write SUCCESSes and publications in a transaction. Raises `LeaseLost` if one of the executions is not held any more.
+
+    `touching` is told which task is about to be published.
+    """
+    if await finish(store, worker_id, outcomes, session=session) < len(outcomes):
+        raise lost(outcomes[0])
+    await publish_in_session(store, publications, now, session, touching)
+
+
+async def commit(session: Any, pause: Callable[[float], Awaitable[None]]) -> None:
+    """Commit; again as long as the answer is unknown, which the server allows for."""
+    give_up = time.monotonic() + _COMMIT_TRIES_S
+    while True:
+        try:
+            await maybe(session.commit_transaction())
+        except PyMongoError as error:
+            if not error.has_error_label(_UNKNOWN_COMMIT) or time.monotonic() > give_up:
+                raise
+            await pause(_PAUSE_S)
+        else:
+            return
+
+
+def lost(outcome: Outcome) -> LeaseLost:
+    """Return the error of an execution that has lost its task."""
+    name, _, key = outcome.id.partition(":")
+    return LeaseLost(f"task {name!r} {key!r}: the lease was lost, so nothing of the transaction remains")
