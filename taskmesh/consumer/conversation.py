@@ -188,6 +188,7 @@ class Conversation:
                 return _outcome(kind, *said)
             if kind == "begins":
                 self._begun = True
+                self._execution.on_begin(self._execution)
                 continue
             if kind == "log":
                 self._execution.log(*said)

@@ -17,6 +17,9 @@ from taskmesh.store.finish import Outcome
 
 logger = logging.getLogger("taskmesh.executor")
 
+_ABOUT_THE_TASK = (TaskFailed, Retry, Snooze)
+"""What a handler says of its task, which holds though it says so while its worker stops."""
+
 
 _CONFLICTS_IN_A_ROW = 100
 """So many conflicts of `transaction()` are a failure. Waiting between them takes longer than a dead worker's locks last."""
@@ -37,27 +40,24 @@ class Ending:
     """Of a failure by an error: file, line and function where it was raised."""
 
 
-def ending_with(execution: Execution, value: Any) -> Ending:
-    """Judge what a handler returned: it counts, unless the execution was stopped before."""
-    if execution.recorded:
-        return Ending("succeeded", value=execution.result)
-    return _stopped_before(execution) or Ending("succeeded", value=value)
+def judged(execution: Execution, value: Any, error: BaseException | None) -> Ending:
+    """Judge what a handler returned, or what it (or a check before it) raised: it counts, unless it was told to stop before.
 
-
-def ending_of(execution: Execution, error: BaseException) -> Ending:
-    """Judge what a handler (or a check before it) raised."""
+    From here on nothing can tell it to stop any more.
+    """
+    told = execution.judge()
     if execution.recorded:
-        logger.warning(
-            "task %s raised after its transaction had recorded it: %r", execution.id, error, extra=fields_of(execution)
-        )
+        if error is not None:
+            text = "task %s raised after its transaction had recorded it: %r"
+            logger.warning(text, execution.id, error, extra=fields_of(execution))
         return Ending("succeeded", value=execution.result)
-    if stopped := _stopped_before(execution, error):
-        return stopped
+    if told is not None and not (told is Stop.WORKER_STOPS and isinstance(error, _ABOUT_THE_TASK)):
+        return _told_to_stop(execution, told, error)
+    if error is None:
+        return Ending("succeeded", value=value)
     if isinstance(error, LeaseLost):
         return Ending("lost", reason=Stop.LEASE_LOST.value, error=error)
     if isinstance(error, asyncio.CancelledError):
-        if execution.stop_reason is Stop.WORKER_STOPS:
-            return Ending("released", reason=Stop.WORKER_STOPS.value, error=error)
         return Ending("failed", reason="CancelledError: the handler was cancelled, and not by taskmesh", error=error)
     if isinstance(error, (Retry, Snooze)):
         try:
@@ -79,17 +79,16 @@ def failed_by(error: BaseException) -> Ending:
     return Ending("failed", reason=why.text, error=error, fail_type=why.type, fail_frame=why.frame)
 
 
-def _stopped_before(execution: Execution, error: BaseException | None = None) -> Ending | None:
-    """How it ended if it was stopped for a reason that outweighs whatever the handler did then."""
-    reason = execution.stop_reason
-    if reason is Stop.TIMEOUT:
+def _told_to_stop(execution: Execution, told: Stop, error: BaseException | None) -> Ending:
+    """How it ended if it was told to stop for a reason that outweighs whatever the handler did then."""
+    if told is Stop.TIMEOUT:
         limit_ms = execution.stored_option["run_timeout_ms"]
         return Ending("failed", reason=f"run_timeout_ms: the execution took more than {limit_ms} ms", error=error)
-    if reason in (Stop.CANCELLED, Stop.DELETED, Stop.NOT_ALLOWED):
-        return Ending("cancelled", reason=reason.value, error=error)
-    if reason is Stop.LEASE_LOST:
-        return Ending("lost", reason=reason.value, error=error)
-    return None
+    if told is Stop.LEASE_LOST:
+        return Ending("lost", reason=told.value, error=error)
+    if told is Stop.WORKER_STOPS:
+        return Ending("released", reason=told.value, error=error)
+    return Ending("cancelled", reason=told.value, error=error)
 
 
 def failure(execution: Execution, ending: Ending) -> Outcome:

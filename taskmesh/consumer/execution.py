@@ -27,7 +27,7 @@ LOG_BYTES = 32_000
 _MARGIN_SHARE, _LARGEST_MARGIN_S = 0.1, 1.0
 _LATEST_PING_SHARE = 0.6
 _lock = threading.Lock()
-"""Handlers in threads log and publish; one lock for all is enough, since it is held for a moment."""
+"""Handlers in threads log, publish and ask whether to stop; one lock for all is enough, since it is held for a moment."""
 
 
 class Stop(Enum):
@@ -41,8 +41,49 @@ class Stop(Enum):
     WORKER_STOPS = "the worker stops"
 
 
+class RunTime:
+    """How long an execution may still take, by `run_timeout_ms`. It stands still until user code can run."""
+
+    __slots__ = ("_ends", "_left_s", "_timer")
+
+    def __init__(self, limit_ms: int | None) -> None:
+        self._left_s = None if limit_ms is None else limit_ms / 1000
+        self._ends: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def left_s(self) -> float | None:
+        """How much is left; None if there is no limit."""
+        return self._left_s if self._ends is None else self._ends - time.monotonic()
+
+    def go_on(self, over: Callable[[], None]) -> None:
+        """Count from now on, and call this in the running loop when nothing is left."""
+        if self._left_s is not None and self._ends is None:
+            self._ends = time.monotonic() + self._left_s
+            self._timer = asyncio.get_running_loop().call_later(self._left_s, over)
+
+    def stand_still(self) -> None:
+        """Count no more, until told to go on."""
+        self._left_s, self._ends = self.left_s, None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
 class Execution:
-    """The state of one execution. Belongs to the event loop, but for the lease, which the pinger's thread renews."""
+    """The state of one execution.
+
+    Belongs to the event loop, but for two things: the lease, which the pinger's thread renews, and the decision whether it was
+    told to stop before it ended, which is taken under the lock.
+    """
+
+    on_report: Callable[[Execution], None] | None = None
+    on_told: Callable[[Execution], None]
+    """Called, in whatever thread, when `cancelled` has told the handler to stop."""
+    on_begin: Callable[[Execution], None]
+    """Called, in whatever thread, when a child process is about to run the handler."""
+    make_publication: Any = None
+    transactions: Any = None
 
     on_leased: Callable[[], None] | None = None
     """Called, in whatever thread, when the lease has another end: a handler in another process has to know."""
@@ -66,10 +107,13 @@ class Execution:
         self.silent_until = 0.0
         """Until when not to ping, whatever is due."""
         self.renewed(claim_sent)
-        self.task: asyncio.Task[None] | None = None
-        self.concluding: asyncio.Task[None] | None = None
-        """What brings it to its end where its handler, and so its own asyncio task, goes on."""
+        self.run_time = RunTime(self.stored_option.get("run_timeout_ms"))
+        self.task: asyncio.Task[Any] | None = None
+        """What runs the handler, until that has really ended."""
+        self.concluding: asyncio.Task[Any] | None = None
+        """What brings it to its outcome where that takes time after it is judged."""
         self.stop_reason: Stop | None = None
+        """Why it was told to stop, if it was: see `tell_to_stop`."""
         self.handler_running = False
         self.hook_running = False
         """Whether `after` is, which nothing stops but the end of the worker."""
@@ -85,8 +129,6 @@ class Execution:
         self._logs_changed = False
         self.progress: Document | None = None
         self._progress_changed = False
-        self.on_report: Any = None
-        self.make_publication: Any = None
         self.publications: list[Publication] = []
         self.result: Any = None
         self.as_task: Any = None
@@ -99,7 +141,6 @@ class Execution:
         """Whether nothing may be written to its task, since a `transaction()` is open that will."""
         self.session_id: Any = None
         """Of its transaction, if it has begun one."""
-        self.transactions: Any = None
         self.span: ProcessSpan | None = None
         """Of its trace, if somebody traces."""
 
@@ -138,9 +179,9 @@ class Execution:
     # --- what a handler may ask (see context.Running) ---
 
     @property
-    def pipeline(self) -> asyncio.Task[None] | None:
-        """Whatever is to hand its outcome on."""
-        return self.concluding or self.task
+    def pipeline(self) -> asyncio.Task[Any] | None:
+        """Whatever is still to hand its outcome on."""
+        return self.concluding if self.judged else self.task
 
     @property
     def option(self) -> TaskOption:
@@ -164,16 +205,27 @@ class Execution:
     @property
     def deadline(self) -> datetime | None:
         """When `run_timeout_ms` is over, by the server's clock."""
-        limit = self.stored_option.get("run_timeout_ms")
-        if limit is None:
-            return None
-        left = self.started + limit / 1000 - time.monotonic()
-        return self._clock.now() + timedelta(seconds=left)
+        left = self.run_time.left_s
+        return None if left is None else self._clock.now() + timedelta(seconds=left)
 
     @property
     def cancelled(self) -> bool:
-        """Whether the handler should stop."""
-        return self.stop_reason is not None or time.monotonic() >= self.lease_until
+        """Whether the handler should stop. True is final: it has told the handler so, and the execution is judged by that."""
+        return self.is_told_to_stop()
+
+    def is_told_to_stop(self) -> bool:
+        """Say so, and if the lease is over decide it here and now, before the handler hears of it."""
+        if self.stop_reason is None and time.monotonic() >= self.lease_until and self.tell_to_stop(Stop.LEASE_LOST):
+            self.on_told(self)
+        return self.stop_reason is not None
+
+    def tell_to_stop(self, reason: Stop) -> bool:
+        """Decide that the handler is to stop; from any thread. False if its outcome is decided, or it was told before."""
+        with _lock:
+            if self.ended or self.stop_reason is not None:
+                return False
+            self.stop_reason = reason
+            return True
 
     def set_progress(self, fraction: float, message: str | None) -> None:
         """Keep the newest progress; it is written soon."""
@@ -243,10 +295,22 @@ class Execution:
                 f"task {self.name!r} {self.key!r}: {self.stop_reason.value}, so this execution writes nothing any more"
             )
 
-    def end(self) -> None:
-        """Its outcome is decided: what it has published by now goes with that, and no more."""
+    def judge(self) -> Stop | None:
+        """Its handler's end counts, or its silence: nothing tells it to stop any more. Return why it was told before."""
         with _lock:
-            self.ended = True
+            self.judged = self.ended = True
+            return self.stop_reason
+
+    def commit(self) -> Stop | None:
+        """Decide that it SUCCEEDs, unless it was told to stop before: return why. What it publishes later is refused."""
+        with _lock:
+            self.ended = self.ended or self.stop_reason is None
+            return self.stop_reason
+
+    def commit_failed(self) -> None:
+        """After a `transaction()` that came to nothing: go on as before."""
+        with _lock:
+            self.ended = self.judged
 
     def _report(self) -> None:
         if not self.hushed and self.on_report is not None:

@@ -3,7 +3,8 @@
     check params → before → run the handler → judge how it ended → after → hand the outcome to the finisher
 
 Async handlers run in the event loop, each in an asyncio task of its own; plain functions in threads; `run="process"` in
-processes of their own. A handler's end, whatever it is, concerns its own execution alone.
+processes of their own. A handler's end, whatever it is, concerns its own execution alone. It is judged in the moment of the
+handler's end, before others can change what it returned; and if the asyncio task is over without that, by its done callback.
 
 If the process dies before the outcome is recorded, the lease runs out and the task runs again.
 """
@@ -16,14 +17,15 @@ import inspect
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.to_thread
 
 from taskmesh.clock import ServerClock
-from taskmesh.consumer.ending import Ending, ending_of, ending_with, failed_by, failure, snoozed, stopped
+from taskmesh.consumer.ending import Ending, failed_by, failure, judged, snoozed, stopped
 from taskmesh.consumer.execution import Execution, Stop
 from taskmesh.consumer.finisher import Fate, Finisher
 from taskmesh.consumer.observer import Observer
@@ -77,6 +79,7 @@ class Executor:
         observer: Observer | None = None,
     ) -> None:
         self._store = store
+        self._loop = asyncio.get_running_loop()
         self._worker_id = worker_id
         self._clock = clock
         self._finisher = finisher
@@ -117,93 +120,116 @@ class Executor:
         """Begin to execute a claimed task."""
         execution = Execution(document, running_id, self._worker_id, claim_sent, self._clock)
         execution.on_report = self._report
+        execution.on_told = self._obey_soon
+        execution.on_begin = self._count_run_time_soon
         execution.transactions = self._transactions
         execution.make_publication = self._make_publication
         self.executions[execution.id] = execution
         self.started += 1
         self._pinger.expect(execution.ping_every_s)
-        execution.task = asyncio.get_running_loop().create_task(self._run(execution), name=f"task {execution.id}")
+        execution.task = self._loop.create_task(self._handle(execution), name=f"task {execution.id}")
+        execution.task.add_done_callback(partial(self._task_is_over, execution))
 
     def stop(self, execution: Execution, reason: Stop) -> None:
         """Make an execution stop; its handler is cancelled. The first reason stands."""
-        if execution.ended or execution.stop_reason is not None:
-            return
-        execution.stop_reason = reason
-        if reason is not Stop.TIMEOUT:
+        if execution.tell_to_stop(reason):
+            self._obey(execution)
+
+    def lose(self, execution: Execution) -> None:
+        """The lease is gone: whatever the handler still does counts no more."""
+        self.stop(execution, Stop.LEASE_LOST)
+
+    def _obey(self, execution: Execution) -> None:
+        """Cancel the handler of an execution that was told to stop."""
+        reason = execution.stop_reason
+        if reason is Stop.LEASE_LOST:
+            logger.warning(
+                "lease lost: task %s, execution %s", execution.id, execution.running_id, extra=fields_of(execution)
+            )
+        elif reason is not None and reason is not Stop.TIMEOUT:
             logger.info(
                 "stopping %s (%s): %s", execution.id, execution.running_id, reason.value, extra=fields_of(execution)
             )
         if execution.handler_running and execution.task is not None:
             execution.task.cancel()
             if reason is not Stop.WORKER_STOPS:
-                asyncio.get_running_loop().call_later(_CANCELLED_ENDS_WITHIN_S, self._go_on_without, execution)
+                self._loop.call_later(_CANCELLED_ENDS_WITHIN_S, self._go_on_without, execution)
+
+    def _obey_soon(self, execution: Execution) -> None:
+        """Do so, asked from any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: there is nothing to cancel any more
+            self._loop.call_soon_threadsafe(self._obey, execution)
 
     def _go_on_without(self, execution: Execution) -> None:
         """Judge an execution whose handler goes on, though it was cancelled: as with a thread, its slot stays taken."""
         if not execution.ended:
             execution.handler_done = asyncio.Event()
-            ending = ending_of(execution, asyncio.CancelledError())
-            execution.judged = True
-            execution.end()
-            execution.concluding = asyncio.get_running_loop().create_task(self._finish(execution, ending))
-
-    def lose(self, execution: Execution) -> None:
-        """The lease is gone: whatever the handler still does counts no more."""
-        if not execution.ended and execution.stop_reason is None:
-            logger.warning(
-                "lease lost: task %s, execution %s", execution.id, execution.running_id, extra=fields_of(execution)
-            )
-            self.stop(execution, Stop.LEASE_LOST)
+            self._finish(execution, judged(execution, None, asyncio.CancelledError()))
 
     def cut_hook_short(self, execution: Execution) -> None:
         """Wait no longer for `after`: the worker ends, and there is an outcome to record."""
-        if execution.hook_running and execution.pipeline is not None:
-            execution.pipeline.cancel()
+        if execution.hook_running and execution.concluding is not None:
+            execution.concluding.cancel()
 
     # --- the pipeline ---
 
-    async def _run(self, execution: Execution) -> None:
-        ending = await self._handle(execution)
-        if not execution.judged:
-            await self._finish(execution, ending)
-        elif execution.handler_done is not None:
-            execution.handler_done.set()
-
-    async def _handle(self, execution: Execution) -> Ending:
-        """Run the handler, with what comes before it, and judge how it ended."""
-        execution.span = process_span(execution)
+    async def _handle(self, execution: Execution) -> None:
+        """Run the handler, with what comes before it."""
         try:
+            execution.span = process_span(execution)
             definition = self._definitions[execution.name]
             args, kwargs = definition.params.to_run(execution.document.get("params") or {})
             if self._before is not None or self._after is not None:
                 execution.as_task = Task.from_document(execution.document)
+            self._count_run_time(execution)
             if self._before is not None:
                 await self._call_before(execution, self._before(execution.as_task))
             value = await self._call(execution, definition, args, kwargs)
         except BaseException as error:  # noqa: BLE001 — whatever a handler raises ends its own execution and nothing else
-            return ending_of(execution, error)
-        return ending_with(execution, value)
+            self._handler_ended(execution, None, error)
+        else:
+            self._handler_ended(execution, value, None)
 
-    async def _finish(self, execution: Execution, ending: Ending) -> None:
-        """Bring it to its outcome. It has one, whatever goes wrong here: else it would hold its slot and its lease for ever."""
-        execution.judged = True
-        execution.end()
-        try:
-            if self._after is not None and execution.as_task is not None:
-                await self._call_after(execution, self._after, ending)
-            if execution.span is not None:
-                execution.span.end(ending)
-            await self._conclude(execution, ending)
-        except Exception as error:
-            logger.exception("the end of task %s met an error that is not its handler's", execution.id)
-            if not execution.recorded_or_lost:
-                self._record(execution, failure(execution, failed_by(error)))
+    def _task_is_over(self, execution: Execution, task: asyncio.Task[None]) -> None:
+        """See to it that the handler's end is judged, whatever became of its asyncio task: nothing bypasses this."""
+        if execution.task is not None:
+            error = None if task.cancelled() else task.exception()
+            self._handler_ended(execution, None, error or asyncio.CancelledError())
+
+    def _handler_ended(self, execution: Execution, value: Any, error: BaseException | None) -> None:
+        """Judge how the handler ended, unless that was done without it."""
+        execution.task = None
+        execution.run_time.stand_still()
+        if not execution.judged:
+            self._finish(execution, judged(execution, value, error))
+        elif execution.handler_done is not None:
+            execution.handler_done.set()
+
+    def _finish(self, execution: Execution, ending: Ending) -> None:
+        """Call `after`, then bring it to its outcome."""
+        if self._after is None or execution.as_task is None:
+            self._conclude(execution, ending)
+        else:
+            execution.hook_running = True
+            hook = self._call_after(execution, self._after, ending)
+            self._go_on(execution, hook, lambda _: self._conclude(execution, ending))
+
+    def _go_on(
+        self, execution: Execution, step: Coroutine[Any, Any, None], then: Callable[[BaseException | None], None]
+    ) -> None:
+        """Do what takes time after an execution is judged, and then the next; it is told what the step raised."""
+
+        def over(task: asyncio.Task[None]) -> None:
+            execution.concluding = None
+            then(asyncio.CancelledError() if task.cancelled() else task.exception())
+
+        execution.concluding = self._loop.create_task(step, name=f"end of task {execution.id}")
+        execution.concluding.add_done_callback(over)
 
     async def _call_after(self, execution: Execution, after: AfterHook, ending: Ending) -> None:
-        execution.hook_running = True
         try:
             await _maybe(after(execution.as_task, ending))
-        except (Exception, asyncio.CancelledError):
+        except BaseException:  # SystemExit would end the event loop
             logger.exception("the hook 'after' failed for task %s", execution.id, extra=fields_of(execution))
         finally:
             execution.hook_running = False
@@ -219,15 +245,11 @@ class Executor:
     async def _call(
         self, execution: Execution, definition: TaskDefinition[Any, Any], args: list[Any], kwargs: dict[str, Any]
     ) -> Any:
-        """Run the handler, within its time."""
-        limit_ms = execution.stored_option.get("run_timeout_ms")
-        timer = None
-        if limit_ms is not None:
-            timer = asyncio.get_running_loop().call_later(limit_ms / 1000, self.stop, execution, Stop.TIMEOUT)
+        """Run the handler."""
         execution.handler_running = True
-        if execution.stop_reason is not None:
-            raise asyncio.CancelledError
         try:
+            if execution.stop_reason is not None:
+                raise asyncio.CancelledError  # as if at its first line
             if definition.run == "async":
                 enter(TaskContext(execution))
                 self._tell_start(execution)
@@ -235,11 +257,20 @@ class Executor:
             if definition.run == "thread":
                 return await self._call_in_thread(execution, definition, args, kwargs)
             self._tell_start(execution)
+            execution.run_time.stand_still()  # until the child has started, and its handler begins
             return await self._call_in_process(execution, definition, args, kwargs)
         finally:
             execution.handler_running = False
-            if timer is not None:
-                timer.cancel()
+
+    def _count_run_time(self, execution: Execution) -> None:
+        """From now on user code can run: it is to be over when `run_timeout_ms` is."""
+        if not execution.judged:
+            execution.run_time.go_on(lambda: self.stop(execution, Stop.TIMEOUT))
+
+    def _count_run_time_soon(self, execution: Execution) -> None:
+        """Do so, asked from any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(self._count_run_time, execution)
 
     def _tell_start(self, execution: Execution) -> None:
         if self._observer is not None:
@@ -293,8 +324,19 @@ class Executor:
         if self._processes is not None:
             await self._processes.close()
 
-    async def _conclude(self, execution: Execution, ending: Ending) -> None:
+    def _conclude(self, execution: Execution, ending: Ending) -> None:
+        """Bring it to its outcome. It has one, whatever goes wrong here: else it would hold its slot and its lease for ever."""
+        try:
+            self._hand_over(execution, ending)
+        except Exception as error:
+            logger.exception("the end of task %s met an error that is not its handler's", execution.id)
+            if not execution.recorded_or_lost:
+                self._record(execution, failure(execution, failed_by(error)))
+
+    def _hand_over(self, execution: Execution, ending: Ending) -> None:
         """Turn the ending into an outcome and hand it to the finisher."""
+        if execution.span is not None:
+            execution.span.end(ending)
         if self._observer is not None:
             self._observer.ended(execution.name, ending.kind, time.monotonic() - execution.started)
         if execution.recorded:
@@ -311,13 +353,15 @@ class Executor:
             outcome = execution.outcome("released", {})
         elif execution.stop_reason is Stop.CANCELLED:
             execution.recorded_or_lost = True
-            await self._handler_end(execution)  # until then its entry shows that it is still on its way out
-            outcome = stopped(execution)
+            # Until the handler has really ended its entry shows that it is still on its way out.
+            self._after_handler(execution, lambda: self._record(execution, stopped(execution)))
+            return
         else:
             self._over(execution, "lost")
             return
         if outcome.kind == "succeeded" and execution.publications:
-            await self._record_with_publications(execution, outcome)
+            recording = self._transactions.record(execution, outcome)
+            self._go_on(execution, recording, partial(self._recorded_with_publications, execution))
             return
         self._record(execution, outcome)
 
@@ -342,17 +386,15 @@ class Executor:
             return failure(execution, Ending("failed", reason=unstorable_text(error)))
         return execution.outcome("succeeded", entry, size + 200)
 
-    async def _record_with_publications(self, execution: Execution, outcome: Outcome) -> None:
-        """Record SUCCESS and the tasks that the handler published as one."""
-        try:
-            await self._transactions.record(execution, outcome)
-        except LeaseLost:
-            self._over(execution, "lost")
-        except Exception as error:  # noqa: BLE001 — what is published may be refused in any way
-            self._record(execution, failure(execution, failed_by(error)))
-        else:
+    def _recorded_with_publications(self, execution: Execution, error: BaseException | None) -> None:
+        """SUCCESS and the tasks that the handler published were recorded as one, or refused, in whatever way."""
+        if error is None:
             self._successes.tell(execution)
             self._over(execution, "recorded")
+        elif isinstance(error, LeaseLost):
+            self._over(execution, "lost")
+        else:
+            self._record(execution, failure(execution, failed_by(error)))
 
     def _over(self, execution: Execution, fate: Fate) -> None:
         """The outcome has its fate: free the slot, as soon as the handler has really ended."""
@@ -367,30 +409,29 @@ class Executor:
             )
             # If that was since the task was cancelled meanwhile, its entry is to show that the handler has ended.
             self._finisher.add(stopped(execution), lambda _: None)
-        if execution.handler_done is not None and not execution.handler_done.is_set():
-            execution.concluding = asyncio.get_running_loop().create_task(self._wait_for_handler(execution))
-        else:
-            self._free(execution)
+        self._after_handler(execution, lambda: self._free(execution))
 
-    async def _wait_for_handler(self, execution: Execution) -> None:
-        await self._handler_end(execution)
-        self._free(execution)
-
-    async def _handler_end(self, execution: Execution) -> None:
-        """Wait for the end of a handler that nothing can hasten."""
-        if execution.handler_done is not None and not execution.handler_done.is_set():
-            logger.warning(
-                "the handler of task %s goes on, though its execution is over: its slot stays taken",
-                execution.id,
-                extra=fields_of(execution),
-            )
-            await execution.handler_done.wait()
+    def _after_handler(self, execution: Execution, then: Callable[[], None]) -> None:
+        """Do this as soon as the handler, which nothing can hasten, has really ended."""
+        if execution.handler_done is None or execution.handler_done.is_set():
+            then()
+            return
+        logger.warning(
+            "the handler of task %s goes on, though its execution is over: its slot stays taken",
+            execution.id,
+            extra=fields_of(execution),
+        )
+        self._go_on(execution, _set(execution.handler_done), lambda _: then())
 
     def _free(self, execution: Execution) -> None:
         if self.executions.get(execution.id) is execution:
             del self.executions[execution.id]
             self.finished += 1
             self._slot_freed()
+
+
+async def _set(event: asyncio.Event) -> None:
+    await event.wait()
 
 
 async def _maybe(value: Any) -> Any:

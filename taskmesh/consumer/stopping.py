@@ -116,9 +116,12 @@ async def _all_recorded(parts: Parts) -> None:
 
 
 def _at_work(executions: Iterable[Execution]) -> list[asyncio.Task[None]]:
-    """Whatever of these is still to hand its outcome to the finisher, or records it itself."""
+    """Whatever of these is still to hand its outcome to the finisher, or records it itself.
+
+    One that is done goes on with its done callback, in this turn of the loop.
+    """
     tasks = (execution.pipeline for execution in executions if not execution.recorded_or_lost)
-    return [task for task in tasks if task is not None and not task.done()]
+    return [task for task in tasks if task is not None]
 
 
 def _recordable_until(parts: Parts, wish: StopWish, began: float) -> float:

@@ -23,7 +23,7 @@ import anyio
 from pymongo.errors import OperationFailure, PyMongoError
 
 from taskmesh.clock import ServerClock
-from taskmesh.consumer.execution import Execution, Stop
+from taskmesh.consumer.execution import Execution
 from taskmesh.consumer.pause import by_chance
 from taskmesh.consumer.pinger import Pinger
 from taskmesh.consumer.together import Together, commit, session_of, write
@@ -193,18 +193,20 @@ class Transactions:
 
     def decide(self, execution: Execution) -> Record:
         """Make the execution's outcome a SUCCESS that nothing stops any more, but a transaction that fails."""
-        execution.check_lease()
-        if execution.judged or execution.stop_reason is Stop.TIMEOUT:
+        if execution.judged:
             raise _lost(execution.name, execution.key)
+        if told := execution.commit():
+            raise LeaseLost(
+                f"task {execution.name!r} {execution.key!r}: {told.value}, so nothing of the transaction remains"
+            )
         outcome = self._success(execution, execution.result)
         if outcome.kind != "succeeded":
             raise TaskFailed(outcome.entry["fail_reason"])
-        execution.end()
         return Record(self._worker_id, outcome, execution.publications, self._clock.now())
 
     def resume(self, execution: Execution) -> None:
         """Ping and report as before."""
-        execution.ended = execution.judged
+        execution.commit_failed()
         execution.speak_again()
 
     def abandoned(self, execution: Execution) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -271,3 +272,19 @@ def move(session: Any, database: str) -> None:
     accounts = session.client[database]["accounts"]
     accounts.update_one({"_id": "a"}, {"$inc": {"cents": -1}}, session=session)
     accounts.update_one({"_id": "b"}, {"$inc": {"cents": 1}}, session=session)
+
+
+def half_if_told() -> str:
+    """Return early, with half of the work done, as soon as the first attempt is told to stop."""
+    task = current_task()
+    task.progress(0.1)
+    while task.attempt == 1 and not task.cancelled:
+        time.sleep(0.001)
+    return "half" if task.attempt == 1 else "whole"
+
+
+def tell_deadline_after(seconds: float) -> list[Any]:
+    """Return when it began and its deadline, after so long."""
+    began = datetime.now(UTC)
+    time.sleep(seconds)
+    return [began, current_task().deadline]
