@@ -31,7 +31,8 @@ def check_endings(evidence: Evidence) -> Findings:
     _check_asked(findings, evidence)
     _check_statuses(findings, evidence)
     for id_, document in evidence.documents.items():
-        _check_outcomes(findings, id_, document, {run.start.running_id: run for run in runs.get(id_, [])})
+        own = {run.start.running_id: run for run in runs.get(id_, [])}
+        _check_outcomes(findings, id_, document, own, _failed_by_hooks(evidence, id_))
     for id_, of_task in runs.items():
         _check_runs(findings, evidence, id_, of_task)
     _check_effects(findings, evidence)
@@ -80,8 +81,16 @@ def _check_statuses(findings: Findings, evidence: Evidence) -> None:
             findings.check("S1", id_, successes == wanted == len(workers), f"{successes} of {workers}, not {wanted}")
 
 
-def _check_outcomes(findings: Findings, id_: str, document: Document, runs: dict[str, Run]) -> None:
-    """Each entry that ended is what a handler did."""
+def _failed_by_hooks(evidence: Evidence, id_: str) -> set[str]:
+    """The executions that may have been failed by the hook `before`."""
+    raised = (mark for mark in evidence.marks if mark.what == "before raised" and f"{mark.name}:{mark.key}" == id_)
+    return {running_id for mark in raised for running_id in mark.more["running_ids"]}
+
+
+def _check_outcomes(
+    findings: Findings, id_: str, document: Document, runs: dict[str, Run], failed_by_hooks: set[str]
+) -> None:
+    """Each entry that ended is what a handler did, or a hook."""
     cancelled = document["task_state"].get("cancel_time") is not None
     for entry in document["task_state"]["worker_states"]:
         run = runs.get(entry["running_id"])
@@ -93,6 +102,10 @@ def _check_outcomes(findings: Findings, id_: str, document: Document, runs: dict
             )  # in transaction(), before it returns
             right = run is not None and (recorded_itself or (run.returned and entry.get("returns") == told))
             findings.check("S2", id_, mine and right, f"{entry} is not what the handler did: {run}")
+            obeyed = run is not None and run.end is not None and run.end.more.get("told")
+            findings.check("S3", id_, not obeyed, f"{entry}, and the handler returned early as it was told to: {run}")
+        elif entry["state"] == "FAIL" and entry["running_id"] in failed_by_hooks and run is None:
+            continue
         elif entry["state"] == "FAIL" and not cancelled:
             raised = run is not None and run.end is not None and run.end.what == "raised"
             findings.check("S2", id_, mine and raised, f"{entry} is not what the handler did: {run}")
@@ -125,7 +138,7 @@ def _most_at_work(evidence: Evidence, runs: list[Run]) -> int:
 def _at_work(evidence: Evidence, run: Run) -> Iterator[tuple[float, float]]:
     begin, pid = run.start.mono, run.start.pid
     end = end_of(run, evidence.died)
-    if run.end is not None and run.end.what == "raised" and run.end.more.get("error") == "CancelledError":
+    if run.end is not None and (run.end.more.get("error") == "CancelledError" or run.end.more.get("told")):
         end -= _SLOW_TO_STOP_S
     for suspended, asleep, awake in sorted(evidence.suspended):
         if suspended == pid and begin < asleep < end:

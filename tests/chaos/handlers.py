@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from taskmesh import Retry, Snooze, TaskMesh, TaskOption, current_task
+from taskmesh import Ending, Retry, Snooze, Task, TaskMesh, TaskOption, current_task
 from taskmesh.definition import TaskDefinition
 from tests.processes.history import Notebook
 
@@ -43,6 +43,9 @@ class Kinds:
     writes: TaskDefinition[Any, int]
     transfers: TaskDefinition[Any, int]
     refreshes: TaskDefinition[Any, int]
+    obeys: TaskDefinition[Any, int]
+    obeys_in_thread: TaskDefinition[Any, int]
+    closes: TaskDefinition[Any, int]
 
 
 def define(mesh: TaskMesh, directory: Path | None = None) -> Kinds:  # noqa: C901, PLR0915 -- fourteen small handlers
@@ -181,8 +184,81 @@ def define(mesh: TaskMesh, directory: Path | None = None) -> Kinds:  # noqa: C90
             await task.publish(refreshed.configure(run_again=True), "all", refreshed_by=task.key)
             return run.returns(_value())
 
-    small = (work, in_thread, blocks, flaky, doomed, deadly, snoozes, retries, reports, chains)
-    return Kinds(*small, writes, transfers, refreshes)
+    @mesh.task(option=PATIENT)
+    async def obeys(ms: int = 0) -> int:
+        """Return with half of the work done when it is told to stop: by `cancelled`, or by a cancellation that it swallows."""
+        with notebook().run() as run:
+            end = time.monotonic() + ms / 1000
+            try:
+                while time.monotonic() < end:
+                    if current_task().cancelled:
+                        return run.obeys(_value())
+                    await asyncio.sleep(0.005)
+            except asyncio.CancelledError:
+                return run.obeys(_value())
+            return run.returns(_value())
+
+    @mesh.task(option=PATIENT)
+    def obeys_in_thread(ms: int = 0) -> int:
+        with notebook().run() as run:
+            end = time.monotonic() + ms / 1000
+            while time.monotonic() < end:
+                if current_task().cancelled:
+                    return run.obeys(_value())
+                time.sleep(0.005)
+            return run.returns(_value())
+
+    @mesh.task(option=PATIENT)
+    async def closes(ms: int = 0) -> int:
+        """Be closed, in the first attempt, by what arrives through a future."""
+        with notebook().run() as run:
+            await asyncio.sleep(ms / 1000)
+            if current_task().attempt == 1:
+                await failed_future(GeneratorExit)
+            return run.returns(_value())
+
+    async def before(task: Task) -> None:
+        if (kind := _sometimes()) is not None:
+            notebook().note_hook(task, "before raised")
+            await failed_future(kind)
+
+    async def after(_: Task, __: Ending) -> None:
+        if (kind := _sometimes()) is not None:
+            await failed_future(kind)
+
+    if book is not None and _CHANCE.random() < 0.5:
+        mesh.hooks(before=before, after=after)
+    return Kinds(
+        work=work,
+        in_thread=in_thread,
+        blocks=blocks,
+        flaky=flaky,
+        doomed=doomed,
+        deadly=deadly,
+        snoozes=snoozes,
+        retries=retries,
+        reports=reports,
+        chains=chains,
+        writes=writes,
+        transfers=transfers,
+        refreshes=refreshes,
+        obeys=obeys,
+        obeys_in_thread=obeys_in_thread,
+        closes=closes,
+    )
+
+
+async def failed_future(kind: type[BaseException]) -> None:
+    """Raise something that arrives through a future, as from a thread."""
+    loop = asyncio.get_running_loop()
+    failed = loop.create_future()
+    loop.call_soon(failed.set_exception, kind("as asked"))  # later: what is there already is raised on the spot
+    await failed
+
+
+def _sometimes() -> type[BaseException] | None:
+    """What a hook raises this time, if anything."""
+    return _CHANCE.choice((GeneratorExit, SystemExit, KeyboardInterrupt)) if _CHANCE.random() < 0.03 else None
 
 
 def _value() -> int:

@@ -26,6 +26,7 @@ INVARIANTS = {
     "L1": "no task is lost: every one comes to the end that it should",
     "S1": "a task that SUCCEEDed has concurrent_worker_cnt SUCCESS entries of different workers",
     "S2": "every SUCCESS and every FAIL is what a handler really did, on that worker, in that execution",
+    "S3": "no execution that was told to stop counts as SUCCESS",
     "H1": "every run of a handler was claimed, and each claim runs it once at most",
     "X1": "what a handler writes in transaction() is there exactly if its SUCCESS is",
     "X2": "what a handler publishes is there exactly if its SUCCESS is",

@@ -49,6 +49,9 @@ _SHARES = {
     "writes": 6,
     "transfers": 8,
     "refreshes": 6,
+    "obeys": 5,
+    "obeys_in_thread": 5,
+    "closes": 2,
     "blocks": 1,
     "deadly": 1,
 }
@@ -105,7 +108,7 @@ class Producer:
             definition = definition.configure(delay_ms=_TO_BE_REPLACED_MS)
         elif kind == "doomed":
             ends = ("FAIL",)
-        elif kind == "blocks":
+        elif kind in ("blocks", "obeys", "obeys_in_thread"):
             params = {"ms": self._chance.randrange(200, 1_500)}
         elif kind in ("snoozes", "retries", "refreshes", "deadly"):
             params = {}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from taskmesh import Snooze, TaskMesh, TaskOption, current_task
 from taskmesh.definition import TaskDefinition
+from tests.chaos.handlers import failed_future
 from tests.processes.history import Notebook
 from tests.processes.signs import Signs
 
@@ -22,7 +25,7 @@ def define(mesh: TaskMesh, directory: Path | None = None) -> TaskDefinition[Any,
 
     @mesh.task(name=NAME, option=OPTION)
     async def work(waits: bool = False, then: str = "return", writes: bool = False) -> str:
-        """`waits`: for "… may end". `then`: how the first attempt ends: `return`, `raise`, `snooze` or `die`.
+        """`waits`: for "… may end". `then`: how the first attempt ends: `return`, `raise`, `snooze`, `close`, `die` or `obey`.
 
         `writes`: in a transaction, what stands in another one.
         """
@@ -31,12 +34,18 @@ def define(mesh: TaskMesh, directory: Path | None = None) -> TaskDefinition[Any,
         with book.run() as run:
             if waits:
                 await signs.wait(f"{task.worker_id} may end")
+            if then == "obey" and not signs.given("obeyed"):
+                await _until_told()
+                signs.give("obeyed")
+                return run.obeys(f"{task.worker_id} {task.running_id}")
             if task.attempt == 1:
                 match then:
                     case "raise":
                         raise ValueError("as asked")
                     case "snooze":
                         raise Snooze(delay_ms=60_000)
+                    case "close":
+                        await failed_future(GeneratorExit)
                     case "die":
                         os._exit(1)
             if writes:
@@ -47,3 +56,10 @@ def define(mesh: TaskMesh, directory: Path | None = None) -> TaskDefinition[Any,
             return run.returns(f"{task.worker_id} {task.running_id}")
 
     return work
+
+
+async def _until_told() -> None:
+    """Wait until the execution is told to stop, by `cancelled` or by its cancellation."""
+    with suppress(asyncio.CancelledError):
+        while not current_task().cancelled:  # noqa: ASYNC110 -- that is what handlers do
+            await asyncio.sleep(0.001)

@@ -228,6 +228,7 @@ ENDINGS: dict[str, tuple[str, Callable[[], Evidence]]] = {
         lambda: done().evidence(documents={"work:k": _for_two(done())}),
     ),
     "a result that no handler returned": ("S2", lambda: _marks_bent(done(), value=8)),
+    "a SUCCESS of a handler that was told to stop": ("S3", lambda: _marks_bent(done(), value=7, told=True)),
     "a SUCCESS without a handler": ("S2", lambda: done().evidence(marks=[])),
     "a FAIL without a handler": (
         "S2",

@@ -228,6 +228,33 @@ async def _all_is_well(stage: Stage) -> None:
     await stage.publish()
 
 
+# --- the end of an execution ---
+
+
+async def _a_lease_runs_out_while_a_ping_hangs(stage: Stage) -> None:
+    stage.worker("w1")
+    await stage.publish(params={"then": "obey"}, worker_timeout_ms=4_000)
+    await stage.until_marked("started")
+    hangs: dict[str, Any] = {"times": 1, "blockConnection": True, "blockTimeMS": 6_000}
+    async with _on_tasks(stage, "update", **hangs):
+        await stage.until_marked("returned")
+
+
+async def _a_worker_stops_and_its_handler_obeys(stage: Stage) -> None:
+    w1 = stage.worker("w1")
+    await stage.publish(params={"then": "obey"})
+    await stage.until_marked("started")
+    w1.terminate()
+    w1.wait()
+    stage.worker("w2")
+
+
+async def _a_handler_is_closed(stage: Stage) -> None:
+    stage.worker("w1")
+    await stage.publish(params={"then": "close"})
+    await stage.until_marked("raised")
+
+
 # --- answers that are lost ---
 
 
@@ -395,6 +422,9 @@ SCENES = [
     Scene("count of losses", "R2", _a_worker_dies_in_the_middle),
     Scene("conflicts: charged", "X3", _another_transaction_has_what_it_writes),
     Scene("derivation", "D1", _all_is_well),
+    Scene("told to stop: not decided", "S3", _a_lease_runs_out_while_a_ping_hangs),
+    Scene("told to stop: not judged", "S3", _a_worker_stops_and_its_handler_obeys),
+    Scene("outcome: gone past", "L1", _a_handler_is_closed),
     Scene("claims without an answer: taken for won", "H1", _a_claim_is_cut_off),
     Scene("claims without an answer: taken for lost", "L1", _the_answer_to_a_claim_is_lost),
     Scene("outcomes without an answer: taken for recorded", "L1", _an_outcome_is_cut_off),

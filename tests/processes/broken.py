@@ -7,6 +7,7 @@ by `tests/chaos/test_sabotage.py` on fleets of real processes.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,8 @@ from pymongo.errors import PyMongoError
 from taskmesh import feed, rules
 from taskmesh.consumer import finisher, transactions
 from taskmesh.consumer.claimer import Claimer
+from taskmesh.consumer.execution import Execution
+from taskmesh.consumer.executor import Executor
 from taskmesh.consumer.scanner import Scanner
 from taskmesh.store import claim, finish, lease, repeated
 from taskmesh.store.watch import open_stream
@@ -121,6 +124,39 @@ def nothing_is_derived(replace: Replace) -> None:
 def conflicts_are_charged(replace: Replace) -> None:
     """What the server undoes in favour of others counts as the handler's own failure."""
     replace(transactions, "_met", lambda _: None)
+
+
+# --- the end of an execution ---
+
+
+def cancelled_decides_nothing(replace: Replace) -> None:
+    """A handler reads that it should stop when its lease is over; the worker decides that later, or never."""
+
+    def told(self: Execution) -> bool:
+        return self.stop_reason is not None or time.monotonic() >= self.lease_until
+
+    replace(Execution, "is_told_to_stop", told)
+
+
+def who_was_told_to_stop_is_not_asked(replace: Replace) -> None:
+    """Whatever a handler returns counts."""
+    whole = Execution.judge
+
+    def judge(self: Execution) -> None:
+        whole(self)
+
+    replace(Execution, "judge", judge)
+
+
+def closing_goes_past_the_outcome(replace: Replace) -> None:
+    """What closes the coroutines of an execution ends its asyncio task, and nobody looks at that."""
+    whole = Executor._handler_ended
+
+    def look_away(self: Executor, execution: Execution, value: Any, error: BaseException | None) -> None:
+        if not isinstance(error, GeneratorExit):
+            whole(self, execution, value, error)
+
+    replace(Executor, "_handler_ended", look_away)
 
 
 # --- after an answer was lost ---
@@ -230,6 +266,11 @@ WRITES: dict[str, Break] = {
     "count of losses": losses_are_not_counted,
     "derivation": nothing_is_derived,
 }
+ENDING: dict[str, Break] = {
+    "told to stop: not decided": cancelled_decides_nothing,
+    "told to stop: not judged": who_was_told_to_stop_is_not_asked,
+    "outcome: gone past": closing_goes_past_the_outcome,
+}
 RESUMING: dict[str, Break] = {
     "claims without an answer: taken for won": unanswered_claims_are_taken_for_won,
     "claims without an answer: taken for lost": unanswered_claims_are_taken_for_lost,
@@ -246,4 +287,4 @@ REPEATING: dict[str, Break] = {
 CHARGING: dict[str, Break] = {
     "conflicts: charged": conflicts_are_charged,
 }
-BROKEN = GATES | WRITES | RESUMING | REPEATING | CHARGING
+BROKEN = GATES | WRITES | ENDING | RESUMING | REPEATING | CHARGING

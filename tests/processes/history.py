@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from pymongo.errors import PyMongoError
 
-from taskmesh import current_task
+from taskmesh import Task, current_task
 
 T = TypeVar("T")
 
@@ -91,7 +91,15 @@ class Notebook:
         except BaseException as error:
             self.note("raised", error=type(error).__name__, conflict=_is_conflict(error))
             raise
-        self.note("returned", value=returning.value)
+        self.note("returned", value=returning.value, told=returning.told)
+
+    def note_hook(self, task: Task, what: str) -> None:
+        """Append a line about what a hook did: it knows its execution as one of those that run now."""
+        running = [entry.running_id for entry in task.task_state.worker_states if entry.state == "RUNNING"]
+        now = {"pid": os.getpid(), "mono": time.monotonic(), "wall": time.time()}
+        nobody = {"worker_id": "", "running_id": "", "attempt": 0}
+        line = {"what": what, "name": task.name, "key": task.key, **nobody, **now, "more": {"running_ids": running}}
+        os.write(self._file, (json.dumps(line) + "\n").encode())
 
 
 def _is_conflict(error: BaseException | None) -> bool:
@@ -106,11 +114,18 @@ class Returning:
 
     def __init__(self) -> None:
         self.value: Any = None
+        self.told = False
+        """Whether it returns early since it was told to stop."""
 
     def returns(self, value: T) -> T:
         """Note the value, and return it."""
         self.value = value
         return value
+
+    def obeys(self, value: T) -> T:
+        """Note the same of a handler that returns early, since it was told to stop."""
+        self.told = True
+        return self.returns(value)
 
 
 def read_history(directory: Path) -> list[Mark]:
