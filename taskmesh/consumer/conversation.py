@@ -182,8 +182,10 @@ class Conversation:
         """Answer what the child asks, until it tells the outcome."""
         while True:
             kind, *said = child.receive()
+            if child.saw_its_lease_end:  # and so may have told its handler, which ends a transaction() early now
+                self._execution.tell_lease_is_over()
             if kind in _OUTCOMES:
-                if child.saw_its_lease_end:  # and so may have told its handler
+                if child.saw_its_lease_end:
                     return _raising(self._lease_lost())
                 return _outcome(kind, *said)
             if kind == "begins":

@@ -215,9 +215,14 @@ class Execution:
 
     def is_told_to_stop(self) -> bool:
         """Say so, and if the lease is over decide it here and now, before the handler hears of it."""
-        if self.stop_reason is None and time.monotonic() >= self.lease_until and self.tell_to_stop(Stop.LEASE_LOST):
-            self.on_told(self)
+        if self.stop_reason is None and time.monotonic() >= self.lease_until:
+            self.tell_lease_is_over()
         return self.stop_reason is not None
+
+    def tell_lease_is_over(self) -> None:
+        """Decide it, in whatever thread, for a handler that has heard or is about to hear of it."""
+        if self.tell_to_stop(Stop.LEASE_LOST):
+            self.on_told(self)
 
     def tell_to_stop(self, reason: Stop) -> bool:
         """Decide that the handler is to stop; from any thread. False if its outcome is decided, or it was told before."""
