@@ -182,7 +182,7 @@ def _changed_option(task: Task) -> str | None:
 
 def _entries(task: Task, now: datetime) -> list[RenderableType]:
     rows: list[list[object]] = []
-    texts: list[RenderableType] = []
+    texts: list[RenderableType] = _tracebacks(task)
     for entry in task.task_state.worker_states:
         end = entry.success_time or entry.fail_time
         lasted = None if entry.start_time is None else (end or now) - entry.start_time
@@ -197,8 +197,6 @@ def _entries(task: Task, now: datetime) -> list[RenderableType]:
                 else (entry.fail_reason or "").partition("\n")[0],
             ]
         )
-        if entry.fail_reason and "\n" in entry.fail_reason:
-            texts.append(Text(f"\n{entry.worker_id} failed: {output.printable(entry.fail_reason)}"))
         texts += [
             Text(f"{line.time.isoformat(' ', 'milliseconds')}  {entry.worker_id}  {output.printable(line.message)}")
             for line in entry.logs
@@ -210,6 +208,21 @@ def _entries(task: Task, now: datetime) -> list[RenderableType]:
     if not rows:
         return []
     return [Text(""), output.table(["WORKER", "STATE", "STARTED", "TOOK", "RESULT"], rows), *texts]
+
+
+def _tracebacks(task: Task) -> list[RenderableType]:
+    """Each different traceback once, with who met it: retries mostly fail alike."""
+    met: dict[str, list[str]] = {}
+    for entry in task.task_state.worker_states:
+        if entry.fail_reason and "\n" in entry.fail_reason:
+            met.setdefault(entry.fail_reason, []).append(entry.worker_id)
+    return [Text(f"\n{_times(workers)} failed: {output.printable(reason)}") for reason, workers in met.items()]
+
+
+def _times(workers: list[str]) -> str:
+    """Name each worker once, with how often: "w1 (3 times), w2"."""
+    counts = {worker: workers.count(worker) for worker in workers}
+    return ", ".join(worker if n == 1 else f"{worker} ({n} times)" for worker, n in counts.items())
 
 
 async def set_option(

@@ -247,3 +247,21 @@ def test_watch_shows_it_again_until_ctrl_c(taskmesh: Shell) -> None:
     watching.signal(2)
     assert watching.wait() == 0
     assert "Traceback" not in watching.err
+
+
+def test_a_traceback_that_retries_repeat_is_shown_once(taskmesh: Shell) -> None:
+    options = ["--option", "max_unexpected_retries=2", "--option", "unexpected_retry_delay_ms=0"]
+    (taskmesh.directory / "failing.py").write_text(
+        "from taskmesh import TaskMesh\n"
+        "mesh = TaskMesh()\n"
+        "@mesh.task\n"
+        "async def lookup() -> None:\n"
+        "    raise KeyError('which?')\n"
+    )
+    taskmesh.done("publish", "lookup", "k", "{}", *options)
+    started = taskmesh.start("worker", "failing:mesh", "--worker-id", "w1")
+    taskmesh.until("FAIL", "lookup", "k")
+    assert started.stop() == 0
+    shown = taskmesh.done("show", "lookup", "k").out
+    assert shown.count("raise KeyError") == 1
+    assert "w1 (3 times) failed: KeyError: 'which?'" in shown

@@ -98,7 +98,7 @@ async def test_a_text_in_place_of_a_list_of_names_is_refused(mesh: TaskMesh, set
 
 
 async def test_a_queue_that_cannot_exist_is_refused(mesh: TaskMesh) -> None:
-    with pytest.raises(InvalidOption, match="a queue's name has 1 to 100 characters"):
+    with pytest.raises(InvalidOption, match="a queue's name must be 1 to 100 characters"):
         mesh.consumer(queues=["default", "no such queue"])
 
 
