@@ -9,13 +9,24 @@ from pathlib import Path
 from typing import Any
 
 from taskmesh import Snooze, TaskMesh, TaskOption, current_task
+from taskmesh.consumer import child
 from taskmesh.definition import TaskDefinition
 from tests.chaos.handlers import failed_future
 from tests.processes.history import Notebook
 from tests.processes.signs import Signs
 
+IN_PROCESS = "in_process"
 OPTION = TaskOption(ping_interval_ms=300, worker_timeout_ms=1_500, unexpected_retry_delay_ms=1)
 NAME = "work"
+
+
+class Poison(Exception):
+    """Ends every process in which it is made, but for the child process that raises it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        if not child.serving:
+            os._exit(7)
 
 
 def define(mesh: TaskMesh, directory: Path | None = None) -> TaskDefinition[Any, str]:
@@ -54,6 +65,13 @@ def define(mesh: TaskMesh, directory: Path | None = None) -> TaskDefinition[Any,
                     await account.update_one({"_id": "shared"}, {"$inc": {"n": 1}}, upsert=True, session=session)
                     task.set_result(f"{task.worker_id} {task.running_id}")
             return run.returns(f"{task.worker_id} {task.running_id}")
+
+    @mesh.task(name=IN_PROCESS, option=OPTION, run="process")
+    def in_process() -> None:
+        """Raise what must not reach the worker."""
+        assert directory is not None
+        with Notebook(directory).run():  # this process's own
+            raise Poison("as asked")
 
     return work
 

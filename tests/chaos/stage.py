@@ -55,9 +55,9 @@ class Stage:
         handle = await self._work.configure(**configuration).publish(key, **(params or {}))
         self.note_published(key, handle.created, ends)
 
-    def note_published(self, key: str, created: bool | None, ends: str = "SUCCESS") -> None:
+    def note_published(self, key: str, created: bool | None, ends: str = "SUCCESS", name: str = NAME) -> None:
         """Note what a publisher was told, None for an error."""
-        self._published.append(Published(f"{NAME}:{key}", created, (ends,)))
+        self._published.append(Published(f"{name}:{key}", created, (ends,)))
 
     async def task(self, key: str = "victim") -> Task:
         """Read a task."""

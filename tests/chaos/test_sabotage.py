@@ -19,6 +19,7 @@ import pytest
 from taskmesh import Status, rules
 from tests.chaos.checker import HEARD_OF_A_PAUSE_WITHIN
 from tests.chaos.reader import APPNAME as READER
+from tests.chaos.scene_handlers import IN_PROCESS, OPTION
 from tests.chaos.stage import APPNAME as STAGE
 from tests.chaos.stage import Stage, stage
 from tests.faults import failing_commands
@@ -402,6 +403,13 @@ async def _no_stream(stage: Stage, appname: str, code: int) -> AsyncIterator[Non
         yield
 
 
+async def _a_child_raises_what_must_not_reach_its_worker(stage: Stage) -> None:
+    stage.worker("w1")
+    handle = await stage.mesh.publish(IN_PROCESS, "victim", **{**dict(OPTION), "max_unexpected_retries": 0})
+    stage.note_published("victim", handle.created, "FAIL", IN_PROCESS)
+    await stage.until_marked("raised")
+
+
 SCENES = [
     Scene("gate unfinished", "G4", _is_cancelled_meanwhile),
     Scene("gate unexpired", "G2", _expires_meanwhile),
@@ -429,6 +437,7 @@ SCENES = [
     Scene("claims without an answer: taken for lost", "L1", _the_answer_to_a_claim_is_lost),
     Scene("outcomes without an answer: taken for recorded", "L1", _an_outcome_is_cut_off),
     Scene("outcomes without an answer: taken for lost", "L1", _an_outcome_is_cut_off),
+    Scene("errors of children: made by their class", "L1", _a_child_raises_what_must_not_reach_its_worker),
     Scene("repeated verbs: for whatever stands there", "P3", _a_deletion_is_repeated_after_a_publication, here=True),
     Scene("repeated verbs: done again", "P3", _a_cancel_is_repeated_after_a_retry, here=True),
     Scene("stream: gaps are not told", "O1", _the_reader_loses_its_place, here=True),

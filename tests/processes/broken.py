@@ -7,6 +7,7 @@ by `tests/chaos/test_sabotage.py` on fleets of real processes.
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from pymongo.errors import PyMongoError
 
 from taskmesh import feed, rules
-from taskmesh.consumer import finisher, transactions
+from taskmesh.consumer import finisher, transactions, wire
 from taskmesh.consumer.claimer import Claimer
 from taskmesh.consumer.execution import Execution
 from taskmesh.consumer.executor import Executor
@@ -244,6 +245,21 @@ def repeated_verbs_are_done_again(replace: Replace) -> None:
     replace(repeated, "unchanged_by", lambda task, _: repeated.same(task))
 
 
+# --- child processes ---
+
+
+def errors_of_children_are_made_by_their_class(replace: Replace) -> None:
+    """An error that a handler's child process tells is made as unpickling would: by code of its class."""
+
+    def made(told: Any) -> Any:
+        found: Any = importlib.import_module(told["module"])
+        for part in told["class"].split("."):
+            found = getattr(found, part)
+        return found(*told["args"])
+
+    replace(wire, "_made", made)
+
+
 GATES: dict[str, Break] = {
     "gate unfinished": without_gate_and_status("unfinished"),
     "gate unexpired": without_gate_and_status("unexpired"),
@@ -280,6 +296,7 @@ RESUMING: dict[str, Break] = {
     "stream: begins anew": streams_begin_anew,
     "scan: none": nothing_is_scanned,
 }
+CHILDREN: dict[str, Break] = {"errors of children: made by their class": errors_of_children_are_made_by_their_class}
 REPEATING: dict[str, Break] = {
     "repeated verbs: for whatever stands there": repeated_verbs_are_for_whatever_stands_there,
     "repeated verbs: done again": repeated_verbs_are_done_again,
@@ -287,4 +304,4 @@ REPEATING: dict[str, Break] = {
 CHARGING: dict[str, Break] = {
     "conflicts: charged": conflicts_are_charged,
 }
-BROKEN = GATES | WRITES | ENDING | RESUMING | REPEATING | CHARGING
+BROKEN = GATES | WRITES | ENDING | RESUMING | REPEATING | CHARGING | CHILDREN
