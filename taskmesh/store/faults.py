@@ -14,37 +14,19 @@ from pymongo.errors import (
     ServerSelectionTimeoutError,
     WriteConcernError,
 )
+from pymongo.helpers_shared import _RETRYABLE_ERROR_CODES  # the one place where the driver keeps them
 
 T = TypeVar("T")
 
 _OVER_DEADLINE = 50
 _PATIENCE_S = 30.0
 _PAUSE_S = 0.1
-_PASSING = {
-    6,
-    7,
-    24,
-    64,
-    79,
-    89,
-    91,
-    112,
-    133,
-    134,
-    189,
-    202,
-    246,
-    262,
-    358,
-    9001,
-    10107,
-    11600,
-    11602,
-    13388,
-    13435,
-    13436,
-}
-"""Host or network trouble, elections, write conflicts, overload: try again."""
+_PASSING = _RETRYABLE_ERROR_CODES | {24, 64, 79, 112, 133, 202, 246, 358, 365, 13388}
+"""Host or network trouble, elections: the driver's own class; and lock time-outs, write conflicts, overload.
+
+The server labels errors of what the driver itself may repeat, and of transactions. Most writes here are neither (an update of
+many tasks, a raw command): so their errors come without a label, and have to be known by their codes.
+"""
 _PASSING_LABELS = ("RetryableWriteError", "TransientTransactionError", "SystemOverloadedError", "RetryableError")
 
 
@@ -53,7 +35,7 @@ def is_passing(error: BaseException) -> bool:
     if isinstance(error, (ConnectionFailure, WriteConcernError)):
         return True
     if isinstance(error, OperationFailure):
-        return error.code in _PASSING or any(error.has_error_label(label) for label in _PASSING_LABELS)
+        return any(error.has_error_label(label) for label in _PASSING_LABELS) or error.code in _PASSING
     return isinstance(error, PyMongoError) and not isinstance(error, OperationFailure) and error.timeout
 
 

@@ -103,7 +103,7 @@ async def test_a_handler_may_publish_a_new_key_twice(mesh: TaskMesh) -> None:
     async def child(n: int) -> None: ...
 
     @mesh.task(option=ONCE)
-    async def parent() -> None:
+    async def parent() -> Any:
         for n in (1, 2):
             await current_task().publish(child.configure(update_existing_params=True), "new", n=n)
 
