@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from taskmesh.errors import InvalidOption
 from taskmesh.store import Store, fleet, limits, tally
 from taskmesh.store.driver import Document
-from taskmesh.store.find import UNFINISHED, queues_in_use, values_of
+from taskmesh.store.find import queues_in_use
 
 _LARGEST = 1_000_000
 _LONGEST_WINDOW_MS = 7 * 86_400_000
@@ -89,10 +89,7 @@ class QueueInfo(BaseModel):
 async def read_queues(store: Store, *, counted_to: int = COUNTED_TO) -> list[QueueInfo]:
     """Return all queues that have settings or unfinished tasks."""
     settings = await fleet.queues(store)
-    used = await values_of(store, "queue", {"status": {"$in": UNFINISHED}})
-    if used is None:
-        used = await queues_in_use(store)
-    return await _infos(store, sorted({*settings, *used}), settings, counted_to)
+    return await _infos(store, sorted({*settings, *await queues_in_use(store)}), settings, counted_to)
 
 
 async def read_queue(store: Store, queue: str) -> QueueInfo:
@@ -137,7 +134,7 @@ def checked_limits(
         "rate": _whole("rate", rate, 1, _LARGEST),
         "per_ms": _whole("per_ms", per_ms, 1, _LONGEST_WINDOW_MS),
         "running": _whole("running", running, 0, _LARGEST),
-        "group_running": _whole("group_running", group_running, 1, _LARGEST),
+        "group_running": _whole("group_running", group_running, 0, _LARGEST),
     }
 
 

@@ -108,7 +108,7 @@ def limit(
     rate: Annotated[int | None, typer.Option(min=1, help="At most this many starts in --per-ms.")] = None,
     per_ms: Annotated[int | None, typer.Option(min=1, help="The length of that window.  [default: 1000]")] = None,
     running: Annotated[int | None, typer.Option(min=0, help="At most this many executions at once.")] = None,
-    group_running: Annotated[int | None, typer.Option(min=1, help="... and this many of each group.")] = None,
+    group_running: Annotated[int | None, typer.Option(min=0, help="... and this many of each group.")] = None,
     group: Annotated[str | None, typer.Option(help="With --running (or --none): of this one group.")] = None,
     none: Annotated[bool, typer.Option("--none", help="No limit any more.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only tell how many could start then.")] = False,

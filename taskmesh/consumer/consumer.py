@@ -171,7 +171,8 @@ class Consumer:
     async def run(self, until_idle: bool = False) -> None:
         """Work until `stop()`, a signal, or cancellation (which cancels and releases what runs).
 
-        `until_idle`: return once nothing that this worker may run is claimable or running anywhere. In the main thread,
+        `until_idle`: return once nothing that this worker may run is claimable or running anywhere. What `on_claim` leaves
+        out, and what is paused or limited to 0, it may not run; nor may it run anything while it is paused. In the main thread,
         SIGINT and SIGTERM stop it (the first gracefully, the second at once) unless the program handles them itself.
         """
         if self._begun or self.state != "ready":
@@ -233,7 +234,7 @@ class Consumer:
     async def _until_asked_to_stop(self, parts: Parts, until_idle: bool) -> None:
         while not self._stop_wish.said.is_set():
             stopping = await until(self._stop_wish.said, _IDLE_CHECK_S if until_idle else None)
-            if not stopping and await is_idle(parts):
+            if not stopping and await is_idle(parts, self._ask_on_claim):
                 return
 
     async def _wind_down(self, parts: Parts, grace_ms: int) -> None:
@@ -257,17 +258,21 @@ class Consumer:
     # --- what its parts ask and tell it ---
 
     async def _narrow(self) -> Mapping[str, Any] | None:
-        if self._on_claim is None:
-            return {}
+        """What the hook `on_claim` says; None, nothing may be claimed, if it fails."""
         try:
-            narrowed_by = self._on_claim(self)
-            if isinstance(narrowed_by, Awaitable):
-                narrowed_by = await narrowed_by
-            if narrowed_by is not None and not isinstance(narrowed_by, Mapping):
-                raise TypeError(f"on_claim returns a filter on task documents, or None, not {narrowed_by!r}")  # noqa: TRY301
+            return await self._ask_on_claim()
         except Exception:
             logger.exception("the hook 'on_claim' failed: no claims this round")
             return None
+
+    async def _ask_on_claim(self) -> Mapping[str, Any] | None:
+        if self._on_claim is None:
+            return {}
+        narrowed_by = self._on_claim(self)
+        if isinstance(narrowed_by, Awaitable):
+            narrowed_by = await narrowed_by
+        if narrowed_by is not None and not isinstance(narrowed_by, Mapping):
+            raise TypeError(f"on_claim returns a filter on task documents, or None, not {narrowed_by!r}")
         return narrowed_by
 
     def _obey(self, order: Document) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 from taskmesh.clock import ServerClock
 from taskmesh.consumer.claim_queue import Candidate, ClaimQueue
 from taskmesh.consumer.pause import varied
+from taskmesh.queues import QueueLimits
 from taskmesh.store import Store
 from taskmesh.store import limits as store_limits
 from taskmesh.store.driver import Document
@@ -30,6 +31,7 @@ logger = logging.getLogger("taskmesh.limits")
 _LARGEST_WISH = 200
 _ASK_AGAIN_S = 0.1
 """How long to wait for room that others have to make. Room made here is used at once."""
+_WHILE_SHUT_S = 30.0
 _PARKED_AT_MOST = 2_000
 _TRIED_AT_ONCE = 64
 _GROUPS_PER_SCAN = 24
@@ -103,6 +105,18 @@ class Limits:
     def shut_queues(self) -> frozenset[str]:
         """Queues from which nothing starts until somebody changes their limits."""
         return frozenset(queue for queue, limits in self.queues.items() if limits.get("running") == 0)
+
+    @property
+    def shut_groups(self) -> list[Document]:
+        """Filters on the tasks of the groups from which nothing starts until somebody changes their limits."""
+        shut: list[Document] = []
+        for queue, limits in self.queues.items():
+            own = {entry["g"]: entry["n"] for entry in limits.get("groups") or []}
+            if none := [group for group, running in own.items() if running == 0]:
+                shut.append({"queue": queue, "group": {"$in": none}})
+            if limits.get("group_running") == 0:
+                shut.append({"queue": queue, "group": {"$type": "string", "$nin": list(own)}})
+        return shut
 
     @property
     def full_groups(self) -> list[Place]:
@@ -187,19 +201,24 @@ class Limits:
         """Shut the place that had no room, for as long as it makes no sense to ask again."""
         if not refused:
             return
-        pause = varied(_ASK_AGAIN_S, 0.3)
         if booking.next_start is not None:
             per = float(self.queues.get(queue, {}).get("per_ms", 1000)) / 1000
             wait = self._clock.monotonic(booking.next_start) - time.monotonic()
             self._shut_for((queue, None), min(max(wait, 0.0) + 0.002, per))
         elif all(candidate.group in booking.full_groups for candidate in refused):
             for group in booking.full_groups:
-                self._shut_for((queue, group), pause)
+                self._shut_for((queue, group), self._pause(queue, group))
         else:
-            self._shut_for((queue, None), pause)
+            self._shut_for((queue, None), self._pause(queue))
         for candidate in refused:
             group_is_shut = (queue, candidate.group) in self._shut
             self._park((queue, candidate.group if group_is_shut else None), candidate)
+
+    def _pause(self, queue: str, group: str | None = None) -> float:
+        """How long to wait for room. Where none may run, there is none before somebody changes that, of which we are told."""
+        limits = QueueLimits.from_document(self.queues.get(queue, {}))
+        most = limits.running if group is None else limits.of_group(group)
+        return varied(_WHILE_SHUT_S if most == 0 else _ASK_AGAIN_S, 0.3)
 
     def _shut_for(self, place: Place, pause: float) -> None:
         earlier = self._shut.pop(place, None)

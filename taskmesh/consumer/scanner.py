@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pymongo.errors import PyMongoError
@@ -29,6 +29,7 @@ from taskmesh.store.find import (
     claimable_from,
     fitting,
     open_scan,
+    queues_due,
     queues_in_use,
     scan,
     scan_leases,
@@ -42,7 +43,10 @@ SCAN_EVERY_S = 1.0
 LOOK_AHEAD_MS = 1_500
 """More than the interval, so that whatever comes due in between is known in time."""
 _SETTLE_EVERY_S = 2.0
+_PROBE_EVERY_S = 0.8
+"""How often all queues are asked for together while there is a backlog."""
 _QUEUES_EVERY_S = 5.0
+_QUEUE_REMEMBERED_S = 60.0
 _MAX_COMBINATIONS = 150
 """Of names × queues in one query; above about 200 the server sorts in memory instead of merging index ranges."""
 _PAGE_OF_REFUSED = 500
@@ -87,7 +91,12 @@ class Scanner:
         self._fixed_queues = queues
         # Where tasks of ours are published unless somebody says otherwise: scanned from the start, though still empty.
         self._usual_queues = frozenset(usual_queues)
-        self._known_queues: list[str] = sorted(self._usual_queues) if queues is None else list(queues)
+        self._known_queues: dict[str, float] = dict.fromkeys(
+            sorted(self._usual_queues) if queues is None else queues, time.monotonic()
+        )
+        """When each was last seen to have something in it."""
+        self._due: set[str] | None = set()
+        """The queues in which something is due; None: in too many places to tell, so it may be in any."""
         self._closed_queues = closed_queues
         self._limits = limits
         self._narrow = narrow
@@ -109,6 +118,7 @@ class Scanner:
         self._read_to_the_end: set[int] = set()
         """In which of them that has been done once."""
         self._next_settle = 0.0
+        self._next_probe = 0.0
         self._next_queues = 0.0
         self._next_leases = 0.0
         self._next_help = 0.0
@@ -162,17 +172,14 @@ class Scanner:
         if now >= self._next_settle:
             self._next_settle = now + varied(_SETTLE_EVERY_S, 0.2)
             await settle(self._store)
-        if self._fixed_queues is None and now >= self._next_queues:
-            self._next_queues = now + _QUEUES_EVERY_S
-            self._known_queues = sorted(self._usual_queues | set(await queues_in_use(self._store)))
         if not self.open or not self._names:
             return 0
         self._narrowed_by = await self._narrow() or {}  # None: nothing is claimed for now, whatever is found
-        self.scans += 1
         self._queue.begin_scan(self._being_claimed())
+        await self._learn_what_is_due(now)
         brought = 0
         self._more = False
-        for number, what in enumerate(self._ranges(self._lanes.own)):
+        for number, what in self._ranges(self._lanes.own):
             brought += await self._scan(number, what)
         brought += await self._look_at_leases(now) + await self._help_others(now)
         if self._limits.full_groups:
@@ -180,6 +187,7 @@ class Scanner:
             if offered := sum(map(self._offer, beside)):
                 brought += offered
                 self._more = True
+        self.scans += 1
         if brought:
             self._found()
         if self._more and len(self._queue) >= self._page:
@@ -189,19 +197,54 @@ class Scanner:
             await self._want_hints(True)
         return brought
 
+    async def _learn_what_is_due(self, now: float) -> None:
+        """Ask in which queues something is due: the others are not looked at, so they cost nothing, however many they are."""
+        if self._due is None and now < self._next_probe:
+            return
+        self._next_probe = now + _PROBE_EVERY_S
+        due, all_of_them = await queues_due(self._store, self._names, LOOK_AHEAD_MS)
+        if self._fixed_queues is not None:
+            due &= self._known_queues.keys()
+        elif not all_of_them and now >= self._next_queues:
+            self._next_queues = now + _QUEUES_EVERY_S
+            due |= set(await queues_in_use(self._store))
+        for queue in sorted(due):
+            self._know(queue, now)
+        self._due = due if all_of_them else None
+
     def learn_queue(self, queue: str) -> None:
         """Note a queue that an event has shown."""
-        if self._fixed_queues is None and queue not in self._known_queues:
-            self._known_queues.append(queue)
+        if self._fixed_queues is None:
+            self._know(queue, time.monotonic())
+            if self._due is not None:
+                self._due.add(queue)
 
-    def _ranges(self, lanes: Sequence[int] | None) -> list[ScanRange]:
+    def _know(self, queue: str, now: float) -> None:
+        """Note that there is something in a queue, and forget those in which there has been nothing for long."""
+        is_new = queue not in self._known_queues
+        self._known_queues[queue] = now
+        if is_new and self._fixed_queues is None:
+            old = now - _QUEUE_REMEMBERED_S
+            self._known_queues = {
+                name: seen for name, seen in self._known_queues.items() if seen > old or name in self._usual_queues
+            }
+
+    def _ranges(self, lanes: Sequence[int] | None) -> Iterator[tuple[int, ScanRange]]:
+        """Yield what to look at, each by a number that stays the same while the queues do."""
         closed = self._closed_queues() | self._limits.full_queues
-        queues = [queue for queue in self._known_queues if queue not in closed]
-        return [
-            ScanRange(some_names, some_queues, lanes, LOOK_AHEAD_MS)
-            for some_queues in _parts_of(queues, _MAX_COMBINATIONS)
-            for some_names in _parts_of(self._names, max(1, _MAX_COMBINATIONS // len(some_queues)))
-        ]
+        number = 0
+        for queues in _parts_of(list(self._known_queues), _MAX_COMBINATIONS):
+            looked_at = [queue for queue in queues if queue not in closed]
+            names_at_once = max(1, _MAX_COMBINATIONS // len(queues))
+            for names in _parts_of(self._names, names_at_once):
+                number += 1
+                if looked_at if self._due is None else self._due.intersection(looked_at):
+                    yield number, ScanRange(names, looked_at, lanes, LOOK_AHEAD_MS)
+
+    @property
+    def known_queues(self) -> Collection[str]:
+        """The queues in which there was something of late."""
+        return self._known_queues.keys()
 
     async def _scan(self, number: int, what: ScanRange) -> int:
         rows = await scan(self._store, self._worker_id, what, self._page)
@@ -227,7 +270,7 @@ class Scanner:
             return 0
         self._next_leases = now + 0.8 * SCAN_EVERY_S
         brought = 0
-        for what in self._ranges(None):
+        for _, what in self._ranges(None):
             leases = await scan_leases(self._store, self._worker_id, what, _PAGE_BESIDE)
             brought += sum(self._offer(row, overdue=True) for row in await self._fitting(leases))
         return brought
@@ -246,7 +289,7 @@ class Scanner:
             return 0
         self._next_help = now + 0.8 * SCAN_EVERY_S
         limit = max(_PAGE_BESIDE, min(2 * free, self._page))
-        found = [row for what in self._ranges(None) for row in await scan(self._store, self._worker_id, what, limit)]
+        found = [row for _, what in self._ranges(None) for row in await scan(self._store, self._worker_id, what, limit)]
         rows = [row for row in await self._fitting(found) if self._clock.monotonic(row.next_claim_time) <= now]
         heads: dict[int, str] = {}
         for row in rows:

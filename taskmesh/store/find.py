@@ -25,6 +25,7 @@ from taskmesh.store.strangers import WELL_FORMED, Strange, past_strangers
 
 UNFINISHED = ("INIT", "RUNNING")
 _IN_ORDER = [("task_option.priority", -1), ("next_claim_time", 1)]
+_DUE_AT_MOST = 200
 _VALUES_MS = 300
 _VALUES_TOO_LARGE = 17217
 """The answer would not fit into a document."""
@@ -215,53 +216,89 @@ async def values_of(store: Store, field: str, query: Document) -> list[str] | No
     return sorted(value for value in found if isinstance(value, str))
 
 
-async def queues_in_use(store: Store, statuses: Iterable[str] = UNFINISHED) -> list[str]:
-    """Return the queues in which there are tasks of these statuses.
+async def queues_due(
+    store: Store, names: Collection[str], horizon_ms: int = 0, *, majority: bool = False
+) -> tuple[set[str], bool]:
+    """Return the queues in which tasks of these names come due by then, and whether these are all of them.
 
-    From one to the next by the index on status, a key for each: `distinct` would read the whole collection.
+    One look, whatever the number of queues: nothing but keys of what is due is read, and no more than `_DUE_AT_MOST`.
     """
+    query = {
+        "next_claim_time": {"$type": "date"},
+        "$expr": {"$lte": ["$next_claim_time", {"$add": [store.now, horizon_ms]}]},
+    }
+    tasks = store.driver.collection(store.tasks, PLAIN_CODEC)
+    tasks = tasks.with_options(read_concern=ReadConcern("majority")) if majority else tasks
+    cursor = tasks.find(query, {"_id": 0, "queue": 1, "name": 1}, limit=_DUE_AT_MOST, batch_size=_DUE_AT_MOST + 1)
+    rows = await cursor.sort([("next_claim_time", 1)]).hint("taskmesh_due").to_list(_DUE_AT_MOST)
+    queues = [row.get("queue") for row in rows if row.get("name") in names]
+    return {queue for queue in queues if isinstance(queue, str)}, len(rows) < _DUE_AT_MOST
+
+
+async def queues_in_use(store: Store, statuses: Iterable[str] = UNFINISHED) -> list[str]:
+    """Return the queues in which there are tasks of these statuses."""
     found: set[str] = set()
     for status in statuses:
-        last = ""
-        while True:
-            cursor = (
-                store.driver.collection(store.tasks)
-                .find(
-                    {"status": status, "queue": {"$gt": last, "$not": {"$type": "array"}}},
-                    {"_id": 0, "queue": 1, "status": 1},
-                    limit=1,
-                )
-                .sort([("status", 1), ("queue", 1)])
-            )
-            rows = await cursor.to_list(1)
-            if not rows:
-                break
-            last = rows[0]["queue"]
-            found.add(last)
+        queues = await values_of(store, "queue", {"status": status})
+        found.update(await _queues_one_by_one(store, status) if queues is None else queues)
     return sorted(found)
 
 
-async def names_in_use(store: Store, status: str = "INIT") -> list[tuple[str, str]]:
-    """Return queue and name of the tasks of this status, each pair once: found as `queues_in_use` finds queues."""
-    found: list[tuple[str, str]] = []
-    for queue in await queues_in_use(store, [status]):
-        last = ""
-        while True:
-            cursor = (
-                store.driver.collection(store.tasks)
-                .find(
-                    {"status": status, "queue": queue, "name": {"$gt": last, "$not": {"$type": "array"}}},
-                    {"_id": 0, "status": 1, "queue": 1, "name": 1},
-                    limit=1,
-                )
-                .sort([("status", 1), ("queue", 1), ("name", 1)])
+async def _queues_one_by_one(store: Store, status: str) -> list[str]:
+    """Go from one queue to the next by the index on status: where a stranger's array makes `distinct` read all tasks."""
+    found: list[str] = []
+    last = ""
+    while True:
+        cursor = (
+            store.driver.collection(store.tasks)
+            .find(
+                {"status": status, "queue": {"$gt": last, "$not": {"$type": "array"}}},
+                {"_id": 0, "queue": 1, "status": 1},
+                limit=1,
             )
-            rows = await cursor.to_list(1)
-            if not rows:
+            .sort([("status", 1), ("queue", 1)])
+        )
+        rows = await cursor.to_list(1)
+        if not rows:
+            return found
+        last = rows[0]["queue"]
+        found.append(last)
+
+
+async def names_in_use(store: Store, status: str = "INIT") -> list[tuple[str, str]]:
+    """Return queue and name of the tasks of this status, each pair once."""
+    names = await values_of(store, "name", {"status": status})
+    if names is not None:
+        found: list[tuple[str, str]] = []
+        for name in names:
+            queues = await values_of(store, "queue", {"status": status, "name": name})
+            if queues is None:
                 break
-            last = rows[0]["name"]
-            found.append((queue, last))
-    return found
+            found += [(queue, name) for queue in queues]
+        else:
+            return sorted(found)
+    return [pair for queue in await queues_in_use(store, [status]) for pair in await _names_in(store, status, queue)]
+
+
+async def _names_in(store: Store, status: str, queue: str) -> list[tuple[str, str]]:
+    """Go from one name to the next in one queue, as `_queues_one_by_one` goes from one queue to the next."""
+    found: list[tuple[str, str]] = []
+    last = ""
+    while True:
+        cursor = (
+            store.driver.collection(store.tasks)
+            .find(
+                {"status": status, "queue": queue, "name": {"$gt": last, "$not": {"$type": "array"}}},
+                {"_id": 0, "status": 1, "queue": 1, "name": 1},
+                limit=1,
+            )
+            .sort([("status", 1), ("queue", 1), ("name", 1)])
+        )
+        rows = await cursor.to_list(1)
+        if not rows:
+            return found
+        last = rows[0]["name"]
+        found.append((queue, last))
 
 
 async def unfinished_left(
@@ -270,26 +307,37 @@ async def unfinished_left(
     names: Sequence[str],
     queues: Sequence[str] | None,
     closed_queues: Collection[str] = (),
+    *,
+    known_queues: Collection[str] = (),
+    narrowed_by: Mapping[str, Any] | None = None,
 ) -> bool:
     """Whether any task of these names and queues is claimable by this worker now, or runs and could be its own later.
 
-    What is delayed is not looked at: the indexes hold it behind what is due.
+    What it may not have does not count: what is in closed queues, or does not match the filter `narrowed_by`. Where no
+    `queues` are given, the `known_queues` are looked at besides those that the database shows to be in use. What is
+    delayed is not looked at: the indexes hold it behind what is due.
     """
-    looked_at = list(queues) if queues is not None else await queues_in_use(store)
-    mine = {"name": {"$in": list(names)}}
+    looked_at = set(known_queues if queues is None else queues)
+    if queues is None:
+        # In this order: what runs and is given back in between is due then, and so seen the second time.
+        looked_at |= set(await queues_in_use(store, ["RUNNING"]))
+        due_in, all_of_them = await queues_due(store, names, majority=True)
+        looked_at |= due_in if all_of_them else set(await queues_in_use(store, ["INIT"]))
+    place = {"queue": {"$in": sorted(looked_at.difference(closed_queues))}, "name": {"$in": list(names)}}
     due = {
-        "queue": {"$in": [queue for queue in looked_at if queue not in closed_queues]},
+        **place,
         "next_claim_time": {"$exists": True},
         "$expr": {"$lte": ["$next_claim_time", store.now]},
-        **mine,
     }
     query: Document = {
         "$or": [
-            {"status": "RUNNING", "queue": {"$in": looked_at}, **mine},
+            {"status": "RUNNING", **place},
             {"status": "INIT", "pinned": False, **due},
             {"status": "INIT", "pinned": True, "task_option.specific_worker_ids": worker_id, **due},
         ]
     }
+    if narrowed_by:
+        query = {"$and": [query, dict(narrowed_by)]}
     running = rules.with_facts(store.now, {"$and": [{"$ne": ["$$live", []]}, rules.may_become_claimable(worker_id)]})
     left = {"$or": [running, rules.claimable(worker_id, closed_queues, store.now)]}
 

@@ -56,6 +56,11 @@ INDEXES: dict[str, tuple[list[tuple[str, int]], Document]] = {
         [("queue", 1), ("name", 1), ("next_claim_time", 1)],
         {"partialFilterExpression": {"status": "RUNNING", "next_claim_time": _present}},
     ),
+    # What comes due next, in whatever queue: where nothing is due, one look tells.
+    "due": (
+        [("next_claim_time", 1), ("queue", 1), ("name", 1)],
+        {"partialFilterExpression": {"next_claim_time": {"$type": "date"}}},
+    ),
     # What time alone will finish.
     "settle": ([("settle_time", 1)], {"partialFilterExpression": {"settle_time": _present}}),
     # Listings and counts.

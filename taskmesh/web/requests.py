@@ -190,7 +190,7 @@ class Limits(_Request):
     rate: Positive | None = None
     per_ms: Annotated[int, Field(ge=1, le=7 * 86_400_000)] | None = None
     running: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
-    group_running: Positive | None = None
+    group_running: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
 
 
 class WhatIfLimit(Limits, TheQueue):

@@ -64,6 +64,7 @@ _ELSEWHERE = {
     "find.fitting": "asked if on_claim has a filter: tests/consumer/test_unclaimable_head.py",
     "find.names_in_use": "asked once a minute, for tasks that nobody runs: tests/fleet/test_deploy_skew.py",
     "find.open_scan": "reads behind tasks that are refused: tests/consumer/test_unclaimable_head.py",
+    "find.queues_in_use": "asked where more is due than one look shows: tests/consumer/test_many_queues.py",
     "find.unfinished_left": "asked with until_idle: tests/consumer/test_when_it_runs.py",
     "finish.standing": "asked after a fault, so here after every one at finish.finish",
     "fleet.forget": "after a predecessor that was killed: tests/processes/test_worker_id.py",

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from pymongo import MongoClient
+from pymongo import AsyncMongoClient, MongoClient, WriteConcern
+from pymongo.monitoring import CommandFailedEvent, CommandListener, CommandStartedEvent, CommandSucceededEvent
 
 from taskmesh import Status, TaskMesh, TaskOption, current_task
+from taskmesh.store.claim import claim
 from taskmesh.store.find import unfinished_left
 from tests.waiting import eventually
 from tests.working import status_is, working
@@ -64,6 +67,146 @@ async def test_it_does_not_wait_for_a_queue_in_which_nothing_may_run(mesh: TaskM
     handle = await job.publish("k")
     await _works_until_idle(mesh)
     assert await handle.status() is Status.INIT
+
+
+@pytest.mark.parametrize("limited", ["one group", "every group"])
+async def test_it_does_not_wait_for_a_group_of_which_nothing_may_run(mesh: TaskMesh, limited: str) -> None:
+    @mesh.task(queue="shared")
+    async def job() -> None: ...
+
+    if limited == "one group":
+        await mesh.set_group_limit("shared", "shut", 0)
+    else:
+        await mesh.set_limit("shared", group_running=0)
+        await mesh.set_group_limit("shared", "open", 2)
+    shut = await job.configure(group="shut").publish("of a shut group")
+    others = [await job.configure(group="open").publish("of another"), await job.publish("of none")]
+    await _works_until_idle(mesh)
+    assert await shut.status() is Status.INIT
+    assert [await other.status() for other in others] == [Status.SUCCESS] * 2
+
+
+async def test_it_runs_what_a_group_may_run_one_at_a_time(mesh: TaskMesh) -> None:
+    @mesh.task(queue="shared")
+    async def job() -> None: ...
+
+    await mesh.set_limit("shared", group_running=1)
+    handles = await job.configure(group="narrow").publish_many({f"k{n}": {} for n in range(5)})
+    await _works_until_idle(mesh)
+    assert [await handle.status() for handle in handles] == [Status.SUCCESS] * 5
+
+
+async def test_what_its_filter_leaves_out_it_does_not_wait_for(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def job() -> None: ...
+
+    mine, others = await job.publish("mine"), await job.publish("others")
+    async with asyncio.timeout(SOON_S):
+        await mesh.consumer(on_claim=lambda _: {"key": "mine"}).run(until_idle=True)
+    assert [await handle.status() for handle in (mine, others)] == [Status.SUCCESS, Status.INIT]
+
+
+async def test_a_worker_that_claims_nothing_for_now_does_not_wait(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def job() -> None: ...
+
+    handle = await job.publish("k")
+    async with asyncio.timeout(SOON_S):
+        await mesh.consumer(on_claim=lambda _: None).run(until_idle=True)
+    assert await handle.status() is Status.INIT
+
+
+async def test_a_filter_that_fails_for_a_while_is_no_reason_to_return(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def job() -> None: ...
+
+    asked = 0
+
+    def on_claim(_: object) -> dict[str, Any]:
+        nonlocal asked
+        asked += 1
+        if asked < 10:
+            raise OSError("the budget cannot be read")
+        return {}
+
+    handle = await job.publish("k")
+    async with asyncio.timeout(SOON_S):
+        await mesh.consumer(on_claim=on_claim).run(until_idle=True)
+    assert await handle.status() is Status.SUCCESS
+
+
+async def test_a_paused_worker_does_not_wait_but_for_what_runs_in_it(mesh: TaskMesh) -> None:
+    release = asyncio.Event()
+
+    @mesh.task
+    async def job() -> None:
+        await release.wait()
+
+    running = await job.publish("running")
+    consumer = mesh.consumer(worker_id="me", concurrency=1)
+    until_idle = asyncio.create_task(consumer.run(until_idle=True))
+    await eventually(lambda: consumer.running == ["running"])
+    consumer.pause()
+    waiting = await job.publish("waiting")
+    finished_early, _ = await asyncio.wait([until_idle], timeout=0.5)
+    assert not finished_early
+    release.set()
+    async with asyncio.timeout(SOON_S):
+        await until_idle
+    assert [await handle.status() for handle in (running, waiting)] == [Status.SUCCESS, Status.INIT]
+
+
+@pytest.mark.parametrize("left_out", ["paused", "limited", "filtered"])
+async def test_it_does_not_wait_for_what_runs_elsewhere_and_it_may_not_have(mesh: TaskMesh, left_out: str) -> None:
+    @mesh.task(queue="elsewhere")
+    async def job() -> None:
+        await asyncio.sleep(60)
+
+    await job.publish("k")
+    async with working(mesh, "other") as other:
+        await eventually(lambda: other.running == ["k"])
+        if left_out == "paused":
+            await mesh.pause("elsewhere")
+        elif left_out == "limited":
+            await mesh.set_limit("elsewhere", running=0)
+        filters = {"queue": "default"} if left_out == "filtered" else {}
+        async with asyncio.timeout(SOON_S):
+            await mesh.consumer(worker_id="me", on_claim=lambda _: filters).run(until_idle=True)
+        assert other.running == ["k"]
+
+
+class _AfterCommand(CommandListener):
+    """Does something as soon as so many commands on tasks were answered."""
+
+    def __init__(self) -> None:
+        self.commands = 0
+        self.act: dict[int, Callable[[], object]] = {}
+
+    def started(self, event: CommandStartedEvent) -> None: ...
+    def failed(self, event: CommandFailedEvent) -> None: ...
+    def succeeded(self, event: CommandSucceededEvent) -> None:  # noqa: ARG002 -- the driver's signature
+        self.commands += 1
+        if act := self.act.pop(self.commands, None):
+            act()
+
+
+@pytest.mark.blocks_the_loop  # what happens between two commands is done by a blocking client
+@pytest.mark.parametrize("after", range(1, 6))
+async def test_what_is_given_back_while_it_is_asked_is_seen(mongo_uri: str, database: str, after: int) -> None:
+    """Whichever of its questions was answered just before."""
+    listener = _AfterCommand()
+    async with (
+        AsyncMongoClient[dict[str, Any]](mongo_uri, event_listeners=[listener]) as client,
+        TaskMesh(client, database=database) as mesh,
+    ):
+        await mesh.publish("job", "k", queue="elsewhere")
+        with MongoClient[dict[str, Any]](mongo_uri) as other:
+            tasks = other[database].get_collection("tasks", write_concern=WriteConcern("majority"))
+            as_published = tasks.find_one({"_id": "job:k"})
+            assert as_published is not None
+            assert await claim(mesh.store, ["job:k"], "other", "r1") == 1
+            listener.act[listener.commands + after] = lambda: tasks.replace_one({"_id": "job:k"}, as_published)
+            assert await unfinished_left(mesh.store, "me", ["job"], None)
 
 
 async def test_asking_does_not_look_at_what_is_delayed(mesh: TaskMesh, mongo_uri: str, database: str) -> None:

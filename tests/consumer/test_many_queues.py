@@ -1,0 +1,143 @@
+"""An idle worker costs the same however many queues there are, and what is delayed in any of them starts on time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from pymongo import AsyncMongoClient
+from pymongo.monitoring import CommandFailedEvent, CommandListener, CommandStartedEvent, CommandSucceededEvent
+
+from taskmesh import TaskMesh
+from taskmesh.definition import TaskDefinition
+from tests.fleet.sampling import starts_of
+from tests.waiting import eventually
+from tests.working import parts_of, working
+
+QUEUES = 1_000
+_SCANS = 6
+
+
+class Commands(CommandListener):
+    """How many commands were sent, by name and collection."""
+
+    def __init__(self) -> None:
+        self.sent: Counter[str] = Counter()
+
+    def started(self, event: CommandStartedEvent) -> None:
+        self.sent[f"{event.command_name} {event.command.get(event.command_name)}"] += 1
+
+    def failed(self, event: CommandFailedEvent) -> None: ...
+    def succeeded(self, event: CommandSucceededEvent) -> None: ...
+
+
+@asynccontextmanager
+async def counted(uri: str, database: str) -> AsyncIterator[tuple[TaskDefinition[[], None], TaskMesh, Commands]]:
+    """A mesh whose commands are counted, and a task of it."""
+    commands = Commands()
+    async with (
+        AsyncMongoClient[dict[str, Any]](uri, event_listeners=[commands]) as client,
+        TaskMesh(client, database=database) as mesh,
+    ):
+
+        @mesh.task
+        async def job() -> None: ...
+
+        yield job, mesh, commands
+
+
+async def _in_queues(job: TaskDefinition[[], None], queues: int, each: int = 1, **configuration: Any) -> None:
+    for start in range(0, queues, 50):
+        some = range(start, min(start + 50, queues))
+        publishing = [
+            job.configure(queue=f"q{n:04}", **configuration).publish_many({f"{n} {m}": {} for m in range(each)})
+            for n in some
+        ]
+        await asyncio.gather(*publishing)
+
+
+async def _sent_while_idle(mesh: TaskMesh, commands: Commands, **settings: Any) -> Counter[str]:
+    """Count what a worker sends in some passes, from its second on."""
+    async with working(mesh, "w", **settings) as consumer:
+        scanner = parts_of(consumer).scanner
+        await eventually(lambda: scanner.scans >= 2, 60.0)
+        before, scans = commands.sent.copy(), scanner.scans
+        await eventually(lambda: scanner.scans >= scans + _SCANS, 60.0)
+        return commands.sent - before
+
+
+@pytest.mark.parametrize("queues", [1, QUEUES])
+async def test_an_idle_worker_sends_as_little_with_many_queues_as_with_one(
+    mongo_uri: str, database: str, queues: int
+) -> None:
+    async with counted(mongo_uri, database) as (job, mesh, commands):
+        await _in_queues(job, queues, delay_ms=3_600_000)
+        sent = await _sent_while_idle(mesh, commands)
+    assert sent["find tasks"] <= 2 * _SCANS, sent
+    assert sent.total() <= 12 * _SCANS, sent
+
+
+async def test_an_idle_worker_of_many_queues_by_name_sends_as_little(mongo_uri: str, database: str) -> None:
+    async with counted(mongo_uri, database) as (job, mesh, commands):
+        await _in_queues(job, 20, delay_ms=3_600_000)
+        sent = await _sent_while_idle(mesh, commands, queues=[f"q{n:04}" for n in range(QUEUES)])
+    assert sent["find tasks"] <= 2 * _SCANS, sent
+
+
+@pytest.mark.timed
+async def test_what_is_delayed_starts_on_time_in_each_of_many_queues(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def job() -> None: ...
+
+    await _in_queues(job, QUEUES, delay_ms=3_600_000)
+    async with working(mesh, "w") as consumer:
+        await eventually(lambda: parts_of(consumer).scanner.scans >= 2, 60.0)
+        due = mesh.clock.now() + timedelta(seconds=4)
+        chosen = range(0, QUEUES, 100)
+        for n in chosen:
+            await job.configure(queue=f"q{n:04}", start_time=due).publish(f"delayed {n}")
+        await eventually(lambda: consumer.finished == len(chosen), 60.0)
+    late = [start - due for start, _ in await starts_of(mesh, "job")]
+    assert len(late) == len(chosen)
+    assert timedelta(0) <= min(late)
+    assert max(late) < timedelta(seconds=1)
+
+
+@pytest.mark.timed
+async def test_a_queue_that_nobody_names_is_found_by_its_first_delayed_task_in_time(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def job() -> None: ...
+
+    async with working(mesh, "w", listen=False) as consumer:
+        scanner = parts_of(consumer).scanner
+        for n in range(5):  # wherever in its rounds the scanner is
+            scans = scanner.scans
+            await eventually(lambda: scanner.scans > scans, 60.0)  # noqa: B023 -- awaited here
+            handle = await job.configure(queue=f"new-{n}", delay_ms=2_000).publish(f"k{n}")
+            due = (await handle.task()).task_state.start_time
+            await handle.result(timeout=60)
+            started = (await handle.task()).successes[0].start_time
+            assert due is not None
+            assert started is not None
+            assert timedelta(0) <= started - due < timedelta(seconds=1)
+
+
+async def test_behind_a_backlog_that_it_may_not_have_every_queue_is_looked_at(mesh: TaskMesh) -> None:
+    """More is due than one look shows."""
+
+    @mesh.task
+    async def job() -> None: ...
+
+    others = job.configure(specific_worker_ids=["another"], queue="crowded")
+    await others.publish_many({f"k{n}": {} for n in range(1_000)})
+    async with working(mesh, "w", listen=False) as consumer:
+        scanner = parts_of(consumer).scanner
+        await eventually(lambda: scanner.scans >= 2)
+        handles = [await job.configure(queue=f"quiet-{n}").publish(f"q{n}") for n in range(3)]
+        for handle in handles:
+            await handle.result(timeout=60)
