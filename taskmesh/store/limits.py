@@ -5,7 +5,9 @@ of which no stream tells: one document per queue, in which workers book before t
 
 - `slots`: who may run what. A slot is booked before the claim and goes when no live entry answers to it, which anybody
   may check against the tasks. So the number running is derived from the leases, and a crash cannot make it drift.
-- `starts`: how many starts were booked, and when each of these bookings leaves the window.
+- `starts`: how many starts were booked, and when they leave the window. A booking on its way has an entry of its own, by its
+  token; what is settled is put together in buckets of a hundredth of the window, each of which leaves with the last start
+  in it. So the document is small whatever rate and window, and no window ever holds more starts than the rate.
 
 A booking is good until a time that the claim repeats (`booked_until`), so that a worker that was frozen in between claims
 nothing on a booking that others have written off.
@@ -32,6 +34,8 @@ BOOKED_MS = 3_000
 _LANDED_MS = 2_000
 """After this much longer, no claim on the booking can still be on its way (see the claimer's deadline)."""
 _CHECKED_EVERY_MS = 100
+_BUCKETS = 100
+"""So a start counts against its rate for a hundredth of the window too long at most."""
 NO_LIMIT = 2**31 - 1
 _LIMITS = ("running", "rate", "group_running", "groups")
 
@@ -60,8 +64,16 @@ class Booking:
 
 
 async def set_limits(store: Store, queue: str, limits: Document) -> None:
-    """Set `running`, `rate`, `per_ms`, `group_running`; None takes a limit away. What runs already is counted."""
-    await _change(store, queue, {name: {"$literal": value} for name, value in limits.items()})
+    """Set `running`, `rate`, `per_ms`, `group_running`; None takes a limit away. What runs already is counted.
+
+    So are the starts that were counted till then, for as long as the new window lasts.
+    """
+    changes = {name: {"$literal": value} for name, value in limits.items()}
+    if isinstance(limits.get("per_ms"), int):
+        longer = {"$subtract": [limits["per_ms"], {"$ifNull": ["$per_ms", limits["per_ms"]]}]}
+        moved = {"$mergeObjects": ["$$this", {"leaves": {"$add": ["$$this.leaves", longer]}}]}
+        changes["starts"] = {"$map": {"input": _list("starts"), "in": moved}}
+    await _change(store, queue, changes)
 
 
 async def set_group_limit(store: Store, queue: str, group: str, running: int | None) -> None:
@@ -183,12 +195,7 @@ def _booking(store: Store, token: str, worker_id: str, wishes: Sequence[Wish]) -
     held_by_slots = {"$lt": [{"$min": [run_room, {"$size": "$_within"}]}, len(wishes)]}
     due_for_check = {"$lte": [{"$ifNull": ["$checked_time", rules.LONG_AGO]}, {"$subtract": [now, _CHECKED_EVERY_MS]}]}
     return [
-        {
-            "$set": {
-                "starts": {"$filter": {"input": _list("starts"), "cond": {"$gt": ["$$this.leaves", now]}}},
-                "groups": _list("groups"),
-            }
-        },
+        {"$set": {"starts": _in_buckets(now), "groups": _list("groups")}},
         {"$set": {"_within": within_groups, "full_groups": full_groups}},
         {"$set": {"_granted": granted}},
         {"$set": {"_check": {"$and": [held_by_slots, due_for_check]}}},
@@ -210,6 +217,52 @@ def _booking(store: Store, token: str, worker_id: str, wishes: Sequence[Wish]) -
         },
         {"$unset": ["_within", "_granted", "_check"]},
     ]
+
+
+def _in_buckets(now: rules.Expression) -> rules.Expression:
+    """What `starts` holds of this window: what is settled put together, what is on its way as it stands.
+
+    A start leaves the window `per_ms` after it at most, one on its way later: so what leaves by then is settled. What
+    an older release has left there, one entry for each booking, is put together likewise.
+    """
+    per_ms = {"$ifNull": ["$per_ms", 0]}
+    bucket_ms = {"$max": [{"$ceil": {"$divide": [per_ms, _BUCKETS]}}, 1]}
+    counted = {"$and": [{"$gt": ["$$this.leaves", now]}, {"$gt": ["$$this.n", 0]}]}
+    settled = {"$filter": {"input": "$$counted", "cond": {"$lte": ["$$this.leaves", {"$add": [now, per_ms]}]}}}
+    on_its_way = {"$filter": {"input": "$$counted", "cond": {"$gt": ["$$this.leaves", {"$add": [now, per_ms]}]}}}
+    bucket = {"$floor": {"$divide": [{"$subtract": ["$$this.leaves", rules.LONG_AGO]}, bucket_ms]}}
+    # By place in the sorted list, and not by filtering it for each bucket: an older release may have left 200 000 entries.
+    is_last = {
+        "$ne": [
+            {"$arrayElemAt": ["$$bucket_of", "$$this"]},
+            {"$ifNull": [{"$arrayElemAt": ["$$bucket_of", {"$add": ["$$this", 1]}]}, None]},
+        ]
+    }
+    lasts = {"$filter": {"input": {"$range": [0, {"$size": "$$settled"}]}, "cond": is_last}}
+    before = {"$cond": ["$$this", {"$arrayElemAt": ["$$lasts", {"$subtract": ["$$this", 1]}]}, -1]}
+    in_bucket = {"$slice": ["$$settled", {"$add": ["$$before", 1]}, {"$subtract": ["$$last", "$$before"]}]}
+    put_together = _let(
+        {"before": before, "last": {"$arrayElemAt": ["$$lasts", "$$this"]}},
+        _let(
+            {"in_bucket": in_bucket},
+            {"n": {"$sum": "$$in_bucket.n"}, "leaves": {"$max": "$$in_bucket.leaves"}},
+        ),
+    )
+    buckets = {"$map": {"input": {"$range": [0, {"$size": "$$lasts"}]}, "in": put_together}}
+    return _let(
+        {"counted": {"$filter": {"input": _list("starts"), "cond": counted}}},
+        _let(
+            {"settled": {"$sortArray": {"input": settled, "sortBy": {"leaves": 1}}}},
+            _let(
+                {"bucket_of": {"$map": {"input": "$$settled", "in": bucket}}},
+                {"$concatArrays": [_let({"lasts": lasts}, buckets), on_its_way]},
+            ),
+        ),
+    )
+
+
+def _let(variables: Document, result: rules.Expression) -> rules.Expression:
+    return {"$let": {"vars": variables, "in": result}}
 
 
 def _limit_of(group: rules.Expression) -> rules.Expression:
