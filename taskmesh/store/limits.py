@@ -245,6 +245,7 @@ def _in_buckets(now: rules.Expression) -> rules.Expression:
         {"before": before, "last": {"$arrayElemAt": ["$$lasts", "$$this"]}},
         _let(
             {"in_bucket": in_bucket},
+            # [G7] With its last start: none is forgotten while its window lasts.
             {"n": {"$sum": "$$in_bucket.n"}, "leaves": {"$max": "$$in_bucket.leaves"}},
         ),
     )

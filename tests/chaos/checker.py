@@ -53,6 +53,8 @@ def check_version(version: Version) -> Findings:
             since = version.paused_since
             heard_of = since is not None and version.time - since > HEARD_OF_A_PAUSE_WITHIN
             findings.check("G6", version.id, not heard_of, f"claimed at {version.time}, paused since {since}")
+            window = version.window
+            findings.check("G7", version.id, window is None or window.starts <= window.rate, f"claimed in {window}")
     return findings
 
 

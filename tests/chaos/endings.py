@@ -10,6 +10,8 @@ from tests.chaos.history import Asked, Evidence, Published, Told
 from tests.chaos.versions import Document
 from tests.processes.history import Run, end_of, runs_by_task
 
+MOST_KEPT = 150
+"""Elements kept of a rate: a hundred buckets, and the bookings that are on their way."""
 _AWAKE_AGAIN_S = 1.5
 """How long a worker that was suspended may take, after it wakes up, to learn that it lost a task and stop the handler."""
 _SLOW_TO_STOP_S = 0.75
@@ -35,6 +37,9 @@ def check_endings(evidence: Evidence) -> Findings:
         _check_outcomes(findings, id_, document, own, _failed_by_hooks(evidence, id_))
     for id_, of_task in runs.items():
         _check_runs(findings, evidence, id_, of_task)
+    for limit in evidence.limits:
+        kept = len(limit.get("starts", ()))
+        findings.check("M1", str(limit["_id"]), kept <= MOST_KEPT, f"its rate keeps {kept} elements")
     _check_effects(findings, evidence)
     _check_chained(findings, evidence, runs)
     _check_told(findings, evidence)

@@ -152,6 +152,7 @@ class Story:
         truth: dict[str, Any] = {
             "published": [Published(self.id, True, (self.document["status"],))],
             "documents": {self.id: self.document},
+            "limits": [{"_id": "default", "starts": [{"n": 1}]}],
             "marks": self.marks,
             "claims": log.claims,
             "happened": log.happened,

@@ -49,6 +49,8 @@ class Evidence:
     done: Mapping[Asked, int] = field(default_factory=dict)
     """How often the log says that it was done."""
     documents: Mapping[str, Document] = field(default_factory=dict)
+    limits: Sequence[Document] = ()
+    """What the queues' limits have booked."""
     marks: Sequence[Mark] = ()
     died: Mapping[int, Sequence[float]] = field(default_factory=dict)
     """When which process was gone."""

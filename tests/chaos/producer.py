@@ -26,6 +26,8 @@ from tests.processes.worker import die_with_parent
 
 PAUSED_AT_TIMES = "paused-at-times"
 """A queue that one of the faults pauses."""
+RATED, RATE, PER_MS = "rated", 60, 60_000
+"""A queue with a long window. Bookings that the killed leave behind count as used, so it has room for twice its tasks."""
 _TO_BE_REPLACED_MS = 20_000
 """By then it has been deleted, or could not be and runs after all."""
 _TRIES = 200
@@ -35,6 +37,7 @@ _SHARES = {
     "shared": 8,
     "pinned": 5,
     "paused": 4,
+    "rated": 3,
     "delayed": 6,
     "expiring": 5,
     "cancelled": 5,
@@ -97,6 +100,8 @@ class Producer:
             definition = definition.configure(specific_worker_ids=self._chance.sample(self._order.worker_ids, 2))
         elif kind == "paused":
             definition = definition.configure(queue=PAUSED_AT_TIMES)
+        elif kind == "rated":
+            definition = definition.configure(queue=RATED)
         elif kind == "delayed":
             definition = definition.configure(delay_ms=self._chance.randrange(0, 4_000))
         elif kind == "expiring":

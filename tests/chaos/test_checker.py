@@ -14,6 +14,7 @@ from tests.chaos.endings import check_endings
 from tests.chaos.forging import BEGIN, Story, pid_of
 from tests.chaos.history import Asked, Evidence, Published, Told
 from tests.chaos.invariants import INVARIANTS
+from tests.chaos.rates import Rates
 from tests.chaos.versions import Document, Version
 
 
@@ -167,6 +168,7 @@ FORGED: dict[str, tuple[str, Callable[[], Story]]] = {
     ),
     "a release keeps the task": ("R1", lambda: Story().claims("w1", "r1").writes(lambda _: None, "released", "w1")),
     "a claim from a queue that is paused": ("G6", lambda: _in_a_paused_queue()),  # noqa: PLW0108 -- made below
+    "a claim when the rate is used up": ("G7", lambda: _beyond_the_rate()),  # noqa: PLW0108 -- made below
     "a lost lease is not counted": (
         "R2",
         lambda: Story().claims("w1", "r1").later(2_000).writes(without_entries, "settled", "", "w1"),
@@ -191,6 +193,26 @@ def _in_a_paused_queue() -> Story:
     story = Story().later(9_000).claims("w1", "r1")
     story.versions[-1] = replace(story.versions[-1], paused_since=BEGIN)
     return story
+
+
+def _beyond_the_rate() -> Story:
+    story = Story().later(9_000).claims("w1", "r1")
+    rates = Rates()
+    rates.learn("q", {"rate": 2, "per_ms": 1_000}, BEGIN)
+    for ms_later in (9_000, 9_900, 9_999):
+        window = rates.started("q", BEGIN + timedelta(milliseconds=ms_later))
+    story.versions[-1] = replace(story.versions[-1], window=window)
+    return story
+
+
+def test_as_many_starts_as_the_rate_allows_are_no_finding() -> None:
+    rates = Rates()
+    rates.learn("q", {"rate": 2, "per_ms": 1_000}, BEGIN)
+    starts = (8_000, 8_100, 9_000, 9_100, 8_050)
+    windows = [rates.started("q", BEGIN + timedelta(milliseconds=ms_later)) for ms_later in starts]
+    assert [window.starts for window in windows if window is not None] == [1, 2, 2, 2, 3]
+    rates.learn("q", {}, BEGIN)
+    assert rates.started("q", BEGIN + timedelta(days=1)) is None
 
 
 @pytest.mark.parametrize("name", FORGED)
@@ -236,6 +258,10 @@ ENDINGS: dict[str, tuple[str, Callable[[], Evidence]]] = {
     ),
     "a handler without a claim": ("H1", lambda: done().evidence(claims={})),
     "two handlers at once": ("C3", lambda: _overlapping().evidence()),
+    "a rate keeps an element for each start": (
+        "M1",
+        lambda: done().evidence(limits=[{"_id": "q", "starts": [{"n": 1}] * 500}]),
+    ),
     "an effect without its SUCCESS": (
         "X1",
         lambda: Story("writes").claims("w1", "r1").ends("failed", "w1", "r1").evidence(effects=["writes:k"]),

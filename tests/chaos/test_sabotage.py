@@ -18,6 +18,8 @@ import pytest
 
 from taskmesh import Status, rules
 from tests.chaos.checker import HEARD_OF_A_PAUSE_WITHIN
+from tests.chaos.endings import MOST_KEPT
+from tests.chaos.rates import HEARD_OF_A_RATE_WITHIN
 from tests.chaos.reader import APPNAME as READER
 from tests.chaos.scene_handlers import IN_PROCESS, OPTION
 from tests.chaos.stage import APPNAME as STAGE
@@ -410,6 +412,28 @@ async def _a_child_raises_what_must_not_reach_its_worker(stage: Stage) -> None:
     await stage.until_marked("raised")
 
 
+# --- limits ---
+
+
+async def _a_rate_is_used_up_again_and_again(stage: Stage) -> None:
+    await stage.mesh.set_limit("default", rate=10, per_ms=2_000)
+    await asyncio.sleep(HEARD_OF_A_RATE_WITHIN.total_seconds() + 0.5)  # the time that workers have to hear of it
+    stage.worker("w1")
+    await stage.publish("first")
+    await eventually(lambda: stage.is_told("finished", ":first"), 20.0)
+    await asyncio.sleep(1.0)  # half a window
+    for n in range(25):
+        await stage.publish(f"k{n}")
+
+
+async def _a_long_window_holds_many_starts(stage: Stage) -> None:
+    await stage.mesh.set_limit("default", rate=200_000, per_ms=86_400_000)
+    for n in range(MOST_KEPT + 20):
+        await stage.publish(f"k{n}")
+    stage.worker("w1", concurrency=1)
+    await eventually(lambda: stage.is_told("finished", f":k{MOST_KEPT}"), 60.0)
+
+
 SCENES = [
     Scene("gate unfinished", "G4", _is_cancelled_meanwhile),
     Scene("gate unexpired", "G2", _expires_meanwhile),
@@ -445,6 +469,8 @@ SCENES = [
     Scene("stream: gaps are not told", "L1", _the_worker_loses_its_place),
     Scene("stream: begins anew", "L1", _the_worker_keeps_its_place),
     Scene("scan: none", "L1", _the_worker_loses_its_place),
+    Scene("rate: a bucket leaves with its first start", "G7", _a_rate_is_used_up_again_and_again),
+    Scene("rate: starts are kept one by one", "M1", _a_long_window_holds_many_starts),
 ]
 
 

@@ -18,6 +18,7 @@ from bson.codec_options import CodecOptions
 from pymongo import MongoClient
 from pymongo.errors import PyMongoError
 
+from tests.chaos.rates import Rates, Window
 from tests.waiting import wait_until
 
 Document = dict[str, Any]
@@ -35,6 +36,8 @@ class Version:
     after: Document | None
     paused_since: datetime | None = None
     """Since when the task's queue has been paused, if it is."""
+    window: Window | None = None
+    """If an execution began with this write under a rate: how many did in the fullest window that it is in."""
 
 
 class Versions:
@@ -45,6 +48,7 @@ class Versions:
         """The last version of every task that is there."""
         self._paused: dict[str, datetime] = {}
         """Since when which queue has been paused."""
+        self._rates = Rates()
         self.seen = 0
 
     def apply(self, event: Mapping[str, Any]) -> Version | None:
@@ -75,14 +79,26 @@ class Versions:
             self.newest[id_] = after
         self.seen += 1
         queue = (after or {}).get("queue", "default")
-        return Version(id_, event["wallTime"], before, after, self._paused.get(queue))
+        window = None
+        for start in _starts(before, after):
+            window = self._rates.started(queue, start)
+        return Version(id_, event["wallTime"], before, after, self._paused.get(queue), window)
 
     def _note_queue(self, queue: str, event: Mapping[str, Any]) -> None:
         changes = event.get("fullDocument") or event.get("updateDescription", {}).get("updatedFields", {})
+        if "limits" in changes or event["operationType"] == "delete":
+            self._rates.learn(queue, changes.get("limits") or {}, event["wallTime"])
         if changes.get("paused"):
             self._paused.setdefault(queue, event["wallTime"])
         elif "paused" in changes or event["operationType"] == "delete":
             self._paused.pop(queue, None)
+
+
+def _starts(before: Document | None, after: Document | None) -> Iterator[datetime]:
+    """When each execution began that is new in this version."""
+    old, new = (document["task_state"]["worker_states"] if document else [] for document in (before, after))
+    known = {entry["running_id"] for entry in old}
+    return (entry["start_time"] for entry in new if entry["running_id"] not in known)
 
 
 def applied(before: Document, description: Mapping[str, Any]) -> Document:

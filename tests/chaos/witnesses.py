@@ -43,12 +43,14 @@ class Witnesses:
             documents = {task["_id"]: task for task in client[self._database]["tasks"].find()}
             effects = list(client[self._database]["effects"].find())
             accounts = {account["_id"]: account["balance"] for account in client[self._database]["accounts"].find()}
+            limits = list(client[self._database]["limits"].find())
         assert documents == self.versions.newest, "the watcher has missed something"
         evidence = Evidence(
             published=published,
             asked=asked,
             done=self.log.done,
             documents=documents,
+            limits=limits,
             marks=fleet.history,
             died=fleet.died,
             suspended=fleet.suspended,

@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +20,7 @@ from pymongo.errors import PyMongoError
 from taskmesh import TaskMesh
 from taskmesh.store.faults import patiently
 from tests.chaos.findings import Findings
-from tests.chaos.producer import read_notes
+from tests.chaos.producer import PER_MS, RATE, RATED, read_notes
 from tests.chaos.witnesses import Witnesses
 from tests.processes.fleet import Fleet, Worker
 from tests.waiting import wait_until
@@ -62,6 +63,7 @@ class World:
 
     def __enter__(self) -> Self:
         self.witnesses.start()
+        self._on_mesh(lambda mesh: mesh.set_limit(RATED, rate=RATE, per_ms=PER_MS))
         for worker_id in self.worker_ids:
             self._start_worker(worker_id)
         for worker in self._newest.values():
@@ -102,12 +104,14 @@ class World:
 
     def set_paused(self, queue: str, paused: bool) -> None:
         """Pause a queue, or let it go on."""
+        self._on_mesh(lambda mesh: mesh.pause(queue) if paused else mesh.resume(queue))
 
-        async def change() -> None:
+    def _on_mesh(self, change: Callable[[TaskMesh], Awaitable[object]]) -> None:
+        async def make() -> None:
             async with TaskMesh(self.uri, database=self.database) as mesh:
-                await patiently(lambda: mesh.pause(queue) if paused else mesh.resume(queue))
+                await patiently(lambda: change(mesh))
 
-        asyncio.run(change())
+        asyncio.run(make())
 
     def wind_down(self) -> None:
         """Stop publishing, let everything come to its end, stop the workers and the witnesses."""

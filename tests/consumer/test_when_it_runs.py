@@ -235,9 +235,9 @@ async def test_snoozed_tasks_come_back_exactly_then_and_nothing_is_counted(mesh:
     assert timedelta(milliseconds=750) <= started - began < timedelta(seconds=5)
 
 
-@pytest.mark.parametrize("ending", [Snooze, Retry, ValueError])
+@pytest.mark.parametrize("ending", [Snooze(delay_ms=0), Retry(), ValueError()], ids=["Snooze", "Retry", "ValueError"])
 async def test_a_task_that_comes_back_is_claimed_again_at_once_and_not_by_the_next_scan(
-    mesh: TaskMesh, ending: type[Exception]
+    mesh: TaskMesh, ending: Exception
 ) -> None:
     attempts = 0
 

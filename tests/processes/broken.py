@@ -20,7 +20,7 @@ from taskmesh.consumer.claimer import Claimer
 from taskmesh.consumer.execution import Execution
 from taskmesh.consumer.executor import Executor
 from taskmesh.consumer.scanner import Scanner
-from taskmesh.store import claim, finish, lease, repeated
+from taskmesh.store import claim, finish, lease, limits, repeated
 from taskmesh.store.watch import open_stream
 
 Replace = Callable[[Any, str, Any], None]
@@ -260,6 +260,24 @@ def errors_of_children_are_made_by_their_class(replace: Replace) -> None:
     replace(wire, "_made", made)
 
 
+# --- limits ---
+
+
+_COUNTED = {"$filter": {"input": {"$ifNull": ["$starts", []]}, "cond": {"$gt": ["$$this.leaves", "$$NOW"]}}}
+
+
+def a_bucket_leaves_with_its_first_start(replace: Replace) -> None:
+    """What started last in it is forgotten before its window is over."""
+    one = [{"n": {"$sum": "$$counted.n"}, "leaves": {"$min": "$$counted.leaves"}}]
+    bucket = {"$let": {"vars": {"counted": _COUNTED}, "in": {"$cond": [{"$eq": ["$$counted", []]}, [], one]}}}
+    replace(limits, "_in_buckets", lambda _: bucket)
+
+
+def starts_are_kept_one_by_one(replace: Replace) -> None:
+    """Each booking has an element of its own, for as long as the window lasts."""
+    replace(limits, "_in_buckets", lambda _: _COUNTED)
+
+
 GATES: dict[str, Break] = {
     "gate unfinished": without_gate_and_status("unfinished"),
     "gate unexpired": without_gate_and_status("unexpired"),
@@ -304,4 +322,8 @@ REPEATING: dict[str, Break] = {
 CHARGING: dict[str, Break] = {
     "conflicts: charged": conflicts_are_charged,
 }
-BROKEN = GATES | WRITES | ENDING | RESUMING | REPEATING | CHARGING | CHILDREN
+LIMITS: dict[str, Break] = {
+    "rate: a bucket leaves with its first start": a_bucket_leaves_with_its_first_start,
+    "rate: starts are kept one by one": starts_are_kept_one_by_one,
+}
+BROKEN = GATES | WRITES | ENDING | RESUMING | REPEATING | CHARGING | CHILDREN | LIMITS
