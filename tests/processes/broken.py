@@ -158,6 +158,7 @@ def closing_goes_past_the_outcome(replace: Replace) -> None:
             whole(self, execution, value, error)
 
     replace(Executor, "_handler_ended", look_away)
+    replace(Executor, "_task_is_over", lambda *_: None)
 
 
 # --- after an answer was lost ---
