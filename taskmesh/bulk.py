@@ -20,7 +20,7 @@ from taskmesh.connection import Connected
 from taskmesh.errors import InvalidOption
 from taskmesh.store import bulk, listing, undo
 from taskmesh.store.settle import settle
-from taskmesh.task import Progress, Status
+from taskmesh.task import Progress, Standing, Status
 from taskmesh.where import TaskFilter
 
 logger = logging.getLogger("taskmesh.bulk")
@@ -102,6 +102,8 @@ class TaskSummary(BaseModel):
     queue: str
     group: str | None = None
     status: Status
+    standing: Standing | None = None
+    """Of one that is INIT: what that means at the moment."""
     priority: int = 0
     create_time: datetime
     start_time: datetime | None = None

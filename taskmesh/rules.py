@@ -242,10 +242,22 @@ def status(now: Expression) -> Expression:
 
 def status_on_reading(now: Expression = NOW) -> Expression:
     """`status`, for a document that may not be one of ours: what is stored there where it cannot be derived."""
+    return {"$cond": [_ours(), with_facts(now, status(now)), "$status"]}
+
+
+def standing_on_reading(now: Expression = NOW) -> Expression:
+    """What INIT holds: `ready` (some worker may claim it now), `retrying` (it ran, and waits), `scheduled`; else null."""
+    opens = {"$max": [*task_gates(now).values(), _opens_for_some_worker]}
+    has_run = {"$or": [{"$gt": [FAIL_CNT, 0]}, {"$gt": [TIMEOUT_CNT, 0]}, {"$gt": ["$task_state.resume_time", None]}]}
+    waits = {"$cond": [{"$lte": [opens, now]}, "ready", {"$cond": [has_run, "retrying", "scheduled"]}]}
+    return {"$cond": [_ours(), with_facts(now, {"$cond": [{"$eq": [status(now), "INIT"]}, waits, None]}), None]}
+
+
+def _ours() -> Expression:
+    """Whether the status can be derived."""
     dropped_fail_cnt = {"$ifNull": ["$task_state.dropped_fail_cnt", 0]}
     countable = [{"$isNumber": "$task_state.timeout_cnt"}, {"$isNumber": dropped_fail_cnt}]
-    ours = {"$and": [{"$isArray": [ENTRIES]}, *countable]}
-    return {"$cond": [ours, with_facts(now, status(now)), "$status"]}
+    return {"$and": [{"$isArray": [ENTRIES]}, *countable]}
 
 
 def is_forgotten(now: Expression = NOW) -> Expression:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from datetime import datetime
 from enum import StrEnum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -34,6 +34,10 @@ class Status(StrEnum):
     def finished(self) -> bool:
         """Whether nothing more will happen to the task by itself."""
         return self not in (Status.INIT, Status.RUNNING)
+
+
+Standing = Literal["ready", "scheduled", "retrying"]
+"""What INIT means: some worker may claim it now; it has not run and waits for its time; it ran and waits to be tried again."""
 
 
 class _Stored(BaseModel):

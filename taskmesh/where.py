@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -15,7 +15,7 @@ from taskmesh import rules
 from taskmesh.errors import InvalidOption
 from taskmesh.store.driver import Document
 from taskmesh.store.ways import LAST
-from taskmesh.task import Status
+from taskmesh.task import Standing, Status
 
 _UNITS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000, "w": 7 * 86_400_000}
 _AGE = re.compile(r"(\d{1,12}(?:\.\d{1,3})?)(ms|s|m|h|d|w)\Z")  # ten years in ms have twelve digits
@@ -55,6 +55,8 @@ class TaskFilter(BaseModel):
     name: Text | None = None
     status: tuple[Status, ...] = ()
     """Any of these, as the tasks stand at the moment."""
+    standing: tuple[Standing, ...] = ()
+    """Of those that are INIT only these: `status:ready`, `status:scheduled`, `status:retrying`."""
     queue: Text | None = None
     group: Text | None = None
     key_prefix: Text | None = None
@@ -85,6 +87,7 @@ class TaskFilter(BaseModel):
             if name in fields:
                 raise InvalidOption(f"the filter {text!r} says {name} twice")
             fields[name] = value
+        fields |= _standing_in(fields)
         return cls.checked(**fields)
 
     @classmethod
@@ -103,7 +106,7 @@ class TaskFilter(BaseModel):
             f"{name}:{shlex.quote(value)}"
             for name, value in (
                 ("name", self.name),
-                ("status", ",".join(self.status) or None),
+                ("status", ",".join(self._statuses()) or None),
                 ("queue", self.queue),
                 ("group", self.group),
                 ("key", self.key_prefix),
@@ -116,6 +119,12 @@ class TaskFilter(BaseModel):
         parts += [f"age>{_age_text(self.older_than_ms)}"] if self.older_than_ms is not None else []
         parts += [f"age<{_age_text(self.younger_than_ms)}"] if self.younger_than_ms is not None else []
         return " ".join(parts)
+
+    def _statuses(self) -> list[str]:
+        """Return the statuses as they are written, what INIT holds by its own words."""
+        return [
+            word for s in self.status for word in (self.standing if s == Status.INIT and self.standing else (str(s),))
+        ]
 
     def query(self, now: rules.Expression) -> Document:
         """Return the conditions on stored fields. `status_is` has to be asked too: time alone may have changed it."""
@@ -148,6 +157,9 @@ class TaskFilter(BaseModel):
         """Return the conditions that no index knows."""
         query: Document = {}
         conditions: list[rules.Expression] = [{"$not": [rules.is_forgotten(now)]}]
+        if self.standing:
+            stands = {"$in": [rules.standing_on_reading(now), list(self.standing)]}
+            conditions.append({"$or": [{"$ne": [rules.status_on_reading(now), "INIT"]}, stands]})
         if self.group is not None:
             query["group"] = self.group
         entry: Document = {}
@@ -172,12 +184,24 @@ class TaskFilter(BaseModel):
     def indexed(self) -> bool:
         """Whether name, key, queue and status are all that it asks for: what indexes know."""
         others = (self.group, self.error, self.worker, self.lost, self.older_than_ms, self.younger_than_ms)
-        return all(other is None for other in others)
+        return not self.standing and all(other is None for other in others)
 
     @property
     def is_empty(self) -> bool:
         """Whether every task fits."""
         return self == type(self)()
+
+
+def _standing_in(fields: dict[str, Any]) -> dict[str, Any]:
+    """Sort out of the statuses what INIT holds. INIT itself holds all of it."""
+    words = fields.get("status", ())
+    known = get_args(Standing)
+    if not (standing := tuple(word.lower() for word in words if word.lower() in known)):
+        return {}
+    status = tuple(word for word in words if word.lower() not in known)
+    return (
+        {"status": status, "standing": ()} if "INIT" in status else {"status": (*status, "INIT"), "standing": standing}
+    )
 
 
 def _field(word: str) -> tuple[str, Any]:

@@ -209,6 +209,7 @@ def _short(now: rules.Expression) -> Document:
         "queue": 1,
         "group": 1,
         "status": rules.status_on_reading(now),
+        "standing": rules.standing_on_reading(now),
         "priority": "$task_option.priority",
         "create_time": "$task_state.create_time",
         "start_time": "$task_state.start_time",
