@@ -15,7 +15,7 @@ from pydantic.errors import PydanticUserError
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 
 from taskmesh.errors import InvalidOption, InvalidParams, TaskTooLarge
-from taskmesh.values import TooLarge, Unstorable, size_of, storable
+from taskmesh.values import TooLarge, Unstorable, size_of, storable, too_deep
 
 
 class _Schema(GenerateJsonSchema):
@@ -61,6 +61,8 @@ class Params:
 
     def to_store(self, params: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
         """Return checked params in MongoDB's types, and their size in bytes. Raises `InvalidParams`, `TaskTooLarge`."""
+        if refusal := too_deep(params, "params"):  # what comes now goes from level to level by itself
+            raise InvalidParams(f"task {self._name!r}: {refusal}")
         checked = self._validated(params, "at publish")
         stored, turned = storable(checked)
         if turned and self._validated(stored, "at publish") != checked:

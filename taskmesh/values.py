@@ -25,6 +25,12 @@ from taskmesh.store.driver import CODEC
 MAX_BYTES = 15_000_000
 """Of params or of a result. MongoDB's limit for a whole document is 16 MB, and the rest needs room too."""
 
+MAX_DEPTH = 150
+"""Levels of dicts and lists in params or in a result. MongoDB's limit for a whole document is 180, and the rest needs some too."""
+_COUNTED_DEPTH = 1_000
+_SHALLOW_BYTES = 8 * MAX_DEPTH
+"""A value of fewer bytes cannot be nested so deeply: each level takes eight at least."""
+
 _PLAIN = (str, int, float, bool, type(None), bytes, datetime)
 
 
@@ -59,14 +65,32 @@ def _encoded(name: str, value: Any, path: str) -> bytes:
     try:
         encoded = bson.encode({name: value}, codec_options=CODEC)
     except _REFUSALS as error:
-        raise _culprit(value, path, error) from None
+        raise too_deep(value, path) or _culprit(value, path, error) from None
     if b"$ref\0" in encoded and (reference := _reference(value, path)):
         raise Unstorable(reference, "a dict with `$ref` and `$id` would come back as a DBRef: name its keys otherwise")
+    if len(encoded) > _SHALLOW_BYTES and (refusal := too_deep(value, path)):
+        raise refusal
     if len(encoded) > MAX_BYTES:
         raise TooLarge(
             f"{path} has {len(encoded)} bytes, more than the {MAX_BYTES} that fit: store it elsewhere and pass a reference"
         )
     return encoded
+
+
+def too_deep(value: Any, path: str) -> Unstorable | None:
+    """Return what is wrong with a value whose dicts and lists stand too deep inside one another; None: they do not."""
+    depth, level = 0, [value]
+    while level := [part for part in level if isinstance(part, (dict, list, tuple))]:
+        if depth == _COUNTED_DEPTH:
+            break
+        depth += 1
+        parts = (part for outer in level for part in (outer.values() if isinstance(outer, dict) else outer))
+        level = list({id(part): part for part in parts if isinstance(part, (dict, list, tuple))}.values())
+    if depth <= MAX_DEPTH:
+        return None
+    counted = f"{depth} levels deep" if depth < _COUNTED_DEPTH else "too deeply (or holding itself)"
+    how = f"nested {counted}, more than the {MAX_DEPTH} levels that fit"
+    return Unstorable(path, f"{how}: flatten it, or pass it as a text of JSON")
 
 
 _REFUSALS = (
@@ -91,8 +115,6 @@ def _culprit(value: Any, path: str, error: BaseException) -> Unstorable:
         inner = f"{path}.{step}" if isinstance(value, dict) else f"{path}{step}"
         try:
             bson.encode({"v": part}, codec_options=CODEC)
-        except RecursionError:
-            return Unstorable(path, "nested too deeply, or holding itself")
         except _REFUSALS as inner_error:
             return _culprit(part, inner, inner_error)
     if isinstance(value, int):

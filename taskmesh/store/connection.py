@@ -95,22 +95,30 @@ class Store:
         pipeline: Sequence[Mapping[str, Any]],
         deadline_ms: int = WRITE_DEADLINE_MS,
         session: Any = None,
+        constants: Document | None = None,
     ) -> Document:
         """Update all tasks that match, and return the reply with `n` (matched) and `nModified`.
+
+        `constants`: values that the pipeline refers to by name (`$$name`).
 
         Not repeated by the driver after a network error: the caller asks by `running_id` what happened.
         """
         command = self.update_command(query, pipeline, deadline_ms)
+        if constants is not None:
+            command["updates"][0]["c"] = constants
         if session is not None and session.in_transaction:
             del command["writeConcern"]
             del command["maxTimeMS"]
         return await self.driver.command(command, session)
 
     async def update_each(
-        self, statements: Sequence[tuple[Document, Sequence[Mapping[str, Any]]]], session: Any
+        self, statements: Sequence[tuple[Document, Sequence[Mapping[str, Any]], Document]], session: Any
     ) -> Document:
-        """Do several pipelined updates in the session's transaction, in this order, and return the sums of the replies."""
-        updates = [{"q": query, "u": pipeline, "multi": True} for query, pipeline in statements]
+        """Do several pipelined updates in the session's transaction, in this order, and return the sums of the replies.
+
+        Each is a query, a pipeline, and the constants that it refers to.
+        """
+        updates = [{"q": query, "u": pipeline, "multi": True, "c": c} for query, pipeline, c in statements]
         return await self.driver.command({"update": self.tasks, "updates": updates}, session)
 
     async def find(

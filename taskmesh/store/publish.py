@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
@@ -17,17 +18,19 @@ from bson import ObjectId
 from pymongo.errors import OperationFailure, WriteConcernError
 
 from taskmesh import rules
-from taskmesh.errors import TaskRunning
+from taskmesh.errors import TaskRunning, TaskTooLarge
 from taskmesh.option import TaskOption
 from taskmesh.store import repeated
 from taskmesh.store.connection import WRITE_DEADLINE_MS, Store
 from taskmesh.store.driver import Document
-from taskmesh.store.republish import IS_RUNNING, change_pipeline
+from taskmesh.store.republish import IS_RUNNING, change_pipeline, constants
 from taskmesh.store.stamp import stamp
 
 LANES = 64
 """Every task sits in a lane, by its `_id`; live workers divide the lanes among themselves, so that they seldom race."""
 _DUPLICATE_KEY = 11000
+_TOO_LARGE = (10334, 17419, 17420)
+"""What the server says of a document that would have more than 16 MB."""
 _MAX_BATCH = 1_000
 _MAX_BATCH_BYTES = 8_000_000
 _MAX_IN_FLIGHT = 2
@@ -277,7 +280,9 @@ async def _change_existing(store: Store, publication: Publication, now: datetime
             query["$expr"] = {"$not": [rules.with_facts(store.now, IS_RUNNING)]}
         all_answered = publication.sent_to is None
         publication.sent_to = repeated.same(task)
-        reply = await store.update(query, change_pipeline(publication, now, store.now))
+        stages = change_pipeline(publication, now, store.now)
+        with _told_if_too_large(publication):
+            reply = await store.update(query, stages, constants=constants(publication))
         if reply["n"]:
             return Published(created=False, updated=bool(reply["nModified"]))
         if all_answered:
@@ -289,6 +294,19 @@ async def _change_existing(store: Store, publication: Publication, now: datetime
         f"task {publication.name!r} {publication.key!r} is created and deleted by others again and again: publish it when "
         "they have ended"
     )
+
+
+@contextmanager
+def _told_if_too_large(publication: Publication) -> Iterator[None]:
+    try:
+        yield
+    except OperationFailure as error:
+        if error.code not in _TOO_LARGE:
+            raise
+        raise TaskTooLarge(
+            f"task {publication.name!r} {publication.key!r} would be larger than the 16 MB that MongoDB stores, with new params "
+            "beside the results that it has: pass a reference to what is stored elsewhere, or use run_again, which drops results"
+        ) from error
 
 
 def _already(publication: Publication, task: Document) -> Published | None:
@@ -356,8 +374,9 @@ async def _change_in_session(
         query: Document = {"_id": publication.id}
         if publication.not_update_running:
             query["$expr"] = {"$not": [rules.with_facts(store.now, IS_RUNNING)]}
-        statements.append((query, change_pipeline(publication, now, store.now)))
-    reply = await store.update_each(statements, session)
+        statements.append((query, change_pipeline(publication, now, store.now), constants(publication)))
+    with _told_if_too_large(publications[0]):
+        reply = await store.update_each(statements, session)
     if reply["n"] < len(statements):
         raise _is_running(next(publication for publication in publications if publication.not_update_running))
     return Published(created=False, updated=bool(reply["nModified"]))

@@ -22,12 +22,18 @@ _COUNTED_AGAINST = ("dropped_fail_cnt", "losses", "lost_cnt", "resume_time", "re
 """What `clean_failed` forgets, beside the entries and `timeout_cnt`."""
 
 
+def constants(publication: Publication) -> Document:
+    """What `change_pipeline` refers to: the params, so that they stand in a command once, however large."""
+    return {"params": publication.params}
+
+
 def change_pipeline(publication: Publication, now: datetime, at: rules.Expression) -> list[Document]:
     """Apply a publication to an existing task. What changes nothing leaves the document as it was, event and all."""
-    stages: list[Document] = [
-        {"$set": {"_before": {field: f"${field}" for field in ("params", "task_option", "task_state")}}}
-    ]
-    if publication.update_existing_params or publication.run_again:
+    before: Document = {field: f"${field}" for field in ("task_option", "task_state")}
+    sets_params = publication.update_existing_params or publication.run_again
+    before["params_stay"] = {"$eq": ["$params", "$$params"]} if sets_params else True
+    stages: list[Document] = [{"$set": {"_before": before}}]
+    if sets_params:
         stages.append({"$set": _new_wish(publication, now)})
     running = rules.with_facts(at, IS_RUNNING)
     if publication.run_again:
@@ -40,9 +46,8 @@ def change_pipeline(publication: Publication, now: datetime, at: rules.Expressio
     if publication.clean_failed:
         forgotten = {name: {"$cond": [running, f"$task_state.{name}", "$$REMOVE"]} for name in _COUNTED_AGAINST}
         stages.append({"$set": {"task_state": forgotten}})
-    unchanged = {
-        "$and": [{"$eq": [f"${field}", f"$_before.{field}"]} for field in ("params", "task_option", "task_state")]
-    }
+    same = [{"$eq": [f"${field}", f"$_before.{field}"]} for field in ("task_option", "task_state")]
+    unchanged = {"$and": ["$_before.params_stay", *same]}
     marks = {
         name: {"$cond": [unchanged, {"$ifNull": [f"${name}", "$$REMOVE"]}, value]}
         for name, value in (
@@ -56,12 +61,11 @@ def change_pipeline(publication: Publication, now: datetime, at: rules.Expressio
 def _new_wish(publication: Publication, now: datetime) -> Document:
     """The params, and the times and options that the publisher set itself."""
     start_time = publication.starts(now)
-    params = {"$literal": publication.params}
     version = {"$ifNull": ["$task_state.params_version", 0]}
     state: Document = {
         "params_version": {
             "$cond": [
-                {"$eq": ["$params", params]},
+                "$_before.params_stay",
                 {"$ifNull": ["$task_state.params_version", "$$REMOVE"]},
                 {"$add": [version, 1]},
             ]
@@ -71,7 +75,7 @@ def _new_wish(publication: Publication, now: datetime) -> Document:
         state["start_time"] = start_time
     if publication.expire_time is not None or publication.run_again:
         state["expire_time"] = publication.expire_time
-    changes: Document = {"params": params, "task_state": state}
+    changes: Document = {"params": "$$params", "task_state": state}
     if publication.trace is not None:
         changes["trace"] = {"$literal": publication.trace}
     if publication.tuned:

@@ -69,6 +69,8 @@ class World:
         for worker in self._newest.values():
             worker.wait_ready()
         self._start_producers()
+        # One that is not connected yet when the first fault comes may be told that there is no server.
+        wait_until(lambda: len(list(self._directory.glob("*.published"))) == self._producer_count, 60.0)
         return self
 
     def __exit__(

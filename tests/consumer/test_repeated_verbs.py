@@ -28,12 +28,12 @@ def _loses_an_answer(mesh: TaskMesh, uri: str, meanwhile: Callable[[], Awaitable
     """Let the server do the next update of this mesh, then let others do something, and only then tell of an election."""
     update = mesh.store.update
 
-    async def update_without_an_answer(*arguments: Any) -> Any:
+    async def update_without_an_answer(*arguments: Any, **settings: Any) -> Any:
         mesh.store.update = update  # type: ignore[method-assign]
-        await update(*arguments)
+        await update(*arguments, **settings)
         await meanwhile()
         async with failing_commands(uri, ["update"], times=1, errorCode=10107):
-            return await update(*arguments)
+            return await update(*arguments, **settings)
 
     mesh.store.update = update_without_an_answer  # type: ignore[assignment,method-assign]
 
