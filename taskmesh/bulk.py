@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict
 from taskmesh.clock import in_utc
 from taskmesh.connection import Connected
 from taskmesh.errors import InvalidOption
+from taskmesh.ids import checked_remark, checked_text, shown
 from taskmesh.store import bulk, listing, undo
 from taskmesh.store.settle import settle
 from taskmesh.task import Progress, Standing, Status
@@ -257,7 +258,8 @@ class BulkActions(Connected):
 
     async def note_action(self, action: str, about: str, by: str | None = None) -> None:
         """Write down for `noted_actions` what somebody did: the command line, the dashboard and the REST API do."""
-        await undo.note(self.store, action, about, by)
+        about = checked_remark("about", about) or ""
+        await undo.note(self.store, checked_text("action", action), about, checked_remark("by", by))
 
     async def noted_actions(self, limit: int = 50) -> list[NotedAction]:
         """Return what was done to single things within the last month, the newest first: what `note_action` wrote down."""
@@ -269,7 +271,7 @@ class BulkActions(Connected):
         An execution that the action stopped is not put back: its task waits. Raises `InvalidOption` if there is no such
         action, or its time is over. Safe to repeat while it has not returned.
         """
-        found = await undo.action(self.store, action_id)
+        found = await undo.action(self.store, checked_text("action_id", action_id))
         if found is None:
             raise InvalidOption(f"there is no bulk action {action_id!r}: `taskmesh undo` lists them")
         if found.get("undone_time") is not None:
@@ -297,7 +299,7 @@ class BulkActions(Connected):
         by: str | None = None,
         undo_ms: int = 0,
     ) -> BulkResult:
-        name, where = called or action, str(which)
+        name, where, by = called or action, str(which), checked_remark("by", by)
         matched = await listing.count(self.store, which) or 0
         if dry_run:
             return BulkResult(action=name, where=where, matched=matched, done=0, dry_run=True)
@@ -363,7 +365,11 @@ def cancellable(which: TaskFilter) -> TaskFilter:
 
 
 def _filter(where: str | TaskFilter) -> TaskFilter:
-    return where if isinstance(where, TaskFilter) else TaskFilter.parse(where)
+    if isinstance(where, str):
+        return TaskFilter.parse(where)
+    if not isinstance(where, TaskFilter):
+        raise InvalidOption(f"a filter must be a text or a TaskFilter, got {shown(where)}")
+    return where
 
 
 def _narrow(where: str | TaskFilter) -> TaskFilter:

@@ -12,6 +12,7 @@ from bson import ObjectId
 
 from taskmesh.clock import in_utc
 from taskmesh.errors import InvalidName, InvalidOption, TaskCancelled, TaskError, TaskExpired, TaskNotFound
+from taskmesh.ids import checked_group, shown
 from taskmesh.option import TaskOption
 from taskmesh.params import Params
 from taskmesh.store.publish import Publication
@@ -58,7 +59,7 @@ class Configuration:
         mine = {name: value for name, value in settings.items() if name in own}
         for name in ("start_time", "expire_time"):
             if mine.get(name) is not None:
-                mine[name] = _checked_time(name, mine[name])
+                mine[name] = checked_time(name, mine[name])
         for name in ("update_existing_params", "not_update_running", "clean_success", "clean_failed", "run_again"):
             if not isinstance(mine.get(name, False), bool):
                 raise InvalidOption(f"{name} is True or False, not {mine[name]!r}")
@@ -66,8 +67,8 @@ class Configuration:
             _check_delay(mine["delay_ms"])
         if "queue" in mine:
             checked_queue(mine["queue"])
-        if mine.get("group") is not None and not (isinstance(mine["group"], str) and 1 <= len(mine["group"]) <= 256):
-            raise InvalidOption(f"group is a text of 1 to 256 characters, not {mine['group']!r}")
+        if mine.get("group") is not None:
+            checked_group(mine["group"])
         configuration = replace(self, **mine)
         if configuration.start_time is not None and configuration.delay_ms is not None:
             raise InvalidOption("start_time and delay_ms were both set: use one of them")
@@ -103,7 +104,8 @@ class Configuration:
         )
 
 
-def _checked_time(name: str, value: Any) -> datetime:
+def checked_time(name: str, value: Any) -> datetime:
+    """Return the time in UTC, or raise `InvalidOption`."""
     if not isinstance(value, datetime):
         raise InvalidOption(f"{name} is a datetime (naive ones are UTC), not {value!r}")
     try:
@@ -125,7 +127,7 @@ def checked_queue(queue: Any) -> str:
         return checked_name(queue)
     except InvalidName:
         raise InvalidOption(
-            f"a queue's name must be 1 to 100 characters of letters, digits, '_', '.' and '-', got {queue!r}"
+            f"a queue's name must be 1 to 100 characters of letters, digits, '_', '.' and '-', got {shown(queue)}"
         ) from None
 
 
@@ -190,7 +192,7 @@ class TaskDefinition(Generic[P, R]):
         `InvalidKey`, `InvalidParams`, `TaskTooLarge`, `TaskRunning`; then nothing is written.
         """
         named = self.params.named(args, params)
-        return cast("TaskHandle[R]", (await self.mesh.publish_all(self, {key: named}))[0])
+        return cast("TaskHandle[R]", (await self.mesh.publish_all(self, {checked_key(key): named}))[0])
 
     async def publish_many(self, params_by_key: Mapping[str, Mapping[str, Any]], /) -> list[TaskHandle[R]]:
         """Publish many tasks, about a thousand per round trip; handles in the order given.

@@ -5,24 +5,24 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
-from taskmesh.clock import in_utc
 from taskmesh.connection import Connected
 from taskmesh.consumer.settings import checked_concurrency
-from taskmesh.definition import checked_queue
+from taskmesh.definition import checked_queue, checked_time
 from taskmesh.doctor import Finding, examine
 from taskmesh.error_groups import ErrorReport, read_errors
 from taskmesh.errors import InvalidOption, TaskNotFound
+from taskmesh.ids import checked_group, checked_remark, checked_worker_id
 from taskmesh.queues import (
     COUNTED_TO,
     QueueInfo,
     QueueLimits,
-    checked_group,
     checked_limits,
     read_queues,
     set_group_limit,
 )
 from taskmesh.stats import Stats, read_stats
 from taskmesh.store import fleet, limits
+from taskmesh.task import checked_name
 from taskmesh.what_if import LimitEffect, effect_of_limit
 from taskmesh.workers import WorkerInfo
 
@@ -36,9 +36,9 @@ class FleetActions(Connected):
         """Let no worker claim from this queue any more, until `resume`, or the time `until`. What runs, runs on."""
         settings = {
             "paused": True,
-            "paused_reason": reason,
-            "paused_by": by,
-            "paused_until": None if until is None else in_utc(until),
+            "paused_reason": checked_remark("reason", reason),
+            "paused_by": checked_remark("by", by),
+            "paused_until": None if until is None else checked_time("until", until),
             "pause_time": self.clock.now(),
         }
         await fleet.set_queue(self.store, checked_queue(queue), settings)
@@ -134,7 +134,7 @@ class FleetActions(Connected):
         await self._order(worker_id, {"concurrency": checked_concurrency(concurrency)})
 
     async def _order(self, worker_id: str, changes: dict[str, Any]) -> None:
-        if not await fleet.order(self.store, worker_id, changes):
+        if not await fleet.order(self.store, checked_worker_id(worker_id), changes):
             raise TaskNotFound(f"no worker {worker_id!r} is registered: `taskmesh workers` lists those that are")
 
     async def stats(self) -> Stats:
@@ -151,4 +151,4 @@ class FleetActions(Connected):
         Looks at `at_most` tasks, the same share of each name and queue (20 at least), and stops at the deadline: the
         report says whether these were all.
         """
-        return await read_errors(self.store, name, at_most, deadline_ms)
+        return await read_errors(self.store, None if name is None else checked_name(name), at_most, deadline_ms)

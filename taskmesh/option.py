@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from taskmesh.errors import InvalidOption
+from taskmesh.ids import shown
 
 _TEN_YEARS_MS = 10 * 366 * 86_400_000
 
@@ -102,7 +103,7 @@ def _explained(error: ValidationError) -> str:
         field = ".".join(str(part) for part in found["loc"])
         if found["type"] == "extra_forbidden":
             known = ", ".join(TaskOption.model_fields)
-            problems.append(f"unknown option {field!r} (value {found['input']!r}); the options are: {known}")
+            problems.append(f"unknown option {field!r} (value {shown(found['input'])}); the options are: {known}")
         else:
-            problems.append(f"{field}={found['input']!r}: {found['msg'][0].lower()}{found['msg'][1:]}")
+            problems.append(f"{field}={shown(found['input'])}: {found['msg'][0].lower()}{found['msg'][1:]}")
     return "; ".join(problems)

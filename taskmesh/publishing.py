@@ -59,7 +59,7 @@ class Publishing(Connected):
         Uses the option and queue of the definition if this mesh knows the name, else those that workers have registered,
         else the defaults. Raises as `TaskDefinition.publish` does.
         """
-        return (await self.publish_many(name, {key: {} if params is None else params}, **configuration))[0]
+        return (await self.publish_many(name, {checked_key(key): {} if params is None else params}, **configuration))[0]
 
     async def publish_many(
         self, name: str, params_by_key: Mapping[str, Mapping[str, Any]], **configuration: Any
@@ -88,7 +88,7 @@ class Publishing(Connected):
     async def registered(self, name: str, *, newly: bool = False) -> RegisteredDefinition:
         """Return what workers have registered of the tasks of this name. `newly`: not as it was some seconds ago."""
         _ = self.store  # whether there is one
-        return await self._registry.definition(name, newly=newly)
+        return await self._registry.definition(checked_name(name), newly=newly)
 
     async def publish_all(
         self, definition: TaskDefinition[Any, Any], params_by_key: Mapping[str, Mapping[str, Any]]

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from taskmesh.errors import InvalidOption
+from taskmesh.ids import checked_group
 from taskmesh.store import Store, fleet, limits, tally
 from taskmesh.store.driver import Document
 from taskmesh.store.find import queues_in_use
@@ -141,13 +142,6 @@ def checked_limits(
 async def set_group_limit(store: Store, queue: str, group: str, running: int | None) -> None:
     """Check and set how many executions of one group of the queue may run at a time. Raises `InvalidOption`."""
     await limits.set_group_limit(store, queue, checked_group(group), _whole("running", running, 0, _LARGEST))
-
-
-def checked_group(group: str) -> str:
-    """Return the group, or raise `InvalidOption`."""
-    if not isinstance(group, str) or not 1 <= len(group) <= 256:
-        raise InvalidOption(f"group is a text of 1 to 256 characters, not {group!r}")
-    return group
 
 
 def _whole(name: str, value: Any, least: int, most: int) -> int | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from taskmesh.definition import Configuration, TaskDefinition, TaskHandle
 from taskmesh.errors import InvalidOption, TaskNotFound
+from taskmesh.ids import checked_remark, checked_text
 from taskmesh.params import checked_size
 from taskmesh.periodic import (
     Declaration,
@@ -177,8 +178,9 @@ class Scheduling(Publishing):
         self, schedule_id: str, *, reason: str | None = None, by: str | None = None
     ) -> ScheduleInfo:
         """Let a schedule tick no more, until `resume_schedule`. Raises `TaskNotFound`."""
-        told = {"paused": True, "paused_reason": reason, "paused_by": by, "pause_time": self.clock.now()}
-        await schedules.set_paused(self.store, schedule_id, told)
+        why, who = checked_remark("reason", reason), checked_remark("by", by)
+        told = {"paused": True, "paused_reason": why, "paused_by": who, "pause_time": self.clock.now()}
+        await schedules.set_paused(self.store, checked_text("schedule_id", schedule_id, most=_LONGEST_ID_BYTES), told)
         return ScheduleInfo.from_document(await self._schedule(schedule_id))
 
     async def resume_schedule(self, schedule_id: str) -> ScheduleInfo:
@@ -217,7 +219,8 @@ class Scheduling(Publishing):
         return ScheduleInfo.from_document(schedule)
 
     async def _schedule(self, schedule_id: str) -> Document:
-        schedule = await schedules.read(self.store, schedule_id)
+        id_ = checked_text("schedule_id", schedule_id, most=_LONGEST_ID_BYTES)
+        schedule = await schedules.read(self.store, id_)
         if schedule is None:
             raise TaskNotFound(f"there is no schedule {schedule_id!r}: `taskmesh schedules` lists those that there are")
         return schedule

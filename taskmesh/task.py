@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from taskmesh.errors import IncompatibleCollection, InvalidKey, InvalidName, InvalidOption
+from taskmesh.ids import shown
 from taskmesh.option import TaskOption
 
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,100}\Z")
@@ -209,7 +210,7 @@ def checked_name(name: str) -> str:
     """Return `name`, or raise `InvalidName`."""
     if not isinstance(name, str) or not _NAME.match(name):
         raise InvalidName(
-            f"a task's name must be 1 to 100 characters of letters, digits, '_', '.' and '-', got {name!r}: rename it"
+            f"a task's name must be 1 to 100 characters of letters, digits, '_', '.' and '-', got {shown(name)}: rename it"
         )
     return name
 
@@ -217,15 +218,17 @@ def checked_name(name: str) -> str:
 def checked_key(key: str) -> str:
     """Return `key`, or raise `InvalidKey`."""
     if not isinstance(key, str):
-        raise InvalidKey(f"a key is a text, not {type(key).__name__} {key!r}: pass str(…) of it")
+        raise InvalidKey(f"a key is a text, not {type(key).__name__} {shown(key)}: pass str(…) of it")
     try:
         size = len(key.encode())
     except UnicodeEncodeError:
-        raise InvalidKey(f"the key {key!r} has half a surrogate pair and cannot be stored: clean it first") from None
+        raise InvalidKey(
+            f"the key {shown(key)} has half a surrogate pair and cannot be stored: clean it first"
+        ) from None
     if not 1 <= size <= _MAX_KEY_BYTES or "\0" in key:
-        shown = key if size <= 80 else key[:60] + "…"
+        begins = key if size <= 80 else key[:60] + "…"
         why = "is empty" if size == 0 else "has a NUL" if "\0" in key else f"has {size} bytes"
         raise InvalidKey(
-            f"a key has 1 to {_MAX_KEY_BYTES} bytes and no NUL, but {shown!r} {why}: use a shorter one or a hash of it"
+            f"a key has 1 to {_MAX_KEY_BYTES} bytes and no NUL, but {begins!r} {why}: use a shorter one or a hash of it"
         )
     return key

@@ -11,10 +11,11 @@ from taskmesh.connection import Connected
 from taskmesh.errors import IncompatibleCollection, InvalidOption, TaskNotFound, TaskRunning
 from taskmesh.events import DEFAULT_BUFFER, EventReader
 from taskmesh.explain import Explanation, Waiting, explain, explain_waiting
+from taskmesh.ids import checked_worker_id
 from taskmesh.store import control, find, listing
 from taskmesh.store.publish import stored_option
 from taskmesh.store.ways import Order
-from taskmesh.task import Status, Task, checked_name, task_id
+from taskmesh.task import Status, Task, checked_key, checked_name, task_id
 from taskmesh.what_if import OptionEffect, effect_of_option
 from taskmesh.where import TaskFilter
 
@@ -59,13 +60,16 @@ class TaskActions(Connected):
                 return  # none of no statuses
             statuses = () if status is None else (status,) if isinstance(status, str) else tuple(status)
             which = TaskFilter.checked(
-                name=name and checked_name(name), status=statuses, queue=queue, key_prefix=key_prefix or None
+                name=None if name is None else checked_name(name),
+                status=statuses,
+                queue=queue,
+                key_prefix=key_prefix or None,
             )
         elif (name, status, queue, key_prefix, after) != (None,) * 5:
             raise InvalidOption("`where` says which tasks are meant: leave name, status, queue and the like out")
         else:
             which = TaskFilter.parse(where) if isinstance(where, str) else where
-        behind = None if after is None else task_id(name or "", after)
+        behind = None if after is None else task_id("" if name is None else name, after)
         documents = listing.find(self.store, which, order=sort, limit=limit, params=params, after=behind)
         async for document in documents:
             task = _readable(document)
@@ -121,7 +125,8 @@ class TaskActions(Connected):
 
     async def explain(self, name: str, key: str, worker_id: str | None = None) -> list[Explanation]:
         """Tell, for one worker or every live one, which gates of the claim rule are open or shut, why, and until when."""
-        return await explain(self.store, task_id(name, key), worker_id)
+        who = None if worker_id is None else checked_worker_id(worker_id)
+        return await explain(self.store, task_id(name, key), who)
 
     async def explain_worker(self, worker_id: str, name: str | None = None, *, at_most: int = 200) -> list[Waiting]:
         """Tell which gates are shut for this worker, of the oldest tasks that wait: grouped, the largest group first.
@@ -130,7 +135,7 @@ class TaskActions(Connected):
         """
         which = self.find(name, Status.INIT, limit=at_most, sort="oldest")
         ids = [task_id(task.name, task.key) async for task in which]
-        return await explain_waiting(self.store, ids, worker_id)
+        return await explain_waiting(self.store, ids, checked_worker_id(worker_id))
 
     async def finished(self, name: str, key: str, timeout: float | None) -> Task:
         """Wait until the task is finished, and return it. Raises `TaskNotFound`, `TimeoutError`."""
@@ -155,6 +160,8 @@ class TaskActions(Connected):
         `after`: the `token` of an event, to go on behind it. `buffer`: how many events wait for a slow reader; then it is
         told how many it missed. Raises `InvalidOption` for what is no token.
         """
+        name = None if name is None else checked_name(name)
+        key = None if key is None else checked_key(key)
         reader = EventReader(self.feed, self.store, name, key, after=after, buffer=buffer)
         self._event_readers.add(reader)
         return reader

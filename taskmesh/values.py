@@ -26,7 +26,7 @@ MAX_BYTES = 15_000_000
 """Of params or of a result. MongoDB's limit for a whole document is 16 MB, and the rest needs room too."""
 
 MAX_DEPTH = 150
-"""Levels of dicts and lists in params or in a result. MongoDB's limit for a whole document is 180, and the rest needs some too."""
+"""Levels of dicts and lists in params or in a result. MongoDB's limit for a whole document is 180, the rest needs some too."""
 _COUNTED_DEPTH = 1_000
 _SHALLOW_BYTES = 8 * MAX_DEPTH
 """A value of fewer bytes cannot be nested so deeply: each level takes eight at least."""

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from taskmesh import rules
 from taskmesh.errors import InvalidOption
+from taskmesh.ids import shown
 from taskmesh.store.driver import Document
 from taskmesh.store.ways import LAST
 from taskmesh.task import Standing, Status
@@ -22,7 +23,7 @@ _AGE = re.compile(r"(\d{1,12}(?:\.\d{1,3})?)(ms|s|m|h|d|w)\Z")  # ten years in m
 _TOKEN = re.compile(r"(?P<field>[a-z_]+)(?P<sign>[:<>])(?P<value>.*)\Z", re.DOTALL)
 _TEN_YEARS_MS = 3_660 * 86_400_000
 
-Text = Annotated[str, Field(min_length=1, max_length=512)]
+Text = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\x00]*$", strict=True)]
 Age = Annotated[int, Field(ge=0, le=_TEN_YEARS_MS)]
 
 
@@ -80,12 +81,12 @@ class TaskFilter(BaseModel):
         try:
             words = shlex.split(text)
         except ValueError as error:
-            raise InvalidOption(f"the filter {text!r} cannot be read: {error}") from None
+            raise InvalidOption(f"the filter {shown(text)} cannot be read: {error}") from None
         fields: dict[str, Any] = {}
         for word in words:
             name, value = _field(word)
             if name in fields:
-                raise InvalidOption(f"the filter {text!r} says {name} twice")
+                raise InvalidOption(f"the filter {shown(text)} says {name} twice")
             fields[name] = value
         fields |= _standing_in(fields)
         return cls.checked(**fields)
@@ -98,7 +99,9 @@ class TaskFilter(BaseModel):
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             field = str(first["loc"][0])
-            raise InvalidOption(f"{_EXPECTED.get(field, _UNKNOWN.format(field))}, got {first['input']!r}") from None
+            raise InvalidOption(
+                f"{_EXPECTED.get(field, _UNKNOWN.format(field))}, got {shown(first['input'])}"
+            ) from None
 
     def __str__(self) -> str:
         """Return the text that `parse` reads."""

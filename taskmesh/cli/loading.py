@@ -25,6 +25,11 @@ def check_target(target: str) -> None:
     module_name, _, path = target.partition(":")
     if not (module_name and path):
         raise typer.BadParameter(f"{target!r} is not of the form MODULE:MESH, like tasks:mesh")
+    if "/" in module_name or "\\" in module_name or not all(module_name.split(".")):
+        raise typer.BadParameter(
+            f"{module_name!r} is a path, not the name of a module: start in the project's directory, and write the module with "
+            "dots, like package.tasks:mesh"
+        )
 
 
 def load_mesh(target: str) -> TaskMesh:

@@ -18,7 +18,8 @@ from taskmesh.cli.loading import check_target
 from taskmesh.cli.options import WorkerOptions
 from taskmesh.cli.supervisor import Supervisor
 from taskmesh.cli.work import banner, run_one
-from taskmesh.consumer.settings import checked_concurrency, checked_worker_id
+from taskmesh.consumer.settings import checked_concurrency
+from taskmesh.ids import checked_worker_id
 
 _MANY = "Several processes"
 _PROBES = "Probes and metrics"

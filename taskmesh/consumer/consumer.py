@@ -24,7 +24,7 @@ from taskmesh.consumer.settings import (
     checked_concurrency,
     checked_names,
     checked_queues,
-    checked_worker_id,
+    worker_id_or_new,
 )
 from taskmesh.consumer.stopping import (
     DEFAULT_GRACE_MS,
@@ -68,7 +68,7 @@ class Consumer:
     ) -> None:
         self._mesh = mesh
         self._settings = Settings(
-            worker_id=checked_worker_id(worker_id),
+            worker_id=worker_id_or_new(worker_id),
             names=checked_names(mesh.definitions, names),
             queues=checked_queues(queues),
             concurrency=checked_concurrency(concurrency),

@@ -12,6 +12,8 @@ from taskmesh.consumer.executor import AfterHook, BeforeHook
 from taskmesh.consumer.observer import Observer
 from taskmesh.definition import checked_queue
 from taskmesh.errors import InvalidOption
+from taskmesh.ids import checked_worker_id
+from taskmesh.task import checked_name
 
 DEFAULT_STALL_LIMIT_MS = 60_000
 MOST_AT_ONCE = 1_000_000
@@ -38,13 +40,11 @@ class Settings:
     """Tells this run from any other under the same worker id."""
 
 
-def checked_worker_id(worker_id: str | None) -> str:
+def worker_id_or_new(worker_id: str | None) -> str:
     """Return the id, or a made-up one. Raises `InvalidOption`."""
     if worker_id is None:
         return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
-    if not isinstance(worker_id, str) or not 1 <= len(worker_id) <= 256 or not worker_id.isprintable():
-        raise InvalidOption(f"a worker id is a printable text of 1 to 256 characters, not {worker_id!r}")
-    return worker_id
+    return checked_worker_id(worker_id)
 
 
 def checked_concurrency(concurrency: int) -> int:
@@ -61,7 +61,7 @@ def checked_names(defined: Iterable[str], names: Sequence[str] | None) -> list[s
         return known
     if isinstance(names, str):
         raise InvalidOption(f"names is a list of tasks' names, not a text: write [{names!r}]")
-    if unknown := sorted(set(names) - set(known)):
+    if unknown := sorted({checked_name(name) for name in names} - set(known)):
         raise InvalidOption(f"no handler is defined for {', '.join(unknown)}; there are: {', '.join(known) or 'none'}")
     return sorted(names)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from urllib.parse import quote, urlsplit
@@ -22,6 +23,7 @@ from taskmesh.web.jsonable import to_json
 
 SHORTEST_TOKEN = 16
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.\-]+)(:[0-9]{1,5})?\Z")
 _HARMLESS = frozenset({"GET", "HEAD", "OPTIONS"})
 _OPEN = frozenset({"/login", "/livez", "/readyz"})
 _POLICY = (
@@ -92,7 +94,7 @@ class Guard:
     def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
         """Return the answer to a request that may not come in, or None."""
         rules, path = self._rules, path_of(scope)
-        if rules.hosts is not None and _host(headers.get("host", "")) not in rules.hosts:
+        if rules.hosts is not None and _host(headers) not in rules.hosts:
             return _refused(
                 400,
                 "this address is served under loopback names only: use 127.0.0.1 or localhost, or start it with a token",
@@ -137,9 +139,11 @@ def path_of(scope: Scope) -> str:
     return path[len(root) :] if root and path.startswith(root + "/") else path
 
 
-def _host(header: str) -> str:
-    """Return a host header without its port."""
-    return header.rsplit(":", 1)[0].lower() if not header.endswith("]") else header.lower()
+def _host(headers: Headers) -> str | None:
+    """Return the host asked for, without its port; None unless it is one host, and nothing beside it."""
+    given = headers.getlist("host")
+    match = _HOST.match(given[0]) if len(given) == 1 else None
+    return None if match is None else match.group(1).lower()
 
 
 def _is_of_same_origin(headers: Headers) -> bool:

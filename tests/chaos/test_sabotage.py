@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from taskmesh import Status, rules
+from taskmesh import InvalidOption, Status, rules
 from tests.chaos.checker import HEARD_OF_A_PAUSE_WITHIN
 from tests.chaos.endings import MOST_KEPT
 from tests.chaos.rates import HEARD_OF_A_RATE_WITHIN
@@ -335,6 +335,17 @@ async def _a_cancel_is_repeated_after_a_retry(stage: Stage) -> None:
     stage.worker("w1")
 
 
+async def _somebody_stops_no_worker_in_particular(stage: Stage) -> None:
+    w1 = stage.worker("w1")
+    try:
+        await stage.mesh.stop_worker({"$ne": ""}, grace_ms=0)  # type: ignore[arg-type]  # that is the point
+    except InvalidOption:
+        pass
+    else:
+        await eventually(lambda: not w1.running, 30.0)
+    await stage.publish()
+
+
 # --- the stream ---
 
 
@@ -464,6 +475,7 @@ SCENES = [
     Scene("errors of children: made by their class", "L1", _a_child_raises_what_must_not_reach_its_worker),
     Scene("repeated verbs: for whatever stands there", "P3", _a_deletion_is_repeated_after_a_publication, here=True),
     Scene("repeated verbs: done again", "P3", _a_cancel_is_repeated_after_a_retry, here=True),
+    Scene("ids: anything", "L1", _somebody_stops_no_worker_in_particular, here=True),
     Scene("stream: gaps are not told", "O1", _the_reader_loses_its_place, here=True),
     Scene("stream: begins anew", "O1", _the_reader_keeps_its_place, here=True),
     Scene("stream: gaps are not told", "L1", _the_worker_loses_its_place),

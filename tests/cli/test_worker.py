@@ -167,6 +167,10 @@ def test_it_takes_the_modules_own_place_unless_told_otherwise(taskmesh: Shell) -
     [
         ("app", 2, "MODULE:MESH"),
         (":mesh", 2, "MODULE:MESH"),
+        ("../../x:y", 2, "'../../x' is a path, not the name of a module"),
+        ("./app:mesh", 2, "is a path, not the name of a module"),
+        (".app:mesh", 2, "is a path, not the name of a module"),
+        ("app..x:mesh", 2, "is a path, not the name of a module"),
         ("nowhere:mesh", 1, "there is no module 'nowhere'"),
         ("app:other", 1, "has no 'other'; what it has: app:mesh"),
         ("app:add", 1, "is a TaskDefinition, no TaskMesh"),

@@ -35,7 +35,7 @@ def _loses_an_answer(mesh: TaskMesh, uri: str, meanwhile: Callable[[], Awaitable
         async with failing_commands(uri, ["update"], times=1, errorCode=10107):
             return await update(*arguments, **settings)
 
-    mesh.store.update = update_without_an_answer  # type: ignore[assignment,method-assign]
+    mesh.store.update = update_without_an_answer  # type: ignore[method-assign]
 
 
 @pytest.fixture

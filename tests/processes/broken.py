@@ -14,7 +14,7 @@ from typing import Any
 
 from pymongo.errors import PyMongoError
 
-from taskmesh import feed, rules
+from taskmesh import feed, fleet_actions, rules
 from taskmesh.consumer import finisher, transactions, wire
 from taskmesh.consumer.claimer import Claimer
 from taskmesh.consumer.execution import Execution
@@ -279,6 +279,14 @@ def starts_are_kept_one_by_one(replace: Replace) -> None:
     replace(limits, "_in_buckets", lambda _: _COUNTED)
 
 
+# --- ids ---
+
+
+def anything_is_an_id(replace: Replace) -> None:
+    """What is no text enters a query all the same."""
+    replace(fleet_actions, "checked_worker_id", lambda worker_id: worker_id)
+
+
 GATES: dict[str, Break] = {
     "gate unfinished": without_gate_and_status("unfinished"),
     "gate unexpired": without_gate_and_status("unexpired"),
@@ -319,6 +327,7 @@ CHILDREN: dict[str, Break] = {"errors of children: made by their class": errors_
 REPEATING: dict[str, Break] = {
     "repeated verbs: for whatever stands there": repeated_verbs_are_for_whatever_stands_there,
     "repeated verbs: done again": repeated_verbs_are_done_again,
+    "ids: anything": anything_is_an_id,
 }
 CHARGING: dict[str, Break] = {
     "conflicts: charged": conflicts_are_charged,

@@ -282,7 +282,7 @@ async def test_bad_arguments_of_a_consumer_are_refused(mesh: TaskMesh, resize: T
         with pytest.raises(InvalidOption, match="concurrency is a whole number from 1"):
             mesh.consumer(concurrency=concurrency)  # type: ignore[arg-type]  # that is the point
     for worker_id in ("", "w" * 257, "a\nb", 5):
-        with pytest.raises(InvalidOption, match="a worker id is a printable text of 1 to 256 characters"):
+        with pytest.raises(InvalidOption, match="worker_id must be a printable text of 1 to 256 characters"):
             mesh.consumer(worker_id=worker_id)  # type: ignore[arg-type]  # that is the point
     with pytest.raises(InvalidOption, match="no handler is defined for crop; there are: resize"):
         mesh.consumer(names=["crop"])

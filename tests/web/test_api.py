@@ -285,6 +285,18 @@ REFUSED: list[Any] = [
     ("POST", "/tasks", {"content": rb'{"name": "work", "key": "k", "params": {"text": "\ud800"}}'}, 422),
     ("POST", "/tasks", {"content": rb'{"name": "work", "key": "\ud800"}'}, 422),
     ("POST", "/tasks", {"json": {"name": "work", "key": "k", "params": {"n": 2**70}}}, 422),
+    (
+        "POST",
+        "/tasks",
+        {"content": b'{"name": "work", "key": "k", "params": {"v": ' + b"[" * 300 + b"]" * 300 + b"}}"},
+        422,
+    ),
+    (
+        "PUT",
+        "/schedule",
+        {"content": b'{"name": "work", "interval_ms": 60000, "params": {"v": ' + b"[" * 300 + b"]" * 300 + b"}}"},
+        422,
+    ),
     ("PATCH", "/task/option", {"params": {"name": "a", "key": "b"}, "json": {"changes": {"priority": "x"}}}, 404),
     ("GET", "/no/such/path", {}, 404),
     ("DELETE", "/tasks", {}, 405),

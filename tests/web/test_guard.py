@@ -97,6 +97,16 @@ async def test_without_a_token_only_loopback_names_are_served(mesh: TaskMesh) ->
             ("evil.example", 400),
             ("127.0.0.1.evil.example:8080", 400),
             ("", 400),
+            ("127.0.0.1:41800, evil", 400),
+            ("127.0.0.1, evil.example:80", 400),
+            ("127.0.0.1:evil.example", 400),
+            ("localhost:80:80", 400),
+            ("[::1], evil", 400),
+            ("[::1]evil", 400),
+            ("[::1]evil:80", 400),
+            ("127.0.0.1:", 400),
+            ("evil@127.0.0.1:80", 400),
+            ("127.0.0.1 :80", 400),
         ]:
             assert (await client.get("/", headers={"Host": host})).status_code == status, host
 
