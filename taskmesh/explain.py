@@ -171,6 +171,11 @@ def _explanation(
     )
 
 
+def _on_their_way_out(leaving: list[Document]) -> str:
+    workers = ", ".join(sorted(entry["worker_id"] for entry in leaving))
+    return f", {len(leaving)} stopped and on their way out ({workers})" if leaving else ""
+
+
 def _worker_gate(worker: Document) -> Gate:
     """Whether the worker claims anything at all now."""
     state = worker.get("state", "stopped") if worker.get("live") else "gone"
@@ -184,6 +189,7 @@ def _reason(gate: str, task: Document, worker_id: str, moment: datetime | None, 
     option, state = task.get("task_option", {}), task.get("task_state", {})
     entries = state.get("worker_states", [])
     live = [e for e in entries if e["state"] == "RUNNING" and e["ping_expire_time"] > now]
+    leaving = [e for e in state.get("leaving") or () if e["ping_expire_time"] > now]
     done = [e for e in entries if e["state"] == "SUCCESS"]
     fails = sum(e["state"] == "FAIL" for e in entries) + state.get("dropped_fail_cnt", 0)
     lost = sum(e["state"] == "RUNNING" and e["ping_expire_time"] <= now for e in entries)
@@ -192,7 +198,8 @@ def _reason(gate: str, task: Document, worker_id: str, moment: datetime | None, 
         "unfinished": f"stored status {task.get('status')}, {len(done)} of {option.get('concurrent_worker_cnt')} SUCCESS",
         "unexpired": f"expire_time {state.get('expire_time') or 'not set'}",
         "started": f"start_time {state.get('start_time') or 'not set'}",
-        "room": f"{len(live)} running and {len(done)} succeeded, concurrent_worker_cnt is {option.get('concurrent_worker_cnt')}",
+        "room": f"{len(live)} running{_on_their_way_out(leaving)} and {len(done)} succeeded, concurrent_worker_cnt is "
+        f"{option.get('concurrent_worker_cnt')}",
         "retries left": f"{fails} FAIL, max_unexpected_retries {option.get('max_unexpected_retries')}",
         "timeouts left": f"{state.get('timeout_cnt', 0) + lost} lost in a row, max_timeouts {option.get('max_timeouts')}",
         "retry delay": f"{fails} FAIL, {delay}",
@@ -200,7 +207,8 @@ def _reason(gate: str, task: Document, worker_id: str, moment: datetime | None, 
         if state.get("resume_time")
         else "none asked for",
         "worker allowed": f"specific_worker_ids {', '.join(option.get('specific_worker_ids', [])) or 'any'}",
-        "not twice": f"{sum(e['worker_id'] == worker_id for e in live + done)} live or successful entries of {worker_id}",
+        "not twice": f"{sum(e['worker_id'] == worker_id for e in live + leaving + done)} live or successful entries of "
+        f"{worker_id}",
     }
     shut = (
         ""

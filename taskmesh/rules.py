@@ -28,6 +28,13 @@ NEVER = datetime(9999, 12, 31, 23, 59, 59, 999_000, tzinfo=UTC)
 LONG_AGO = datetime(1970, 1, 1, tzinfo=UTC)
 
 ENTRIES = "$task_state.worker_states"
+LEAVING: Expression = {"$cond": [{"$isArray": ["$task_state.leaving"]}, "$task_state.leaving", []]}
+"""The executions of earlier lives of the task that may still be on their way out: `running_id`, worker and lease of each.
+
+A task that is begun anew (retried, published again) while a handler of it cleans up, or that excludes its worker, keeps the
+handler's place here. It counts for room and for "not twice", and for nothing else, until its worker says that it has ended,
+or its lease has.
+"""
 KEPT_FAILS = 32
 """FAIL entries kept in a document; older ones are only counted, so that it stays small."""
 KEPT_LOSSES = 8
@@ -38,7 +45,7 @@ _ONE_DAY_MS = 86_400_000
 
 
 def with_facts(now: Expression, result: Expression) -> Expression:
-    """Evaluate `result` with `$$live`, `$$lost`, `$$done` and `$$fails`: the entries, sorted out."""
+    """Evaluate `result` with `$$live`, `$$lost`, `$$done` and `$$fails`: the entries, sorted out; and `$$leaving`."""
     return {
         "$let": {
             "vars": {
@@ -46,6 +53,7 @@ def with_facts(now: Expression, result: Expression) -> Expression:
                 "lost": _entries(is_lost(now)),
                 "done": _entries({"$eq": ["$$this.state", "SUCCESS"]}),
                 "fails": _entries({"$eq": ["$$this.state", "FAIL"]}),
+                "leaving": {"$filter": {"input": LEAVING, "cond": holds_its_lease(now)}},
             },
             "in": result,
         }
@@ -54,7 +62,12 @@ def with_facts(now: Expression, result: Expression) -> Expression:
 
 def is_live(now: Expression) -> Expression:
     """The entry `$$this` holds a lease: nobody else may take its place."""
-    return {"$and": [{"$eq": ["$$this.state", "RUNNING"]}, {"$gt": ["$$this.ping_expire_time", now]}]}
+    return {"$and": [{"$eq": ["$$this.state", "RUNNING"]}, holds_its_lease(now)]}
+
+
+def holds_its_lease(now: Expression) -> Expression:
+    """The lease of `$$this`, an entry that is RUNNING or on its way out, has not run out."""
+    return {"$gt": ["$$this.ping_expire_time", now]}
 
 
 def is_lost(now: Expression) -> Expression:
@@ -66,6 +79,26 @@ def _entries(condition: Expression) -> Expression:
     return {"$filter": {"input": ENTRIES, "cond": condition}}
 
 
+def sent_away(now: Expression, which: Expression = True) -> Expression:
+    """`task_state.leaving` when the live entries for which `which` is true are removed: they keep their places there."""
+    entry = {name: f"$$this.{name}" for name in ("running_id", "worker_id", "ping_expire_time")}
+    entries = {"$cond": [{"$isArray": [ENTRIES]}, ENTRIES, []]}  # a stranger's document is replaced like any other
+    removed = {"$map": {"input": {"$filter": {"input": entries, "cond": {"$and": [is_live(now), which]}}}, "in": entry}}
+    kept = {"$filter": {"input": LEAVING, "cond": holds_its_lease(now)}}
+    return if_any({"$concatArrays": [kept, removed]})
+
+
+def places(now: Expression) -> Expression:
+    """Every lease that is not over: of live entries, and of those on their way out."""
+    leaving = {"$filter": {"input": LEAVING, "cond": holds_its_lease(now)}}
+    return {"$concatArrays": [_entries(is_live(now)), leaving]}
+
+
+def if_any(entries: Expression) -> Expression:
+    """These, or no field at all."""
+    return {"$let": {"vars": {"any": entries}, "in": {"$cond": [{"$eq": ["$$any", []]}, "$$REMOVE", "$$any"]}}}
+
+
 def _never_if(condition: Expression) -> Expression:
     return {"$cond": [condition, NEVER, None]}
 
@@ -73,6 +106,7 @@ def _never_if(condition: Expression) -> Expression:
 FAIL_CNT = {"$add": [{"$size": "$$fails"}, {"$ifNull": ["$task_state.dropped_fail_cnt", 0]}]}
 TIMEOUT_CNT = {"$add": ["$task_state.timeout_cnt", {"$size": "$$lost"}]}
 
+_deleted = {"$gt": ["$task_state.deleted_time", None]}
 _cancelled = {"$gt": ["$task_state.cancel_time", None]}
 _succeeded = {"$gte": [{"$size": "$$done"}, "$task_option.concurrent_worker_cnt"]}
 _failed_for_good = {"$in": [True, "$$fails.final"]}
@@ -90,7 +124,7 @@ def _expired(now: Expression) -> Expression:
 def task_gates(now: Expression) -> dict[str, Expression]:
     """The gates that are the same for every worker."""
     return {
-        "unfinished": _never_if({"$or": [_cancelled, _succeeded, _failed_for_good]}),
+        "unfinished": _never_if({"$or": [_deleted, _cancelled, _succeeded, _failed_for_good]}),
         "unexpired": _never_if(_expired(now)),
         "started": "$task_state.start_time",
         "room": _room_opens,
@@ -122,15 +156,16 @@ def queue_gate(closed_queues: Iterable[str]) -> dict[str, Expression]:
 
 
 _room_opens: Expression = {
-    # With too many live or successful entries, room appears when enough of the leases have run out.
+    # With too many that are live, on their way out or successful, room appears when enough of the leases have run out.
     "$let": {
         "vars": {
+            "leases": {"$concatArrays": ["$$live.ping_expire_time", "$$leaving.ping_expire_time"]},
             "over": {
                 "$subtract": [
-                    {"$add": [{"$size": "$$live"}, {"$size": "$$done"}]},
+                    {"$add": [{"$size": "$$live"}, {"$size": "$$leaving"}, {"$size": "$$done"}]},
                     "$task_option.concurrent_worker_cnt",
                 ]
-            }
+            },
         },
         "in": {
             "$cond": [
@@ -138,7 +173,7 @@ _room_opens: Expression = {
                 None,
                 {
                     "$ifNull": [
-                        {"$arrayElemAt": [{"$sortArray": {"input": "$$live.ping_expire_time", "sortBy": 1}}, "$$over"]},
+                        {"$arrayElemAt": [{"$sortArray": {"input": "$$leases", "sortBy": 1}}, "$$over"]},
                         NEVER,
                     ]
                 },
@@ -149,8 +184,9 @@ _room_opens: Expression = {
 
 
 def _own_entry_ends(worker: Expression) -> Expression:
-    """When the live entry of `worker` runs out; never, if it has had its SUCCESS."""
-    mine = {"$filter": {"input": "$$live", "cond": {"$eq": ["$$this.worker_id", worker]}}}
+    """When the lease of `worker` runs out, live or on its way out; never, if it has had its SUCCESS."""
+    leases = {"$concatArrays": ["$$live", "$$leaving"]}
+    mine = {"$filter": {"input": leases, "cond": {"$eq": ["$$this.worker_id", worker]}}}
     ends = {"$max": {"$map": {"input": mine, "in": "$$this.ping_expire_time"}}}
     return {"$cond": [{"$in": [worker, "$$done.worker_id"]}, NEVER, ends]}
 
@@ -229,6 +265,7 @@ def status(now: Expression) -> Expression:
     return {
         "$switch": {
             "branches": [
+                {"case": _deleted, "then": "DELETED"},  # which no reader sees: see `is_forgotten`
                 {"case": _cancelled, "then": "CANCELLED"},
                 {"case": _succeeded, "then": "SUCCESS"},
                 {"case": {"$ne": ["$$live", []]}, "then": "RUNNING"},
@@ -261,8 +298,12 @@ def _ours() -> Expression:
 
 
 def is_forgotten(now: Expression = NOW) -> Expression:
-    """Whether the task is past its retention: gone, and its key free, though the TTL monitor has not come round yet."""
-    return {"$lte": [{"$ifNull": ["$delete_time", NEVER]}, now]}
+    """Whether the task is gone for all readers, and its key free, though its document is not removed yet.
+
+    It is past its retention, and the TTL monitor has not come round; or it was deleted while a handler of it was at work, whose
+    place the document keeps.
+    """
+    return {"$or": [{"$lte": [{"$ifNull": ["$delete_time", NEVER]}, now]}, _deleted]}
 
 
 def _settle_time() -> Expression:
@@ -302,7 +343,8 @@ def derivation(now: Expression = NOW, *, where: Expression = True) -> list[Stage
         "settle_time": _settle_time(),
     }
     # What is finished has a gate that never opens: so they need not be asked, nor what time would do.
-    settled = {"status": "$$status", "next_claim_time": NEVER, "settle_time": None}
+    leases_end = {"$max": {"$concatArrays": ["$$live.ping_expire_time", "$$leaving.ping_expire_time"]}}
+    settled = {"status": "$$status", "next_claim_time": NEVER, "settle_time": None, "leases_end": leases_end}
     facts = {
         "$let": {
             "vars": {"status": status(now)},
@@ -318,6 +360,14 @@ def derivation(now: Expression = NOW, *, where: Expression = True) -> list[Stage
         ]
     }
     finish_time = {"$ifNull": ["$finish_time", now]}
+    # The document stays for as long as it keeps a place: who publishes after it would not know of the handler at work.
+    delete_time = {
+        "$max": [
+            {"$cond": [{"$eq": ["$_derived.status", "DELETED"]}, now, {"$add": [finish_time, retained_ms]}]},
+            "$_derived.leases_end",
+        ]
+    }
+    kept_for_ever = {"$and": [{"$ne": ["$_derived.status", "DELETED"]}, {"$not": [{"$gt": [retained_ms, None]}]}]}
     return [
         {
             "$set": {
@@ -337,9 +387,7 @@ def derivation(now: Expression = NOW, *, where: Expression = True) -> list[Stage
                     {"$and": [{"$not": [finished]}, {"$gt": ["$_derived.settle_time", None]}]}, "$_derived.settle_time"
                 ),
                 "finish_time": _present_if(finished, finish_time),
-                "delete_time": _present_if(
-                    {"$and": [finished, {"$gt": [retained_ms, None]}]}, {"$add": [finish_time, retained_ms]}
-                ),
+                "delete_time": _present_if({"$and": [finished, {"$not": [kept_for_ever]}]}, delete_time),
                 "_derived": "$$REMOVE",
             }
         },

@@ -98,6 +98,17 @@ class Loss(_Stored):
     ping_expire_time: datetime | None = None
 
 
+class Leaving(_Stored):
+    """An execution from before the task was begun anew, or from before its worker was excluded, whose handler may be at work.
+
+    It keeps its place until its worker says that the handler has ended, or its lease is over.
+    """
+
+    running_id: str
+    worker_id: str
+    ping_expire_time: datetime | None = None
+
+
 class TaskState(_Stored):
     """What happened to a task so far."""
 
@@ -120,6 +131,7 @@ class TaskState(_Stored):
     """How often the params were replaced; an entry carries the version that its execution saw."""
     progress: Progress | None = None
     worker_states: list[WorkerState] = []
+    leaving: list[Leaving] = []
 
 
 class Task(_Stored):

@@ -80,7 +80,10 @@ class LimitEffect(BaseModel):
 async def effect_of_option(store: Store, task: Task, changes: Document) -> OptionEffect:
     """Tell what this change of its option, as it would be stored, would do to a task."""
     id_ = task_id(task.name, task.key)
-    as_if = [*option_stages(changes), *rules.derivation(store.now)]
+    # Told is who could claim it when those whom it stops have ended: the places that they keep until then are left out.
+    places: Document = {"$set": {"_leaving": "$task_state.leaving"}}
+    as_before: Document = {"$set": {"task_state.leaving": "$_leaving"}}
+    as_if = [places, *option_stages(changes, store.now), as_before, *rules.derivation(store.now)]
     now, then = await explain(store, id_, None), await explain(store, id_, None, as_if)
     able_now, able_then = _able(now), _able(then)
     changed = await _changed(store, id_, as_if)

@@ -123,5 +123,5 @@ def snoozed(execution: Execution, ending: Ending) -> Outcome:
 
 
 def stopped(execution: Execution) -> Outcome:
-    """Return a note for the entry of a cancelled task. It changes no other."""
+    """Return a note that the handler of an execution which was stopped from outside has ended. It changes no other entry."""
     return execution.outcome("stopped", {"fail_reason": "the task was cancelled"})

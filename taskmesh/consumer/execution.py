@@ -37,6 +37,7 @@ class Stop(Enum):
     CANCELLED = "the task was cancelled"
     DELETED = "the task was deleted"
     NOT_ALLOWED = "this worker is no longer in specific_worker_ids"
+    BEGUN_ANEW = "the task was cancelled or deleted, and has begun anew since"
     TIMEOUT = "run_timeout_ms has passed"
     WORKER_STOPS = "the worker stops"
 
@@ -68,6 +69,28 @@ class RunTime:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+FROM_OUTSIDE = frozenset([Stop.CANCELLED, Stop.DELETED, Stop.NOT_ALLOWED, Stop.BEGUN_ANEW])
+"""Somebody has stopped it: what it does counts no more, but while its handler is at work it keeps its place in the task."""
+
+
+def why_stopped(task: Document | None, running_id: str, worker_id: str) -> Stop | None:
+    """Why this execution has to stop, by its task as it stands now (None: gone); None if it holds the task."""
+    if task is None or task["task_state"].get("deleted_time") is not None:
+        return Stop.DELETED
+    if task["status"] == "CANCELLED":
+        return Stop.CANCELLED
+    state = task["task_state"]
+    mine = [entry["state"] for entry in state["worker_states"] if entry["running_id"] == running_id]
+    if mine == ["RUNNING"] and task["status"] in ("INIT", "RUNNING"):  # a lease that is over its worker knows of
+        return None
+    allowed = task["task_option"]["specific_worker_ids"]
+    if allowed and worker_id not in allowed:
+        return Stop.NOT_ALLOWED
+    if any(entry["running_id"] == running_id for entry in state.get("leaving") or ()):
+        return Stop.BEGUN_ANEW
+    return Stop.LEASE_LOST
 
 
 class Execution:
@@ -124,17 +147,17 @@ class Execution:
         self.handler_done: asyncio.Event | None = None
         """Set when the handler has really ended, if that may be later: a thread, or what ignores its cancellation."""
         self._logs: deque[Document] | None = None
-        self._log_bytes = 0
-        self._dropped_logs = 0
-        self._logs_changed = False
+        self._log_bytes = self._dropped_logs = 0
         self.progress: Document | None = None
-        self._progress_changed = False
+        self._logs_changed = self._progress_changed = False
         self.publications: list[Publication] = []
         self.result: Any = None
         self.as_task: Any = None
         """The `Task` that hooks are shown."""
         self.recorded_or_lost = False
         """Whether its outcome has its fate, so that its lease is of no interest any more."""
+        self.left = False
+        """Whether its handler has really ended, after it was stopped from outside."""
         self.recorded = False
         """Whether `transaction()` has recorded SUCCESS already."""
         self.hushed = False
@@ -207,6 +230,11 @@ class Execution:
         """When `run_timeout_ms` is over, by the server's clock."""
         left = self.run_time.left_s
         return None if left is None else self._clock.now() + timedelta(seconds=left)
+
+    @property
+    def leaving(self) -> bool:
+        """Whether it was stopped from outside, and its handler may still be at work: its place is kept."""
+        return self.stop_reason in FROM_OUTSIDE and not self.left
 
     @property
     def cancelled(self) -> bool:
@@ -295,7 +323,7 @@ class Execution:
 
     def check_lease(self) -> None:
         """Raise `LeaseLost` if nothing that this execution writes counts any more."""
-        if self.stop_reason in (Stop.LEASE_LOST, Stop.CANCELLED, Stop.DELETED, Stop.NOT_ALLOWED):
+        if self.stop_reason is not None and (self.stop_reason is Stop.LEASE_LOST or self.stop_reason in FROM_OUTSIDE):
             raise LeaseLost(
                 f"task {self.name!r} {self.key!r}: {self.stop_reason.value}, so this execution writes nothing any more"
             )

@@ -26,7 +26,7 @@ import anyio.to_thread
 
 from taskmesh.clock import ServerClock
 from taskmesh.consumer.ending import Ending, failed_by, failure, judged, snoozed, stopped
-from taskmesh.consumer.execution import Execution, Stop
+from taskmesh.consumer.execution import FROM_OUTSIDE, Execution, Stop
 from taskmesh.consumer.finisher import Fate, Finisher
 from taskmesh.consumer.observer import Observer
 from taskmesh.consumer.pinger import Pinger
@@ -134,6 +134,13 @@ class Executor:
         """Make an execution stop; its handler is cancelled. The first reason stands."""
         if execution.tell_to_stop(reason):
             self._obey(execution)
+
+    def stop_because(self, execution: Execution, reason: Stop) -> None:
+        """Make an execution stop that does not hold its task any more."""
+        if reason is Stop.LEASE_LOST:
+            self.lose(execution)
+        else:
+            self.stop(execution, reason)
 
     def lose(self, execution: Execution) -> None:
         """The lease is gone: whatever the handler still does counts no more."""
@@ -351,10 +358,9 @@ class Executor:
             outcome = snoozed(execution, ending)
         elif ending.kind == "released":
             outcome = execution.outcome("released", {})
-        elif execution.stop_reason is Stop.CANCELLED:
+        elif execution.stop_reason in FROM_OUTSIDE:
             execution.recorded_or_lost = True
-            # Until the handler has really ended its entry shows that it is still on its way out.
-            self._after_handler(execution, lambda: self._record(execution, stopped(execution)))
+            self._after_handler(execution, lambda: self._leave(execution))  # until then it keeps its place
             return
         else:
             self._over(execution, "lost")
@@ -407,9 +413,12 @@ class Executor:
                 execution.running_id,
                 extra=fields_of(execution),
             )
-            # If that was since the task was cancelled meanwhile, its entry is to show that the handler has ended.
-            self._finisher.add(stopped(execution), lambda _: None)
-        self._after_handler(execution, lambda: self._free(execution))
+        self._after_handler(execution, lambda: self._free(execution, fate))
+
+    def _leave(self, execution: Execution) -> None:
+        """Give the place back that a handler kept which was stopped from outside."""
+        execution.left = True
+        self._record(execution, stopped(execution))
 
     def _after_handler(self, execution: Execution, then: Callable[[], None]) -> None:
         """Do this as soon as the handler, which nothing can hasten, has really ended."""
@@ -423,7 +432,11 @@ class Executor:
         )
         self._go_on(execution, _set(execution.handler_done), lambda _: then())
 
-    def _free(self, execution: Execution) -> None:
+    def _free(self, execution: Execution, fate: Fate) -> None:
+        if (
+            fate == "lost"
+        ):  # perhaps since it was stopped from outside, and nobody has told us: then its place is free now
+            self._finisher.add(stopped(execution), lambda _: None)
         if self.executions.get(execution.id) is execution:
             del self.executions[execution.id]
             self.finished += 1

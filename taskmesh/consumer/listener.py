@@ -16,7 +16,7 @@ from pymongo.errors import PyMongoError
 
 from taskmesh.clock import ServerClock
 from taskmesh.consumer.claim_queue import Candidate, ClaimQueue
-from taskmesh.consumer.execution import Execution, Stop
+from taskmesh.consumer.execution import Execution, why_stopped
 from taskmesh.consumer.executor import Executor
 from taskmesh.consumer.lanes import Lanes
 from taskmesh.consumer.pause import until
@@ -218,14 +218,9 @@ class Listener:
         assert change.stamp is not None
         kind = read_stamp(change.stamp).kind
         if kind in STOPPING and change.id in self._executor.executions:
-            execution = self._executor.executions[change.id]
-            if kind == "cancelled":
-                self._executor.stop(execution, Stop.CANCELLED)
-            elif kind == "deleted":
-                self._executor.stop(execution, Stop.DELETED)
-            else:
-                self._concerned.add(change.id)
-                self._something.set()
+            # It may be late, and be about an execution that has ended: what is true of this one, the task says.
+            self._concerned.add(change.id)
+            self._something.set()
         elif kind in STOPPING and change.id in self._being_claimed():
             self._concerned.add(change.id)  # the claim may have come before this, and its answer not yet
             self._something.set()
@@ -284,20 +279,9 @@ class Listener:
         }
         for execution in executions:
             task = found.get(execution.id)
-            if task is None or read_stamp(task["event"]).kind == "deleted":
-                self._executor.stop(execution, Stop.DELETED)
-                continue
-            if task["status"] == "CANCELLED":
-                self._executor.stop(execution, Stop.CANCELLED)
-                continue
-            held = any(
-                entry["running_id"] == execution.running_id and entry["state"] == "RUNNING"
-                for entry in task["task_state"]["worker_states"]
-            )
-            allowed = task["task_option"]["specific_worker_ids"]
-            if held:
+            reason = why_stopped(task, execution.running_id, self._worker_id)
+            if reason is None:
+                assert task is not None
                 self._pinger.option_changed(execution, task["task_option"])
-            elif allowed and self._worker_id not in allowed:
-                self._executor.stop(execution, Stop.NOT_ALLOWED)
             else:
-                self._executor.lose(execution)
+                self._executor.stop_because(execution, reason)

@@ -89,7 +89,7 @@ class Parts:
             store,
             asyncio.get_running_loop(),
             lambda: self.executor.executions,
-            lambda execution: self.executor.lose(execution),  # noqa: PLW0108 — the executor is made later
+            lambda execution, reason: self.executor.stop_because(execution, reason),  # noqa: PLW0108 — made later
             settings.stall_limit_ms,
             self._last_hour,
             settings.observer,

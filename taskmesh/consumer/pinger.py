@@ -21,12 +21,12 @@ from typing import Any
 from pymongo.errors import PyMongoError
 
 from taskmesh.clock import Jumps
-from taskmesh.consumer.execution import Execution
+from taskmesh.consumer.execution import Execution, Stop, why_stopped
 from taskmesh.consumer.last_hour import LastHour
 from taskmesh.consumer.observer import Observer
 from taskmesh.store import Store
 from taskmesh.store.faults import is_over_deadline
-from taskmesh.store.lease import PING_DEADLINE_MS, ping, still_held
+from taskmesh.store.lease import PING_DEADLINE_MS, keep_places, ping, still_held
 
 logger = logging.getLogger("taskmesh.pinger")
 
@@ -47,14 +47,14 @@ class Pinger:
         store: Store,
         loop: asyncio.AbstractEventLoop,
         executions: Callable[[], dict[str, Execution]],
-        lost: Callable[[Execution], None],
+        stop: Callable[[Execution, Stop], None],
         stall_limit_ms: int,
         last_hour: LastHour,
         observer: Observer | None = None,
     ) -> None:
         self._store = store
         self._loop = loop
-        self._lost = lost
+        self._stop = stop
         self._stall_limit_s = stall_limit_ms / 1000
         self._executions = executions
         self._last_hour = last_hour
@@ -121,7 +121,7 @@ class Pinger:
         now = self._loop_alive = time.monotonic()
         for execution in list(self._executions().values()):
             if now >= execution.lease_until and not execution.recorded_or_lost:
-                self._lost(execution)
+                self._stop(execution, Stop.LEASE_LOST)
         if not self._stopping:
             self._loop.call_later(self._tick_s, self._beat)
 
@@ -169,7 +169,7 @@ class Pinger:
         The loop's own dict, copied by one call in C, which no other thread can come into: so nothing has to be locked for
         each task, most of which end before their first ping.
         """
-        held = [e for e in list(self._executions().values()) if not e.recorded_or_lost]
+        held = [e for e in list(self._executions().values()) if not e.recorded_or_lost or e.leaving]
         self._given_up.intersection_update(held)
         self._locked.intersection_update(held)
         return [e for e in held if e not in self._given_up]
@@ -191,16 +191,18 @@ class Pinger:
             return
         # A little ahead of time, so that what is due at about the same time goes in one write.
         due = [e for e in held if e.next_ping - 0.02 <= now < e.lease_until]
-        alone = [e for e in due if e in self._locked]
+        leaving = [e for e in due if e.leaving]
+        alone = [e for e in due if e in self._locked and e not in leaving]
         together: dict[int, list[Execution]] = {}
         for execution in due:
-            if execution not in self._locked:
+            if execution not in self._locked and execution not in leaving:
                 together.setdefault(execution.stored_option["worker_timeout_ms"], []).append(execution)
         for alike in together.values():
             for start in range(0, len(alike), _MAX_BATCH):
                 self._ping(database, alike[start : start + _MAX_BATCH])
         for execution in alone:
             self._ping(database, [execution])
+        self._keep_places(database, leaving)
 
     def _ping(self, database: Any, executions: list[Execution]) -> None:
         """Renew leases, all of one length."""
@@ -227,8 +229,40 @@ class Pinger:
                     self._observer.renewed(execution.name, share_left)
                 execution.renewed(sent)
                 self._locked.discard(execution)
-            else:
+        if held is not None:
+            self._keep_places(database, [e for e, pair in zip(executions, pairs, strict=True) if pair not in held])
+
+    def _keep_places(self, database: Any, executions: list[Execution]) -> None:
+        """Renew what does not hold its task, or will not be told so: where it was stopped from outside it keeps its place."""
+        alike: dict[int, list[Execution]] = {}
+        for execution in executions:
+            alike.setdefault(execution.stored_option["worker_timeout_ms"], []).append(execution)
+        for lease_ms, group in alike.items():
+            for start in range(0, len(group), _MAX_BATCH):
+                self._keep_alike(database, group[start : start + _MAX_BATCH], lease_ms)
+
+    def _keep_alike(self, database: Any, executions: list[Execution], lease_ms: int) -> None:
+        sent = time.monotonic()
+        pairs = [(e.id, e.running_id) for e in executions]
+        try:
+            tasks = keep_places(self._store, database, pairs, lease_ms, max(100, min(PING_DEADLINE_MS, lease_ms // 8)))
+        except PyMongoError as error:
+            if is_over_deadline(error) and len(executions) > 1:
+                for execution in executions:
+                    self._keep_alike(database, [execution], lease_ms)
+                return
+            for execution in executions:
+                execution.ping_again(time.monotonic())
+            return
+        for execution, pair in zip(executions, pairs, strict=True):
+            if pair not in tasks:
                 self._give_up(execution)
+                continue
+            execution.renewed(sent)
+            if not execution.leaving and (
+                reason := why_stopped(tasks[pair], execution.running_id, execution.worker_id)
+            ):
+                self._tell(execution, reason)
 
     def _split(self, database: Any, executions: list[Execution]) -> None:
         """Somebody's transaction holds a document of the set: renew the others without it."""
@@ -241,8 +275,11 @@ class Pinger:
 
     def _give_up(self, execution: Execution) -> None:
         self._given_up.add(execution)
+        self._tell(execution, Stop.LEASE_LOST)
+
+    def _tell(self, execution: Execution, reason: Stop) -> None:
         try:
-            self._loop.call_soon_threadsafe(self._lost, execution)
+            self._loop.call_soon_threadsafe(self._stop, execution, reason)
         except RuntimeError:  # the loop is closed
             self._stopping = True
 

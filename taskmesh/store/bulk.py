@@ -11,12 +11,15 @@ from taskmesh import rules
 from taskmesh.store import control, undo
 from taskmesh.store.connection import Store
 from taskmesh.store.driver import Document
-from taskmesh.store.stamp import starting_with
 from taskmesh.store.strangers import WELL_FORMED
 from taskmesh.store.ways import Filter
 
 Action = Literal["retry", "cancel", "delete"]
 _ROUNDS = 10
+_NOTHING_AT_WORK: Document = {
+    "task_state.worker_states.state": {"$ne": "RUNNING"},
+    "task_state.leaving": {"$exists": False},
+}
 
 
 def _fits(store: Store, which: Filter) -> rules.Expression:
@@ -65,12 +68,12 @@ async def _change(store: Store, action: Action, query: Document, batch: list[str
     now = store.now
     marking: list[Document] = [{"$set": mark}] if mark else []
     if action == "delete":
-        # Running executions hear of it by this word. With a copy to match, what has had it does not fit any more.
-        await store.update({"$and": [query, {"status": "RUNNING"}]}, [*marking, *control.deletion_pipeline(now)])
-        doomed = query
-        if mark:
-            doomed = {"_id": {"$in": batch}, "$or": [query, {**mark, "event": starting_with(["deleted"])}]}
-        result = await store.driver.collection(store.tasks).delete_many(doomed)
-        return int(result.deleted_count)
+        tasks = store.driver.collection(store.tasks)
+        removable = {"$or": [_NOTHING_AT_WORK, {"$nor": [WELL_FORMED]}]}
+        removed = await tasks.delete_many({"$and": [query, removable]})
+        # Running executions hear of it by the word that this leaves, and keep their places.
+        reply = await store.update({"$and": [query, WELL_FORMED]}, [*marking, *control.deletion_pipeline(now)])
+        await tasks.delete_many({"_id": {"$in": batch}, **control.DELETED_AND_EMPTY})
+        return int(removed.deleted_count) + int(reply["n"])
     pipeline = control.retry_pipeline(now) if action == "retry" else control.cancel_pipeline(now)
     return int((await store.update(query, [*marking, *pipeline]))["n"])

@@ -125,6 +125,7 @@ def claim_pipeline(now: rules.Expression, closed_queues: Collection[str] = ()) -
                 "$task_state",
                 {"$cond": [{"$eq": ["$$lost", []]}, {}, counted_losses()]},
                 {"worker_states": {"$concatArrays": [kept, [entry]]}},
+                {"$cond": [{"$gt": ["$task_state.leaving", None]}, {"leaving": "$$leaving"}, {}]},
             ]
         },
         "event": stamp("claimed", now, "$$worker_id", "$$lost.worker_id"),

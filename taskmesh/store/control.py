@@ -22,7 +22,7 @@ from taskmesh.store.driver import Document
 from taskmesh.store.faults import patiently
 from taskmesh.store.finish import fresh_state
 from taskmesh.store.prepared import prepared
-from taskmesh.store.stamp import stamp, starting_with
+from taskmesh.store.stamp import stamp
 
 
 async def cancel(store: Store, id_: str) -> bool:
@@ -99,7 +99,7 @@ def retry_pipeline(now: rules.Expression) -> list[Document]:
             "$task_state.expire_time",
         ]
     }
-    anew = fresh_state({"start_time": None, "expire_time": expire_time})
+    anew = fresh_state(now, {"start_time": None, "expire_time": expire_time})
     return [
         {"$set": {"task_state": {"$cond": [waiting, due, anew]}, "event": stamp("retried", now)}},
         {"$unset": "task_state.resume_time"},
@@ -114,8 +114,21 @@ def _without_delay(now: rules.Expression) -> rules.Expression:
 
 
 def deletion_pipeline(now: rules.Expression) -> list[Document]:
-    """Leave word that a task is about to go."""
-    return [{"$set": {"event": stamp("deleted", now)}}]
+    """Make a task one that no reader sees, and whose key is free; of it stay the places of handlers that are at work."""
+    state = {"deleted_time": now, "worker_states": {"$literal": []}, "leaving": rules.sent_away(now)}
+    return [
+        {"$set": {"task_state": state, "event": stamp("deleted", now)}},
+        {"$unset": ["params", "trace"]},
+        *prepared(rules.derivation, now),
+    ]
+
+
+NOT_DELETED: Document = {"task_state.deleted_time": None}
+DELETED_AND_EMPTY: Document = {
+    "task_state.deleted_time": {"$exists": True},
+    "task_state.leaving": {"$exists": False},
+}
+"""Nothing is left in the document that anybody needs."""
 
 
 _removing: set[asyncio.Future[bool]] = set()
@@ -125,9 +138,10 @@ _removing: set[asyncio.Future[bool]] = set()
 async def delete(store: Store, id_: str) -> bool:
     """Remove the task that stands under this `_id` now, and none published after it; False if there is none.
 
-    A change stream shows no more of a deletion than the `_id`, so word is left in the task first. Who claims it in between
-    has overwritten that word, and is told anew. Goes on while the database falters, and to its end if the caller is cancelled: a
-    handler that deletes its own task is, as soon as that word has reached it.
+    A change stream shows no more of a deletion than the `_id`, so word is left in the task first, by which it is gone for
+    every reader. The document goes too, now or, while a handler is at work, when that has ended or its lease has. Goes on
+    while the database falters, and to its end if the caller is cancelled: a handler that deletes its own task is, as soon as
+    that word has reached it.
     """
     removing = asyncio.ensure_future(_delete(store, id_))
     _removing.add(removing)
@@ -145,10 +159,8 @@ async def _delete(store: Store, id_: str) -> bool:
 
 async def _remove(store: Store, which: Document) -> None:
     tasks = store.driver.collection(store.tasks)
-    while (await store.update(which, deletion_pipeline(store.now)))["n"]:
-        result = await tasks.delete_one({**which, "event": starting_with(["deleted"])})
-        if result.deleted_count:
-            return
+    await store.update({**which, **NOT_DELETED}, deletion_pipeline(store.now))
+    await tasks.delete_one({**which, **DELETED_AND_EMPTY})
 
 
 async def set_option(store: Store, id_: str, changes: Document, expected: Document) -> bool:
@@ -159,18 +171,20 @@ async def set_option(store: Store, id_: str, changes: Document, expected: Docume
     # What is not stored is what the reader took for it: the default.
     stored = {name: {"$ifNull": [f"$task_option.{name}", {"$literal": value}]} for name, value in expected.items()}
     same: list[Document] = [{"$eq": [stored[name], {"$literal": value}]} for name, value in expected.items()]
-    stages = [*option_stages(changes), {"$set": {"event": stamp("option_changed", store.now)}}]
-    return await _change(store, id_, {"$and": same}, [*stages, *prepared(rules.derivation, store.now)])
+    stages = [*option_stages(changes, store.now), {"$set": {"event": stamp("option_changed", store.now)}}]
+    standing = {"$not": [rules.is_forgotten(store.now)]}
+    return await _change(store, id_, {"$and": [standing, *same]}, [*stages, *prepared(rules.derivation, store.now)])
 
 
-def option_stages(changes: Document) -> list[Document]:
+def option_stages(changes: Document, now: rules.Expression) -> list[Document]:
     """Set these fields of the option; the derived fields have to follow.
 
-    An entry whose worker is no longer allowed loses its lease here and now (released: nothing is counted).
+    A live entry whose worker is no longer allowed goes here and now (released: nothing is counted), but keeps its place until
+    its handler has ended.
     """
     allowed = {
         "$or": [
-            {"$ne": ["$$this.state", "RUNNING"]},
+            {"$not": [rules.is_live(now)]},
             {"$eq": ["$task_option.specific_worker_ids", []]},
             {"$in": ["$$this.worker_id", "$task_option.specific_worker_ids"]},
         ]
@@ -180,5 +194,6 @@ def option_stages(changes: Document) -> list[Document]:
     ]
     if "specific_worker_ids" in changes:
         entries = {"$filter": {"input": rules.ENTRIES, "cond": allowed}}
-        stages.append({"$set": {"task_state.worker_states": entries}})
+        leaving = rules.sent_away(now, {"$not": [allowed]})
+        stages.append({"$set": {"task_state": {"worker_states": entries, "leaving": leaving}}})
     return stages

@@ -67,8 +67,14 @@ async def finish(
 
 
 async def _note_stopped(store: Store, outcomes: Sequence[Outcome]) -> int:
-    """Write into the entries of cancelled tasks that their handlers have come to an end. Counts for nothing else."""
-    mine = _held_entry(outcomes)
+    """Note that handlers which were stopped from outside have come to an end: their places are free. Counts for nothing else.
+
+    The entry of a cancelled task shows it; a place kept after a retry, an exclusion or a deletion goes.
+    """
+    pairs = [f"{outcome.id}\0{outcome.running_id}" for outcome in outcomes]
+    running_ids = sorted({outcome.running_id for outcome in outcomes})
+    mine = {"$in": [{"$concat": ["$_id", "\0", "$$this.running_id"]}, {"$literal": pairs}]}
+    cancelled = {"$and": [{"$eq": ["$status", "CANCELLED"]}, {"$eq": ["$$this.state", "RUNNING"]}, mine]}
     ended = {
         "$mergeObjects": [
             "$$this",
@@ -76,9 +82,21 @@ async def _note_stopped(store: Store, outcomes: Sequence[Outcome]) -> int:
             _own([o.entry for o in outcomes], outcomes),
         ]
     }
-    entries = {"$map": {"input": rules.ENTRIES, "in": {"$cond": [mine, ended, "$$this"]}}}
-    query = {"_id": {"$in": [outcome.id for outcome in outcomes]}, "status": "CANCELLED"}
-    await store.update(query, [{"$set": {"task_state.worker_states": entries}}, *prepared(rules.derivation, store.now)])
+    entries = {"$map": {"input": rules.ENTRIES, "in": {"$cond": [cancelled, ended, "$$this"]}}}
+    leaving = rules.if_any({"$filter": {"input": rules.LEAVING, "cond": {"$not": [mine]}}})
+    # Where it made room for somebody, he has to hear of it.
+    claimable = {"$in": ["$status", ["INIT", "RUNNING"]]}
+    event = {"$cond": [claimable, stamp("stopped", store.now), {"$ifNull": ["$event", "$$REMOVE"]}]}
+    at_work = {"$elemMatch": {"running_id": {"$in": running_ids}, "state": "RUNNING"}}
+    query = {
+        "_id": {"$in": [outcome.id for outcome in outcomes]},
+        "$or": [
+            {"status": "CANCELLED", "task_state.worker_states": at_work},
+            {"task_state.leaving.running_id": {"$in": running_ids}},
+        ],
+    }
+    stages: list[Document] = [{"$set": {"task_state": {"worker_states": entries, "leaving": leaving}, "event": event}}]
+    await store.update(query, [*stages, *prepared(rules.derivation, store.now)])
     return len(outcomes)
 
 
@@ -229,19 +247,20 @@ def reopened_if_wished(now: rules.Expression, reopened_by: rules.Expression = "$
     }
     wished = {"$gt": ["$task_state.wanted", None]}
     condition = {"$and": [wished, rules.with_facts(now, unserved)]}
-    return {"$set": {"task_state": {"$cond": [condition, fresh_state({"reopened_by": reopened_by}), "$task_state"]}}}
+    afresh = fresh_state(now, {"reopened_by": reopened_by})
+    return {"$set": {"task_state": {"$cond": [condition, afresh, "$task_state"]}}}
 
 
 def _wishes(entries: rules.Expression) -> rules.Expression:
     return {"$map": {"input": entries, "in": {"$ifNull": ["$$this.wish", 0]}}}
 
 
-def fresh_state(changes: Document) -> rules.Expression:
-    """`task_state` as of a task that nobody has tried, but with its times and its count of wishes."""
+def fresh_state(now: rules.Expression, changes: Document) -> rules.Expression:
+    """`task_state` as of a task that nobody has tried, but with its times, its count of wishes and the places still taken."""
     kept = {
         name: f"$task_state.{name}" for name in ("create_time", "start_time", "expire_time", "wanted", "params_version")
     }
-    return {**kept, "timeout_cnt": 0, "worker_states": {"$literal": []}, **changes}
+    return {**kept, "timeout_cnt": 0, "worker_states": {"$literal": []}, "leaving": rules.sent_away(now), **changes}
 
 
 async def report(store: Store, worker_id: str, outcomes: Sequence[Outcome]) -> int:

@@ -43,6 +43,51 @@ async def extend(store: Store, id_: str, running_id: str, lease_ms: int) -> bool
     return bool((await store.update(query, pipeline))["n"])
 
 
+def keep_places(
+    store: Store,
+    database: Any,
+    stopped: Iterable[tuple[str, str]],
+    lease_ms: int,
+    deadline_ms: int = PING_DEADLINE_MS,
+) -> dict[tuple[str, str], Document]:
+    """Renew the leases of executions whose handlers clean up after they were stopped from outside: they keep their places.
+
+    Return which are there still, each with what `why_stopped` asks of the task. What such an execution does counts no more.
+
+    Eligible: the lease is not over; whatever became of the task. Writes: `ping_expire_time`, the derived fields. Safe to repeat.
+    """
+    pairs = set(stopped)
+    running_ids = sorted({running_id for _, running_id in pairs})
+    mine = {"$and": [{"$in": ["$$this.running_id", {"$literal": running_ids}]}, rules.holds_its_lease(store.now)]}
+    renewed = {"$mergeObjects": ["$$this", {"ping_expire_time": {"$add": [store.now, lease_ms]}}]}
+    entry = {"$cond": [{"$and": [{"$eq": ["$$this.state", "RUNNING"]}, mine]}, renewed, "$$this"]}
+    leaving = {"$map": {"input": rules.LEAVING, "in": {"$cond": [mine, renewed, "$$this"]}}}
+    state = {"worker_states": _map_entries(entry), "leaving": rules.if_any(leaving)}
+    of_task = {"$in": ["$$this.running_id", {"$literal": running_ids}]}
+    kept = {"$anyElementTrue": [{"$map": {"input": rules.places(store.now), "in": of_task}}]}
+    query = {"_id": {"$in": [id_ for id_, _ in pairs]}, "$expr": kept}
+    pipeline = [{"$set": {"task_state": state}}, *prepared(rules.derivation, store.now)]
+    run_sync(database, store.update_command(query, pipeline, deadline_ms))
+    found: dict[tuple[str, str], Document] = {}
+    for task in database[store.tasks].find(query, STOPPED_FIELDS):
+        state = task["task_state"]
+        held = {entry["running_id"] for entry in state["worker_states"] if entry["state"] == "RUNNING"}
+        for running_id in held | {entry["running_id"] for entry in state.get("leaving", ())}:
+            if (task["_id"], running_id) in pairs:
+                found[task["_id"], running_id] = task
+    return found
+
+
+STOPPED_FIELDS: Document = {
+    "status": 1,
+    "task_option.specific_worker_ids": 1,
+    "task_state.deleted_time": 1,
+    "task_state.worker_states.running_id": 1,
+    "task_state.worker_states.state": 1,
+    "task_state.leaving.running_id": 1,
+}
+
+
 def _renewal(store: Store, ids: list[str], running_ids: list[str], lease_ms: int) -> tuple[Document, list[Document]]:
     mine = _is_mine(running_ids, store.now)
     query = {"_id": {"$in": ids}, "status": "RUNNING", "$expr": {"$anyElementTrue": [_map_entries(mine)]}}

@@ -377,8 +377,7 @@ async def _adopt(store: Store, queue: str, missing: list[Document]) -> None:
 
 async def _live(store: Store, queue: str, ids: Sequence[str]) -> tuple[dict[tuple[str, str], str | None], datetime]:
     """Return the live entries of a queue, as `_id` and worker, with the group; those of `ids` also if cancelled."""
-    entries = {"$filter": {"input": rules.ENTRIES, "cond": rules.is_live(store.now)}}
-    workers = {"$map": {"input": entries, "in": "$$this.worker_id"}}
+    workers = {"$map": {"input": rules.places(store.now), "in": "$$this.worker_id"}}
     fields = {"group": 1, "now": store.now, "workers": {"$cond": [{"$isArray": [rules.ENTRIES]}, workers, []]}}
     found = await store.find({"status": "RUNNING", "queue": queue}, fields)
     if ids:
@@ -402,8 +401,8 @@ async def server_now(store: Store, queue: str) -> datetime:
 
 async def live_here(store: Store, worker_id: str, ids: Collection[str]) -> set[str]:
     """Return which of these tasks have a live entry of this worker."""
-    mine = {"$and": [{"$eq": ["$$this.worker_id", {"$literal": worker_id}]}, rules.is_live(store.now)]}
-    has_live = {"$anyElementTrue": [{"$map": {"input": rules.ENTRIES, "in": mine}}]}
+    mine = {"$eq": ["$$this.worker_id", {"$literal": worker_id}]}
+    has_live = {"$anyElementTrue": [{"$map": {"input": rules.places(store.now), "in": mine}}]}
     found = await store.find({"_id": {"$in": list(ids)}, "$expr": has_live}, {"_id": 1})
     return {task["_id"] for task in found}
 

@@ -92,12 +92,19 @@ async def count(store: Store, which: Filter, at_most: int | None = None, deadlin
 
 
 async def _count_keys(store: Store, which: Filter, part: Part, at_most: int | None, deadline: Deadline) -> int | None:
-    """Count keys alone, less what is past its retention; None if they do not tell enough."""
+    """Count keys alone, less what is gone and not yet removed; None if they do not tell enough."""
     any_status = not which.stored(store.now)
     if not which.indexed or not (any_status or _FINISHED.issuperset(part.stored["status"].get("$in", STATUSES))):
         return None
-    past = {"delete_time": {"$exists": True}, "$expr": {"$lte": ["$delete_time", store.now]}}
+    past = {
+        "delete_time": {"$exists": True},
+        "status": {"$ne": "DELETED"},
+        "$expr": {"$lte": ["$delete_time", store.now]},
+    }
     forgotten = await counted(store, [{"$match": {"$and": [past, part.known]}}], "taskmesh_delete", FEW + 1, deadline)
+    if not part.stored:  # else no status of theirs is asked for
+        deleted = [{"$match": {"$and": [{"status": "DELETED"}, part.known]}}]
+        forgotten += await counted(store, deleted, "taskmesh_status", FEW + 1, deadline)
     if forgotten > FEW:
         return None
     limit = None if at_most is None else at_most + forgotten

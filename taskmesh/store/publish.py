@@ -22,6 +22,7 @@ from taskmesh.errors import TaskRunning, TaskTooLarge
 from taskmesh.option import TaskOption
 from taskmesh.store import repeated
 from taskmesh.store.connection import WRITE_DEADLINE_MS, Store
+from taskmesh.store.control import NOT_DELETED
 from taskmesh.store.driver import Document
 from taskmesh.store.republish import IS_RUNNING, change_pipeline, constants
 from taskmesh.store.stamp import stamp
@@ -256,8 +257,17 @@ async def _replace(store: Store, publication: Publication, now: datetime) -> boo
 
 
 def _afresh(publication: Publication, now: datetime, at: rules.Expression) -> list[Document]:
-    """Put a new task in the place of one that is past its retention; the stream tells of it by its stamp."""
-    return [{"$replaceWith": {"$literal": new_document(publication, now)}}, {"$set": {"event": stamp("published", at)}}]
+    """Put a new task in the place of one that is gone; the stream tells of it by its stamp.
+
+    Handlers of the old one that are on their way out keep their places in the new one.
+    """
+    new = {"$literal": new_document(publication, now)}
+    state = {"$mergeObjects": [{"$getField": {"field": "task_state", "input": new}}, {"leaving": rules.sent_away(at)}]}
+    return [
+        {"$replaceWith": {"$mergeObjects": [new, {"task_state": state}]}},
+        {"$set": {"event": stamp("published", at)}},
+        *rules.derivation(at, where={"$gt": ["$task_state.leaving", None]}),
+    ]
 
 
 async def _change_existing(store: Store, publication: Publication, now: datetime) -> Published:
@@ -275,7 +285,7 @@ async def _change_existing(store: Store, publication: Publication, now: datetime
             if await _replace(store, publication, now):
                 return _CREATED
             continue
-        query = repeated.unchanged_by(task, publication.publish_id)
+        query = {**repeated.unchanged_by(task, publication.publish_id), **NOT_DELETED}
         if publication.not_update_running:
             query["$expr"] = {"$not": [rules.with_facts(store.now, IS_RUNNING)]}
         all_answered = publication.sent_to is None
@@ -287,7 +297,7 @@ async def _change_existing(store: Store, publication: Publication, now: datetime
             return Published(created=False, updated=bool(reply["nModified"]))
         if all_answered:
             publication.sent_to = None
-        found = await store.find(repeated.same(task), repeated.FIELDS)
+        found = await store.find({**repeated.same(task), **NOT_DELETED}, repeated.FIELDS)
         if publication.not_update_running and found and not repeated.is_changed_by(found[0], publication.publish_id):
             raise _is_running(publication)
     raise TaskRunning(

@@ -37,7 +37,7 @@ def change_pipeline(publication: Publication, now: datetime, at: rules.Expressio
         stages.append({"$set": _new_wish(publication, now)})
     running = rules.with_facts(at, IS_RUNNING)
     if publication.run_again:
-        again = fresh_state({"wanted": {"$add": [{"$ifNull": ["$task_state.wanted", 0]}, 1]}})
+        again = fresh_state(at, {"wanted": {"$add": [{"$ifNull": ["$task_state.wanted", 0]}, 1]}})
         one_more = {"$mergeObjects": ["$task_state", {"wanted": again["wanted"]}]}
         stages.append({"$set": {"task_state": {"$cond": [running, one_more, again]}}})
     for wanted, state in ((publication.clean_success, "SUCCESS"), (publication.clean_failed, "FAIL")):

@@ -37,7 +37,8 @@ async def counts(store: Store, statuses: Sequence[str] | None = None) -> list[Do
     """Return how many tasks there are by name and stored status, from the index alone. `statuses`: only of these."""
     found_rows = await rows(store, statuses)
     if found_rows is None:
-        stages: list[Document] = [] if statuses is None else [{"$match": {"status": {"$in": list(statuses)}}}]
+        wanted: Document = {"$ne": "DELETED"} if statuses is None else {"$in": list(statuses)}
+        stages: list[Document] = [{"$match": {"status": wanted}}]
         stages += [{"$group": {"_id": {"name": "$name", "status": "$status"}, "count": {"$sum": 1}}}]
         cursor = await store.driver.aggregate(store.tasks, stages, hint="taskmesh_status")
         return await cursor.to_list(None)  # type: ignore[no-any-return]  # both drivers leave it untyped
@@ -54,7 +55,8 @@ async def rows(store: Store, statuses: Sequence[str] | None = None) -> list[Row]
     """Return the rows that there are, of these statuses or all; None if there are too many to ask for each."""
     found: list[Row] = []
     if statuses is None:
-        statuses = await values_of(store, "status", {})
+        stored = await values_of(store, "status", {})
+        statuses = None if stored is None else [status for status in stored if status != "DELETED"]
     for status in statuses or ():
         queues = await values_of(store, "queue", {"status": status})
         for queue in queues or ():

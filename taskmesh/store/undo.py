@@ -137,10 +137,21 @@ async def put_back(store: Store, id_: str, action: str, batch: int = 500) -> tup
     entries = {"$filter": {"input": rules.ENTRIES, "cond": {"$ne": ["$$this.state", "RUNNING"]}}}
     untouched = {"$eq": ["$status", "CANCELLED"]} if action == "cancel" else _says("retried")
     unchanged = {"$eq": [{"$ifNull": ["$change_ids", []]}, {"$ifNull": ["$$new.change_ids", []]}]}
-    ours = {"$and": [{"$eq": ["$bulk_id", id_]}, unchanged, untouched]}
-    merge: Document = {"into": store.tasks, "on": "_id", "whenMatched": "keepExisting", "whenNotMatched": "insert"}
-    if action != "delete":
-        merge |= {"whenMatched": [{"$replaceWith": {"$cond": [ours, "$$new", "$$ROOT"]}}], "whenNotMatched": "discard"}
+    ours: rules.Expression = {"$and": [{"$eq": ["$bulk_id", id_]}, unchanged, untouched]}
+    if action == "delete":
+        ours = {"$gt": ["$task_state.deleted_time", None]}  # what is left of it, for the sake of a handler at work
+    # Whose handler is on its way out keeps its place.
+    state = {"$mergeObjects": ["$$new.task_state", {"leaving": rules.sent_away(now)}]}
+    back = {"$mergeObjects": ["$$new", {"task_state": state}]}
+    merge: Document = {
+        "into": store.tasks,
+        "on": "_id",
+        "whenMatched": [
+            {"$replaceWith": {"$cond": [ours, back, "$$ROOT"]}},
+            *rules.derivation(now, where={"$eq": ["$bulk_id", {"$literal": undone}]}),
+        ],
+        "whenNotMatched": "insert" if action == "delete" else "discard",
+    }
     copies = store.driver.collection(store.undo)
     restored = seen = 0
     last = f"{id_}/"
@@ -154,7 +165,7 @@ async def put_back(store: Store, id_: str, action: str, batch: int = 500) -> tup
             {"$replaceWith": "$task"},
             {
                 "$set": {
-                    "task_state": {"worker_states": entries},
+                    "task_state": {"worker_states": entries, "leaving": "$$REMOVE"},
                     "event": stamp("restored", now),
                     "bulk_id": {"$literal": undone},
                 }

@@ -30,6 +30,7 @@ WAKING = (
     "succeeded",
     "settled",
     "progressed",
+    "stopped",
 )
 """What can make a task claimable. Renewals and claims cannot."""
 STOPPING = ("cancelled", "deleted", "option_changed", "retried")

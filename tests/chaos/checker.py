@@ -16,15 +16,17 @@ from tests.chaos.history import was_told_to_go
 from tests.chaos.reading import NEVER, Reading, stripped
 from tests.chaos.versions import Document, Version
 
-_MAY_DROP_SUCCESS = ("retried", "published", "succeeded", "failed")
+_MAY_DROP_SUCCESS = ("retried", "published", "deleted", "succeeded", "failed")
 """The last two re-open a task for which `run_again` was asked meanwhile."""
-_MAY_DROP_LIVE = ("released", "snoozed", "option_changed")
+_MAY_DROP_LIVE = ("released", "snoozed")
+_MAY_SEND_AWAY = ("retried", "published", "deleted", "option_changed")
+"""What may stop a handler: it keeps its place."""
 _CLOCK_STEP = timedelta(seconds=1)
 _LONGEST_WRITE = timedelta(seconds=6)
 """Longer than the deadline that the engine gives a write: it is judged by the time of its beginning."""
 HEARD_OF_A_PAUSE_WITHIN = timedelta(seconds=5)
 """How soon a worker that can reach the database has heard: by the stream at once, without it after two seconds."""
-_MAY_TAKE_LOST = ("claimed", "settled", "retried", "published")
+_MAY_TAKE_LOST = ("claimed", "settled", "retried", "published", "deleted")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,8 @@ def _check_deletion(findings: Findings, version: Version) -> None:
     if version.before is not None:
         delete_time = version.before.get("delete_time")
         forgotten = delete_time is not None and delete_time <= version.time
+        places = Reading(version.before).leaving(version.time)
+        findings.check("C1", version.id, not places, f"deleted at {version.time}, with the places of {places}")
         findings.check(
             "L1",
             version.id,
@@ -82,9 +86,12 @@ def _check_deletion(findings: Findings, version: Version) -> None:
 def _check_update(findings: Findings, id_: str, before: Document, after: Document, time: datetime) -> None:
     write = _what_was_written(before, after, time)
     old, new = Reading(before), Reading(after)
-    for name in ("_id", "name", "key", "publish_id"):
+    anew = (
+        write.kind == "published" and old.deleted and not new.deleted
+    )  # another task, in the place of one that is gone
+    for name in ("_id", "name", "key", *(() if anew else ("publish_id",))):
         findings.check("F3", id_, before.get(name) == after.get(name), f"{name} changed in {write}")
-    findings.check("F3", id_, old.state["create_time"] == new.state["create_time"], write)
+    findings.check("F3", id_, anew or old.state["create_time"] == new.state["create_time"], write)
     if write.kind == "claimed" and write.now is not None:
         _check_claim(findings, id_, old, new, write, write.now)
     _check_entries(findings, id_, old, new, write)
@@ -106,6 +113,10 @@ def _what_was_written(before: Document, after: Document, time: datetime) -> Writ
                 return Write("pinged", now, new["worker_id"])
             # A longer lease, for a transaction: how long it is, the server's limit says, and when it was taken, the log.
             return Write("extended", None, new["worker_id"], roughly=time - _LONGEST_WRITE)
+    places = {place["running_id"]: place["ping_expire_time"] for place in before["task_state"].get("leaving") or ()}
+    for place in after["task_state"].get("leaving") or ():
+        if places.get(place["running_id"], place["ping_expire_time"]) != place["ping_expire_time"]:
+            return Write("kept", None, place["worker_id"], roughly=time - _LONGEST_WRITE)
     return Write("unstamped", None)
 
 
@@ -125,7 +136,7 @@ def _check_claim(findings: Findings, id_: str, old: Reading, new: Reading, write
         return
     worker_id = str(write.worker_id)
     option, state = old.option, old.state
-    live, done = old.live(now), old.of("SUCCESS")
+    live, done = [*old.live(now), *old.leaving(now)], old.of("SUCCESS")
     findings.check("C1", id_, len(live) + len(done) < old.room, f"{write} into {live} {done}")
     mine = [entry for entry in (*live, *done) if entry["worker_id"] == worker_id]
     findings.check("C2", id_, not mine, f"{write} though it has {mine}")
@@ -134,7 +145,7 @@ def _check_claim(findings: Findings, id_: str, old: Reading, new: Reading, write
     findings.check("G2", id_, not old.expired(now), f"{write} after {state.get('expire_time')}")
     allowed = option["specific_worker_ids"]
     findings.check("G3", id_, not allowed or worker_id in allowed, f"{write}, allowed are {allowed}")
-    open_ = not old.cancelled and len(done) < old.room and not old.failed_for_good
+    open_ = not old.deleted and not old.cancelled and len(done) < old.room and not old.failed_for_good
     findings.check("G4", id_, open_, f"{write} of a task that is {old.status(now)}")
     retry_time = old.retry_time(worker_id)
     findings.check("G5", id_, retry_time is None or retry_time <= now, f"{write} before {retry_time}")
@@ -156,19 +167,29 @@ def _check_entries(findings: Findings, id_: str, old: Reading, new: Reading, wri
         findings.check("F2", id_, kept, f"{write} removed {entry}")
         if entry["state"] == "RUNNING" and write.now is not None:
             if entry["ping_expire_time"] > write.now:
-                mine = write.kind == "option_changed" or write.worker_id == entry["worker_id"]
+                mine = write.worker_id == entry["worker_id"]
                 reopened = new.state.get("reopened_by") == entry["running_id"]
                 given_back = write.kind in _MAY_DROP_LIVE and mine
-                findings.check("F1", id_, given_back or reopened, f"{write} removed the live {entry}")
+                sent_away = write.kind in _MAY_SEND_AWAY
+                findings.check("F1", id_, given_back or reopened or sent_away, f"{write} removed the live {entry}")
+                if sent_away:
+                    keeps = entry["running_id"] in [place["running_id"] for place in new.leaving(write.now)]
+                    findings.check("C1", id_, keeps, f"{write} took its place from {entry}")
             else:
                 findings.check("R2", id_, write.kind in _MAY_TAKE_LOST, f"{write} removed the lost {entry}")
+    if write.now is not None and write.kind != "stopped":
+        kept_places = {place["running_id"] for place in new.leaving(write.now)}
+        for place in old.leaving(write.now):
+            findings.check("C1", id_, place["running_id"] in kept_places, f"{write} took the place of {place}")
     for entry in old.of("SUCCESS"):
         findings.check("F2", id_, entry["running_id"] in left or write.kind in _MAY_DROP_SUCCESS, write)
 
 
 def _may_change(old: Reading, before: Document, after: Document, write: Write) -> bool:
-    if old.cancelled:  # a stopped execution notes its end, which counts for nothing
-        return write.kind == "unstamped" and before["state"] == "RUNNING" and after["state"] == "FAIL"
+    if old.cancelled and write.kind == "unstamped":  # a stopped execution notes its end, which counts for nothing
+        return bool(before["state"] == "RUNNING" and after["state"] == "FAIL")
+    if old.cancelled and write.kind not in ("pinged", "extended"):  # while its handler cleans up it keeps its place
+        return False
     if write.kind == "retried":
         return bool(before["state"] == "FAIL" and after["state"] == "FAIL")
     now = write.now or write.roughly
@@ -199,7 +220,7 @@ def _check_counts(findings: Findings, id_: str, old: Reading, new: Reading, writ
         told = sorted(write.lost) == sorted(entry["worker_id"] for entry in lost)
         reopened = write.kind == "settled" and not new.entries and new.state.get("wanted") is not None
         findings.check("R2", id_, told and (right or reopened), f"{write} found {lost} lost and counted {counted}")
-    elif write.kind in ("pinged", "extended", "unstamped", "cancelled"):
+    elif write.kind in ("pinged", "extended", "kept", "stopped", "unstamped", "cancelled"):
         findings.check("R2", id_, not any(counted.values()), f"{write} counted {counted}")
 
 
@@ -209,7 +230,7 @@ def _check_budgets(findings: Findings, id_: str, new: Reading, write: Write) -> 
         findings.check("B1", id_, new.fail_cnt <= option["max_unexpected_retries"] + room, f"{write}: {new.state}")
     findings.check("B2", id_, new.state["timeout_cnt"] <= option["max_timeouts"] + room, f"{write}: {new.state}")
     if write.now is not None:
-        taken = [*new.live(write.now), *new.of("SUCCESS")]
+        taken = [*new.live(write.now), *new.leaving(write.now), *new.of("SUCCESS")]
         findings.check("C1", id_, len(taken) <= room or write.kind == "option_changed", f"{write}: {taken}")
         workers = [entry["worker_id"] for entry in taken]
         findings.check("C2", id_, len(set(workers)) == len(workers), f"{write}: {taken}")

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.chaos.reading import Reading
 from tests.chaos.versions import Document, Version
 from tests.processes.history import Mark, Run, runs_in
 
@@ -85,8 +86,6 @@ class Log:
     def add(self, version: Version) -> None:
         """Take the next version."""
         if version.after is None:
-            if was_told_to_go(version):
-                self.done[Asked(version.id, "deleted")] += 1
             return
         if version.before is None:
             self.happened[version.id].append("published")
@@ -98,10 +97,9 @@ class Log:
         if version.after.get("event") == version.before.get("event"):
             return
         kind, _, _, *lost = version.after["event"].split("\x1f")
-        if kind != "deleted":  # that is only word of it, and may be left more than once
-            self.done[Asked(version.id, kind)] += 1
+        self.done[Asked(version.id, kind)] += 1
         self.happened[version.id] += ["timed_out"] * len(lost)
-        if kind != "settled":
+        if kind not in ("settled", "stopped"):
             self.happened[version.id].append(kind)
         status = version.after["status"]
         if status != version.before["status"] and status in ("SUCCESS", "FAIL", "CANCELLED", "EXPIRED"):
@@ -110,7 +108,7 @@ class Log:
 
 def was_told_to_go(version: Version) -> bool:
     """Whether somebody deleted the task, and not time alone."""
-    return version.before is not None and str(version.before.get("event")).startswith("deleted\x1f")
+    return version.before is not None and Reading(version.before).deleted
 
 
 def returned_value(run: Run) -> Any:

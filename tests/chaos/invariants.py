@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 INVARIANTS = {
-    "C1": "never more live and successful entries than concurrent_worker_cnt",
+    "C1": "never more live and successful entries, and handlers on their way out, than concurrent_worker_cnt",
     "C2": "never two live or successful entries of one worker in one task",
     "C3": "never more handlers of a task at work than concurrent_worker_cnt",
     "F1": "only the execution that holds a live lease changes its entry",

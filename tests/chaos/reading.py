@@ -64,6 +64,15 @@ class Reading:
         """The entries whose lease ran out."""
         return [entry for entry in self.of("RUNNING") if entry["ping_expire_time"] <= now]
 
+    def leaving(self, now: datetime) -> list[dict[str, Any]]:
+        """The executions of earlier lives, or of excluded workers, that keep their places: their handlers may be at work."""
+        return [entry for entry in self.state.get("leaving") or () if entry["ping_expire_time"] > now]
+
+    @property
+    def deleted(self) -> bool:
+        """Whether it is there for nobody, but for the places that it keeps."""
+        return self.state.get("deleted_time") is not None
+
     @property
     def fail_cnt(self) -> int:
         """How many executions have failed."""
@@ -90,6 +99,8 @@ class Reading:
 
     def status(self, now: datetime) -> str:
         """Where the task stands."""
+        if self.deleted:
+            return "DELETED"
         if self.cancelled:
             return "CANCELLED"
         if len(self.of("SUCCESS")) >= self.room:
@@ -121,10 +132,11 @@ class Reading:
 
     def claim_time(self, worker_id: str, now: datetime) -> datetime:
         """From when on this worker may claim the task if nobody touches it, or `NEVER`."""
-        done, live = self.of("SUCCESS"), self.live(now)
+        done, at_work = self.of("SUCCESS"), [*self.live(now), *self.leaving(now)]
         allowed = self.option["specific_worker_ids"]
         never = (
-            self.cancelled
+            self.deleted
+            or self.cancelled
             or self.given_up(now)
             or self.expired(now)
             or len(done) >= self.room
@@ -134,10 +146,10 @@ class Reading:
         if never:
             return NEVER
         times = [self.state.get("start_time"), self.state.get("resume_time")]
-        times += [entry["ping_expire_time"] for entry in live if entry["worker_id"] == worker_id]
-        over = len(live) + len(done) - self.room
+        times += [entry["ping_expire_time"] for entry in at_work if entry["worker_id"] == worker_id]
+        over = len(at_work) + len(done) - self.room
         if over >= 0:
-            times.append(sorted(entry["ping_expire_time"] for entry in live)[over])
+            times.append(sorted(entry["ping_expire_time"] for entry in at_work)[over])
         times.append(self.retry_time(worker_id))
         return max((time for time in times if time is not None), default=LONG_AGO)
 
@@ -152,14 +164,18 @@ class Reading:
         finish_time = (self.document.get("finish_time") or now) if finished else None
         status = self.status(now)
         retained_ms = self.option["retain_success_ms" if status == "SUCCESS" else "retain_failed_ms"]
-        kept = finish_time is None or retained_ms is None
+        delete_time = None
+        if finish_time is not None and (self.deleted or retained_ms is not None):
+            # Not before the places that it keeps are free.
+            places = [entry["ping_expire_time"] for entry in (*self.live(now), *self.leaving(now))]
+            delete_time = max([now if self.deleted else finish_time + ms(retained_ms), *places])
         return {
             "status": status,
             "pinned": bool(self.option["specific_worker_ids"]),
             "next_claim_time": None if opens == NEVER else opens,
             "settle_time": None if finished or not settles else settles[0],
             "finish_time": finish_time,
-            "delete_time": None if kept or finish_time is None else finish_time + ms(retained_ms),
+            "delete_time": delete_time,
         }
 
 

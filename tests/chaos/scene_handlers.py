@@ -39,12 +39,14 @@ def define(mesh: TaskMesh, directory: Path | None = None) -> TaskDefinition[Any,
         """`waits`: for "… may end". `then`: how the first attempt ends: `return`, `raise`, `snooze`, `close`, `die` or `obey`.
 
         `writes`: in a transaction, what stands in another one.
+
+        Who is cancelled while it waits cleans up until it is told "… may leave", if anybody has said that it "… cleans up".
         """
         task = current_task()
         assert book is not None, "a process that only publishes ran a handler"
         with book.run() as run:
             if waits:
-                await signs.wait(f"{task.worker_id} may end")
+                await _until_it_may_end(signs, task.worker_id)
             if then == "obey" and not signs.given("obeyed"):
                 await _until_told()
                 signs.give("obeyed")
@@ -81,3 +83,13 @@ async def _until_told() -> None:
     with suppress(asyncio.CancelledError):
         while not current_task().cancelled:  # noqa: ASYNC110 -- that is what handlers do
             await asyncio.sleep(0.001)
+
+
+async def _until_it_may_end(signs: Signs, worker_id: str) -> None:
+    try:
+        await signs.wait(f"{worker_id} may end")
+    except asyncio.CancelledError:
+        if signs.given(f"{worker_id} cleans up"):
+            signs.give(f"{worker_id} is on its way out")
+            await signs.wait(f"{worker_id} may leave")
+        raise

@@ -58,6 +58,40 @@ def cancelled() -> Story:
     return story.later(10).changes_entry("r1", state="FAIL", fail_time=story.now)
 
 
+def sent_away(*, keeps: bool = True) -> Callable[[Document], None]:
+    """Take the live entries out of the task, as a retry, a deletion or an exclusion does."""
+    names = ("running_id", "worker_id", "ping_expire_time")
+
+    def send(document: Document) -> None:
+        state = document["task_state"]
+        places = [{name: entry[name] for name in names} for entry in state["worker_states"]]
+        state.update(worker_states=[], cancel_time=None, leaving=places if keeps else [])
+
+    return send
+
+
+def begun_anew() -> Story:
+    """A retried task waits for the handler that cleans up, whose worker keeps its place and then leaves it."""
+    story = Story().claims("w1", "r1").later(10)
+    story.writes(lambda document: document["task_state"].update(cancel_time=story.now), "cancelled")
+    story.later(10).writes(sent_away(), "retried").later(500)
+    [place] = story.state["leaving"]
+    story.writes(lambda _: place.update(ping_expire_time=story.now + timedelta(seconds=1))).later(800)
+    story.mark("raised", "w1", "r1", error="CancelledError")
+    story.writes(lambda document: document["task_state"].pop("leaving"), "stopped").later(10)
+    return story.claims("w2", "r2").later(10).ends("succeeded", "w2", "r2", returns=7)
+
+
+def deleted(*, keeps: bool = True) -> Story:
+    story = Story().claims("w1", "r1").later(10)
+
+    def delete(document: Document) -> None:
+        sent_away(keeps=keeps)(document)
+        document["task_state"]["deleted_time"] = story.now
+
+    return story.writes(delete, "deleted")
+
+
 def forgotten() -> Story:
     story = done().later(30 * 60 * 60 * 1_000)
     story.versions.append(Version(story.id, story.now, story.document, None))
@@ -67,7 +101,7 @@ def forgotten() -> Story:
 def test_a_good_history_has_no_violation() -> None:
     findings = forgotten().findings()
     writes = Story("writes", specific_worker_ids=("w",)).claims("w", "r").ends("succeeded", "w", "r")
-    for story in (done(), early(), eventful(), lengthened(), expiring(), cancelled(), writes, chained()):
+    for story in (done(), early(), eventful(), lengthened(), expiring(), cancelled(), begun_anew(), writes, chained()):
         findings += story.findings()
         findings += check_endings(with_child(story) if story.id == "chains:k" else story.evidence())
     assert [str(violation) for violation in findings.violations] == []
@@ -113,6 +147,16 @@ FORGED: dict[str, tuple[str, Callable[[], Story]]] = {
         "C1",
         lambda: Story(concurrent_worker_cnt=2).claims("w1", "r1").claims("w2", "r2").claims("w3", "r3"),
     ),
+    "a place that a handler keeps is taken": (
+        "C1",
+        lambda: Story().claims("w1", "r1").later(10).writes(sent_away(), "option_changed").claims("w2", "r2"),
+    ),
+    "a handler at work loses its place": (
+        "C1",
+        lambda: Story().claims("w1", "r1").later(10).writes(sent_away(keeps=False), "option_changed"),
+    ),
+    "a deleted task forgets the handler at work": ("C1", lambda: deleted(keeps=False)),
+    "the document of a deleted task goes before its handler": ("C1", lambda: _removed(deleted())),  # made below
     "a worker that has succeeded claims again": (
         "C2",
         lambda: Story(concurrent_worker_cnt=2).claims("w1", "r1").ends("succeeded", "w1", "r1").claims("w1", "r2"),
@@ -187,6 +231,11 @@ FORGED: dict[str, tuple[str, Callable[[], Story]]] = {
     ),
     "a claim without an entry": ("H1", lambda: Story().writes(lambda _: None, "claimed", "w1")),
 }
+
+
+def _removed(story: Story) -> Story:
+    story.versions.append(Version(story.id, story.now, story.document, None))
+    return story
 
 
 def _in_a_paused_queue() -> Story:

@@ -346,6 +346,67 @@ async def _somebody_stops_no_worker_in_particular(stage: Stage) -> None:
     await stage.publish()
 
 
+# --- what stops a handler ---
+
+
+async def _it_is_begun_anew_while_its_handler_cleans_up(stage: Stage, begin_anew: Play) -> None:
+    stage.signs.give("w1 cleans up")
+    stage.worker("w1")
+    await stage.publish(params={"waits": True})
+    await stage.until_marked("started")
+    await begin_anew(stage)
+    await stage.until("w1 is on its way out")
+    stage.signs.give("w2 may end")
+    stage.worker("w2")
+    await asyncio.sleep(3.0)  # twice a lease, and many scans: a worker that may not claim tells nobody
+    stage.signs.give("w1 may leave")
+    stage.signs.give("w1 may end")
+
+
+async def _it_is_retried_while_its_handler_cleans_up(stage: Stage) -> None:
+    async def begin_anew(stage: Stage) -> None:
+        await stage.cancel()
+        await stage.mesh.retry("work", "victim")
+
+    await _it_is_begun_anew_while_its_handler_cleans_up(stage, begin_anew)
+
+
+async def _it_is_published_anew_while_its_handler_cleans_up(stage: Stage) -> None:
+    async def begin_anew(stage: Stage) -> None:
+        await stage.delete()
+        await stage.publish(params={"waits": True})
+
+    await _it_is_begun_anew_while_its_handler_cleans_up(stage, begin_anew)
+
+
+async def _its_worker_is_excluded_and_cleans_up(stage: Stage) -> None:
+    async def begin_anew(stage: Stage) -> None:
+        await stage.mesh.set_option("work", "victim", specific_worker_ids=("w2",))
+
+    await _it_is_begun_anew_while_its_handler_cleans_up(stage, begin_anew)
+
+
+async def _word_of_an_earlier_life_comes_late(stage: Stage) -> None:
+    stage.worker("w1")
+    await stage.publish(params={"waits": True}, max_timeouts=0, ping_interval_ms=20_000, worker_timeout_ms=30_000)
+    await stage.until_marked("started")
+    async with failing_commands(stage.uri, ["getMore"], blockConnection=True, blockTimeMS=3_000) as held_up:
+        await held_up()
+        await stage.cancel()
+        stage.signs.give("w1 may end")
+        await stage.until_marked("returned")
+        stage.signs.take_back("w1 may end")
+
+        async def has_left() -> bool:
+            return all(entry.state == "FAIL" for entry in (await stage.task()).task_state.worker_states)
+
+        await eventually(has_left, 20.0)
+        await stage.mesh.retry("work", "victim")
+        await stage.until_marked("started", 2)
+    await asyncio.sleep(4.0)  # by then the stream has told of it; what it does not lead to tells nobody
+    stage.signs.give("w1 may end")
+
+
 # --- the stream ---
 
 
@@ -476,6 +537,10 @@ SCENES = [
     Scene("repeated verbs: for whatever stands there", "P3", _a_deletion_is_repeated_after_a_publication, here=True),
     Scene("repeated verbs: done again", "P3", _a_cancel_is_repeated_after_a_retry, here=True),
     Scene("ids: anything", "L1", _somebody_stops_no_worker_in_particular, here=True),
+    Scene("places: of nobody on his way out", "C1", _it_is_retried_while_its_handler_cleans_up),
+    Scene("places: of nobody on his way out", "C3", _it_is_published_anew_while_its_handler_cleans_up),
+    Scene("places: of nobody on his way out", "C3", _its_worker_is_excluded_and_cleans_up),
+    Scene("events: obeyed unseen", "L1", _word_of_an_earlier_life_comes_late),
     Scene("stream: gaps are not told", "O1", _the_reader_loses_its_place, here=True),
     Scene("stream: begins anew", "O1", _the_reader_keeps_its_place, here=True),
     Scene("stream: gaps are not told", "L1", _the_worker_loses_its_place),

@@ -12,6 +12,7 @@ from tests.chaos.endings import check_endings
 from tests.chaos.findings import Findings
 from tests.chaos.history import Asked, Evidence, Log, Published
 from tests.chaos.reader import Reader
+from tests.chaos.reading import Reading
 from tests.chaos.versions import Document, Versions, Watcher
 from tests.processes.fleet import Fleet
 
@@ -49,7 +50,7 @@ class Witnesses:
             published=published,
             asked=asked,
             done=self.log.done,
-            documents=documents,
+            documents={id_: task for id_, task in documents.items() if not Reading(task).deleted},
             limits=limits,
             marks=fleet.history,
             died=fleet.died,

@@ -17,10 +17,12 @@ from pymongo.errors import PyMongoError
 from taskmesh import feed, fleet_actions, rules
 from taskmesh.consumer import finisher, transactions, wire
 from taskmesh.consumer.claimer import Claimer
-from taskmesh.consumer.execution import Execution
+from taskmesh.consumer.execution import Execution, Stop
 from taskmesh.consumer.executor import Executor
+from taskmesh.consumer.listener import Listener
 from taskmesh.consumer.scanner import Scanner
 from taskmesh.store import claim, finish, lease, limits, repeated
+from taskmesh.store.stamp import read_stamp
 from taskmesh.store.watch import open_stream
 
 Replace = Callable[[Any, str, Any], None]
@@ -233,6 +235,34 @@ def nothing_is_scanned(replace: Replace) -> None:
     replace(Scanner, "run_once", run_once)
 
 
+# --- what stops a handler, and how long that keeps its place ---
+
+
+def who_is_on_his_way_out_counts_for_nothing(replace: Replace) -> None:
+    """A worker claims a task though a handler of its earlier life, or an excluded one, is still at work."""
+    whole = rules.with_facts
+
+    def with_facts(now: Any, result: Any) -> Any:
+        facts = whole(now, result)
+        facts["$let"]["vars"]["leaving"] = []
+        return facts
+
+    replace(rules, "with_facts", with_facts)
+
+
+def events_are_obeyed_unseen(replace: Replace) -> None:
+    """Whatever an event says of a task is done to what runs of it by now."""
+    heard = Listener._heard_of_update
+
+    def obeyed(self: Any, change: Any) -> None:
+        running = self._executor.executions.get(change.id)
+        if running is not None and read_stamp(change.stamp).kind == "cancelled":
+            self._executor.stop(running, Stop.CANCELLED)
+        heard(self, change)
+
+    replace(Listener, "_heard_of_update", obeyed)
+
+
 # --- verbs that are repeated ---
 
 
@@ -336,4 +366,8 @@ LIMITS: dict[str, Break] = {
     "rate: a bucket leaves with its first start": a_bucket_leaves_with_its_first_start,
     "rate: starts are kept one by one": starts_are_kept_one_by_one,
 }
-BROKEN = GATES | WRITES | ENDING | RESUMING | REPEATING | CHARGING | CHILDREN | LIMITS
+STOPPING: dict[str, Break] = {
+    "places: of nobody on his way out": who_is_on_his_way_out_counts_for_nothing,
+    "events: obeyed unseen": events_are_obeyed_unseen,
+}
+BROKEN = GATES | WRITES | ENDING | RESUMING | REPEATING | CHARGING | CHILDREN | LIMITS | STOPPING

@@ -8,7 +8,7 @@ import anyio
 
 
 class Signs:
-    """What was given stays given."""
+    """What was given stays given, unless it is taken back."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -16,6 +16,10 @@ class Signs:
     def give(self, name: str) -> None:
         """Let whoever waits for it go on."""
         self._path(name).touch()
+
+    def take_back(self, name: str) -> None:
+        """Let the next one wait for it again."""
+        self._path(name).unlink()
 
     def given(self, name: str) -> bool:
         """Whether somebody has given it."""

@@ -25,6 +25,7 @@ _OF_TASKS = {
     "retry": 3,
     "cancel": 3,
     "note_stopped": 4,
+    "keep_place": 1,
     "delete": 1,
 }
 LABELS = frozenset(
@@ -78,7 +79,8 @@ class Chance:
             kinds = (kind, "finish", "ping", "report", "cancel", "claim")
             kind = self.random.choices(kinds, (5, 4, 1, 1, 1, further))[0]
         elif self._stopping(world, group) and self.random.random() < 0.6:
-            kind = self.random.choice(("note_stopped", "note_stopped", "finish", "report", "ping"))
+            shares = {"note_stopped": 4, "keep_place": 2, "retry": 2, "publish": 2}
+            kind = self._kind(shares | dict.fromkeys(("finish", "report", "ping", "delete", "claim"), 1))
         elif not self._able(world, group) and self.random.random() < 0.4:
             kind = self.random.choice(("publish", "publish", "publish", "retry"))  # where nothing goes on
         arguments = getattr(self, f"_{kind}")(world, group)
@@ -191,6 +193,8 @@ class Chance:
         candidates = self._stopping(world, group) or self._known(world, group)
         return {"held": self.random.choice(candidates)} if candidates else None
 
+    _keep_place = _note_stopped
+
     def _cancel(self, _: World, group: list[str]) -> Document:
         return {"task": self.random.choice(group)}
 
@@ -209,13 +213,12 @@ class Chance:
         return [h for h in self._known(world, group) if world.oracles[h.id].held(h.running_id, world.now)]
 
     def _stopping(self, world: World, group: list[str]) -> list[Held]:
-        """Those whose task was cancelled, and who have not come to their end."""
+        """Those that were stopped from outside, and have not come to their end."""
         return [
             held
             for held in self._known(world, group)
             if (oracle := world.oracles[held.id]).document
-            and oracle.document["status"] == "CANCELLED"
-            and any(entry["running_id"] == held.running_id for entry in oracle.entries("RUNNING"))
+            and any(entry["running_id"] == held.running_id for entry in _on_their_way_out(oracle))
         ]
 
     @staticmethod
@@ -230,6 +233,11 @@ class Chance:
         return self.random.choice(candidates) if candidates else None
 
 
+def _on_their_way_out(oracle: Oracle) -> list[Document]:
+    cancelled = oracle.entries("RUNNING") if oracle.document["status"] == "CANCELLED" else []
+    return [*cancelled, *(oracle.state.get("leaving") or [])]
+
+
 def _edges(oracle: Oracle) -> Iterator[datetime]:
     """Yield the moments at which something about this task changes by time alone."""
     document: Any = oracle.document
@@ -238,6 +246,6 @@ def _edges(oracle: Oracle) -> Iterator[datetime]:
     state = oracle.state
     times = [state.get(name) for name in ("start_time", "expire_time", "resume_time")]
     times += [document.get(name) for name in ("next_claim_time", "settle_time", "delete_time")]
-    times += [entry["ping_expire_time"] for entry in oracle.entries("RUNNING")]
+    times += [entry["ping_expire_time"] for entry in (*oracle.entries("RUNNING"), *(state.get("leaving") or []))]
     times += [oracle.reading.retry_time(worker) for worker in WORKERS]
     yield from (time for time in times if time is not None)

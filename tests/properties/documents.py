@@ -54,7 +54,9 @@ class Documents:
             "timeout_cnt": pick((0, 0, 0, 1, 2)),
             "dropped_fail_cnt": pick((None, None, None, 1, 2)),
             "wanted": pick((None, None, 1, 2)),
+            "deleted_time": self._time(0.03),
             "worker_states": self._entries(id_),
+            "leaving": self._leaving(id_),
         }
         name, _, key = id_.partition(":")
         return {
@@ -73,6 +75,16 @@ class Documents:
 
     def _entries(self, id_: str) -> list[Document]:
         return [self._entry(f"{id_}/{place}") for place in range(self.random.choice((0, 0, 1, 1, 2, 3, 4)))]
+
+    def _leaving(self, id_: str) -> list[Document] | None:
+        pick = self.random.choice
+        count = pick((None, None, None, 0, 1, 2))
+        if count is None:
+            return None
+        return [
+            {"running_id": f"{id_}/l{n}", "worker_id": pick(WORKERS), "ping_expire_time": self.now + ms(pick(_NEAR_MS))}
+            for n in range(count)
+        ]
 
     def _entry(self, running_id: str) -> Document:
         pick = self.random.choice

@@ -79,6 +79,17 @@ def _underived(module: Any) -> Mutant:
     return replaced(module, "rules", Underived())
 
 
+def places() -> Iterator[tuple[str, Mutant]]:
+    """A handler that was stopped from outside does not keep its place until it has ended."""
+    yield "whoever is on his way out counts for nothing", replaced(rules, "LEAVING", {"$literal": []})
+    yield "whoever is on his way out takes no room", constant(rules, "_room_opens", {"$size": "$$leaving"}, 0)
+    yield "whoever is on his way out may come in again", result(rules, "_own_entry_ends", "$$leaving", [])
+    yield "who begins a task anew forgets who is on his way out", replaced(rules, "sent_away", lambda *_: "$$REMOVE")
+    yield "a document goes before the places it keeps", result(rules, "derivation", "$_derived.leases_end", None)
+    yield "a deleted task is still there", constant(rules, "_deleted", "$gt", "$lt")
+    yield "the end of a handler frees no place", written("finish", "leaving", "nothing")
+
+
 def guards() -> Iterator[tuple[str, Mutant]]:
     """A condition that a verb restates, dropped: fencing above all."""
     yield "an outcome of a lease that ran out counts", unguarded("finish", "$expr")
@@ -109,8 +120,12 @@ def _unfenced(query: Any, pipeline: Any) -> tuple[Any, Any]:
 
 
 def _stopped_without_status() -> Mutant:
+    cancelled = {"$eq": ["$status", "CANCELLED"]}
+
     def change(query: Any, pipeline: Any) -> tuple[Any, Any]:
-        return ({**query, "status": {"$exists": True}} if query.get("status") == "CANCELLED" else query), pipeline
+        for either in query.get("$or", ()):
+            either.pop("status", None)
+        return query, changed(pipeline, cancelled, True)
 
     return sent("finish", change)
 

@@ -75,8 +75,18 @@ class Oracle:
         self.derive(now)
 
     def forgotten(self, now: datetime) -> bool:
-        """Whether the key is free again: the finished task is past its retention."""
+        """Whether the key is free again: the task was deleted, or is finished and past its retention."""
+        return bool(self.document and (self.reading.deleted or self.removable(now)))
+
+    def removable(self, now: datetime) -> bool:
+        """Whether nobody needs the document any more."""
         return bool(self.document and (self.document.get("delete_time") or NEVER) <= now)
+
+    def sent_away(self, now: datetime, entries: Entries) -> Entries | None:
+        """The places that are kept when these entries are removed; None: the field is absent."""
+        names = ("running_id", "worker_id", "ping_expire_time")
+        moved = [{name: entry[name] for name in names} for entry in self.live(now) if entry in entries]
+        return [*self.reading.leaving(now), *moved] or None
 
     def publish(self, wish: Publication, now: datetime) -> tuple[bool, bool]:
         """Return (created, updated). Raises `TaskRunning`."""
@@ -85,13 +95,16 @@ class Oracle:
         if self.document is None or self.forgotten(now):
             state: Document = {"create_time": now, **times, "timeout_cnt": 0, "worker_states": []}
             told = {} if self.document is None else {"event": ["published"]}  # an insert tells by itself
+            leaving = None if self.document is None else self.sent_away(now, self.entries("RUNNING"))
+            state["leaving"] = leaving
             self.document = {
                 "params": wish.params,
                 "task_option": stored_option(wish.option),
                 "task_state": state,
                 **told,
             }
-            self.derive(min(now, (wish.expire_time or NEVER) - ms(1)))  # if it has expired, those who read will see
+            # If it has expired, those who read will see.
+            self.derive(now if leaving else min(now, (wish.expire_time or NEVER) - ms(1)))
             return True, False
         if not wish.changes_existing:
             return False, False
@@ -108,7 +121,7 @@ class Oracle:
         if wish.run_again:
             self.state["wanted"] = (self.state.get("wanted") or 0) + 1
             if not running:
-                self._start_afresh()
+                self._start_afresh(now)
         if wish.clean_success and not running:
             self.drop(self.entries("SUCCESS"))
         if wish.clean_failed and not running:
@@ -120,11 +133,12 @@ class Oracle:
         self.derive(now)
         return False, stripped(self.document) != stripped(before)
 
-    def _start_afresh(self, **changes: Any) -> None:
-        """As if nobody had tried, but with the task's times and its count of wishes."""
+    def _start_afresh(self, now: datetime, **changes: Any) -> None:
+        """As if nobody had tried, but with the task's times, its count of wishes and the places that are kept."""
         kept = ("create_time", "start_time", "expire_time", "wanted", "params_version")
         times = {name: self.state.get(name) for name in kept}
-        self.document["task_state"] = {**times, "timeout_cnt": 0, "worker_states": [], **changes}
+        leaving = self.sent_away(now, self.entries("RUNNING"))
+        self.document["task_state"] = {**times, "timeout_cnt": 0, "worker_states": [], "leaving": leaving, **changes}
 
     def may_be_for(self, worker_id: str) -> bool:
         """Whether the worker is allowed and has not had its SUCCESS."""
@@ -143,6 +157,8 @@ class Oracle:
         entry["ping_expire_time"] = now + ms(self.document["task_option"]["worker_timeout_ms"])
         entry |= {"wish": self.state.get("wanted"), "params_version": self.state.get("params_version")}
         self.state["worker_states"].append(entry)
+        if self.state.get("leaving") is not None:
+            self.state["leaving"] = self.reading.leaving(now)
         self.stamp(now, "claimed", worker_id, *lost)
         return True
 
@@ -165,6 +181,17 @@ class Oracle:
         self.derive(now)
         return True
 
+    def keep_place(self, running_id: str, lease_ms: int, now: datetime) -> bool:
+        if self.document is None:
+            return False
+        mine = [e for e in (*self.live(now), *self.reading.leaving(now)) if e["running_id"] == running_id]
+        for entry in mine:
+            entry["ping_expire_time"] = now + ms(lease_ms)
+        if mine:
+            self.state["leaving"] = self.state.get("leaving") or None
+            self.derive(now)
+        return bool(mine)
+
     def report(self, running_id: str, fields: Document, progress: Document | None, now: datetime) -> bool:
         if (entry := self.held(running_id, now)) is None:
             return False
@@ -175,13 +202,10 @@ class Oracle:
         return True
 
     def finish(self, kind: str, running_id: str, fields: Document, delay_ms: int | None, now: datetime) -> bool:
-        """False if the execution had lost the task; but `stopped` only notes the end of one whose task was cancelled."""
-        if kind == "stopped" and self.document and self.document["status"] == "CANCELLED":
-            mine = [own for own in self.entries("RUNNING") if own["running_id"] == running_id]
-            for own in mine:
-                own.update({"state": "FAIL", "fail_time": now, **fields})
-            return bool(mine)
-        if (entry := self.held(running_id, now)) is None or kind == "stopped":
+        """False if the execution had lost the task; but `stopped` only notes the end of one that was stopped from outside."""
+        if kind == "stopped":
+            return self.document is not None and self._note_stopped(running_id, fields, now)
+        if (entry := self.held(running_id, now)) is None:
             return False
         resume_time = None if delay_ms is None else now + ms(delay_ms)
         if kind == "succeeded":
@@ -207,6 +231,21 @@ class Oracle:
         self.stamp(now, "snoozed" if kind == "conflicted" else kind, entry["worker_id"])
         return True
 
+    def _note_stopped(self, running_id: str, fields: Document, now: datetime) -> bool:
+        cancelled = self.entries("RUNNING") if self.document["status"] == "CANCELLED" else []
+        mine = [own for own in cancelled if own["running_id"] == running_id]
+        places = self.state.get("leaving") or []
+        left = [place for place in places if place["running_id"] != running_id]
+        if not mine and left == places:
+            return False
+        for own in mine:
+            own.update({"state": "FAIL", "fail_time": now, **fields})
+        self.state["leaving"] = left or None
+        if self.document["status"] in ("INIT", "RUNNING"):
+            self.document["event"] = ["stopped"]
+        self.derive(now)
+        return True
+
     def _reopen_if_wished(self, now: datetime, running_id: str | None = None) -> None:
         """A wish for one more run is served by an execution that began after it."""
         status, wanted = self.status(now), self.state.get("wanted") or 0
@@ -214,7 +253,7 @@ class Oracle:
         wishes = [entry.get("wish") or 0 for entry in (self.entries("SUCCESS") if status == "SUCCESS" else tried)]
         served = (min if status == "SUCCESS" else max)(wishes, default=0)
         if status in ("SUCCESS", "FAIL") and wanted > served:
-            self._start_afresh(reopened_by=running_id)
+            self._start_afresh(now, reopened_by=running_id)
 
     def cancel(self, now: datetime) -> bool:
         if self.document is None or self.finished(now):
@@ -232,17 +271,32 @@ class Oracle:
                 entry["retry_time"] = now
         else:
             expire_time = None if self.expired(now) else self.state.get("expire_time")
-            self._start_afresh(start_time=None, expire_time=expire_time)
+            self._start_afresh(now, start_time=None, expire_time=expire_time)
         self.stamp(now, "retried")
         return True
 
     def set_option(self, changes: Document, now: datetime) -> bool:
-        if self.document is None:
+        if self.document is None or self.forgotten(now):
             return False
         self.document["task_option"].update(changes)
-        if allowed := changes.get("specific_worker_ids"):
-            self.drop([entry for entry in self.entries("RUNNING") if entry["worker_id"] not in allowed])
+        if "specific_worker_ids" in changes:
+            allowed = changes["specific_worker_ids"]
+            excluded = [entry for entry in self.live(now) if allowed and entry["worker_id"] not in allowed]
+            self.state["leaving"] = self.sent_away(now, excluded)
+            self.drop(excluded)
         self.stamp(now, "option_changed")
+        return True
+
+    def delete(self, now: datetime) -> bool:
+        if self.document is None:
+            return False
+        if not self.reading.deleted:
+            leaving = self.sent_away(now, self.entries("RUNNING"))
+            self.state.update(deleted_time=now, worker_states=[], leaving=leaving)
+            del self.document["params"]
+            self.stamp(now, "deleted")
+            if not leaving:
+                self.document = None
         return True
 
     def settle(self, now: datetime) -> bool:

@@ -16,7 +16,9 @@ _WORLDS = 3
 _OPERATIONS = int(os.environ.get("OPERATIONS", "8000"))
 """Enough for the most hidden; most are found among the first hundred."""
 
-MUTANTS = dict(chain(mutants.gates(), mutants.facts(), mutants.derived(), mutants.guards(), mutants.verbs()))
+MUTANTS = dict(
+    chain(mutants.gates(), mutants.facts(), mutants.derived(), mutants.places(), mutants.guards(), mutants.verbs())
+)
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from taskmesh.store import Store, control, schema
 from taskmesh.store.claim import CLAIMED_FIELDS, claim, claim_one, won
 from taskmesh.store.find import ScanRange, get, scan, unfinished_left
 from taskmesh.store.finish import Outcome, finish, report, standing
-from taskmesh.store.lease import ping, still_held
+from taskmesh.store.lease import keep_places, ping, still_held
 from taskmesh.store.listing import find
 from taskmesh.store.publish import Publication, publish, publish_in_session
 from taskmesh.store.settle import settle
@@ -199,6 +199,12 @@ class World:
         found = await asyncio.to_thread(still_held, self.store, self.sync_database, pairs)
         return [(len(alive), count), ({(h.id, h.running_id) for h in alive}, set(found))]
 
+    async def _keep_place(self, held: Held) -> list[tuple[Any, Any]]:
+        kept = self.oracles[held.id].keep_place(held.running_id, LEASE_MS, self.now)
+        pair = (held.id, held.running_id)
+        found = await asyncio.to_thread(keep_places, self.store, self.sync_database, [pair], LEASE_MS)
+        return [(kept, set(found) == {pair})]
+
     async def _report(self, held: Held, fraction: float | None, log: str) -> list[tuple[Any, Any]]:
         progress = None if fraction is None else {"fraction": fraction, "message": None, "time": self.now}
         entry = {"logs": [{"time": self.now, "message": log}]}
@@ -252,9 +258,7 @@ class World:
         return [(self.oracles[task].retry(self.now), await control.retry(self.store, task))]
 
     async def _delete(self, task: str) -> list[tuple[Any, Any]]:
-        existed = self.oracles[task].document is not None
-        self.oracles[task].document = None
-        return [(existed, await control.delete(self.store, task))]
+        return [(self.oracles[task].delete(self.now), await control.delete(self.store, task))]
 
     async def _set_option(self, task: str, changes: Document, outdated: bool) -> list[tuple[Any, Any]]:
         """`outdated`: somebody else has changed the option since it was read."""
@@ -273,7 +277,7 @@ class World:
         """What the TTL monitor does, sooner or later."""
         tasks = self.store.driver.collection(self.store.tasks)
         result = await tasks.delete_many({"delete_time": {"$lte": self.now}})
-        gone = [oracle for oracle in self.oracles.values() if oracle.forgotten(self.now)]
+        gone = [oracle for oracle in self.oracles.values() if oracle.removable(self.now)]
         for oracle in gone:
             oracle.document = None
         return [(len(gone), result.deleted_count)]
@@ -367,7 +371,7 @@ class World:
             tally[row["_id"]["now"]] += row["count"]
         expected = dict.fromkeys(STATUSES, 0)
         for oracle in self.oracles.values():
-            if oracle.document is not None:
+            if oracle.document is not None and not oracle.reading.deleted:
                 expected[oracle.status(self.now)] += 1
         self._same("counts", expected, tally)
 
