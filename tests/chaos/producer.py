@@ -41,6 +41,7 @@ _SHARES = {
     "delayed": 6,
     "expiring": 5,
     "cancelled": 5,
+    "cleans": 6,
     "replaced": 4,
     "in_thread": 5,
     "flaky": 8,
@@ -107,6 +108,8 @@ class Producer:
         elif kind == "expiring":
             soon = self._mesh.clock.now() + timedelta(milliseconds=self._chance.randrange(100, 3_000))
             definition, ends = definition.configure(expire_time=soon), ("SUCCESS", "EXPIRED")
+        elif kind == "cleans":
+            params, ends = {"ms": self._chance.randrange(300, 1_500)}, ("SUCCESS", "CANCELLED")
         elif kind == "cancelled":
             params, ends = {"ms": self._chance.randrange(0, 1_000)}, ("SUCCESS", "CANCELLED")
         elif kind == "replaced":
@@ -121,8 +124,31 @@ class Producer:
         if kind == "cancelled":
             await asyncio.sleep(self._chance.random() * 0.5)
             await self._ask("cancelled", self._mesh.cancel, key)
+        elif kind == "cleans":
+            await asyncio.sleep(self._chance.random())
+            await self._begin_anew(key, params)
         elif kind == "replaced":
             await asyncio.gather(self._ask("deleted", self._mesh.delete, key), self._publish_anew(key, params))
+
+    async def _begin_anew(self, key: str, params: dict[str, Any]) -> None:
+        """Stop the handler, and let the task begin anew while it cleans up. Cut off in between, the task stays stopped."""
+        mesh, cleans = self._mesh, self._kinds.cleans
+        way = self._chance.choice(("retry", "run again", "publish", "exclude"))
+        try:
+            if way == "exclude":
+                await mesh.set_option("cleans", key, specific_worker_ids=(self._chance.choice(self._order.worker_ids),))
+            elif way == "publish":
+                await mesh.delete("cleans", key)
+                await self._publish(cleans, key, params, ("SUCCESS", "CANCELLED"))
+            else:
+                await mesh.cancel("cleans", key)
+                await (
+                    mesh.retry("cleans", key)
+                    if way == "retry"
+                    else cleans.configure(run_again=True).publish(key, **params)
+                )
+        except (PyMongoError, TaskMeshError) as error:
+            self._note(error=type(error).__name__)
 
     async def _ask(self, kind: str, verb: Callable[[str, str], Awaitable[Any]], key: str) -> None:
         self._note(asked=f"work:{key}", kind=kind)
