@@ -9,14 +9,22 @@ In reading order, as a task lives: `option` and `task` (what is stored), `rules`
 `tracing`, `metrics`, `cli`, `web` and `demo`.
 """
 
-from taskmesh.bulk import BulkAction, BulkResult, NotedAction, UndoResult
+from taskmesh.admin.bulk import BulkAction, BulkResult, NotedAction, UndoResult
+from taskmesh.admin.doctor import Finding
+from taskmesh.admin.error_groups import ErrorGroup, ErrorReport
+from taskmesh.admin.explain import Explanation, Gate, Waiting
+from taskmesh.admin.filters import TaskFilter
+from taskmesh.admin.queues import QueueInfo, QueueLimits
+from taskmesh.admin.stats import Stats
+from taskmesh.admin.what_if import LimitEffect, OptionEffect
+from taskmesh.admin.workers import LeaseLeft, WorkerInfo
+from taskmesh.client.definition import TaskDefinition, TaskHandle
+from taskmesh.client.events import TaskEvent
 from taskmesh.consumer import Consumer
-from taskmesh.consumer.ending import Ending
-from taskmesh.context import BlockingTaskContext, TaskContext, current_task
-from taskmesh.definition import TaskDefinition, TaskHandle
-from taskmesh.doctor import Finding
-from taskmesh.error_groups import ErrorGroup, ErrorReport
-from taskmesh.errors import (
+from taskmesh.consumer.context import BlockingTaskContext, TaskContext, current_task
+from taskmesh.consumer.outcome import Ending
+from taskmesh.mesh import TaskMesh
+from taskmesh.model.errors import (
     EmbeddedUnavailable,
     ExtraMissing,
     IncompatibleCollection,
@@ -39,17 +47,9 @@ from taskmesh.errors import (
     TransactionConflict,
     WorkerIdTaken,
 )
-from taskmesh.events import TaskEvent
-from taskmesh.explain import Explanation, Gate, Waiting
-from taskmesh.mesh import TaskMesh
-from taskmesh.option import TaskOption
-from taskmesh.periodic import ScheduleInfo, Tick
-from taskmesh.queues import QueueInfo, QueueLimits
-from taskmesh.stats import Stats
-from taskmesh.task import LogLine, Progress, Status, Task, TaskState, WorkerState
-from taskmesh.what_if import LimitEffect, OptionEffect
-from taskmesh.where import TaskFilter
-from taskmesh.workers import LeaseLeft, WorkerInfo
+from taskmesh.model.option import TaskOption
+from taskmesh.model.schedule import ScheduleInfo, Tick
+from taskmesh.model.task import LogLine, Progress, Status, Task, TaskState, WorkerState
 
 __all__ = [
     "BlockingTaskContext",

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
 
-from taskmesh.bulk import BulkActions
+from taskmesh.admin.bulk import BulkActions
+from taskmesh.admin.fleet import FleetActions
+from taskmesh.client.definition import Configuration, Run, TaskDefinition, checked_queue
+from taskmesh.client.schedules import Scheduling
+from taskmesh.client.tasks import TaskActions
 from taskmesh.consumer import Consumer
 from taskmesh.consumer.consumer import ClaimHook
 from taskmesh.consumer.executor import AfterHook, BeforeHook
-from taskmesh.definition import Configuration, Run, TaskDefinition, checked_queue
-from taskmesh.errors import InvalidOption
-from taskmesh.fleet_actions import FleetActions
-from taskmesh.option import TaskOption
-from taskmesh.scheduling import Scheduling
-from taskmesh.task_actions import TaskActions
+from taskmesh.model.errors import InvalidOption
+from taskmesh.model.option import TaskOption
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -154,7 +154,7 @@ def _the_event_loop_is_never_blocked(request: pytest.FixtureRequest) -> Iterator
         # Once in a client's life PyMongo looks whether it runs in a container: a stat of one local file.
         call.can_block_in("pymongo/pool_options.py", "get_container_env_info")
         # Once in a process's life for each time zone: a small local file, kept from then on. So the import of cronsim.
-        call.can_block_in("taskmesh/ticks.py", {"_zone", "_cronsim"})
+        call.can_block_in("taskmesh/model/recurrence.py", {"_zone", "_cronsim"})
     guard.activate()
     try:
         yield

@@ -13,8 +13,8 @@ import sys
 
 from pymongo.errors import PyMongoError
 
-from taskmesh.distribution import check_extra
-from taskmesh.errors import InvalidKey, InvalidName, InvalidOption, InvalidParams, TaskMeshError
+from taskmesh.model.distribution import check_extra
+from taskmesh.model.errors import InvalidKey, InvalidName, InvalidOption, InvalidParams, TaskMeshError
 from taskmesh.store.reach import said_by
 
 DONE, FAILED, WRONG_USAGE = 0, 1, 2

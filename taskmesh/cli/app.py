@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
-from taskmesh import distribution
 from taskmesh.cli import audit, bulk, errors, explain, fleet, following, publishing, queues, tasks, top
 from taskmesh.cli.connected import Collection, Database, Uri
 from taskmesh.cli.demo import demo
 from taskmesh.cli.dev import dev
 from taskmesh.cli.web import web
 from taskmesh.cli.worker import worker
+from taskmesh.model import distribution
 
 app = typer.Typer(
     help="taskmesh: tasks on MongoDB, with leases, fencing and retries. See `taskmesh COMMAND --help`.",

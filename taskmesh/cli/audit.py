@@ -8,7 +8,7 @@ import typer
 from pymongo.errors import PyMongoError
 from rich.console import RenderableType
 
-from taskmesh.bulk import BulkAction, NotedAction
+from taskmesh.admin.bulk import BulkAction, NotedAction
 from taskmesh.cli import output
 from taskmesh.cli.connected import connected
 from taskmesh.cli.listing import Json, show_found

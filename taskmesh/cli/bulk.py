@@ -10,15 +10,15 @@ import typer
 from rich.console import RenderableType
 from rich.progress import Progress
 
-from taskmesh.bulk import UNDO_MS, BulkAction, BulkResult
+from taskmesh.admin.bulk import UNDO_MS, BulkAction, BulkResult
+from taskmesh.admin.filters import TaskFilter
 from taskmesh.cli import completion, output
 from taskmesh.cli.audit import noted
 from taskmesh.cli.connected import App, Collection, Database, Uri, connected, mesh_of, run_at
 from taskmesh.cli.listing import Json, show_found
 from taskmesh.cli.tasks import task_json
 from taskmesh.mesh import TaskMesh
-from taskmesh.task import Status, Task
-from taskmesh.where import TaskFilter
+from taskmesh.model.task import Status, Task
 
 Name = Annotated[str | None, typer.Argument(metavar="NAME", help="The task's name.", autocompletion=completion.name)]
 Key = Annotated[str | None, typer.Argument(metavar="KEY", help="Its key.", autocompletion=completion.key)]

@@ -12,8 +12,9 @@ from collections.abc import Awaitable, Callable, Iterable
 
 import typer
 
+from taskmesh.admin.store import completion, undo
 from taskmesh.cli.connected import DEFAULT_COLLECTION, DEFAULT_DATABASE, patient_for
-from taskmesh.store import Store, complete, fleet, schedules, undo
+from taskmesh.store import Store, registry, schedules
 from taskmesh.store.find import queues_in_use
 
 _PATIENCE_MS = 1_500
@@ -60,21 +61,21 @@ def _running_here() -> str | None:
 
 
 async def _names(store: Store, _context: typer.Context, incomplete: str) -> Iterable[str]:
-    known = {name for worker in await fleet.workers(store) for name in worker.get("names", [])}
-    return sorted({*known, *await complete.names(store, incomplete)})
+    known = {name for worker in await registry.workers(store) for name in worker.get("names", [])}
+    return sorted({*known, *await completion.names(store, incomplete)})
 
 
 async def _keys(store: Store, context: typer.Context, incomplete: str) -> Iterable[str]:
     name = context.params.get("name")
-    return await complete.keys(store, name, incomplete) if name else []
+    return await completion.keys(store, name, incomplete) if name else []
 
 
 async def _workers(store: Store, _context: typer.Context, _incomplete: str) -> Iterable[str]:
-    return sorted(worker["_id"] for worker in await fleet.workers(store) if worker.get("live"))
+    return sorted(worker["_id"] for worker in await registry.workers(store) if worker.get("live"))
 
 
 async def _queues(store: Store, _context: typer.Context, _incomplete: str) -> Iterable[str]:
-    return sorted({*await fleet.queues(store), *await queues_in_use(store)})
+    return sorted({*await registry.queues(store), *await queues_in_use(store)})
 
 
 async def _schedules(store: Store, _context: typer.Context, _incomplete: str) -> Iterable[str]:

@@ -11,8 +11,8 @@ from urllib.parse import parse_qs, urlsplit
 import typer
 
 from taskmesh.cli.loading import load_mesh
-from taskmesh.errors import TaskMeshError, TaskNotFound
 from taskmesh.mesh import TaskMesh
+from taskmesh.model.errors import TaskMeshError, TaskNotFound
 
 P = ParamSpec("P")
 

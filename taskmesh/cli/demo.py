@@ -24,13 +24,13 @@ from typing import Annotated, Any, Self
 import typer
 
 from taskmesh.cli import output
+from taskmesh.cli.child import Slot
 from taskmesh.cli.connected import Database, Uri
 from taskmesh.cli.demo_tasks import DIARIES, NAME, count, source_files, tokenize_file
 from taskmesh.cli.demo_tasks import mesh as definitions
-from taskmesh.cli.slot import Slot
-from taskmesh.errors import TaskMeshError
 from taskmesh.mesh import TaskMesh
-from taskmesh.task import Status, Task
+from taskmesh.model.errors import TaskMeshError
+from taskmesh.model.task import Status, Task
 
 _CONCURRENCY = 4
 _DEADLINE_S = 150.0

@@ -14,10 +14,10 @@ import typer
 
 from taskmesh.cli import output
 from taskmesh.cli.connected import Database
-from taskmesh.cli.last_resort import stop_signals
+from taskmesh.cli.force_exit import stop_signals
 from taskmesh.cli.listing import Json
 from taskmesh.embedded import attach
-from taskmesh.errors import EmbeddedUnavailable
+from taskmesh.model.errors import EmbeddedUnavailable
 
 _LOOK_S = 1.0
 

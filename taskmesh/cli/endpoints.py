@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
-from taskmesh.errors import TaskMeshError
+from taskmesh.model.errors import TaskMeshError
 
 _DEADLINE_S = 10.0
 _LONGEST_REQUEST = 8_192

@@ -11,10 +11,10 @@ import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from taskmesh.admin.error_groups import ErrorGroup, ErrorReport
 from taskmesh.cli import completion, output
 from taskmesh.cli.connected import connected
 from taskmesh.cli.listing import Json, Listing, Watch, nothing_found, show
-from taskmesh.error_groups import ErrorGroup, ErrorReport
 from taskmesh.mesh import TaskMesh
 
 _COUNTED_TO = 10_000

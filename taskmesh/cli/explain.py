@@ -9,12 +9,12 @@ import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from taskmesh.admin.explain import NO_WORKER, WORKER_KNOWS, Explanation, Waiting
 from taskmesh.cli import completion, output
 from taskmesh.cli.connected import connected
 from taskmesh.cli.listing import Json, Listing, Watch, nothing_found, show
-from taskmesh.explain import NO_WORKER, WORKER_KNOWS, Explanation, Waiting
 from taskmesh.mesh import TaskMesh
-from taskmesh.task import Status, Task
+from taskmesh.model.task import Status, Task
 
 _LOOKED_AT = 200
 

@@ -16,16 +16,16 @@ from pymongo.errors import PyMongoError
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from taskmesh.admin.stats import Stats
+from taskmesh.admin.workers import WorkerInfo
 from taskmesh.cli import completion, output
 from taskmesh.cli.audit import noted
 from taskmesh.cli.connected import App, Collection, Database, Uri, connected, mesh_of
 from taskmesh.cli.listing import Json, Listing, Watch, nothing_found, show, show_found
 from taskmesh.consumer.settings import MOST_AT_ONCE
-from taskmesh.errors import TaskMeshError
 from taskmesh.mesh import TaskMesh
-from taskmesh.stats import Stats
-from taskmesh.task import Status
-from taskmesh.workers import WorkerInfo
+from taskmesh.model.errors import TaskMeshError
+from taskmesh.model.task import Status
 
 _NO_WORKERS = "no workers: start one with `taskmesh worker MODULE:MESH`"
 

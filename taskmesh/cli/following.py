@@ -11,10 +11,10 @@ import typer
 from taskmesh.cli import completion, output
 from taskmesh.cli.connected import connected
 from taskmesh.cli.tasks import Key, Name
-from taskmesh.definition import TaskHandle
-from taskmesh.errors import TaskMeshError
-from taskmesh.events import TaskEvent
+from taskmesh.client.definition import TaskHandle
+from taskmesh.client.events import TaskEvent
 from taskmesh.mesh import TaskMesh
+from taskmesh.model.errors import TaskMeshError
 
 Timeout = Annotated[float | None, typer.Option(min=0.1, metavar="SECONDS", help="Wait no longer, and end with 1.")]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import typer
 
 import taskmesh
-from taskmesh.errors import TaskMeshError
 from taskmesh.mesh import TaskMesh
+from taskmesh.model.errors import TaskMeshError
 
 _TASKMESH = str(Path(taskmesh.__file__).parent)
 

@@ -9,26 +9,26 @@ from typing import TYPE_CHECKING
 from pymongo.errors import PyMongoError
 
 from taskmesh.cli.endpoints import Answer, Routes
-from taskmesh.distribution import check_extra
-from taskmesh.errors import TaskMeshError
 from taskmesh.mesh import TaskMesh
+from taskmesh.model.distribution import check_extra
+from taskmesh.model.errors import TaskMeshError
 
 if TYPE_CHECKING:
     from taskmesh.consumer import Consumer
-    from taskmesh.metrics import WorkerMetrics
+    from taskmesh.integrations.metrics import WorkerMetrics
 
 
 def worker_metrics() -> WorkerMetrics:
     """Return what measures a consumer. Raises `TaskMeshError` without the extra."""
     check_extra("metrics", ("prometheus_client",), "--metrics-port")
-    from taskmesh.metrics import WorkerMetrics  # noqa: PLC0415 — an extra
+    from taskmesh.integrations.metrics import WorkerMetrics  # noqa: PLC0415 — an extra
 
     return WorkerMetrics()
 
 
 def metrics(mesh: TaskMesh, measured: WorkerMetrics, consumer: Callable[[], Consumer]) -> Routes:
     """Return what answers Prometheus."""
-    from taskmesh.metrics import CONTENT_TYPE, fleet_metrics  # noqa: PLC0415 — an extra
+    from taskmesh.integrations.metrics import CONTENT_TYPE, fleet_metrics  # noqa: PLC0415 — an extra
 
     async def own() -> Answer:
         return Answer(await measured.text(consumer()), content_type=CONTENT_TYPE)

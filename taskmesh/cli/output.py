@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from taskmesh.task import Status
+from taskmesh.model.task import Status
 
 _PIPE_WIDTH = 100_000
 

@@ -16,9 +16,9 @@ from taskmesh.cli import completion, output
 from taskmesh.cli.connected import Collection, Database, Uri, mesh_of, run_at
 from taskmesh.cli.following import Timeout, show_result
 from taskmesh.cli.listing import Json
-from taskmesh.definition import TaskHandle
-from taskmesh.errors import InvalidParams
+from taskmesh.client.definition import TaskHandle
 from taskmesh.mesh import TaskMesh
+from taskmesh.model.errors import InvalidParams
 
 _BATCH = 1_000
 _HOW = "How it runs"

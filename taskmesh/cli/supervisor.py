@@ -19,12 +19,12 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
+from taskmesh.cli.child import Slot
 from taskmesh.cli.endpoints import Health, probes, serve
-from taskmesh.cli.last_resort import stop_signals
-from taskmesh.cli.link import HOPELESS
+from taskmesh.cli.force_exit import stop_signals
 from taskmesh.cli.notify import notify, notify_reloading
+from taskmesh.cli.pipe import HOPELESS
 from taskmesh.cli.processes import changed_files, rss_mb
-from taskmesh.cli.slot import Slot
 
 logger = logging.getLogger("taskmesh.supervisor")
 

@@ -11,14 +11,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from taskmesh.admin.timeline import happenings
 from taskmesh.cli import completion, output
 from taskmesh.cli.audit import noted
 from taskmesh.cli.connected import connected
 from taskmesh.cli.listing import Json, Listing, Watch, nothing_found, show
 from taskmesh.cli.timeline import timeline
 from taskmesh.mesh import TaskMesh
-from taskmesh.task import Status, Task
-from taskmesh.timeline import happenings
+from taskmesh.model.task import Status, Task
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The task's name.", autocompletion=completion.name)]
 Key = Annotated[str, typer.Argument(metavar="KEY", help="Its key.", autocompletion=completion.key)]

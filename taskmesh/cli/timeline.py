@@ -8,9 +8,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from taskmesh.admin.timeline import Bar, bars_of, happenings
 from taskmesh.cli import output
-from taskmesh.task import Task
-from taskmesh.timeline import Bar, bars_of, happenings
+from taskmesh.model.task import Task
 
 _WIDTH = 48
 _STYLES = {**output.STYLES, "LOST": "red"}

@@ -15,15 +15,15 @@ from typing import Any
 from taskmesh.cli import FAILED, output
 from taskmesh.cli.dump import dump_on_signal
 from taskmesh.cli.endpoints import Health, Routes, probes, serve
-from taskmesh.cli.last_resort import LastResort, stop_signals
-from taskmesh.cli.link import HOPELESS, Link
+from taskmesh.cli.force_exit import LastResort, stop_signals
 from taskmesh.cli.loading import CannotLoad, load_mesh
 from taskmesh.cli.measuring import metrics, worker_metrics
 from taskmesh.cli.notify import notify
 from taskmesh.cli.options import WorkerOptions
+from taskmesh.cli.pipe import HOPELESS, Link
 from taskmesh.consumer import Consumer
-from taskmesh.errors import IncompatibleCollection, InvalidOption, NotAReplicaSet, TaskMeshError, WorkerIdTaken
 from taskmesh.mesh import TaskMesh
+from taskmesh.model.errors import IncompatibleCollection, InvalidOption, NotAReplicaSet, TaskMeshError, WorkerIdTaken
 
 logger = logging.getLogger("taskmesh.worker")
 

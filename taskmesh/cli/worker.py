@@ -11,15 +11,15 @@ from typing import Annotated, Literal
 
 import typer
 
-from taskmesh import logs
 from taskmesh.cli.connected import Collection, Database, Uri
-from taskmesh.cli.link import Link
 from taskmesh.cli.loading import check_target
 from taskmesh.cli.options import WorkerOptions
+from taskmesh.cli.pipe import Link
 from taskmesh.cli.supervisor import Supervisor
 from taskmesh.cli.work import banner, run_one
+from taskmesh.consumer import logs
 from taskmesh.consumer.settings import checked_concurrency
-from taskmesh.ids import checked_worker_id
+from taskmesh.model.ids import checked_worker_id
 
 _MANY = "Several processes"
 _PROBES = "Probes and metrics"

@@ -20,11 +20,11 @@ from pymongo.errors import OperationFailure, PyMongoError
 from taskmesh.consumer.claim_queue import Candidate, ClaimQueue
 from taskmesh.consumer.limits import Limits
 from taskmesh.consumer.observer import Observer, Wait
-from taskmesh.consumer.pause import until
+from taskmesh.consumer.timing import until
 from taskmesh.store import Store
 from taskmesh.store.claim import claim, claim_one, fields_of_claimed, won
 from taskmesh.store.driver import Document
-from taskmesh.store.faults import is_over_deadline, is_passing
+from taskmesh.store.server_errors import is_over_deadline, is_passing
 
 logger = logging.getLogger("taskmesh.claimer")
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import anyio
 
+from taskmesh.client.events import DEFAULT_BUFFER, EventReader
 from taskmesh.consumer import signals
 from taskmesh.consumer.execution import Execution
 from taskmesh.consumer.executor import AfterHook, BeforeHook
 from taskmesh.consumer.idleness import is_idle
 from taskmesh.consumer.observer import Observer
 from taskmesh.consumer.parts import Parts
-from taskmesh.consumer.pause import until
 from taskmesh.consumer.settings import (
     DEFAULT_STALL_LIMIT_MS,
     Settings,
@@ -33,8 +33,8 @@ from taskmesh.consumer.stopping import (
     unless_stopped,
     wind_down,
 )
-from taskmesh.errors import InvalidOption, WorkerIdTaken
-from taskmesh.events import DEFAULT_BUFFER, EventReader
+from taskmesh.consumer.timing import until
+from taskmesh.model.errors import InvalidOption, WorkerIdTaken
 from taskmesh.store.driver import Document
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ class Consumer:
         if self._begun or self.state != "ready":
             state = "starting" if self.state == "ready" else self.state
             raise RuntimeError(f"this consumer is {state}: a consumer runs once, make another")
-        if getattr(sys.modules.get("taskmesh.consumer.child"), "serving", False):
+        if getattr(sys.modules.get("taskmesh.consumer.subprocess.child"), "serving", False):
             raise RuntimeError(
                 "a consumer was started in the child process of a handler: the script that defines the handler must start "
                 "its consumer under `if __name__ == '__main__':`"

@@ -12,13 +12,13 @@ from datetime import datetime, timedelta
 from enum import Enum
 from typing import Any
 
-from taskmesh.clock import ServerClock
-from taskmesh.errors import InvalidParams, LeaseLost
-from taskmesh.option import TaskOption
+from taskmesh.client.tracing import ProcessSpan
+from taskmesh.model.errors import InvalidParams, LeaseLost
+from taskmesh.model.option import TaskOption
+from taskmesh.store.clock import ServerClock
 from taskmesh.store.driver import Document
 from taskmesh.store.finish import Outcome
 from taskmesh.store.publish import Publication
-from taskmesh.tracing import ProcessSpan
 
 LOG_LINES = 100
 LOG_LINE_CHARS = 2_000

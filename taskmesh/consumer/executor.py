@@ -24,29 +24,29 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import anyio.to_thread
 
-from taskmesh.clock import ServerClock
-from taskmesh.consumer.ending import Ending, failed_by, failure, judged, snoozed, stopped
+from taskmesh.client.definition import TaskDefinition
+from taskmesh.client.tracing import process_span
+from taskmesh.consumer.context import BlockingTaskContext, TaskContext, enter
 from taskmesh.consumer.execution import FROM_OUTSIDE, Execution, Stop
 from taskmesh.consumer.finisher import Fate, Finisher
+from taskmesh.consumer.logs import fields_of
 from taskmesh.consumer.observer import Observer
+from taskmesh.consumer.outcome import Ending, failed_by, failure, judged, snoozed, stopped
 from taskmesh.consumer.pinger import Pinger
 from taskmesh.consumer.reasons import unstorable_text
 from taskmesh.consumer.successes import Successes
 from taskmesh.consumer.transactions import Transactions
-from taskmesh.context import BlockingTaskContext, TaskContext, enter
-from taskmesh.definition import TaskDefinition
-from taskmesh.errors import LeaseLost
-from taskmesh.logs import fields_of
+from taskmesh.model.errors import LeaseLost
+from taskmesh.model.task import Task
 from taskmesh.store import Store
+from taskmesh.store.clock import ServerClock
 from taskmesh.store.driver import Document
 from taskmesh.store.finish import Outcome
 from taskmesh.store.publish import Publication
-from taskmesh.task import Task
-from taskmesh.tracing import process_span
-from taskmesh.values import TooLarge, Unstorable, kept
+from taskmesh.store.values import TooLarge, Unstorable, kept
 
 if TYPE_CHECKING:
-    from taskmesh.consumer.processes import Processes
+    from taskmesh.consumer.subprocess.processes import Processes
 
 logger = logging.getLogger("taskmesh.executor")
 
@@ -317,8 +317,8 @@ class Executor:
         self, execution: Execution, definition: TaskDefinition[Any, Any], args: list[Any], kwargs: dict[str, Any]
     ) -> Any:
         # Imported here: few need it, and it is POSIX's alone.
-        from taskmesh.consumer.conversation import Conversation  # noqa: PLC0415
-        from taskmesh.consumer.processes import Processes  # noqa: PLC0415
+        from taskmesh.consumer.subprocess.conversation import Conversation  # noqa: PLC0415
+        from taskmesh.consumer.subprocess.processes import Processes  # noqa: PLC0415
 
         if self._processes is None:
             self._processes = Processes()

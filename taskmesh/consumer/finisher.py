@@ -18,8 +18,8 @@ from typing import Any, Literal
 from pymongo.errors import InvalidOperation, OperationFailure, PyMongoError
 
 from taskmesh.store import Store
-from taskmesh.store.faults import is_over_deadline, is_passing
 from taskmesh.store.finish import Kind, Outcome, finish, standing
+from taskmesh.store.server_errors import is_over_deadline, is_passing
 
 logger = logging.getLogger("taskmesh.finisher")
 

@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from taskmesh.clock import ServerClock
+from taskmesh.admin.queues import QueueLimits
 from taskmesh.consumer.claim_queue import Candidate, ClaimQueue
-from taskmesh.consumer.pause import varied
-from taskmesh.queues import QueueLimits
+from taskmesh.consumer.timing import varied
 from taskmesh.store import Store
 from taskmesh.store import limits as store_limits
+from taskmesh.store.clock import ServerClock
 from taskmesh.store.driver import Document
 from taskmesh.store.find import Claimable
 from taskmesh.store.groups import scan_groups

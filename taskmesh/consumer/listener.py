@@ -14,22 +14,22 @@ from datetime import datetime
 
 from pymongo.errors import PyMongoError
 
-from taskmesh.clock import ServerClock
+from taskmesh.client.change_feed import Feed, Subscription
+from taskmesh.consumer.backup_claims import SecondLook
 from taskmesh.consumer.claim_queue import Candidate, ClaimQueue
 from taskmesh.consumer.execution import Execution, why_stopped
 from taskmesh.consumer.executor import Executor
-from taskmesh.consumer.lanes import Lanes
-from taskmesh.consumer.pause import until
+from taskmesh.consumer.partitions import Lanes
 from taskmesh.consumer.pinger import Pinger
 from taskmesh.consumer.scanner import Scanner
-from taskmesh.consumer.second_look import SecondLook
-from taskmesh.feed import Feed, Subscription
-from taskmesh.rules import NEVER
+from taskmesh.consumer.timing import until
 from taskmesh.store import Store, schema
+from taskmesh.store.change_stream import STOPPING, Change, Interest
+from taskmesh.store.clock import ServerClock
 from taskmesh.store.driver import Document
+from taskmesh.store.event_stamp import read_stamp
 from taskmesh.store.find import get, look_up
-from taskmesh.store.stamp import read_stamp
-from taskmesh.store.watch import STOPPING, Change, Interest
+from taskmesh.store.rules import NEVER
 
 logger = logging.getLogger("taskmesh.listener")
 

@@ -16,29 +16,29 @@ from typing import TYPE_CHECKING
 import anyio.abc
 from pymongo.errors import PyMongoError
 
+from taskmesh.client.registered import described
+from taskmesh.consumer.backup_claims import SecondLook
 from taskmesh.consumer.claim_queue import ClaimQueue
 from taskmesh.consumer.claimer import Claimer, Narrow
 from taskmesh.consumer.execution import Execution
 from taskmesh.consumer.executor import Executor
 from taskmesh.consumer.finisher import Finisher
-from taskmesh.consumer.lanes import Lanes
-from taskmesh.consumer.last_hour import LastHour
 from taskmesh.consumer.limits import Limits
 from taskmesh.consumer.listener import Listener
-from taskmesh.consumer.neglected import Neglected
+from taskmesh.consumer.partitions import Lanes
 from taskmesh.consumer.pinger import Pinger
 from taskmesh.consumer.registration import Registration
 from taskmesh.consumer.reporter import Reporter
 from taskmesh.consumer.scanner import Scanner
-from taskmesh.consumer.second_look import SecondLook
 from taskmesh.consumer.settings import Settings
 from taskmesh.consumer.ticker import Ticker
-from taskmesh.registered import described
-from taskmesh.store import fleet
+from taskmesh.consumer.unserved import Neglected
+from taskmesh.consumer.worker_stats import LastHour
+from taskmesh.store import registry
 from taskmesh.store.definitions import register
 from taskmesh.store.driver import Document
-from taskmesh.store.faults import patiently
 from taskmesh.store.finish import Outcome
+from taskmesh.store.server_errors import patiently
 
 if TYPE_CHECKING:
     from taskmesh.mesh import TaskMesh
@@ -286,7 +286,7 @@ class Parts:
 
     async def read_queues(self) -> None:
         """Learn which queues are closed or limited now."""
-        settings = await fleet.queues(self.store)
+        settings = await registry.queues(self.store)
         self.limits.learn(settings)
         closed = frozenset(name for name, queue in settings.items() if queue.get("paused"))
         if closed != self.closed_queues:
@@ -297,7 +297,7 @@ class Parts:
                 self.scanner.order_scan()
 
     async def _read_orders(self) -> None:
-        document = await fleet.read_worker(self.store, self.settings.worker_id)
+        document = await registry.read_worker(self.store, self.settings.worker_id)
         if document is not None and document.get("instance") == self.settings.instance:
             self._read_order(document)
 

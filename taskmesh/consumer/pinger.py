@@ -20,13 +20,13 @@ from typing import Any
 
 from pymongo.errors import PyMongoError
 
-from taskmesh.clock import Jumps
 from taskmesh.consumer.execution import Execution, Stop, why_stopped
-from taskmesh.consumer.last_hour import LastHour
 from taskmesh.consumer.observer import Observer
+from taskmesh.consumer.worker_stats import LastHour
 from taskmesh.store import Store
-from taskmesh.store.faults import is_over_deadline
-from taskmesh.store.lease import PING_DEADLINE_MS, keep_places, ping, still_held
+from taskmesh.store.clock import Jumps
+from taskmesh.store.renew import PING_DEADLINE_MS, keep_places, ping, still_held
+from taskmesh.store.server_errors import is_over_deadline
 
 logger = logging.getLogger("taskmesh.pinger")
 

@@ -9,7 +9,7 @@ import re
 import traceback
 from dataclasses import dataclass
 
-from taskmesh.errors import Retry, Snooze, TaskFailed
+from taskmesh.model.errors import Retry, Snooze, TaskFailed
 
 MAX_REASON_CHARS = 4_000
 _FRAMES_KEPT = 8
@@ -54,7 +54,7 @@ def reason_of(error: BaseException) -> Reason:
 
 
 def _type(kind: type[BaseException]) -> str:
-    own = kind.__module__ in ("builtins", "__main__", "taskmesh.errors")
+    own = kind.__module__ in ("builtins", "__main__", "taskmesh.model.errors")
     return kind.__qualname__ if own else f"{kind.__module__}.{kind.__qualname__}"
 
 

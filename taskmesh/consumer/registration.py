@@ -12,12 +12,12 @@ from typing import Any
 
 from pymongo.errors import PyMongoError
 
-from taskmesh import distribution
-from taskmesh.clock import ServerClock
-from taskmesh.consumer.pause import until
 from taskmesh.consumer.throughput import Throughput
-from taskmesh.errors import WorkerIdTaken
-from taskmesh.store import Store, fleet
+from taskmesh.consumer.timing import until
+from taskmesh.model import distribution
+from taskmesh.model.errors import WorkerIdTaken
+from taskmesh.store import Store, registry
+from taskmesh.store.clock import ServerClock
 from taskmesh.store.driver import Document
 
 logger = logging.getLogger("taskmesh.registration")
@@ -61,19 +61,19 @@ class Registration:
 
         A predecessor on this host whose process is gone is no obstacle; of others the sign of life has to run out.
         """
-        waited_until = time.monotonic() + fleet.LIVE_MS / 1000 + 1
+        waited_until = time.monotonic() + registry.LIVE_MS / 1000 + 1
         first_seen: Any = None
         while True:
             sent = time.monotonic()
-            document = await fleet.register(self._store, self._worker_id, self._instance, self._description())
+            document = await registry.register(self._store, self._worker_id, self._instance, self._description())
             if document is not None:
                 self._clock.observe(document["last_seen"], sent, time.monotonic())
                 self._on_document(document)
                 await self._read_fleet()
                 return
-            other = await fleet.read_worker(self._store, self._worker_id) or {}
+            other = await registry.read_worker(self._store, self._worker_id) or {}
             if _is_dead_here(other):
-                await fleet.forget(self._store, self._worker_id, other["instance"])
+                await registry.forget(self._store, self._worker_id, other["instance"])
                 continue
             if (first_seen is not None and other.get("last_seen") != first_seen) or time.monotonic() > waited_until:
                 raise WorkerIdTaken(
@@ -81,12 +81,12 @@ class Registration:
                     "give each worker its own id, or none (then one is made up)"
                 )
             first_seen = other.get("last_seen")
-            await asyncio.sleep(fleet.HEARTBEAT_MS / 1000 + 0.3)
+            await asyncio.sleep(registry.HEARTBEAT_MS / 1000 + 0.3)
 
     async def run(self) -> None:
         """Show signs of life for ever."""
         while True:
-            await until(self._wake, fleet.HEARTBEAT_MS / 1000)
+            await until(self._wake, registry.HEARTBEAT_MS / 1000)
             self._wake.clear()
             await self.run_once()
 
@@ -94,9 +94,9 @@ class Registration:
         """Show one sign of life, and learn who else lives."""
         try:
             sent = time.monotonic()
-            document = await fleet.heartbeat(self._store, self._worker_id, self._instance, self._description())
+            document = await registry.heartbeat(self._store, self._worker_id, self._instance, self._description())
             if document is None:
-                document = await fleet.register(self._store, self._worker_id, self._instance, self._description())
+                document = await registry.register(self._store, self._worker_id, self._instance, self._description())
             if document is None:
                 self._on_lost()
                 return
@@ -117,12 +117,12 @@ class Registration:
     async def leave(self) -> None:
         """Say that this worker has stopped."""
         try:
-            await fleet.heartbeat(self._store, self._worker_id, self._instance, self._description())
+            await registry.heartbeat(self._store, self._worker_id, self._instance, self._description())
         except PyMongoError as error:
             logger.warning("could not write that worker %s has stopped: %s", self._worker_id, type(error).__name__)
 
     async def _read_fleet(self) -> None:
-        self._on_fleet(await fleet.workers(self._store))
+        self._on_fleet(await registry.workers(self._store))
 
     def _description(self) -> Document:
         described = self._describe()

@@ -14,15 +14,14 @@ from typing import Any
 
 from pymongo.errors import PyMongoError
 
-from taskmesh.clock import ServerClock
+from taskmesh.consumer.backup_claims import SecondLook
 from taskmesh.consumer.claim_queue import Candidate, ClaimQueue
 from taskmesh.consumer.claimer import Narrow
-from taskmesh.consumer.lanes import Lanes
 from taskmesh.consumer.limits import Limits
-from taskmesh.consumer.pause import until, varied
-from taskmesh.consumer.second_look import SecondLook
-from taskmesh.rules import NEVER
+from taskmesh.consumer.partitions import Lanes
+from taskmesh.consumer.timing import until, varied
 from taskmesh.store import Store
+from taskmesh.store.clock import ServerClock
 from taskmesh.store.find import (
     Claimable,
     ScanRange,
@@ -35,6 +34,7 @@ from taskmesh.store.find import (
     scan_leases,
 )
 from taskmesh.store.publish import lane_of
+from taskmesh.store.rules import NEVER
 from taskmesh.store.settle import settle
 
 logger = logging.getLogger("taskmesh.scanner")

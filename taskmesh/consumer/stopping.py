@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable, Iterable
 import anyio
 
 from taskmesh.consumer.execution import Execution, Stop
+from taskmesh.consumer.logs import fields_of
 from taskmesh.consumer.parts import Parts
-from taskmesh.logs import fields_of
 
 logger = logging.getLogger("taskmesh.consumer")
 

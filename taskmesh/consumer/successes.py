@@ -7,7 +7,7 @@ import logging
 import time
 
 from taskmesh.consumer.execution import Execution
-from taskmesh.logs import fields_of
+from taskmesh.consumer.logs import fields_of
 
 logger = logging.getLogger("taskmesh.executor")
 

@@ -22,16 +22,16 @@ from typing import Any
 
 from pymongo.errors import PyMongoError
 
-from taskmesh.clock import ServerClock
 from taskmesh.consumer.execution import Execution
-from taskmesh.consumer.pause import by_chance
-from taskmesh.errors import LeaseLost
+from taskmesh.consumer.timing import by_chance
+from taskmesh.model.errors import LeaseLost
 from taskmesh.store import Store
 from taskmesh.store.blocking import maybe
+from taskmesh.store.clock import ServerClock
 from taskmesh.store.driver import start_transaction
-from taskmesh.store.faults import is_over_deadline, is_passing
 from taskmesh.store.finish import Outcome, finish, standing
 from taskmesh.store.publish import Publication, publish_in_session
+from taskmesh.store.server_errors import is_over_deadline, is_passing
 
 logger = logging.getLogger("taskmesh.finisher")
 

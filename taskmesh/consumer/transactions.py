@@ -22,20 +22,20 @@ from typing import Any, Literal, Protocol
 import anyio
 from pymongo.errors import OperationFailure, PyMongoError
 
-from taskmesh.clock import ServerClock
 from taskmesh.consumer.execution import Execution
-from taskmesh.consumer.pause import by_chance
 from taskmesh.consumer.pinger import Pinger
+from taskmesh.consumer.timing import by_chance
 from taskmesh.consumer.together import Together, commit, session_of, write
-from taskmesh.ending import CLOSE_DEADLINE_S, ended_in_time
-from taskmesh.errors import LeaseLost, Retry, Snooze, TaskFailed, TaskMeshError, TransactionConflict
+from taskmesh.model.errors import LeaseLost, Retry, Snooze, TaskFailed, TaskMeshError, TransactionConflict
 from taskmesh.store import Store
 from taskmesh.store.blocking import BlockingStore, StoreAddress, maybe, run_now
+from taskmesh.store.clock import ServerClock
+from taskmesh.store.closing import CLOSE_DEADLINE_S, ended_in_time
 from taskmesh.store.driver import settings_of, start_transaction
-from taskmesh.store.faults import is_over_deadline, is_passing
 from taskmesh.store.finish import Outcome
-from taskmesh.store.lease import extend
 from taskmesh.store.publish import Publication
+from taskmesh.store.renew import extend
+from taskmesh.store.server_errors import is_over_deadline, is_passing
 
 _DEFAULT_LIMIT_S = 60.0
 _LEASE_BEYOND_LIMIT_S = 5.0

@@ -7,8 +7,8 @@ import os
 import shutil
 from pathlib import Path
 
-from taskmesh import distribution
-from taskmesh.errors import EmbeddedUnavailable
+from taskmesh.model import distribution
+from taskmesh.model.errors import EmbeddedUnavailable
 
 
 def remedy() -> str:

@@ -18,7 +18,7 @@ from typing import Any, Self
 from taskmesh.embedded import replica
 from taskmesh.embedded.binary import find_mongod
 from taskmesh.embedded.watchdog import MONGOD_LOG, PORT_TAKEN
-from taskmesh.errors import EmbeddedUnavailable
+from taskmesh.model.errors import EmbeddedUnavailable
 
 HOST = "127.0.0.1"
 _PORT_ATTEMPTS = 5

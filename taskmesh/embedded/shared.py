@@ -27,7 +27,7 @@ from pymongo.errors import PyMongoError
 from taskmesh.embedded import replica, watchdog
 from taskmesh.embedded.binary import find_mongod
 from taskmesh.embedded.mongod import HOST, last_log_line, mongod_command
-from taskmesh.errors import EmbeddedUnavailable
+from taskmesh.model.errors import EmbeddedUnavailable
 
 DIRECTORY = Path(".taskmesh")
 REPLICA_SET = "rs0"

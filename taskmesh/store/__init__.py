@@ -1,5 +1,5 @@
 """Every read and write of MongoDB. See `connection` for the order in which to read the verbs."""
 
-from taskmesh.store.connection import Store
+from taskmesh.store.store import Store
 
 __all__ = ["Store"]

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 from pymongo import MongoClient
 
-from taskmesh import rules
-from taskmesh.store.connection import Store
+from taskmesh.store import rules
 from taskmesh.store.driver import CODEC, Document, checked, own_database
+from taskmesh.store.store import Store
 
 T = TypeVar("T")
 

@@ -11,11 +11,11 @@ from typing import Any
 
 from pymongo import ReturnDocument
 
-from taskmesh import rules
-from taskmesh.store.connection import Store
+from taskmesh.store import rules
 from taskmesh.store.driver import CODEC, PLAIN_CODEC, Document, find_and_update, restored
+from taskmesh.store.event_stamp import stamp
 from taskmesh.store.prepared import prepared
-from taskmesh.store.stamp import stamp
+from taskmesh.store.store import Store
 
 _ENTRY_FIELDS = {"task_state.worker_states.running_id": 1, "task_state.worker_states.state": 1}
 _STATE_FIELDS = {

@@ -14,15 +14,14 @@ import asyncio
 
 from bson import ObjectId
 
-from taskmesh import rules
-from taskmesh.errors import TaskNotFound
-from taskmesh.store import repeated
-from taskmesh.store.connection import Store
+from taskmesh.model.errors import TaskNotFound
+from taskmesh.store import repeated, rules
 from taskmesh.store.driver import Document
-from taskmesh.store.faults import patiently
+from taskmesh.store.event_stamp import stamp
 from taskmesh.store.finish import fresh_state
 from taskmesh.store.prepared import prepared
-from taskmesh.store.stamp import stamp
+from taskmesh.store.server_errors import patiently
+from taskmesh.store.store import Store
 
 
 async def cancel(store: Store, id_: str) -> bool:

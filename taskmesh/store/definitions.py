@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from taskmesh.store.connection import Store
 from taskmesh.store.driver import Document
+from taskmesh.store.store import Store
 
 
 async def register(store: Store, definitions: Mapping[str, Document]) -> list[str]:

@@ -22,7 +22,7 @@ from pymongo.read_concern import ReadConcern
 from pymongo.read_preferences import ReadPreference
 from pymongo.write_concern import WriteConcern
 
-from taskmesh.errors import InvalidName
+from taskmesh.model.errors import InvalidName
 from taskmesh.store import waits
 
 waits.mend()

@@ -16,12 +16,12 @@ from typing import Any
 from pymongo.errors import OperationFailure
 from pymongo.read_concern import ReadConcern
 
-from taskmesh import rules
-from taskmesh.store.connection import Store
+from taskmesh.store import rules
 from taskmesh.store.driver import PLAIN_CODEC, Document
-from taskmesh.store.faults import is_over_deadline
+from taskmesh.store.malformed import WELL_FORMED, Strange, past_strangers
 from taskmesh.store.prepared import prepared
-from taskmesh.store.strangers import WELL_FORMED, Strange, past_strangers
+from taskmesh.store.server_errors import is_over_deadline
+from taskmesh.store.store import Store
 
 UNFINISHED = ("INIT", "RUNNING")
 _IN_ORDER = [("task_option.priority", -1), ("next_claim_time", 1)]

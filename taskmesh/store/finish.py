@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from taskmesh import rules
-from taskmesh.store.connection import WRITE_DEADLINE_MS, Store
+from taskmesh.store import rules
 from taskmesh.store.driver import Document
+from taskmesh.store.event_stamp import stamp
 from taskmesh.store.prepared import prepared
-from taskmesh.store.stamp import stamp
+from taskmesh.store.store import WRITE_DEADLINE_MS, Store
 
 Kind = Literal["succeeded", "failed", "released", "snoozed", "conflicted", "stopped"]
 _GIVEN_BACK: tuple[Kind, ...] = ("released", "snoozed", "conflicted")

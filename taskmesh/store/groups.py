@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from taskmesh.store.connection import Store
 from taskmesh.store.find import Claimable, read_claimable
+from taskmesh.store.store import Store
 
 _TASKS_PER_GROUP = 16
 

@@ -25,9 +25,9 @@ from bson import ObjectId
 from pymongo import ReturnDocument
 from pymongo.errors import DuplicateKeyError
 
-from taskmesh import rules
-from taskmesh.store.connection import Store
+from taskmesh.store import rules
 from taskmesh.store.driver import Document, find_and_update
+from taskmesh.store.store import Store
 
 BOOKED_MS = 3_000
 """How long a booking may be claimed on."""

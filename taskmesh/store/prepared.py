@@ -13,7 +13,7 @@ from typing import Any
 import bson
 from bson.raw_bson import RawBSONDocument
 
-from taskmesh import rules
+from taskmesh.store import rules
 
 Build = Callable[..., Any]
 

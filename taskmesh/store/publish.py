@@ -17,15 +17,14 @@ from zlib import crc32
 from bson import ObjectId
 from pymongo.errors import OperationFailure, WriteConcernError
 
-from taskmesh import rules
-from taskmesh.errors import TaskRunning, TaskTooLarge
-from taskmesh.option import TaskOption
-from taskmesh.store import repeated
-from taskmesh.store.connection import WRITE_DEADLINE_MS, Store
+from taskmesh.model.errors import TaskRunning, TaskTooLarge
+from taskmesh.model.option import TaskOption
+from taskmesh.store import repeated, rules
 from taskmesh.store.control import NOT_DELETED
 from taskmesh.store.driver import Document
+from taskmesh.store.event_stamp import stamp
 from taskmesh.store.republish import IS_RUNNING, change_pipeline, constants
-from taskmesh.store.stamp import stamp
+from taskmesh.store.store import WRITE_DEADLINE_MS, Store
 
 LANES = 64
 """Every task sits in a lane, by its `_id`; live workers divide the lanes among themselves, so that they seldom race."""

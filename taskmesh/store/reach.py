@@ -9,9 +9,9 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 from pymongo import AsyncMongoClient
 from pymongo.errors import ConfigurationError, OperationFailure, PyMongoError
 
-from taskmesh.errors import NotAReplicaSet, TaskMeshError
-from taskmesh.store.connection import Store
+from taskmesh.model.errors import NotAReplicaSet, TaskMeshError
 from taskmesh.store.driver import Document, core_of, settings_of
+from taskmesh.store.store import Store
 
 _LOOK_S = 0.1
 _DIRECTLY_MS = 2_000

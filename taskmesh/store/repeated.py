@@ -10,7 +10,7 @@ from typing import Any
 
 from bson import ObjectId
 
-from taskmesh import rules
+from taskmesh.store import rules
 from taskmesh.store.driver import Document
 
 _KEPT_CHANGES = 8

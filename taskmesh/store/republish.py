@@ -5,12 +5,11 @@ from __future__ import annotations
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from taskmesh import rules
-from taskmesh.store import repeated
+from taskmesh.store import repeated, rules
 from taskmesh.store.driver import Document
+from taskmesh.store.event_stamp import stamp
 from taskmesh.store.finish import fresh_state
 from taskmesh.store.prepared import prepared
-from taskmesh.store.stamp import stamp
 
 if TYPE_CHECKING:
     from taskmesh.store.publish import Publication

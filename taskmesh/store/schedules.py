@@ -19,10 +19,10 @@ import bson
 from pymongo import ReturnDocument
 from pymongo.errors import DuplicateKeyError, OperationFailure
 
-from taskmesh import rules
-from taskmesh.store.connection import Store
+from taskmesh.store import rules
 from taskmesh.store.driver import CODEC, Document, find_and_update
 from taskmesh.store.publish import Publication, new_document
+from taskmesh.store.store import Store
 
 OUTAGE_MS = 3_000
 """If no worker looked after the schedules for this long, what ticked meanwhile was missed."""

@@ -12,11 +12,11 @@ from typing import Any
 
 from pymongo.errors import CollectionInvalid, OperationFailure
 
-from taskmesh import distribution
-from taskmesh.errors import IncompatibleCollection, NotAReplicaSet, TaskMeshError
+from taskmesh.model import distribution
+from taskmesh.model.errors import IncompatibleCollection, NotAReplicaSet, TaskMeshError
 from taskmesh.store import reach
-from taskmesh.store.connection import Store
 from taskmesh.store.driver import Document
+from taskmesh.store.store import Store
 
 SCHEMA_VERSION = 1
 OLDEST_WIRE_VERSION = 17

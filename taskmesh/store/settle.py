@@ -11,15 +11,15 @@ import random
 
 from pymongo.errors import OperationFailure
 
-from taskmesh import rules
+from taskmesh.store import rules
 from taskmesh.store.claim import counted_losses
-from taskmesh.store.connection import Store
 from taskmesh.store.driver import Document
-from taskmesh.store.faults import is_over_deadline
+from taskmesh.store.event_stamp import stamp
 from taskmesh.store.finish import reopened_if_wished
+from taskmesh.store.malformed import WELL_FORMED
 from taskmesh.store.prepared import prepared
-from taskmesh.store.stamp import stamp
-from taskmesh.store.strangers import WELL_FORMED
+from taskmesh.store.server_errors import is_over_deadline
+from taskmesh.store.store import Store
 
 _DEADLINE_MS = 300
 """Short: the scan that comes after it waits for it."""

@@ -5,7 +5,7 @@ be said), `operations` (what the API can do, once for REST, forms and its OpenAP
 `views`, `pulse` (what is live), `serve`.
 """
 
-from taskmesh.distribution import check_extra
+from taskmesh.model.distribution import check_extra
 
 check_extra("web", ("starlette", "uvicorn", "jinja2"), "the dashboard")
 

@@ -12,18 +12,18 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Mount, Route
 
-from taskmesh import distribution
-from taskmesh.errors import InvalidOption, TaskMeshError
+from taskmesh.admin.stats import Stats
 from taskmesh.mesh import TaskMesh
-from taskmesh.stats import Stats
+from taskmesh.model import distribution
+from taskmesh.model.errors import InvalidOption, TaskMeshError
 from taskmesh.web import api, openapi, pages
 from taskmesh.web.connection import Connection, mesh_of
-from taskmesh.web.guard import SHORTEST_TOKEN, Guard, Rules
-from taskmesh.web.pulse import Pulse
+from taskmesh.web.live_view import Pulse
 from taskmesh.web.rendering import error_page
+from taskmesh.web.security import SHORTEST_TOKEN, Guard, Rules
 
 try:
-    from taskmesh import metrics
+    from taskmesh.integrations import metrics
 except ImportError:  # the extra is not there
     _fleet_metrics: Callable[[TaskMesh, Stats], Awaitable[bytes]] | None = None
 else:

@@ -10,14 +10,14 @@ from urllib.parse import parse_qsl
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from taskmesh.bulk import UndoResult
-from taskmesh.errors import TaskMeshError
+from taskmesh.admin.bulk import UndoResult
+from taskmesh.model.errors import TaskMeshError
 from taskmesh.web import api
 from taskmesh.web.connection import mesh_of
-from taskmesh.web.guard import Rules, prefix_of
 from taskmesh.web.operations import OPERATIONS
 from taskmesh.web.rendering import cookie_path, led_back, rendered
 from taskmesh.web.requests import Published
+from taskmesh.web.security import Rules, prefix_of
 
 _WRONG_TOKEN_COSTS_S = 0.5
 

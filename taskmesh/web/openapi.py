@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, TypeAdapter
 
-from taskmesh import distribution
+from taskmesh.model import distribution
 from taskmesh.web.operations import OPERATIONS, Operation
 
 RELEASE = distribution.release()  # at import: it reads a file

@@ -10,15 +10,17 @@ from typing import Any, Literal, get_type_hints
 
 from pydantic import BaseModel
 
-from taskmesh.bulk import UNDO_MS, BulkAction, BulkResult, NotedAction, TaskPage, UndoResult
-from taskmesh.doctor import Finding
-from taskmesh.error_groups import ErrorReport
-from taskmesh.explain import Explanation, Waiting
+from taskmesh.admin.bulk import UNDO_MS, BulkAction, BulkResult, NotedAction, TaskPage, UndoResult
+from taskmesh.admin.doctor import Finding
+from taskmesh.admin.error_groups import ErrorReport
+from taskmesh.admin.explain import Explanation, Waiting
+from taskmesh.admin.queues import QueueInfo
+from taskmesh.admin.stats import Stats
+from taskmesh.admin.what_if import LimitEffect, OptionEffect
+from taskmesh.admin.workers import WorkerInfo
 from taskmesh.mesh import TaskMesh
-from taskmesh.periodic import ScheduleInfo
-from taskmesh.queues import QueueInfo
-from taskmesh.stats import Stats
-from taskmesh.task import Task
+from taskmesh.model.schedule import ScheduleInfo
+from taskmesh.model.task import Task
 from taskmesh.web.requests import (
     Asking,
     Bulk,
@@ -49,8 +51,6 @@ from taskmesh.web.requests import (
     WhatIfOption,
     WhichErrors,
 )
-from taskmesh.what_if import LimitEffect, OptionEffect
-from taskmesh.workers import WorkerInfo
 
 Method = Literal["GET", "POST", "PUT", "PATCH", "DELETE"]
 Handler = Callable[..., Awaitable[Any]]

@@ -13,22 +13,22 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from taskmesh.bulk import TaskPage, cancellable
-from taskmesh.errors import InvalidOption
+from taskmesh.admin.bulk import TaskPage, cancellable
+from taskmesh.admin.filters import TaskFilter, milliseconds
+from taskmesh.admin.stats import Stats
+from taskmesh.admin.timeline import bars_of
 from taskmesh.mesh import TaskMesh
-from taskmesh.option import TaskOption
-from taskmesh.stats import Stats
-from taskmesh.task import Status
-from taskmesh.timeline import bars_of
+from taskmesh.model.errors import InvalidOption
+from taskmesh.model.option import TaskOption
+from taskmesh.model.task import Status
 from taskmesh.web import api
-from taskmesh.web.attention import remarks
+from taskmesh.web.alerts import remarks
 from taskmesh.web.forms import do, do_selected, login, logout
 from taskmesh.web.jsonable import to_json
+from taskmesh.web.live_view import Pulse, sample_data
 from taskmesh.web.operations import OPERATIONS
-from taskmesh.web.pulse import Pulse, sample_data
 from taskmesh.web.rendering import as_page, error_page, rendered
 from taskmesh.web.views import STATIC, copied, copied_settings, option_rows, query, whys_of
-from taskmesh.where import TaskFilter, milliseconds
 
 _COUNT_AT_MOST = 10_000
 _COUNT_WITHIN_MS = 120

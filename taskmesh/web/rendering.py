@@ -13,10 +13,10 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from taskmesh.mesh import TaskMesh
-from taskmesh.task import Status
+from taskmesh.model.task import Status
 from taskmesh.web import api
 from taskmesh.web.connection import ANSWERS_WITHIN_S, Connection, DatabaseUnavailable, mesh_of
-from taskmesh.web.guard import Rules, prefix_of
+from taskmesh.web.security import Rules, prefix_of
 from taskmesh.web.views import environment
 
 _SHOWN_WITHIN_S = 15.0

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 
 import uvicorn
 
-from taskmesh import logs
-from taskmesh.errors import InvalidOption, TaskMeshError
+from taskmesh.consumer import logs
 from taskmesh.mesh import TaskMesh
+from taskmesh.model.errors import InvalidOption, TaskMeshError
 from taskmesh.web.app import create_app
-from taskmesh.web.guard import LOOPBACK
+from taskmesh.web.security import LOOPBACK
 
 logger = logging.getLogger("taskmesh.web")
 

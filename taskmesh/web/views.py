@@ -16,9 +16,9 @@ from urllib.parse import urlencode
 from jinja2 import DictLoader, Environment, StrictUndefined
 from markupsafe import Markup, escape
 
-from taskmesh.explain import Explanation, Gate
-from taskmesh.option import TaskOption
-from taskmesh.task import Task
+from taskmesh.admin.explain import Explanation, Gate
+from taskmesh.model.option import TaskOption
+from taskmesh.model.task import Task
 from taskmesh.web.jsonable import jsonable, to_json
 
 _MOST_JSON_CHARS = 20_000

@@ -6,7 +6,7 @@ import signal
 from datetime import timedelta
 
 from taskmesh import TaskMesh
-from taskmesh.task import Status
+from taskmesh.model.task import Status
 from tests.browser.site import Site
 from tests.waiting import eventually
 from tests.working import finished, status_is

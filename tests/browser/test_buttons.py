@@ -6,7 +6,7 @@ import pytest
 from playwright.async_api import Dialog, Page, expect
 
 from taskmesh import TaskMesh
-from taskmesh.task import Status
+from taskmesh.model.task import Status
 from tests.browser.site import Site
 from tests.waiting import eventually
 from tests.working import finished, status_is

@@ -6,7 +6,7 @@ import pytest
 from playwright.async_api import Browser, Page, expect
 
 from taskmesh import TaskMesh
-from taskmesh.task import Status
+from taskmesh.model.task import Status
 from tests.browser.conftest import PATIENCE_MS
 from tests.browser.site import Site
 from tests.working import status_is

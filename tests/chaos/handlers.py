@@ -12,7 +12,7 @@ from typing import Any
 from zlib import crc32
 
 from taskmesh import Ending, Retry, Snooze, Task, TaskMesh, TaskOption, current_task
-from taskmesh.definition import TaskDefinition
+from taskmesh.client.definition import TaskDefinition
 from tests.processes.history import Notebook
 
 PATIENT = TaskOption(

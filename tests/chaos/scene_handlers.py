@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from taskmesh import Snooze, TaskMesh, TaskOption, current_task
-from taskmesh.consumer import child
-from taskmesh.definition import TaskDefinition
+from taskmesh.client.definition import TaskDefinition
+from taskmesh.consumer.subprocess import child
 from tests.chaos.handlers import failed_future
 from tests.processes.history import Notebook
 from tests.processes.signs import Signs

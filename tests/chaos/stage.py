@@ -10,7 +10,7 @@ from typing import Any
 from pymongo import AsyncMongoClient
 
 from taskmesh import Status, TaskMesh
-from taskmesh.task import Task
+from taskmesh.model.task import Task
 from tests.chaos.findings import Findings
 from tests.chaos.history import Asked, Published
 from tests.chaos.scene_handlers import NAME, define

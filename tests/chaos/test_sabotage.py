@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from taskmesh import InvalidOption, Status, rules
+from taskmesh import InvalidOption, Status
+from taskmesh.store import rules
 from tests.chaos.checker import HEARD_OF_A_PAUSE_WITHIN
 from tests.chaos.endings import MOST_KEPT
 from tests.chaos.rates import HEARD_OF_A_RATE_WITHIN

@@ -20,8 +20,9 @@ from typing import Any
 import psutil
 from pymongo import MongoClient
 
-from taskmesh import TaskFailed, TaskMesh, rules
+from taskmesh import TaskFailed, TaskMesh
 from taskmesh.cli import main
+from taskmesh.store import rules
 from tests import warm
 from tests.waiting import wait_until
 

@@ -9,10 +9,10 @@ import click
 import pytest
 import typer
 
-from taskmesh import distribution
 from taskmesh.cli.app import app
 from taskmesh.cli.connected import patient_for
 from taskmesh.embedded import Mongod
+from taskmesh.model import distribution
 from tests.cli.shell import Shell
 
 

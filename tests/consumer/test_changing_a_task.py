@@ -21,7 +21,7 @@ from taskmesh import (
     TaskRunning,
     current_task,
 )
-from taskmesh.definition import TaskDefinition
+from taskmesh.client.definition import TaskDefinition
 from taskmesh.store.claim import claim
 from tests.docs.tables import table
 from tests.waiting import eventually

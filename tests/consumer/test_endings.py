@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from taskmesh import Retry, Snooze, Status, Task, TaskFailed, TaskMesh, TaskNotFound, TaskOption, current_task
-from taskmesh.store.lease import extend
+from taskmesh.store.renew import extend
 from tests.docs.tables import table
 from tests.waiting import eventually
 from tests.working import parts_of, working

@@ -10,7 +10,7 @@ import pytest
 from pymongo import AsyncMongoClient
 
 from taskmesh import InvalidOption, Retry, Snooze, Status, TaskEvent, TaskMesh, TaskOption, current_task
-from taskmesh.events import EventReader
+from taskmesh.client.events import EventReader
 from taskmesh.store.claim import claim
 from tests.waiting import eventually
 from tests.working import working

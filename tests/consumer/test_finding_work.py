@@ -17,9 +17,9 @@ import taskmesh.consumer.scanner
 from taskmesh import Status, TaskMesh, TaskOption, current_task
 from taskmesh.consumer import Consumer
 from taskmesh.consumer.listener import Listener
-from taskmesh.store import watch
+from taskmesh.store import change_stream
+from taskmesh.store.change_stream import Change
 from taskmesh.store.find import unfinished_left
-from taskmesh.store.watch import Change
 from tests.waiting import eventually
 from tests.working import finished, parts_of, working
 
@@ -142,7 +142,7 @@ async def test_t25_m6_a_stream_that_has_been_open_for_longer_than_its_horizon_an
     mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     horizon_ms = 1_000
-    monkeypatch.setattr(watch, "HORIZON_OF_NEW_MS", horizon_ms)
+    monkeypatch.setattr(change_stream, "HORIZON_OF_NEW_MS", horizon_ms)
 
     @mesh.task
     async def job() -> None: ...

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from taskmesh import TaskError, TaskMesh, TaskOption
-from taskmesh.consumer.handler_reference import _imported
+from taskmesh.consumer.subprocess.handler_reference import _imported
 from tests.working import working
 
 

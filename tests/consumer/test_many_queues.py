@@ -14,7 +14,7 @@ from pymongo import AsyncMongoClient
 from pymongo.monitoring import CommandFailedEvent, CommandListener, CommandStartedEvent, CommandSucceededEvent
 
 from taskmesh import TaskMesh
-from taskmesh.definition import TaskDefinition
+from taskmesh.client.definition import TaskDefinition
 from tests.fleet.sampling import starts_of
 from tests.waiting import eventually
 from tests.working import parts_of, working

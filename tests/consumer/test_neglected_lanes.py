@@ -8,8 +8,8 @@ from datetime import timedelta
 import pytest
 
 from taskmesh import Status, Task, TaskMesh, TaskOption
-from taskmesh.consumer.lanes import Lanes
-from taskmesh.store import fleet
+from taskmesh.consumer.partitions import Lanes
+from taskmesh.store import registry
 from taskmesh.store.claim import claim
 from taskmesh.store.publish import lane_of
 from tests.waiting import eventually
@@ -22,7 +22,7 @@ BACKLOG = 3_000
 async def a_worker_that_does_nothing(mesh: TaskMesh, worker_id: str) -> None:
     """Register a worker that looks alive for some seconds, and claims nothing more."""
     description = {"state": "running", "names": ["step"], "queues": None, "host": "elsewhere", "pid": 1, "version": "0"}
-    await fleet.register(mesh.store, worker_id, "instance", {**description, "concurrency": 1, "running": 1})
+    await registry.register(mesh.store, worker_id, "instance", {**description, "concurrency": 1, "running": 1})
 
 
 def keys_in_lanes_of(worker_id: str, other: str) -> list[str]:

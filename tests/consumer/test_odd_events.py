@@ -14,7 +14,7 @@ from pymongo import AsyncMongoClient
 from pymongo.errors import WriteError
 
 from taskmesh import TaskMesh
-from taskmesh.definition import TaskDefinition
+from taskmesh.client.definition import TaskDefinition
 from tests.waiting import eventually
 from tests.working import working
 

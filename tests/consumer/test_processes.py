@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from taskmesh import Status, TaskError, TaskMesh, TaskOption
-from taskmesh.consumer import processes
-from taskmesh.consumer.processes import MAX_IDLE, Child, Processes
+from taskmesh.consumer.subprocess import processes
+from taskmesh.consumer.subprocess.processes import MAX_IDLE, Child, Processes
 from tests.consumer import process_handlers as handlers
 from tests.waiting import eventually
 from tests.working import finished, parts_of, working

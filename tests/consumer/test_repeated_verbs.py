@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from taskmesh import Status, TaskMesh, TaskNotFound
-from taskmesh.store import undo
+from taskmesh.admin.store import undo
 from tests.faults import failing_commands
 
 NEVER_HERE_MS = 3_600_000

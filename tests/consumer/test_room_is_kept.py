@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from taskmesh import Status, TaskMesh, TaskNotFound, TaskOption, current_task
-from taskmesh.definition import TaskDefinition
+from taskmesh.client.definition import TaskDefinition
 from tests.consumer.test_cancelling import another_mesh
 from tests.faults import failing_commands
 from tests.waiting import eventually

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from taskmesh import Status, Task, TaskMesh, TaskOption, current_task
-from taskmesh.consumer import processes
-from taskmesh.consumer.processes import Child
+from taskmesh.consumer.subprocess import processes
+from taskmesh.consumer.subprocess.processes import Child
 from tests.consumer import process_handlers
 from tests.waiting import eventually
 from tests.working import finished, working

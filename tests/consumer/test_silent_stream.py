@@ -10,7 +10,7 @@ import pytest
 from pymongo import AsyncMongoClient
 
 from taskmesh import TaskMesh
-from taskmesh.metrics import WorkerMetrics
+from taskmesh.integrations.metrics import WorkerMetrics
 from tests.faults import failing_commands
 from tests.waiting import eventually
 from tests.working import finished, working

@@ -11,7 +11,7 @@ import pytest
 from pymongo import AsyncMongoClient, monitoring
 
 from taskmesh import TaskMesh
-from taskmesh.definition import TaskDefinition
+from taskmesh.client.definition import TaskDefinition
 from tests.faults import failing_commands
 from tests.waiting import eventually
 from tests.working import all_working

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-import taskmesh.results
+import taskmesh.client.results
 from taskmesh import TaskMesh, TaskNotFound, TaskOption, current_task
-from taskmesh.definition import TaskHandle
+from taskmesh.client.definition import TaskHandle
 from tests.waiting import eventually
 from tests.working import finished, working
 
@@ -18,7 +18,7 @@ DEADLINE_S = 60.0
 @pytest.fixture
 def never_looks_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the stream wakes who waits."""
-    monkeypatch.setattr(taskmesh.results, "_LOOK_EVERY_S", 3_600.0)
+    monkeypatch.setattr(taskmesh.client.results, "_LOOK_EVERY_S", 3_600.0)
 
 
 @pytest.mark.usefixtures("never_looks_by_itself")
@@ -84,7 +84,7 @@ async def test_a_task_that_vanishes_raises(mesh: TaskMesh) -> None:
 
 async def test_a_task_that_a_stranger_removes_raises_too(mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a word in the document no event tells of it: the slow look finds out."""
-    monkeypatch.setattr(taskmesh.results, "_LOOK_EVERY_S", 0.2)
+    monkeypatch.setattr(taskmesh.client.results, "_LOOK_EVERY_S", 0.2)
     handle = await mesh.publish("job", "k")
     waiting = asyncio.ensure_future(handle.result(DEADLINE_S))
     await eventually(lambda: "job:k" in mesh._results._waiters)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from taskmesh import Retry, Snooze, Status, Task, TaskMesh, TaskOption, current_task
-from taskmesh.store import watch
+from taskmesh.store import change_stream
 from tests.waiting import eventually
 from tests.working import finished, parts_of, working
 
@@ -51,7 +51,7 @@ async def test_a_delayed_task_in_a_queue_that_was_empty_starts_on_time(
     mesh: TaskMesh, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker has looked round before there was anything, and no event tells of what is so far away."""
-    monkeypatch.setattr(watch, "HORIZON_OF_NEW_MS", 1_000)
+    monkeypatch.setattr(change_stream, "HORIZON_OF_NEW_MS", 1_000)
 
     @mesh.task(queue=queue)
     async def job() -> None: ...
@@ -82,7 +82,7 @@ async def test_a_delayed_task_that_is_far_away_when_published_starts_on_time_too
     mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No event announces it (its time lies beyond the stream's horizon): the scan knows it in time."""
-    monkeypatch.setattr(watch, "HORIZON_OF_NEW_MS", 1_000)
+    monkeypatch.setattr(change_stream, "HORIZON_OF_NEW_MS", 1_000)
 
     @mesh.task
     async def job() -> None: ...

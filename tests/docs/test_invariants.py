@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from taskmesh import rules
+from taskmesh.store import rules
 from tests.chaos.invariants import INVARIANTS
 from tests.docs.examples import ROOT
 from tests.docs.tables import Row, table

@@ -6,7 +6,7 @@ import pytest
 from pymongo import MongoClient
 
 from taskmesh.embedded import Mongod
-from taskmesh.errors import EmbeddedUnavailable
+from taskmesh.model.errors import EmbeddedUnavailable
 from tests.mongods import ThreeNodes, small_mongod
 from tests.waiting import wait_until
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from taskmesh.embedded import attach, find_mongod
-from taskmesh.errors import EmbeddedUnavailable
+from taskmesh.model.errors import EmbeddedUnavailable
 from tests.embedded.users import servers_in
 from tests.waiting import wait_until
 

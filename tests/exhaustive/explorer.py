@@ -23,13 +23,13 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from taskmesh import TaskOption, rules
-from taskmesh.store import Store, schema
+from taskmesh import TaskOption
+from taskmesh.store import Store, rules, schema
 from taskmesh.store.claim import claim
 from taskmesh.store.control import cancel_pipeline
 from taskmesh.store.finish import Kind, Outcome, finish, report
-from taskmesh.store.lease import ping
 from taskmesh.store.publish import Publication, new_document
+from taskmesh.store.renew import ping
 from taskmesh.store.settle import settle
 from tests.chaos.checker import check_version
 from tests.chaos.findings import Findings

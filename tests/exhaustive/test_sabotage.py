@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from taskmesh import rules
+from taskmesh.store import rules
 from tests.exhaustive.conftest import Explore
 from tests.exhaustive.explorer import Model
 from tests.processes.broken import BROKEN

@@ -10,8 +10,8 @@ from pymongo import AsyncMongoClient, MongoClient
 from pymongo.asynchronous.database import AsyncDatabase
 
 from taskmesh import TaskMesh
-from taskmesh.doctor import Finding
-from taskmesh.queues import COUNTED_TO
+from taskmesh.admin.doctor import Finding
+from taskmesh.admin.queues import COUNTED_TO
 from tests.faults import failing_commands, server_parameter
 from tests.waiting import eventually
 from tests.working import working
@@ -154,7 +154,7 @@ async def test_a_ttl_monitor_that_sleeps_is_told(
 async def test_a_transaction_that_stays_open_is_told(
     mesh: TaskMesh, mongo_uri: str, database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("taskmesh.doctor.TRANSACTION_S", 0.05)
+    monkeypatch.setattr("taskmesh.admin.doctor.TRANSACTION_S", 0.05)
     await mesh.publish("work", "k")
     with MongoClient[dict[str, Any]](mongo_uri) as client, client.start_session() as session:
         session.start_transaction()
@@ -168,7 +168,7 @@ async def test_a_transaction_that_stays_open_is_told(
 
 
 async def test_a_clock_that_is_off_is_told(mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("taskmesh.doctor.time.time", lambda: 1_000_000_000.0)
+    monkeypatch.setattr("taskmesh.admin.doctor.time.time", lambda: 1_000_000_000.0)
     [finding] = await findings(mesh, "clock")
     assert finding.level == "note"
     assert "off ours" in finding.found

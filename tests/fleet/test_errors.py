@@ -9,7 +9,7 @@ import pytest
 from pymongo import AsyncMongoClient
 
 from taskmesh import Status, TaskFailed, TaskMesh, TaskOption
-from taskmesh.error_groups import LOST, ErrorGroup, kind_of, telling_part
+from taskmesh.admin.error_groups import LOST, ErrorGroup, kind_of, telling_part
 from tests.waiting import eventually
 from tests.working import finished, status_is, working
 

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from taskmesh import Status, TaskMesh, TaskOption
-from taskmesh.consumer import last_hour
-from taskmesh.consumer.last_hour import LastHour
-from taskmesh.doctor import LEASE_LEFT_WANTED
-from taskmesh.store import fleet
-from taskmesh.workers import WorkerInfo
+from taskmesh.admin.doctor import LEASE_LEFT_WANTED
+from taskmesh.admin.workers import WorkerInfo
+from taskmesh.consumer import worker_stats
+from taskmesh.consumer.worker_stats import LastHour
+from taskmesh.store import registry
 from tests.faults import failing_commands
 from tests.waiting import eventually
 from tests.working import status_is, working
@@ -64,7 +64,7 @@ async def test_the_doctor_leaves_fleets_alone_that_lose_as_many_claims_as_health
 ) -> None:
     described = {"names": ["work"], "queues": None, "host": "h", "pid": 1, "version": "1", "state": "running"}
     described |= {"concurrency": 20, "running": 0, "claims_tried": tried, "claims_won": won}
-    assert await fleet.register(mesh.store, "w1", "instance", described) is not None
+    assert await registry.register(mesh.store, "w1", "instance", described) is not None
     findings = [finding for finding in await mesh.doctor() if finding.subject == "claims"]
     assert bool(findings) is told_of
     if told_of:
@@ -123,7 +123,7 @@ async def test_a_schedule_that_nobody_can_run_is_told(mesh: TaskMesh) -> None:
 
 def test_what_is_older_than_an_hour_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1_000.0
-    monkeypatch.setattr(last_hour, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(worker_stats, "time", SimpleNamespace(monotonic=lambda: now))
     seen = LastHour()
     seen.renewed("a", 0.3)
     seen.renewed("a", 0.1)

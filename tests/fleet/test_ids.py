@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from taskmesh import InvalidKey, InvalidName, InvalidOption, TaskMesh
-from taskmesh.store import fleet
+from taskmesh.store import registry
 from tests.working import working
 
 BAD: dict[str, Any] = {
@@ -127,7 +127,7 @@ async def test_what_cannot_be_an_id_is_refused_and_nothing_is_done(
     await job.configure(delay_ms=3_600_000).publish("k")
     await mesh.every("job", schedule_id="tick", interval_ms=3_600_000)
     await mesh.cancel_all("status:INIT name:job")  # which could be undone
-    await fleet.register(mesh.store, "w", "an instance", {"state": "running", "names": ["job"], "host": "here"})
+    await registry.register(mesh.store, "w", "an instance", {"state": "running", "names": ["job"], "host": "here"})
     before = await _everything(mesh)
     for bad, id_ in BAD.items():
         allowed = (

@@ -13,7 +13,7 @@ import pytest
 
 from taskmesh import InvalidOption, InvalidParams, TaskMesh, TaskNotFound, TaskOption, current_task
 from taskmesh.consumer.ticker import Ticker
-from taskmesh.periodic import key_of
+from taskmesh.model.schedule import key_of
 from taskmesh.store import schedules
 from tests.processes.fleet import Fleet
 from tests.processes.handlers import define

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from taskmesh import Status, TaskMesh, TaskOption
-from taskmesh.where import TaskFilter
+from taskmesh.admin.filters import TaskFilter
 from tests.waiting import eventually
 from tests.web.conftest import browser
 from tests.working import working

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from taskmesh import InvalidOption
-from taskmesh.ticks import checked_timing
+from taskmesh.model.recurrence import checked_timing
 
 BERLIN, NEW_YORK = "Europe/Berlin", "America/New_York"
 SPRING = {BERLIN: datetime(2026, 3, 28, 22, tzinfo=UTC), NEW_YORK: datetime(2026, 3, 8, 4, tzinfo=UTC)}

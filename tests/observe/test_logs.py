@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from taskmesh import TaskFailed, TaskMesh, TaskOption, current_task
-from taskmesh.logs import JsonFormatter, TaskFields
+from taskmesh.consumer.logs import JsonFormatter, TaskFields
 from tests.working import finished, working
 
 

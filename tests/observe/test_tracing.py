@@ -116,7 +116,10 @@ async def test_each_execution_is_a_span_with_its_error(mesh: TaskMesh, spans: Sp
     [published] = spans.named("publish flaky")
     assert {span.parent.span_id for span in (first, second) if span.parent} == {span_context(published).span_id}
     assert [attributes(span)["taskmesh.attempt"] for span in (first, second)] == [1, 2]
-    assert [attributes(span)["error.type"] for span in (first, second)] == ["ValueError", "taskmesh.errors.TaskFailed"]
+    assert [attributes(span)["error.type"] for span in (first, second)] == [
+        "ValueError",
+        "taskmesh.model.errors.TaskFailed",
+    ]
     assert first.status.status_code is StatusCode.ERROR
     assert first.status.description == "ValueError: it rained"
     [event] = first.events

@@ -14,16 +14,18 @@ from typing import Any
 
 from pymongo.errors import PyMongoError
 
-from taskmesh import feed, fleet_actions, rules
-from taskmesh.consumer import finisher, transactions, wire
+from taskmesh.admin import fleet
+from taskmesh.client import change_feed
+from taskmesh.consumer import finisher, transactions
 from taskmesh.consumer.claimer import Claimer
 from taskmesh.consumer.execution import Execution, Stop
 from taskmesh.consumer.executor import Executor
 from taskmesh.consumer.listener import Listener
 from taskmesh.consumer.scanner import Scanner
-from taskmesh.store import claim, finish, lease, limits, repeated
-from taskmesh.store.stamp import read_stamp
-from taskmesh.store.watch import open_stream
+from taskmesh.consumer.subprocess import wire
+from taskmesh.store import claim, finish, limits, renew, repeated, rules
+from taskmesh.store.change_stream import open_stream
+from taskmesh.store.event_stamp import read_stamp
 
 Replace = Callable[[Any, str, Any], None]
 Break = Callable[[Replace], None]
@@ -84,15 +86,15 @@ def whoever_runs_it_has_ended(replace: Replace) -> None:
 
 def pings_revive(replace: Replace) -> None:
     """A lease that is over is renewed."""
-    replace(lease, "_is_mine", lambda ids, _: {"$in": ["$$this.running_id", {"$literal": ids}]})
+    replace(renew, "_is_mine", lambda ids, _: {"$in": ["$$this.running_id", {"$literal": ids}]})
     # As time has written it down meanwhile, the task may not be RUNNING any more.
-    whole = lease._renewal
+    whole = renew._renewal
 
     def renewal(*arguments: Any) -> Any:
         query, pipeline = whole(*arguments)
         return {name: part for name, part in query.items() if name != "status"}, pipeline
 
-    replace(lease, "_renewal", renewal)
+    replace(renew, "_renewal", renewal)
 
 
 # --- release, counting, derivation ---
@@ -213,7 +215,7 @@ def unanswered_outcomes_are_taken_for_lost(replace: Replace) -> None:
 
 def gaps_are_not_told(replace: Replace) -> None:
     """A stream that has lost its place goes on as if nothing had been."""
-    replace(feed.Feed, "_announce_gap", lambda _: None)
+    replace(change_feed.Feed, "_announce_gap", lambda _: None)
 
 
 def streams_begin_anew(replace: Replace) -> None:
@@ -223,7 +225,7 @@ def streams_begin_anew(replace: Replace) -> None:
         assert start_after is None or start_after
         return await open_stream(store, interest, await_ms=await_ms)
 
-    replace(feed, "open_stream", open_anew)
+    replace(change_feed, "open_stream", open_anew)
 
 
 def nothing_is_scanned(replace: Replace) -> None:
@@ -314,7 +316,7 @@ def starts_are_kept_one_by_one(replace: Replace) -> None:
 
 def anything_is_an_id(replace: Replace) -> None:
     """What is no text enters a query all the same."""
-    replace(fleet_actions, "checked_worker_id", lambda worker_id: worker_id)
+    replace(fleet, "checked_worker_id", lambda worker_id: worker_id)
 
 
 GATES: dict[str, Break] = {

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from taskmesh import TaskMesh, TaskOption, current_task
-from taskmesh.definition import TaskDefinition
+from taskmesh.client.definition import TaskDefinition
 from tests.processes.history import Notebook
 
 SHORT_LEASE = TaskOption(

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from taskmesh import TaskMesh
 from taskmesh.cli.app import app
-from taskmesh.metrics import WorkerMetrics, fleet_metrics
+from taskmesh.integrations.metrics import WorkerMetrics, fleet_metrics
 from tests.working import finished, working
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

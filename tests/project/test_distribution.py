@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from taskmesh import distribution
-from taskmesh.errors import ExtraMissing
+from taskmesh.model import distribution
+from taskmesh.model.errors import ExtraMissing
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -65,14 +65,14 @@ def test_a_clone_is_extended_from_where_it_is(tmp_path: Path) -> None:
     clone.mkdir()
     installed_as(tmp_path, "our-fork", {"url": clone.as_uri(), "dir_info": {"editable": True}})
     said = run(
-        "from taskmesh import distribution; print(distribution.install('web'), distribution.release())", tmp_path
+        "from taskmesh.model import distribution; print(distribution.install('web'), distribution.release())", tmp_path
     )
     assert said == f"pip install --editable '{clone}[web]' 2.5\n"
 
 
 def test_a_clone_that_is_gone_is_not_named(tmp_path: Path) -> None:
     installed_as(tmp_path, "our-fork", {"url": (tmp_path / "gone").as_uri(), "dir_info": {}})
-    assert run("from taskmesh import distribution; print(distribution.install('web'))", tmp_path) == (
+    assert run("from taskmesh.model import distribution; print(distribution.install('web'))", tmp_path) == (
         "pip install 'our-fork[web]'\n"
     )
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from taskmesh.option import TaskOption
+from taskmesh.model.option import TaskOption
 from taskmesh.store import Store, control, schema
 from taskmesh.store.claim import claim
 from taskmesh.store.driver import Document
 from taskmesh.store.find import get
 from taskmesh.store.finish import Kind, Outcome, finish, report
-from taskmesh.store.lease import ping
 from taskmesh.store.publish import Publication, Published, publish
+from taskmesh.store.renew import ping
 from taskmesh.store.settle import settle
 from tests.properties.patience import PatientStore
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from taskmesh import rules
-from taskmesh.store import claim, control, finish, lease, republish, settle
+from taskmesh.store import claim, control, finish, renew, republish, rules, settle
 from tests.properties.mutation import ANYTHING, Mutant, changed, constant, replaced, result, sent, unguarded, written
 
 _TASK_GATES = ("unfinished", "unexpired", "started", "room", "retries left", "timeouts left", "delay asked for")
@@ -58,7 +57,7 @@ def facts() -> Iterator[tuple[str, Mutant]]:
 
 def derived() -> Iterator[tuple[str, Mutant]]:
     """What follows from the entries is not written down, or wrongly."""
-    for module in (claim, finish, lease, settle, control, republish):
+    for module in (claim, finish, renew, settle, control, republish):
         yield f"derivation skipped in {module.__name__}", _underived(module)
     yield "a refused claim derives all the same", written("claim", {"$ne": ["$_claim.refused", True]}, True)
     yield "next_claim_time of nobody in particular", replaced(rules, "_opens_for_some_worker", None)
@@ -98,7 +97,7 @@ def guards() -> Iterator[tuple[str, Mutant]]:
     yield "progress after cancel counts", unguarded("report", "status")
     yield (
         "a lease that ran out is renewed",
-        result(lease, "_is_mine", {"$gt": ["$$this.ping_expire_time", ANYTHING]}, True),
+        result(renew, "_is_mine", {"$gt": ["$$this.ping_expire_time", ANYTHING]}, True),
     )
     yield "a ping after cancel renews", unguarded("ping", "status")
     for verb in ("finish", "report", "ping"):
@@ -160,8 +159,8 @@ _LEASE = ("$task_option.worker_timeout_ms", "$task_option.ping_interval_ms")
 
 
 def _renewed_too_briefly(patch: pytest.MonkeyPatch) -> None:
-    renewal = lease._renewal
-    patch.setattr(lease, "_renewal", lambda store, ids, running_ids, ms: renewal(store, ids, running_ids, ms - 1))
+    renewal = renew._renewal
+    patch.setattr(renew, "_renewal", lambda store, ids, running_ids, ms: renewal(store, ids, running_ids, ms - 1))
 
 
 def _charged(query: Any, pipeline: Any) -> tuple[Any, Any]:

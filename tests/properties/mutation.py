@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from taskmesh.store import connection, control
+from taskmesh.store import control, store
 from tests.properties import world
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
@@ -120,7 +120,7 @@ def result(module: Any, name: str, old: Any, new: Any) -> Mutant:
 def sent(verb: str, change: Callable[[Any, Any], tuple[Any, Any]]) -> Mutant:
     """A change to the query and the pipeline that a verb sends."""
     home = control if hasattr(control, verb) else world
-    original, original_command = getattr(home, verb), connection.Store.update_command
+    original, original_command = getattr(home, verb), store.Store.update_command
 
     async def marked(*arguments: Any, **named: Any) -> Any:
         _verb_under_way.set(verb)  # each operation runs in an asyncio task, and so in a context, of its own
@@ -137,7 +137,7 @@ def sent(verb: str, change: Callable[[Any, Any], tuple[Any, Any]]) -> Mutant:
 
     def apply(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(home, verb, marked if iscoroutinefunction(original) else marked_in_a_thread)
-        patch.setattr(connection.Store, "update_command", command)
+        patch.setattr(store.Store, "update_command", command)
 
     return apply
 

@@ -11,7 +11,7 @@ import copy
 from datetime import datetime
 from typing import Any
 
-from taskmesh.errors import TaskRunning
+from taskmesh.model.errors import TaskRunning
 from taskmesh.store.publish import Publication, stored_option
 from tests.chaos.reading import NEVER, Reading, ms, stripped
 

@@ -12,12 +12,11 @@ from datetime import datetime
 
 import pytest
 
-from taskmesh import rules
-from taskmesh.store import Store, schema
+from taskmesh.admin.filters import TaskFilter
+from taskmesh.admin.store.listing import find
+from taskmesh.store import Store, rules, schema
 from taskmesh.store.claim import claim, claim_one, won
 from taskmesh.store.find import ScanRange, look_up, scan
-from taskmesh.store.listing import find
-from taskmesh.where import TaskFilter
 from tests.chaos.reading import ANYBODY_ELSE, ms, stripped
 from tests.properties.documents import Documents, renamed, without_key
 from tests.properties.oracle import Document, Oracle

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 
-from taskmesh import rules
+from taskmesh.store import rules
 from tests.properties.life import Life
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from taskmesh.errors import TaskRunning
+from taskmesh.model.errors import TaskRunning
 from taskmesh.store import control
 from taskmesh.store.publish import Publication, publish
 from tests.properties.life import Life

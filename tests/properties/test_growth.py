@@ -8,7 +8,7 @@ from statistics import quantiles
 import bson
 import pytest
 
-from taskmesh import rules
+from taskmesh.store import rules
 from taskmesh.store.finish import Outcome, report
 from tests.properties.life import Held, Life
 

@@ -10,12 +10,12 @@ import os
 from datetime import UTC, datetime
 from random import Random
 
-from taskmesh.option import TaskOption
+from taskmesh.model.option import TaskOption
 from taskmesh.store import Store, control, schema
+from taskmesh.store.change_stream import Interest, change_from, open_stream
 from taskmesh.store.finish import Kind, Outcome, finish, report
 from taskmesh.store.publish import Publication, publish
 from taskmesh.store.settle import settle
-from taskmesh.store.watch import Interest, change_from, open_stream
 from tests.chaos.reading import ANYBODY_ELSE
 from tests.properties.documents import Documents
 from tests.properties.oracle import Document, Oracle

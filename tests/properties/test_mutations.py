@@ -7,7 +7,7 @@ from itertools import chain
 
 import pytest
 
-from taskmesh import rules
+from taskmesh.store import rules
 from tests.properties import machine, mutants, oracle
 from tests.properties.mutation import Mutant
 from tests.properties.world import Difference

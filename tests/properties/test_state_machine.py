@@ -10,7 +10,7 @@ import os
 
 import pytest
 
-from taskmesh import rules
+from taskmesh.store import rules
 from tests.properties import machine, oracle
 from tests.properties.chance import LABELS
 

@@ -9,10 +9,10 @@ import pytest
 from pymongo.errors import BulkWriteError
 
 from taskmesh import Status, TaskFilter, TaskMesh
-from taskmesh.explain import explain
+from taskmesh.admin.explain import explain
+from taskmesh.admin.store.listing import find
+from taskmesh.admin.store.task_counts import counts, oldest_claimable, stale_counts
 from taskmesh.store.find import ScanRange, get, look_up, queues_in_use, scan, unfinished_left
-from taskmesh.store.listing import find
-from taskmesh.store.tally import counts, oldest_claimable, stale_counts
 from tests.properties.life import BEGIN, Life
 from tests.properties.strangers import strangers
 

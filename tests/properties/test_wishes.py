@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from taskmesh import rules
-from taskmesh.store import control
+from taskmesh.store import control, rules
 from taskmesh.store.publish import publish
 from tests.properties.life import Life
 

@@ -14,21 +14,20 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from taskmesh import rules
-from taskmesh.errors import TaskRunning
-from taskmesh.explain import explain
-from taskmesh.option import TaskOption
-from taskmesh.store import Store, control, schema
+from taskmesh.admin.explain import explain
+from taskmesh.admin.filters import TaskFilter
+from taskmesh.admin.store.listing import find
+from taskmesh.admin.store.task_counts import counts, stale_counts
+from taskmesh.model.errors import TaskRunning
+from taskmesh.model.option import TaskOption
+from taskmesh.store import Store, control, rules, schema
 from taskmesh.store.claim import CLAIMED_FIELDS, claim, claim_one, won
+from taskmesh.store.event_stamp import read_stamp
 from taskmesh.store.find import ScanRange, get, scan, unfinished_left
 from taskmesh.store.finish import Outcome, finish, report, standing
-from taskmesh.store.lease import keep_places, ping, still_held
-from taskmesh.store.listing import find
 from taskmesh.store.publish import Publication, publish, publish_in_session
+from taskmesh.store.renew import keep_places, ping, still_held
 from taskmesh.store.settle import settle
-from taskmesh.store.stamp import read_stamp
-from taskmesh.store.tally import counts, stale_counts
-from taskmesh.where import TaskFilter
 from tests.chaos.reading import ANYBODY_ELSE, NEVER, ms, stripped
 from tests.properties.oracle import Document, Oracle
 from tests.properties.patience import PATIENCE_MS, PatientStore

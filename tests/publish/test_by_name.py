@@ -16,8 +16,8 @@ import pytest
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from taskmesh import InvalidParams, TaskMesh, TaskNotFound, TaskOption
-from taskmesh.json_schema import misfits
-from taskmesh.params import Params
+from taskmesh.client.json_schema import misfits
+from taskmesh.client.params import Params
 from taskmesh.web import create_app
 from tests.cli.shell import Shell
 from tests.faults import failing_commands

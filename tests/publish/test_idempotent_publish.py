@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from pymongo import AsyncMongoClient, MongoClient
 
-import taskmesh.publishing
+import taskmesh.client.publisher
 import taskmesh.store.publish
 from benchmarks.commands import Commands
 from taskmesh import TaskMesh, TaskMeshError
-from taskmesh.definition import Configuration
+from taskmesh.client.definition import Configuration
 from tests import warm
 from tests.waiting import eventually, wait_until
 
@@ -140,7 +140,7 @@ async def test_t36_a_key_whose_transaction_is_undone_is_created_by_who_waited(me
 async def test_t36_a_publish_gives_up_at_its_deadline_while_somebodys_transaction_holds_the_key(
     mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch, configuration: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(taskmesh.publishing, "PUBLISH_DEADLINE_S", 0.5)
+    monkeypatch.setattr(taskmesh.client.publisher, "PUBLISH_DEADLINE_S", 0.5)
     monkeypatch.setattr(taskmesh.store.publish, "WRITE_DEADLINE_MS", 300)
 
     @mesh.task

@@ -6,7 +6,7 @@ import time
 from datetime import UTC, datetime, timedelta
 
 from taskmesh import TaskMesh
-from taskmesh.clock import ServerClock
+from taskmesh.store.clock import ServerClock
 
 _HOUR_S = 3_600.0
 

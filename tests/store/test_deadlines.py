@@ -11,8 +11,8 @@ from pymongo.errors import NetworkTimeout, OperationFailure
 
 from taskmesh import TaskMesh
 from taskmesh.store.driver import Driver
-from taskmesh.store.faults import is_over_deadline, is_passing
-from taskmesh.store.lease import ping
+from taskmesh.store.renew import ping
+from taskmesh.store.server_errors import is_over_deadline, is_passing
 from tests.faults import failing_commands
 
 _NO_MAJORITY: dict[str, Any] = {"writeConcernError": {"code": 50, "errmsg": "operation exceeded time limit"}}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from taskmesh import TaskMesh
-from taskmesh.store import tally
+from taskmesh.admin.store import task_counts
 from tests.waiting import eventually
 
 
@@ -23,7 +23,7 @@ async def test_with_too_many_rows_the_counts_are_the_same(mesh: TaskMesh, monkey
     for name in ("a", "b", "c"):
         await mesh.publish_many(name, {"1": {}, "2": {}})
     row_by_row = (await mesh.stats()).counts
-    monkeypatch.setattr(tally, "_MOST_ROWS", 2)
+    monkeypatch.setattr(task_counts, "_MOST_ROWS", 2)
     assert (await mesh.stats()).counts == row_by_row == {name: {"INIT": 2} for name in ("a", "b", "c")}
 
 
@@ -36,20 +36,20 @@ async def _first_due(mesh: TaskMesh) -> datetime:
 @pytest.mark.parametrize("priorities", [3, 25])
 async def test_the_oldest_that_waits_is_found_under_whatever_is_more_urgent(mesh: TaskMesh, priorities: int) -> None:
     """`priorities`: few enough for a look at each, and more than that."""
-    assert (await tally.oldest_claimable(mesh.store))[1] is None
+    assert (await task_counts.oldest_claimable(mesh.store))[1] is None
     await mesh.publish("work", "oldest", priority=-priorities)
     oldest = await _first_due(mesh)
     await eventually(lambda: mesh.clock.now() > oldest + timedelta(milliseconds=20))
     for priority in range(priorities):
         await mesh.publish("work", f"more-urgent-{priority}", priority=-priority)
     await mesh.publish("work", "later", delay_ms=60_000, priority=9)
-    assert (await tally.oldest_claimable(mesh.store))[1] == oldest
+    assert (await task_counts.oldest_claimable(mesh.store))[1] == oldest
 
 
 @pytest.mark.parametrize("option", [{"specific_worker_ids": ("w",)}, {}])
 async def test_a_pinned_task_that_waits_counts_like_any_other(mesh: TaskMesh, option: dict[str, Any]) -> None:
     await mesh.publish("work", "k", **option)
-    assert (await tally.oldest_claimable(mesh.store))[1] == await _first_due(mesh)
+    assert (await task_counts.oldest_claimable(mesh.store))[1] == await _first_due(mesh)
     assert [(queue.waiting, queue.more_waiting) for queue in await mesh.queues()] == [(1, False)]
 
 

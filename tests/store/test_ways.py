@@ -6,9 +6,10 @@ from datetime import timedelta
 
 import pytest
 
-from taskmesh import TaskMesh, bulk
-from taskmesh.store import ways
-from taskmesh.task import Status
+from taskmesh import TaskMesh
+from taskmesh.admin import bulk
+from taskmesh.admin.store import index_choice
+from taskmesh.model.task import Status
 from tests.working import status_is
 
 FILTERS = (
@@ -60,9 +61,9 @@ async def test_every_way_leads_to_the_same_tasks(shelf: TaskMesh, monkeypatch: p
     everything = [task async for task in shelf.find(limit=0)]
     assert len(everything) == 50
     for few, rows, names in ((5_000, 200, 200), (0, 200, 200), (5_000, 0, 0), (0, 0, 0)):
-        monkeypatch.setattr(ways, "FEW", few)
-        monkeypatch.setattr(ways, "_ROWS", rows)
-        monkeypatch.setattr(ways, "_NAMES", names)
+        monkeypatch.setattr(index_choice, "FEW", few)
+        monkeypatch.setattr(index_choice, "_ROWS", rows)
+        monkeypatch.setattr(index_choice, "_NAMES", names)
         for where in FILTERS:
             by_key = await _pages(shelf, where, newest_first=False)
             assert by_key == sorted(by_key, key=":".join), where
@@ -102,6 +103,6 @@ async def test_a_strangers_array_in_the_index_makes_a_listing_slower_and_not_wro
     async def given_up(*_: object) -> None:
         return None
 
-    monkeypatch.setattr(ways, "values_of", given_up)
+    monkeypatch.setattr(index_choice, "values_of", given_up)
     assert await _pages(shelf, "status:INIT", newest_first=False) == before
     assert await _pages(shelf, "key:k-1", newest_first=False)

@@ -9,8 +9,8 @@ import pytest
 
 from taskmesh import InvalidOption, TaskMesh
 from taskmesh.web import create_app, serve
-from taskmesh.web.guard import LOOPBACK
 from taskmesh.web.operations import OPERATIONS
+from taskmesh.web.security import LOOPBACK
 from taskmesh.web.serve import is_loopback
 from tests.web.conftest import ORIGIN, browser
 

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from taskmesh import TaskMesh
-from taskmesh.store import ways
+from taskmesh.admin.store import index_choice
 from taskmesh.web import pages
 
 SIZES = [3_000, pytest.param(100_000, marks=pytest.mark.slow)]
@@ -85,7 +85,7 @@ async def test_t43_every_page_is_small_and_reads_by_index_what_it_shows(
     mesh: TaskMesh, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # So few that they can be told from all that there are.
-    for module, limit in ((pages, "_COUNT_AT_MOST"), (pages, "_ERRORS_AMONG"), (ways, "FEW")):
+    for module, limit in ((pages, "_COUNT_AT_MOST"), (pages, "_ERRORS_AMONG"), (index_choice, "FEW")):
         monkeypatch.setattr(module, limit, _COUNTED_TO)
     database = mesh.store.driver.database
     await database.create_collection("system.profile", capped=True, size=64_000_000)

@@ -15,9 +15,9 @@ from pymongo import MongoClient
 
 from benchmarks.pages import fill, measured, templates
 from taskmesh import TaskMesh
-from taskmesh.bulk import TaskSummary
-from taskmesh.store import ways
-from taskmesh.task import Status
+from taskmesh.admin.bulk import TaskSummary
+from taskmesh.admin.store import index_choice
+from taskmesh.model.task import Status
 from taskmesh.web import pages
 from tests.working import status_is
 
@@ -34,7 +34,7 @@ async def test_no_page_no_listing_and_no_command_looks_at_everything(
     mesh: TaskMesh, mongo_uri: str, database: str, monkeypatch: pytest.MonkeyPatch, size: int, looked_at: int
 ) -> None:
     # So few that they can be told from all that there are.
-    for module, limit in ((pages, "_COUNT_AT_MOST"), (pages, "_ERRORS_AMONG"), (ways, "FEW")):
+    for module, limit in ((pages, "_COUNT_AT_MOST"), (pages, "_ERRORS_AMONG"), (index_choice, "FEW")):
         monkeypatch.setattr(module, limit, _COUNTED_TO)
     kinds = await templates(mesh)
     with MongoClient[dict[str, Any]](mongo_uri) as client:

@@ -1,0 +1,356 @@
+"""Is anything wrong with this mesh? Findings about the server, the collection, the fleet and the tasks, each with its remedy.
+
+Reads only. What the server does not let us see is a finding too, never an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from taskmesh.admin.queues import QueueInfo, read_queues
+from taskmesh.admin.stats import read_counts
+from taskmesh.admin.store import server_state
+from taskmesh.admin.workers import Registry, WorkerInfo
+from taskmesh.store import Store, reach, schedules, schema
+from taskmesh.store.find import UNFINISHED
+
+Level = Literal["ok", "note", "warning", "error"]
+
+CLOCK_TOLERANCE_S = 2.0
+OPLOG_WANTED_S = 24 * 3_600.0
+TTL_LAG_S = 600.0
+UNCLAIMED_S = 60.0
+TRANSACTION_S = 10.0
+LEASE_LEFT_WANTED = 0.2
+CLAIMS_LOST_TOLERATED = 0.5
+"""Two healthy workers on one backlog of uneven tasks lose up to 43 % (measured): whoever has room takes others' tasks."""
+CLAIMS_TELLING = 100_000
+"""In an hour. Fewer cost the server nothing that anybody would notice."""
+LARGE_TASK_BYTES = 4 * 1024 * 1024
+
+
+class Finding(BaseModel):
+    """One thing that was looked at."""
+
+    model_config = ConfigDict(frozen=True)
+
+    level: Level
+    """`ok`; `note`: good to know; `warning`: will hurt one day; `error`: hurts now."""
+    subject: str
+    found: str
+    remedy: str | None = None
+
+
+async def examine(store: Store) -> list[Finding]:
+    """Look at everything, and return what was found, in the order of looking."""
+    workers, unfinished, queues = await asyncio.gather(
+        Registry(store).read(), read_counts(store, UNFINISHED), read_queues(store)
+    )
+    parts = (
+        _server(store),
+        _collection(store),
+        _fleet(workers, unfinished, queues),
+        _headroom([worker for worker in workers if worker.live]),
+        _schedules(store, [worker for worker in workers if worker.live]),
+        _tasks(store),
+    )
+    # Side by side: some fifty looks, and a person waits.
+    return [finding for found in await asyncio.gather(*map(_all_of, parts)) for finding in found]
+
+
+async def _all_of(part: AsyncIterator[Finding]) -> list[Finding]:
+    return [finding async for finding in part]
+
+
+async def _server(store: Store) -> AsyncIterator[Finding]:
+    hello = await server_state.hello(store)
+    version = (await server_state.build(store))["version"]
+    if hello["maxWireVersion"] < schema.OLDEST_WIRE_VERSION:
+        yield Finding(level="error", subject="server", found=f"MongoDB {version}", remedy="upgrade it to 6.0 or newer")
+    else:
+        yield Finding(level="ok", subject="server", found=f"MongoDB {version}")
+    if hello.get("msg") == "isdbgrid":
+        yield Finding(level="ok", subject="topology", found="a sharded cluster")
+    else:
+        async for finding in _replica_set(store, hello["setName"]):
+            yield finding
+    yield await _clock(store)
+    yield await _oplog(store)
+    open_too_long = await server_state.long_transactions(store, TRANSACTION_S)
+    if open_too_long is None:
+        yield Finding(level="note", subject="transactions", found="this user may not see them (inprog)")
+    elif open_too_long:
+        yield Finding(
+            level="warning",
+            subject="transactions",
+            found=f"{open_too_long} open for more than {TRANSACTION_S:.0f} s: they block writes to tasks they changed",
+            remedy="publish at the end of a transaction, not at its beginning, and keep transactions short",
+        )
+    else:
+        yield Finding(level="ok", subject="transactions", found=f"none open for more than {TRANSACTION_S:.0f} s")
+
+
+async def _replica_set(store: Store, name: str) -> AsyncIterator[Finding]:
+    members = await server_state.members(store)
+    if members is None:
+        yield Finding(level="note", subject="topology", found=f"replica set {name}; this user may not see its members")
+        return
+    down = [member["name"] for member in members if member["health"] != 1]
+    arbiters = [member["name"] for member in members if member["stateStr"] == "ARBITER"]
+    if down:
+        yield Finding(
+            level="error",
+            subject="topology",
+            found=f"replica set {name}: {', '.join(down)} cannot be reached",
+            remedy="bring it back, or remove it with rs.remove(): majority writes count it",
+        )
+    elif arbiters:
+        yield Finding(
+            level="warning",
+            subject="topology",
+            found=f"replica set {name} has an arbiter ({', '.join(arbiters)})",
+            remedy="a member that holds data instead: with one data member down, majority writes and streams stand still",
+        )
+    elif len(members) == 1:
+        yield Finding(
+            level="note",
+            subject="topology",
+            found=f"replica set {name} has a single member: no failover",
+            remedy="three members for production",
+        )
+    else:
+        yield Finding(level="ok", subject="topology", found=f"replica set {name} with {len(members)} healthy members")
+
+
+async def _clock(store: Store) -> Finding:
+    sent = time.time()
+    server = (await server_state.hello(store))["localTime"]
+    offset = server.timestamp() - (sent + time.time()) / 2
+    if abs(offset) < CLOCK_TOLERANCE_S:
+        return Finding(level="ok", subject="clock", found=f"ours and the server's differ by {abs(offset):.2f} s")
+    return Finding(
+        level="note",
+        subject="clock",
+        found=f"the server's is {offset:+.1f} s off ours; leases do not care, people who read times do",
+        remedy="run NTP on both",
+    )
+
+
+async def _oplog(store: Store) -> Finding:
+    window = await server_state.oplog_window_s(store)
+    if window is None:
+        return Finding(level="note", subject="oplog", found="this user may not see how far back it goes")
+    said = f"it reaches back {window / 3_600:.1f} h"
+    if window >= OPLOG_WANTED_S:
+        return Finding(level="ok", subject="oplog", found=said)
+    # Never worse than a note: an oplog that was not full yet says nothing about its size.
+    return Finding(
+        level="note",
+        subject="oplog",
+        found=f"{said}; a stream that was away for longer begins anew, with a scan (nothing is lost)",
+        remedy="if it is full already: db.adminCommand({replSetResizeOplog: 1, size: …, minRetentionHours: 24})",
+    )
+
+
+async def _collection(store: Store) -> AsyncIterator[Finding]:
+    size = await server_state.size(store)
+    if size is not None:
+        yield Finding(
+            level="ok",
+            subject="collection",
+            found=f"{store.driver.database.name}.{store.tasks}: {size['count']} tasks, {size['size'] / 1e6:.1f} MB",
+        )
+    yield Finding(level="ok", subject="schema", found=f"version {schema.SCHEMA_VERSION}")
+    indexes = await server_state.index_use(store)
+    if indexes is None:
+        yield Finding(level="note", subject="indexes", found="this user may not see their use (clusterMonitor)")
+    elif not indexes:  # every collection that exists has one
+        yield Finding(
+            level="note",
+            subject="collection",
+            found=f"there is no collection {store.tasks!r} in database {store.driver.database.name!r} of {reach.hosts(store)}",
+            remedy="if there should be tasks, name another database or collection; else the first worker creates it",
+        )
+    else:
+        ours = {f"taskmesh_{name}": dict(keys) for name, (keys, _) in schema.INDEXES.items()}
+        missing = [name for name, keys in ours.items() if dict(indexes.get(name, {}).get("key", {})) != keys]
+        if missing:
+            yield Finding(
+                level="error",
+                subject="indexes",
+                found=f"missing or of another shape: {', '.join(missing)}",
+                remedy="start anything that connects (it creates them) with a user that may",
+            )
+        else:
+            used = ", ".join(f"{name.removeprefix('taskmesh_')} {indexes[name]['ops']}" for name in ours)
+            yield Finding(level="ok", subject="indexes", found=f"all there; used since the server's start: {used}")
+        foreign = {name: index["ops"] for name, index in indexes.items() if name not in ours and name != "_id_"}
+        if idle := [name for name, ops in foreign.items() if ops == 0]:
+            yield Finding(
+                level="warning",
+                subject="indexes",
+                found=f"not taskmesh's, and never used since the server's start: {', '.join(idle)}",
+                remedy="drop them unless you know why they are there: each of them slows down every claim",
+            )
+    lag = await server_state.past_retention(store, TTL_LAG_S)
+    if lag:
+        yield Finding(
+            level="warning",
+            subject="retention",
+            found=f"{_many(lag)} tasks should have been deleted {TTL_LAG_S / 60:.0f} min ago or more",
+            remedy="look at serverStatus().metrics.ttl, and whether ttlMonitorEnabled is on; `taskmesh purge` helps now",
+        )
+    else:
+        yield Finding(level="ok", subject="retention", found="what is over is deleted in time")
+
+
+async def _fleet(
+    workers: list[WorkerInfo], counts: dict[str, dict[str, int]], queues: list[QueueInfo]
+) -> AsyncIterator[Finding]:
+    live = [worker for worker in workers if worker.live]
+    gone = [worker.worker_id for worker in workers if worker.state == "gone"]
+    waiting = {name: sum(by_status.values()) for name, by_status in counts.items()}
+    unknown = {name: n for name, n in waiting.items() if n and not any(name in worker.names for worker in live)}
+    if not live:
+        unfinished = sum(waiting.values())
+        yield Finding(
+            level="error" if unfinished else "note",
+            subject="workers",
+            found=f"none is alive; {unfinished} tasks are unfinished",
+            remedy="taskmesh worker MODULE:MESH",
+        )
+    else:
+        versions = sorted({worker.version for worker in live})
+        yield Finding(level="ok", subject="workers", found=f"{len(live)} alive, of version {', '.join(versions)}")
+        for name, count in sorted(unknown.items()):
+            yield Finding(
+                level="error",
+                subject="workers",
+                found=f"{count} unfinished {'task' if count == 1 else 'tasks'} {name!r}, which no live worker knows",
+                remedy=f"deploy workers with that handler, or cancel them: taskmesh cancel --where 'name:{name}'",
+            )
+    if gone:
+        yield Finding(
+            level="warning",
+            subject="workers",
+            found=f"{len(gone)} went without a word within the last hour: {', '.join(gone[:3])}",
+            remedy="their hosts' logs say why (out of memory?); their tasks have moved when the leases ran out",
+        )
+    for queue in queues:
+        if queue.paused and queue.waiting:
+            yield Finding(
+                level="warning",
+                subject="queues",
+                found=f"{queue.queue!r} is {queue.shut_because}, and {_waiting(queue)} in it",
+                remedy=f"taskmesh resume {queue.queue}",
+            )
+        takers = [worker for worker in live if worker.queues is None or queue.queue in worker.queues]
+        if live and queue.waiting and not takers:
+            yield Finding(
+                level="error",
+                subject="queues",
+                found=f"{_waiting(queue)} in {queue.queue!r}, from which no live worker takes",
+                remedy=f"taskmesh worker MODULE:MESH --queues {queue.queue}",
+            )
+
+
+async def _headroom(live: list[WorkerInfo]) -> AsyncIterator[Finding]:
+    """How near the live workers came to losing what they run, within the last hour."""
+    lefts = [(left.share, left.name, worker.worker_id) for worker in live for left in worker.lease_left]
+    near = sorted(left for left in lefts if left[0] < LEASE_LEFT_WANTED)
+    if near:
+        share, name, worker_id = near[0]
+        yield Finding(
+            level="warning",
+            subject="headroom",
+            found=f"a lease of {name!r} on {worker_id} was renewed when {share:.0%} of it was left; at 0 it runs twice",
+            remedy="a longer worker_timeout_ms, and look at what held up its pings: the host, or the way to the database",
+        )
+    elif lefts:
+        yield Finding(
+            level="ok", subject="headroom", found=f"{min(lefts)[0]:.0%} of a lease was left at the least, when renewed"
+        )
+    for worker in live:
+        if worker.stood_still_ms:
+            yield Finding(
+                level="warning",
+                subject="event loop",
+                found=f"that of {worker.worker_id} stood still for {worker.stood_still_ms / 1000:.1f} s within the last hour",
+                remedy="its log names the handler that blocked it: make that handler a plain function (it runs in a thread)",
+            )
+        if abs(worker.clock_off_ms) > CLOCK_TOLERANCE_S * 1000:
+            yield Finding(
+                level="note",
+                subject="worker clocks",
+                found=f"that of {worker.host} ({worker.worker_id}) is {worker.clock_off_ms / 1000:+.1f} s off the server's; "
+                "leases do not care, who reads its log does",
+                remedy="run NTP there",
+            )
+        lost = worker.claims_lost_share
+        if lost is not None and worker.claims_tried >= CLAIMS_TELLING and lost > CLAIMS_LOST_TOLERATED:
+            yield Finding(
+                level="note",
+                subject="claims",
+                found=f"{lost:.0%} of the {worker.claims_tried} claims of {worker.worker_id} within the last hour won nothing: "
+                "others had the tasks already",
+                remedy="nothing waits for it, but the server looks at each of these tasks in vain: if it is busy, the same "
+                "number of slots in fewer workers loses fewer claims",
+            )
+
+
+async def _schedules(store: Store, live: list[WorkerInfo]) -> AsyncIterator[Finding]:
+    known = {name for worker in live for name in worker.names}
+    for schedule in await schedules.read_all(store):
+        name = schedule.get("name")
+        if live and name not in known and not schedule.get("paused"):
+            yield Finding(
+                level="warning",
+                subject="schedules",
+                found=f"{schedule['_id']!r} publishes {name!r}, which no live worker knows",
+                remedy=f"deploy workers with that handler, or: taskmesh pause-schedule {schedule['_id']}",
+            )
+
+
+async def _tasks(store: Store) -> AsyncIterator[Finding]:
+    late, short, large = await asyncio.gather(
+        server_state.unclaimed_leases(store, UNCLAIMED_S),
+        server_state.short_leases(store),
+        server_state.large_tasks(store, LARGE_TASK_BYTES),
+    )
+    if late:
+        yield Finding(
+            level="warning",
+            subject="leases",
+            found=f"{_many(late)} tasks lost their worker more than {UNCLAIMED_S:.0f} s ago, and nobody has taken them over",
+            remedy="is a worker alive that knows them, with free slots? `taskmesh explain NAME KEY` tells for one",
+        )
+    if short:
+        yield Finding(
+            level="warning",
+            subject="leases",
+            found=f"worker_timeout_ms is less than two pings for {', '.join(short[:5])}: one late ping loses a task",
+            remedy="set it to three times ping_interval_ms or more",
+        )
+    if large:
+        largest = large[0]
+        yield Finding(
+            level="warning",
+            subject="tasks",
+            found=f"{len(large)} or more are over 4 MB; {largest['_id']!r} has {largest['bytes'] / 1e6:.1f} MB of at most 16",
+            remedy="keep what is large elsewhere, and its place in the params",
+        )
+
+
+def _waiting(queue: QueueInfo) -> str:
+    if queue.waiting == 1 and not queue.more_waiting:
+        return "1 task waits"
+    return f"{queue.waiting}{' or more' if queue.more_waiting else ''} tasks wait"
+
+
+def _many(count: int) -> str:
+    return "1000 or more" if count >= 1_000 else str(count)

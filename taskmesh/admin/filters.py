@@ -1,0 +1,255 @@
+"""Filters on tasks, and the text by which people write them: `status:FAIL name:resize error:timeout age>1h`.
+
+One filter for listings, bulk actions and purges, so that what was counted is what is touched.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from typing import Annotated, Any, Self, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from taskmesh.admin.store.index_choice import LAST
+from taskmesh.model.errors import InvalidOption
+from taskmesh.model.ids import shown
+from taskmesh.model.task import Standing, Status
+from taskmesh.store import rules
+from taskmesh.store.driver import Document
+
+_UNITS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000, "w": 7 * 86_400_000}
+_AGE = re.compile(r"(\d{1,12}(?:\.\d{1,3})?)(ms|s|m|h|d|w)\Z")  # ten years in ms have twelve digits
+_TOKEN = re.compile(r"(?P<field>[a-z_]+)(?P<sign>[:<>])(?P<value>.*)\Z", re.DOTALL)
+_TEN_YEARS_MS = 3_660 * 86_400_000
+
+Text = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\x00]*$", strict=True)]
+Age = Annotated[int, Field(ge=0, le=_TEN_YEARS_MS)]
+
+
+_EXPECTED = {
+    "status": f"the status in a filter must be one of {', '.join(Status)}",
+    "lost": "lost in a filter must be yes or no (True or False)",
+    "older_than_ms": "the age in a filter must be from 0 to 3660d (ten years; in milliseconds where it is a number)",
+    "younger_than_ms": "the age in a filter must be from 0 to 3660d (ten years; in milliseconds where it is a number)",
+} | {
+    field: f"{said} in a filter must be a text of 1 to 512 characters"
+    for field, said in (
+        ("name", "the name"),
+        ("queue", "the queue"),
+        ("group", "the group"),
+        ("key_prefix", "the key"),
+        ("error", "the error"),
+        ("worker", "the worker"),
+    )
+}
+"""What a value must be, by field."""
+_UNKNOWN = "a filter has no field {!r}: there are " + ", ".join([*_EXPECTED])
+_JOINS = ("and", "or", "not", "&&", "||")
+
+
+class TaskFilter(BaseModel):
+    """Which tasks are meant. What is not set does not matter; all that is set has to fit."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: Text | None = None
+    status: tuple[Status, ...] = ()
+    """Any of these, as the tasks stand at the moment."""
+    standing: tuple[Standing, ...] = ()
+    """Of those that are INIT only these: `status:ready`, `status:scheduled`, `status:retrying`."""
+    queue: Text | None = None
+    group: Text | None = None
+    key_prefix: Text | None = None
+    error: Text | None = None
+    """A part of the reason of a failure, upper or lower case."""
+    worker: Text | None = None
+    """This worker has an entry in the task."""
+    lost: bool | None = None
+    """Whether an execution of it was lost: its worker died, hung or was cut off."""
+    older_than_ms: Age | None = None
+    """Published at least so long ago."""
+    younger_than_ms: Age | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read a filter from text. Raises `InvalidOption`.
+
+        `name: status: queue: group: key: error: worker:` with a value (in quotes if it has spaces), `lost:yes`, `lost:no`,
+        `age>1h`, `age<5m`; a word alone is the beginning of a key. Several statuses are separated by commas.
+        """
+        try:
+            words = shlex.split(text)
+        except ValueError as error:
+            raise InvalidOption(f"the filter {shown(text)} cannot be read: {error}") from None
+        fields: dict[str, Any] = {}
+        for word in words:
+            name, value = _field(word)
+            if name in fields:
+                raise InvalidOption(f"the filter {shown(text)} says {name} twice")
+            fields[name] = value
+        fields |= _standing_in(fields)
+        return cls.checked(**fields)
+
+    @classmethod
+    def checked(cls, **fields: Any) -> Self:
+        """Return a filter, or raise `InvalidOption`."""
+        try:
+            return cls(**fields)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            field = str(first["loc"][0])
+            raise InvalidOption(
+                f"{_EXPECTED.get(field, _UNKNOWN.format(field))}, got {shown(first['input'])}"
+            ) from None
+
+    def __str__(self) -> str:
+        """Return the text that `parse` reads."""
+        parts = [
+            f"{name}:{shlex.quote(value)}"
+            for name, value in (
+                ("name", self.name),
+                ("status", ",".join(self._statuses()) or None),
+                ("queue", self.queue),
+                ("group", self.group),
+                ("key", self.key_prefix),
+                ("error", self.error),
+                ("worker", self.worker),
+                ("lost", None if self.lost is None else "yes" if self.lost else "no"),
+            )
+            if value is not None
+        ]
+        parts += [f"age>{_age_text(self.older_than_ms)}"] if self.older_than_ms is not None else []
+        parts += [f"age<{_age_text(self.younger_than_ms)}"] if self.younger_than_ms is not None else []
+        return " ".join(parts)
+
+    def _statuses(self) -> list[str]:
+        """Return the statuses as they are written, what INIT holds by its own words."""
+        return [
+            word for s in self.status for word in (self.standing if s == Status.INIT and self.standing else (str(s),))
+        ]
+
+    def query(self, now: rules.Expression) -> Document:
+        """Return the conditions on stored fields. `status_is` has to be asked too: time alone may have changed it."""
+        query: Document = {}
+        if self.name is not None:
+            query["name"] = self.name
+        if self.key_prefix is not None:
+            query["key"] = {"$gte": self.key_prefix, "$lt": self.key_prefix + LAST}
+        if self.queue is not None:
+            query["queue"] = self.queue
+        stored = self.stored(now)
+        return {"$and": [query, self.rest(now), *([{"$or": stored}] if stored else [])]}
+
+    def stored(self, now: rules.Expression) -> list[Document]:
+        """Return what may be stored of the status: conditions that exclude each other, of which one holds; none for any.
+
+        By time alone a RUNNING task becomes INIT again when its lease ends, and an unfinished one FAIL or EXPIRED at its
+        `settle_time`: an index has those whose time has come, so that nobody looks through all that wait.
+        """
+        if not self.status:
+            return []
+        stored = {str(status) for status in self.status} | ({"RUNNING"} if Status.INIT in self.status else set())
+        found: list[Document] = [{"status": {"$in": sorted(stored)}}]
+        if not stored >= {"INIT", "RUNNING"} and {Status.FAIL, Status.EXPIRED} & set(self.status):
+            due = {"settle_time": {"$exists": True}, "$expr": {"$lte": ["$settle_time", now]}}
+            found.append({**due, "status": {"$nin": sorted(stored)}})
+        return found
+
+    def rest(self, now: rules.Expression) -> Document:
+        """Return the conditions that no index knows."""
+        query: Document = {}
+        conditions: list[rules.Expression] = [{"$not": [rules.is_forgotten(now)]}]
+        if self.standing:
+            stands = {"$in": [rules.standing_on_reading(now), list(self.standing)]}
+            conditions.append({"$or": [{"$ne": [rules.status_on_reading(now), "INIT"]}, stands]})
+        if self.group is not None:
+            query["group"] = self.group
+        entry: Document = {}
+        if self.worker is not None:
+            entry["worker_id"] = self.worker
+        if self.error is not None:
+            entry["fail_reason"] = {"$regex": re.escape(self.error), "$options": "i"}
+        if entry:
+            query["task_state.worker_states"] = {"$elemMatch": entry}
+        if self.lost is not None:
+            query["task_state.lost_cnt"] = {"$gte": 1} if self.lost else {"$not": {"$gte": 1}}
+        for sign, age in (("$lte", self.older_than_ms), ("$gte", self.younger_than_ms)):
+            if age is not None:
+                conditions.append({sign: ["$task_state.create_time", {"$subtract": [now, age]}]})
+        return query | {"$expr": {"$and": conditions}}
+
+    def status_is(self, status: rules.Expression) -> rules.Expression:
+        """Return the condition on the status as it is at the moment."""
+        return {"$in": [status, [str(wanted) for wanted in self.status or Status]]}
+
+    @property
+    def indexed(self) -> bool:
+        """Whether name, key, queue and status are all that it asks for: what indexes know."""
+        others = (self.group, self.error, self.worker, self.lost, self.older_than_ms, self.younger_than_ms)
+        return not self.standing and all(other is None for other in others)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether every task fits."""
+        return self == type(self)()
+
+
+def _standing_in(fields: dict[str, Any]) -> dict[str, Any]:
+    """Sort out of the statuses what INIT holds. INIT itself holds all of it."""
+    words = fields.get("status", ())
+    known = get_args(Standing)
+    if not (standing := tuple(word.lower() for word in words if word.lower() in known)):
+        return {}
+    status = tuple(word for word in words if word.lower() not in known)
+    return (
+        {"status": status, "standing": ()} if "INIT" in status else {"status": (*status, "INIT"), "standing": standing}
+    )
+
+
+def _field(word: str) -> tuple[str, Any]:
+    """Read one word of a filter's text."""
+    if word.lower() in _JOINS:
+        raise InvalidOption(
+            f"a filter has no {word}: all of its conditions have to hold, so write them one after the other, like "
+            f"'name:resize status:FAIL,CANCELLED'; a key that begins with {word!r} is asked for by key:{word}"
+        )
+    match = _TOKEN.match(word)
+    if match is None:
+        return "key_prefix", word
+    field, sign, value = match.group("field", "sign", "value")
+    if field == "age" and sign in "<>":
+        return ("older_than_ms" if sign == ">" else "younger_than_ms"), milliseconds(value)
+    if field == "status" and sign == ":":
+        return "status", tuple(part.upper() for part in value.split(","))
+    if field in ("name", "queue", "group", "error", "worker") and sign == ":":
+        return field, value
+    if field == "key" and sign == ":":
+        return "key_prefix", value
+    if field == "lost" and sign == ":":
+        if value not in ("yes", "no"):
+            raise InvalidOption(f"lost: is yes or no, not {value!r}")
+        return "lost", value == "yes"
+    if field in ("http", "https") or sign != ":":
+        return "key_prefix", word
+    raise InvalidOption(
+        f"a filter knows name: status: queue: group: key: error: worker: lost: and age> age<, not {field}{sign}; "
+        f"a key that begins so is asked for by key:{shlex.quote(word)}"
+    )
+
+
+def milliseconds(text: str) -> int:
+    """Read a duration like `90s`, `1.5h` or `2d`. Raises `InvalidOption`."""
+    match = _AGE.match(text)
+    if match is None:
+        raise InvalidOption(
+            f"a duration is a number with its unit, one of {', '.join(_UNITS)}, like 90s or 2d; not {text!r}"
+        )
+    return round(float(match.group(1)) * _UNITS[match.group(2)])
+
+
+def _age_text(age_ms: int) -> str:
+    for unit in ("w", "d", "h", "m", "s"):
+        if age_ms and age_ms % _UNITS[unit] == 0:
+            return f"{age_ms // _UNITS[unit]}{unit}"
+    return f"{age_ms}ms"

@@ -1,0 +1,153 @@
+"""Queues as their users see them: paused or open, and how far their limits are used up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from taskmesh.admin.store import task_counts
+from taskmesh.model.errors import InvalidOption
+from taskmesh.model.ids import checked_group
+from taskmesh.store import Store, limits, registry
+from taskmesh.store.driver import Document
+from taskmesh.store.find import queues_in_use
+
+_LARGEST = 1_000_000
+_LONGEST_WINDOW_MS = 7 * 86_400_000
+_DEFAULT_WINDOW_MS = 1_000
+COUNTED_TO = 1_000
+"""How far the tasks that wait in a queue are counted: each takes the server some 10 µs."""
+
+
+class QueueLimits(BaseModel):
+    """What a queue is limited to, over the whole fleet. None: no limit."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    rate: int | None = None
+    """At most so many starts in any `per_ms`."""
+    per_ms: int | None = None
+    running: int | None = None
+    """At most so many executions at a time."""
+    group_running: int | None = None
+    """At most so many executions of one group at a time."""
+    groups: dict[str, int] = {}
+    """The same for single groups that have a limit of their own."""
+
+    @classmethod
+    def from_document(cls, document: Document) -> QueueLimits:
+        """Read the limits as they are stored with the queue."""
+        groups = {entry["g"]: entry["n"] for entry in document.get("groups") or []}
+        return cls.model_validate({**document, "groups": groups})
+
+    def of_group(self, group: str | None) -> int | None:
+        """Return how many of this group may run at a time."""
+        return None if group is None else self.groups.get(group, self.group_running)
+
+
+class QueueInfo(BaseModel):
+    """A queue: what is set for it, and how much of that is used."""
+
+    model_config = ConfigDict(frozen=True)
+
+    queue: str
+    paused: bool = False
+    paused_by: str | None = None
+    paused_reason: str | None = None
+    pause_time: datetime | None = None
+    paused_until: datetime | None = None
+    """When the pause ends by itself."""
+    limits: QueueLimits = QueueLimits()
+    running: int = 0
+    """Executions that run now."""
+    running_by_group: dict[str, int] = {}
+    started: int = 0
+    """Starts that count against the rate now."""
+    next_start: datetime | None = None
+    """When the rate has room again, if it has none now."""
+    waiting: int = 0
+    """Tasks that could be claimed now if the queue has room."""
+    more_waiting: bool = False
+    """Whether there are more of them, which were not counted."""
+
+    @property
+    def shut_because(self) -> str | None:
+        """Why nothing can be claimed from the queue now, whatever the task; None if something can."""
+        if self.paused:
+            by = f" by {self.paused_by}" if self.paused_by else ""
+            why = f": {self.paused_reason}" if self.paused_reason else ""
+            until = f", until {self.paused_until.isoformat()}" if self.paused_until else ""
+            return f"paused{by}{until}{why}"
+        if self.limits.running is not None and self.running >= self.limits.running:
+            return f"{self.running} of at most {self.limits.running} executions run"
+        if self.next_start is not None:
+            return f"{self.started} of at most {self.limits.rate} starts in {self.limits.per_ms} ms are used up"
+        return None
+
+
+async def read_queues(store: Store, *, counted_to: int = COUNTED_TO) -> list[QueueInfo]:
+    """Return all queues that have settings or unfinished tasks."""
+    settings = await registry.queues(store)
+    return await _infos(store, sorted({*settings, *await queues_in_use(store)}), settings, counted_to)
+
+
+async def read_queue(store: Store, queue: str) -> QueueInfo:
+    """Return one queue, which need not have anything in it. Whether anything waits is told, not how much."""
+    (info,) = await _infos(store, [queue], await registry.queues(store), 1)
+    return info
+
+
+async def _infos(
+    store: Store, queues: Sequence[str], settings: Mapping[str, Document], counted_to: int
+) -> list[QueueInfo]:
+    usage = await limits.usage(store, queues)
+    waiting = await task_counts.waiting(store, queues, counted_to + 1)
+    return [_info(queue, settings.get(queue, {}), usage[queue], waiting[queue], counted_to) for queue in queues]
+
+
+def _info(queue: str, settings: Document, usage: limits.Usage, waiting: int, counted_to: int) -> QueueInfo:
+    pause = ("paused_by", "paused_reason", "pause_time", "paused_until") if settings.get("paused") else ()
+    return QueueInfo(
+        queue=queue,
+        paused=bool(settings.get("paused")),
+        limits=QueueLimits.from_document(settings.get("limits") or {}),
+        running=usage.running,
+        running_by_group=dict(usage.running_by_group),
+        started=usage.starts,
+        next_start=usage.next_start,
+        waiting=min(waiting, counted_to),
+        more_waiting=waiting > counted_to,
+        **{name: settings.get(name) for name in pause},
+    )
+
+
+def checked_limits(
+    *, rate: int | None, per_ms: int | None, running: int | None, group_running: int | None
+) -> dict[str, int | None]:
+    """Return what a queue is to be limited to, `per_ms` with its default. Raises `InvalidOption`."""
+    if per_ms is not None and rate is None:
+        raise InvalidOption(f"per_ms={per_ms!r} says nothing without rate: set both, or none")
+    if rate is not None and per_ms is None:
+        per_ms = _DEFAULT_WINDOW_MS
+    return {
+        "rate": _whole("rate", rate, 1, _LARGEST),
+        "per_ms": _whole("per_ms", per_ms, 1, _LONGEST_WINDOW_MS),
+        "running": _whole("running", running, 0, _LARGEST),
+        "group_running": _whole("group_running", group_running, 0, _LARGEST),
+    }
+
+
+async def set_group_limit(store: Store, queue: str, group: str, running: int | None) -> None:
+    """Check and set how many executions of one group of the queue may run at a time. Raises `InvalidOption`."""
+    await limits.set_group_limit(store, queue, checked_group(group), _whole("running", running, 0, _LARGEST))
+
+
+def _whole(name: str, value: Any, least: int, most: int) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise InvalidOption(f"{name} is a whole number from {least} to {most}, or None for no limit, not {value!r}")
+    return value

@@ -1,0 +1,1 @@
+"""The queries for people: nobody on a task's path needs them."""

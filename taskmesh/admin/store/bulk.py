@@ -1,0 +1,79 @@
+"""Bulk: retry, cancel and delete by a filter, in batches; nothing but the filter is ever touched.
+
+Each batch asks the whole filter again in its update, so that a task which changed since it was found is left alone.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from taskmesh.admin.store import undo
+from taskmesh.admin.store.index_choice import Filter
+from taskmesh.store import control, rules
+from taskmesh.store.driver import Document
+from taskmesh.store.malformed import WELL_FORMED
+from taskmesh.store.store import Store
+
+Action = Literal["retry", "cancel", "delete"]
+_ROUNDS = 10
+_NOTHING_AT_WORK: Document = {
+    "task_state.worker_states.state": {"$ne": "RUNNING"},
+    "task_state.leaving": {"$exists": False},
+}
+
+
+def _fits(store: Store, which: Filter) -> rules.Expression:
+    return which.status_is(rules.status_on_reading(store.now))
+
+
+async def act(
+    store: Store, action: Action, which: Filter, batch: list[str], *, undo_id: str | None = None, undo_ms: int = 0
+) -> int:
+    """Do this to those of a batch that still fit; return to how many. Running ones are not retried.
+
+    `undo_id`: copy them aside first, under this action. Those that change between the copy and the action are copied again; one
+    that changes all the time is left alone in the end.
+    """
+    query = _query(store, action, which, batch)
+    if undo_id is None:
+        return await _change(store, action, query, batch, {})
+    done = 0
+    left = query if action == "delete" else {"$and": [query, {"bulk_id": {"$ne": undo_id}}]}
+    for round_ in range(_ROUNDS):
+        states = await undo.keep(store, undo_id, left, undo_ms)
+        if not states:
+            break
+        as_copied = {"$and": [left, {"_id": {"$in": list(states)}}, {"$expr": undo.as_copied(states)}]}
+        done += await _change(store, action, as_copied, batch, {"bulk_id": undo_id})
+        if round_ == 0:  # looking again is for those that changed, not for what is published under their keys meanwhile
+            left = {"$and": [left, {"publish_id": {"$in": list(undo.publications_of(states))}}]}
+    return done
+
+
+def _query(store: Store, action: Action, which: Filter, batch: list[str]) -> Document:
+    now = store.now
+    fits: list[rules.Expression] = [_fits(store, which)]
+    status = rules.status_on_reading(now)
+    if action == "retry":
+        fits.append({"$ne": [status, "RUNNING"]})
+    elif action == "cancel":
+        fits.append({"$in": [status, ["INIT", "RUNNING"]]})
+    # A document that is no task of ours would make the rule's expressions fail, and the whole batch with it.
+    ours = [] if action == "delete" else [WELL_FORMED]
+    return {"$and": [{"_id": {"$in": batch}}, which.query(now), *ours, {"$expr": {"$and": fits}}]}
+
+
+async def _change(store: Store, action: Action, query: Document, batch: list[str], mark: Document) -> int:
+    """Change what fits of a batch. `mark`: fields that say by which action."""
+    now = store.now
+    marking: list[Document] = [{"$set": mark}] if mark else []
+    if action == "delete":
+        tasks = store.driver.collection(store.tasks)
+        removable = {"$or": [_NOTHING_AT_WORK, {"$nor": [WELL_FORMED]}]}
+        removed = await tasks.delete_many({"$and": [query, removable]})
+        # Running executions hear of it by the word that this leaves, and keep their places.
+        reply = await store.update({"$and": [query, WELL_FORMED]}, [*marking, *control.deletion_pipeline(now)])
+        await tasks.delete_many({"_id": {"$in": batch}, **control.DELETED_AND_EMPTY})
+        return int(removed.deleted_count) + int(reply["n"])
+    pipeline = control.retry_pipeline(now) if action == "retry" else control.cancel_pipeline(now)
+    return int((await store.update(query, [*marking, *pipeline]))["n"])

@@ -1,0 +1,158 @@
+"""Error groups: why tasks fail, sorted out by the server. Reads a bounded number of tasks, the same share of each name.
+
+The index on status leads to them; no more is looked at than was asked for, however many tasks there are.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pymongo.errors import OperationFailure
+
+from taskmesh.admin.store.task_counts import Row, rows, told, union_of
+from taskmesh.store import rules
+from taskmesh.store.driver import Document
+from taskmesh.store.find import names_in_use
+from taskmesh.store.server_errors import is_over_deadline
+from taskmesh.store.store import Store
+
+STATUSES = ("FAIL", "INIT", "RUNNING")
+"""Those that failed for good, and those that may have failed and are to be tried again."""
+_FEWEST_OF_EACH = 20
+_AT_ONCE = 12
+"""Names and queues that one command looks at."""
+_LINE_CHARS = 300
+_BATCH = 500
+
+
+@dataclass(slots=True)
+class Sample:
+    """What was found among the tasks that were looked at."""
+
+    rows: list[Document] = field(default_factory=list)
+    """`name status line type frame lost`, how many `tasks` and `executions`, `first` and `last` time, the `key` of one."""
+    looked_at: int = 0
+    complete: bool = True
+    """Whether these were all that there are."""
+
+
+async def sample(store: Store, name: str | None, at_most: int, deadline_ms: int) -> Sample:
+    """Look at so many tasks, those with the last keys of each name and queue, for as long as the deadline allows."""
+    found = Sample()
+    until = time.monotonic() + deadline_ms / 1000
+    crowds = [row for row in await _rows(store) if name in (None, row.name)]
+    share = max(_FEWEST_OF_EACH, at_most // max(1, len(crowds)))
+    for start in range(0, len(crowds), _AT_ONCE):
+        left_ms = round((until - time.monotonic()) * 1000)
+        if left_ms <= 0 or found.looked_at >= at_most:
+            found.complete = False
+            break
+        try:
+            read = await _read(store, crowds[start : start + _AT_ONCE], share, left_ms)
+        except OperationFailure as error:
+            if not is_over_deadline(error):
+                raise
+            found.complete = False
+            break
+        looked_at: Counter[Row] = Counter()
+        for row in read:
+            looked_at[Row(**row["crowd"])] += row["tasks"]
+        found.looked_at += looked_at.total()
+        found.complete &= all(count < share for count in looked_at.values())
+        found.rows += [{**row["crowd"], **row["_id"], **row} for row in read if row["_id"]]
+    return found
+
+
+async def _rows(store: Store) -> list[Row]:
+    """Return where in the index on status such tasks stand."""
+    found = await rows(store, STATUSES)
+    if found is None:  # very many, or the server cannot tell them at once
+        found = [Row(status, queue, name) for status in STATUSES for queue, name in await names_in_use(store, status)]
+    return found
+
+
+async def _read(store: Store, crowds: Sequence[Row], at_most: int, deadline_ms: int) -> list[Document]:
+    pipeline = union_of(store, [_sorted_out(crowd, at_most) for crowd in crowds])
+    options: dict[str, Any] = {"maxTimeMS": deadline_ms, "batchSize": _BATCH, "allowDiskUse": False}
+    cursor = await store.driver.aggregate(store.tasks, pipeline, **options)
+    return await cursor.to_list(None)  # type: ignore[no-any-return]
+
+
+def _sorted_out(crowd: Row, at_most: int) -> list[Document]:
+    """The stages that tell the troubles of a crowd, by where they are."""
+    is_newest = {"$ifNull": ["$troubles.newest", True]}
+    backwards = dict.fromkeys((*crowd._fields, "_id"), -1)
+    return [
+        {"$match": crowd._asdict()},
+        {"$sort": backwards},
+        {"$limit": at_most},
+        {"$project": {"key": 1, "troubles": _troubles()}},
+        {"$unwind": {"path": "$troubles", "preserveNullAndEmptyArrays": True}},
+        {
+            "$group": {
+                "_id": {field: f"$troubles.{field}" for field in ("line", "type", "frame", "lost")},
+                # A task counts where its newest trouble is; one that has none where there is no trouble.
+                "tasks": {"$sum": {"$cond": [is_newest, 1, 0]}},
+                "executions": {"$sum": 1},
+                "first": {"$min": "$troubles.time"},
+                "last": {"$max": "$troubles.time"},
+                "key": {"$max": {"$cond": [is_newest, "$key", None]}},
+            }
+        },
+        {"$set": {"crowd": told(crowd)}},
+    ]
+
+
+def _troubles() -> rules.Expression:
+    """The failures of a task, or else the executions that were lost: what line, where, when, and whether it is the newest."""
+    fails = _if_array(rules.ENTRIES, {"$eq": ["$$this.state", "FAIL"]})
+    losses = _if_array("$task_state.losses", True)
+    what = {"line": _first_line(), "type": _text_of("fail_type"), "frame": _text_of("fail_frame")}
+    failed = _marked("$$fails", {**what, "time": "$$this.fail_time"})
+    lost = _marked("$$losses", {"lost": True, "time": "$$this.ping_expire_time"})
+    return {
+        "$let": {
+            "vars": {"fails": fails, "losses": losses},
+            "in": {"$cond": [{"$eq": ["$$fails", []]}, lost, failed]},
+        }
+    }
+
+
+def _if_array(list_: str, condition: rules.Expression) -> rules.Expression:
+    return {"$cond": [{"$isArray": [list_]}, {"$filter": {"input": list_, "cond": condition}}, []]}
+
+
+def _marked(list_: str, fields: Document) -> rules.Expression:
+    """The list with these fields of each of its elements, and which of them is the last."""
+    last = {"$subtract": [{"$size": list_}, 1]}
+    return {
+        "$map": {
+            "input": {"$range": [0, {"$size": list_}]},
+            "as": "place",
+            "in": {
+                "$let": {
+                    "vars": {"this": {"$arrayElemAt": [list_, "$$place"]}},
+                    "in": {**fields, "newest": {"$eq": ["$$place", last]}},
+                }
+            },
+        }
+    }
+
+
+def _text_of(field: str) -> rules.Expression:
+    """A field of the failure, or null where a stranger has put something else there."""
+    return {"$cond": [{"$eq": [{"$type": f"$$this.{field}"}, "string"]}, f"$$this.{field}", None]}
+
+
+def _first_line() -> rules.Expression:
+    reason = {"$ifNull": [_text_of("fail_reason"), ""]}
+    return {"$substrCP": [{"$arrayElemAt": [{"$split": [reason, "\n"]}, 0]}, 0, _LINE_CHARS]}
+
+
+def telling(rows: Iterable[Document]) -> list[dict[str, Any]]:
+    """Return the rows of tasks whose newest trouble this is: what another failure came after says nothing now."""
+    return [row for row in rows if row["tasks"]]

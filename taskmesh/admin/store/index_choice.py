@@ -1,0 +1,172 @@
+"""Ways: along which indexes the tasks that fit a filter are read.
+
+An index serves the order of a listing or its filter. Along the order's index whatever does not fit is passed over; along the
+filter's, whatever fits has to be sorted. Which is less depends on how many fit, so that is asked first, of the keys alone.
+In the order of keys an index serves both: with one status, queue and name, the index on status is in the order of `_id`, and
+the server merges as many such rows as there are values.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from taskmesh.store import rules
+from taskmesh.store.driver import Document
+from taskmesh.store.find import values_of
+from taskmesh.store.store import Store
+
+Order = Literal["key", "newest", "oldest"]
+STATUSES = ("INIT", "RUNNING", "SUCCESS", "FAIL", "CANCELLED", "EXPIRED")
+LAST = "\U0010ffff"
+"""Behind every other character."""
+FEW = 5_000
+"""So many tasks are sorted rather than looked for along the index of the order: some 50 ms at most."""
+_ORDERED_BY: dict[Order, str] = {"key": "_id_", "newest": "taskmesh_newest", "oldest": "taskmesh_newest"}
+_ROWS = 200
+"""The server merges no more rows of an index (its parameter `internalQueryMaxScansToExplode`)."""
+_NAMES = 200
+"""With more task names, the beginning of a key without a name is looked for along the index of the order."""
+
+
+class Filter(Protocol):
+    """What a filter has to tell (see `where.TaskFilter`)."""
+
+    @property
+    def name(self) -> str | None:
+        """The task name, or None for any."""
+
+    @property
+    def key_prefix(self) -> str | None:
+        """The beginning of the key."""
+
+    @property
+    def queue(self) -> str | None:
+        """The queue."""
+
+    @property
+    def indexed(self) -> bool:
+        """Whether name, key, queue and status are all that it asks for."""
+
+    def stored(self, now: rules.Expression) -> list[Document]:
+        """Return what may be stored of the status: conditions that exclude each other, of which one holds; none for any."""
+
+    def rest(self, now: rules.Expression) -> Document:
+        """Return the conditions on stored fields that no index knows."""
+
+    def query(self, now: rules.Expression) -> Document:
+        """Return all conditions on stored fields, in one."""
+
+    def status_is(self, status: rules.Expression) -> rules.Expression:
+        """Return the condition on the status as it is at the moment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A query, and the index along which it is read."""
+
+    query: Document
+    index: str
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a filter asks for with one condition on the stored status. No task is in two parts."""
+
+    stored: Document
+    """The condition; empty if the status does not matter."""
+    index: str
+    """The index that knows the most of it."""
+    known: Document
+    """What the keys of that index know."""
+    query: Document
+    """All of it, on stored fields."""
+
+
+class Deadline:
+    """How long a listing may take in all, in ms; None: as long as it takes."""
+
+    def __init__(self, within_ms: int | None) -> None:
+        self._end = None if within_ms is None else time.monotonic() + within_ms / 1000
+
+    def options(self) -> Document:
+        """Return what to give to the next command."""
+        return {} if self._end is None else {"maxTimeMS": max(1, round((self._end - time.monotonic()) * 1000))}
+
+
+async def parts_of(store: Store, which: Filter) -> list[Part]:
+    """Return the parts of which the tasks that fit are made, each with the index that serves it best in no order."""
+    span = await _span(store, which)
+    name = [] if which.name is None else [{"name": which.name}]
+    queue = [] if which.queue is None else [{"queue": which.queue}]
+    parts: list[Part] = []
+    for stored in which.stored(store.now) or [{"status": {"$in": list(STATUSES)}} if queue else {}]:
+        asked = [stored, *name, *queue, *span]
+        if "settle_time" in stored:
+            index, known = "taskmesh_settle", [stored]
+        elif stored:
+            index, known = "taskmesh_status", asked
+        else:
+            index, known = "_id_", span or [{}]
+        parts.append(Part(stored, index, {"$and": known}, {"$and": [*asked, which.rest(store.now)]}))
+    return parts
+
+
+async def ways_in_order(store: Store, which: Filter, order: Order, deadline: Deadline) -> list[Way]:
+    """Return the ways along which the tasks that fit come in this order, after few others."""
+    ways: list[Way] = []
+    for part in await parts_of(store, which):
+        if order == "key" and part.index == "taskmesh_status" and (rows := await _rows(store, which, part)) is not None:
+            ways += rows
+        else:
+            ways.append(Way(part.query, await _best_index(store, which, part, order, deadline)))
+    return ways
+
+
+async def _rows(store: Store, which: Filter, part: Part) -> list[Way] | None:
+    """Return a way for each status, along rows of the index that are in the order of `_id`; None if there are too many."""
+    queues = [which.queue] if which.queue is not None else await values_of(store, "queue", part.stored)
+    names = [which.name] if which.name is not None else await values_of(store, "name", part.stored)
+    if queues is None or names is None or len(queues) * len(names) > _ROWS:
+        return None
+    places = {"queue": {"$in": queues}, "name": {"$in": names}}
+    statuses = part.stored["status"]["$in"]
+    return [Way({"$and": [{"status": status}, places, part.query]}, part.index) for status in statuses]
+
+
+async def _best_index(store: Store, which: Filter, part: Part, order: Order, deadline: Deadline) -> str:
+    """Return the index along which to read: the filter's if few fit, else the order's."""
+    if _ORDERED_BY[order] == part.index:
+        return part.index  # which serves both
+    if part.index != "_id_" or which.name is not None or which.key_prefix is not None:
+        stages = [{"$match": part.known}]
+        if await counted(store, stages, part.index, FEW + 1, deadline) <= FEW:
+            return part.index
+    return _ORDERED_BY[order]
+
+
+async def counted(store: Store, stages: list[Document], index: str, at_most: int | None, deadline: Deadline) -> int:
+    """Count what comes out of these stages along an index, no further than `at_most`."""
+    limit: list[Document] = [] if at_most is None else [{"$limit": at_most}]
+    pipeline = [*stages, *limit, {"$count": "n"}]
+    cursor = await store.driver.aggregate(store.tasks, pipeline, hint=index, **deadline.options())
+    return int(sum(row["n"] for row in await cursor.to_list(None)))
+
+
+async def _span(store: Store, which: Filter) -> list[Document]:
+    """Return the condition on name and key as one on `_id`, which an index has in order."""
+    if which.name is not None:
+        return [_between(which.name, which.key_prefix or "")]
+    if which.key_prefix is None:
+        return []
+    # No index has keys without names; but names are few, and `_id` has them before the keys.
+    names = await values_of(store, "name", {"status": {"$in": list(STATUSES)}})
+    if names is None or len(names) > _NAMES:
+        return [{"key": {"$gte": which.key_prefix, "$lt": which.key_prefix + LAST}}]
+    return [{"$or": [_between(name, which.key_prefix) for name in names] or [{"_id": ""}]}]
+
+
+def _between(name: str, prefix: str) -> Document:
+    # Behind the colon comes the semicolon: behind the last key of the name.
+    return {"_id": {"$gte": f"{name}:{prefix}", "$lt": f"{name}:{prefix}{LAST}" if prefix else f"{name};"}}

@@ -1,0 +1,239 @@
+"""Listing: find, page through and count the tasks that fit a filter, in time however many other tasks there are (see `ways`).
+
+What became true by time alone (expired, a lease that ran out) is computed with the expressions of the rule, so nothing read
+here is stale. `params` are left out unless asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from typing import Any
+
+from pymongo.errors import OperationFailure
+
+from taskmesh.admin.store.index_choice import (
+    FEW,
+    STATUSES,
+    Deadline,
+    Filter,
+    Order,
+    Part,
+    counted,
+    parts_of,
+    ways_in_order,
+)
+from taskmesh.store import rules
+from taskmesh.store.driver import Document
+from taskmesh.store.server_errors import is_over_deadline
+from taskmesh.store.store import Store
+
+_SORTS: dict[Order, dict[str, int]] = {
+    "key": {"_id": 1},
+    "newest": {"task_state.create_time": -1, "_id": -1},
+    "oldest": {"task_state.create_time": 1, "_id": 1},
+}
+_FINISHED = frozenset(STATUSES) - {"INIT", "RUNNING"}
+_BATCH = 500
+
+
+async def find(
+    store: Store,
+    which: Filter,
+    *,
+    order: Order = "key",
+    limit: int = 100,
+    params: bool = False,
+    after: str | None = None,
+) -> AsyncIterator[Document]:
+    """Yield the tasks that fit, as they stand now. `after`: an `_id`, to go on behind it (by key). `limit=0`: all."""
+    shape: list[Document] = [{"$set": {"status": rules.status_on_reading(store.now)}}]
+    shape += [] if params else [{"$unset": "params"}]
+    behind = [] if after is None else [{"_id": {"$gt": after}}]
+    async with _opened(store, which, order, limit, shape, behind, Deadline(None)) as found:
+        async for document in found:
+            yield document
+
+
+async def page(
+    store: Store, which: Filter, *, newest: bool, behind: list[Any] | None, limit: int, deadline_ms: int
+) -> tuple[list[Document], list[Any] | None] | None:
+    """Return a page of what fits, in short, and where to go on behind it; None if that takes longer than the deadline.
+
+    `newest`: the last published first, else by `_id`. `behind`: what the page before gave.
+    """
+    order: Order = "newest" if newest else "key"
+    begin = [] if behind is None else [_behind(behind, newest=newest)]
+    shape = [{"$project": _short(store.now)}]
+    try:
+        async with _opened(store, which, order, limit + 1, shape, begin, Deadline(deadline_ms)) as documents:
+            found = [document async for document in documents]
+    except OperationFailure as error:
+        if is_over_deadline(error):
+            return None
+        raise
+    following: list[Any] | None = None
+    if len(found) > limit:
+        found = found[:limit]
+        following = [found[-1]["create_time"], found[-1]["_id"]] if newest else [found[-1]["_id"]]
+    return found, following
+
+
+async def count(store: Store, which: Filter, at_most: int | None = None, deadline_ms: int | None = None) -> int | None:
+    """Count the tasks that fit, no further than `at_most`; None if that takes longer than the deadline."""
+    deadline = Deadline(deadline_ms)
+    found = 0
+    try:
+        for part in await parts_of(store, which):
+            left = None if at_most is None else at_most - found
+            by_keys = await _count_keys(store, which, part, left, deadline)
+            if by_keys is None:
+                fitting = [{"$match": part.query}, {"$match": {"$expr": _fits(store, which)}}]
+                by_keys = await counted(store, fitting, part.index, left, deadline)
+            found += by_keys
+            if found == at_most:
+                break
+    except OperationFailure as error:
+        if is_over_deadline(error):
+            return None
+        raise
+    return found
+
+
+async def _count_keys(store: Store, which: Filter, part: Part, at_most: int | None, deadline: Deadline) -> int | None:
+    """Count keys alone, less what is gone and not yet removed; None if they do not tell enough."""
+    any_status = not which.stored(store.now)
+    if not which.indexed or not (any_status or _FINISHED.issuperset(part.stored["status"].get("$in", STATUSES))):
+        return None
+    past = {
+        "delete_time": {"$exists": True},
+        "status": {"$ne": "DELETED"},
+        "$expr": {"$lte": ["$delete_time", store.now]},
+    }
+    forgotten = await counted(store, [{"$match": {"$and": [past, part.known]}}], "taskmesh_delete", FEW + 1, deadline)
+    if not part.stored:  # else no status of theirs is asked for
+        deleted = [{"$match": {"$and": [{"status": "DELETED"}, part.known]}}]
+        forgotten += await counted(store, deleted, "taskmesh_status", FEW + 1, deadline)
+    if forgotten > FEW:
+        return None
+    limit = None if at_most is None else at_most + forgotten
+    return max(0, await counted(store, [{"$match": part.known}], part.index, limit, deadline) - forgotten)
+
+
+async def ids(store: Store, which: Filter) -> AsyncIterator[list[str]]:
+    """Yield the `_id`s of the tasks that fit, in batches; those that come to fit meanwhile perhaps too."""
+    for part in await parts_of(store, which):
+        stages = [{"$match": part.query}, {"$match": {"$expr": _fits(store, which)}}, {"$project": {"_id": 1}}]
+        cursor = await store.driver.aggregate(store.tasks, stages, batchSize=_BATCH, hint=part.index)
+        try:
+            while rows := await cursor.to_list(_BATCH):
+                yield [row["_id"] for row in rows if isinstance(row["_id"], str)]
+        finally:
+            await cursor.close()
+
+
+def _fits(store: Store, which: Filter) -> rules.Expression:
+    """The condition on the status. Time changes the unfinished alone, so the entries of others are not looked at."""
+    unfinished = {"$in": ["$status", ["INIT", "RUNNING"]]}
+    return which.status_is({"$cond": [unfinished, rules.status_on_reading(store.now), "$status"]})
+
+
+@asynccontextmanager
+async def _opened(
+    store: Store,
+    which: Filter,
+    order: Order,
+    limit: int,
+    shape: list[Document],
+    behind: list[Document],
+    deadline: Deadline,
+) -> AsyncIterator[AsyncIterator[Document]]:
+    """Open all ways, and give what is read along them, in order, up to the limit."""
+    cursors: list[Any] = []
+
+    try:
+        for way in await ways_in_order(store, which, order, deadline):
+            query = {"$and": [way.query, *behind]}
+            stages: list[Document] = [{"$match": query}, {"$match": {"$expr": _fits(store, which)}}]
+            stages.append({"$sort": _SORTS[order]})
+            stages += [{"$limit": limit}] if limit else []
+            options = {"hint": way.index, "batchSize": min(limit or _BATCH, _BATCH), **deadline.options()}
+            cursors.append(await store.driver.aggregate(store.tasks, [*stages, *shape], **options))
+        yield _merged(cursors, order, limit)
+    finally:
+        for cursor in cursors:
+            await cursor.close()
+
+
+async def _merged(cursors: Sequence[Any], order: Order, limit: int) -> AsyncIterator[Document]:
+    """Yield what all cursors give, in order. A task that changed its part meanwhile is told once."""
+    first: Callable[..., tuple[Any, int, Document]] = max if order == "newest" else min
+    readers = [_each(cursor) for cursor in cursors]
+    heads: dict[int, tuple[Any, int, Document]] = {}
+
+    async def advance(number: int) -> None:
+        heads.pop(number, None)
+        if (document := await anext(readers[number], None)) is not None:
+            heads[number] = (_place(document, order), number, document)
+
+    for number in range(len(readers)):
+        await advance(number)
+    given, last = 0, None
+    while heads and (not limit or given < limit):
+        place, number, document = first(heads.values(), key=lambda head: head[:2])
+        if place != last:
+            yield document
+            given, last = given + 1, place
+        await advance(number)
+
+
+async def _each(cursor: Any) -> AsyncIterator[Document]:
+    while batch := await cursor.to_list(_BATCH):
+        for document in batch:
+            yield document
+
+
+def _place(document: Document, order: Order) -> tuple[Any, ...]:
+    """Return by what a document is sorted. A stranger's document may have anything there."""
+    id_ = document["_id"]
+    if order == "key":
+        return (not isinstance(id_, str), str(id_))
+    state = document.get("task_state")
+    created = document.get("create_time", state.get("create_time") if isinstance(state, dict) else None)
+    return (created if isinstance(created, datetime) else datetime.min.replace(tzinfo=UTC), str(id_))
+
+
+def _behind(behind: list[Any], *, newest: bool) -> Document:
+    if not newest:
+        return {"_id": {"$gt": behind[0]}}
+    moment, id_ = behind
+    return {
+        "task_state.create_time": {"$lte": moment},
+        "$or": [{"task_state.create_time": {"$lt": moment}}, {"_id": {"$lt": id_}}],
+    }
+
+
+def _short(now: rules.Expression) -> Document:
+    """What a page shows of a task: no params, no results, no logs."""
+    entries = {"$cond": [{"$isArray": [rules.ENTRIES]}, rules.ENTRIES, []]}
+    fails = {"$filter": {"input": entries, "cond": {"$eq": ["$$this.state", "FAIL"]}}}
+    live = {"$filter": {"input": entries, "cond": rules.is_live(now)}}
+    last_reason = {"$arrayElemAt": [{"$map": {"input": fails, "in": {"$ifNull": ["$$this.fail_reason", ""]}}}, -1]}
+    return {
+        "name": 1,
+        "key": 1,
+        "queue": 1,
+        "group": 1,
+        "status": rules.status_on_reading(now),
+        "standing": rules.standing_on_reading(now),
+        "priority": "$task_option.priority",
+        "create_time": "$task_state.create_time",
+        "start_time": "$task_state.start_time",
+        "next_claim_time": 1,
+        "finish_time": 1,
+        "progress": "$task_state.progress",
+        "fail_cnt": {"$size": fails},
+        "running_on": {"$map": {"input": live, "in": "$$this.worker_id"}},
+        "reason": {"$substrCP": [{"$ifNull": [last_reason, ""]}, 0, 200]},
+    }

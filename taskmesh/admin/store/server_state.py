@@ -1,0 +1,172 @@
+"""Inspect: what the server and the collection look like from outside, for `doctor`. Reads only, each with a deadline.
+
+Some of it needs rights that an application's user rarely has. Such a look returns None; nothing else goes wrong then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from datetime import datetime
+from typing import Any, ParamSpec, TypeVar
+
+from pymongo.errors import OperationFailure
+
+from taskmesh.store.driver import Document, own_database
+from taskmesh.store.store import Store
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+DEADLINE_MS = 5_000
+_LOOKED_AT = 3_000
+"""So many unfinished tasks are looked into."""
+_NOT_FOR_US = frozenset({13, 8000, 73, 26, 76, 115, 40324, 11601, 50})
+"""Not authorized (13, Atlas 8000); no such collection or command here (a sharded cluster has no oplog); took too long."""
+
+
+def if_allowed(look: Callable[P, Awaitable[R]]) -> Callable[P, Awaitable[R | None]]:
+    """Make of a look one that returns None where the server does not let us."""
+
+    async def looked(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        try:
+            return await look(*args, **kwargs)
+        except OperationFailure as error:
+            if error.code in _NOT_FOR_US or "CommandNotFound" in str(error):
+                return None
+            raise
+
+    return looked
+
+
+async def build(store: Store) -> Document:
+    """Return the server's `buildInfo`."""
+    return await store.driver.admin({"buildInfo": 1})
+
+
+async def hello(store: Store) -> Document:
+    """Return the server's `hello`."""
+    return await store.driver.admin({"hello": 1})
+
+
+@if_allowed
+async def members(store: Store) -> list[Document]:
+    """Return the members of the replica set: `name`, `stateStr`, `health`."""
+    status = await store.driver.admin({"replSetGetStatus": 1})
+    return list(status["members"])
+
+
+@if_allowed
+async def oplog_window_s(store: Store) -> float | None:
+    """Return how far back the oplog goes; None if it cannot be told."""
+    oplog = own_database(store.driver.client, "local").get_collection("oplog.rs")
+    ends: list[datetime] = []
+    for direction in (1, -1):
+        cursor = oplog.find({}, {"ts": 1}, limit=1, max_time_ms=DEADLINE_MS).sort([("$natural", direction)])
+        ends.extend(entry["ts"].as_datetime() for entry in await cursor.to_list(1))
+    return (ends[1] - ends[0]).total_seconds() if len(ends) == 2 else None
+
+
+@if_allowed
+async def index_use(store: Store) -> dict[str, Document]:
+    """Return the indexes of the task collection by name: `key`, and `ops` since `since`."""
+    cursor = await store.driver.aggregate(store.tasks, [{"$indexStats": {}}], maxTimeMS=DEADLINE_MS)
+    found: dict[str, Document] = {}
+    for row in await cursor.to_list(None):
+        ops = int(row["accesses"]["ops"])
+        known = found.setdefault(row["name"], {"key": row["key"], "ops": 0, "since": row["accesses"]["since"]})
+        known["ops"] += ops  # one row for each shard
+    return found
+
+
+@if_allowed
+async def size(store: Store) -> Document:
+    """Return `count`, `size` and `avgObjSize` of the task collection, from its statistics."""
+    cursor = await store.driver.aggregate(store.tasks, [{"$collStats": {"storageStats": {}}}], maxTimeMS=DEADLINE_MS)
+    rows = await cursor.to_list(None)
+    stats = [row["storageStats"] for row in rows]
+    count = sum(each.get("count", 0) for each in stats)
+    total = sum(each.get("size", 0) for each in stats)
+    return {"count": count, "size": total, "avgObjSize": total / count if count else 0}
+
+
+@if_allowed
+async def long_transactions(store: Store, longer_than_s: float) -> int:
+    """Count the transactions that have been open for longer than this, of anybody."""
+    stages: list[Document] = [
+        {"$currentOp": {"allUsers": True, "idleSessions": True}},
+        {"$match": {"transaction.timeOpenMicros": {"$gt": longer_than_s * 1_000_000}}},
+        {"$count": "n"},
+    ]
+    reply = await store.driver.admin({"aggregate": 1, "pipeline": stages, "cursor": {}, "maxTimeMS": DEADLINE_MS})
+    batch: list[Document] = reply["cursor"]["firstBatch"]
+    return int(batch[0]["n"]) if batch else 0
+
+
+@if_allowed
+async def past_retention(store: Store, by_s: float) -> int:
+    """Count the tasks that should have been deleted so long ago, up to 1 000: more than a few mean the TTL monitor sleeps."""
+    due = {"$lt": ["$delete_time", {"$subtract": [store.now, by_s * 1_000]}]}
+    return await _count(store, {"delete_time": {"$exists": True}, "$expr": due}, "taskmesh_delete")
+
+
+@if_allowed
+async def unclaimed_leases(store: Store, by_s: float) -> int:
+    """Count the tasks whose last lease ran out so long ago and that nobody has claimed since, up to 1 000."""
+    query = {
+        "status": "RUNNING",
+        "next_claim_time": {"$exists": True},
+        "$expr": {"$lt": ["$next_claim_time", {"$subtract": [store.now, by_s * 1_000]}]},
+    }
+    return await _count(store, query, "taskmesh_status")
+
+
+@if_allowed
+async def short_leases(store: Store) -> list[str]:
+    """Return the names of unfinished tasks whose lease is shorter than two pings: one late ping loses them."""
+    timeout, ping = "$task_option.worker_timeout_ms", "$task_option.ping_interval_ms"
+    stages: list[Document] = [
+        {"$match": {"status": {"$in": ["INIT", "RUNNING"]}}},
+        {"$limit": _LOOKED_AT},
+        {"$match": {"$expr": {"$lt": [timeout, {"$multiply": [ping, 2]}]}}},
+        {"$group": {"_id": "$name"}},
+        {"$sort": {"_id": 1}},
+    ]
+    cursor = await store.driver.aggregate(store.tasks, stages, hint="taskmesh_status", maxTimeMS=DEADLINE_MS)
+    return [str(row["_id"]) for row in await cursor.to_list(None)]
+
+
+@if_allowed
+async def large_tasks(store: Store, larger_than: int) -> list[Document]:
+    """Return the largest unfinished tasks over this size, of the first few thousand: `_id` and `bytes`."""
+    stages: list[Document] = [
+        {"$match": {"status": {"$in": ["INIT", "RUNNING"]}}},
+        {"$limit": _LOOKED_AT},
+        {"$project": {"bytes": {"$bsonSize": "$$ROOT"}}},
+        {"$match": {"bytes": {"$gt": larger_than}}},
+        {"$sort": {"bytes": -1}},
+        {"$limit": 5},
+    ]
+    cursor = await store.driver.aggregate(store.tasks, stages, hint="taskmesh_status", maxTimeMS=DEADLINE_MS)
+    return list(await cursor.to_list(None))
+
+
+async def _count(store: Store, query: Document, hint: str) -> int:
+    stages: list[Any] = [{"$match": query}, {"$limit": 1_000}, {"$count": "n"}]
+    cursor = await store.driver.aggregate(store.tasks, stages, hint=hint, maxTimeMS=DEADLINE_MS)
+    rows = await cursor.to_list(None)
+    return int(rows[0]["n"]) if rows else 0
+
+
+__all__ = [
+    "build",
+    "hello",
+    "index_use",
+    "large_tasks",
+    "long_transactions",
+    "members",
+    "oplog_window_s",
+    "past_retention",
+    "short_leases",
+    "size",
+    "unclaimed_leases",
+]

@@ -1,0 +1,195 @@
+"""Tally: how many tasks there are by name and status, how many are due, and since when the oldest waits.
+
+Nobody keeps a count that every write would have to change. An index has the tasks of one status, queue and name side by side,
+as a row; which rows there are the server tells by one look for each, and it counts them without looking at the tasks. What time
+alone has changed is looked up, to correct for it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from taskmesh.store import rules
+from taskmesh.store.driver import Document
+from taskmesh.store.find import values_of
+from taskmesh.store.registry import closed_queues, server_time
+from taskmesh.store.store import Store
+
+_MOST_ROWS = 2_000
+"""With more of them the whole index is read instead."""
+_AT_ONCE = 100
+"""Rows that one command asks about."""
+_MOST_PRIORITIES = 20
+
+
+class Row(NamedTuple):
+    """Tasks that stand side by side in the index on status."""
+
+    status: str
+    queue: str
+    name: str
+
+
+async def counts(store: Store, statuses: Sequence[str] | None = None) -> list[Document]:
+    """Return how many tasks there are by name and stored status, from the index alone. `statuses`: only of these."""
+    found_rows = await rows(store, statuses)
+    if found_rows is None:
+        wanted: Document = {"$ne": "DELETED"} if statuses is None else {"$in": list(statuses)}
+        stages: list[Document] = [{"$match": {"status": wanted}}]
+        stages += [{"$group": {"_id": {"name": "$name", "status": "$status"}, "count": {"$sum": 1}}}]
+        cursor = await store.driver.aggregate(store.tasks, stages, hint="taskmesh_status")
+        return await cursor.to_list(None)  # type: ignore[no-any-return]  # both drivers leave it untyped
+    counting: list[list[Document]] = [
+        [{"$match": row._asdict()}, {"$count": "n"}, {"$set": {"_id": told(row)}}] for row in found_rows
+    ]
+    found: Counter[tuple[str, str]] = Counter()
+    for answer in await _ask_each(store, counting):
+        found[answer["_id"]["name"], answer["_id"]["status"]] += answer["n"]
+    return [{"_id": {"name": name, "status": status}, "count": n} for (name, status), n in found.items()]
+
+
+async def rows(store: Store, statuses: Sequence[str] | None = None) -> list[Row] | None:
+    """Return the rows that there are, of these statuses or all; None if there are too many to ask for each."""
+    found: list[Row] = []
+    if statuses is None:
+        stored = await values_of(store, "status", {})
+        statuses = None if stored is None else [status for status in stored if status != "DELETED"]
+    for status in statuses or ():
+        queues = await values_of(store, "queue", {"status": status})
+        for queue in queues or ():
+            names = await values_of(store, "name", {"status": status, "queue": queue})
+            if names is None or len(found) + len(names) > _MOST_ROWS:
+                return None
+            found += [Row(status, queue, name) for name in names]
+        if queues is None:
+            return None
+    return None if statuses is None else found
+
+
+def told(row: Row) -> Document:
+    """Return the fields by which an answer says which row it is about."""
+    return {name: {"$literal": value} for name, value in row._asdict().items()}
+
+
+async def _ask_each(store: Store, questions: Sequence[list[Document]]) -> list[Document]:
+    """Return the answers to all of these pipelines, many by one command; none if there are none."""
+    answers: list[Document] = []
+    for start in range(0, len(questions), _AT_ONCE):
+        cursor = await store.driver.aggregate(store.tasks, union_of(store, questions[start : start + _AT_ONCE]))
+        answers += await cursor.to_list(None)
+    return answers
+
+
+def union_of(store: Store, questions: Sequence[list[Document]]) -> list[Document]:
+    """Return one pipeline over the tasks that gives what all of these give."""
+    first, *others = questions
+    return [*first, *({"$unionWith": {"coll": store.tasks, "pipeline": other}} for other in others)]
+
+
+async def stale_counts(store: Store) -> list[Document]:
+    """Count the tasks whose stored status is wrong by time alone, by name, stored status and the true one."""
+    first_lease_end = {"$min": f"{rules.ENTRIES}.ping_expire_time"}
+    stale = {
+        "$or": [
+            {"settle_time": {"$exists": True}, "$expr": {"$lte": ["$settle_time", store.now]}},
+            {"status": "RUNNING", "$expr": {"$lte": [first_lease_end, store.now]}},
+        ]
+    }
+    stages: list[Any] = [
+        {"$match": stale},
+        {"$project": {"name": 1, "stored": "$status", "now": rules.status_on_reading(store.now)}},
+        {"$match": {"$expr": {"$ne": ["$stored", "$now"]}}},
+        {"$group": {"_id": {"name": "$name", "stored": "$stored", "now": "$now"}, "count": {"$sum": 1}}},
+    ]
+    cursor = await store.driver.aggregate(store.tasks, stages)
+    return await cursor.to_list(None)  # type: ignore[no-any-return]  # both drivers leave it untyped
+
+
+async def waiting(store: Store, queues: Sequence[str], at_most: int) -> dict[str, int]:
+    """Count the tasks of each queue that could be claimed now if it has room, no further than `at_most`."""
+    questions: list[list[Document]] = [
+        [
+            {"$match": {"pinned": False, "queue": queue, **_due(store.now)}},
+            {"$limit": at_most},
+            {"$count": "count"},
+            {"$set": {"_id": {"$literal": queue}}},
+        ]
+        for queue in queues
+    ]
+    # Their index begins with the workers, so no planner takes it for a queue unasked.
+    pinned: list[Document] = [
+        {"$match": {"pinned": True, "queue": {"$in": list(queues)}, **_due(store.now)}},
+        {"$limit": max(1, at_most * len(queues))},
+        {"$group": {"_id": "$queue", "count": {"$sum": 1}}},
+    ]
+    cursor = await store.driver.aggregate(store.tasks, pinned, hint="taskmesh_claimable_by_name")
+    found = dict.fromkeys(queues, 0)
+    for answer in [*await _ask_each(store, questions), *await cursor.to_list(None)]:
+        found[answer["_id"]] = min(at_most, found[answer["_id"]] + answer["count"])
+    return found
+
+
+async def waiting_by_group(store: Store, queue: str, at_most: int) -> dict[str | None, int]:
+    """Count the same of one queue by group, None for those without. Of pinned and other tasks no more than `at_most` each."""
+    found: dict[str | None, int] = {}
+    for pinned, hint in ((False, "taskmesh_claimable"), (True, "taskmesh_claimable_by_name")):
+        stages: list[Document] = [
+            {"$match": {"pinned": pinned, "queue": queue, **_due(store.now)}},
+            {"$limit": at_most},
+            {"$group": {"_id": "$group", "count": {"$sum": 1}}},
+        ]
+        cursor = await store.driver.aggregate(store.tasks, stages, hint=hint)
+        for row in await cursor.to_list(None):
+            found[row["_id"]] = found.get(row["_id"], 0) + row["count"]
+    return found
+
+
+def _due(now: rules.Expression) -> Document:
+    """What can be claimed by now; a bound of the indexes, so that what waits for later is not read."""
+    return {"next_claim_time": {"$exists": True}, "$expr": {"$lte": ["$next_claim_time", now]}}
+
+
+async def oldest_claimable(store: Store) -> tuple[datetime, datetime | None]:
+    """Return the server's time, and since when the oldest claimable task has been so. In a paused queue none is."""
+    now = await server_time(store)
+    closed = await closed_queues(store)
+    open_ = {"queue": {"$nin": closed}} if closed else {}
+    found = [
+        *await _oldest(store, {"status": "RUNNING", **open_}, now, "taskmesh_leases"),
+        *await _oldest(store, {"pinned": True, **open_}, now, "taskmesh_claimable_by_name"),
+    ]
+    waiting_rows = await rows(store, ["INIT"])
+    left: dict[Row, Document] = {row: {} for row in waiting_rows or () if row.queue not in closed}
+    # In a row the tasks of one priority stand together, the oldest first: so it is one look for each priority.
+    for _ in range(_MOST_PRIORITIES):
+        answers = await _ask_each(store, [_oldest_of_row(row, lower, now) for row, lower in left.items()])
+        found += [answer["next_claim_time"] for answer in answers]
+        left = {Row(**answer["_id"]): {"task_option.priority": {"$lt": answer.get("priority")}} for answer in answers}
+        if not left or not all(isinstance(answer.get("priority"), (int, float)) for answer in answers):
+            break
+    if left or waiting_rows is None:  # very many priorities, or a stranger's among them
+        found += await _oldest(store, {"pinned": False, **open_}, now, "taskmesh_claimable")
+    return now, min((time for time in found if isinstance(time, datetime)), default=None)
+
+
+def _oldest_of_row(row: Row, lower: Document, now: datetime) -> list[Document]:
+    return [
+        {"$match": {**row._asdict(), "pinned": False, "next_claim_time": {"$lte": now}, **lower}},
+        {"$sort": {"task_option.priority": -1, "next_claim_time": 1}},
+        {"$limit": 1},
+        {"$project": {"next_claim_time": 1, "priority": "$task_option.priority"}},
+        {"$set": {"_id": told(row)}},
+    ]
+
+
+async def _oldest(store: Store, query: Document, now: datetime, index: str) -> list[datetime]:
+    """Return the earliest `next_claim_time` of what is due, if anything is, by reading all of it."""
+    stages: list[Any] = [
+        {"$match": query | {"next_claim_time": {"$lte": now}}},
+        {"$group": {"_id": None, "oldest": {"$min": "$next_claim_time"}}},
+    ]
+    cursor = await store.driver.aggregate(store.tasks, stages, hint=index)
+    return [row["oldest"] for row in await cursor.to_list(None)]

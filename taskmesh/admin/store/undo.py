@@ -1,0 +1,190 @@
+"""Undo: what a bulk action is about to change is copied aside by the server, and can be put back for a while.
+
+Exact, whoever writes meanwhile: a task is changed only while it is as its copy says (but for progress and logs), and put
+back only if nothing has happened to it since. An execution that ran is not put back: its worker has let go of it.
+
+| action | put back, if |
+| --- | --- |
+| retry | nobody has claimed it since |
+| cancel | it is still CANCELLED |
+| delete | its key is still free |
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bson import ObjectId
+
+from taskmesh.store import rules
+from taskmesh.store.driver import Document
+from taskmesh.store.event_stamp import stamp, starting_with
+from taskmesh.store.prepared import prepared
+from taskmesh.store.store import Store
+
+ACTIONS_KEPT_MS = 30 * 86_400_000
+"""How long it can be read who did what to many tasks."""
+
+_STATE = [
+    "$publish_id",
+    "$change_ids",
+    "$task_option",
+    *(f"$task_state.{field}" for field in ("start_time", "expire_time", "cancel_time", "resume_time", "wanted")),
+    *(f"{rules.ENTRIES}.{field}" for field in ("running_id", "state", "retry_time")),
+]
+"""What has to be as it was copied: all that a publish, a claim, an outcome or another action changes."""
+
+
+async def begin(store: Store, action: str, where: str, by: str | None, matched: int, undo_ms: int) -> str:
+    """Write down that somebody is about to change many tasks; return the action's id."""
+    id_ = str(ObjectId())
+    said = {"action": action, "where": where, "by": by, "matched": matched, "done": None}
+    times = {"time": store.now, "delete_time": {"$add": [store.now, ACTIONS_KEPT_MS]}}
+    if undo_ms:
+        times["undo_until"] = {"$add": [store.now, undo_ms]}
+    stages = [{"$set": {name: {"$literal": value} for name, value in said.items()} | times}]
+    await store.driver.collection(store.actions).update_one({"_id": id_}, stages, upsert=True)
+    return id_
+
+
+async def end(store: Store, id_: str, done: int) -> None:
+    """Write down to how many tasks it was done."""
+    await store.driver.collection(store.actions).update_one({"_id": id_}, {"$set": {"done": done}})
+
+
+async def note(store: Store, action: str, about: str, by: str | None) -> None:
+    """Write down that somebody did something to one task, queue, worker or schedule."""
+    said = {name: {"$literal": value} for name, value in {"action": action, "about": about, "by": by}.items()}
+    times = {"time": store.now, "delete_time": {"$add": [store.now, ACTIONS_KEPT_MS]}}
+    await store.driver.collection(store.actions).update_one(
+        {"_id": str(ObjectId())}, [{"$set": said | times}], upsert=True
+    )
+
+
+async def noted(store: Store, limit: int) -> list[Document]:
+    """Return what was noted so, the newest first."""
+    cursor = store.driver.collection(store.actions).find({"about": {"$exists": True}}).sort("time", -1).limit(limit)
+    found: list[Document] = await cursor.to_list(None)
+    return found
+
+
+async def actions(store: Store, limit: int) -> list[Document]:
+    """Return the newest bulk actions, each with whether it can be undone still."""
+    stages: list[Document] = [
+        {"$match": {"matched": {"$exists": True}}},
+        {"$sort": {"time": -1}},
+        {"$limit": limit},
+        {
+            "$set": {
+                "undoable": {"$and": [{"$gt": ["$undo_until", store.now]}, {"$not": [{"$gt": ["$undone_time", None]}]}]}
+            }
+        },
+    ]
+    cursor = await store.driver.aggregate(store.actions, stages)
+    found: list[Document] = await cursor.to_list(None)
+    return found
+
+
+async def action(store: Store, id_: str) -> Document | None:
+    """Return one action, with whether its copies are kept still."""
+    stages: list[Document] = [{"$match": {"_id": id_}}, {"$set": {"kept": {"$gt": ["$undo_until", store.now]}}}]
+    cursor = await store.driver.aggregate(store.actions, stages)
+    found = await cursor.to_list(None)
+    return found[0] if found else None
+
+
+async def keep(store: Store, id_: str, which: Document, undo_ms: int) -> dict[str, list[Any]]:
+    """Copy these tasks aside for an action, and return by `_id` in which state they were copied."""
+    round_ = ObjectId()
+    stages: list[Document] = [
+        {"$match": which},
+        {
+            "$project": {
+                "_id": {"$concat": [id_, "/", "$_id"]},
+                "of": {"$literal": id_},
+                "round": {"$literal": round_},
+                "delete_time": {"$add": [store.now, undo_ms]},
+                "state": _STATE,
+                "task": "$$ROOT",
+            }
+        },
+        {"$merge": {"into": store.undo, "on": "_id", "whenMatched": "replace", "whenNotMatched": "insert"}},
+    ]
+    cursor = await store.driver.aggregate(store.tasks, stages)
+    await cursor.to_list(None)
+    copies = store.driver.collection(store.undo).find({"of": id_, "round": round_}, {"task._id": 1, "state": 1})
+    return {copy["task"]["_id"]: copy["state"] for copy in await copies.to_list(None)}
+
+
+def publications_of(states: dict[str, list[Any]]) -> set[Any]:
+    """The `publish_id`s of the tasks that were copied."""
+    return {state[0] for state in states.values()}
+
+
+def as_copied(states: dict[str, list[Any]]) -> rules.Expression:
+    """The condition that a task is as its copy says."""
+    place = {"$indexOfArray": [{"$literal": list(states)}, "$_id"]}
+    return {"$eq": [_STATE, {"$arrayElemAt": [{"$literal": list(states.values())}, place]}]}
+
+
+async def put_back(store: Store, id_: str, action: str, batch: int = 500) -> tuple[int, int]:
+    """Undo an action; return how many tasks were put back, and how many left as they are, since something has happened to them.
+
+    Safe to repeat: what was put back is known by its mark.
+    """
+    undone = f"{id_} undone"
+    now = store.now
+    entries = {"$filter": {"input": rules.ENTRIES, "cond": {"$ne": ["$$this.state", "RUNNING"]}}}
+    untouched = {"$eq": ["$status", "CANCELLED"]} if action == "cancel" else _says("retried")
+    unchanged = {"$eq": [{"$ifNull": ["$change_ids", []]}, {"$ifNull": ["$$new.change_ids", []]}]}
+    ours: rules.Expression = {"$and": [{"$eq": ["$bulk_id", id_]}, unchanged, untouched]}
+    if action == "delete":
+        ours = {"$gt": ["$task_state.deleted_time", None]}  # what is left of it, for the sake of a handler at work
+    # Whose handler is on its way out keeps its place.
+    state = {"$mergeObjects": ["$$new.task_state", {"leaving": rules.sent_away(now)}]}
+    back = {"$mergeObjects": ["$$new", {"task_state": state}]}
+    merge: Document = {
+        "into": store.tasks,
+        "on": "_id",
+        "whenMatched": [
+            {"$replaceWith": {"$cond": [ours, back, "$$ROOT"]}},
+            *rules.derivation(now, where={"$eq": ["$bulk_id", {"$literal": undone}]}),
+        ],
+        "whenNotMatched": "insert" if action == "delete" else "discard",
+    }
+    copies = store.driver.collection(store.undo)
+    restored = seen = 0
+    last = f"{id_}/"
+    while True:
+        cursor = copies.find({"of": id_, "_id": {"$gt": last}}, {"_id": 1}).sort("_id", 1).limit(batch)
+        ids = [copy["_id"] for copy in await cursor.to_list(None)]
+        if not ids:
+            return restored, seen - restored
+        stages: list[Document] = [
+            {"$match": {"_id": {"$in": ids}}},
+            {"$replaceWith": "$task"},
+            {
+                "$set": {
+                    "task_state": {"worker_states": entries, "leaving": "$$REMOVE"},
+                    "event": stamp("restored", now),
+                    "bulk_id": {"$literal": undone},
+                }
+            },
+            *prepared(rules.derivation, now),
+            {"$merge": merge},
+        ]
+        await (await store.driver.aggregate(store.undo, stages)).to_list(None)
+        tasks = {"_id": {"$in": [copy.removeprefix(f"{id_}/") for copy in ids]}, "bulk_id": undone}
+        restored += await store.driver.collection(store.tasks).count_documents(tasks)
+        seen += len(ids)
+        last = ids[-1]
+
+
+async def forget(store: Store, id_: str) -> None:
+    """Write down that an action was undone, and drop its copies."""
+    await store.driver.collection(store.actions).update_one({"_id": id_}, [{"$set": {"undone_time": store.now}}])
+    await store.driver.collection(store.undo).delete_many({"of": id_})
+
+
+def _says(kind: str) -> rules.Expression:
+    return {"$regexMatch": {"input": {"$ifNull": ["$event", ""]}, "regex": starting_with([kind])["$regex"]}}

@@ -1,0 +1,162 @@
+"""What if: what a change of an option or of a limit would do, judged by the rule's own expressions. Nothing is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import datetime
+
+from pydantic import BaseModel, ConfigDict
+
+from taskmesh.admin.explain import Explanation, explain
+from taskmesh.admin.queues import QueueInfo, QueueLimits, read_queue
+from taskmesh.admin.store import task_counts
+from taskmesh.model.task import Status, Task, task_id
+from taskmesh.store import Store, rules
+from taskmesh.store.control import option_stages
+from taskmesh.store.driver import Document
+
+_COUNTED_TO = 10_000
+
+
+class OptionEffect(BaseModel):
+    """What a change of a task's option would do."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    key: str
+    status_now: Status
+    status_then: Status
+    next_claim_time_now: datetime | None
+    """When the first worker could claim it, as things stand."""
+    next_claim_time_then: datetime | None
+    opens: list[str]
+    """Workers that cannot claim it now, and could then."""
+    shuts: list[str]
+    """Workers that can claim it now, and could not then."""
+    stops: list[str]
+    """Workers whose execution would be stopped."""
+
+    @property
+    def sentence(self) -> str:
+        """The same for people."""
+        parts = [
+            f"it would be {self.status_then} instead of {self.status_now}"
+            if self.status_then != self.status_now
+            else "",
+            f"{_some(self.opens)} could claim it then" if self.opens else "",
+            f"{_some(self.shuts)} could not claim it any more" if self.shuts else "",
+            f"its execution on {_some(self.stops)} would be stopped" if self.stops else "",
+        ]
+        return "; ".join(filter(None, parts)) or "nothing would change about who can claim it now"
+
+
+class LimitEffect(BaseModel):
+    """What a change of a queue's limits would do. What runs already would run on."""
+
+    model_config = ConfigDict(frozen=True)
+
+    queue: str
+    limits_now: QueueLimits
+    limits_then: QueueLimits
+    waiting: int
+    """Tasks that are due; counted up to 10 000."""
+    running: int
+    claimable_now: int
+    """How many of those that wait the limits have room for, as things stand."""
+    claimable_then: int
+    too_many: int
+    """How many more run than would be allowed: so many have to end before another one starts."""
+
+    @property
+    def sentence(self) -> str:
+        """The same for people."""
+        most = "10000 or more" if self.waiting >= _COUNTED_TO else str(self.waiting)
+        said = f"{self.running} run and {most} wait, of which {self.claimable_now} could start now and {self.claimable_then} then"
+        over = f"; {self.too_many} of those that run have to end before another one starts" if self.too_many else ""
+        return said + over
+
+
+async def effect_of_option(store: Store, task: Task, changes: Document) -> OptionEffect:
+    """Tell what this change of its option, as it would be stored, would do to a task."""
+    id_ = task_id(task.name, task.key)
+    # Told is who could claim it when those whom it stops have ended: the places that they keep until then are left out.
+    places: Document = {"$set": {"_leaving": "$task_state.leaving"}}
+    as_before: Document = {"$set": {"task_state.leaving": "$_leaving"}}
+    as_if = [places, *option_stages(changes, store.now), as_before, *rules.derivation(store.now)]
+    now, then = await explain(store, id_, None), await explain(store, id_, None, as_if)
+    able_now, able_then = _able(now), _able(then)
+    changed = await _changed(store, id_, as_if)
+    return OptionEffect(
+        name=task.name,
+        key=task.key,
+        status_now=task.status,
+        status_then=Status(changed["status"]),
+        next_claim_time_now=_first_time(now),
+        next_claim_time_then=_first_time(then),
+        opens=sorted(able_then - able_now),
+        shuts=sorted(able_now - able_then),
+        stops=sorted(set(changed["runs_now"]) - set(changed["runs_then"])),
+    )
+
+
+def _some(workers: list[str]) -> str:
+    return ", ".join(workers[:3]) + (f" and {len(workers) - 3} more" if len(workers) > 3 else "")
+
+
+def _able(explanations: list[Explanation]) -> set[str]:
+    return {each.worker_id for each in explanations if each.claimable}
+
+
+def _first_time(explanations: list[Explanation]) -> datetime | None:
+    return min((each.next_claim_time for each in explanations if each.next_claim_time is not None), default=None)
+
+
+async def _changed(store: Store, id_: str, as_if: list[Document]) -> Document:
+    """Return the status that the task would have, and who runs it before and after."""
+    live = {"$filter": {"input": rules.ENTRIES, "cond": rules.is_live(store.now)}}
+    running = {"$map": {"input": live, "in": "$$this.worker_id"}}
+    stages: list[Document] = [
+        {"$match": {"_id": id_}},
+        {"$set": {"runs_now": running}},
+        *as_if,
+        {"$project": {"status": rules.status_on_reading(store.now), "runs_now": 1, "runs_then": running}},
+    ]
+    cursor = await store.driver.aggregate(store.tasks, stages)
+    rows: list[Document] = await cursor.to_list(None)
+    return rows[0] if rows else {"status": Status.CANCELLED, "runs_now": [], "runs_then": []}
+
+
+async def effect_of_limit(store: Store, queue: str, change: Callable[[QueueLimits], QueueLimits]) -> LimitEffect:
+    """Tell what this change of its limits would do to a queue."""
+    found = await read_queue(store, queue)
+    then = change(found.limits)
+    waiting = await task_counts.waiting_by_group(store, queue, _COUNTED_TO)
+    over = [found.running - then.running] if then.running is not None else []
+    for group, running in found.running_by_group.items():
+        limit = then.of_group(group)
+        over += [running - limit] if limit is not None else []
+    return LimitEffect(
+        queue=queue,
+        limits_now=found.limits,
+        limits_then=then,
+        waiting=min(_COUNTED_TO, sum(waiting.values())),
+        running=found.running,
+        claimable_now=_room_for(waiting, found, found.limits),
+        claimable_then=_room_for(waiting, found, then),
+        too_many=max([0, *over]),
+    )
+
+
+def _room_for(waiting: Mapping[str | None, int], queue: QueueInfo, limits: QueueLimits) -> int:
+    """How many of those that wait could start at once."""
+    if queue.paused:
+        return 0
+    count = 0
+    for group, wanted in waiting.items():
+        limit = limits.of_group(group)
+        running = 0 if group is None else queue.running_by_group.get(group, 0)
+        count += wanted if limit is None else max(0, min(wanted, limit - running))
+    rooms = [limits.running - queue.running] if limits.running is not None else []
+    rooms += [limits.rate - queue.started] if limits.rate is not None else []
+    return max(0, min([count, *rooms]))

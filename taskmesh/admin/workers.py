@@ -1,0 +1,195 @@
+"""The registry as its readers see it: which workers there are, and whether anybody could run a task."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from datetime import datetime, timedelta
+
+from pydantic import BaseModel, ConfigDict
+from pymongo.errors import OperationFailure
+
+from taskmesh.client.definition import Configuration
+from taskmesh.client.registered import RegisteredDefinition
+from taskmesh.store import Store, definitions, registry
+from taskmesh.store.driver import Document
+from taskmesh.store.server_errors import is_passing, patiently
+
+_TRUSTED_S = 2.0
+_ASKED_AGAIN_S = 0.25
+_MOST_DEFINITIONS = 1_000
+"""That a publisher keeps in mind."""
+
+
+class LeaseLeft(BaseModel):
+    """How near the leases of a worker came to their end within the last hour."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    name: str
+    """Of the tasks."""
+    share: float
+    """The smallest share of a lease that was left when it was renewed: near 0 a task is about to run twice."""
+
+
+class WorkerInfo(BaseModel):
+    """A worker as it last described itself."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    worker_id: str
+    host: str
+    pid: int
+    version: str
+    state: str
+    """`running`, `stopping`, `stopped`; `gone` if it has shown no sign of life for a while."""
+    names: list[str]
+    queues: list[str] | None
+    """None: all."""
+    concurrency: int
+    running: int
+    last_seen: datetime
+    paused: bool = False
+    start_time: datetime | None = None
+    started: int = 0
+    finished: int = 0
+    started_per_s: float = 0.0
+    finished_per_s: float = 0.0
+    claims_tried: int = 0
+    """Tasks that it tried to claim within the last hour."""
+    claims_won: int = 0
+    """Those of them that it got; the others went elsewhere, or had changed."""
+    lease_left: list[LeaseLeft] = []
+    stood_still_ms: int = 0
+    """The longest that its event loop stood still within the last hour, if that was a second or more."""
+    clock_off_ms: int = 0
+    """How far its machine's clock is ahead of the server's."""
+
+    @property
+    def live(self) -> bool:
+        """Whether the worker is there."""
+        return self.state not in ("stopped", "gone")
+
+    @property
+    def claims_lost_share(self) -> float | None:
+        """The share of its claims of the last hour that won nothing; None if it tried none."""
+        return 1 - self.claims_won / self.claims_tried if self.claims_tried else None
+
+    @property
+    def least_lease_left(self) -> LeaseLeft | None:
+        """The lease that came nearest to its end within the last hour; None if none was renewed."""
+        return min(self.lease_left, key=lambda left: left.share, default=None)
+
+    @classmethod
+    def from_document(cls, document: Document) -> WorkerInfo:
+        """Read a registry document."""
+        state = document.get("state", "stopped")
+        if not document.get("live") and state != "stopped":
+            state = "gone"
+        return cls.model_validate({**document, "worker_id": document["_id"], "state": state})
+
+
+class Registry:
+    """Reads the registry, not more often than needed."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._workers: list[WorkerInfo] = []
+        self._queues: dict[str, Document] = {}
+        self._read_at = float("-inf")
+        self._reading = asyncio.Lock()
+        self._definitions: OrderedDict[str, tuple[float, RegisteredDefinition]] = OrderedDict()
+
+    async def read(self) -> list[WorkerInfo]:
+        """Return all workers of the last hour."""
+        documents = [d for d in await registry.workers(self._store) if "names" in d and "host" in d]
+        self._workers = [WorkerInfo.from_document(document) for document in documents]
+        return self._workers
+
+    async def definition(self, name: str, *, newly: bool = False) -> RegisteredDefinition:
+        """Return what workers have registered of the tasks of this name. Reads at most every two seconds; `newly`: at once."""
+        read_at, known = self._definitions.get(name, (float("-inf"), None))
+        age = time.monotonic() - read_at
+        if known is not None and age <= (_ASKED_AGAIN_S if newly or not known.found else _TRUSTED_S):
+            return known
+        begun = time.monotonic()
+        try:
+            document = await patiently(lambda: definitions.read(self._store, name))
+        except OperationFailure as error:
+            if is_passing(error):
+                raise
+            document = None  # this user may not read it: a warning says that nothing is known
+        known = RegisteredDefinition(name, document)
+        self._definitions[name] = begun, known
+        self._definitions.move_to_end(name)
+        while len(self._definitions) > _MOST_DEFINITIONS:
+            self._definitions.popitem(last=False)
+        return known
+
+    async def warnings(
+        self, name: str, configuration: Configuration, now: datetime, *, known: bool = True
+    ) -> list[str]:
+        """Tell why nobody could run such a task now. Reads at most every two seconds while all is well.
+
+        `known`: its queue, option and params are those of its definition, or of what workers have registered.
+        """
+        return [*await self._unable(name, configuration, now), *([] if known else self._unregistered(name))]
+
+    def _unregistered(self, name: str) -> list[str]:
+        if not any(name in worker.names for worker in self._workers if worker.live):
+            return []
+        said = (
+            f"live workers run {name!r}, but its queue, option and params are not registered (these workers are of an older "
+            "release), or may not be read here: the defaults are used where nothing was given, and the params are unchecked"
+        )
+        return [said]
+
+    async def _unable(self, name: str, configuration: Configuration, now: datetime) -> list[str]:
+        age = time.monotonic() - self._read_at
+        if age > _TRUSTED_S:
+            await self._refresh()
+            age = 0.0
+        found = self._warnings(name, configuration, now)
+        if found and age > _ASKED_AGAIN_S:
+            await self._refresh()
+            found = self._warnings(name, configuration, now)
+        return found
+
+    async def _refresh(self) -> None:
+        asked = time.monotonic()
+        async with self._reading:  # many publish at once: one reads, and the others take what it found
+            if self._read_at >= asked:
+                return
+            begun = time.monotonic()
+            await self.read()
+            self._queues = await registry.queues(self._store)
+            self._read_at = begun
+
+    def _warnings(self, name: str, configuration: Configuration, now: datetime) -> list[str]:
+        found = []
+        live = [worker for worker in self._workers if worker.live]
+        knowing = [w for w in live if name in w.names and (w.queues is None or configuration.queue in w.queues)]
+        if not live:
+            found.append("no worker is alive: start one with `taskmesh worker MODULE:MESH`")
+        elif not knowing:
+            found.append(f"no live worker runs tasks named {name!r} from queue {configuration.queue!r}")
+        named = configuration.option.specific_worker_ids
+        if knowing and named and not any(worker.worker_id in named for worker in knowing):
+            found.append(f"none of specific_worker_ids ({', '.join(named)}) is a live worker that runs {name!r}")
+        wanted = configuration.option.concurrent_worker_cnt
+        if named and wanted > len(set(named)):
+            found.append(
+                f"it can never finish: concurrent_worker_cnt={wanted} different workers, of {len(set(named))} specific_worker_ids"
+            )
+        queue = self._queues.get(configuration.queue)
+        if queue is not None and queue.get("paused"):
+            found.append(f"queue {configuration.queue!r} is paused")
+        if queue is not None and (queue.get("limits") or {}).get("running") == 0:
+            found.append(f"queue {configuration.queue!r} is limited to 0 executions at a time")
+        start = configuration.start_time
+        if configuration.delay_ms is not None:
+            start = now + timedelta(milliseconds=configuration.delay_ms)
+        if configuration.expire_time is not None and configuration.expire_time <= max(now, start or now):
+            found.append(f"it expires at {configuration.expire_time.isoformat()}, before it can start")
+        return found

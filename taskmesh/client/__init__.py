@@ -1,0 +1,1 @@
+"""Who publishes and waits: definitions, publishing, results, events, schedules."""

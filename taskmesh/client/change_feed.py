@@ -1,0 +1,265 @@
+"""The feed: one change stream per process, read once and handed to everybody here who listens.
+
+It reopens by itself after every fault, behind the last event it saw. If that place is lost it tells every reader of
+the gap, and the reader looks for itself (a scan, a query). A stream that the server does not offer is no fault: said
+once, and then there is only the looking.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import operator
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from pymongo.errors import OperationFailure, PyMongoError
+
+from taskmesh.store import Store
+from taskmesh.store.change_stream import Change, Interest, change_from, open_stream
+from taskmesh.store.closing import CLOSE_DEADLINE_S, ended_in_time
+from taskmesh.store.driver import Document
+
+logger = logging.getLogger("taskmesh.feed")
+
+_HISTORY_LOST = {286, 280, 260, 136, 234, 10334}
+"""The last: an event larger than a message may be, which stands in the way for ever: the stream goes on behind it."""
+_NOT_OFFERED = {13, 40573, 40415, 59}
+_LONGEST_PAUSE_S = 5.0
+_EAGER_AWAIT_MS = 500
+_EAGER_PAUSE_S = 0.002
+_RELAXED_AWAIT_MS = 1
+_RELAXED_PAUSE_S = 0.1
+_RETRY_NOT_OFFERED_S = 60.0
+
+
+def is_history_lost(error: OperationFailure) -> bool:
+    """Whether the place of a resume token is out of reach: only a stream opened afresh goes on."""
+    return error.code in _HISTORY_LOST or error.has_error_label("NonResumableChangeStreamError")
+
+
+@dataclass(eq=False)
+class Subscription:
+    """One reader of the feed."""
+
+    interest: Interest
+    on_change: Callable[[Change], None]
+    on_gap: Callable[[], None]
+    relaxed: bool = False
+    """Whether hearing of things a tenth of a second later is soon enough."""
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once a stream that covers the interest is open, or it is known that there is none."""
+
+
+class Feed:
+    """The process's stream over one database."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._subscriptions: list[Subscription] = []
+        self._reader: asyncio.Task[None] | None = None
+        self._token: Document | None = None
+        self.offered = True
+        """Whether the server offers change streams to us."""
+        self._opened_before = False
+        self._strays: set[asyncio.Task[None]] = set()
+        self.delivered = 0
+        """How many events came, for tests and metrics."""
+        self._moved_at = time.monotonic()
+
+    def subscribe(
+        self, interest: Interest, on_change: Callable[[Change], None], on_gap: Callable[[], None]
+    ) -> Subscription:
+        """Start to listen; wait for `ready` before the first look, so that nothing falls in between."""
+        subscription = Subscription(interest, on_change, on_gap)
+        if not self._subscriptions:
+            self._moved_at = time.monotonic()
+        covered = self._subscriptions and self._union() | interest == self._union()
+        self._subscriptions.append(subscription)
+        if covered and self._reader is not None and self._subscriptions[0].ready.is_set():
+            subscription.ready.set()
+        else:
+            self._restart()
+        return subscription
+
+    def change(self, subscription: Subscription, interest: Interest, *, relaxed: bool) -> None:
+        """Listen to something else from now on, beginning where the stream stands, or at another pace."""
+        if subscription.interest != interest or subscription.relaxed != relaxed:
+            subscription.interest = interest
+            subscription.relaxed = relaxed
+            self._restart()
+
+    def unsubscribe(self, subscription: Subscription) -> None:
+        """Stop to listen. The last to go closes the stream. Does nothing if the feed has been closed meanwhile."""
+        if subscription not in self._subscriptions:
+            return
+        self._subscriptions.remove(subscription)
+        if not self._subscriptions:
+            self._stop()
+
+    @property
+    def position(self) -> str | None:
+        """The place up to which everything was handed out; None if no stream has been open."""
+        return None if self._token is None else self._token["_data"]
+
+    @property
+    def silent_ms(self) -> float:
+        """For how long the stream has not moved on; 0 while nobody listens.
+
+        It moves on with whatever is written to the server, wanted or not, and each live worker writes every two seconds. So
+        one that is silent for long is open and dead: a connection cut without a word, a primary that lost its majority.
+        """
+        return (time.monotonic() - self._moved_at) * 1000 if self._subscriptions else 0.0
+
+    def listens(self, subscription: Subscription | None) -> bool:
+        """Whether the subscription is still open."""
+        return subscription in self._subscriptions
+
+    async def close(self) -> None:
+        """Close the stream, whoever listens."""
+        self._subscriptions.clear()
+        reader = self._stop()
+        for closing in (reader, *tuple(self._strays)):
+            if closing is not None:
+                await ended_in_time(closing, CLOSE_DEADLINE_S)
+
+    def _union(self) -> Interest:
+        return functools.reduce(operator.or_, (s.interest for s in self._subscriptions), Interest())
+
+    def _stop(self) -> asyncio.Task[None] | None:
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.cancel()
+        self._token = None
+        self._opened_before = False
+        return reader
+
+    def _restart(self) -> None:
+        """Open a stream for what is wanted now. The old one goes: its connection is closed, which is rare enough."""
+        if self._reader is not None:
+            self._reader.cancel()
+        for subscription in self._subscriptions:
+            subscription.ready.clear()
+        self._reader = asyncio.get_running_loop().create_task(self._read_for_ever(), name="taskmesh feed")
+
+    async def _read_for_ever(self) -> None:
+        pause = 0.1
+        faults = 0
+        while self._is_current():
+            try:
+                async for opened in self._read():
+                    if opened:
+                        if faults:
+                            logger.info("change stream is open again")
+                        pause, faults = 0.1, 0
+            except OperationFailure as error:
+                if is_history_lost(error):
+                    logger.warning(
+                        "change stream lost its place (code %s, %.200s): opening afresh, and scanning",
+                        error.code,
+                        error,
+                    )
+                    self._token = None
+                    self._announce_gap()
+                elif error.code in _NOT_OFFERED:
+                    if self.offered:
+                        logger.warning("the server offers no change stream (%s): relying on scans alone", error)
+                    self.offered = False
+                    self._set_ready()
+                    await asyncio.sleep(_RETRY_NOT_OFFERED_S)
+                    continue
+                else:
+                    self._tell_fault(error, faults)
+                faults += 1
+            except PyMongoError as error:
+                self._tell_fault(error, faults)
+                faults += 1
+            except Exception:
+                logger.exception("the change stream met an error that is not the database's: opening it again")
+                faults += 1
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, _LONGEST_PAUSE_S)
+
+    def _is_current(self) -> bool:
+        """Whether this task is still the reader. Its cancellation alone does not end it for certain.
+
+        Up to Python 3.11 `asyncio.wait_for`, by which the driver reads, drops a cancellation that meets an answer.
+        """
+        return self._reader is asyncio.current_task()
+
+    def _tell_fault(self, error: Exception, faults: int) -> None:
+        if faults == 0:  # an outage is one line, however long it lasts
+            logger.warning("change stream broke (%s: %.200s): opening it again", type(error).__name__, error)
+
+    async def _read(self) -> AsyncIterator[bool]:
+        """Read one stream until it ends or breaks."""
+        had_place = self._token is not None
+        relaxed = all(subscription.relaxed for subscription in self._subscriptions)
+        await_ms = _RELAXED_AWAIT_MS if relaxed else _EAGER_AWAIT_MS
+        opening = asyncio.ensure_future(
+            open_stream(self._store, self._union(), start_after=self._token, await_ms=await_ms)
+        )
+        try:
+            stream = await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            # The server opens it all the same, and would keep it for minutes: close it as soon as it is open.
+            self._strays.add(closing := asyncio.ensure_future(_close_opened(opening)))
+            closing.add_done_callback(self._strays.discard)
+            raise
+        try:
+            if not self._is_current():
+                return
+            if not had_place and self._opened_before:
+                self._announce_gap()
+            self._opened_before = True
+            self._move_to(stream.resume_token or self._token)
+            self.offered = True
+            self._set_ready()
+            yield True
+            paused_at = time.monotonic()
+            while stream.alive:
+                event = await stream.try_next()
+                if not self._is_current():
+                    return
+                if event is not None:
+                    self.delivered += 1
+                    self._hand_out(change_from(event))
+                self._move_to(stream.resume_token)
+                if event is None and relaxed:
+                    await asyncio.sleep(_RELAXED_PAUSE_S)
+                elif event is not None and time.monotonic() - paused_at > _EAGER_PAUSE_S:
+                    # What comes next comes together: a read that waits is woken by every write to the server.
+                    await asyncio.sleep(_EAGER_PAUSE_S)
+                    paused_at = time.monotonic()
+        finally:
+            await stream.close()
+
+    def _move_to(self, token: Document | None) -> None:
+        if token is None or token != self._token:
+            self._moved_at = time.monotonic()
+        self._token = token
+
+    def _hand_out(self, change: Change) -> None:
+        for subscription in tuple(self._subscriptions):
+            try:
+                subscription.on_change(change)
+            except Exception:  # a stranger's document must not stop the stream
+                logger.exception("could not read the change of %.200r: skipped", change.id)
+
+    def _announce_gap(self) -> None:
+        for subscription in tuple(self._subscriptions):
+            subscription.on_gap()
+
+    def _set_ready(self) -> None:
+        for subscription in self._subscriptions:
+            subscription.ready.set()
+
+
+async def _close_opened(opening: asyncio.Future[Any]) -> None:
+    """Close a stream that nobody wants any more when it opens."""
+    with contextlib.suppress(PyMongoError):
+        await (await opening).close()

@@ -1,0 +1,189 @@
+"""A mesh's connection: where to, opened and closed, and whether it can be used here (this process, this event loop)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+import weakref
+from typing import TYPE_CHECKING, Any, Self
+
+from taskmesh.admin.workers import Registry
+from taskmesh.client.change_feed import Feed
+from taskmesh.client.events import EventReader
+from taskmesh.client.results import Results
+from taskmesh.model.errors import TaskMeshError
+from taskmesh.store import Store, reach, registry, schema
+from taskmesh.store.clock import ServerClock
+from taskmesh.store.server_errors import patiently
+
+if TYPE_CHECKING:
+    from taskmesh.consumer import Consumer
+
+logger = logging.getLogger("taskmesh.connection")
+
+_NOT_CONNECTED = "this mesh is not connected: use it inside `async with mesh:` (or `publish_sync`)"
+
+
+class Connected:
+    """What all that a mesh can do stands on. Once connected it has `store`, `clock` and `feed`."""
+
+    _clock: ServerClock
+    _feed: Feed
+    _results: Results
+    _registry: Registry
+
+    def __init__(self, client: Any = None, *, database: str = "taskmesh", collection: str = "tasks") -> None:
+        self._client = client
+        self._database = database
+        self._collection = collection
+        self._store: Store | None = None
+        self.reached = False
+        """Whether the server has ever answered, though it may not be connected yet."""
+        self._created = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._pid = os.getpid()
+        self._embedded: Any = None
+        self._event_readers: weakref.WeakSet[EventReader] = weakref.WeakSet()
+        self._consumers: weakref.WeakSet[Consumer] = weakref.WeakSet()
+
+    def connect_to(self, client: Any = None, *, database: str | None = None, collection: str | None = None) -> None:
+        """Change where this mesh will connect to: what a command line or a test overrides. None: as it is.
+
+        Raises `TaskMeshError` if it is connected already.
+        """
+        if self._store is not None:
+            raise TaskMeshError("this mesh is connected already: say where before `async with mesh`")
+        self._client = self._client if client is None else client
+        self._database = database or self._database
+        self._collection = collection or self._collection
+
+    @property
+    def address(self) -> str:
+        """Where this mesh is connected: host and port, database and collection; without credentials."""
+        store = self.store
+        return f"{reach.hosts(store)}, database {self._database!r}, collection {self._collection!r}"
+
+    async def __aenter__(self) -> Self:
+        await self.connect()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is not None:  # as if what failed had been running it
+                await self._stop_consumers(grace_ms=0)
+        finally:
+            await self.close()
+
+    async def connect(self, *, create: bool = True) -> None:
+        """Connect, check the server, and create the collections and indexes that are missing.
+
+        `create=False`: leave that to the first publication, so that a look at a database changes nothing in it.
+        Raises `NotAReplicaSet`, `IncompatibleCollection`, `EmbeddedUnavailable`, or `TaskMeshError` if no server answers.
+        """
+        if self._store is not None:
+            raise TaskMeshError("this mesh is connected already: use one `async with mesh` around all that needs it")
+        store = Store(await self._client_or_uri(), self._database, self._collection)
+        clock = ServerClock()
+        try:
+            await schema.check_server(store)
+            self.reached = True
+            for _ in range(3):
+                await sample(clock, store)
+            await patiently(lambda: schema.create(store) if create else schema.check_readable(store))
+        except BaseException:
+            await store.close()
+            await self._leave_embedded()
+            raise
+        self._created = create
+        self._store, self._clock, self._loop, self._pid = store, clock, asyncio.get_running_loop(), os.getpid()
+        self._feed = Feed(store)
+        self._results = Results(store, self._feed)
+        self._registry = Registry(store)
+
+    async def _create_what_is_missing(self) -> None:
+        """Do what `connect(create=False)` has left out."""
+        if not self._created:
+            store = self.store
+            await patiently(lambda: schema.create(store))
+            self._created = True
+
+    async def close(self) -> None:
+        """Stop the consumers that run, within their grace; then close what `connect` opened. Does nothing the second time."""
+        if self._store is None:
+            return
+        try:
+            await self._stop_consumers()
+        finally:
+            await self._close()
+
+    async def _stop_consumers(self, **grace: int) -> None:
+        """Stop them side by side; those of another process, from which this one was forked, are none of ours."""
+        if self.connected_in(asyncio.get_running_loop()):
+            at_work = [consumer for consumer in self._consumers if consumer.at_work]
+            for consumer in at_work:
+                logger.info("worker %s stops, since its mesh is closed", consumer.worker_id)
+            await asyncio.gather(*(consumer.stop(**grace) for consumer in at_work))
+
+    async def _close(self) -> None:
+        if self._store is None:  # somebody else has closed it meanwhile
+            return
+        store, self._store = self._store, None
+        for reader in tuple(self._event_readers):
+            reader.close()
+        await self._results.close()
+        await self._feed.close()
+        await store.close()
+        await self._leave_embedded()
+
+    async def _client_or_uri(self) -> Any:
+        client = self._client or os.environ.get("TASKMESH_URI")
+        if client is not None:
+            return client
+        from taskmesh.embedded import attach  # noqa: PLC0415 — an extra
+
+        self._embedded = await asyncio.to_thread(attach)
+        return self._embedded.uri
+
+    async def _leave_embedded(self) -> None:
+        if self._embedded is not None:
+            embedded, self._embedded = self._embedded, None
+            await asyncio.to_thread(embedded.close)
+
+    def connected_in(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Whether the mesh can be used in this event loop, in this process."""
+        return self._store is not None and self._loop is loop and self._pid == os.getpid()
+
+    @property
+    def store(self) -> Store:
+        """The connection. Raises `TaskMeshError` if there is none that can be used here."""
+        if self._store is None:
+            raise TaskMeshError(_NOT_CONNECTED)
+        if self._pid != os.getpid():
+            raise TaskMeshError(
+                "this mesh was connected before a fork: connect it anew in the child, or use `publish_sync`"
+            )
+        if self._loop is not asyncio.get_running_loop():
+            raise TaskMeshError("this mesh is connected in another event loop: connect it in the one that uses it")
+        return self._store
+
+    @property
+    def clock(self) -> ServerClock:
+        """The server's time. Raises `TaskMeshError` for a mesh that was never connected."""
+        if self._loop is None:
+            raise TaskMeshError(_NOT_CONNECTED)
+        return self._clock
+
+    @property
+    def feed(self) -> Feed:
+        """What happens to tasks, told to all in this mesh who listen. Raises `TaskMeshError` as `clock` does."""
+        if self._loop is None:
+            raise TaskMeshError(_NOT_CONNECTED)
+        return self._feed
+
+
+async def sample(clock: ServerClock, store: Store) -> None:
+    """Ask the server for its time. A consumer hears of it with every sign of life; who only publishes has to ask."""
+    sent = time.monotonic()
+    clock.observe(await registry.server_time(store), sent, time.monotonic())

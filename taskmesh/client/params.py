@@ -1,0 +1,157 @@
+"""Params from a handler's signature.
+
+They are checked at publish, so that nothing unfit is stored, and again at execution, since code and documents do not
+always change together.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic.errors import PydanticUserError
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+
+from taskmesh.model.errors import InvalidOption, InvalidParams, TaskTooLarge
+from taskmesh.store.values import TooLarge, Unstorable, size_of, storable, too_deep
+
+
+class _Schema(GenerateJsonSchema):
+    """A JSON schema in which a type that JSON does not have takes everything."""
+
+    def handle_invalid_for_json_schema(self, schema: Any, error_info: str) -> JsonSchemaValue:  # noqa: ARG002 — pydantic calls it so
+        return {}
+
+    def emit_warning(self, kind: Any, detail: str) -> None:
+        """Say nothing of defaults that JSON does not have."""
+
+
+class Params:
+    """What one handler takes."""
+
+    def __init__(self, name: str, fn: Callable[..., Any]) -> None:
+        self._name = name
+        self._signature = inspect.signature(fn)
+        for parameter in self._signature.parameters.values():
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                raise TypeError(
+                    f"task {name!r}: the handler takes *{parameter.name}, but params are stored by name: name them"
+                )
+        self._positional = [p.name for p in self._signature.parameters.values() if p.kind is p.POSITIONAL_ONLY]
+        self._open_ended = any(p.kind is p.VAR_KEYWORD for p in self._signature.parameters.values())
+        self._fn = fn
+        self._model: type[BaseModel] | None = None
+        self._names: list[tuple[str, str]] = []
+
+    def named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return positional and keyword arguments by name."""
+        if not args:
+            return dict(kwargs)
+        try:
+            bound = self._signature.bind_partial(*args, **kwargs)
+        except TypeError as error:
+            raise InvalidParams(f"task {self._name!r} takes {self._signature}: {error}") from None
+        named = dict(bound.arguments)
+        for parameter in self._signature.parameters.values():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                named |= named.pop(parameter.name, {})
+        return named
+
+    def to_store(self, params: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+        """Return checked params in MongoDB's types, and their size in bytes. Raises `InvalidParams`, `TaskTooLarge`."""
+        if refusal := too_deep(params, "params"):  # what comes now goes from level to level by itself
+            raise InvalidParams(f"task {self._name!r}: {refusal}")
+        checked = self._validated(params, "at publish")
+        stored, turned = storable(checked)
+        if turned and self._validated(stored, "at publish") != checked:
+            raise InvalidParams(
+                f"task {self._name!r}: {_lossy(checked, stored)} would not come back from MongoDB as it is: annotate the "
+                "parameter with its type, or pass plain values"
+            )
+        return stored, checked_size(self._name, stored)
+
+    def to_run(self, stored: Any) -> tuple[list[Any], dict[str, Any]]:
+        """Return the arguments to call the handler with. Raises `InvalidParams` for what does not fit (any more)."""
+        if not isinstance(stored, dict):
+            raise InvalidParams(f"task {self._name!r}: the stored params are no document but {stored!r}")
+        params = self._validated(stored, "at execution")
+        return [params.pop(name) for name in self._positional if name in params], params
+
+    def json_schema(self) -> dict[str, Any] | None:
+        """Return what the handler takes, for publishers without its code; None if its annotations cannot be read here."""
+        try:
+            return (self._model or self._build_model()).model_json_schema(schema_generator=_Schema)
+        except (NameError, TypeError, PydanticUserError):
+            return None
+
+    def checked_projection(self, wanted: Any) -> list[str]:
+        """Return which params are to be loaded. Raises `InvalidOption` unless the handler can be called with these alone."""
+        if isinstance(wanted, str) or not all(isinstance(path, str) and path for path in wanted) or not wanted:
+            raise InvalidOption(f"projection is a list of names of params, None for all, not {wanted!r}")
+        loaded = {path.partition(".")[0] for path in wanted}  # a part of one can be meant
+        taken = {
+            p.name: p for p in self._signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        }
+        if (unknown := loaded - taken.keys()) and not self._open_ended:
+            raise InvalidOption(
+                f"task {self._name!r}: projection names {', '.join(sorted(unknown))}, which it does not take"
+            )
+        if missing := [n for n, p in taken.items() if n not in loaded and p.default is p.empty]:
+            raise InvalidOption(
+                f"task {self._name!r}: projection leaves out {', '.join(missing)}: give it a default, or load it"
+            )
+        return list(wanted)
+
+    def _validated(self, params: Mapping[str, Any], when: str) -> dict[str, Any]:
+        model = self._model or self._build_model()
+        try:
+            valid = model.model_validate(params)
+        except ValidationError as error:
+            raise InvalidParams(f"task {self._name!r} takes {self._signature}; {when} {_explained(error)}") from None
+        values = {name: getattr(valid, attribute) for attribute, name in self._names}
+        return values | valid.model_extra if valid.model_extra else values
+
+    def _build_model(self) -> type[BaseModel]:
+        """Make a model of the signature; at first use, when the names in the annotations exist."""
+        hints = get_type_hints(self._fn, include_extras=True)
+        fields: dict[str, Any] = {}
+        self._names.clear()
+        for i, parameter in enumerate(self._signature.parameters.values()):
+            if parameter.kind is parameter.VAR_KEYWORD:
+                continue
+            default = ... if parameter.default is parameter.empty else parameter.default
+            # Numbered attributes, so that no parameter can clash with a method of the model.
+            fields[f"p{i}"] = (hints.get(parameter.name, Any), Field(default, alias=parameter.name))
+            self._names.append((f"p{i}", parameter.name))
+        config = ConfigDict(extra="allow" if self._open_ended else "forbid", arbitrary_types_allowed=True)
+        self._model = create_model(f"{self._name}_params", __config__=config, **fields)
+        return self._model
+
+
+def checked_size(name: str, params: dict[str, Any]) -> int:
+    """Return the size of params in bytes. Raises `InvalidParams` for what cannot be stored, `TaskTooLarge`."""
+    try:
+        return size_of(params, "params")
+    except Unstorable as error:
+        raise InvalidParams(f"task {name!r}: {error}") from None
+    except TooLarge as error:
+        raise TaskTooLarge(f"task {name!r}: {error}") from None
+
+
+def _explained(error: ValidationError) -> str:
+    problems = []
+    for found in error.errors(include_url=False):
+        where = ".".join(str(part) for part in found["loc"]) or "params"
+        if found["type"] == "missing":
+            problems.append(f"{where!r} is missing")
+        elif found["type"] == "extra_forbidden":
+            problems.append(f"there is no parameter {where!r} (given: {found['input']!r:.200})")
+        else:
+            problems.append(f"{where!r}={found['input']!r:.200} does not fit: {found['msg']}")
+    return "; ".join(problems)
+
+
+def _lossy(checked: dict[str, Any], stored: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r:.200}" for name, value in checked.items() if stored.get(name) != value)

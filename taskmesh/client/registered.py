@@ -1,0 +1,59 @@
+"""Tasks as their workers have registered them: queue, option and the schema of the params, for publishers without the code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from itertools import islice
+from typing import Any
+
+from taskmesh.client.definition import Configuration, TaskDefinition
+from taskmesh.client.json_schema import misfits
+from taskmesh.client.params import checked_size
+from taskmesh.model.errors import InvalidParams
+from taskmesh.model.option import TaskOption
+from taskmesh.store.driver import Document
+from taskmesh.store.publish import stored_option
+from taskmesh.store.values import storable
+
+_LONGEST_SCHEMA = 100_000
+_MOST_MISFITS = 5
+
+
+def described(definition: TaskDefinition[Any, Any]) -> Document:
+    """Return what a worker registers of a task."""
+    schema = definition.params.json_schema()
+    text = None if schema is None else json.dumps(schema, sort_keys=True)
+    known = text is not None and len(text) <= _LONGEST_SCHEMA
+    return {
+        "queue": definition.queue,
+        "option": stored_option(definition.option),
+        "schema": text if known else None,
+    }
+
+
+class RegisteredDefinition:
+    """What some worker has registered of the tasks of a name; of a name of which nobody has, the defaults."""
+
+    def __init__(self, name: str, document: Document | None) -> None:
+        self.name = name
+        self.found = document is not None
+        self.configuration = Configuration()
+        self._schema: Any = True
+        if document is not None:
+            # A worker of another release may have options that this one does not know.
+            option = {field: value for field, value in document["option"].items() if field in TaskOption.model_fields}
+            self.configuration = Configuration(queue=document["queue"], option=TaskOption(**option))
+            self._schema = json.loads(document["schema"]) if document.get("schema") else True
+
+    def to_store(self, params: Mapping[str, Any] | None) -> tuple[dict[str, Any], int]:
+        """Return params as they are stored, and their size. Raises `InvalidParams` for what does not fit the handler."""
+        if params is not None and not isinstance(params, Mapping):
+            raise InvalidParams(
+                f"task {self.name!r}: params are a mapping by parameter name, not {type(params).__name__}"
+            )
+        stored = dict(params or {})
+        size = checked_size(self.name, stored)
+        if found := list(islice(misfits(storable(stored)[0], self._schema), _MOST_MISFITS)):
+            raise InvalidParams(f"task {self.name!r}, as its workers have registered it: {'; '.join(found)}")
+        return stored, size

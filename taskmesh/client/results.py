@@ -1,0 +1,146 @@
+"""Waiting for results: all waiters of a process share the feed, and ask for what has finished in one query.
+
+A finished task is announced by the feed; whoever waits for it is then served by reading the task. A slow look at all
+that is waited for covers what no event announced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from pymongo.errors import PyMongoError
+
+from taskmesh.client.change_feed import Feed, Subscription
+from taskmesh.model.errors import TaskNotFound
+from taskmesh.store import Store
+from taskmesh.store.change_stream import FINISHED, Change, Interest
+from taskmesh.store.driver import Document
+from taskmesh.store.event_stamp import read_stamp
+from taskmesh.store.find import get
+
+logger = logging.getLogger("taskmesh.results")
+
+_LOOK_EVERY_S = 5.0
+_PER_QUERY = 1_000
+_GONE_AFTER_S = 0.1
+_LISTEN_ON_S = 30.0
+
+
+class Results:
+    """The waiters of one process."""
+
+    def __init__(self, store: Store, feed: Feed) -> None:
+        self._store = store
+        self._feed = feed
+        self._waiters: dict[str, set[asyncio.Future[Document]]] = {}
+        self._due: set[str] = set()
+        self._wake = asyncio.Event()
+        self._subscription: Subscription | None = None
+        self._reader: asyncio.Task[None] | None = None
+
+    async def finished(self, id_: str) -> Document:
+        """Return the task's document once it is finished. Raises `TaskNotFound` if it is not there (any more)."""
+        self._start()
+        waiter: asyncio.Future[Document] = asyncio.get_running_loop().create_future()
+        self._waiters.setdefault(id_, set()).add(waiter)
+        try:
+            assert self._subscription is not None
+            await self._subscription.ready.wait()
+            self._look_at(id_)
+            return await waiter
+        finally:
+            waiting = self._waiters.get(id_, set())
+            waiting.discard(waiter)
+            if not waiting:
+                self._waiters.pop(id_, None)
+
+    async def close(self) -> None:
+        """Stop waiting; waiters are cancelled."""
+        self._stop()
+        for waiters in tuple(self._waiters.values()):
+            for waiter in waiters:
+                waiter.cancel()
+
+    def _start(self) -> None:
+        if self._subscription is None:
+            self._subscription = self._feed.subscribe(Interest(finished=True), self._heard, self._look_at_all)
+        if self._reader is None or self._reader.done():
+            self._reader = asyncio.get_running_loop().create_task(self._serve_for_ever(), name="taskmesh results")
+
+    def _stop(self) -> None:
+        subscription, self._subscription = self._subscription, None
+        if subscription is not None and self._feed.listens(subscription):
+            self._feed.unsubscribe(subscription)
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.cancel()
+
+    def _heard(self, change: Change) -> None:
+        if change.id not in self._waiters:
+            return
+        if change.status in FINISHED:
+            self._look_at(change.id)
+        elif change.stamp is not None and read_stamp(change.stamp).kind == "deleted":
+            # The word comes a moment before the deed.
+            asyncio.get_running_loop().call_later(_GONE_AFTER_S, self._look_at, change.id)
+
+    def _look_at(self, id_: str) -> None:
+        self._due.add(id_)
+        self._wake.set()
+
+    def _look_at_all(self) -> None:
+        self._due.update(self._waiters)
+        self._wake.set()
+
+    async def _serve_for_ever(self) -> None:
+        idle_since = time.monotonic()
+        while self._reader is asyncio.current_task():  # a cancellation can get lost (see the feed)
+            try:
+                async with asyncio.timeout(_LOOK_EVERY_S):
+                    await self._wake.wait()
+            except TimeoutError:
+                self._due.update(self._waiters)
+            self._wake.clear()
+            try:
+                await self._serve_due()
+            except PyMongoError as error:
+                logger.warning("could not read finished tasks (%s): trying again", type(error).__name__)
+                await self._look_again_soon()
+            except Exception:
+                logger.exception("could not read finished tasks, for a reason that is not the database's: trying again")
+                await self._look_again_soon()
+            if self._waiters:
+                idle_since = time.monotonic()
+            elif time.monotonic() - idle_since > _LISTEN_ON_S:
+                self._stop()  # a stream that is read costs the server something with every write
+
+    async def _look_again_soon(self) -> None:
+        await asyncio.sleep(0.5)
+        self._wake.set()
+
+    async def _serve_due(self) -> None:
+        while self._due:
+            ids = [self._due.pop() for _ in range(min(_PER_QUERY, len(self._due)))]
+            try:
+                found = {task["_id"]: task for task in await get(self._store, ids, params=False, majority=True)}
+            except BaseException:
+                self._due.update(ids)
+                raise
+            for id_ in ids:
+                self._tell(id_, found.get(id_))
+
+    def _tell(self, id_: str, task: Document | None) -> None:
+        for waiter in self._waiters.get(id_, ()):
+            if waiter.done():
+                continue
+            if task is None:
+                name, _, key = id_.partition(":")
+                waiter.set_exception(
+                    TaskNotFound(
+                        f"there is no task {name!r} {key!r} (any more): it was deleted, or is past its retention"
+                    )
+                )
+            elif task["status"] in FINISHED:
+                waiter.set_result(task)

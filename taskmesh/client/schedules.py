@@ -1,0 +1,226 @@
+"""What a mesh can do with periodic tasks: declare, list, pause, trigger and remove them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Generator, Mapping
+from datetime import datetime, timedelta
+from typing import Any
+
+from taskmesh.client.definition import Configuration, TaskDefinition, TaskHandle
+from taskmesh.client.params import checked_size
+from taskmesh.client.publisher import Publishing
+from taskmesh.model.errors import InvalidOption, TaskNotFound
+from taskmesh.model.ids import checked_remark, checked_text
+from taskmesh.model.schedule import (
+    Declaration,
+    Missed,
+    Overlap,
+    ScheduleInfo,
+    checked_declaration,
+    key_of,
+    stored,
+    timing_of,
+)
+from taskmesh.model.task import checked_key, checked_name
+from taskmesh.store import schedules
+from taskmesh.store.driver import Document
+from taskmesh.store.publish import Publication, stored_option
+from taskmesh.store.schedules import KEY_KEPT_MS
+
+logger = logging.getLogger("taskmesh.scheduling")
+_LONGEST_ID_BYTES = 400
+
+
+class Declared:
+    """What `mesh.every(…)` returns. To await it is to wait until the schedule is stored, and gives its `ScheduleInfo`."""
+
+    def __init__(self, mesh: Scheduling, declaration: Declaration) -> None:
+        self._mesh = mesh
+        self._declaration = declaration
+        self._storing: asyncio.Task[ScheduleInfo] | None = None
+        self.schedule_id = declaration.schedule_id
+
+    def store_soon(self) -> None:
+        """Store it now, whether or not somebody awaits it."""
+        self._storing = asyncio.get_running_loop().create_task(self._mesh.store_declaration(self._declaration))
+        self._storing.add_done_callback(self._tell_failure)
+
+    def __await__(self) -> Generator[Any, None, ScheduleInfo]:
+        if self._storing is None:
+            return self._mesh.store_declaration(self._declaration).__await__()
+        return asyncio.shield(self._storing).__await__()
+
+    def _tell_failure(self, storing: asyncio.Task[ScheduleInfo]) -> None:
+        if not storing.cancelled() and (error := storing.exception()) is not None:
+            logger.error("schedule %r was not stored: %s", self.schedule_id, error)
+
+
+class Scheduling(Publishing):
+    """The part of `TaskMesh` that is about periodic tasks."""
+
+    def __init__(self, client: Any = None, *, database: str = "taskmesh", collection: str = "tasks") -> None:
+        super().__init__(client, database=database, collection=collection)
+        self._declarations: dict[str, Declaration] = {}
+
+    async def connect(self, *, create: bool = True) -> None:
+        """Connect, check the server, create what is missing, and store the schedules that were declared before.
+
+        `create=False`: only connect and check. The first publication creates what is missing.
+        Raises `NotAReplicaSet`, `IncompatibleCollection`, `EmbeddedUnavailable`, or `TaskMeshError` if no server answers.
+        """
+        await super().connect(create=create)
+        for declaration in self._declarations.values() if create else ():
+            await self.store_declaration(declaration)
+
+    def every(
+        self,
+        name: str | TaskDefinition[Any, Any],
+        *,
+        cron: str | None = None,
+        interval_ms: int | None = None,
+        timezone: str = "UTC",
+        params: Mapping[str, Any] | None = None,
+        schedule_id: str | None = None,
+        missed: Missed = "latest",
+        overlap: Overlap = "allow",
+        jitter_ms: int = 0,
+        **configuration: Any,
+    ) -> Declared:
+        """Publish a task periodically: each tick once, whichever and however many workers run.
+
+        Called before the mesh connects, the schedule is stored when it does; afterwards at once, and it may be awaited. To
+        declare it again changes it, and leaves alone what is not changed: it goes on, or stays paused.
+
+        `cron`: five fields (or six, with seconds in front), in `timezone`; see `ticks` on daylight saving. `interval_ms`:
+        counted from the first declaration. `schedule_id`: the name, by default; a task with several schedules needs one
+        for each. `missed`: of the ticks while no worker lived, publish none (`skip`), only the `latest`, or `all`.
+        `overlap="skip"`: leave out a tick while the task of the tick before is not finished. `jitter_ms`: each task starts
+        up to this much later, so that not everything starts at the full hour. The rest as in `configure`; but a tick's
+        task is kept for a minute at least, as its key is what makes it unique. Raises `InvalidOption`.
+        """
+        name = checked_name(name.name if isinstance(name, TaskDefinition) else name)
+        id_ = checked_key(name if schedule_id is None else schedule_id)
+        if len(id_.encode()) > _LONGEST_ID_BYTES:
+            raise InvalidOption(f"a schedule_id has at most {_LONGEST_ID_BYTES} bytes, {id_[:40]!r}… has more")
+        Configuration().changed(**configuration)
+        declaration = checked_declaration(
+            name,
+            id_,
+            cron=cron,
+            interval_ms=interval_ms,
+            timezone=timezone,
+            params={} if params is None else params,
+            missed=missed,
+            overlap=overlap,
+            jitter_ms=jitter_ms,
+            settings=configuration,
+        )
+        declared = Declared(self, declaration)
+        if self._is_connected_here():
+            declared.store_soon()
+        elif id_ in self._declarations:
+            raise InvalidOption(f"a schedule {id_!r} is declared already: give each of them its own schedule_id")
+        self._declarations[id_] = declaration
+        return declared
+
+    def _is_connected_here(self) -> bool:
+        try:
+            return self.connected_in(asyncio.get_running_loop())
+        except RuntimeError:  # no loop runs: definition time
+            return False
+
+    async def store_declaration(self, declaration: Declaration) -> ScheduleInfo:
+        """Store one schedule. Raises `InvalidParams` if its params do not fit a handler that is known here."""
+        definition = self.definitions.get(declaration.name)
+        params = dict(declaration.params)
+        fields = stored(declaration, params)
+        if definition is not None:
+            fields["params"], _ = definition.params.to_store(params)
+            fields["base"] = {"queue": definition.queue, **stored_option(definition.option)}
+        else:
+            registered = await self.registered(declaration.name)
+            fields["params"], _ = registered.to_store(params)
+            if registered.found:
+                known = registered.configuration
+                fields["base"] = {"queue": known.queue, **stored_option(known.option)}
+
+        def first_time(now: datetime) -> datetime | None:
+            return declaration.timing.after(now, now)
+
+        return ScheduleInfo.from_document(
+            await schedules.declare(self.store, declaration.schedule_id, fields, first_time)
+        )
+
+    def publication_of_tick(self, schedule: Document, key: str, start_time: datetime | None) -> Publication:
+        """Return the task of a tick: as its definition says if it is known here, else as it was known to who declared it."""
+        name, params = schedule["name"], schedule["params"]
+        definition = self.definitions.get(name)
+        if definition is not None:
+            configuration = definition.configuration
+        else:
+            configuration = Configuration().changed(**schedule.get("base", {}))
+        configuration = configuration.changed(**schedule.get("settings", {}), start_time=start_time)
+        kept = {
+            name: max(value, KEY_KEPT_MS)
+            for name in ("retain_success_ms", "retain_failed_ms")
+            if (value := getattr(configuration.option, name)) is not None
+        }
+        configuration = configuration.changed(**kept)
+        return configuration.publication(name, checked_key(key), params, checked_size(name, params))
+
+    async def schedules(self) -> list[ScheduleInfo]:
+        """Return all schedules, the next to tick first."""
+        return [ScheduleInfo.from_document(document) for document in await schedules.read_all(self.store)]
+
+    async def pause_schedule(
+        self, schedule_id: str, *, reason: str | None = None, by: str | None = None
+    ) -> ScheduleInfo:
+        """Let a schedule tick no more, until `resume_schedule`. Raises `TaskNotFound`."""
+        why, who = checked_remark("reason", reason), checked_remark("by", by)
+        told = {"paused": True, "paused_reason": why, "paused_by": who, "pause_time": self.clock.now()}
+        await schedules.set_paused(self.store, checked_text("schedule_id", schedule_id, most=_LONGEST_ID_BYTES), told)
+        return ScheduleInfo.from_document(await self._schedule(schedule_id))
+
+    async def resume_schedule(self, schedule_id: str) -> ScheduleInfo:
+        """Let a paused schedule tick again, from now on: what it would have ticked meanwhile is left out."""
+        schedule = await self._schedule(schedule_id)
+        if schedule["paused"]:
+            next_time = timing_of(schedule).after(schedule["now"], schedule["anchor_time"])
+            gone = dict.fromkeys(("paused_reason", "paused_by", "pause_time"))
+            await schedules.set_paused(self.store, schedule_id, {"paused": False, "next_time": next_time, **gone})
+        return ScheduleInfo.from_document(await self._schedule(schedule_id))
+
+    async def trigger(self, schedule_id: str) -> TaskHandle[Any]:
+        """Publish the schedule's task now, beside its ticks, also while it is paused. Raises `TaskNotFound`."""
+        schedule = await self._schedule(schedule_id)
+        moment = schedule["now"]
+        while True:
+            key = key_of(schedule_id, moment, "by-hand-")
+            settings = {**schedule.get("base", {}), **schedule.get("settings", {})}
+            if schedule["name"] in self.definitions:
+                settings = schedule.get("settings", {})
+            handle = await self.publish(schedule["name"], key, schedule["params"], **settings)
+            if handle.created:
+                break
+            moment += timedelta(milliseconds=1)
+        await schedules.note_tick(self.store, schedule_id, {"time": moment, "key": key, "kind": "triggered"})
+        return handle
+
+    async def unschedule(self, schedule_id: str) -> ScheduleInfo:
+        """Remove a schedule and return it as it was; its tasks stay. Code that declares it brings it back.
+
+        Raises `TaskNotFound`.
+        """
+        schedule = await self._schedule(schedule_id)
+        self._declarations.pop(schedule_id, None)
+        await schedules.remove(self.store, schedule_id)
+        return ScheduleInfo.from_document(schedule)
+
+    async def _schedule(self, schedule_id: str) -> Document:
+        id_ = checked_text("schedule_id", schedule_id, most=_LONGEST_ID_BYTES)
+        schedule = await schedules.read(self.store, id_)
+        if schedule is None:
+            raise TaskNotFound(f"there is no schedule {schedule_id!r}: `taskmesh schedules` lists those that there are")
+        return schedule

@@ -1,0 +1,217 @@
+"""What a handler can ask and tell while it runs: `current_task()`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Protocol, TypeVar
+
+from taskmesh.model.option import TaskOption
+
+T = TypeVar("T")
+
+_current: ContextVar[Any] = ContextVar("taskmesh_current_task")
+
+
+class ExecutionFields(Protocol):
+    """What names an execution."""
+
+    # ruff: noqa: D102 — the methods are documented where handlers see them, in the classes below
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def key(self) -> str: ...
+    @property
+    def worker_id(self) -> str: ...
+    @property
+    def running_id(self) -> str: ...
+
+
+class Running(ExecutionFields, Protocol):
+    """The execution behind a context; the executor's, or one at the other end of a pipe. See `TaskContext`."""
+
+    @property
+    def attempt(self) -> int: ...
+    @property
+    def option(self) -> TaskOption: ...
+    @property
+    def deadline(self) -> datetime | None: ...
+    @property
+    def cancelled(self) -> bool: ...
+    def set_progress(self, fraction: float, message: str | None) -> None: ...
+    def log(self, message: str) -> None: ...
+    def add_publication(self, definition: Any, key: str, params: Mapping[str, Any]) -> None: ...
+    def set_result(self, value: Any) -> None: ...
+
+
+class RunningInLoop(Running, Protocol):
+    """An execution whose handler runs in the event loop."""
+
+    def transaction(self) -> AbstractAsyncContextManager[Any]: ...
+    def in_transaction(self, fn: Callable[[Any], Awaitable[Any]]) -> Awaitable[Any]: ...
+
+
+class RunningElsewhere(Running, Protocol):
+    """An execution whose handler runs in a thread or a child process."""
+
+    def blocking_transaction(self) -> AbstractContextManager[Any]: ...
+    def blocking_in_transaction(self, fn: Callable[[Any], Any]) -> Any: ...
+
+
+@dataclass(frozen=True)
+class _Context:
+    _running: Running
+
+    @property
+    def name(self) -> str:
+        """The task's name."""
+        return self._running.name
+
+    @property
+    def key(self) -> str:
+        """The task's key."""
+        return self._running.key
+
+    @property
+    def worker_id(self) -> str:
+        """The worker that runs this execution."""
+        return self._running.worker_id
+
+    @property
+    def running_id(self) -> str:
+        """The execution's fencing token: unique per task, also among all workers."""
+        return self._running.running_id
+
+    @property
+    def attempt(self) -> int:
+        """Which execution of the task this is, from 1; released and snoozed ones do not count."""
+        return self._running.attempt
+
+    @property
+    def option(self) -> TaskOption:
+        """The task's option, as of the claim."""
+        return self._running.option
+
+    @property
+    def deadline(self) -> datetime | None:
+        """When `run_timeout_ms` ends this execution, or None."""
+        return self._running.deadline
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the execution should stop: cancelled, timed out, lease lost, or a forced stop of the worker."""
+        return self._running.cancelled
+
+    def log(self, message: str) -> None:
+        """Add a line to the log that is kept with the execution; the newest lines stay."""
+        self._running.log(str(message))
+
+    def set_result(self, value: Any) -> None:
+        """Say, inside `transaction()`, what the execution's result is."""
+        self._running.set_result(value)
+
+
+@dataclass(frozen=True)
+class TaskContext(_Context):
+    """The running execution, seen from an async handler."""
+
+    _running: RunningInLoop
+
+    async def progress(self, fraction: float, message: str | None = None) -> None:
+        """Report progress, from 0 to 1. Many calls cost few writes. Raises `LeaseLost` if the lease is gone."""
+        self._running.set_progress(fraction, message)
+
+    async def publish(self, definition: Any, key: str, /, **params: Any) -> None:
+        """Publish a task if, and only if, this execution SUCCEEDs, and atomically with it."""
+        self._running.add_publication(definition, key, params)
+
+    def transaction(self) -> AbstractAsyncContextManager[Any]:
+        """Return a block whose writes with its session commit together with this execution's SUCCESS, or not at all.
+
+            async with current_task().transaction() as session:
+                await client["shop"]["orders"].insert_one(order, session=session)
+                current_task().set_result("ordered")
+
+        A session belongs to the client that the mesh was made with (`session.client`). The block ends the execution: its
+        result is that of `set_result`. Slow work belongs before it, since the server ends a transaction after
+        `transactionLifetimeLimitSeconds` (60). If others change the task meanwhile (a cancel, an option), nothing of the
+        block remains.
+
+        If others write what the block writes, MongoDB undoes one of the two: then the block raises `TransactionConflict`.
+        Let it pass: the execution ends as if it snoozed, and comes again in a moment; nothing is counted, but the hundredth
+        in a row FAILs. To try again in place, use `in_transaction`. Raises `LeaseLost`.
+        """
+        return self._running.transaction()
+
+    async def in_transaction(self, fn: Callable[[Any], Awaitable[T]]) -> T:
+        """Await `fn(session)` in a `transaction()`, and again at each conflict, for up to two minutes; return what it returned.
+
+            async def transfer(session):
+                await accounts.update_one({"_id": "ada"}, {"$inc": {"cents": -500}}, session=session)
+                await accounts.update_one({"_id": "bob"}, {"$inc": {"cents": 500}}, session=session)
+                return "moved"
+
+            await current_task().in_transaction(transfer)
+
+        So `fn` must have no other effects. What it returns is the execution's result, unless it calls `set_result`.
+        """
+        if not callable(fn):
+            raise TypeError(f"in_transaction() takes a function of the session, got {type(fn).__name__}")
+        value: T = await self._running.in_transaction(fn)
+        return value
+
+
+@dataclass(frozen=True)
+class BlockingTaskContext(_Context):
+    """The running execution, seen from a plain function in a thread or a process: the same names, without `await`."""
+
+    _running: RunningElsewhere
+
+    def progress(self, fraction: float, message: str | None = None) -> None:
+        """Report progress, from 0 to 1. Raises `LeaseLost` if the lease is gone."""
+        self._running.set_progress(fraction, message)
+
+    def publish(self, definition: Any, key: str, /, **params: Any) -> None:
+        """Publish a task if, and only if, this execution SUCCEEDs, and atomically with it."""
+        self._running.add_publication(definition, key, params)
+
+    def transaction(self) -> AbstractContextManager[Any]:
+        """Do as `TaskContext.transaction` does, with a session of a blocking client: write with `session.client`."""
+        return self._running.blocking_transaction()
+
+    def in_transaction(self, fn: Callable[[Any], T]) -> T:
+        """Do as `TaskContext.in_transaction` does, with a plain function and such a session."""
+        if not callable(fn) or inspect.iscoroutinefunction(fn):
+            kind = "an async function" if callable(fn) else type(fn).__name__
+            raise TypeError(f"in_transaction() in a plain handler takes a plain function of the session, got {kind}")
+        value: T = self._running.blocking_in_transaction(fn)
+        return value
+
+
+def current_task() -> Any:
+    """Return the context of the running execution: a `TaskContext`, in a plain function a `BlockingTaskContext`.
+
+    Raises `RuntimeError` outside of a handler.
+    """
+    try:
+        return _current.get()
+    except LookupError:
+        raise RuntimeError("current_task() was called outside of a task's execution: only a handler has one") from None
+
+
+def running_task() -> Any:
+    """Return the context of the running execution, or None outside of a handler."""
+    return _current.get(None)
+
+
+def enter(context: _Context) -> None:
+    """Make this the current task of the running asyncio task or thread."""
+    _current.set(context)
+
+
+__all__ = ["BlockingTaskContext", "Running", "TaskContext", "current_task", "enter", "running_task"]

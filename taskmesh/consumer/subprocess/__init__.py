@@ -1,0 +1,1 @@
+"""`run="process"`: handlers in processes of their own."""

@@ -1,0 +1,299 @@
+"""The inside of a child process for `run="process"` handlers: one call at a time, until the parent hangs up.
+
+What is promised is in `processes`, the parent's half of a call in `conversation`. The two talk over one socket: down comes a
+`Call`, up go messages of data alone (`wire`). A child ends with its parent, however that ends: the read end of the lifeline
+sees it. And it ends with its call's lease, whatever its parent does: until when that is, both see in memory that they share.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import mmap
+import os
+import pickle
+import signal
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime
+from multiprocessing.connection import Connection
+from typing import Any
+
+from taskmesh.client import tracing
+from taskmesh.client.definition import TaskDefinition
+from taskmesh.client.params import Params, checked_size
+from taskmesh.consumer import logs
+from taskmesh.consumer.context import BlockingTaskContext, enter
+from taskmesh.consumer.execution import checked_progress, line_of
+from taskmesh.consumer.reasons import Reason, unstorable_text
+from taskmesh.consumer.subprocess.handler_reference import HandlerRef, found
+from taskmesh.consumer.subprocess.wire import configuration_as_data, error_as_data, packed
+from taskmesh.consumer.transactions import End, Record, blocking_again, blocking_block
+from taskmesh.model.errors import LeaseLost, TaskFailed
+from taskmesh.model.option import TaskOption
+from taskmesh.model.task import checked_key, checked_name
+from taskmesh.store.blocking import BlockingStore, StoreAddress, blocking_client
+from taskmesh.store.values import TooLarge, Unstorable, size_of
+
+serving = False
+"""Whether this process is such a child: it must not become a worker itself, if a script forgets to guard its main part."""
+
+_LOAD = pickle.loads  # what is loaded was written by our own parent
+
+
+@dataclass(frozen=True)
+class Call:
+    """One execution, as its child needs to know it."""
+
+    handler: HandlerRef
+    params: Mapping[str, Any]
+    name: str
+    key: str
+    worker_id: str
+    running_id: str
+    attempt: int
+    option: TaskOption
+    trace: tracing.Carrier | None = None
+    """Where the execution is in its trace."""
+    log: logs.SetUp | None = None
+    """How the parent logs, if `logs.set_up` has said so."""
+
+
+LEASE = struct.Struct("dd")
+"""Shared with the parent: until when (monotonic, one clock for the whole machine) the call may go on, which the parent writes;
+and, if not 0, when the child took that to be over."""
+_LOOK_EVERY_S = 0.1
+
+
+class Lease:
+    """The lease of the call that runs, by this process's own clock: it ends though the parent, suspended, does not say so."""
+
+    def __init__(self, fd: int) -> None:
+        self._shared = mmap.mmap(fd, LEASE.size)
+        os.close(fd)
+        self._busy = threading.Event()
+        threading.Thread(target=self._watch, name="taskmesh lease", daemon=True).start()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """End this process, and all that it started, if the lease is over before the block is."""
+        self._busy.set()
+        try:
+            yield
+        finally:
+            self._busy.clear()
+
+    def over(self) -> bool:
+        """Whether it is; then the parent knows from now on that the handler was told so."""
+        until, told = LEASE.unpack_from(self._shared)
+        now = time.monotonic()
+        if not told and now >= until:
+            struct.pack_into("d", self._shared, 8, now)
+        return bool(told) or now >= until
+
+    def _watch(self) -> None:
+        while True:
+            self._busy.wait()
+            if self.over():
+                os.killpg(os.getpgrp(), signal.SIGKILL)
+            left_s = LEASE.unpack_from(self._shared)[0] - time.monotonic()
+            # Not all of it at once: after a `transaction()` that failed it is shorter than it was.
+            time.sleep(min(max(left_s, 0.0), _LOOK_EVERY_S))
+
+
+class Remote:
+    """The execution as the handler's context sees it (`context.Running`), with the real one in the parent."""
+
+    def __init__(self, call: Call, connection: Connection, lease: Lease) -> None:
+        self.name = call.name
+        self.key = call.key
+        self.worker_id = call.worker_id
+        self.running_id = call.running_id
+        self.attempt = call.attempt
+        self.option = call.option
+        self.result: Any = None
+        self._connection = connection
+        self._lease = lease
+        self._lock = threading.Lock()
+        self._over = False
+
+    @property
+    def deadline(self) -> datetime | None:
+        """When `run_timeout_ms` is over: counted from the handler's beginning, so only the parent knows."""
+        deadline: datetime | None = self.ask("deadline")
+        return deadline
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the handler should stop. Hardly ever seen: a process is killed at once."""
+        return self._lease.over() or bool(self.ask("cancelled"))
+
+    def set_progress(self, fraction: float, message: str | None) -> None:
+        """Report progress."""
+        self.ask("progress", *checked_progress(fraction, message))
+
+    def log(self, message: str) -> None:
+        """Keep a line. Without an answer, so that it costs little; what a thread says after the handler's end is dropped."""
+        with self._lock:
+            if not self._over:
+                self._connection.send_bytes(packed("log", line_of(message)))
+
+    def add_publication(self, definition: Any, key: str, params: Mapping[str, Any]) -> None:
+        """Publish with the SUCCESS. The params are checked here, where the types are that they are annotated with."""
+        if isinstance(definition, TaskDefinition):
+            stored, _ = definition.params.to_store(params)
+            self.ask(
+                "publish", definition.name, configuration_as_data(definition.configuration), checked_key(key), stored
+            )
+        else:
+            name, stored = checked_name(definition), dict(params)
+            checked_size(name, stored)
+            self.ask("publish", name, None, checked_key(key), stored)
+
+    def set_result(self, value: Any) -> None:
+        """Keep the result for the end of a `transaction()`."""
+        self.result = value
+
+    @contextmanager
+    def blocking_transaction(self) -> Iterator[Any]:
+        """Open a block that commits with the SUCCESS, on a client of this process's own."""
+        address: bytes = self.ask("address")
+        store = _store_at(address)
+        with blocking_block(store, _Side(self)) as session:
+            yield session
+
+    def blocking_in_transaction(self, fn: Callable[[Any], Any]) -> Any:
+        """Call `fn` in such a block, again at each conflict."""
+        address: bytes = self.ask("address")
+        return blocking_again(_store_at(address), _Side(self), self, fn)
+
+    def ask(self, question: str, *arguments: Any) -> Any:
+        """Ask the parent. Raises what it refuses with."""
+        with self._lock:
+            if self._over:
+                raise LeaseLost(f"task {self.name!r} {self.key!r}: this execution has ended already")
+            self._connection.send_bytes(packed(question, *arguments))
+            answer, error = self._connection.recv()
+        if error is not None:
+            raise error
+        return answer
+
+    def end(self) -> None:
+        """Say no more: the next thing that the parent hears is the outcome."""
+        with self._lock:
+            self._over = True
+
+
+class _Side:
+    """The side of a `transactions.Side` that is in the parent."""
+
+    def __init__(self, remote: Remote) -> None:
+        self._remote = remote
+
+    async def begin(self, session_id: Any) -> float:
+        return float(self._remote.ask("begin", session_id))
+
+    async def record(self) -> Record:
+        try:
+            size_of(self._remote.result, "result")
+        except (Unstorable, TooLarge) as error:
+            raise TaskFailed(unstorable_text(error)) from None
+        found: Record = self._remote.ask("record", self._remote.result)
+        return found
+
+    async def end(self, how: End) -> None:
+        self._remote.ask("end", how)
+
+
+@functools.lru_cache(maxsize=4)
+def _store_at(pickled: bytes) -> BlockingStore:
+    address: StoreAddress = _LOAD(pickled)
+    return BlockingStore(blocking_client(address), address.database, address.collection)
+
+
+def main(connection_fd: int, lifeline_fd: int, lease_fd: int) -> None:
+    """Serve calls until the parent hangs up."""
+    global serving  # noqa: PLW0603 — a fact about this process
+    serving = True
+    _end_with_the_parent(lifeline_fd)
+    _leave_signals_to_the_parent()
+    lease = Lease(lease_fd)
+    connection = Connection(connection_fd)
+    while True:
+        try:
+            call: Call = connection.recv()
+            with lease.held():
+                connection.send_bytes(_answer(call, connection, lease))
+        except (EOFError, ConnectionError):
+            return
+
+
+def _end_with_the_parent(lifeline_fd: int) -> None:
+    """Kill this process and all that it started when the parent is gone.
+
+    On Linux the kernel does it, even if a handler sits in native code and holds the interpreter; elsewhere a thread.
+    """
+    with suppress(AttributeError, OSError):
+        fcntl.fcntl(lifeline_fd, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, fcntl.fcntl(lifeline_fd, fcntl.F_GETFL) | os.O_ASYNC)
+    threading.Thread(target=_wait_for_the_end, args=[lifeline_fd], name="taskmesh lifeline", daemon=True).start()
+
+
+def _wait_for_the_end(lifeline_fd: int) -> None:
+    os.read(lifeline_fd, 1)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def _leave_signals_to_the_parent() -> None:
+    """Do nothing at SIGINT and SIGTERM: a terminal and a service manager send them to us too, but the parent decides.
+
+    Handlers that do nothing, not SIG_IGN, which the programs that a task starts would inherit.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _do_nothing)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def _do_nothing(_number: int, _frame: Any) -> None: ...
+
+
+def _answer(call: Call, connection: Connection, lease: Lease) -> bytes:
+    """Run the handler, and return the outcome as it is sent."""
+    remote = Remote(call, connection, lease)
+    if call.log is not None:
+        logs.set_up(*call.log)
+    try:
+        handler, args, kwargs = _prepared(call)
+        enter(BlockingTaskContext(remote))
+        connection.send_bytes(packed("begins"))
+        with tracing.going_on(call.trace):
+            value = handler(*args, **kwargs)
+        return _returned(value)
+    except BaseException as error:  # noqa: BLE001 — whatever a handler raises, SystemExit too, is its outcome
+        return packed("raised", error_as_data(error))
+    finally:
+        remote.end()
+
+
+def _returned(value: Any) -> bytes:
+    try:
+        size_of(value, "result")
+    except (Unstorable, TooLarge) as error:
+        return packed("raised", error_as_data(error, Reason(unstorable_text(error), None, None)))
+    return packed("returned", value)
+
+
+def _prepared(call: Call) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]:
+    """Find the handler, and make its arguments of the stored params."""
+    handler = call.handler
+    if handler.pickled is not None:
+        fn, args, kwargs = _LOAD(handler.pickled)
+        return fn, args, kwargs
+    fn = found(handler)
+    args, kwargs = Params(call.name, fn).to_run(dict(call.params))
+    return fn, args, kwargs

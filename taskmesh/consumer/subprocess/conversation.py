@@ -1,0 +1,289 @@
+"""The parent's half of one call in a child process: say what to run, answer what it asks, bring its outcome over.
+
+A thread leads each conversation, as one runs each plain function. If the child dies before it has begun (it was idle, and
+something else killed it) another one is asked; if it dies later, that is the execution's failure. Whatever a child says, this
+process only reads it as data.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import signal
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+import anyio.to_thread
+
+from taskmesh.client.definition import Configuration, TaskDefinition
+from taskmesh.client.params import checked_size
+from taskmesh.consumer import logs
+from taskmesh.consumer.execution import Execution
+from taskmesh.consumer.reasons import reason_of
+from taskmesh.consumer.subprocess.child import Call
+from taskmesh.consumer.subprocess.handler_reference import reference
+from taskmesh.consumer.subprocess.processes import MAX_ENDING_S, Child, Processes
+from taskmesh.consumer.subprocess.wire import configuration_of, error_of
+from taskmesh.consumer.transactions import Transactions
+from taskmesh.model.errors import LeaseLost, TaskMeshError
+from taskmesh.store.blocking import run_now
+
+_STARTS_TRIED = 3
+_OUTCOMES = ("returned", "raised")
+
+
+class ProcessDied(Exception):
+    """The process of a handler ended before the handler did. The text names its exit code or signal."""
+
+
+class Conversation:
+    """One call in a child. A thread of the parent leads it."""
+
+    def __init__(
+        self,
+        children: Processes,
+        execution: Execution,
+        definition: TaskDefinition[Any, Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        self._children = children
+        self._execution = execution
+        self._definition = definition
+        self._arguments = (args, kwargs)
+        self._lock = threading.Lock()
+        self._child: Child | None = None
+        self._killed = False
+        self._begun = False
+
+    async def outcome(self) -> Any:
+        """Run the handler in a child, and return or raise what it does. Cancellation kills the child.
+
+        Raises `ProcessDied` if the child ends before its handler.
+        """
+        done = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def converse() -> Callable[[], Any]:
+            try:
+                return self._converse()
+            finally:
+                with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                    loop.call_soon_threadsafe(done.set)
+
+        try:
+            # A limiter of its own, so without a limit: an execution holds a slot of the consumer, and that is the limit.
+            outcome = await anyio.to_thread.run_sync(converse, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))
+        except asyncio.CancelledError:
+            self._kill()
+            with anyio.CancelScope(shield=True), anyio.move_on_after(MAX_ENDING_S):
+                await done.wait()  # so that it is really gone when its slot is free
+            raise
+        return outcome()
+
+    def _kill(self) -> None:
+        """Kill the child, or see to it that there will be none."""
+        with self._lock:
+            self._killed = True
+            if self._child is not None:
+                self._child.kill()
+
+    def _converse(self) -> Callable[[], Any]:
+        """Lead the conversation to its end, and return what returns or raises the outcome."""
+        call = self._call()
+        for _ in range(_STARTS_TRIED):
+            child = self._children.take()
+            with self._lock:
+                self._child = child
+                if self._killed:
+                    child.kill()
+            try:
+                self._execution.on_leased = self._tell_lease
+                self._tell_lease()
+                child.connection.send(call)
+                outcome = self._listen(child)
+            except (EOFError, OSError):
+                death = self._death(child)
+                if death is None:
+                    continue
+                return death
+            except Exception as error:  # noqa: BLE001 — a handler can make its process say anything
+                child.kill()
+                self._buried(child)
+                text = f"the handler's process was killed, for it said what is not understood: {reason_of(error).text}"
+                return _raising(ProcessDied(text))
+            finally:
+                self._execution.on_leased = None
+            self._release(child)
+            return outcome
+        return _raising(ProcessDied("the handler's process could not be started: idle ones died one after the other"))
+
+    def _tell_lease(self) -> None:
+        """Tell the child until when it may go on: in any thread, again and again."""
+        with self._lock:
+            if self._child is not None:
+                self._child.lease_until(self._execution.lease_until)
+
+    def _death(self, child: Child) -> Callable[[], Any] | None:
+        """Bury a child that is gone, and return what raises how that ends the execution. None: it had not begun."""
+        ended_itself = child.saw_its_lease_end
+        code = self._buried(child)
+        if ended_itself:
+            return _raising(self._lease_lost())
+        if not self._begun:
+            if child.used and not self._killed:
+                return None  # it died of something else while it was idle
+            return _raising(ProcessDied(f"the handler's process could not be started: {_how_it_ended(code)}"))
+        if self._execution.session_id is not None:
+            self._execution.transactions.abandoned(self._execution)
+        return _raising(ProcessDied(f"the handler's process {_how_it_ended(code)}"))
+
+    def _lease_lost(self) -> LeaseLost:
+        execution = self._execution
+        return LeaseLost(
+            f"task {execution.name!r} {execution.key!r}: the handler's process saw its lease end without a renewal: this "
+            "process was suspended, or its machine overloaded"
+        )
+
+    def _buried(self, child: Child) -> int:
+        with self._lock:
+            self._child = None
+        return self._children.bury(child)
+
+    def _release(self, child: Child) -> None:
+        with self._lock:
+            self._child = None
+            killed = self._killed
+        if killed:  # cancelled in the very moment of its end: it is dead or dying
+            self._children.bury(child)
+        else:
+            self._children.give_back(child)
+
+    def _call(self) -> Call:
+        execution = self._execution
+        return Call(
+            handler=reference(self._definition, *self._arguments),
+            params=execution.document.get("params") or {},
+            name=execution.name,
+            key=execution.key,
+            worker_id=execution.worker_id,
+            running_id=execution.running_id,
+            attempt=execution.attempt,
+            option=execution.option,
+            trace=execution.span.carrier if execution.span is not None else None,
+            log=logs.how_it_is_set_up(),
+        )
+
+    def _listen(self, child: Child) -> Callable[[], Any]:
+        """Answer what the child asks, until it tells the outcome."""
+        while True:
+            kind, *said = child.receive()
+            if child.saw_its_lease_end:  # and so may have told its handler, which ends a transaction() early now
+                self._execution.tell_lease_is_over()
+            if kind in _OUTCOMES:
+                if child.saw_its_lease_end:
+                    return _raising(self._lease_lost())
+                return _outcome(kind, *said)
+            if kind == "begins":
+                self._begun = True
+                self._execution.on_begin(self._execution)
+                continue
+            if kind == "log":
+                self._execution.log(*said)
+                continue
+            answer: Any = None
+            refusal: Exception | None = None
+            try:
+                answer = self._answer(kind, said)
+            except Exception as error:  # noqa: BLE001 — it is raised where it was asked for, in the child
+                refusal = error
+            _reply(child, answer, refusal)
+
+    def _answer(self, question: str, said: list[Any]) -> Any:
+        execution = self._execution
+        if question == "cancelled":
+            return execution.cancelled
+        if question == "deadline":
+            return execution.deadline
+        if question == "progress":
+            return execution.set_progress(*said)
+        if question == "publish":
+            definition, configuration, key, params = said
+            return execution.add_publication(self._published(definition, configuration), key, params)
+        transactions: Transactions = execution.transactions
+        if question == "address":
+            return pickle.dumps(transactions.address())
+        side = transactions.side(execution)
+        if question == "begin":
+            return run_now(side.begin(*said))
+        if question == "record":
+            execution.set_result(*said)
+            return run_now(side.record())
+        if question == "end":
+            return run_now(side.end(*said))
+        raise ValueError(f"a child asked {question!r}")
+
+    def _published(self, name: str, configuration: Mapping[str, Any] | None) -> Any:
+        """The definition that a child means, with the settings it gave it."""
+        if configuration is None:
+            return name
+        settings = configuration_of(configuration)
+        definition = self._definition.mesh.definitions.get(name)
+        if definition is None:
+            return _DefinedElsewhere(name, settings)
+        changed = definition.configure()
+        changed.configuration = settings
+        return changed
+
+
+@dataclass(frozen=True)
+class _DefinedElsewhere:
+    """A definition that the child has and this process has not: the child has checked the params."""
+
+    name: str
+    configuration: Configuration
+
+    @property
+    def params(self) -> _DefinedElsewhere:
+        return self
+
+    def to_store(self, params: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+        stored = dict(params)
+        return stored, checked_size(self.name, stored)
+
+
+def _outcome(kind: str, said: Any) -> Callable[[], Any]:
+    if kind == "returned":
+        return lambda: said
+    return _raising(error_of(said))
+
+
+def _reply(child: Child, answer: Any, refusal: Exception | None) -> None:
+    try:
+        child.connection.send((answer, refusal))
+    except OSError:
+        raise
+    except Exception:  # noqa: BLE001 — not every error can be pickled
+        child.connection.send((None, TaskMeshError(reason_of(refusal).text if refusal is not None else "no answer")))
+
+
+def _raising(error: BaseException) -> Callable[[], Any]:
+    def raise_it() -> Any:
+        raise error
+
+    return raise_it
+
+
+def _how_it_ended(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hint = " (the system does this when memory is short)" if -code == signal.SIGKILL else ""
+    return f"was killed by {name}{hint}"

@@ -1,0 +1,143 @@
+"""What a child process says to its parent: data alone, and errors as data.
+
+A handler is in the child, and may make it say anything: so what comes up is BSON, which calls nobody's code when it is read, and
+what is not understood ends the conversation and nothing else. (Down goes pickle, since the parent is to be trusted.)
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, fields
+from typing import Any
+
+import bson
+
+from taskmesh.client.definition import Configuration
+from taskmesh.consumer.reasons import Reason, ReasonElsewhere, cleaned, reason_of
+from taskmesh.model.errors import LeaseLost, Retry, Snooze, TaskFailed, TransactionConflict, delay_of
+from taskmesh.model.option import TaskOption
+from taskmesh.store.driver import CODEC
+from taskmesh.store.values import MAX_BYTES
+
+MAX_MESSAGE_BYTES = 2 * MAX_BYTES
+_MAX_DETAIL_BYTES = 4_000
+_KINDS: tuple[type[Exception], ...] = (TaskFailed, Retry, TransactionConflict, Snooze, LeaseLost)
+"""Errors that say how an execution ends."""
+_LOCAL = ("option", "tuned", "session")
+"""Fields of a configuration that travel in another form, or not at all."""
+
+
+class HandlerError(Exception):
+    """Stands for an error that was raised in a child process, and whose class is not known here."""
+
+
+def packed(kind: str, *parts: Any) -> bytes:
+    """Return a message."""
+    return bson.encode({"said": [kind, *parts]}, codec_options=CODEC)
+
+
+def unpacked(message: bytes) -> list[Any]:
+    """Return the kind and the parts of a message. Raises whatever it likes for what is none."""
+    said = bson.decode(message, CODEC)["said"]
+    if not (isinstance(said, list) and said and isinstance(said[0], str)):
+        raise ValueError(f"{said!r:.200} is no message")
+    return said
+
+
+# --- errors ---
+
+
+def error_as_data(error: BaseException, reason: Reason | None = None) -> dict[str, Any]:
+    """Tell an error: its class by name, its reason with the traceback, what kind of ending it is, and its plain attributes."""
+    kind = next((kind for kind in _KINDS if isinstance(error, kind)), None)
+    delay_ms = None
+    if isinstance(error, (Retry, Snooze)):
+        try:
+            delay_ms = delay_of(error)
+        except Exception as refusal:  # noqa: BLE001 — an attribute of a handler's own class may be anything
+            return error_as_data(refusal)
+    reason = reason or reason_of(error)
+    return {
+        "module": cleaned(str(type(error).__module__)),
+        "class": cleaned(type(error).__qualname__),
+        "kind": kind.__name__ if kind is not None else None,
+        "reason": asdict(reason),
+        "delay_ms": delay_ms,
+        "args": list(error.args) if _travels(list(error.args)) else [_text(error, reason.text)],
+        "attributes": {name: value for name, value in vars(error).items() if _travels({name: value})},
+    }
+
+
+def error_of(told: Mapping[str, Any]) -> BaseException:
+    """Make the child's error an error here, with its reason as the cause.
+
+    It is of the same class if that is known here, and made without calling any code of that class: what the class does when
+    it is made, copied or unpickled is a matter of the child.
+    """
+    reason, delay_ms = _reason(told["reason"]), told["delay_ms"]
+    error: BaseException = HandlerError(reason.text)
+    with suppress(Exception):
+        error = _made(told) or error
+    kind = next((kind for kind in _KINDS if kind.__name__ == told["kind"]), None)
+    if kind is not None and not isinstance(error, kind):
+        error = kind(reason.text)
+    if isinstance(error, (Retry, Snooze)):
+        error.delay_ms = delay_ms
+        delay_of(error)
+    error.__cause__ = ReasonElsewhere(reason)
+    return error
+
+
+def _reason(told: Mapping[str, Any]) -> Reason:
+    type_, frame = (None if told[part] is None else cleaned(str(told[part])) for part in ("type", "frame"))
+    return Reason(cleaned(str(told["text"])), type_, frame)
+
+
+def _made(told: Mapping[str, Any]) -> Exception | None:
+    kind = _known(told["module"], told["class"])
+    if kind is None or not issubclass(kind, Exception) or issubclass(kind, (StopIteration, StopAsyncIteration)):
+        return None
+    native = next(base for base in kind.__mro__ if base.__module__ == "builtins")
+    error = native.__new__(kind, *told["args"])
+    error.__dict__.update(told["attributes"])
+    return error if isinstance(error, Exception) else None
+
+
+def _known(module: str, qualname: str) -> type | None:
+    """Return a class by its name, if it is loaded here; nothing is imported for it."""
+    place: Any = sys.modules.get("__main__" if module == "__mp_main__" else module)
+    for part in qualname.split("."):
+        place = vars(place).get(part) if place is not None else None
+    return place if isinstance(place, type) else None
+
+
+def _travels(value: Any) -> bool:
+    try:
+        return len(bson.encode({"v": value}, codec_options=CODEC)) <= _MAX_DETAIL_BYTES
+    except Exception:  # noqa: BLE001 — whatever it is, it is no plain value
+        return False
+
+
+def _text(error: BaseException, otherwise: str) -> str:
+    try:
+        return cleaned(str(error))
+    except Exception:  # noqa: BLE001 — an exception whose own text cannot be made must not hide that it was raised
+        return otherwise
+
+
+# --- publications ---
+
+
+def configuration_as_data(configuration: Configuration) -> dict[str, Any]:
+    """Tell the settings of a definition."""
+    settings = {f.name: getattr(configuration, f.name) for f in fields(configuration) if f.name not in _LOCAL}
+    return {"option": dict(configuration.option), "tuned": list(configuration.tuned), "settings": settings}
+
+
+def configuration_of(told: Mapping[str, Any]) -> Configuration:
+    """Make them settings again, checked like those of a publisher. Raises `InvalidOption`."""
+    option = TaskOption(**told["option"])
+    tuned = {name: getattr(option, name) for name in told["tuned"]}
+    return Configuration(option=option).changed(**told["settings"], **tuned)

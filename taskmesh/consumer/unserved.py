@@ -1,0 +1,56 @@
+"""Tasks that no live worker runs: they are left alone, and that is said once in the log.
+
+Tasks of a name that only newer code knows, or in a queue that nobody serves, would otherwise wait in silence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+from pymongo.errors import PyMongoError
+
+from taskmesh.consumer.timing import varied
+from taskmesh.store import Store
+from taskmesh.store.driver import Document
+from taskmesh.store.find import names_in_use
+
+logger = logging.getLogger("taskmesh.consumer")
+
+_FIRST_LOOK_S = 3.0
+"""Later than a sign of life, so that workers which start together have met."""
+_LOOK_EVERY_S = 60.0
+
+
+class Neglected:
+    """Looks for such tasks, for one consumer."""
+
+    def __init__(self, store: Store, fleet: Callable[[], Iterable[Document]]) -> None:
+        self._store = store
+        self._fleet = fleet
+        self._told: set[tuple[str, str]] = set()
+
+    async def run(self) -> None:
+        """Look for ever."""
+        pause_s = _FIRST_LOOK_S
+        while True:
+            await asyncio.sleep(varied(pause_s, 0.2))
+            pause_s = _LOOK_EVERY_S
+            try:
+                await self.run_once()
+            except PyMongoError as error:
+                logger.debug("could not look for tasks that nobody runs: %s", type(error).__name__)
+
+    async def run_once(self) -> None:
+        """Tell of every name and queue of waiting tasks that no live worker runs, each once."""
+        live = [worker for worker in self._fleet() if worker.get("live")]
+        for queue, name in await names_in_use(self._store):
+            if (queue, name) in self._told or any(_runs(worker, queue, name) for worker in live):
+                continue
+            self._told.add((queue, name))
+            logger.warning("no live worker runs tasks named %r from queue %r: they are left alone", name, queue)
+
+
+def _runs(worker: Document, queue: str, name: str) -> bool:
+    return name in worker.get("names", ()) and (worker.get("queues") is None or queue in worker["queues"])

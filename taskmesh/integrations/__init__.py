@@ -1,0 +1,1 @@
+"""Other people's systems: each optional, each one file."""

@@ -1,0 +1,187 @@
+"""Metrics for Prometheus (extra `metrics`).
+
+`fleet_metrics`: of the whole fleet, read from the database when it is asked for: scrape one place for it. `WorkerMetrics`: of one
+worker, counted in its process while it works, without any question to the database: scrape all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from taskmesh.admin.stats import Stats
+from taskmesh.consumer import Consumer
+from taskmesh.consumer.observer import Wait
+from taskmesh.mesh import TaskMesh
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1_800, 7_200)
+_COUNTED_TO = 10_000
+"""How far the tasks that wait in a queue are counted: an autoscaler wants to know more than a person."""
+_SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8)
+
+
+class WorkerMetrics:
+    """What one worker has done, and how long things took: the `observer` of a consumer.
+
+    Made before the event loop runs, since it looks at the process's files.
+    """
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
+        self._ended = Counter(
+            "taskmesh_executions", "Executions that ended here.", ["name", "outcome"], registry=self._registry
+        )
+        self._seconds = Histogram(
+            "taskmesh_execution_seconds",
+            "From the claim to the handler's end.",
+            ["name"],
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+        self._waited = Histogram(
+            "taskmesh_claim_wait_seconds",
+            "From when a task could be claimed to the claim that won it: until it was seen, and a slot was free.",
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+        self._stage = Histogram(
+            "taskmesh_start_stage_seconds",
+            "The way from claimable to the handler's start: unseen by this worker, held for a slot or a limit, claim, start.",
+            ["name", "stage"],
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+        self._claim = Histogram(
+            "taskmesh_claim_seconds",
+            "How long the server took to claim a set.",
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+        self._tried = Counter("taskmesh_claims_tried", "Tasks that were tried to claim.", registry=self._registry)
+        self._won = Counter(
+            "taskmesh_claims_won", "Tasks that were won; the rest were somebody else's.", registry=self._registry
+        )
+        self._lease_left = Histogram(
+            "taskmesh_lease_left_ratio",
+            "The share of a lease that was left when it was renewed; near 0 a task is about to run twice.",
+            ["name"],
+            buckets=_SHARES,
+            registry=self._registry,
+        )
+        self._running = Gauge("taskmesh_running", "Executions that run here now.", registry=self._registry)
+        self._slots = Gauge("taskmesh_slots", "Executions that may run here.", registry=self._registry)
+        self._claiming = Gauge(
+            "taskmesh_claiming", "1 if this worker claims: not paused, not stopping.", registry=self._registry
+        )
+        self._silent = Gauge(
+            "taskmesh_silent_seconds", "How long ago the database last took its sign of life.", registry=self._registry
+        )
+        self._stream_silent = Gauge(
+            "taskmesh_stream_silent_seconds",
+            "For how long its change stream has not moved on; then tasks start by scans alone, up to a second later.",
+            registry=self._registry,
+        )
+
+    def claimed(self, waits: Sequence[Wait], took_s: float, tried: int) -> None:
+        """Count a claim."""
+        self._claim.observe(took_s)
+        self._tried.inc(tried)
+        self._won.inc(len(waits))
+        for wait in waits:
+            self._waited.observe(wait.all_s)
+            for stage, seconds in (("unseen", wait.unseen_s), ("held", wait.held_s), ("claim", took_s)):
+                self._stage.labels(wait.name, stage).observe(seconds)
+
+    def started(self, name: str, after_s: float) -> None:
+        """Count a start."""
+        self._stage.labels(name, "start").observe(after_s)
+
+    def renewed(self, name: str, share_left: float) -> None:
+        """Count a renewal."""
+        self._lease_left.labels(name).observe(share_left)
+
+    def ended(self, name: str, outcome: str, seconds: float) -> None:
+        """Count an end."""
+        self._ended.labels(name, outcome).inc()
+        self._seconds.labels(name).observe(seconds)
+
+    async def text(self, consumer: Consumer) -> bytes:
+        """Return all of it, with how the consumer is now."""
+        self._running.set(len(consumer.running))
+        self._slots.set(consumer.concurrency)
+        self._claiming.set(consumer.state == "running" and not consumer.paused)
+        self._silent.set(consumer.silent_ms / 1000)
+        self._stream_silent.set(consumer.stream_silent_ms / 1000)
+        return await asyncio.to_thread(generate_latest, self._registry)  # it reads files of /proc
+
+
+async def fleet_metrics(mesh: TaskMesh, stats: Stats | None = None) -> bytes:
+    """Return the metrics of all workers, queues and tasks as text. `stats`: counts that were read already."""
+    counts = stats or await mesh.stats()
+    tasks = GaugeMetricFamily("taskmesh_tasks", "Tasks that are kept.", labels=["name", "status"])
+    for name, by_status in counts.counts.items():
+        for status, count in by_status.items():
+            tasks.add_metric([name, status], count)
+    lag = GaugeMetricFamily(
+        "taskmesh_oldest_claimable_seconds",
+        "For how long the oldest claimable task has been waiting; 0 if none is.",
+        value=(counts.oldest_claimable_ms or 0) / 1000,
+    )
+    started = GaugeMetricFamily(
+        "taskmesh_started_per_second", "Executions started by all live workers.", value=counts.started_per_s
+    )
+    finished = GaugeMetricFamily(
+        "taskmesh_finished_per_second", "Executions ended on all live workers.", value=counts.finished_per_s
+    )
+    return generate_latest(
+        _registry([tasks, lag, started, finished, *await _of_workers(mesh), *await _of_queues(mesh)])
+    )
+
+
+async def _of_workers(mesh: TaskMesh) -> list[Metric]:
+    running = GaugeMetricFamily("taskmesh_worker_running", "Executions that run on a worker.", labels=["worker"])
+    slots = GaugeMetricFamily("taskmesh_worker_slots", "Executions that may run on a worker.", labels=["worker"])
+    live = GaugeMetricFamily("taskmesh_workers", "Workers of the last hour, by state.", labels=["state"])
+    states: dict[str, int] = {}
+    for worker in await mesh.workers():
+        states[worker.state] = states.get(worker.state, 0) + 1
+        if worker.live:
+            running.add_metric([worker.worker_id], worker.running)
+            slots.add_metric([worker.worker_id], worker.concurrency)
+    for state, count in states.items():
+        live.add_metric([state], count)
+    return [running, slots, live]
+
+
+async def _of_queues(mesh: TaskMesh) -> list[Metric]:
+    waiting = GaugeMetricFamily("taskmesh_queue_waiting", f"Due tasks, counted to {_COUNTED_TO}.", labels=["queue"])
+    running = GaugeMetricFamily("taskmesh_queue_running", "Executions of a queue.", labels=["queue"])
+    paused = GaugeMetricFamily("taskmesh_queue_paused", "1 if nothing is claimed from it.", labels=["queue"])
+    for queue in await mesh.queues(counted_to=_COUNTED_TO):
+        waiting.add_metric([queue.queue], queue.waiting)
+        running.add_metric([queue.queue], queue.running)
+        paused.add_metric([queue.queue], int(queue.paused))
+    return [waiting, running, paused]
+
+
+class _Read(Collector):
+    """What was read, as a collector."""
+
+    def __init__(self, metrics: list[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> list[Metric]:
+        """Return it."""
+        return self._metrics
+
+
+def _registry(metrics: list[Metric]) -> CollectorRegistry:
+    registry = CollectorRegistry()
+    registry.register(_Read(metrics))
+    return registry

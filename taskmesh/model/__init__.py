@@ -1,0 +1,1 @@
+"""What is stored, as types. No I/O."""

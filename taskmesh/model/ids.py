@@ -1,0 +1,58 @@
+"""Ids: the check of every name by which something is asked for, before it enters a query.
+
+What is no text there would be an operator (`{"$ne": ""}`), and match what nobody has named. Names and keys of tasks, of which an
+`_id` is made, are checked in `task`.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from typing import Any
+
+from taskmesh.model.errors import InvalidOption
+
+_MOST_CHARS = 256
+_MOST_CHARS_OF_A_REMARK = 2_000
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 100
+
+
+def shown(value: Any) -> str:
+    """Return how a value is named in a message, however long it is."""
+    return _short.repr(value)
+
+
+def checked_text(what: str, text: Any, *, most: int = _MOST_CHARS) -> str:
+    """Return the text, or raise `InvalidOption` for what is none, is empty, too long, or cannot be stored."""
+    if not _is_storable(text) or not 1 <= len(text) <= most:
+        raise InvalidOption(f"{what} must be a text of 1 to {most} characters without NUL, got {shown(text)}")
+    return str(text)
+
+
+def checked_remark(what: str, text: Any) -> str | None:
+    """Return what somebody says beside (a reason, who it was), None for nothing; or raise `InvalidOption`."""
+    return None if text is None or text == "" else checked_text(what, text, most=_MOST_CHARS_OF_A_REMARK)
+
+
+def checked_worker_id(worker_id: Any) -> str:
+    """Return the id of a worker, or raise `InvalidOption`."""
+    if not isinstance(worker_id, str) or not 1 <= len(worker_id) <= _MOST_CHARS or not worker_id.isprintable():
+        raise InvalidOption(
+            f"worker_id must be a printable text of 1 to {_MOST_CHARS} characters, got {shown(worker_id)}"
+        )
+    return worker_id
+
+
+def checked_group(group: Any) -> str:
+    """Return the group, or raise `InvalidOption`."""
+    return checked_text("group", group)
+
+
+def _is_storable(text: Any) -> bool:
+    if not isinstance(text, str) or "\0" in text:
+        return False
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,109 @@
+"""What can be tuned about one task: `TaskOption`, stored with the task and read by the claim rule.
+
+Durations are whole milliseconds. A bad value or an unknown field raises `InvalidOption`, which names both the
+value and the remedy; nothing is stored then.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from taskmesh.model.errors import InvalidOption
+from taskmesh.model.ids import shown
+
+_TEN_YEARS_MS = 10 * 366 * 86_400_000
+
+Milliseconds = Annotated[int, Field(ge=0, le=_TEN_YEARS_MS)]
+Count = Annotated[int, Field(ge=0, le=1_000_000_000)]
+WorkerId = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class TaskOption(BaseModel):
+    """How one task is to be run. Every field can be set per task, and changed later by `mesh.set_option`.
+
+    A change on a running task counts from its next claim, but for two fields: a worker that is no longer in
+    `specific_worker_ids` stops at once, and `ping_interval_ms` counts from the next ping.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] = 0
+    """Higher is claimed first."""
+
+    concurrent_worker_cnt: Annotated[int, Field(ge=1, le=1000)] = 1
+    """How many different workers run the task to SUCCESS; also how many may run it at once."""
+
+    specific_worker_ids: Annotated[tuple[WorkerId, ...], Field(max_length=1000, strict=False)] = ()
+    """Only these workers may run the task. Empty: any."""
+
+    ping_interval_ms: Annotated[int, Field(ge=1, le=_TEN_YEARS_MS)] = 30_000
+    """How often the executing worker renews its lease, and at the latest when 60 % of it are over. The default costs two
+    writes a minute."""
+
+    worker_timeout_ms: Annotated[int, Field(ge=2, le=_TEN_YEARS_MS)] = 60_000
+    """How long a lease lasts without a ping; then others may preempt. Must be more than `ping_interval_ms`,
+    twice as much by default so that one lost ping costs nothing."""
+
+    max_unexpected_retries: Count = 3
+    """The task can be claimed while the FAIL entries of all workers together are not more than this."""
+
+    unexpected_retry_delay_ms: Milliseconds = 10_000
+    """How long the task waits after a failure before it is tried again."""
+
+    unexpected_retry_delay_scope: Literal["task", "worker"] = "task"
+    """Who waits: nobody tries it before (`task`), or only the worker that failed (`worker`)."""
+
+    unexpected_retry_backoff: Annotated[float, Field(ge=1.0, le=1000.0, allow_inf_nan=False)] = 1.0
+    """The delay is multiplied by this at each further failure, up to one day."""
+
+    unexpected_retry_jitter: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)] = 0.1
+    """The delay varies by up to this share, so that what failed together does not return together."""
+
+    max_timeouts: Count = 5
+    """Executions that may be lost in a row (worker died, hung, cut off) before the task FAILs."""
+
+    run_timeout_ms: Annotated[int, Field(ge=1, le=_TEN_YEARS_MS)] | None = None
+    """The longest that one execution may take; past it, it is cancelled and FAILs. None: no limit."""
+
+    retain_success_ms: Milliseconds | None = 86_400_000
+    """How long a SUCCESS is kept, and its key taken. None: for ever."""
+
+    retain_failed_ms: Milliseconds | None = 7 * 86_400_000
+    """The same for FAIL, CANCELLED and EXPIRED."""
+
+    def __init__(self, **fields: Any) -> None:
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            raise InvalidOption(_explained(error)) from None
+
+    @model_validator(mode="after")
+    def _a_lease_outlives_its_ping(self) -> Self:
+        if self.worker_timeout_ms <= self.ping_interval_ms:
+            raise ValueError(
+                f"worker_timeout_ms ({self.worker_timeout_ms}) must be more than ping_interval_ms "
+                f"({self.ping_interval_ms}): set both, for example the timeout to three times the interval"
+            )
+        return self
+
+    def changed(self, **fields: Any) -> TaskOption:
+        """Return a copy with `fields` changed, checked as a whole. Raises `InvalidOption`."""
+        return TaskOption(**{**dict(self), **fields})
+
+
+def _explained(error: ValidationError) -> str:
+    """Say in a line what pydantic found, with the value and the field's name."""
+    problems = []
+    for found in error.errors(include_url=False):
+        if found["type"] == "value_error":
+            problems.append(found["msg"].removeprefix("Value error, "))
+            continue
+        field = ".".join(str(part) for part in found["loc"])
+        if found["type"] == "extra_forbidden":
+            known = ", ".join(TaskOption.model_fields)
+            problems.append(f"unknown option {field!r} (value {shown(found['input'])}); the options are: {known}")
+        else:
+            problems.append(f"{field}={shown(found['input'])}: {found['msg'][0].lower()}{found['msg'][1:]}")
+    return "; ".join(problems)

@@ -1,0 +1,119 @@
+"""When a periodic task ticks: by cron expression in a time zone, or every so many milliseconds. No input or output here.
+
+Daylight saving, for a cron expression with a fixed hour (`30 2 * * *`): where the clock skips that time, it ticks at once
+after the gap; where the clock shows it twice, it ticks the first time only. Where minutes or hours begin with a star
+(`*/15 * * * *`) it goes by real time, so no quarter of an hour is left out or runs twice. (So does Debian's cron, and so
+does cronsim, which does the work.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from zoneinfo import ZoneInfo
+
+from taskmesh.model import distribution
+from taskmesh.model.errors import InvalidOption
+
+MIN_INTERVAL_MS = 10
+_MAX_INTERVAL_MS = 10 * 366 * 86_400_000
+_FIELDS_WITH_SECONDS = 6
+_FAR_ENOUGH = timedelta(hours=3)
+"""Back over any change of the clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """When a schedule ticks: one of `cron` and `interval_ms`."""
+
+    cron: str | None
+    interval_ms: int | None
+    timezone: str = "UTC"
+
+    def after(self, moment: datetime, anchor: datetime) -> datetime | None:
+        """Return the first tick after a moment, in UTC; None if there is none. Intervals are counted from `anchor`."""
+        return next(self.ticks_after(moment, anchor), None)
+
+    def before(self, moment: datetime, anchor: datetime) -> datetime | None:
+        """Return the last tick before a moment, in UTC; None if there is none."""
+        if self.interval_ms is not None:
+            interval = timedelta(milliseconds=self.interval_ms)
+            tick = anchor + -(-(moment - anchor) // interval) * interval - interval
+            return tick if tick > anchor else None
+        # Backwards only to find where to begin: which ticks there are is told forwards alone.
+        local = next(_cronsim().CronSim(self._expression, moment.astimezone(_zone(self.timezone)), reverse=True), None)
+        begin = moment if local is None else min(moment, local.astimezone(UTC))
+        last: datetime | None = None
+        for following in self.ticks_after(begin - _FAR_ENOUGH, anchor):
+            if following >= moment:
+                break
+            last = following
+        return last
+
+    def ticks_after(self, moment: datetime, anchor: datetime) -> Iterator[datetime]:
+        """Yield the ticks after a moment, in order."""
+        if self.interval_ms is not None:
+            interval = timedelta(milliseconds=self.interval_ms)
+            tick = anchor + ((moment - anchor) // interval + 1) * interval
+            while True:
+                yield tick
+                tick += interval
+        last = moment
+        for local in _cronsim().CronSim(self._expression, moment.astimezone(_zone(self.timezone))):
+            tick = local.astimezone(UTC)
+            if tick > last:  # two times of a day may fall together where the clock skips an hour
+                last = tick
+                yield tick
+
+    @property
+    def _expression(self) -> str:
+        """The expression, without seconds that say nothing: with five fields daylight saving is taken care of."""
+        assert self.cron is not None
+        fields = self.cron.split()
+        return " ".join(fields[1:]) if len(fields) == _FIELDS_WITH_SECONDS and fields[0] == "0" else self.cron
+
+
+def checked_timing(cron: Any, interval_ms: Any, timezone: Any) -> Timing:
+    """Return the timing, or raise `InvalidOption`."""
+    if (cron is None) == (interval_ms is None):
+        raise InvalidOption(
+            f"a periodic task has either cron or interval_ms, not cron={cron!r}, interval_ms={interval_ms!r}"
+        )
+    zone = _zone(timezone)
+    if interval_ms is not None:
+        whole = isinstance(interval_ms, int) and not isinstance(interval_ms, bool)
+        if not whole or not MIN_INTERVAL_MS <= interval_ms <= _MAX_INTERVAL_MS:
+            raise InvalidOption(
+                f"interval_ms is a whole number from {MIN_INTERVAL_MS} to ten years, not {interval_ms!r}"
+            )
+        return Timing(None, interval_ms, timezone)
+    if not isinstance(cron, str):
+        raise InvalidOption(f"cron is a text like '*/5 * * * *', not {cron!r}")
+    cronsim = _cronsim()
+    try:
+        cronsim.CronSim(cron, datetime(2026, 1, 1, tzinfo=zone))
+    except cronsim.CronSimError as error:
+        raise InvalidOption(
+            f"cron={cron!r} cannot be read ({error}): it has minute, hour, day of month, month and day of week, "
+            "and may have seconds in front"
+        ) from None
+    return Timing(cron, None, timezone)
+
+
+def _zone(name: Any) -> ZoneInfo:
+    try:
+        return ZoneInfo(name)
+    except (KeyError, ValueError, TypeError, OSError):  # unknown, a path, no text, a directory
+        raise InvalidOption(f"there is no time zone {name!r}: use a name like 'Europe/Berlin', or 'UTC'") from None
+
+
+def _cronsim() -> Any:
+    try:
+        import cronsim  # noqa: PLC0415 — an extra
+    except ImportError:
+        raise InvalidOption(
+            f"cron needs the package cronsim: {distribution.install('cron')}, or use interval_ms"
+        ) from None
+    return cronsim

@@ -1,0 +1,159 @@
+"""Periodic tasks: schedules as they are declared and as they are stored, and what is to be published of them when.
+
+Each tick becomes one task whose key tells the tick (`report@2026-11-21T06:00:00Z`). The loop that publishes them, in every
+worker, is `consumer/ticker.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from taskmesh.model.errors import InvalidOption
+from taskmesh.model.recurrence import Timing, checked_timing
+from taskmesh.store.driver import Document
+from taskmesh.store.schedules import Attendance
+
+Missed = Literal["skip", "latest", "all"]
+Overlap = Literal["allow", "skip"]
+_AT_ONCE = 500
+"""Ticks of one schedule that are published at one look; more follow at the next."""
+
+
+class Tick(BaseModel):
+    """A tick of a schedule, and what came of it."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    time: datetime
+    key: str
+    kind: Literal["published", "triggered", "overlapped"]
+    """`triggered`: by hand. `overlapped`: left out, as the task before it was not finished."""
+
+
+class ScheduleInfo(BaseModel):
+    """A schedule as it is stored."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    schedule_id: str
+    name: str
+    cron: str | None = None
+    interval_ms: int | None = None
+    timezone: str = "UTC"
+    params: dict[str, Any] = {}
+    missed: Missed = "latest"
+    overlap: Overlap = "allow"
+    jitter_ms: int = 0
+    settings: dict[str, Any] = {}
+    """What else was declared for its tasks, as in `configure`."""
+    paused: bool = False
+    paused_by: str | None = None
+    paused_reason: str | None = None
+    pause_time: datetime | None = None
+    create_time: datetime
+    next_time: datetime | None = None
+    ticks: list[Tick] = []
+    """The last ten, the newest last."""
+
+    @classmethod
+    def from_document(cls, document: Document) -> ScheduleInfo:
+        """Read a stored schedule."""
+        return cls.model_validate({**document, "schedule_id": document["_id"]})
+
+    @property
+    def timing(self) -> str:
+        """When it ticks, in words."""
+        if self.cron is not None:
+            return f"{self.cron} ({self.timezone})"
+        return f"every {(self.interval_ms or 0) / 1000:g} s"
+
+
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """A schedule as it is declared in code."""
+
+    schedule_id: str
+    name: str
+    timing: Timing
+    params: Mapping[str, Any]
+    missed: Missed
+    overlap: Overlap
+    jitter_ms: int
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def checked_declaration(
+    name: str,
+    schedule_id: str,
+    *,
+    cron: Any,
+    interval_ms: Any,
+    timezone: Any,
+    params: Any,
+    missed: Any,
+    overlap: Any,
+    jitter_ms: Any,
+    settings: Mapping[str, Any],
+) -> Declaration:
+    """Return the declaration, or raise `InvalidOption`."""
+    if missed not in ("skip", "latest", "all"):
+        raise InvalidOption(f"missed is 'skip', 'latest' or 'all', not {missed!r}")
+    if overlap not in ("allow", "skip"):
+        raise InvalidOption(f"overlap is 'allow' or 'skip', not {overlap!r}")
+    if isinstance(jitter_ms, bool) or not isinstance(jitter_ms, int) or not 0 <= jitter_ms <= 86_400_000:
+        raise InvalidOption(f"jitter_ms is a whole number from 0 to one day, not {jitter_ms!r}")
+    if not isinstance(params, Mapping):
+        raise InvalidOption(f"params are a mapping by parameter name, not {params!r}")
+    if unfit := sorted({"start_time", "expire_time", "delay_ms", "session"} & set(settings)):
+        raise InvalidOption(f"{', '.join(unfit)} cannot be set for every tick alike")
+    timing = checked_timing(cron, interval_ms, timezone)
+    return Declaration(schedule_id, name, timing, dict(params), missed, overlap, jitter_ms, dict(settings))
+
+
+def stored(declaration: Declaration, params: Mapping[str, Any]) -> Document:
+    """Return the fields of a schedule as they are stored; `params` as they were checked."""
+    return {
+        "name": declaration.name,
+        "cron": declaration.timing.cron,
+        "interval_ms": declaration.timing.interval_ms,
+        "timezone": declaration.timing.timezone,
+        "params": dict(params),
+        "missed": declaration.missed,
+        "overlap": declaration.overlap,
+        "jitter_ms": declaration.jitter_ms,
+        "settings": {n: list(v) if isinstance(v, tuple) else v for n, v in declaration.settings.items()},
+    }
+
+
+def timing_of(schedule: Document) -> Timing:
+    """Return when a stored schedule ticks. Raises `InvalidOption` for what this worker cannot read."""
+    return checked_timing(schedule.get("cron"), schedule.get("interval_ms"), schedule.get("timezone", "UTC"))
+
+
+def key_of(schedule_id: str, tick: datetime, mark: str = "") -> str:
+    """Return the key of a tick's task."""
+    moment = tick.astimezone(UTC).isoformat(timespec="milliseconds" if tick.microsecond else "seconds")
+    return f"{schedule_id}@{mark}{moment.removesuffix('+00:00')}Z"
+
+
+def ticks_to_publish(schedule: Document, attendance: Attendance) -> tuple[list[datetime], datetime | None]:
+    """Return which ticks of a schedule are to be published now, and when it ticks next after those looked at."""
+    timing, anchor, now = timing_of(schedule), schedule["anchor_time"], attendance.now
+    first: datetime | None = schedule["next_time"]
+    latest_missed = None
+    if schedule["missed"] != "all" and first is not None and attendance.missed(first):
+        assert attendance.outage_to is not None
+        latest_missed = timing.before(attendance.outage_to, anchor)
+        first = timing.after(latest_missed or attendance.outage_to, anchor)
+    ticked: list[datetime] = []
+    while first is not None and first <= now and len(ticked) < _AT_ONCE:
+        ticked.append(first)
+        first = timing.after(first, anchor)
+    if schedule["missed"] == "latest" and latest_missed is not None and not ticked:
+        ticked = [latest_missed]
+    return ticked, first

@@ -1,0 +1,246 @@
+"""The stored task as models: what `mesh.get` and `mesh.find` return. No input or output here.
+
+A task is one document with a list of what each worker did with it (`task_state.worker_states`). That list is the
+truth; `status` and `next_claim_time` are derived from it by the server (see `rules.py`).
+"""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime
+from enum import StrEnum
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from taskmesh.model.errors import IncompatibleCollection, InvalidKey, InvalidName, InvalidOption
+from taskmesh.model.ids import shown
+from taskmesh.model.option import TaskOption
+
+_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,100}\Z")
+_MAX_KEY_BYTES = 512
+
+
+class Status(StrEnum):
+    """Where a task stands, at the moment of reading."""
+
+    INIT = "INIT"
+    RUNNING = "RUNNING"
+    SUCCESS = "SUCCESS"
+    FAIL = "FAIL"
+    CANCELLED = "CANCELLED"
+    EXPIRED = "EXPIRED"
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing more will happen to the task by itself."""
+        return self not in (Status.INIT, Status.RUNNING)
+
+
+Standing = Literal["ready", "scheduled", "retrying"]
+"""What INIT means: some worker may claim it now; it has not run and waits for its time; it ran and waits to be tried again."""
+
+
+class _Stored(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore", arbitrary_types_allowed=True)
+
+
+class LogLine(_Stored):
+    """One line that a handler logged with `current_task().log`."""
+
+    time: datetime
+    message: str
+
+
+class Progress(_Stored):
+    """The newest progress that a handler reported. `fraction` goes from 0 to 1."""
+
+    fraction: float
+    message: str | None = None
+    time: datetime
+
+
+class WorkerState(_Stored):
+    """One worker's entry in a task: one execution, named by its `running_id`."""
+
+    running_id: str
+    worker_id: str
+    state: str
+    start_time: datetime | None = None
+    ping_expire_time: datetime | None = None
+    success_time: datetime | None = None
+    fail_time: datetime | None = None
+    fail_reason: str | None = None
+    fail_type: str | None = None
+    """The type of the error that made it fail, if one did."""
+    fail_frame: str | None = None
+    """Where that was raised, as the end of the file's path, line and function: the innermost frame that is no library's."""
+    returns: Any = None
+    logs: list[LogLine] = []
+    dropped_log_cnt: int = 0
+    """Older log lines that are no longer kept."""
+    params_version: int = 0
+    final: bool = False
+    """Whether this FAIL is for good (`TaskFailed`)."""
+
+    @property
+    def fail_message(self) -> str | None:
+        """Why it failed, without the lines of code in which it did."""
+        return None if self.fail_reason is None else self.fail_reason.partition('\n  File "')[0]
+
+
+class Loss(_Stored):
+    """An execution that was lost: its worker stopped pinging. The newest few are kept with the task."""
+
+    running_id: str
+    worker_id: str
+    start_time: datetime | None = None
+    ping_expire_time: datetime | None = None
+
+
+class Leaving(_Stored):
+    """An execution from before the task was begun anew, or from before its worker was excluded, whose handler may be at work.
+
+    It keeps its place until its worker says that the handler has ended, or its lease is over.
+    """
+
+    running_id: str
+    worker_id: str
+    ping_expire_time: datetime | None = None
+
+
+class TaskState(_Stored):
+    """What happened to a task so far."""
+
+    create_time: datetime
+    start_time: datetime | None = None
+    expire_time: datetime | None = None
+    cancel_time: datetime | None = None
+    resume_time: datetime | None = None
+    """Set by `Retry` and `Snooze`: no worker claims the task before."""
+    timeout_cnt: int = 0
+    """Executions lost in a row."""
+    lost_cnt: int = 0
+    """Executions lost altogether."""
+    losses: list[Loss] = []
+    dropped_fail_cnt: int = 0
+    """FAIL entries no longer kept, since a document has to stay small; they count all the same."""
+    conflict_cnt: int = 0
+    """Executions in a row whose `transaction()` met a conflict and was undone."""
+    params_version: int = 0
+    """How often the params were replaced; an entry carries the version that its execution saw."""
+    progress: Progress | None = None
+    worker_states: list[WorkerState] = []
+    leaving: list[Leaving] = []
+
+
+class Task(_Stored):
+    """A task as it stood when it was read.
+
+    `params` is None unless they were asked for. `extra` holds what others put at the top level of the document.
+    """
+
+    name: str
+    key: str
+    queue: str
+    status: Status
+    params: dict[str, Any] | None = None
+    task_option: TaskOption
+    task_state: TaskState
+    next_claim_time: datetime | None = None
+    finish_time: datetime | None = None
+    delete_time: datetime | None = None
+    group: str | None = None
+    extra: dict[str, Any] = Field(default_factory=dict)
+
+    OWN_FIELDS: ClassVar[frozenset[str]] = frozenset(
+        [
+            "_id",
+            "name",
+            "key",
+            "queue",
+            "status",
+            "params",
+            "task_option",
+            "task_state",
+            "next_claim_time",
+            "finish_time",
+            "delete_time",
+            "group",
+            "settle_time",
+            "pinned",
+            "lane",
+            "event",
+            "publish_id",
+            "change_id",
+            "change_ids",
+            "bulk_id",
+            "schema_version",
+            "trace",
+        ]
+    )
+    """Top-level fields that belong to taskmesh; all others are the users' own."""
+
+    @classmethod
+    def from_document(cls, document: dict[str, Any]) -> Task:
+        """Read a stored document. Raises `IncompatibleCollection` where it is not a task of ours."""
+        extra = {field: value for field, value in document.items() if field not in cls.OWN_FIELDS}
+        try:
+            return cls.model_validate({**{f: v for f, v in document.items() if f in cls.OWN_FIELDS}, "extra": extra})
+        except (ValueError, InvalidOption) as error:
+            raise IncompatibleCollection(
+                f"the document {document.get('_id')!r} is no task of ours: repair or delete it ({error})"
+            ) from error
+
+    @property
+    def successes(self) -> list[WorkerState]:
+        """The SUCCESS entries, the earliest first."""
+        done = [entry for entry in self.task_state.worker_states if entry.state == "SUCCESS"]
+        return sorted(done, key=lambda entry: (entry.success_time is None, entry.success_time))
+
+    @property
+    def fail_reasons(self) -> list[str]:
+        """Why executions failed or were lost, one text each."""
+        failed = [
+            f"{entry.worker_id}: {entry.fail_reason}"
+            for entry in self.task_state.worker_states
+            if entry.state == "FAIL"
+        ]
+        lost = [
+            f"{loss.worker_id}: lost: no ping until {loss.ping_expire_time} (the worker died, hung or was cut off)"
+            for loss in self.task_state.losses
+        ]
+        return failed + lost
+
+
+def task_id(name: str, key: str) -> str:
+    """Return the `_id` of a task, after checking its parts. Raises `InvalidName`, `InvalidKey`."""
+    return f"{checked_name(name)}:{checked_key(key)}"
+
+
+def checked_name(name: str) -> str:
+    """Return `name`, or raise `InvalidName`."""
+    if not isinstance(name, str) or not _NAME.match(name):
+        raise InvalidName(
+            f"a task's name must be 1 to 100 characters of letters, digits, '_', '.' and '-', got {shown(name)}: rename it"
+        )
+    return name
+
+
+def checked_key(key: str) -> str:
+    """Return `key`, or raise `InvalidKey`."""
+    if not isinstance(key, str):
+        raise InvalidKey(f"a key is a text, not {type(key).__name__} {shown(key)}: pass str(…) of it")
+    try:
+        size = len(key.encode())
+    except UnicodeEncodeError:
+        raise InvalidKey(
+            f"the key {shown(key)} has half a surrogate pair and cannot be stored: clean it first"
+        ) from None
+    if not 1 <= size <= _MAX_KEY_BYTES or "\0" in key:
+        begins = key if size <= 80 else key[:60] + "…"
+        why = "is empty" if size == 0 else "has a NUL" if "\0" in key else f"has {size} bytes"
+        raise InvalidKey(
+            f"a key has 1 to {_MAX_KEY_BYTES} bytes and no NUL, but {begins!r} {why}: use a shorter one or a hash of it"
+        )
+    return key

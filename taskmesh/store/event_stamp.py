@@ -1,0 +1,52 @@
+"""The event stamp: every write says in one short text field what happened, so that change streams can tell.
+
+A text, because a change stream shows changed parts of sub-documents under dotted names, but a text whole. It holds the
+kind, the server's time (two stamps are never the same, so each shows as a change), the worker, and the workers whose
+leases were found run out. Pings leave no stamp: nobody hears of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from taskmesh.store import rules
+
+_SEPARATOR = "\x1f"
+
+
+@dataclass(slots=True, frozen=True)
+class Stamp:
+    """What a stamp says."""
+
+    kind: str
+    worker_id: str | None
+    lost: tuple[str, ...]
+
+
+def stamp(
+    kind: str, now: rules.Expression, worker_id: rules.Expression = "", lost: rules.Expression | None = None
+) -> rules.Expression:
+    """The expression of a stamp. `worker_id`: one that gives the id (user data in a `$literal`); `lost`: a list of them."""
+    parts: list[rules.Expression] = [
+        kind + _SEPARATOR,
+        {"$toString": {"$toLong": now}},
+        _SEPARATOR,
+        worker_id,
+    ]
+    if lost is not None:
+        parts.append(
+            {"$reduce": {"input": lost, "initialValue": "", "in": {"$concat": ["$$value", _SEPARATOR, "$$this"]}}}
+        )
+    return {"$concat": parts}
+
+
+def read_stamp(text: str) -> Stamp:
+    """Read a stamp back."""
+    kind, _, worker_id, *lost = text.split(_SEPARATOR)
+    return Stamp(kind, worker_id or None, tuple(lost))
+
+
+def starting_with(kinds: Collection[str]) -> dict[str, str]:
+    """The condition on a stamp that says one of these kinds."""
+    return {"$regex": f"^({'|'.join(kinds)}){_SEPARATOR}"}

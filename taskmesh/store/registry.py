@@ -1,0 +1,127 @@
+"""Fleet: the registry of workers, with orders to them, and the settings of queues.
+
+A worker's document is a sign of life and a letter box, nothing else: it never decides who holds a task; only leases do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from datetime import datetime
+
+from pymongo import ReturnDocument
+from pymongo.errors import DuplicateKeyError
+
+from taskmesh.store import rules
+from taskmesh.store.driver import Document, find_and_update
+from taskmesh.store.store import Store
+
+HEARTBEAT_MS = 2_000
+LIVE_MS = 8_000
+"""A worker that was not seen for this long counts as gone."""
+_REMEMBERED_MS = 3_600_000
+
+
+async def register(store: Store, worker_id: str, instance: str, description: Document) -> Document | None:
+    """Enter a worker; None if a live one of another instance stands under this id. Returns its document."""
+    workers = store.driver.collection(store.workers)
+    fields = _seen(store) | {"instance": instance, "start_time": store.now, **_literal(description)}
+    free = {
+        "$or": [
+            {"instance": instance},
+            {"state": "stopped"},
+            {"$expr": {"$lt": ["$last_seen", {"$subtract": [store.now, LIVE_MS]}]}},
+        ]
+    }
+    with contextlib.suppress(DuplicateKeyError):
+        await workers.insert_one({"_id": worker_id, "instance": instance})
+    fresh = [{"$replaceWith": {"_id": "$_id"}}, {"$set": fields}]
+    return await _updated(store, {"_id": worker_id, **free}, fresh)
+
+
+async def heartbeat(store: Store, worker_id: str, instance: str, description: Document) -> Document | None:
+    """Show that the worker lives, and return its document: `last_seen` is the server's time. None if it lost its id.
+
+    Nor does one count that arrives when the worker has said already that it has stopped: it was on its way then.
+    """
+    fields = _seen(store) | _literal(description)
+    here = {"_id": worker_id, "instance": instance, "state": {"$ne": "stopped"}}
+    return await _updated(store, here, [{"$set": fields}])
+
+
+async def _updated(store: Store, query: Document, pipeline: list[Document]) -> Document | None:
+    workers = store.driver.collection(store.workers)
+    return await find_and_update(workers, query, pipeline, return_document=ReturnDocument.AFTER)  # type: ignore[no-any-return]
+
+
+def _seen(store: Store) -> Document:
+    return {"last_seen": store.now, "delete_time": {"$add": [store.now, _REMEMBERED_MS]}}
+
+
+def _literal(values: Document) -> Document:
+    return {name: {"$literal": value} for name, value in values.items()}
+
+
+async def order(store: Store, worker_id: str, changes: Document) -> bool:
+    """Leave an order to a worker; False if nobody of that id is registered. Its stream announces `order_time`."""
+    fields: Document = {f"order.{name}": {"$literal": value} for name, value in changes.items()}
+    fields |= {f"order_times.{name}": store.now for name in changes}
+    workers = store.driver.collection(store.workers)
+    result = await workers.update_one({"_id": worker_id}, [{"$set": fields | {"order_time": store.now}}])
+    return bool(result.matched_count)
+
+
+async def read_worker(store: Store, worker_id: str) -> Document | None:
+    """Return a worker's document."""
+    return await store.driver.collection(store.workers).find_one({"_id": worker_id})  # type: ignore[no-any-return]
+
+
+async def workers(store: Store) -> list[Document]:
+    """Return all workers of the last hour, each with `live` and the server's `now`."""
+    live = {
+        "$and": [
+            {"$ne": ["$state", "stopped"]},
+            {"$gte": ["$last_seen", {"$subtract": [store.now, LIVE_MS]}]},
+        ]
+    }
+    stages = [
+        {"$match": {"last_seen": {"$exists": True}}},
+        {"$set": {"live": live, "now": store.now}},
+        {"$sort": {"_id": 1}},
+    ]
+    cursor = await store.driver.aggregate(store.workers, stages)
+    return await cursor.to_list(None)  # type: ignore[no-any-return]
+
+
+async def queues(store: Store) -> dict[str, Document]:
+    """Return the settings of all queues that have any, by name, each with whether it is `paused` now."""
+    paused = {
+        "$and": [
+            {"$eq": ["$paused", True]},
+            {"$gt": [{"$ifNull": ["$paused_until", rules.NEVER]}, store.now]},
+        ]
+    }
+    cursor = await store.driver.aggregate(store.queues, [{"$set": {"paused": paused}}])
+    return {document["_id"]: document for document in await cursor.to_list(None)}
+
+
+async def closed_queues(store: Store) -> list[str]:
+    """Return the queues from which nobody claims: those that are paused, and those in which none may run."""
+    settings = (await queues(store)).items()
+    return [name for name, queue in settings if queue["paused"] or (queue.get("limits") or {}).get("running") == 0]
+
+
+async def set_queue(store: Store, queue: str, settings: Document) -> None:
+    """Change settings of a queue, creating it if need be."""
+    collection = store.driver.collection(store.queues)
+    await collection.update_one({"_id": queue}, {"$set": settings}, upsert=True)
+
+
+async def server_time(store: Store) -> datetime:
+    """Return the server's clock."""
+    hello = await store.driver.admin({"hello": 1})
+    return hello["localTime"]  # type: ignore[no-any-return]
+
+
+async def forget(store: Store, worker_id: str, instance: str) -> None:
+    """Mark a registration as that of a process which is known to be gone."""
+    await _updated(store, {"_id": worker_id, "instance": instance}, [{"$set": {"state": "stopped"}}])

@@ -1,0 +1,126 @@
+"""Ping: renew the leases of what runs here, one update for all that is due. Called from the pinger's thread.
+
+A lease that ran out is not renewed, even if nobody has taken the task yet: expired is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from taskmesh.store import rules
+from taskmesh.store.driver import Document
+from taskmesh.store.prepared import prepared
+from taskmesh.store.store import Store, run_sync
+
+PING_DEADLINE_MS = 2_000
+
+
+def ping(
+    store: Store,
+    database: Any,
+    held: Iterable[tuple[str, str]],
+    lease_ms: int,
+    deadline_ms: int = PING_DEADLINE_MS,
+) -> int:
+    """Renew the leases of `held`, pairs of `_id` and `running_id`, by `lease_ms`; return how many were found alive.
+
+    The length is the one that the worker reckons with since its claim, whatever the task's option says by now: a lease that
+    is shorter on one side than on the other would be lost unawares.
+
+    Eligible: the task is RUNNING and the entry is live. Writes: `ping_expire_time`, the derived fields. Safe to repeat.
+    If the count is less than asked for, `still_held` tells which are left.
+    """
+    pairs = list(held)
+    ids, running_ids = [id_ for id_, _ in pairs], sorted({running_id for _, running_id in pairs})
+    query, pipeline = _renewal(store, ids, running_ids, lease_ms)
+    return int(run_sync(database, store.update_command(query, pipeline, deadline_ms))["n"])
+
+
+async def extend(store: Store, id_: str, running_id: str, lease_ms: int) -> bool:
+    """Make one lease end so much later than now, whatever the option says; False if it is lost. Safe to repeat."""
+    query, pipeline = _renewal(store, [id_], [running_id], lease_ms)
+    return bool((await store.update(query, pipeline))["n"])
+
+
+def keep_places(
+    store: Store,
+    database: Any,
+    stopped: Iterable[tuple[str, str]],
+    lease_ms: int,
+    deadline_ms: int = PING_DEADLINE_MS,
+) -> dict[tuple[str, str], Document]:
+    """Renew the leases of executions whose handlers clean up after they were stopped from outside: they keep their places.
+
+    Return which are there still, each with what `why_stopped` asks of the task. What such an execution does counts no more.
+
+    Eligible: the lease is not over; whatever became of the task. Writes: `ping_expire_time`, the derived fields. Safe to repeat.
+    """
+    pairs = set(stopped)
+    running_ids = sorted({running_id for _, running_id in pairs})
+    mine = {"$and": [{"$in": ["$$this.running_id", {"$literal": running_ids}]}, rules.holds_its_lease(store.now)]}
+    renewed = {"$mergeObjects": ["$$this", {"ping_expire_time": {"$add": [store.now, lease_ms]}}]}
+    entry = {"$cond": [{"$and": [{"$eq": ["$$this.state", "RUNNING"]}, mine]}, renewed, "$$this"]}
+    leaving = {"$map": {"input": rules.LEAVING, "in": {"$cond": [mine, renewed, "$$this"]}}}
+    state = {"worker_states": _map_entries(entry), "leaving": rules.if_any(leaving)}
+    of_task = {"$in": ["$$this.running_id", {"$literal": running_ids}]}
+    kept = {"$anyElementTrue": [{"$map": {"input": rules.places(store.now), "in": of_task}}]}
+    query = {"_id": {"$in": [id_ for id_, _ in pairs]}, "$expr": kept}
+    pipeline = [{"$set": {"task_state": state}}, *prepared(rules.derivation, store.now)]
+    run_sync(database, store.update_command(query, pipeline, deadline_ms))
+    found: dict[tuple[str, str], Document] = {}
+    for task in database[store.tasks].find(query, STOPPED_FIELDS):
+        state = task["task_state"]
+        held = {entry["running_id"] for entry in state["worker_states"] if entry["state"] == "RUNNING"}
+        for running_id in held | {entry["running_id"] for entry in state.get("leaving", ())}:
+            if (task["_id"], running_id) in pairs:
+                found[task["_id"], running_id] = task
+    return found
+
+
+STOPPED_FIELDS: Document = {
+    "status": 1,
+    "task_option.specific_worker_ids": 1,
+    "task_state.deleted_time": 1,
+    "task_state.worker_states.running_id": 1,
+    "task_state.worker_states.state": 1,
+    "task_state.leaving.running_id": 1,
+}
+
+
+def _renewal(store: Store, ids: list[str], running_ids: list[str], lease_ms: int) -> tuple[Document, list[Document]]:
+    mine = _is_mine(running_ids, store.now)
+    query = {"_id": {"$in": ids}, "status": "RUNNING", "$expr": {"$anyElementTrue": [_map_entries(mine)]}}
+    renewed = {"$mergeObjects": ["$$this", {"ping_expire_time": {"$add": [store.now, lease_ms]}}]}
+    pipeline = [
+        {"$set": {"task_state.worker_states": _map_entries({"$cond": [mine, renewed, "$$this"]})}},
+        *prepared(rules.derivation, store.now),
+    ]
+    return query, pipeline
+
+
+def still_held(store: Store, database: Any, held: Iterable[tuple[str, str]]) -> dict[tuple[str, str], Document]:
+    """Return which of `held` are live, with the task's option as it is now."""
+    pairs = set(held)
+    query = {"_id": {"$in": [id_ for id_, _ in pairs]}, "status": "RUNNING"}
+    mine = _is_mine(sorted({running_id for _, running_id in pairs}), store.now)
+    fields = {
+        "task_option": 1,
+        "running_ids": {
+            "$map": {"input": {"$filter": {"input": rules.ENTRIES, "cond": mine}}, "in": "$$this.running_id"}
+        },
+    }
+    found: dict[tuple[str, str], Document] = {}
+    for document in database[store.tasks].find(query, fields):
+        for running_id in document["running_ids"]:
+            if (document["_id"], running_id) in pairs:
+                found[document["_id"], running_id] = document["task_option"]
+    return found
+
+
+def _is_mine(running_ids: list[str], now: rules.Expression) -> rules.Expression:
+    return {"$and": [{"$in": ["$$this.running_id", {"$literal": running_ids}]}, rules.is_live(now)]}
+
+
+def _map_entries(result: rules.Expression) -> rules.Expression:
+    return {"$map": {"input": rules.ENTRIES, "in": result}}

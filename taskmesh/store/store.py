@@ -1,0 +1,153 @@
+"""The one place that speaks to MongoDB: a `Store` holds the connection; the verbs are the modules beside this one.
+
+In the order of a task's life: `publish` `find` `claim` `lease` `finish` `control` `settle`; for who looks at many tasks
+`listing` and `bulk`; and for the rest of the fleet `watch` (change stream), `fleet` (workers, queues) and `schema`
+(collections, indexes). Every verb that changes a task is one pipeline update that ends in `rules.derivation`; one that
+puts a task there, and word of a deletion, have nothing to derive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bson.codec_options import CodecOptions
+from pymongo import AsyncMongoClient
+from pymongo.errors import InvalidName as PyMongoInvalidName
+from pymongo.errors import PyMongoError
+
+from taskmesh.model.errors import InvalidName, TaskMeshError
+from taskmesh.store import rules
+from taskmesh.store.closing import CLOSE_DEADLINE_S, ended_in_time
+from taskmesh.store.driver import PLAIN_CODEC, Document, Driver, checked
+
+WRITE_DEADLINE_MS = 5_000
+"""How long the server may work on one write of ours. An `update_many` waits at a document that an open transaction
+has changed (measured: up to 60 s), so every one has a deadline."""
+
+
+class Store:
+    """A task collection and its neighbours, on one connection."""
+
+    def __init__(
+        self, client: Any, database: str, collection: str = "tasks", now: rules.Expression = rules.NOW
+    ) -> None:
+        """`client`: a URI, an `AsyncMongoClient` or an `AsyncIOMotorClient`. `now`: for tests, a literal time."""
+        self._owned = isinstance(client, str)
+        if self._owned:
+            client = _client_of(client)
+        self.driver = Driver(client, database)
+        try:
+            self.driver.collection(collection)
+        except (PyMongoInvalidName, TypeError) as error:
+            raise InvalidName(f"collection must be a name that MongoDB allows, got {collection!r}: {error}") from None
+        self._name(collection, now)
+
+    def _name(self, collection: str, now: rules.Expression) -> None:
+        self.now = now
+        self.guarded_until = 0.0
+        """Until when, monotonic, reads leave out what is not well-formed (see `strangers`)."""
+        prefix = "" if collection == "tasks" else f"{collection}."
+        self.tasks = collection
+        self.workers = f"{prefix}workers"
+        self.queues = f"{prefix}queues"
+        self.limits = f"{prefix}limits"
+        self.schedules = f"{prefix}schedules"
+        self.actions = f"{prefix}actions"
+        self.undo = f"{prefix}undo"
+        self.definitions = f"{prefix}definitions"
+        self.meta = f"{prefix}meta"
+
+    def update_command(
+        self,
+        query: Document,
+        pipeline: Sequence[Mapping[str, Any]],
+        deadline_ms: int = WRITE_DEADLINE_MS,
+        let: Document | None = None,
+    ) -> Document:
+        """The command of a set-based update of tasks: each document atomically, the set not. `let`: its variables."""
+        return {
+            "update": self.tasks,
+            "updates": [{"q": query, "u": pipeline, "multi": True}],
+            "let": let or {},
+            "writeConcern": {"w": "majority"},
+            "maxTimeMS": deadline_ms,
+        }
+
+    async def insert(self, documents: list[Document], deadline_ms: int = WRITE_DEADLINE_MS) -> None:
+        """Insert tasks. Raises `OperationFailure` with the reply for those that could not be, a duplicate for one.
+
+        A command of our own, since the driver's inserts know no deadline: one of a key that stands in somebody's open
+        transaction waits for its end (measured: 84 s). Not repeated by the driver after a network error.
+        """
+        command = {
+            "insert": self.tasks,
+            "documents": documents,
+            "ordered": False,
+            "writeConcern": {"w": "majority"},
+            "maxTimeMS": deadline_ms,
+        }
+        await self.driver.command(command)
+
+    async def update(
+        self,
+        query: Document,
+        pipeline: Sequence[Mapping[str, Any]],
+        deadline_ms: int = WRITE_DEADLINE_MS,
+        session: Any = None,
+        constants: Document | None = None,
+    ) -> Document:
+        """Update all tasks that match, and return the reply with `n` (matched) and `nModified`.
+
+        `constants`: values that the pipeline refers to by name (`$$name`).
+
+        Not repeated by the driver after a network error: the caller asks by `running_id` what happened.
+        """
+        command = self.update_command(query, pipeline, deadline_ms)
+        if constants is not None:
+            command["updates"][0]["c"] = constants
+        if session is not None and session.in_transaction:
+            del command["writeConcern"]
+            del command["maxTimeMS"]
+        return await self.driver.command(command, session)
+
+    async def update_each(
+        self, statements: Sequence[tuple[Document, Sequence[Mapping[str, Any]], Document]], session: Any
+    ) -> Document:
+        """Do several pipelined updates in the session's transaction, in this order, and return the sums of the replies.
+
+        Each is a query, a pipeline, and the constants that it refers to.
+        """
+        updates = [{"q": query, "u": pipeline, "multi": True, "c": c} for query, pipeline, c in statements]
+        return await self.driver.command({"update": self.tasks, "updates": updates}, session)
+
+    async def find(
+        self,
+        query: Document,
+        fields: Document,
+        *,
+        majority: bool = False,
+        codec: CodecOptions[Document] = PLAIN_CODEC,
+    ) -> list[Document]:
+        """Return the matching tasks, with these fields only. `majority`: only what no failover can take back."""
+        cursor = self.driver.collection(self.tasks, codec, majority=majority).find(query, fields, batch_size=10_000)
+        return await cursor.to_list(None)  # type: ignore[no-any-return]  # both drivers leave it untyped
+
+    async def close(self) -> None:
+        """Close the connection, if it is ours. Takes a few seconds at most, though the server be gone for good."""
+        if self._owned and not await ended_in_time(self.driver.close(), CLOSE_DEADLINE_S):
+            # It waits to say goodbye to a server. Closed once more, it has nobody left to say goodbye to; nor has the first.
+            await ended_in_time(self.driver.close(), CLOSE_DEADLINE_S)
+
+
+def _client_of(uri: str) -> Any:
+    """Return a client. Raises `TaskMeshError` for a URI that is none; the driver names it in several ways."""
+    try:
+        return AsyncMongoClient[Any](uri, appname="taskmesh", tz_aware=True)
+    except (ValueError, PyMongoError) as error:
+        raise TaskMeshError(f"the MongoDB URI cannot be used: {error}") from error
+
+
+def run_sync(database: Any, command: Document) -> Document:
+    """Run a command on a blocking database, with the same checks."""
+    return checked(database.command(command))

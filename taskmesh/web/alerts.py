@@ -1,0 +1,76 @@
+"""What the overview shows first: whatever somebody should look at now, in a sentence, with a link to where it is mended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Literal
+
+from taskmesh.admin.queues import QueueInfo
+from taskmesh.admin.stats import Stats
+from taskmesh.admin.workers import WorkerInfo
+from taskmesh.model.schedule import ScheduleInfo
+from taskmesh.web.views import duration, number, query
+
+_LONG_WAIT_MS = 60_000
+
+
+@dataclass(frozen=True, slots=True)
+class Remark:
+    """One thing to look at."""
+
+    kind: Literal["bad", "warn"]
+    text: str
+    link: str
+    """Where to go, without the prefix."""
+    since: datetime | None = None
+
+
+def remarks(
+    stats: Stats, workers: Sequence[WorkerInfo], queues: Iterable[QueueInfo], schedules: Iterable[ScheduleInfo]
+) -> list[Remark]:
+    """Return what should be looked at, the worst first."""
+    found = [*_workers(stats, workers), *_pauses(queues, schedules)]
+    oldest = stats.oldest_claimable_ms
+    if oldest is not None and oldest > _LONG_WAIT_MS:
+        text = f"The oldest task that could be claimed has been waiting for {duration(oldest)}."
+        found.append(Remark("warn", text, "/tasks?" + query(where="status:INIT", order="key")))
+    return sorted(found, key=lambda remark: remark.kind)
+
+
+def _workers(stats: Stats, workers: Sequence[WorkerInfo]) -> Iterator[Remark]:
+    live = [worker for worker in workers if worker.live]
+    waiting = {name: counts["INIT"] for name, counts in stats.counts.items() if counts.get("INIT")}
+    if not live and waiting:
+        yield Remark("bad", f"No worker is alive, and {_tasks(sum(waiting.values()))}.", "/workers")
+    elif live:
+        known = {name for worker in live for name in worker.names}
+        for name in sorted(set(waiting) - known):
+            text = f"No live worker runs {name}, and {_tasks(waiting[name])}."
+            yield Remark("bad", text, "/tasks?" + query(where="status:INIT", name=name))
+    gone = [worker for worker in workers if worker.state == "gone"]
+    if len(gone) == 1:
+        yield Remark("warn", f"Worker {gone[0].worker_id} went without a goodbye.", "/workers", gone[0].last_seen)
+    elif gone:
+        latest = max(worker.last_seen for worker in gone)
+        yield Remark("warn", f"{len(gone)} workers went without a goodbye, the last one", "/workers", latest)
+
+
+def _pauses(queues: Iterable[QueueInfo], schedules: Iterable[ScheduleInfo]) -> Iterator[Remark]:
+    for queue in queues:
+        if queue.paused:
+            text = f"Queue {queue.queue} is paused{_why(queue.paused_by, queue.paused_reason)}."
+            yield Remark("warn", text, "/queues", queue.pause_time)
+    for schedule in schedules:
+        if schedule.paused:
+            text = f"Schedule {schedule.schedule_id} is paused{_why(schedule.paused_by, schedule.paused_reason)}."
+            yield Remark("warn", text, "/schedules", schedule.pause_time)
+
+
+def _tasks(count: int) -> str:
+    return "1 task waits" if count == 1 else f"{number(count)} tasks wait"
+
+
+def _why(by: str | None, reason: str | None) -> str:
+    return (f" by {by}" if by else "") + (f": {reason}" if reason else "")

@@ -1,0 +1,282 @@
+"""The pulse: what the pages show live. One reader of the event stream and one look at the counts, for all browsers together.
+
+It beats only while somebody watches. Browsers are told what changed twice a second at most, and fetch what they show anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from pymongo.errors import PyMongoError
+
+from taskmesh.admin.queues import QueueInfo
+from taskmesh.admin.stats import Stats
+from taskmesh.client.events import TaskEvent
+from taskmesh.model.errors import TaskMeshError
+from taskmesh.web.connection import Connection, DatabaseUnavailable
+from taskmesh.web.jsonable import to_json
+
+logger = logging.getLogger("taskmesh.web.pulse")
+
+_TELL_EVERY_S = 0.5
+_LOOK_EVERY_S = 2.0
+_ASK_EVERY_S = 1.0
+_REST_SHARE = 4
+"""After a look at the counts that took so long, at least so many times that long passes before the next."""
+_STALE_SHARE = 5
+"""Counts that are older than so many of these rests are shown to nobody."""
+_SAMPLES_KEPT = 150
+_NAMED_AT_MOST = 100
+_REMEMBERED = 20_000
+_LATENCIES_KEPT = 2_000
+_MOST_WATCHERS = 200
+_KEEP_ALIVE_S = 15.0
+_ANYTHING = 'event: changed\ndata: {"tasks": [], "more": true}\n\n'
+"""Anything may have changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The fleet at one moment."""
+
+    time: datetime
+    waiting: int
+    running: int
+    failed: int
+    started_per_s: float
+    finished_per_s: float
+    oldest_claimable_ms: float | None
+    wait_ms: tuple[float, float] | None
+    """From publish to claim, median and 95th percentile, of what was seen lately."""
+    run_ms: tuple[float, float] | None
+    """The same from claim to finish."""
+
+
+class Pulse:
+    """What is live, for all who watch."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._watchers: set[asyncio.Queue[str]] = set()
+        self._beating: asyncio.Task[None] | None = None
+        self._asking: asyncio.Task[None] | None = None
+        self._stats: Stats | None = None
+        self.queues: list[QueueInfo] = []
+        """The queues as they were when the counts were taken."""
+        self._looked_at = float("-inf")
+        self._look_took = 0.0
+        self._looking = asyncio.Lock()
+        self._look_behind: asyncio.Task[None] | None = None
+        self.samples: deque[Sample] = deque(maxlen=_SAMPLES_KEPT)
+        self._changed: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._more = False
+        self._reading = False
+        """Whether the event stream is open: what happens from now on is told."""
+        self._published: OrderedDict[tuple[str, str], datetime] = OrderedDict()
+        self._claimed: OrderedDict[tuple[str, str], datetime] = OrderedDict()
+        self._waits: deque[float] = deque(maxlen=_LATENCIES_KEPT)
+        self._runs: deque[float] = deque(maxlen=_LATENCIES_KEPT)
+
+    async def stats(self) -> Stats:
+        """Return counts that are a moment old: among millions of tasks a look takes its time.
+
+        Who asks gets the last ones, and a new look begins behind him; only if nobody has looked for long does he wait for it.
+        """
+        age = time.monotonic() - self._looked_at
+        rest = max(1.0, _REST_SHARE * self._look_took)
+        if self._stats is None or age > _STALE_SHARE * rest:
+            async with self._looking:
+                if self._stats is None or time.monotonic() - self._looked_at > rest:
+                    await self._look()
+        elif age > rest and (self._look_behind is None or self._look_behind.done()):
+            self._look_behind = asyncio.get_running_loop().create_task(self._look_again(rest), name="taskmesh counts")
+        assert self._stats is not None
+        return self._stats
+
+    async def _look_again(self, rest: float) -> None:
+        with contextlib.suppress(
+            PyMongoError, DatabaseUnavailable
+        ):  # whoever asks when these counts are too old is told why
+            async with self._looking:
+                if time.monotonic() - self._looked_at > rest:
+                    await self._look()
+
+    async def _look(self) -> None:
+        mesh = await self._connection.connected()
+        began = time.monotonic()
+        self.queues = await mesh.queues()
+        self._stats = await mesh.stats()
+        self._looked_at = time.monotonic()
+        self._look_took = self._looked_at - began
+        counts = self._stats.counts.values()
+
+        def total(status: str) -> int:
+            return sum(by_status.get(status, 0) for by_status in counts)
+
+        self.samples.append(
+            Sample(
+                time=mesh.clock.now(),
+                waiting=total("INIT"),
+                running=total("RUNNING"),
+                failed=total("FAIL"),
+                started_per_s=self._stats.started_per_s,
+                finished_per_s=self._stats.finished_per_s,
+                oldest_claimable_ms=self._stats.oldest_claimable_ms,
+                wait_ms=_percentiles(self._waits),
+                run_ms=_percentiles(self._runs),
+            )
+        )
+
+    # --- watching ---
+
+    async def watch(self) -> AsyncIterator[str]:
+        """Yield server-sent events until the browser goes."""
+        if len(self._watchers) >= _MOST_WATCHERS:
+            yield "event: full\ndata: {}\n\n"
+            return
+        told: asyncio.Queue[str] = asyncio.Queue(maxsize=8)
+        self._watchers.add(told)
+        try:
+            self._begin()
+            yield "retry: 2000\n\n"
+            if self._reading:
+                yield _ANYTHING  # what happened between the page's making and now, nobody told it
+            while True:
+                try:
+                    yield await asyncio.wait_for(told.get(), _KEEP_ALIVE_S)
+                except TimeoutError:
+                    yield ": still there\n\n"
+        finally:
+            self._watchers.discard(told)
+            if not self._watchers:
+                self._stop_beating()
+
+    def _begin(self) -> None:
+        if self._beating is None or self._beating.done():
+            self._beating = asyncio.get_running_loop().create_task(self._beat(), name="taskmesh pulse")
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.get_running_loop().create_task(self._tell_silence(), name="taskmesh pulse asks")
+
+    def _stop_beating(self) -> list[asyncio.Task[None]]:
+        ending = [task for task in (self._beating, self._asking) if task is not None]
+        self._beating = self._asking = None
+        for task in ending:
+            task.cancel()
+        return ending
+
+    async def close(self) -> None:
+        """Beat no more."""
+        ending = self._stop_beating()
+        if self._look_behind is not None:
+            self._look_behind.cancel()
+            ending.append(self._look_behind)
+            self._look_behind = None
+        if ending:
+            await asyncio.wait(ending)
+
+    async def _beat(self) -> None:
+        while True:
+            try:
+                async with asyncio.TaskGroup() as parts:
+                    parts.create_task(self._read())
+                    parts.create_task(self._tell())
+                    parts.create_task(self._look_again_and_again())
+            except* Exception as group:  # noqa: BLE001 — whatever broke, the pulse has to go on
+                logger.warning("the live view broke (%s): beginning again", group.exceptions[0])
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+    async def _tell_silence(self) -> None:
+        """Tell every second for how long the database has not answered: so old is what the pages show."""
+        while True:
+            begun = time.monotonic()
+            with contextlib.suppress(TaskMeshError, PyMongoError):
+                await self._connection.connected()
+            self._broadcast("silence", {"ms": round(self._connection.silent_s * 1000)})
+            await asyncio.sleep(max(0.0, begun + _ASK_EVERY_S - time.monotonic()))
+
+    async def _read(self) -> None:
+        mesh = await self._connection.connected()
+        reader = mesh.events()
+        try:
+            await reader
+            self._reading = self._more = True
+            async for event in reader:
+                self._note(event)
+        finally:
+            self._reading = False
+            reader.close()
+
+    def _note(self, event: TaskEvent) -> None:
+        if event.kind in ("missed", "gap"):
+            self._more = True
+            return
+        task = (event.name, event.key)
+        self._changed[task] = event.kind
+        self._changed.move_to_end(task)
+        while len(self._changed) > _NAMED_AT_MOST:
+            self._changed.popitem(last=False)
+            self._more = True
+        if event.kind == "published":
+            _remember(self._published, task, event.time)
+        elif event.kind == "claimed":
+            if (published := self._published.pop(task, None)) is not None:
+                self._waits.append((event.time - published).total_seconds() * 1000)
+            _remember(self._claimed, task, event.time)
+        elif event.kind in ("succeeded", "failed") and (claimed := self._claimed.pop(task, None)) is not None:
+            self._runs.append((event.time - claimed).total_seconds() * 1000)
+
+    async def _tell(self) -> None:
+        while True:
+            await asyncio.sleep(_TELL_EVERY_S)
+            if self._changed or self._more:
+                changed, self._changed = self._changed, OrderedDict()
+                more, self._more = self._more, False
+                listed = [[name, key, kind] for (name, key), kind in changed.items()]
+                self._broadcast("changed", {"tasks": listed, "more": more})
+
+    async def _look_again_and_again(self) -> None:
+        while True:
+            with contextlib.suppress(
+                PyMongoError, DatabaseUnavailable
+            ):  # the pages show the last numbers, and their age
+                await self.stats()
+                self._broadcast("overview", self.samples[-1] if self.samples else None)
+            await asyncio.sleep(max(_LOOK_EVERY_S, _REST_SHARE * self._look_took))
+
+    def _broadcast(self, event: str, data: Any) -> None:
+        if isinstance(data, Sample):
+            data = sample_data(data)
+        line = f"event: {event}\ndata: {to_json(data)}\n\n"
+        for told in self._watchers:
+            if told.full():  # a browser that does not read: of all that it has missed it is told in one line
+                while not told.empty():
+                    told.get_nowait()
+                told.put_nowait(_ANYTHING)
+            else:
+                told.put_nowait(line)
+
+
+def sample_data(sample: Sample) -> dict[str, Any]:
+    """Return a sample by field."""
+    return {name: getattr(sample, name) for name in Sample.__slots__}
+
+
+def _remember(times: OrderedDict[tuple[str, str], datetime], task: tuple[str, str], moment: datetime) -> None:
+    times[task] = moment
+    while len(times) > _REMEMBERED:
+        times.popitem(last=False)
+
+
+def _percentiles(values: deque[float]) -> tuple[float, float] | None:
+    if not values:
+        return None
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2], ordered[min(len(ordered) - 1, len(ordered) * 95 // 100)]
