@@ -86,7 +86,10 @@ def places() -> Iterator[tuple[str, Mutant]]:
     yield "who begins a task anew forgets who is on his way out", replaced(rules, "sent_away", lambda *_: "$$REMOVE")
     yield "a document goes before the places it keeps", result(rules, "derivation", "$_derived.leases_end", None)
     yield "a deleted task is still there", constant(rules, "_deleted", "$gt", "$lt")
-    yield "the end of a handler frees no place", written("finish", "leaving", "nothing")
+    yield "the end of a handler frees no place", written("finish", _NOT_MY_PLACE, True)
+
+
+_NOT_MY_PLACE = {"$not": [{"$in": [{"$concat": ANYTHING}, ANYTHING]}]}
 
 
 def guards() -> Iterator[tuple[str, Mutant]]:
