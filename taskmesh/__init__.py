@@ -14,12 +14,9 @@ from taskmesh.admin.doctor import Finding
 from taskmesh.admin.error_groups import ErrorGroup, ErrorReport
 from taskmesh.admin.explain import Explanation, Gate, Waiting
 from taskmesh.admin.filters import TaskFilter
-from taskmesh.admin.queues import QueueInfo, QueueLimits
 from taskmesh.admin.stats import Stats
 from taskmesh.admin.what_if import LimitEffect, OptionEffect
-from taskmesh.admin.workers import LeaseLeft, WorkerInfo
 from taskmesh.client.definition import TaskDefinition, TaskHandle
-from taskmesh.client.events import TaskEvent
 from taskmesh.consumer import Consumer
 from taskmesh.consumer.context import BlockingTaskContext, TaskContext, current_task
 from taskmesh.consumer.outcome import Ending
@@ -47,9 +44,12 @@ from taskmesh.model.errors import (
     TransactionConflict,
     WorkerIdTaken,
 )
+from taskmesh.model.event import TaskEvent
 from taskmesh.model.option import TaskOption
+from taskmesh.model.queue import QueueInfo, QueueLimits
 from taskmesh.model.schedule import ScheduleInfo, Tick
 from taskmesh.model.task import LogLine, Progress, Status, Task, TaskState, WorkerState
+from taskmesh.model.worker import LeaseLeft, WorkerInfo
 
 __all__ = [
     "BlockingTaskContext",

@@ -12,10 +12,12 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from taskmesh.admin.queues import QueueInfo, read_queues
+from taskmesh.admin.queues import read_queues
 from taskmesh.admin.stats import read_counts
 from taskmesh.admin.store import server_state
-from taskmesh.admin.workers import Registry, WorkerInfo
+from taskmesh.client.registry import Registry
+from taskmesh.model.queue import QueueInfo
+from taskmesh.model.worker import WorkerInfo
 from taskmesh.store import Store, reach, schedules, schema
 from taskmesh.store.find import UNFINISHED
 

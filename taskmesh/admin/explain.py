@@ -8,8 +8,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from taskmesh.admin.queues import QueueInfo, read_queue
+from taskmesh.admin.queues import read_queue
 from taskmesh.model.errors import TaskNotFound
+from taskmesh.model.queue import QueueInfo
 from taskmesh.store import Store, registry, rules
 from taskmesh.store.driver import Document
 from taskmesh.store.rules import NEVER

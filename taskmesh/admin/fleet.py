@@ -7,16 +7,17 @@ from typing import Any
 
 from taskmesh.admin.doctor import Finding, examine
 from taskmesh.admin.error_groups import ErrorReport, read_errors
-from taskmesh.admin.queues import COUNTED_TO, QueueInfo, QueueLimits, checked_limits, read_queues, set_group_limit
+from taskmesh.admin.queues import COUNTED_TO, checked_limits, read_queues, set_group_limit
 from taskmesh.admin.stats import Stats, read_stats
 from taskmesh.admin.what_if import LimitEffect, effect_of_limit
-from taskmesh.admin.workers import WorkerInfo
 from taskmesh.client.connection import Connected
 from taskmesh.client.definition import checked_queue, checked_time
 from taskmesh.consumer.settings import checked_concurrency
 from taskmesh.model.errors import InvalidOption, TaskNotFound
 from taskmesh.model.ids import checked_group, checked_remark, checked_worker_id
+from taskmesh.model.queue import QueueInfo, QueueLimits
 from taskmesh.model.task import checked_name
+from taskmesh.model.worker import WorkerInfo
 from taskmesh.store import limits, registry
 
 

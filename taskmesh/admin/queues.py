@@ -1,16 +1,14 @@
-"""Queues as their users see them: paused or open, and how far their limits are used up."""
+"""Reading queues with their limits and how far these are used up, and checking limits that are to be set."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from typing import Any
-
-from pydantic import BaseModel, ConfigDict
 
 from taskmesh.admin.store import task_counts
 from taskmesh.model.errors import InvalidOption
 from taskmesh.model.ids import checked_group
+from taskmesh.model.queue import QueueInfo, QueueLimits
 from taskmesh.store import Store, limits, registry
 from taskmesh.store.driver import Document
 from taskmesh.store.find import queues_in_use
@@ -20,72 +18,6 @@ _LONGEST_WINDOW_MS = 7 * 86_400_000
 _DEFAULT_WINDOW_MS = 1_000
 COUNTED_TO = 1_000
 """How far the tasks that wait in a queue are counted: each takes the server some 10 µs."""
-
-
-class QueueLimits(BaseModel):
-    """What a queue is limited to, over the whole fleet. None: no limit."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    rate: int | None = None
-    """At most so many starts in any `per_ms`."""
-    per_ms: int | None = None
-    running: int | None = None
-    """At most so many executions at a time."""
-    group_running: int | None = None
-    """At most so many executions of one group at a time."""
-    groups: dict[str, int] = {}
-    """The same for single groups that have a limit of their own."""
-
-    @classmethod
-    def from_document(cls, document: Document) -> QueueLimits:
-        """Read the limits as they are stored with the queue."""
-        groups = {entry["g"]: entry["n"] for entry in document.get("groups") or []}
-        return cls.model_validate({**document, "groups": groups})
-
-    def of_group(self, group: str | None) -> int | None:
-        """Return how many of this group may run at a time."""
-        return None if group is None else self.groups.get(group, self.group_running)
-
-
-class QueueInfo(BaseModel):
-    """A queue: what is set for it, and how much of that is used."""
-
-    model_config = ConfigDict(frozen=True)
-
-    queue: str
-    paused: bool = False
-    paused_by: str | None = None
-    paused_reason: str | None = None
-    pause_time: datetime | None = None
-    paused_until: datetime | None = None
-    """When the pause ends by itself."""
-    limits: QueueLimits = QueueLimits()
-    running: int = 0
-    """Executions that run now."""
-    running_by_group: dict[str, int] = {}
-    started: int = 0
-    """Starts that count against the rate now."""
-    next_start: datetime | None = None
-    """When the rate has room again, if it has none now."""
-    waiting: int = 0
-    """Tasks that could be claimed now if the queue has room."""
-    more_waiting: bool = False
-    """Whether there are more of them, which were not counted."""
-
-    @property
-    def shut_because(self) -> str | None:
-        """Why nothing can be claimed from the queue now, whatever the task; None if something can."""
-        if self.paused:
-            by = f" by {self.paused_by}" if self.paused_by else ""
-            why = f": {self.paused_reason}" if self.paused_reason else ""
-            until = f", until {self.paused_until.isoformat()}" if self.paused_until else ""
-            return f"paused{by}{until}{why}"
-        if self.limits.running is not None and self.running >= self.limits.running:
-            return f"{self.running} of at most {self.limits.running} executions run"
-        if self.next_start is not None:
-            return f"{self.started} of at most {self.limits.rate} starts in {self.limits.per_ms} ms are used up"
-        return None
 
 
 async def read_queues(store: Store, *, counted_to: int = COUNTED_TO) -> list[QueueInfo]:

@@ -8,8 +8,9 @@ from datetime import datetime
 from pydantic import BaseModel, ConfigDict
 
 from taskmesh.admin.explain import Explanation, explain
-from taskmesh.admin.queues import QueueInfo, QueueLimits, read_queue
+from taskmesh.admin.queues import read_queue
 from taskmesh.admin.store import task_counts
+from taskmesh.model.queue import QueueInfo, QueueLimits
 from taskmesh.model.task import Status, Task, task_id
 from taskmesh.store import Store, rules
 from taskmesh.store.control import option_stages

@@ -17,7 +17,6 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from taskmesh.admin.stats import Stats
-from taskmesh.admin.workers import WorkerInfo
 from taskmesh.cli import completion, output
 from taskmesh.cli.audit import noted
 from taskmesh.cli.connected import App, Collection, Database, Uri, connected, mesh_of
@@ -26,6 +25,7 @@ from taskmesh.consumer.settings import MOST_AT_ONCE
 from taskmesh.mesh import TaskMesh
 from taskmesh.model.errors import TaskMeshError
 from taskmesh.model.task import Status
+from taskmesh.model.worker import WorkerInfo
 
 _NO_WORKERS = "no workers: start one with `taskmesh worker MODULE:MESH`"
 

@@ -12,9 +12,9 @@ from taskmesh.cli import completion, output
 from taskmesh.cli.connected import connected
 from taskmesh.cli.tasks import Key, Name
 from taskmesh.client.definition import TaskHandle
-from taskmesh.client.events import TaskEvent
 from taskmesh.mesh import TaskMesh
 from taskmesh.model.errors import TaskMeshError
+from taskmesh.model.event import TaskEvent
 
 Timeout = Annotated[float | None, typer.Option(min=0.1, metavar="SECONDS", help="Wait no longer, and end with 1.")]
 

@@ -10,13 +10,13 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from taskmesh.admin.queues import QueueInfo
 from taskmesh.cli import completion, output
 from taskmesh.cli.audit import noted
 from taskmesh.cli.connected import App, Collection, Database, Uri, connected, mesh_of, run_at
 from taskmesh.cli.listing import Json, Watch, show_found
 from taskmesh.client.definition import checked_queue
 from taskmesh.mesh import TaskMesh
+from taskmesh.model.queue import QueueInfo
 from taskmesh.model.schedule import ScheduleInfo
 
 _NO_SCHEDULES = "no schedules (a worker declares those of its code: @mesh.task(cron=…), mesh.every)"

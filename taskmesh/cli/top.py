@@ -12,13 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 from taskmesh.admin.doctor import Finding
-from taskmesh.admin.workers import WorkerInfo
 from taskmesh.cli import output
 from taskmesh.cli.connected import connected
 from taskmesh.cli.fleet import stats_page, worker_table
 from taskmesh.cli.listing import Json, Listing, show, show_found
 from taskmesh.cli.queues import queue_table
 from taskmesh.mesh import TaskMesh
+from taskmesh.model.worker import WorkerInfo
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _HISTORY = 60

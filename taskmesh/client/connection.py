@@ -9,9 +9,9 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any, Self
 
-from taskmesh.admin.workers import Registry
 from taskmesh.client.change_feed import Feed
 from taskmesh.client.events import EventReader
+from taskmesh.client.registry import Registry
 from taskmesh.client.results import Results
 from taskmesh.model.errors import TaskMeshError
 from taskmesh.store import Store, reach, registry, schema

@@ -12,53 +12,19 @@ from collections import deque
 from collections.abc import AsyncIterator, Generator, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from pymongo.errors import OperationFailure
 
 from taskmesh.client.change_feed import Feed, Subscription, is_history_lost
 from taskmesh.model.errors import InvalidOption
+from taskmesh.model.event import EventKind, TaskEvent
 from taskmesh.store import Store
 from taskmesh.store.change_stream import FINISHED, Change, Interest, change_from, open_stream
 from taskmesh.store.event_stamp import read_stamp
 
-EventKind = Literal[
-    "published",
-    "claimed",
-    "progressed",
-    "succeeded",
-    "failed",
-    "snoozed",
-    "released",
-    "timed_out",
-    "cancelled",
-    "retried",
-    "restored",
-    "deleted",
-    "option_changed",
-    "finished",
-    "missed",
-    "gap",
-]
 DEFAULT_BUFFER = 10_000
 _CATCHING_UP_AWAIT_MS = 50
-
-
-@dataclass(frozen=True, slots=True)
-class TaskEvent:
-    """One thing that happened to a task."""
-
-    kind: EventKind
-    name: str
-    key: str
-    worker_id: str | None
-    time: datetime
-    status: str | None = None
-    """For `finished`: the final status."""
-    missed: int = 0
-    """For `missed`: how many events the reader was too slow for."""
-    token: str | None = None
-    """Where the stream stood: `mesh.events(after=token)` goes on behind this event. Valid as long as the oplog reaches back."""
 
 
 def events_of(change: Change) -> Iterator[TaskEvent]:

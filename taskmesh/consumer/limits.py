@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from taskmesh.admin.queues import QueueLimits
 from taskmesh.consumer.claim_queue import Candidate, ClaimQueue
 from taskmesh.consumer.timing import varied
+from taskmesh.model.queue import QueueLimits
 from taskmesh.store import Store
 from taskmesh.store import limits as store_limits
 from taskmesh.store.clock import ServerClock

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 
-from taskmesh.admin.queues import QueueInfo
 from taskmesh.admin.stats import Stats
-from taskmesh.admin.workers import WorkerInfo
+from taskmesh.model.queue import QueueInfo
 from taskmesh.model.schedule import ScheduleInfo
+from taskmesh.model.worker import WorkerInfo
 from taskmesh.web.views import duration, number, query
 
 _LONG_WAIT_MS = 60_000

@@ -17,10 +17,10 @@ from typing import Any
 
 from pymongo.errors import PyMongoError
 
-from taskmesh.admin.queues import QueueInfo
 from taskmesh.admin.stats import Stats
-from taskmesh.client.events import TaskEvent
 from taskmesh.model.errors import TaskMeshError
+from taskmesh.model.event import TaskEvent
+from taskmesh.model.queue import QueueInfo
 from taskmesh.web.connection import Connection, DatabaseUnavailable
 from taskmesh.web.jsonable import to_json
 

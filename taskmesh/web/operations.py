@@ -14,13 +14,13 @@ from taskmesh.admin.bulk import UNDO_MS, BulkAction, BulkResult, NotedAction, Ta
 from taskmesh.admin.doctor import Finding
 from taskmesh.admin.error_groups import ErrorReport
 from taskmesh.admin.explain import Explanation, Waiting
-from taskmesh.admin.queues import QueueInfo
 from taskmesh.admin.stats import Stats
 from taskmesh.admin.what_if import LimitEffect, OptionEffect
-from taskmesh.admin.workers import WorkerInfo
 from taskmesh.mesh import TaskMesh
+from taskmesh.model.queue import QueueInfo
 from taskmesh.model.schedule import ScheduleInfo
 from taskmesh.model.task import Task
+from taskmesh.model.worker import WorkerInfo
 from taskmesh.web.requests import (
     Asking,
     Bulk,

@@ -10,9 +10,9 @@ import pytest
 
 from taskmesh import Status, TaskMesh, TaskOption
 from taskmesh.admin.doctor import LEASE_LEFT_WANTED
-from taskmesh.admin.workers import WorkerInfo
 from taskmesh.consumer import worker_stats
 from taskmesh.consumer.worker_stats import LastHour
+from taskmesh.model.worker import WorkerInfo
 from taskmesh.store import registry
 from tests.faults import failing_commands
 from tests.waiting import eventually

@@ -1,4 +1,4 @@
-"""The registry as its readers see it: which workers there are, and whether anybody could run a task."""
+"""The registry as publishers read it: the workers, what they registered of a task, and whether anybody could run it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import time
 from collections import OrderedDict
 from datetime import datetime, timedelta
 
-from pydantic import BaseModel, ConfigDict
 from pymongo.errors import OperationFailure
 
 from taskmesh.client.definition import Configuration
 from taskmesh.client.registered import RegisteredDefinition
+from taskmesh.model.worker import WorkerInfo, able_workers, known_names, read_workers
 from taskmesh.store import Store, definitions, registry
 from taskmesh.store.driver import Document
 from taskmesh.store.server_errors import is_passing, patiently
@@ -20,74 +20,6 @@ _TRUSTED_S = 2.0
 _ASKED_AGAIN_S = 0.25
 _MOST_DEFINITIONS = 1_000
 """That a publisher keeps in mind."""
-
-
-class LeaseLeft(BaseModel):
-    """How near the leases of a worker came to their end within the last hour."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    name: str
-    """Of the tasks."""
-    share: float
-    """The smallest share of a lease that was left when it was renewed: near 0 a task is about to run twice."""
-
-
-class WorkerInfo(BaseModel):
-    """A worker as it last described itself."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    worker_id: str
-    host: str
-    pid: int
-    version: str
-    state: str
-    """`running`, `stopping`, `stopped`; `gone` if it has shown no sign of life for a while."""
-    names: list[str]
-    queues: list[str] | None
-    """None: all."""
-    concurrency: int
-    running: int
-    last_seen: datetime
-    paused: bool = False
-    start_time: datetime | None = None
-    started: int = 0
-    finished: int = 0
-    started_per_s: float = 0.0
-    finished_per_s: float = 0.0
-    claims_tried: int = 0
-    """Tasks that it tried to claim within the last hour."""
-    claims_won: int = 0
-    """Those of them that it got; the others went elsewhere, or had changed."""
-    lease_left: list[LeaseLeft] = []
-    stood_still_ms: int = 0
-    """The longest that its event loop stood still within the last hour, if that was a second or more."""
-    clock_off_ms: int = 0
-    """How far its machine's clock is ahead of the server's."""
-
-    @property
-    def live(self) -> bool:
-        """Whether the worker is there."""
-        return self.state not in ("stopped", "gone")
-
-    @property
-    def claims_lost_share(self) -> float | None:
-        """The share of its claims of the last hour that won nothing; None if it tried none."""
-        return 1 - self.claims_won / self.claims_tried if self.claims_tried else None
-
-    @property
-    def least_lease_left(self) -> LeaseLeft | None:
-        """The lease that came nearest to its end within the last hour; None if none was renewed."""
-        return min(self.lease_left, key=lambda left: left.share, default=None)
-
-    @classmethod
-    def from_document(cls, document: Document) -> WorkerInfo:
-        """Read a registry document."""
-        state = document.get("state", "stopped")
-        if not document.get("live") and state != "stopped":
-            state = "gone"
-        return cls.model_validate({**document, "worker_id": document["_id"], "state": state})
 
 
 class Registry:
@@ -103,8 +35,7 @@ class Registry:
 
     async def read(self) -> list[WorkerInfo]:
         """Return all workers of the last hour."""
-        documents = [d for d in await registry.workers(self._store) if "names" in d and "host" in d]
-        self._workers = [WorkerInfo.from_document(document) for document in documents]
+        self._workers = read_workers(await registry.workers(self._store))
         return self._workers
 
     async def definition(self, name: str, *, newly: bool = False) -> RegisteredDefinition:
@@ -137,7 +68,7 @@ class Registry:
         return [*await self._unable(name, configuration, now), *([] if known else self._unregistered(name))]
 
     def _unregistered(self, name: str) -> list[str]:
-        if not any(name in worker.names for worker in self._workers if worker.live):
+        if name not in known_names(self._workers):
             return []
         said = (
             f"live workers run {name!r}, but its queue, option and params are not registered (these workers are of an older "
@@ -168,14 +99,13 @@ class Registry:
 
     def _warnings(self, name: str, configuration: Configuration, now: datetime) -> list[str]:
         found = []
-        live = [worker for worker in self._workers if worker.live]
-        knowing = [w for w in live if name in w.names and (w.queues is None or configuration.queue in w.queues)]
-        if not live:
+        knowing = able_workers(self._workers, name, configuration.queue)
+        named = configuration.option.specific_worker_ids
+        if not any(worker.live for worker in self._workers):
             found.append("no worker is alive: start one with `taskmesh worker MODULE:MESH`")
         elif not knowing:
             found.append(f"no live worker runs tasks named {name!r} from queue {configuration.queue!r}")
-        named = configuration.option.specific_worker_ids
-        if knowing and named and not any(worker.worker_id in named for worker in knowing):
+        if knowing and named and not able_workers(knowing, name, configuration.queue, only=named):
             found.append(f"none of specific_worker_ids ({', '.join(named)}) is a live worker that runs {name!r}")
         wanted = configuration.option.concurrent_worker_cnt
         if named and wanted > len(set(named)):

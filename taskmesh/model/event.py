@@ -1,0 +1,43 @@
+"""Events: what happens to a task, as `mesh.events()` tells it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Literal
+
+EventKind = Literal[
+    "published",
+    "claimed",
+    "progressed",
+    "succeeded",
+    "failed",
+    "snoozed",
+    "released",
+    "timed_out",
+    "cancelled",
+    "retried",
+    "restored",
+    "deleted",
+    "option_changed",
+    "finished",
+    "missed",
+    "gap",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class TaskEvent:
+    """One thing that happened to a task."""
+
+    kind: EventKind
+    name: str
+    key: str
+    worker_id: str | None
+    time: datetime
+    status: str | None = None
+    """For `finished`: the final status."""
+    missed: int = 0
+    """For `missed`: how many events the reader was too slow for."""
+    token: str | None = None
+    """Where the stream stood: `mesh.events(after=token)` goes on behind this event. Valid as long as the oplog reaches back."""

@@ -1,0 +1,113 @@
+"""Workers as they describe themselves in the registry, and the rule of which of them could run a task."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from datetime import datetime
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+
+class LeaseLeft(BaseModel):
+    """How near the leases of a worker came to their end within the last hour."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    name: str
+    """Of the tasks."""
+    share: float
+    """The smallest share of a lease that was left when it was renewed: near 0 a task is about to run twice."""
+
+
+class WorkerInfo(BaseModel):
+    """A worker as it last described itself."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    worker_id: str
+    host: str
+    pid: int
+    version: str
+    state: str
+    """`running`, `stopping`, `stopped`; `gone` if it has shown no sign of life for a while."""
+    names: list[str]
+    queues: list[str] | None
+    """None: all."""
+    concurrency: int
+    running: int
+    last_seen: datetime
+    paused: bool = False
+    start_time: datetime | None = None
+    started: int = 0
+    finished: int = 0
+    started_per_s: float = 0.0
+    finished_per_s: float = 0.0
+    claims_tried: int = 0
+    """Tasks that it tried to claim within the last hour."""
+    claims_won: int = 0
+    """Those of them that it got; the others went elsewhere, or had changed."""
+    lease_left: list[LeaseLeft] = []
+    stood_still_ms: int = 0
+    """The longest that its event loop stood still within the last hour, if that was a second or more."""
+    clock_off_ms: int = 0
+    """How far its machine's clock is ahead of the server's."""
+
+    @property
+    def live(self) -> bool:
+        """Whether the worker is there."""
+        return self.state not in ("stopped", "gone")
+
+    def runs(self, name: str, queue: str) -> bool:
+        """Whether it has the handler of these tasks and takes from that queue; whether it is live is not asked."""
+        return name in self.names and self.takes_from(queue)
+
+    def takes_from(self, queue: str) -> bool:
+        """Whether it takes tasks from that queue."""
+        return self.queues is None or queue in self.queues
+
+    def competes_for(self, names: Collection[str], queues: Collection[str] | None) -> bool:
+        """Whether it now claims some of the tasks that a worker with these names and queues (None: all) claims."""
+        share_a_queue = queues is None or self.queues is None or not set(queues).isdisjoint(self.queues)
+        return self.claims and share_a_queue and not set(names).isdisjoint(self.names)
+
+    @property
+    def claims(self) -> bool:
+        """Whether it claims tasks now: it is running, and not paused."""
+        return self.state == "running" and not self.paused
+
+    @property
+    def claims_lost_share(self) -> float | None:
+        """The share of its claims of the last hour that won nothing; None if it tried none."""
+        return 1 - self.claims_won / self.claims_tried if self.claims_tried else None
+
+    @property
+    def least_lease_left(self) -> LeaseLeft | None:
+        """The lease that came nearest to its end within the last hour; None if none was renewed."""
+        return min(self.lease_left, key=lambda left: left.share, default=None)
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any]) -> WorkerInfo:
+        """Read a document of the registry, as `store.registry.workers` returns it."""
+        state = document.get("state", "stopped")
+        if not document.get("live") and state != "stopped":
+            state = "gone"
+        return cls.model_validate({**document, "worker_id": document["_id"], "state": state})
+
+
+def read_workers(documents: Iterable[Mapping[str, Any]]) -> list[WorkerInfo]:
+    """Read the registry; what has not described itself yet is left out."""
+    return [WorkerInfo.from_document(document) for document in documents if "names" in document and "host" in document]
+
+
+def able_workers(workers: Iterable[WorkerInfo], name: str, queue: str, only: Collection[str] = ()) -> list[WorkerInfo]:
+    """Return the live workers that run tasks of this name from this queue, and are allowed to.
+
+    `only`: the task's `specific_worker_ids`; empty: any worker is allowed. A paused worker counts: it will go on.
+    """
+    return [w for w in workers if w.live and w.runs(name, queue) and (not only or w.worker_id in only)]
+
+
+def known_names(workers: Iterable[WorkerInfo]) -> set[str]:
+    """Return the names of the tasks for which some live worker has the handler."""
+    return {name for worker in workers if worker.live for name in worker.names}
