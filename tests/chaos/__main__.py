@@ -6,6 +6,7 @@ committed write and in the end. See docs/reliability.md.
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
 import sys
@@ -28,6 +29,7 @@ _CLOCKS_S = (0.0, 3_600.0, -3_600.0)
 
 def main() -> int:
     """Run, and return the exit status."""
+    argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__).parse_args()
     seconds = float(os.environ.get("CHAOS_SECONDS") or 1_800)
     seed = int(os.environ.get("SEED") or random.SystemRandom().randrange(10**6))
     directory = Path(tempfile.mkdtemp(prefix="taskmesh-chaos-"))

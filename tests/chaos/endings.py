@@ -16,7 +16,7 @@ _AWAKE_AGAIN_S = 1.5
 """How long a worker that was suspended may take, after it wakes up, to learn that it lost a task and stop the handler."""
 _SLOW_TO_STOP_S = 0.75
 """How much longer than its lease a handler may run because the machine is busy just when it is cancelled."""
-_IN_TRANSACTION = ("writes", "transfers")
+_IN_TRANSACTION = ("writes", "transfers", "writes_in_process")
 """Handlers that record their SUCCESS themselves, before they return."""
 REFRESHED = "refreshed:all"
 """The task that every `refreshes` publishes, to be run again. Nobody else does."""
@@ -143,7 +143,7 @@ def _most_at_work(evidence: Evidence, runs: list[Run]) -> int:
 def _at_work(evidence: Evidence, run: Run) -> Iterator[tuple[float, float]]:
     begin, pid = run.start.mono, run.start.pid
     end = end_of(run, evidence.died)
-    if run.end is not None and (run.end.more.get("error") == "CancelledError" or run.end.more.get("told")):
+    if run.was_stopped:
         end -= _SLOW_TO_STOP_S
     for suspended, asleep, awake in sorted(evidence.suspended):
         if suspended == pid and begin < asleep < end:

@@ -13,6 +13,8 @@ from zlib import crc32
 
 from taskmesh import Ending, Retry, Snooze, Task, TaskMesh, TaskOption, current_task
 from taskmesh.client.definition import TaskDefinition
+from tests.chaos import process_handlers
+from tests.chaos.process_handlers import value as _value
 from tests.processes.history import Notebook
 
 PATIENT = TaskOption(
@@ -49,6 +51,8 @@ class Kinds:
     obeys_in_thread: TaskDefinition[Any, int]
     closes: TaskDefinition[Any, int]
     cleans: TaskDefinition[Any, int]
+    in_process: TaskDefinition[Any, int]
+    writes_in_process: TaskDefinition[Any, int]
 
 
 def define(mesh: TaskMesh, directory: Path | None = None) -> Kinds:  # noqa: C901, PLR0915 -- many small handlers
@@ -243,6 +247,7 @@ def define(mesh: TaskMesh, directory: Path | None = None) -> Kinds:  # noqa: C90
                 raise
             return run.returns(_value())
 
+    in_process, writes_in_process = process_handlers.define(mesh, directory, PATIENT)
     return Kinds(
         work=work,
         in_thread=in_thread,
@@ -261,6 +266,8 @@ def define(mesh: TaskMesh, directory: Path | None = None) -> Kinds:  # noqa: C90
         obeys_in_thread=obeys_in_thread,
         closes=closes,
         cleans=cleans,
+        in_process=in_process,
+        writes_in_process=writes_in_process,
     )
 
 
@@ -283,9 +290,3 @@ async def failed_future(kind: type[BaseException]) -> None:
 def _sometimes() -> type[BaseException] | None:
     """What a hook raises this time, if anything."""
     return _CHANCE.choice((GeneratorExit, SystemExit, KeyboardInterrupt)) if _CHANCE.random() < 0.03 else None
-
-
-def _value() -> int:
-    """What this very execution returns: no other returns the same."""
-    task = current_task()
-    return crc32(f"{task.name}:{task.key}:{task.running_id}".encode())

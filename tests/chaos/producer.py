@@ -22,6 +22,7 @@ from pymongo.errors import PyMongoError
 from taskmesh import TaskMesh, TaskMeshError
 from tests.chaos.handlers import Kinds, define
 from tests.chaos.history import Asked, Published
+from tests.chaos.process_handlers import ENDS
 from tests.processes.worker import die_with_parent
 
 PAUSED_AT_TIMES = "paused-at-times"
@@ -56,6 +57,8 @@ _SHARES = {
     "obeys": 5,
     "obeys_in_thread": 5,
     "closes": 2,
+    "in_process": 4,
+    "writes_in_process": 2,
     "blocks": 1,
     "deadly": 1,
 }
@@ -116,10 +119,15 @@ class Producer:
             definition = definition.configure(delay_ms=_TO_BE_REPLACED_MS)
         elif kind == "doomed":
             ends = ("FAIL",)
-        elif kind in ("blocks", "obeys", "obeys_in_thread"):
+        elif kind in ("blocks", "obeys", "obeys_in_thread", "writes_in_process"):
             params = {"ms": self._chance.randrange(200, 1_500)}
+        elif kind == "in_process":
+            then = self._chance.choice(ENDS)
+            params = {"ms": self._chance.randrange(200, 3_000), "polls": self._chance.random() < 0.5, "then": then}
         elif kind in ("snoozes", "retries", "refreshes", "deadly"):
             params = {}
+        if kind == "writes_in_process":
+            params["database"] = self._order.database
         await self._publish(definition, key, params, ends)
         if kind == "cancelled":
             await asyncio.sleep(self._chance.random() * 0.5)

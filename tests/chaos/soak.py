@@ -6,6 +6,7 @@ to the servers, the collection and its indexes. And after each fault the rate ha
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import random
@@ -232,6 +233,7 @@ async def _soak(soak: Soak, seconds: float) -> None:
 
 def main() -> int:
     """Run, and return the exit status."""
+    argparse.ArgumentParser(prog="python -m tests.chaos.soak", description=__doc__).parse_args()
     seconds = float(os.environ.get("SOAK_SECONDS") or 600)
     rate = float(os.environ.get("SOAK_RATE") or 300)
     seed = int(os.environ.get("SEED") or random.SystemRandom().randrange(10**6))

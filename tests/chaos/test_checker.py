@@ -307,6 +307,7 @@ ENDINGS: dict[str, tuple[str, Callable[[], Evidence]]] = {
     ),
     "a handler without a claim": ("H1", lambda: done().evidence(claims={})),
     "two handlers at once": ("C3", lambda: _overlapping().evidence()),
+    "a child process works on beside its successor": ("C3", lambda: _child_and_successor(0, 2_900).evidence()),
     "a rate keeps an element for each start": (
         "M1",
         lambda: done().evidence(limits=[{"_id": "q", "starts": [{"n": 1}] * 500}]),
@@ -414,6 +415,34 @@ def test_a_suspended_handler_is_not_at_work() -> None:
     pid, begin = pid_of("w1"), BEGIN.timestamp()
     assert "C3" not in check_endings(story.evidence(suspended=[(pid, begin + 0.5, begin + 2.1)])).broken
     assert "C3" not in check_endings(story.evidence(suspended=[(pid, begin + 0.5, begin + 1.2)])).broken
+
+
+def _child_and_successor(*beats_ms: int) -> Story:
+    """A handler in a child process is killed, so that nobody knows more of it than its beats; another one follows after 2 s."""
+    story = Story().claims("w1", "r1")
+    passed = 0
+    for beat_ms in sorted(beats_ms):
+        if passed < 2_000 <= beat_ms:
+            story.later(2_000 - passed).claims("w2", "r2")
+            passed = 2_000
+        story.later(beat_ms - passed).mark("beats", "w1", "r1")
+        passed = beat_ms
+    if passed < 2_000:
+        story.later(2_000 - passed).claims("w2", "r2")
+    return story.later(1_000).ends("succeeded", "w2", "r2", returns=1)
+
+
+def test_a_child_process_was_at_work_until_its_last_beat() -> None:
+    """And not until its worker's death, nor for ever."""
+    assert "C3" not in check_endings(_child_and_successor(0, 500, 1_900).evidence()).broken
+    assert "C3" in check_endings(_child_and_successor(0, 500, 1_900, 2_900).evidence()).broken
+    asleep = (pid_of("w1"), BEGIN.timestamp() + 0.5, BEGIN.timestamp() + 4.0)
+    story = _child_and_successor(0, 500, 1_900, 2_900)
+    for mark in [mark for mark in story.marks if mark.worker_id == "w1"]:
+        story.marks[story.marks.index(mark)] = replace(
+            mark, pid=4_000_000
+        )  # its own, so its worker's sleep excuses nothing
+    assert "C3" in check_endings(story.evidence(suspended=[asleep])).broken
 
 
 def test_after_a_gap_events_may_be_missing() -> None:

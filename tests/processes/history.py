@@ -6,6 +6,7 @@ monotonic ones, which on Linux all processes of a machine share.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import time
@@ -45,6 +46,8 @@ class Run:
 
     start: Mark
     end: Mark | None
+    beat: Mark | None = None
+    """The last sign of life of a handler in a child process: nobody notes when that was killed."""
 
     @property
     def task(self) -> str:
@@ -55,6 +58,13 @@ class Run:
     def returned(self) -> bool:
         """Whether the handler came to its end by itself and without an error."""
         return self.end is not None and self.end.what == "returned"
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether it ended because it was told to, or killed."""
+        if self.end is None:
+            return self.beat is not None
+        return self.end.more.get("error") == "CancelledError" or bool(self.end.more.get("told"))
 
 
 class Notebook:
@@ -82,9 +92,11 @@ class Notebook:
         os.write(self._file, (json.dumps(line) + "\n").encode())
 
     @contextmanager
-    def run(self) -> Iterator[Returning]:
-        """Note the beginning and the end of a handler's run."""
+    def run(self, *, beats: bool = False) -> Iterator[Returning]:
+        """Note the beginning and the end of a handler's run. `beats`: and on the way, now and then, that it `beats`."""
         self.note("started")
+        if beats:
+            self.note("beats")
         returning = Returning()
         try:
             yield returning
@@ -100,6 +112,12 @@ class Notebook:
         nobody = {"worker_id": "", "running_id": "", "attempt": 0}
         line = {"what": what, "name": task.name, "key": task.key, **nobody, **now, "more": {"running_ids": running}}
         os.write(self._file, (json.dumps(line) + "\n").encode())
+
+
+@functools.cache
+def notebook_of(directory: Path) -> Notebook:
+    """Return the file of this process, the same for all handlers that run in it."""
+    return Notebook(directory)
 
 
 def _is_conflict(error: BaseException | None) -> bool:
@@ -143,6 +161,7 @@ def runs_in(marks: Iterable[Mark]) -> list[Run]:
     """Pair the first and last lines of each run."""
     started: dict[tuple[str, str, str], Mark] = {}
     ended: dict[tuple[str, str, str], Mark] = {}
+    beats: dict[tuple[str, str, str], Mark] = {}
     for mark in marks:
         place = (mark.running_id, mark.name, mark.key)
         if mark.what == "started":
@@ -150,7 +169,9 @@ def runs_in(marks: Iterable[Mark]) -> list[Run]:
             started[place] = mark
         elif mark.what in ("returned", "raised"):
             ended[place] = mark
-    return [Run(start, ended.get(place)) for place, start in started.items()]
+        elif mark.what == "beats":
+            beats[place] = mark
+    return [Run(start, ended.get(place), beats.get(place)) for place, start in started.items()]
 
 
 def runs_by_task(runs: Iterable[Run]) -> dict[str, list[Run]]:
@@ -162,9 +183,14 @@ def runs_by_task(runs: Iterable[Run]) -> dict[str, list[Run]]:
 
 
 def end_of(run: Run, died: Mapping[int, Iterable[float]]) -> float:
-    """Return when a run was over: its last line, or else the death of its process, the first of that id since the run began."""
+    """Return when a run was over: its last line, or else the death of its process, the first of that id since the run began.
+
+    Of a child process, whose death nobody notes: when it was at work still.
+    """
     if run.end is not None:
         return run.end.mono
+    if run.beat is not None:
+        return run.beat.mono
     return min((gone for gone in died.get(run.start.pid, ()) if gone >= run.start.mono), default=float("inf"))
 
 
