@@ -24,6 +24,7 @@ from typing import Any
 
 import anyio.to_thread
 
+from taskmesh.consumer.subprocess import child as inside
 from taskmesh.consumer.subprocess.child import LEASE
 from taskmesh.consumer.subprocess.wire import MAX_MESSAGE_BYTES, unpacked
 
@@ -34,7 +35,7 @@ MAX_ENDING_S = 2.0
 _LOOK_EVERY_S = 0.2
 _BOOT = (
     "import sys; _, *fds = sys.argv[:4]; sys.path[:], sys.argv[1:] = sys.argv[4:], []; "
-    "from taskmesh.consumer.child import main; main(*map(int, fds))"
+    f"from {inside.__name__} import main; main(*map(int, fds))"
 )
 
 
