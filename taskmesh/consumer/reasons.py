@@ -13,7 +13,7 @@ from taskmesh.model.errors import Retry, Snooze, TaskFailed
 
 MAX_REASON_CHARS = 4_000
 _FRAMES_KEPT = 8
-_CALLERS = tuple(f"/taskmesh/consumer/{name}.py" for name in ("executor", "processes", "child"))
+_CALLERS = tuple(f"/taskmesh/consumer/{name}.py" for name in ("executor", "subprocess/processes", "subprocess/child"))
 _OF_A_LIBRARY = re.compile(r"site-packages|dist-packages|/lib/python3|^<frozen")
 
 
