@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from taskmesh import Snooze, TaskMesh, TaskOption, current_task
 from taskmesh.client.definition import TaskDefinition
-from taskmesh.consumer.subprocess import child
 from tests.chaos.handlers import failed_future
-from tests.processes.history import Notebook
+from tests.chaos.process_handlers import Poison, beat_until
+from tests.processes.history import Notebook, notebook_of
 from tests.processes.signs import Signs
 
 IN_PROCESS = "in_process"
@@ -20,16 +21,7 @@ OPTION = TaskOption(ping_interval_ms=300, worker_timeout_ms=1_500, unexpected_re
 NAME = "work"
 
 
-class Poison(Exception):
-    """Ends every process in which it is made, but for the child process that raises it."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        if not child.serving:
-            os._exit(7)
-
-
-def define(mesh: TaskMesh, directory: Path | None = None) -> TaskDefinition[Any, str]:
+def define(mesh: TaskMesh, directory: Path | None = None) -> TaskDefinition[Any, str]:  # noqa: C901 -- many small ends
     """Define the task. `directory`: where the history and the signs are; None in a process that only publishes."""
     book = Notebook(directory) if directory is not None else None
     signs = Signs(directory or Path())
@@ -69,11 +61,17 @@ def define(mesh: TaskMesh, directory: Path | None = None) -> TaskDefinition[Any,
             return run.returns(f"{task.worker_id} {task.running_id}")
 
     @mesh.task(name=IN_PROCESS, option=OPTION, run="process")
-    def in_process() -> None:
-        """Raise what must not reach the worker."""
+    def in_process(waits: bool = False) -> str:
+        """Wait for "… may end", or else raise what must not reach the worker."""
         assert directory is not None
-        with Notebook(directory).run():  # this process's own
-            raise Poison("as asked")
+        book, task = notebook_of(directory), current_task()  # this process's own
+        with book.run(beats=True) as run:
+            if not waits:
+                raise Poison("as asked")
+            signs = Signs(directory)
+            while not signs.given(f"{task.worker_id} may end"):
+                beat_until(book, time.monotonic() + 0.05)
+            return run.returns(f"{task.worker_id} {task.running_id}")
 
     return work
 

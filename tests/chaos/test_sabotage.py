@@ -485,6 +485,20 @@ async def _a_child_raises_what_must_not_reach_its_worker(stage: Stage) -> None:
     await stage.until_marked("raised")
 
 
+async def _a_child_goes_on_while_its_worker_is_suspended(stage: Stage) -> None:
+    w1 = stage.worker("w1")
+    handle = await stage.mesh.publish(IN_PROCESS, "victim", {"waits": True}, **dict(OPTION))
+    stage.note_published("victim", handle.created, name=IN_PROCESS)
+    await stage.until_marked("started")
+    w1.suspend()
+    stage.worker("w2")
+    await stage.until_marked("started", 2)
+    await asyncio.sleep(2.0)  # what the checker forgives, and more; a child that has ended tells nobody
+    stage.signs.give("w2 may end")
+    await stage.until_marked("returned")
+    w1.resume()
+
+
 # --- limits ---
 
 
@@ -535,6 +549,7 @@ SCENES = [
     Scene("outcomes without an answer: taken for recorded", "L1", _an_outcome_is_cut_off),
     Scene("outcomes without an answer: taken for lost", "L1", _an_outcome_is_cut_off),
     Scene("errors of children: made by their class", "L1", _a_child_raises_what_must_not_reach_its_worker),
+    Scene("leases of children: not told", "C3", _a_child_goes_on_while_its_worker_is_suspended),
     Scene("repeated verbs: for whatever stands there", "P3", _a_deletion_is_repeated_after_a_publication, here=True),
     Scene("repeated verbs: done again", "P3", _a_cancel_is_repeated_after_a_retry, here=True),
     Scene("ids: anything", "L1", _somebody_stops_no_worker_in_particular, here=True),

@@ -23,6 +23,7 @@ from taskmesh.consumer.executor import Executor
 from taskmesh.consumer.listener import Listener
 from taskmesh.consumer.scanner import Scanner
 from taskmesh.consumer.subprocess import wire
+from taskmesh.consumer.subprocess.processes import Child
 from taskmesh.store import claim, finish, limits, renew, repeated, rules
 from taskmesh.store.change_stream import open_stream
 from taskmesh.store.event_stamp import read_stamp
@@ -293,6 +294,11 @@ def errors_of_children_are_made_by_their_class(replace: Replace) -> None:
     replace(wire, "_made", made)
 
 
+def children_trust_their_leases(replace: Replace) -> None:
+    """A handler's child process is never told until when it may go on: it relies on its worker to be awake."""
+    replace(Child, "lease_until", lambda *_: None)
+
+
 # --- limits ---
 
 
@@ -355,7 +361,10 @@ RESUMING: dict[str, Break] = {
     "stream: begins anew": streams_begin_anew,
     "scan: none": nothing_is_scanned,
 }
-CHILDREN: dict[str, Break] = {"errors of children: made by their class": errors_of_children_are_made_by_their_class}
+CHILDREN: dict[str, Break] = {
+    "errors of children: made by their class": errors_of_children_are_made_by_their_class,
+    "leases of children: not told": children_trust_their_leases,
+}
 REPEATING: dict[str, Break] = {
     "repeated verbs: for whatever stands there": repeated_verbs_are_for_whatever_stands_there,
     "repeated verbs: done again": repeated_verbs_are_done_again,
