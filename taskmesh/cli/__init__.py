@@ -1,7 +1,7 @@
 """The command line (extra `cli`). Thin: parse, call the public API, show.
 
-In reading order: `app` (all commands), `connected` (where to connect, and how errors end), `output`; `publishing`,
-`tasks`, `following`, `fleet` (one call each); `worker`, `loading`, `supervisor`, `slot` (running).
+In reading order: `app` (all commands), `connected` (where to connect, and the user's code), `output`; a file for each topic;
+`worker` (the room of what runs tasks).
 
 Exit status: 0 done, 1 it failed, 2 wrong usage.
 """
@@ -13,11 +13,11 @@ import sys
 
 from pymongo.errors import PyMongoError
 
+from taskmesh.admin.database import said_by
 from taskmesh.model.distribution import check_extra
 from taskmesh.model.errors import InvalidKey, InvalidName, InvalidOption, InvalidParams, TaskMeshError
-from taskmesh.store.reach import said_by
 
-DONE, FAILED, WRONG_USAGE = 0, 1, 2
+FAILED, WRONG_USAGE = 1, 2
 
 
 def main() -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
-from taskmesh.cli import audit, bulk, errors, explain, fleet, following, publishing, queues, tasks, top
-from taskmesh.cli.connected import Collection, Database, Uri
+from taskmesh.cli import audit, bulk, explain, fleet, publishing, queues, serving, tasks
+from taskmesh.cli.connected import Collection, Database, Uri, connected
 from taskmesh.cli.demo import demo
-from taskmesh.cli.dev import dev
-from taskmesh.cli.web import web
-from taskmesh.cli.worker import worker
+from taskmesh.cli.worker.command import worker
 from taskmesh.model import distribution
 
 app = typer.Typer(
@@ -44,17 +44,24 @@ def _everywhere(
             os.environ[f"TASKMESH_{name}"] = value
 
 
-app.command("worker", rich_help_panel="Run")(worker)
-app.command("dev", rich_help_panel="Run")(dev)
-app.command("demo", rich_help_panel="Run")(demo)
-app.command("web", rich_help_panel="Run")(web)
-publishing.add_to(app)
-tasks.add_to(app)
-explain.add_to(app)
-following.add_to(app)
-errors.add_to(app)
-bulk.add_to(app)
-audit.add_to(app)
-queues.add_to(app)
-fleet.add_to(app)
-top.add_to(app)
+_COMMANDS: dict[str, list[Callable[..., Any]]] = {
+    "Run": [worker, serving.dev, demo, serving.web],
+    "Tasks": [
+        *(publishing.publish, tasks.ls, tasks.show_task, tasks.set_option, explain.explain, tasks.result, tasks.events),
+        *(explain.errors, bulk.retry, bulk.cancel, bulk.delete, bulk.purge, bulk.undo),
+    ],
+    "Queues": [queues.queues, queues.pause, queues.resume, queues.limit],
+    "Schedules": [
+        *(queues.schedules, queues.pause_schedule, queues.resume_schedule, queues.trigger, queues.unschedule),
+    ],
+    "Fleet": [
+        *(fleet.workers, fleet.stop_worker, fleet.pause_worker, fleet.resume_worker, fleet.set_concurrency),
+        *(fleet.stats, fleet.health, fleet.top, explain.doctor, audit.audit),
+    ],
+}
+"""By the panel of `--help`. A coroutine function takes a connected mesh; another connects by itself."""
+
+for _panel, _commands in _COMMANDS.items():
+    for _command in _commands:
+        _run = connected(_command) if inspect.iscoroutinefunction(_command) else _command
+        app.command(_command.__name__.removesuffix("_task").replace("_", "-"), rich_help_panel=_panel)(_run)

@@ -10,14 +10,8 @@ from rich.console import RenderableType
 
 from taskmesh.admin.bulk import BulkAction, NotedAction
 from taskmesh.cli import output
-from taskmesh.cli.connected import connected
-from taskmesh.cli.listing import Json, show_found
+from taskmesh.cli.output import Json, show_found
 from taskmesh.mesh import TaskMesh
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add this command."""
-    app.command("audit", rich_help_panel="Fleet")(connected(audit))
 
 
 async def noted(mesh: TaskMesh, action: str, **about: Any) -> None:

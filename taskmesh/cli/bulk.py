@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Annotated, Protocol
+from functools import partial
+from typing import Annotated
 
 import typer
 from rich.console import RenderableType
@@ -14,8 +15,8 @@ from taskmesh.admin.bulk import UNDO_MS, BulkAction, BulkResult
 from taskmesh.admin.filters import TaskFilter
 from taskmesh.cli import completion, output
 from taskmesh.cli.audit import noted
-from taskmesh.cli.connected import App, Collection, Database, Uri, connected, mesh_of, run_at
-from taskmesh.cli.listing import Json, show_found
+from taskmesh.cli.connected import App, Collection, Database, Uri, mesh_of, run_at
+from taskmesh.cli.output import Json, show_found
 from taskmesh.cli.tasks import task_json
 from taskmesh.mesh import TaskMesh
 from taskmesh.model.task import Status, Task
@@ -38,35 +39,8 @@ Undo = Annotated[
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 
-def add_to(app: typer.Typer) -> None:
-    """Add these commands."""
-    for verb in (_RETRY, _CANCEL, _DELETE):
-        app.command(verb.name, help=verb.help, rich_help_panel="Tasks")(_command(verb))
-    app.command("purge", rich_help_panel="Tasks")(connected(purge))
-    app.command("undo", rich_help_panel="Tasks")(connected(undo))
-
-
-class _ActOnMany(Protocol):
-    async def __call__(
-        self,
-        where: TaskFilter,
-        *,
-        dry_run: bool = False,
-        progress: Callable[[int], None] | None = None,
-        by: str | None = None,
-    ) -> BulkResult: ...
-
-
-class _ActOnManyForAWhile(Protocol):
-    async def __call__(
-        self,
-        where: TaskFilter,
-        *,
-        dry_run: bool = False,
-        progress: Callable[[int], None] | None = None,
-        by: str | None = None,
-        undo_ms: int = UNDO_MS,
-    ) -> BulkResult: ...
+_ActOnMany = Callable[..., Awaitable[BulkResult]]
+"""Takes a filter; `dry_run`, `progress` and `by`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +54,7 @@ class _Verb:
     question: str | None = None
     """What is asked before it is done to one."""
     one: Callable[[TaskMesh], Callable[[str, str], Awaitable[Task]]]
-    many: Callable[[TaskMesh], _ActOnManyForAWhile]
+    many: Callable[[TaskMesh], _ActOnMany]
 
 
 _RETRY = _Verb(
@@ -138,21 +112,16 @@ def _command(verb: _Verb) -> Callable[..., None]:
                 await _one(mesh, verb, name, key, yes=yes, as_json=as_json)
                 return
 
-            async def act(
-                where: TaskFilter,
-                *,
-                dry_run: bool = False,
-                progress: Callable[[int], None] | None = None,
-                by: str | None = None,
-            ) -> BulkResult:
-                undo_ms = UNDO_MS if undo else 0
-                return await verb.many(mesh)(where, dry_run=dry_run, progress=progress, by=by, undo_ms=undo_ms)
-
+            act = partial(verb.many(mesh), undo_ms=UNDO_MS if undo else 0)
             await _many(mesh, act, which, verb.name, dry_run=dry_run, yes=yes, as_json=as_json)
 
         run_at(mesh_of(app, uri, database, collection), use)
 
+    run.__name__, run.__doc__ = verb.name, verb.help
     return run
+
+
+retry, cancel, delete = (_command(verb) for verb in (_RETRY, _CANCEL, _DELETE))
 
 
 async def _one(mesh: TaskMesh, verb: _Verb, name: str, key: str, *, yes: bool, as_json: bool) -> None:

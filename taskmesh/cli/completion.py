@@ -12,15 +12,14 @@ from collections.abc import Awaitable, Callable, Iterable
 
 import typer
 
-from taskmesh.admin.store import completion, undo
-from taskmesh.cli.connected import DEFAULT_COLLECTION, DEFAULT_DATABASE, patient_for
-from taskmesh.store import Store, registry, schedules
-from taskmesh.store.find import queues_in_use
+from taskmesh.admin import completion
+from taskmesh.cli.connected import mesh_at
+from taskmesh.mesh import TaskMesh
 
 _PATIENCE_MS = 1_500
 
 Completion = Callable[[typer.Context, str], list[str]]
-_Read = Callable[[Store, typer.Context, str], Awaitable[Iterable[str]]]
+_Read = Callable[[TaskMesh, typer.Context, str], Awaitable[Iterable[str]]]
 
 
 def _completion(read: _Read) -> Completion:
@@ -39,12 +38,12 @@ async def _from_database(read: _Read, context: typer.Context, incomplete: str) -
     uri = _given(context, "uri") or await asyncio.to_thread(_running_here)
     if uri is None:
         return []
-    database, collection = _given(context, "database"), _given(context, "collection")
-    store = Store(patient_for(uri, _PATIENCE_MS), database or DEFAULT_DATABASE, collection or DEFAULT_COLLECTION)
+    mesh = mesh_at(uri, _given(context, "database"), _given(context, "collection"), _PATIENCE_MS)
+    await mesh.connect(create=False)
     try:
-        return list(await read(store, context, incomplete))
+        return list(await read(mesh, context, incomplete))
     finally:
-        await store.close()
+        await mesh.close()
 
 
 def _given(context: typer.Context, name: str) -> str | None:
@@ -60,35 +59,14 @@ def _running_here() -> str | None:
     return running_in()
 
 
-async def _names(store: Store, _context: typer.Context, incomplete: str) -> Iterable[str]:
-    known = {name for worker in await registry.workers(store) for name in worker.get("names", [])}
-    return sorted({*known, *await completion.names(store, incomplete)})
+async def _keys(mesh: TaskMesh, context: typer.Context, incomplete: str) -> Iterable[str]:
+    given = context.params.get("name")
+    return await completion.keys(mesh, given, incomplete) if given else []
 
 
-async def _keys(store: Store, context: typer.Context, incomplete: str) -> Iterable[str]:
-    name = context.params.get("name")
-    return await completion.keys(store, name, incomplete) if name else []
-
-
-async def _workers(store: Store, _context: typer.Context, _incomplete: str) -> Iterable[str]:
-    return sorted(worker["_id"] for worker in await registry.workers(store) if worker.get("live"))
-
-
-async def _queues(store: Store, _context: typer.Context, _incomplete: str) -> Iterable[str]:
-    return sorted({*await registry.queues(store), *await queues_in_use(store)})
-
-
-async def _schedules(store: Store, _context: typer.Context, _incomplete: str) -> Iterable[str]:
-    return sorted(document["_id"] for document in await schedules.read_all(store))
-
-
-async def _actions(store: Store, _context: typer.Context, _incomplete: str) -> Iterable[str]:
-    return [document["_id"] for document in await undo.actions(store, 20) if document["undoable"]]
-
-
-name = _completion(_names)
+name = _completion(lambda mesh, _, incomplete: completion.names(mesh, incomplete))
 key = _completion(_keys)
-worker = _completion(_workers)
-queue = _completion(_queues)
-schedule = _completion(_schedules)
-action = _completion(_actions)
+worker = _completion(lambda mesh, *_: completion.live_workers(mesh))
+queue = _completion(lambda mesh, *_: completion.queues(mesh))
+schedule = _completion(lambda mesh, *_: completion.schedule_ids(mesh))
+action = _completion(lambda mesh, *_: completion.undoable_actions(mesh))

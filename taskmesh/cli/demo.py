@@ -24,10 +24,10 @@ from typing import Annotated, Any, Self
 import typer
 
 from taskmesh.cli import output
-from taskmesh.cli.child import Slot
 from taskmesh.cli.connected import Database, Uri
 from taskmesh.cli.demo_tasks import DIARIES, NAME, count, source_files, tokenize_file
 from taskmesh.cli.demo_tasks import mesh as definitions
+from taskmesh.cli.worker.child import Child
 from taskmesh.mesh import TaskMesh
 from taskmesh.model.errors import TaskMeshError
 from taskmesh.model.task import Status, Task
@@ -159,42 +159,44 @@ class _Workers:
         self.diaries = directory / "diaries"
         self.diaries.mkdir()
         self._environment = os.environ | place | {DIARIES: str(self.diaries)}
-        self._slots: dict[str, Slot] = {}
+        self._children: dict[str, Child] = {}
         self._life = os.pipe()
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for slot in self._slots.values():
-            slot.send(signal.SIGKILL)
-            await slot.ended()
+        for child in self._children.values():
+            child.send(signal.SIGKILL)
+            await child.ended()
 
-    async def start(self, name: str, *more: str) -> Slot:
+    async def start(self, name: str, *more: str) -> Child:
         command = [sys.executable, "-m", "taskmesh.cli", "worker", "taskmesh.cli.demo_tasks:mesh", "--worker-id", name]
-        slot = self._slots[name] = Slot(name, [*command, "--concurrency", str(_CONCURRENCY), *more])
+        child = self._children[name] = Child(name, [*command, "--concurrency", str(_CONCURRENCY), *more])
         with (self._directory / f"{name}.log").open("wb") as log:
-            await slot.start(self._life[0], self._environment, log.fileno())
-        return slot
+            await child.start(self._life[0], self._environment, log.fileno())
+        return child
 
     async def stop(self) -> None:
-        living = [slot for slot in self._slots.values() if slot.alive]
-        for slot in living:
-            slot.stop(1)
-        for slot in living:
-            if status := await slot.ended():
-                raise TaskMeshError(f"{slot.name} ended with status {status} after SIGTERM, not with 0")
+        living = [child for child in self._children.values() if child.alive]
+        for child in living:
+            child.stop(1)
+        for child in living:
+            if status := await child.ended():
+                raise TaskMeshError(f"{child.name} ended with status {status} after SIGTERM, not with 0")
 
     async def until_done(self, wanted: int, total: int) -> None:
         """Wait until so many tasks are done, with a line of progress every second."""
         deadline = time.monotonic() + _DEADLINE_S
         while (done := await self._done()) < wanted:
             rows = [
-                f"{name}: {len(await self._held(name))} running" for name, slot in self._slots.items() if slot.alive
+                f"{name}: {len(await self._held(name))} running"
+                for name, child in self._children.items()
+                if child.alive
             ]
             print(f"{done}/{total} files  {'  '.join(rows)}", flush=True)
-            for name, slot in self._slots.items():
-                if not slot.alive and slot.process is not None and slot.process.returncode != -signal.SIGKILL:
+            for name, child in self._children.items():
+                if not child.alive and child.process is not None and child.process.returncode != -signal.SIGKILL:
                     raise TaskMeshError(f"{name} died by itself")
             if time.monotonic() > deadline:
                 raise TaskMeshError(f"only {done} of {wanted} tasks were done within {_DEADLINE_S:.0f} s")
@@ -204,13 +206,13 @@ class _Workers:
         """Kill a worker that holds tasks; return its name and their keys."""
         deadline = time.monotonic() + _DEADLINE_S
         while time.monotonic() < deadline:
-            for name, slot in self._slots.items():
-                slot.send(signal.SIGSTOP)
+            for name, child in self._children.items():
+                child.send(signal.SIGSTOP)
                 await asyncio.sleep(_IN_FLIGHT_S)  # its writes on the way arrive
                 if held := await self._held(name):
-                    slot.send(signal.SIGKILL)
+                    child.send(signal.SIGKILL)
                     return name, held
-                slot.send(signal.SIGCONT)
+                child.send(signal.SIGCONT)
         raise TaskMeshError("no worker held a task that could be taken from it: take more files")
 
     async def _held(self, worker_id: str) -> list[str]:

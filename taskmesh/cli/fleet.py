@@ -1,4 +1,4 @@
-"""Workers and counts: `workers stop-worker pause-worker resume-worker set-concurrency stats health`."""
+"""Workers, counts and probes: `workers stop-worker pause-worker resume-worker set-concurrency stats top health`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import queue
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
 from typing import Annotated, Any
@@ -19,8 +20,9 @@ from rich.text import Text
 from taskmesh.admin.stats import Stats
 from taskmesh.cli import completion, output
 from taskmesh.cli.audit import noted
-from taskmesh.cli.connected import App, Collection, Database, Uri, connected, mesh_of
-from taskmesh.cli.listing import Json, Listing, Watch, nothing_found, show, show_found
+from taskmesh.cli.connected import App, Collection, Database, Uri, mesh_of
+from taskmesh.cli.output import Json, Listing, Watch, nothing_found, show, show_found
+from taskmesh.cli.queues import queue_table
 from taskmesh.consumer.settings import MOST_AT_ONCE
 from taskmesh.mesh import TaskMesh
 from taskmesh.model.errors import TaskMeshError
@@ -30,17 +32,6 @@ from taskmesh.model.worker import WorkerInfo
 _NO_WORKERS = "no workers: start one with `taskmesh worker MODULE:MESH`"
 
 WorkerId = Annotated[str, typer.Argument(metavar="WORKER", help="The worker's id.", autocompletion=completion.worker)]
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add these commands."""
-    app.command("workers", rich_help_panel="Fleet")(connected(workers))
-    app.command("stop-worker", rich_help_panel="Fleet")(connected(stop_worker))
-    app.command("pause-worker", rich_help_panel="Fleet")(connected(pause_worker))
-    app.command("resume-worker", rich_help_panel="Fleet")(connected(resume_worker))
-    app.command("set-concurrency", rich_help_panel="Fleet")(connected(set_concurrency))
-    app.command("stats", rich_help_panel="Fleet")(connected(stats))
-    app.command("health", rich_help_panel="Fleet")(health)
 
 
 async def workers(
@@ -228,3 +219,70 @@ def _problem_within(timeout_ms: int, check: Callable[[], Coroutine[Any, Any, Non
         return ended.get(timeout=timeout_ms / 1000), False
     except queue.Empty:
         return f"the database did not answer within {timeout_ms} ms", True
+
+
+_BARS = " ▁▂▃▄▅▆▇█"
+_HISTORY = 60
+
+
+async def top(
+    mesh: TaskMesh,
+    every: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="How often it looks.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Show it once, and end.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show tasks, queues and workers, live, until Ctrl-C. --json prints an array with one object each time."""
+    history: deque[float] = deque(maxlen=_HISTORY)
+
+    async def read() -> Listing:
+        stats, queues = await mesh.stats(), await mesh.queues()
+        workers = [worker for worker in await mesh.workers() if worker.live or worker.state == "gone"]
+        history.append(stats.finished_per_s)
+        parts: list[RenderableType] = [
+            Text(f"{mesh.address}   {datetime.now(UTC).isoformat(' ', 'seconds')}", style="dim"),
+            Text(""),
+            stats_page(stats),
+            Text(f"finished/s {sparkline(history)} {stats.finished_per_s:.1f}"),
+            Text(""),
+            queue_table(queues),
+            Text(""),
+            _worker_table(workers),
+        ]
+        return Listing([{"stats": stats, "queues": queues, "workers": workers}], Group(*parts))
+
+    await show(read, as_json=as_json, every_s=None if once else every)
+
+
+def _worker_table(found: list[WorkerInfo]) -> RenderableType:
+    """What changes from moment to moment; `workers` tells the rest."""
+    if not any(worker.live for worker in found):
+        return worker_table(found)
+    now = datetime.now(UTC)
+    rows = [
+        [
+            worker.worker_id,
+            "paused" if worker.paused and worker.live else worker.state,
+            f"{worker.running}/{worker.concurrency}",
+            f"{worker.finished_per_s:.1f}",
+            percent(worker.claims_lost_share),
+            None if worker.least_lease_left is None else percent(worker.least_lease_left.share),
+            output.cell(worker.last_seen, now=now),
+        ]
+        for worker in found
+    ]
+    lost = Text("of the last hour: claims that won nothing, and the least of a lease left at its renewal", "dim")
+    columns = ["WORKER", "STATE", "RUNNING", "DONE/S", "CLAIMS LOST", "LEASE LEFT", "SEEN"]
+    return Group(output.table(columns, rows), lost)
+
+
+def percent(share: float | None) -> str | None:
+    """Return a share in per cent."""
+    return None if share is None else f"{share:.1%}" if share < 0.1 else f"{share:.0%}"
+
+
+def sparkline(values: deque[float]) -> str:
+    """Return a bar for each value, the highest of them full."""
+    highest = max(values, default=0.0)
+    if highest <= 0:
+        return _BARS[0] * len(values)
+    return "".join(_BARS[round(value / highest * (len(_BARS) - 1))] for value in values)

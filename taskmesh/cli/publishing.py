@@ -14,8 +14,8 @@ from rich.progress import Progress
 
 from taskmesh.cli import completion, output
 from taskmesh.cli.connected import Collection, Database, Uri, mesh_of, run_at
-from taskmesh.cli.following import Timeout, show_result
-from taskmesh.cli.listing import Json
+from taskmesh.cli.output import Json
+from taskmesh.cli.tasks import Timeout, show_result
 from taskmesh.client.definition import TaskHandle
 from taskmesh.mesh import TaskMesh
 from taskmesh.model.errors import InvalidParams
@@ -23,11 +23,6 @@ from taskmesh.model.errors import InvalidParams
 _BATCH = 1_000
 _HOW = "How it runs"
 _EXISTING = "If the key is there already"
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add this command."""
-    app.command("publish", rich_help_panel="Tasks")(publish)
 
 
 def publish(

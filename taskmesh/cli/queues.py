@@ -12,8 +12,8 @@ from rich.text import Text
 
 from taskmesh.cli import completion, output
 from taskmesh.cli.audit import noted
-from taskmesh.cli.connected import App, Collection, Database, Uri, connected, mesh_of, run_at
-from taskmesh.cli.listing import Json, Watch, show_found
+from taskmesh.cli.connected import App, Collection, Database, Uri, mesh_of, run_at
+from taskmesh.cli.output import Json, Watch, show_found
 from taskmesh.client.definition import checked_queue
 from taskmesh.mesh import TaskMesh
 from taskmesh.model.queue import QueueInfo
@@ -26,19 +26,6 @@ ScheduleId = Annotated[
     str, typer.Argument(metavar="SCHEDULE", help="The schedule's id.", autocompletion=completion.schedule)
 ]
 Reason = Annotated[str | None, typer.Option(help="Why; listings and `explain` tell it.")]
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add these commands."""
-    app.command("queues", rich_help_panel="Queues")(connected(queues))
-    app.command("pause", rich_help_panel="Queues")(connected(pause))
-    app.command("resume", rich_help_panel="Queues")(connected(resume))
-    app.command("limit", rich_help_panel="Queues")(limit)
-    app.command("schedules", rich_help_panel="Schedules")(connected(schedules))
-    app.command("pause-schedule", rich_help_panel="Schedules")(connected(pause_schedule))
-    app.command("resume-schedule", rich_help_panel="Schedules")(connected(resume_schedule))
-    app.command("trigger", rich_help_panel="Schedules")(connected(trigger))
-    app.command("unschedule", rich_help_panel="Schedules")(connected(unschedule))
 
 
 async def queues(mesh: TaskMesh, as_json: Json = False, watch: Watch = None) -> None:

@@ -1,7 +1,8 @@
-"""Looking at tasks, and tuning them: `ls show set-option`."""
+"""Looking at tasks, following and tuning them: `ls show set-option result events`."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from datetime import UTC, datetime
 from typing import Annotated, Any
@@ -11,24 +12,18 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from taskmesh.admin.timeline import happenings
+from taskmesh.admin.timeline import Bar, bars_of, happenings
 from taskmesh.cli import completion, output
 from taskmesh.cli.audit import noted
-from taskmesh.cli.connected import connected
-from taskmesh.cli.listing import Json, Listing, Watch, nothing_found, show
-from taskmesh.cli.timeline import timeline
+from taskmesh.cli.output import Json, Listing, Watch, nothing_found, show
+from taskmesh.client.definition import TaskHandle
 from taskmesh.mesh import TaskMesh
+from taskmesh.model.errors import TaskMeshError
+from taskmesh.model.event import TaskEvent
 from taskmesh.model.task import Status, Task
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The task's name.", autocompletion=completion.name)]
 Key = Annotated[str, typer.Argument(metavar="KEY", help="Its key.", autocompletion=completion.key)]
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add these commands."""
-    app.command("ls", rich_help_panel="Tasks")(connected(ls))
-    app.command("show", rich_help_panel="Tasks")(connected(show_task))
-    app.command("set-option", rich_help_panel="Tasks")(connected(set_option))
 
 
 async def ls(
@@ -246,3 +241,92 @@ async def set_option(
         output.show_json(task_json(task))
     else:
         output.say(f"{task.name} {task.key}: {_changed_option(task) or 'every option is at its default'}")
+
+
+_WIDTH = 48
+_STYLES = {**output.STYLES, "LOST": "red"}
+_FILLED = {"RUNNING": "▒"}
+
+
+def timeline(task: Task, now: datetime) -> RenderableType:
+    """Return both."""
+    bars = bars_of(task, now)
+    rows = [
+        [
+            happening.time.isoformat(" ", "milliseconds"),
+            happening.worker_id,
+            Text(output.printable(happening.what), style=_style(happening.what)),
+        ]
+        for happening in happenings(task, now)
+    ]
+    parts: list[RenderableType] = [_drawn(bars), Text("")] if bars else []
+    return Group(*parts, output.table(["WHEN", "WORKER", "WHAT"], rows))
+
+
+def _style(what: str) -> str:
+    return _STYLES.get(what.partition(":")[0].removeprefix("finished").upper(), "")
+
+
+def _drawn(bars: list[Bar]) -> RenderableType:
+    drawn = Table.grid(padding=(0, 1))
+    for bar in bars:
+        style = _STYLES.get(bar.state, "")
+        took = f"{(bar.end - bar.start).total_seconds():.3f} s" if bar.end is not None else "so far"
+        drawn.add_row(
+            Text(output.printable(bar.worker_id)), Text(line_of(bar), style=style), Text(bar.state, style=style), took
+        )
+    return drawn
+
+
+def line_of(bar: Bar, width: int = _WIDTH) -> str:
+    """Return a bar as a line of so many characters, one of them filled at least."""
+    begin = min(width - 1, int(bar.begins * width))
+    end = min(width, max(begin + 1, round((bar.begins + bar.lasts) * width)))
+    return "·" * begin + _FILLED.get(bar.state, "█") * (end - begin) + "·" * (width - end)
+
+
+Timeout = Annotated[float | None, typer.Option(min=0.1, metavar="SECONDS", help="Wait no longer, and end with 1.")]
+
+
+async def result(mesh: TaskMesh, name: Name, key: Key, timeout: Timeout = None) -> None:
+    """Wait until a task is finished, and print its result as JSON. Ends with 1 if it has none: FAIL, CANCELLED, EXPIRED."""
+    await show_result(TaskHandle(mesh, name, key, created=False, updated=False, warnings=[]), timeout)
+
+
+async def show_result(handle: TaskHandle[Any], timeout: float | None) -> None:
+    """Wait for the result, and print it. Raises `TaskMeshError` if there is none, or not in time."""
+    try:
+        value = await handle.result(timeout)
+    except TimeoutError as error:
+        raise TaskMeshError(str(error)) from None
+    output.show_json(value)
+
+
+async def events(
+    mesh: TaskMesh,
+    name: Annotated[str | None, typer.Option(help="Of tasks of this name.", autocompletion=completion.name)] = None,
+    key: Annotated[str | None, typer.Option(help="Of tasks with this key.")] = None,
+    after: Annotated[
+        str | None, typer.Option(metavar="TOKEN", help="Begin behind the event of this token, as --json tells it.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print an object on each line.")] = False,
+) -> None:
+    """Tell what happens to tasks from now on, a line for each event, until Ctrl-C."""
+    try:
+        async with mesh.events(name, key, after=after) as happening:
+            output.say("listening; Ctrl-C ends", stderr=True)
+            async for event in happening:
+                line = output.one_line(dataclasses.asdict(event)) if as_json else output.printable(_line(event))
+                print(line, flush=True)
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        raise typer.Exit(0) from None  # that is how one ends it
+
+
+def _line(event: TaskEvent) -> str:
+    time = event.time.isoformat(" ", "milliseconds")
+    if event.kind == "missed":
+        return f"{time}  {event.missed} events came too fast, and are left out"
+    if event.kind == "gap":
+        return f"{time}  the stream was interrupted: some events may be missing"
+    words = [f"{time}  {event.kind:<14}", event.name, event.key, event.worker_id, event.status]
+    return "  ".join(word for word in words if word)

@@ -15,9 +15,9 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from taskmesh.admin.database import is_passing
 from taskmesh.mesh import TaskMesh
 from taskmesh.model import errors
-from taskmesh.store.server_errors import is_passing
 from taskmesh.web.connection import mesh_of
 from taskmesh.web.jsonable import to_json
 from taskmesh.web.operations import OPERATIONS, Operation

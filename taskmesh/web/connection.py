@@ -12,9 +12,9 @@ import time
 from pymongo.errors import PyMongoError
 from starlette.requests import Request
 
+from taskmesh.admin.database import server_time
 from taskmesh.mesh import TaskMesh
 from taskmesh.model.errors import TaskMeshError
-from taskmesh.store import registry
 
 ANSWERS_WITHIN_S = 1.5
 """A database that takes longer is away. `/readyz` is to answer within two seconds."""
@@ -74,7 +74,7 @@ class Connection:
     async def _ask(self) -> None:
         try:
             async with asyncio.timeout(ANSWERS_WITHIN_S):
-                await registry.server_time(self.mesh.store)
+                await server_time(self.mesh)
         except (TimeoutError, PyMongoError) as error:
             self._answers = False
             raise DatabaseUnavailable(

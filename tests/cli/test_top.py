@@ -7,7 +7,7 @@ from collections import deque
 
 import pytest
 
-from taskmesh.cli.top import sparkline
+from taskmesh.cli.fleet import sparkline
 from tests.cli.shell import Shell
 
 

@@ -32,7 +32,7 @@ def stop_signals() -> list[signal.Signals]:
     return [signal.SIGINT, signal.SIGTERM, *hang_up]
 
 
-class LastResort:
+class ForcedExit:
     """Tells of signals, and ends the process when its time is over. `watch` is called in the main thread."""
 
     def __init__(self, status: Callable[[], int]) -> None:
@@ -48,7 +48,7 @@ class LastResort:
         signal.set_wakeup_fd(self._writing.fileno(), warn_on_full_buffer=False)
         for number in numbers:
             signal.signal(number, self._hand_on)
-        run = threading.Thread(target=self._run, args=[frozenset(numbers), heard], name="taskmesh last resort")
+        run = threading.Thread(target=self._run, args=[frozenset(numbers), heard], name="taskmesh forced exit")
         run.daemon = True
         run.start()
 

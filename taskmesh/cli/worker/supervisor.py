@@ -3,7 +3,7 @@
 A child that dies is replaced, after a pause that grows while its successors die young. One whose end says that trying
 again is useless ends all, unless others of its kind work. SIGTERM or SIGINT stops the children gracefully, a second one at
 once; SIGHUP replaces them one by one, unless `nohup` has it ignored; SIGUSR1 is theirs. Should the supervisor be killed, the
-children hear of it (see link.py) and stop gracefully.
+children hear of it (see `Pipe`) and stop gracefully.
 
 Children have process groups of their own: Ctrl-C in the terminal is for the supervisor, which then tells them once.
 """
@@ -19,12 +19,10 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from taskmesh.cli.child import Slot
-from taskmesh.cli.endpoints import Health, probes, serve
-from taskmesh.cli.force_exit import stop_signals
-from taskmesh.cli.notify import notify, notify_reloading
-from taskmesh.cli.pipe import HOPELESS
-from taskmesh.cli.processes import changed_files, rss_mb
+from taskmesh.cli.worker.child import HOPELESS, Child
+from taskmesh.cli.worker.endpoints import Health, probes, serve
+from taskmesh.cli.worker.force_exit import stop_signals
+from taskmesh.cli.worker.system import changed_files, notify, notify_reloading, rss_mb
 
 logger = logging.getLogger("taskmesh.supervisor")
 
@@ -36,7 +34,7 @@ _STARTS_AT_MOST = 5
 """How often a child may fail before it was ever ready, when no other is."""
 _READY_DEADLINE_S = 120.0
 _KILL_AFTER_S = 30.0
-"""Later than a child's own last resort (work.py)."""
+"""Later than a child's own forced exit."""
 _LOOK_S = 1.0
 _DUMP_S = 1.0
 _STALE_S = 10.0
@@ -57,7 +55,7 @@ class Supervisor:
         reload: bool = False,
         health: tuple[str, int] | None = None,
     ) -> None:
-        self._slots = [Slot(name, command) for name, command in commands.items()]
+        self._children = [Child(name, command) for name, command in commands.items()]
         self._environment = environment
         self._grace_ms = grace_ms
         self._max_rss_mb = max_rss_mb
@@ -89,7 +87,7 @@ class Supervisor:
         if self._reload:
             self._spawn(self._watch_files())
         try:
-            await asyncio.gather(*(self._keep(slot) for slot in self._slots))
+            await asyncio.gather(*(self._keep(child) for child in self._children))
         finally:
             for task in self._background:
                 task.cancel()
@@ -102,60 +100,60 @@ class Supervisor:
 
     def health(self) -> Health:
         """Return how the children are: live as long as this loop turns; ready when all of them are."""
-        children = {slot.name: self._state_of(slot) for slot in self._slots}
+        children = {child.name: self._state_of(child) for child in self._children}
         ready = not self._stopping.is_set() and set(children.values()) <= {"ready", "done"}
         return Health(live=True, ready=ready, about={"workers": children})
 
-    def _state_of(self, slot: Slot) -> str:
-        if not slot.alive:
-            return "done" if "done" in slot.words else "restarting"
-        if not slot.ready.is_set():
+    def _state_of(self, child: Child) -> str:
+        if not child.alive:
+            return "done" if "done" in child.words else "restarting"
+        if not child.ready.is_set():
             return "starting"
-        if time.monotonic() - slot.heard_at > _STALE_S:
+        if time.monotonic() - child.heard_at > _STALE_S:
             return "hanging"
-        return "ready" if slot.well else "without database"
+        return "ready" if child.well else "without database"
 
     # --- one child after the other ---
 
-    async def _keep(self, slot: Slot) -> None:
+    async def _keep(self, child: Child) -> None:
         while not self._stopping.is_set():
-            await slot.start(self._life, self._environment)
-            slot.stop(self._stops)  # told to stop while it was starting
-            status = await slot.ended()
-            if self._stopping.is_set() or (status == 0 and "done" in slot.words):
+            await child.start(self._life, self._environment)
+            child.stop(self._stops)  # told to stop while it was starting
+            status = await child.ended()
+            if self._stopping.is_set() or (status == 0 and "done" in child.words):
                 return
-            await self._before_the_next(slot, status)
+            await self._before_the_next(child, status)
 
-    async def _before_the_next(self, slot: Slot, status: int) -> None:
+    async def _before_the_next(self, child: Child, status: int) -> None:
         """Judge how a child ended; wait as long as that asks for, or give up."""
-        if status == 0 or slot.replacing:
-            slot.failures = slot.failed_starts = 0
+        if status == 0 or child.replacing:
+            child.failures = child.failed_starts = 0
             return
-        lived_s = time.monotonic() - slot.started_at
-        if slot.ready.is_set():
-            slot.failed_starts = 0
+        lived_s = time.monotonic() - child.started_at
+        if child.ready.is_set():
+            child.failed_starts = 0
         else:
-            slot.failed_starts += 1
-        slot.failures = 1 if slot.ready.is_set() and lived_s >= SETTLED_S else slot.failures + 1
-        others_work = any(other.alive and other.ready.is_set() for other in self._slots)
-        useless = not slot.ready.is_set() and (status == HOPELESS or slot.failed_starts >= _STARTS_AT_MOST)
+            child.failed_starts += 1
+        child.failures = 1 if child.ready.is_set() and lived_s >= SETTLED_S else child.failures + 1
+        others_work = any(other.alive and other.ready.is_set() for other in self._children)
+        useless = not child.ready.is_set() and (status == HOPELESS or child.failed_starts >= _STARTS_AT_MOST)
         if useless and self._reload:
-            logger.error("worker %s cannot start: waiting for a change of its files", slot.name)
+            logger.error("worker %s cannot start: waiting for a change of its files", child.name)
             self._changed.clear()
             await self._either(self._changed, None)
             return
         if useless and not others_work:
             if status != HOPELESS:
                 logger.error(
-                    "worker %s failed %d times before it could begin: giving up", slot.name, slot.failed_starts
+                    "worker %s failed %d times before it could begin: giving up", child.name, child.failed_starts
                 )
             self._fail()
             return
-        pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (slot.failures - 1))
+        pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (child.failures - 1))
         if status == HOPELESS:
             pause_s = _LONGEST_PAUSE_S
         logger.warning(
-            "worker %s %s after %.1f s: the next one starts in %.1f s", slot.name, _ending(status), lived_s, pause_s
+            "worker %s %s after %.1f s: the next one starts in %.1f s", child.name, _ending(status), lived_s, pause_s
         )
         await self._either(self._stopping, pause_s)
 
@@ -181,8 +179,8 @@ class Supervisor:
         loop.add_signal_handler(signal.SIGUSR1, self._pass_on, signal.SIGUSR1)
 
     def _pass_on(self, number: int) -> None:
-        for slot in self._slots:
-            slot.send(number)
+        for child in self._children:
+            child.send(number)
 
     def _on_stop(self, why: str) -> None:
         logger.info("%s: stopping %s", why, "at once" if self._stops else "gracefully (again: at once)")
@@ -192,18 +190,18 @@ class Supervisor:
         self._stops += 1
         self._stopping.set()
         notify("STOPPING=1")
-        for slot in self._slots:
-            slot.stop(self._stops)
+        for child in self._children:
+            child.stop(self._stops)
         self._spawn(self._kill_after(_KILL_AFTER_S + (self._grace_ms / 1000 if self._stops == 1 else 0)))
 
     async def _kill_after(self, deadline_s: float) -> None:
         """A child that does not end is ended; its tasks then move when their leases run out."""
         await asyncio.sleep(deadline_s)
-        for slot in self._slots:
-            if slot.alive:
-                logger.error("worker %s did not stop within %.0f s: killed", slot.name, deadline_s)
+        for child in self._children:
+            if child.alive:
+                logger.error("worker %s did not stop within %.0f s: killed", child.name, deadline_s)
                 self._status = 1
-                slot.send(signal.SIGKILL)
+                child.send(signal.SIGKILL)
 
     def _on_hang_up(self) -> None:
         """A terminal that was closed means the end; without one, SIGHUP asks for new processes."""
@@ -219,36 +217,36 @@ class Supervisor:
         self._rolling = True
         notify_reloading()
         try:
-            for slot in self._slots:
-                logger.info("replacing worker %s", slot.name)
-                if not await self._replace(slot):
-                    logger.error("the successor of worker %s is not ready: the others stay as they are", slot.name)
+            for child in self._children:
+                logger.info("replacing worker %s", child.name)
+                if not await self._replace(child):
+                    logger.error("the successor of worker %s is not ready: the others stay as they are", child.name)
                     return
             logger.info("all workers were replaced")
         finally:
             self._rolling = False
             notify("READY=1")
 
-    async def _replace(self, slot: Slot) -> bool:
-        before = slot.process
-        slot.replacing = True
-        slot.stop(1)
+    async def _replace(self, child: Child) -> bool:
+        before = child.process
+        child.replacing = True
+        child.stop(1)
         deadline = time.monotonic() + self._grace_ms / 1000 + _READY_DEADLINE_S
         while time.monotonic() < deadline and not self._stopping.is_set():
-            if slot.process is not before and (slot.ready.is_set() or slot.failures):
-                return slot.ready.is_set()
+            if child.process is not before and (child.ready.is_set() or child.failures):
+                return child.ready.is_set()
             await asyncio.sleep(0.05)
         return False
 
     async def _watch_memory(self, limit_mb: int) -> None:
         while True:
             await asyncio.sleep(_LOOK_S)
-            for slot in self._slots:
-                used = rss_mb(slot.process.pid) if slot.alive and slot.process is not None else None
-                if used is not None and used > limit_mb and not slot.replacing and slot.ready.is_set():
-                    logger.warning("worker %s uses %.0f MB, more than %d: replacing it", slot.name, used, limit_mb)
-                    slot.replacing = True
-                    slot.stop(1)
+            for child in self._children:
+                used = rss_mb(child.process.pid) if child.alive and child.process is not None else None
+                if used is not None and used > limit_mb and not child.replacing and child.ready.is_set():
+                    logger.warning("worker %s uses %.0f MB, more than %d: replacing it", child.name, used, limit_mb)
+                    child.replacing = True
+                    child.stop(1)
 
     async def _watch_loops(self) -> None:
         """A child whose event loop stands still does nothing, and has lost its leases: dump its stacks, replace it."""
@@ -257,28 +255,28 @@ class Supervisor:
             await asyncio.sleep(_LOOK_S)
             if time.monotonic() - before > 2 * _LOOK_S:
                 continue  # we stood still ourselves: what the children said meanwhile is not read yet
-            for slot in self._slots:
-                silent_s = time.monotonic() - slot.heard_at
-                if slot.alive and slot.ready.is_set() and silent_s > self._hang_timeout_s:
-                    logger.error("worker %s has stood still for %.0f s: replacing it", slot.name, silent_s)
-                    slot.send(signal.SIGUSR1)
+            for child in self._children:
+                silent_s = time.monotonic() - child.heard_at
+                if child.alive and child.ready.is_set() and silent_s > self._hang_timeout_s:
+                    logger.error("worker %s has stood still for %.0f s: replacing it", child.name, silent_s)
+                    child.send(signal.SIGUSR1)
                     await asyncio.sleep(_DUMP_S)
-                    slot.send(signal.SIGKILL)
-                    slot.heard_at = time.monotonic()
+                    child.send(signal.SIGKILL)
+                    child.heard_at = time.monotonic()
 
     async def _watch_files(self) -> None:
         async for path in changed_files():
             logger.info("%s has changed: restarting", path)
             self._changed.set()
-            for slot in self._slots:
-                slot.replacing = True
-                slot.stop(2)
+            for child in self._children:
+                child.replacing = True
+                child.stop(2)
 
     async def _announce(self) -> None:
-        for slot in self._slots:
-            await slot.ready.wait()
-        notify("READY=1", f"STATUS={len(self._slots)} workers run")
-        logger.info("all %d workers are ready", len(self._slots))
+        for child in self._children:
+            await child.ready.wait()
+        notify("READY=1", f"STATUS={len(self._children)} workers run")
+        logger.info("all %d workers are ready", len(self._children))
 
     def _spawn(self, work: object) -> None:
         task = asyncio.ensure_future(work)  # type: ignore[call-overload]

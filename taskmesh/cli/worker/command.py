@@ -11,12 +11,10 @@ from typing import Annotated, Literal
 
 import typer
 
-from taskmesh.cli.connected import Collection, Database, Uri
-from taskmesh.cli.loading import check_target
-from taskmesh.cli.options import WorkerOptions
-from taskmesh.cli.pipe import Link
-from taskmesh.cli.supervisor import Supervisor
-from taskmesh.cli.work import banner, run_one
+from taskmesh.cli.connected import Collection, Database, Uri, check_target
+from taskmesh.cli.worker.child import Pipe
+from taskmesh.cli.worker.process import WorkerOptions, banner, run_one
+from taskmesh.cli.worker.supervisor import Supervisor
 from taskmesh.consumer import logs
 from taskmesh.consumer.settings import checked_concurrency
 from taskmesh.model.ids import checked_worker_id
@@ -94,7 +92,7 @@ def worker(
     one by one.
     """
     check_target(target)
-    link = Link.from_environment()
+    pipe = Pipe.from_environment()
     options = WorkerOptions(
         target=target,
         uri=uri,
@@ -115,8 +113,8 @@ def worker(
     )
     _set_up_logging(log_level, log_format)
     alone = processes == 1 and max_tasks_per_process is None and max_rss_mb is None and not reload
-    if alone or link.supervised:
-        raise typer.Exit(run_one(options, link))
+    if alone or pipe.supervised:
+        raise typer.Exit(run_one(options, pipe))
     raise typer.Exit(_supervise(options, processes, max_rss_mb, hang_timeout_ms, reload=reload))
 
 

@@ -11,8 +11,12 @@ import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from pymongo.errors import PyMongoError
+
+from taskmesh.mesh import TaskMesh
+from taskmesh.model.distribution import check_extra
 from taskmesh.model.errors import TaskMeshError
 
 _DEADLINE_S = 10.0
@@ -90,3 +94,33 @@ async def _response(request: str, routes: Routes) -> bytes:
         f"Content-Length: {len(answer.body)}\r\nCache-Control: no-store\r\nConnection: close\r\n\r\n"
     )
     return head.encode() + (b"" if method == "HEAD" else answer.body)
+
+
+if TYPE_CHECKING:
+    from taskmesh.consumer import Consumer
+    from taskmesh.integrations.metrics import WorkerMetrics
+
+
+def worker_metrics() -> WorkerMetrics:
+    """Return what measures a consumer. Raises `TaskMeshError` without the extra."""
+    check_extra("metrics", ("prometheus_client",), "--metrics-port")
+    from taskmesh.integrations.metrics import WorkerMetrics  # noqa: PLC0415 — an extra
+
+    return WorkerMetrics()
+
+
+def metrics(mesh: TaskMesh, measured: WorkerMetrics, consumer: Callable[[], Consumer]) -> Routes:
+    """Return what answers Prometheus."""
+    from taskmesh.integrations.metrics import CONTENT_TYPE, fleet_metrics  # noqa: PLC0415 — an extra
+
+    async def own() -> Answer:
+        return Answer(await measured.text(consumer()), content_type=CONTENT_TYPE)
+
+    async def fleet() -> Answer:
+        try:
+            return Answer(await fleet_metrics(mesh), content_type=CONTENT_TYPE)
+        except (PyMongoError, TaskMeshError) as error:
+            told = f"the database does not answer ({type(error).__name__})\n"
+            return Answer(told.encode(), HTTPStatus.SERVICE_UNAVAILABLE, "text/plain")
+
+    return {"/metrics": own, "/metrics/fleet": fleet}

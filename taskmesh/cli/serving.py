@@ -1,4 +1,4 @@
-"""`dev`: the embedded MongoDB in the foreground."""
+"""Commands that serve until Ctrl-C: `dev` (the embedded MongoDB), `web` (the dashboard and the REST API)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Annotated
 import typer
 
 from taskmesh.cli import output
-from taskmesh.cli.connected import Database
-from taskmesh.cli.force_exit import stop_signals
-from taskmesh.cli.listing import Json
+from taskmesh.cli.connected import Collection, Database, Uri, mesh_at
+from taskmesh.cli.output import Json
+from taskmesh.cli.worker.force_exit import stop_signals
 from taskmesh.embedded import attach
 from taskmesh.model.errors import EmbeddedUnavailable
 
@@ -53,3 +53,27 @@ def dev(
                     raise EmbeddedUnavailable(
                         f"the MongoDB in {str(server.directory)!r} has ended by itself: see data/mongod.log there"
                     ) from None
+
+
+def web(
+    host: Annotated[str, typer.Option(help="Where it listens; another than loopback asks for a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="Its port.")] = 8080,
+    read_only: Annotated[bool, typer.Option("--read-only", help="Nobody can change anything.")] = False,
+    base_path: Annotated[
+        str, typer.Option(help="The path under which a proxy serves it, and which the proxy strips: /ops/mesh.")
+    ] = "",
+    user_header: Annotated[
+        str | None,
+        typer.Option(
+            help="The header in which a proxy says who asks: X-Forwarded-User. Let nobody else reach the port then."
+        ),
+    ] = None,
+    uri: Uri = None,
+    database: Database = None,
+    collection: Collection = None,
+) -> None:
+    """Serve the dashboard and the REST API until Ctrl-C."""
+    from taskmesh.web import serve  # noqa: PLC0415 — an extra
+
+    mesh = mesh_at(uri, database, collection)
+    serve(mesh, host=host, port=port, read_only=read_only, base_path=base_path, user_header=user_header)

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import gc
 import logging
 import os
 import signal
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
-from taskmesh.cli import FAILED, output
-from taskmesh.cli.dump import dump_on_signal
-from taskmesh.cli.endpoints import Health, Routes, probes, serve
-from taskmesh.cli.force_exit import LastResort, stop_signals
-from taskmesh.cli.loading import CannotLoad, load_mesh
-from taskmesh.cli.measuring import metrics, worker_metrics
-from taskmesh.cli.notify import notify
-from taskmesh.cli.options import WorkerOptions
-from taskmesh.cli.pipe import HOPELESS, Link
+from taskmesh.cli import output
+from taskmesh.cli.connected import CannotLoad, load_mesh
+from taskmesh.cli.worker.child import FAILED, HOPELESS, Pipe
+from taskmesh.cli.worker.endpoints import Health, Routes, metrics, probes, serve, worker_metrics
+from taskmesh.cli.worker.force_exit import ForcedExit, stop_signals
+from taskmesh.cli.worker.system import notify
 from taskmesh.consumer import Consumer
 from taskmesh.mesh import TaskMesh
 from taskmesh.model.errors import IncompatibleCollection, InvalidOption, NotAReplicaSet, TaskMeshError, WorkerIdTaken
@@ -38,15 +38,66 @@ _SILENCE_MS = 10_000
 """Without a sign of life in the database for so long (five are due) a worker is not ready."""
 
 
-def run_one(options: WorkerOptions, link: Link) -> int:
+@dataclass(frozen=True, kw_only=True)
+class WorkerOptions:
+    """What was asked for on the command line."""
+
+    target: str
+    uri: str | None
+    database: str | None
+    collection: str | None
+    worker_id: str | None
+    concurrency: int
+    queues: list[str] | None
+    names: list[str] | None
+    until_idle: bool
+    grace_ms: int
+    listen: bool
+    log_level: str
+    log_format: str
+    max_tasks: int | None
+    health: tuple[str, int] | None
+    """Host and port of the probes; a supervisor answers for its children."""
+    metrics: tuple[str, int] | None
+    """Host and port of the metrics; of several children each takes the next port."""
+
+    def command(self, worker_id: str, place: int = 0) -> list[str]:
+        """Return the command line of child number `place`, which does the same under this id.
+
+        The URI travels by environment.
+        """
+        words = [sys.executable, "-m", "taskmesh.cli", "worker", self.target, "--worker-id", worker_id]
+        words += ["--concurrency", str(self.concurrency), "--grace-ms", str(self.grace_ms)]
+        words += ["--log-level", self.log_level, "--log-format", self.log_format]
+        for name, values in (("--queues", self.queues), ("--names", self.names)):
+            words += [name, ",".join(values)] if values is not None else []
+        if self.metrics is not None:
+            host, port = self.metrics
+            words += ["--metrics-host", host, "--metrics-port", str(port + place if port else 0)]
+        words += ["--until-idle"] if self.until_idle else []
+        words += [] if self.listen else ["--no-listen"]
+        words += ["--max-tasks-per-process", str(self.max_tasks)] if self.max_tasks is not None else []
+        return words
+
+    def environment(self) -> dict[str, str]:
+        """Return what a child finds in its environment: a password does not belong in a list of processes."""
+        where = {
+            "TASKMESH_URI": self.uri,
+            "TASKMESH_DATABASE": self.database,
+            "TASKMESH_COLLECTION": self.collection,
+        }
+        return os.environ | {name: value for name, value in where.items() if value is not None}
+
+
+def run_one(options: WorkerOptions, pipe: Pipe) -> int:
     """Be a worker until the end, and return the exit status. Alone, what cannot be helped is raised."""
     try:
         mesh = load_mesh(options.target)
         _collect_garbage_less_often()
         mesh.connect_to(options.uri, database=options.database, collection=options.collection)
-        asyncio.run(_Worker(mesh, options, link).run())
+        asyncio.run(_Worker(mesh, options, pipe).run())
     except (CannotLoad, InvalidOption, NotAReplicaSet, IncompatibleCollection, WorkerIdTaken) as error:
-        if not link.supervised:
+        if not pipe.supervised:
             raise
         output.say(f"taskmesh: {error}", stderr=True)
         return HOPELESS
@@ -68,17 +119,17 @@ def _collect_garbage_less_often() -> None:
 class _Worker:
     """One worker process: its consumer, and the signals that stop it at any moment of its life."""
 
-    def __init__(self, mesh: TaskMesh, options: WorkerOptions, link: Link) -> None:
+    def __init__(self, mesh: TaskMesh, options: WorkerOptions, pipe: Pipe) -> None:
         self._mesh = mesh
         self._options = options
-        self._link = link
+        self._pipe = pipe
         self._consumer: Consumer | None = None
         self._stops = 0
         """Signals that the loop has heard."""
         self._recycling = False
         self._main: asyncio.Task[Any] | None = None
         self._measured = worker_metrics() if options.metrics is not None else None
-        self._last_resort = LastResort(self._forced_status)
+        self._forced_exit = ForcedExit(self._forced_status)
 
     async def run(self) -> None:
         self._main = asyncio.current_task()
@@ -90,8 +141,8 @@ class _Worker:
                 raise
             logger.info("stopped before it began")
         if not self._stops:
-            self._link.say("recycle" if self._recycling else "done")
-        self._last_resort.within(_EXIT_DEADLINE_S)
+            self._pipe.say("recycle" if self._recycling else "done")
+        self._forced_exit.within(_EXIT_DEADLINE_S)
 
     async def _connect_and_run(self) -> None:
         options = self._options
@@ -106,7 +157,7 @@ class _Worker:
             )
             self._consumer = consumer
             dump_on_signal(consumer)
-            if not self._link.supervised:
+            if not self._pipe.supervised:
                 self._introduce(consumer)
             watching = [asyncio.create_task(self._watch(consumer)), asyncio.create_task(self._beat(consumer))]
             try:
@@ -125,7 +176,7 @@ class _Worker:
     async def _beat(self, consumer: Consumer) -> None:
         """Tell the supervisor, out of this very loop, that it turns."""
         while True:
-            self._link.say("well" if _health(consumer).ready else "unwell")
+            self._pipe.say("well" if _health(consumer).ready else "unwell")
             await asyncio.sleep(_BEAT_S)
 
     def _introduce(self, consumer: Consumer) -> None:
@@ -141,8 +192,8 @@ class _Worker:
         """Say when it is ready, and stop it when it has done its share."""
         while consumer.state == "ready":  # noqa: ASYNC110  # a consumer has no event for that
             await asyncio.sleep(0.01)
-        self._link.say("ready")
-        if not self._link.supervised:
+        self._pipe.say("ready")
+        if not self._pipe.supervised:
             notify("READY=1", f"STATUS=worker {consumer.worker_id} runs")
         limit = self._options.max_tasks
         while limit is not None and consumer.finished < limit:  # noqa: ASYNC110  # a count has no event
@@ -155,13 +206,13 @@ class _Worker:
     def _take_signals(self) -> None:
         """Before anything else, so that none comes too early; the consumer then leaves them alone."""
         loop = asyncio.get_running_loop()
-        self._link.when_alone(lambda: self._stop("the supervisor has gone"))
+        self._pipe.when_alone(lambda: self._stop("the supervisor has gone"))
 
         def heard(number: int) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
                 loop.call_soon_threadsafe(self._stop, signal.Signals(number).name)
 
-        self._last_resort.watch(stop_signals(), heard)
+        self._forced_exit.watch(stop_signals(), heard)
 
     def _forced_status(self) -> int:
         """Everything that ran was given back, or not."""
@@ -170,13 +221,13 @@ class _Worker:
     def _stop(self, why: str) -> None:
         self._stops += 1
         grace_s = self._options.grace_ms / 1000 if self._stops == 1 else 0.0
-        self._last_resort.after(grace_s + _STOP_DEADLINE_S)
+        self._forced_exit.after(grace_s + _STOP_DEADLINE_S)
         consumer = self._consumer
         if consumer is None or consumer.state == "ready":
             assert self._main is not None
             self._main.cancel()
             return
-        if not self._link.supervised:
+        if not self._pipe.supervised:
             notify("STOPPING=1")
         logger.info("%s: worker %s stops %s", why, consumer.worker_id, "gracefully" if self._stops == 1 else "at once")
         consumer.begin_stop(self._options.grace_ms if self._stops == 1 else 0)
@@ -208,3 +259,28 @@ def banner(title: str, *, runs: str, source: str, at_once: str, grace_ms: int) -
     output.say(f"  stop     Ctrl-C or SIGTERM; what runs has {grace_ms / 1000:g} s; again: at once")
     with contextlib.suppress(OSError):
         sys.stdout.flush()
+
+
+_MOST = 200
+
+
+def dump_on_signal(consumer: Consumer) -> None:
+    """Install it. A plain signal handler, not the loop's: it also answers while a handler blocks the loop."""
+    loop = asyncio.get_running_loop()
+
+    def dump(_number: int, _frame: FrameType | None) -> None:
+        running = consumer.running
+        say = sys.stderr.write
+        say(f"--- worker {consumer.worker_id}: {consumer.state}, {len(running)} running\n")
+        for key in running[:_MOST]:
+            say(f"    {output.printable(key)}\n")
+        say("--- threads\n")
+        sys.stderr.flush()
+        faulthandler.dump_traceback(sys.stderr, all_threads=True)
+        say("--- tasks of the event loop\n")
+        for task in list(asyncio.all_tasks(loop))[:_MOST]:
+            task.print_stack(limit=8, file=sys.stderr)
+        say("--- end\n")
+        sys.stderr.flush()
+
+    signal.signal(signal.SIGUSR1, dump)

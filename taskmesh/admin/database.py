@@ -1,0 +1,20 @@
+"""What the faces ask about the database itself: whether it answers, and what its errors mean.
+
+The store knows both; the command line and the web reach it through here.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from taskmesh.client.connection import Connected
+from taskmesh.store import registry
+from taskmesh.store.reach import said_by
+from taskmesh.store.server_errors import is_passing
+
+__all__ = ["is_passing", "said_by", "server_time"]
+
+
+async def server_time(mesh: Connected) -> datetime:
+    """Return the server's clock: the cheapest sign of life. Raises `PyMongoError` if the server does not answer."""
+    return await registry.server_time(mesh.store)
