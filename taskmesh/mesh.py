@@ -11,8 +11,8 @@ from taskmesh.client.definition import Configuration, Run, TaskDefinition, check
 from taskmesh.client.schedules import Scheduling
 from taskmesh.client.tasks import TaskActions
 from taskmesh.consumer import Consumer
-from taskmesh.consumer.consumer import ClaimHook
 from taskmesh.consumer.executor import AfterHook, BeforeHook
+from taskmesh.consumer.worker import ClaimHook
 from taskmesh.model.errors import InvalidOption
 from taskmesh.model.option import TaskOption
 

@@ -1,11 +1,11 @@
 """Running tasks.
 
-Read `consumer` and `parts` first; then, as a task passes: `listener`, `scanner`, `second_look`, `claim_queue`, `lanes`, `limits`,
+Read `worker` and `parts` first; then, as a task passes: `listener`, `scanner`, `second_look`, `claim_queue`, `lanes`, `limits`,
 `claimer`, `execution`, `executor`, `ending` (for child processes `conversation`, `processes`, `child`, `handler_reference`),
 `transactions`, `pinger`, `reporter`, `finisher`; then `stopping` and `idleness`; and beside them `settings`, `registration`,
 `neglected`, `ticker` and `signals`.
 """
 
-from taskmesh.consumer.consumer import Consumer
+from taskmesh.consumer.worker import Consumer
 
 __all__ = ["Consumer"]

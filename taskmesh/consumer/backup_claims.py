@@ -25,7 +25,7 @@ _TOGETHER_S = 0.02
 _LIMIT = 10_000
 
 
-class SecondLook:
+class BackupClaims:
     """The tasks that one worker keeps an eye on for others."""
 
     def __init__(self, store: Store, worker_id: str, still_there: Callable[[Claimable, bool], None]) -> None:

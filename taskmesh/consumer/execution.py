@@ -12,7 +12,7 @@ from datetime import datetime, timedelta
 from enum import Enum
 from typing import Any
 
-from taskmesh.client.tracing import ProcessSpan
+from taskmesh.consumer.tracing import ProcessSpan
 from taskmesh.model.errors import InvalidParams, LeaseLost
 from taskmesh.model.option import TaskOption
 from taskmesh.store.clock import ServerClock

@@ -25,7 +25,6 @@ import anyio
 import anyio.to_thread
 
 from taskmesh.client.definition import TaskDefinition
-from taskmesh.client.tracing import process_span
 from taskmesh.consumer.context import BlockingTaskContext, TaskContext, enter
 from taskmesh.consumer.execution import FROM_OUTSIDE, Execution, Stop
 from taskmesh.consumer.finisher import Fate, Finisher
@@ -35,6 +34,7 @@ from taskmesh.consumer.outcome import Ending, failed_by, failure, judged, snooze
 from taskmesh.consumer.pinger import Pinger
 from taskmesh.consumer.reasons import unstorable_text
 from taskmesh.consumer.successes import Successes
+from taskmesh.consumer.tracing import process_span
 from taskmesh.consumer.transactions import Transactions
 from taskmesh.model.errors import LeaseLost
 from taskmesh.model.task import Task

@@ -15,11 +15,11 @@ from datetime import datetime
 from pymongo.errors import PyMongoError
 
 from taskmesh.client.change_feed import Feed, Subscription
-from taskmesh.consumer.backup_claims import SecondLook
+from taskmesh.consumer.backup_claims import BackupClaims
 from taskmesh.consumer.claim_queue import Candidate, ClaimQueue
 from taskmesh.consumer.execution import Execution, why_stopped
 from taskmesh.consumer.executor import Executor
-from taskmesh.consumer.partitions import Lanes
+from taskmesh.consumer.partitions import Partitions
 from taskmesh.consumer.pinger import Pinger
 from taskmesh.consumer.scanner import Scanner
 from taskmesh.consumer.timing import until
@@ -51,14 +51,14 @@ class Listener:
         *,
         names: Sequence[str],
         queues: Sequence[str] | None,
-        lanes: Lanes,
+        lanes: Partitions,
         clock: ServerClock,
         queue: ClaimQueue,
         executor: Executor,
         pinger: Pinger,
         scanner: Scanner,
         wake: Callable[[], None],
-        second_look: SecondLook,
+        second_look: BackupClaims,
         closed_queues: Callable[[], frozenset[str]],
         being_claimed: Callable[[], Collection[str]],
         read_queues: Callable[[], Awaitable[None]],

@@ -1,4 +1,4 @@
-"""Lanes: how workers on one backlog keep out of each other's way.
+"""Partitions: how workers on one backlog keep out of each other's way.
 
 Every task sits in one of 64 lanes by the hash of its `_id`. For each lane, the live workers have an order of preference
 that all of them compute alike (rendezvous hashing), so that nobody has to be asked. The first in that order claims at
@@ -14,7 +14,7 @@ from hashlib import blake2b
 from taskmesh.store.publish import LANES, lane_of
 
 
-class Lanes:
+class Partitions:
     """This worker's place in every lane."""
 
     def __init__(self, worker_id: str) -> None:

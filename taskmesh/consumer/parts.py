@@ -17,7 +17,7 @@ import anyio.abc
 from pymongo.errors import PyMongoError
 
 from taskmesh.client.registered import described
-from taskmesh.consumer.backup_claims import SecondLook
+from taskmesh.consumer.backup_claims import BackupClaims
 from taskmesh.consumer.claim_queue import ClaimQueue
 from taskmesh.consumer.claimer import Claimer, Narrow
 from taskmesh.consumer.execution import Execution
@@ -25,15 +25,15 @@ from taskmesh.consumer.executor import Executor
 from taskmesh.consumer.finisher import Finisher
 from taskmesh.consumer.limits import Limits
 from taskmesh.consumer.listener import Listener
-from taskmesh.consumer.partitions import Lanes
+from taskmesh.consumer.partitions import Partitions
 from taskmesh.consumer.pinger import Pinger
 from taskmesh.consumer.registration import Registration
 from taskmesh.consumer.reporter import Reporter
 from taskmesh.consumer.scanner import Scanner
 from taskmesh.consumer.settings import Settings
 from taskmesh.consumer.ticker import Ticker
-from taskmesh.consumer.unserved import Neglected
-from taskmesh.consumer.worker_stats import LastHour
+from taskmesh.consumer.unserved import Unserved
+from taskmesh.consumer.worker_stats import WorkerStats
 from taskmesh.store import registry
 from taskmesh.store.definitions import register
 from taskmesh.store.driver import Document
@@ -41,7 +41,7 @@ from taskmesh.store.finish import Outcome
 from taskmesh.store.server_errors import patiently
 
 if TYPE_CHECKING:
-    from taskmesh.mesh import TaskMesh
+    from taskmesh.consumer.worker import Mesh  # for a moment: these two files become one
 
 logger = logging.getLogger("taskmesh.consumer")
 
@@ -51,7 +51,7 @@ class Parts:
 
     def __init__(
         self,
-        mesh: TaskMesh,
+        mesh: Mesh,
         settings: Settings,
         *,
         narrow: Narrow,
@@ -81,8 +81,8 @@ class Parts:
         self.freed = asyncio.Event()
         """Set whenever an execution gives its slot back."""
         self.queue = ClaimQueue(queue_limit(settings.concurrency))
-        self._lanes = Lanes(settings.worker_id)
-        self._last_hour = LastHour()
+        self._lanes = Partitions(settings.worker_id)
+        self._last_hour = WorkerStats()
         self.finisher = Finisher(store, settings.worker_id)
         self.reporter = Reporter(store, settings.worker_id)
         self.pinger = Pinger(
@@ -137,7 +137,7 @@ class Parts:
             want_more=self._want_more,
             observer=settings.observer,
         )
-        self._second_look = SecondLook(
+        self._second_look = BackupClaims(
             store,
             settings.worker_id,
             lambda *found: self.scanner.still_there(*found),  # noqa: PLW0108 — likewise
@@ -222,7 +222,7 @@ class Parts:
         loops.start_soon(self.listener.run, name="taskmesh listener")
         loops.start_soon(self._second_look.run, name="taskmesh second look")
         loops.start_soon(self.reporter.run, name="taskmesh reporter")
-        loops.start_soon(Neglected(self.store, lambda: self.fleet).run, name="taskmesh neglected")
+        loops.start_soon(Unserved(self.store, lambda: self.fleet).run, name="taskmesh neglected")
         loops.start_soon(self.ticker.run, name="taskmesh ticker")
         loops.start_soon(self.registration.run, name="taskmesh registration")
         self.registration.show_soon()

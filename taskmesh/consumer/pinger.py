@@ -22,7 +22,7 @@ from pymongo.errors import PyMongoError
 
 from taskmesh.consumer.execution import Execution, Stop, why_stopped
 from taskmesh.consumer.observer import Observer
-from taskmesh.consumer.worker_stats import LastHour
+from taskmesh.consumer.worker_stats import WorkerStats
 from taskmesh.store import Store
 from taskmesh.store.clock import Jumps
 from taskmesh.store.renew import PING_DEADLINE_MS, keep_places, ping, still_held
@@ -49,7 +49,7 @@ class Pinger:
         executions: Callable[[], dict[str, Execution]],
         stop: Callable[[Execution, Stop], None],
         stall_limit_ms: int,
-        last_hour: LastHour,
+        last_hour: WorkerStats,
         observer: Observer | None = None,
     ) -> None:
         self._store = store

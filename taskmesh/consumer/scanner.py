@@ -14,11 +14,11 @@ from typing import Any
 
 from pymongo.errors import PyMongoError
 
-from taskmesh.consumer.backup_claims import SecondLook
+from taskmesh.consumer.backup_claims import BackupClaims
 from taskmesh.consumer.claim_queue import Candidate, ClaimQueue
 from taskmesh.consumer.claimer import Narrow
 from taskmesh.consumer.limits import Limits
-from taskmesh.consumer.partitions import Lanes
+from taskmesh.consumer.partitions import Partitions
 from taskmesh.consumer.timing import until, varied
 from taskmesh.store import Store
 from taskmesh.store.clock import ServerClock
@@ -65,7 +65,7 @@ class Scanner:
         store: Store,
         worker_id: str,
         queue: ClaimQueue,
-        lanes: Lanes,
+        lanes: Partitions,
         clock: ServerClock,
         *,
         names: Sequence[str],
@@ -79,7 +79,7 @@ class Scanner:
         being_claimed: Callable[[], Iterable[str]],
         found: Callable[[], None],
         want_hints: Callable[[bool], Awaitable[None]],
-        second_look: SecondLook,
+        second_look: BackupClaims,
         page: int,
     ) -> None:
         self._store = store

@@ -11,23 +11,29 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from taskmesh.consumer.consumer import Consumer
+from typing import Any, Protocol
 
 logger = logging.getLogger("taskmesh.signals")
 
 GRACE_MS = 30_000
-_handled: dict[Consumer, asyncio.AbstractEventLoop] = {}
+
+
+class Stoppable(Protocol):
+    """What a signal stops: a consumer."""
+
+    def begin_stop(self, grace_ms: int) -> None: ...  # noqa: D102 — see `Consumer`
+    def __hash__(self) -> int: ...
+
+
+_handled: dict[Stoppable, asyncio.AbstractEventLoop] = {}
 """The consumers of this process that run, whichever thread they are in."""
-_installed_for: list[Consumer] = []
+_installed_for: list[Stoppable] = []
 """Those in the main thread, the only one that can be told of signals."""
 _received: list[int] = []
 
 
 @contextmanager
-def handled_by(consumer: Consumer) -> Iterator[None]:
+def handled_by(consumer: Stoppable) -> Iterator[None]:
     """Let signals stop this consumer while it runs: in another than the main thread, only while one runs there."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     _handled[consumer] = asyncio.get_running_loop()

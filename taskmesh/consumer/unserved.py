@@ -23,7 +23,7 @@ _FIRST_LOOK_S = 3.0
 _LOOK_EVERY_S = 60.0
 
 
-class Neglected:
+class Unserved:
     """Looks for such tasks, for one consumer."""
 
     def __init__(self, store: Store, fleet: Callable[[], Iterable[Document]]) -> None:

@@ -26,7 +26,7 @@ class _Bucket:
     lease_left: dict[str, float] = field(default_factory=dict)
 
 
-class LastHour:
+class WorkerStats:
     """Counts for one worker. The pinger's thread reports to it, the event loop reads it."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 
 from taskmesh import Status, Task, TaskMesh, TaskOption
-from taskmesh.consumer.partitions import Lanes
+from taskmesh.consumer.partitions import Partitions
 from taskmesh.store import registry
 from taskmesh.store.claim import claim
 from taskmesh.store.publish import lane_of
@@ -26,7 +26,7 @@ async def a_worker_that_does_nothing(mesh: TaskMesh, worker_id: str) -> None:
 
 
 def keys_in_lanes_of(worker_id: str, other: str) -> list[str]:
-    lanes = Lanes(worker_id)
+    lanes = Partitions(worker_id)
     lanes.set_workers([other])
     return [key for key in map(str, range(BACKLOG)) if lanes.own and lane_of(f"step:{key}") in lanes.own]
 

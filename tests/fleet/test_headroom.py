@@ -11,7 +11,7 @@ import pytest
 from taskmesh import Status, TaskMesh, TaskOption
 from taskmesh.admin.doctor import LEASE_LEFT_WANTED
 from taskmesh.consumer import worker_stats
-from taskmesh.consumer.worker_stats import LastHour
+from taskmesh.consumer.worker_stats import WorkerStats
 from taskmesh.model.worker import WorkerInfo
 from taskmesh.store import registry
 from tests.faults import failing_commands
@@ -124,7 +124,7 @@ async def test_a_schedule_that_nobody_can_run_is_told(mesh: TaskMesh) -> None:
 def test_what_is_older_than_an_hour_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1_000.0
     monkeypatch.setattr(worker_stats, "time", SimpleNamespace(monotonic=lambda: now))
-    seen = LastHour()
+    seen = WorkerStats()
     seen.renewed("a", 0.3)
     seen.renewed("a", 0.1)
     seen.renewed("b", 0.5)

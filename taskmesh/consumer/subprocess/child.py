@@ -23,9 +23,9 @@ from datetime import datetime
 from multiprocessing.connection import Connection
 from typing import Any
 
-from taskmesh.client import tracing
 from taskmesh.client.definition import TaskDefinition
 from taskmesh.client.params import Params, checked_size
+from taskmesh.client.tracing import Carrier, going_on
 from taskmesh.consumer import logs
 from taskmesh.consumer.context import BlockingTaskContext, enter
 from taskmesh.consumer.execution import checked_progress, line_of
@@ -57,7 +57,7 @@ class Call:
     running_id: str
     attempt: int
     option: TaskOption
-    trace: tracing.Carrier | None = None
+    trace: Carrier | None = None
     """Where the execution is in its trace."""
     log: logs.SetUp | None = None
     """How the parent logs, if `logs.set_up` has said so."""
@@ -271,7 +271,7 @@ def _answer(call: Call, connection: Connection, lease: Lease) -> bytes:
         handler, args, kwargs = _prepared(call)
         enter(BlockingTaskContext(remote))
         connection.send_bytes(packed("begins"))
-        with tracing.going_on(call.trace):
+        with going_on(call.trace):
             value = handler(*args, **kwargs)
         return _returned(value)
     except BaseException as error:  # noqa: BLE001 — whatever a handler raises, SystemExit too, is its outcome

@@ -7,10 +7,13 @@ import logging
 import sys
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from datetime import datetime
+from typing import Any, Literal, Protocol
 
 import anyio
 
+from taskmesh.client.change_feed import Feed
+from taskmesh.client.definition import TaskDefinition
 from taskmesh.client.events import DEFAULT_BUFFER, EventReader
 from taskmesh.consumer import signals
 from taskmesh.consumer.execution import Execution
@@ -35,10 +38,10 @@ from taskmesh.consumer.stopping import (
 )
 from taskmesh.consumer.timing import until
 from taskmesh.model.errors import InvalidOption, WorkerIdTaken
+from taskmesh.store import Store
+from taskmesh.store.clock import ServerClock
 from taskmesh.store.driver import Document
-
-if TYPE_CHECKING:
-    from taskmesh.mesh import TaskMesh
+from taskmesh.store.publish import Publication
 
 logger = logging.getLogger("taskmesh.consumer")
 
@@ -48,12 +51,29 @@ ClaimHook = Callable[["Consumer"], Mapping[str, Any] | Awaitable[Mapping[str, An
 _IDLE_CHECK_S = 0.1
 
 
+class Mesh(Protocol):
+    """What a consumer needs of its mesh."""
+
+    # ruff: noqa: D102 — each is documented where the mesh has it
+
+    @property
+    def store(self) -> Store: ...
+    @property
+    def clock(self) -> ServerClock: ...
+    @property
+    def feed(self) -> Feed: ...
+    @property
+    def definitions(self) -> Mapping[str, TaskDefinition[Any, Any]]: ...
+    def publication_of(self, definition: Any, key: str, params: Mapping[str, Any]) -> Publication: ...
+    def publication_of_tick(self, schedule: Document, key: str, start_time: datetime | None) -> Publication: ...
+
+
 class Consumer:
     """A worker: claims tasks and runs their handlers. Made by `mesh.consumer(…)`, run once."""
 
     def __init__(
         self,
-        mesh: TaskMesh,
+        mesh: Mesh,
         *,
         worker_id: str | None = None,
         concurrency: int = 100,
