@@ -1,7 +1,8 @@
 """A seeded random run: `CHAOS_SECONDS=1800 SEED=7 python -m tests.chaos`. It prints a table; its exit status tells.
 
 Real workers and producers on a replica set of three, faults one after the other, and all promises checked on every
-committed write and in the end. See docs/reliability.md.
+committed write and in the end. See docs/reliability.md. BROKEN="events: obeyed unseen": with parts of the engine taken out, by
+their names in tests/processes/broken.py, `;` between them; the run should then find something.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from tests.chaos.findings import Findings
 from tests.chaos.invariants import INVARIANTS
 from tests.chaos.producer import read_notes
 from tests.chaos.world import World
+from tests.processes.broken import BROKEN
 from tests.processes.wrong_clock import FAKETIME
 
 _SHOWN = 20
@@ -32,12 +34,17 @@ def main() -> int:
     argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__).parse_args()
     seconds = float(os.environ.get("CHAOS_SECONDS") or 1_800)
     seed = int(os.environ.get("SEED") or random.SystemRandom().randrange(10**6))
+    broken = [part.strip() for part in os.environ.get("BROKEN", "").split(";") if part.strip()]
+    if unknown := sorted(set(broken) - set(BROKEN)):
+        sys.exit(f"BROKEN: there is no {unknown[0]!r}; there are: {'; '.join(BROKEN)}")
     directory = Path(tempfile.mkdtemp(prefix="taskmesh-chaos-"))
     say(f"chaos for {seconds:g} s, SEED={seed}, logs and history below {directory}")
+    if broken:
+        say(f"taken out of the engine: {'; '.join(broken)}")
     clock_s = random.Random(seed).choice(_CLOCKS_S) if FAKETIME.exists() else 0.0
     say(f"the servers' clocks are {clock_s:+g} s off")
     with cluster(directory / "cluster", clocks_s=[clock_s] * 3) as servers:
-        world = World(servers.uri, directory, seed)
+        world = World(servers.uri, directory, seed, broken=broken)
         with world:
             injected = _inject(Chaos(world, servers), seconds)
             say("healing, and waiting for everything to end")

@@ -23,6 +23,8 @@ from taskmesh import TaskMesh, TaskMeshError
 from tests.chaos.handlers import Kinds, define
 from tests.chaos.history import Asked, Published
 from tests.chaos.process_handlers import ENDS
+from tests.processes.broken import BROKEN
+from tests.processes.sabotage import replace
 from tests.processes.worker import die_with_parent
 
 PAUSED_AT_TIMES = "paused-at-times"
@@ -75,6 +77,7 @@ class Order:
     seed: int
     per_s: float
     worker_ids: Sequence[str]
+    broken: Sequence[str] = ()
 
 
 class Producer:
@@ -112,7 +115,7 @@ class Producer:
             soon = self._mesh.clock.now() + timedelta(milliseconds=self._chance.randrange(100, 3_000))
             definition, ends = definition.configure(expire_time=soon), ("SUCCESS", "EXPIRED")
         elif kind == "cleans":
-            params, ends = {"ms": self._chance.randrange(300, 1_500)}, ("SUCCESS", "CANCELLED")
+            params, ends = {"ms": self._chance.randrange(1_000, 3_000)}, ("SUCCESS", "CANCELLED")
         elif kind == "cancelled":
             params, ends = {"ms": self._chance.randrange(0, 1_000)}, ("SUCCESS", "CANCELLED")
         elif kind == "replaced":
@@ -197,6 +200,8 @@ def read_notes(directory: Path) -> tuple[list[Published], list[Asked]]:
 
 
 async def _produce(order: Order) -> None:
+    for part in order.broken:
+        BROKEN[part](replace)
     mesh = TaskMesh(order.uri, database=order.database)
     kinds = define(mesh)
     stopped = asyncio.Event()

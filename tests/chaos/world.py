@@ -9,7 +9,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -44,13 +44,16 @@ class World:
         workers: int = WORKERS,
         producers: int = 2,
         per_s: float = 10.0,
+        broken: Sequence[str] = (),
     ) -> None:
+        """`broken`: in every worker and producer, see `tests/processes/broken.py`."""
         self.uri = uri
         self._directory = directory
         self.chance = random.Random(seed)
         self._seed = seed
         self.worker_ids = [f"w{number}" for number in range(1, workers + 1)]
         self._producer_count, self._per_s = producers, per_s
+        self._broken = list(broken)
         self.database = "chaos"
         self.fleet = Fleet(uri, self.database, directory / "fleet")
         self._newest: dict[str, Worker] = {}
@@ -154,6 +157,7 @@ class World:
             wrong_clock_s=self.chance.choice(_CLOCKS_S),
             disk_full=self.chance.random() < 0.1,
             listen=self.chance.random() < 0.9,
+            broken=self._broken,
         )
 
     def _start_producers(self) -> None:
@@ -166,6 +170,7 @@ class World:
                 "seed": self._seed,
                 "per_s": self._per_s,
                 "worker_ids": self.worker_ids,
+                "broken": self._broken,
             }
             with (self._directory / f"producer{number}.log").open("wb") as log:
                 self._producers.append(
