@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 
 from tests.chaos.findings import Findings
-from tests.chaos.history import Asked, Evidence, Published, Told
+from tests.chaos.history import DIED_AS_ASKED, Asked, Evidence, Published, Told
 from tests.chaos.versions import Document
 from tests.processes.history import Run, end_of, runs_by_task
 
@@ -18,6 +19,8 @@ _SLOW_TO_STOP_S = 0.75
 """How much longer than its lease a handler may run because the machine is busy just when it is cancelled."""
 _IN_TRANSACTION = ("writes", "transfers", "writes_in_process")
 """Handlers that record their SUCCESS themselves, before they return."""
+_MAY_EXIT_WITH = (0, -signal.SIGKILL, DIED_AS_ASKED)
+"""Told to stop, killed, or ended by a handler on purpose."""
 REFRESHED = "refreshed:all"
 """The task that every `refreshes` publishes, to be run again. Nobody else does."""
 _NOT_TO_BE_STOPPED = ("blocks", "in_thread")
@@ -37,6 +40,8 @@ def check_endings(evidence: Evidence) -> Findings:
         _check_outcomes(findings, id_, document, own, _failed_by_hooks(evidence, id_))
     for id_, of_task in runs.items():
         _check_runs(findings, evidence, id_, of_task)
+    for worker_id, code in evidence.exits:
+        findings.check("L1", worker_id, code in _MAY_EXIT_WITH, f"the worker ended by itself, with exit code {code}")
     for limit in evidence.limits:
         kept = len(limit.get("starts", ()))
         findings.check("M1", str(limit["_id"]), kept <= MOST_KEPT, f"its rate keeps {kept} elements")

@@ -14,6 +14,7 @@ from zlib import crc32
 from taskmesh import Ending, Retry, Snooze, Task, TaskMesh, TaskOption, current_task
 from taskmesh.client.definition import TaskDefinition
 from tests.chaos import process_handlers
+from tests.chaos.history import DIED_AS_ASKED
 from tests.chaos.process_handlers import value as _value
 from tests.processes.history import Notebook
 
@@ -101,7 +102,7 @@ def define(mesh: TaskMesh, directory: Path | None = None) -> Kinds:  # noqa: C90
         """Kill the process in the first attempts."""
         with notebook().run() as run:
             if current_task().attempt <= deaths:
-                os._exit(1)
+                os._exit(DIED_AS_ASKED)
             return run.returns(_value())
 
     @mesh.task(option=PATIENT)

@@ -11,6 +11,9 @@ from tests.chaos.reading import Reading
 from tests.chaos.versions import Document, Version
 from tests.processes.history import Mark, Run, runs_in
 
+DIED_AS_ASKED = 3
+"""The exit code of a worker that its handler ends on purpose."""
+
 
 @dataclass(frozen=True, slots=True)
 class Published:
@@ -57,6 +60,8 @@ class Evidence:
     """When which process was gone."""
     suspended: Sequence[tuple[int, float, float]] = ()
     """Which process was suspended from when to when."""
+    exits: Sequence[tuple[str, int]] = ()
+    """With what exit code (minus a signal's number) which worker ended, once it worked."""
     effects: Sequence[str] = ()
     """The `_id`s of tasks whose handlers wrote in `transaction()`, one for each such write that is there."""
     moves: Sequence[tuple[str, str]] = ()

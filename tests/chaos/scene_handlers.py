@@ -12,6 +12,7 @@ from typing import Any
 from taskmesh import Snooze, TaskMesh, TaskOption, current_task
 from taskmesh.client.definition import TaskDefinition
 from tests.chaos.handlers import failed_future
+from tests.chaos.history import DIED_AS_ASKED
 from tests.chaos.process_handlers import Poison, beat_until
 from tests.processes.history import Notebook, notebook_of
 from tests.processes.signs import Signs
@@ -52,7 +53,7 @@ def define(mesh: TaskMesh, directory: Path | None = None) -> TaskDefinition[Any,
                     case "close":
                         await failed_future(GeneratorExit)
                     case "die":
-                        os._exit(1)
+                        os._exit(DIED_AS_ASKED)
             if writes:
                 async with task.transaction() as session:
                     account = mesh.store.driver.database["scenery"]

@@ -12,7 +12,7 @@ import pytest
 
 from tests.chaos.endings import check_endings
 from tests.chaos.forging import BEGIN, Story, pid_of
-from tests.chaos.history import Asked, Evidence, Published, Told
+from tests.chaos.history import DIED_AS_ASKED, Asked, Evidence, Published, Told
 from tests.chaos.invariants import INVARIANTS
 from tests.chaos.rates import Rates
 from tests.chaos.versions import Document, Version
@@ -294,6 +294,7 @@ ENDINGS: dict[str, tuple[str, Callable[[], Evidence]]] = {
         "L1",
         lambda: Story().evidence(published=[Published("work:k", True, ("SUCCESS",))]),
     ),
+    "a worker ends with an error of its own": ("L1", lambda: done().evidence(exits=[("w1", 0), ("w1", 1)])),
     "one SUCCESS too few": (
         "S1",
         lambda: done().evidence(documents={"work:k": _for_two(done())}),
@@ -443,6 +444,10 @@ def test_a_child_process_was_at_work_until_its_last_beat() -> None:
             mark, pid=4_000_000
         )  # its own, so its worker's sleep excuses nothing
     assert "C3" in check_endings(story.evidence(suspended=[asleep])).broken
+
+
+def test_a_worker_that_is_told_to_stop_or_killed_is_no_finding() -> None:
+    assert not check_endings(done().evidence(exits=[("w1", 0), ("w1", -9), ("w1", DIED_AS_ASKED)])).broken
 
 
 def test_after_a_gap_events_may_be_missing() -> None:

@@ -55,6 +55,7 @@ class Witnesses:
             marks=fleet.history,
             died=fleet.died,
             suspended=fleet.suspended,
+            exits=fleet.exits,
             effects=[effect["task"] for effect in effects],
             moves=[(effect["giver"], effect["taker"]) for effect in effects if "giver" in effect],
             accounts=accounts,

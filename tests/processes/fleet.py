@@ -185,6 +185,12 @@ class Fleet:
                 died.setdefault(worker.pid, []).append(worker.gone)
         return died
 
+    @property
+    def exits(self) -> list[tuple[str, int]]:
+        """With what exit code, or minus which signal's number, workers have ended that had worked."""
+        codes = [(worker, worker.process.returncode) for worker in self.workers if "ready" in worker.told]
+        return [(worker.worker_id, code) for worker, code in codes if code is not None]
+
     def __enter__(self) -> Self:
         return self
 
