@@ -36,6 +36,8 @@ class Configuration:
     queue: str = "default"
     option: TaskOption = field(default_factory=TaskOption)
     tuned: Mapping[str, Any] = field(default_factory=dict)
+    placed: Mapping[str, str | None] = field(default_factory=dict)
+    """`queue` and `group` as far as the publisher set them, and not the definition."""
     start_time: datetime | None = None
     expire_time: datetime | None = None
     delay_ms: int | None = None
@@ -49,7 +51,7 @@ class Configuration:
 
     def changed(self, **settings: Any) -> Configuration:
         """Return this with other settings. Raises `InvalidOption`."""
-        own = {f.name for f in fields(self)} - {"option", "tuned"}
+        own = {f.name for f in fields(self)} - {"option", "tuned", "placed"}
         options = {name: value for name, value in settings.items() if name in TaskOption.model_fields}
         if unknown := set(settings) - own - set(options):
             raise InvalidOption(
@@ -69,7 +71,8 @@ class Configuration:
             checked_queue(mine["queue"])
         if mine.get("group") is not None:
             checked_group(mine["group"])
-        configuration = replace(self, **mine)
+        placed = {name: mine[name] for name in ("queue", "group") if name in mine}
+        configuration = replace(self, **mine, placed={**self.placed, **placed})
         if configuration.start_time is not None and configuration.delay_ms is not None:
             raise InvalidOption("start_time and delay_ms were both set: use one of them")
         if options:
@@ -95,6 +98,7 @@ class Configuration:
             delay_ms=self.delay_ms,
             group=self.group,
             tuned=dict(self.tuned),
+            placed=dict(self.placed),
             update_existing_params=self.update_existing_params,
             not_update_running=self.not_update_running,
             clean_success=self.clean_success,

@@ -256,10 +256,9 @@ def _wishes(entries: rules.Expression) -> rules.Expression:
 
 
 def fresh_state(now: rules.Expression, changes: Document) -> rules.Expression:
-    """`task_state` as of a task that nobody has tried, but with its times, its count of wishes and the places still taken."""
-    kept = {
-        name: f"$task_state.{name}" for name in ("create_time", "start_time", "expire_time", "wanted", "params_version")
-    }
+    """`task_state` as of a task that nobody has tried, but with its times, wishes, destination and the places still taken."""
+    names = ("create_time", "start_time", "expire_time", "wanted", "params_version", "moves_to")
+    kept = {name: f"$task_state.{name}" for name in names}
     return {**kept, "timeout_cnt": 0, "worker_states": {"$literal": []}, "leaving": rules.sent_away(now), **changes}
 
 

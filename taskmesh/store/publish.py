@@ -53,6 +53,8 @@ class Publication:
     trace: Document | None = None
     tuned: Document = field(default_factory=dict)
     """The option fields that this publisher set itself; only these are changed on an existing task."""
+    placed: Document = field(default_factory=dict)
+    """`queue` and `group`, as far as this publisher set them itself: an existing task moves there."""
     update_existing_params: bool = False
     not_update_running: bool = False
     clean_success: bool = False

@@ -34,6 +34,8 @@ def change_pipeline(publication: Publication, now: datetime, at: rules.Expressio
     stages: list[Document] = [{"$set": {"_before": before}}]
     if sets_params:
         stages.append({"$set": _new_wish(publication, now)})
+    if sets_params and publication.placed:
+        stages.append({"$set": {"task_state.moves_to": rules.with_facts(at, _moves_to(publication.placed))}})
     running = rules.with_facts(at, IS_RUNNING)
     if publication.run_again:
         again = fresh_state(at, {"wanted": {"$add": [{"$ifNull": ["$task_state.wanted", 0]}, 1]}})
@@ -80,6 +82,26 @@ def _new_wish(publication: Publication, now: datetime) -> Document:
     if publication.tuned:
         changes["task_option"] = {name: {"$literal": value} for name, value in publication.tuned.items()}
     return changes
+
+
+def _moves_to(placed: Document) -> rules.Expression:
+    """Where the task is to go, from where it is or was to go; nothing new if that is the same. The derivation moves it."""
+    now_at = {"queue": "$queue", "group": {"$ifNull": ["$group", None]}}
+    told = {name: f"{rules.MOVES_TO}.{name}" for name in now_at}
+    going_to = {"$cond": [{"$gt": [rules.MOVES_TO, None]}, told, now_at]}
+    wanted = {"$mergeObjects": ["$$going_to", {"$literal": placed}]}
+    return {
+        "$let": {
+            "vars": {"going_to": going_to},
+            "in": {
+                "$cond": [
+                    {"$eq": [wanted, "$$going_to"]},
+                    rules.MOVES_TO,
+                    {"$mergeObjects": [wanted, {"held": "$$live.running_id"}]},
+                ]
+            },
+        }
+    }
 
 
 def _without(state: str, at: rules.Expression) -> rules.Expression:

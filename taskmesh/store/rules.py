@@ -35,6 +35,11 @@ A task that is begun anew (retried, published again) while a handler of it clean
 handler's place here. It counts for room and for "not twice", and for nothing else, until its worker says that it has ended,
 or its lease has.
 """
+MOVES_TO = "$task_state.moves_to"
+"""The `queue` and `group` that a publication wants the task to have, and `held`, the executions that were at work then.
+
+Limits count an execution where it was claimed: so the task moves with the first write, be it a claim, that finds these ended.
+"""
 KEPT_FAILS = 32
 """FAIL entries kept in a document; older ones are only counted, so that it stays small."""
 KEPT_LOSSES = 8
@@ -326,8 +331,18 @@ def _settle_time() -> Expression:
                 ]
             },
             {"$cond": [would_fail, lease_end, None]},
+            {"$cond": [{"$gt": [MOVES_TO, None]}, lease_end, None]},
         ]
     }
+
+
+_moves: Expression = {
+    "$and": [
+        {"$gt": [MOVES_TO, None]},
+        {"$eq": [{"$setIntersection": ["$$live.running_id", f"{MOVES_TO}.held"]}, []]},
+    ]
+}
+"""Whether the task goes to another place now. To be evaluated inside `with_facts`."""
 
 
 def derivation(now: Expression = NOW, *, where: Expression = True) -> list[Stage]:
@@ -348,7 +363,12 @@ def derivation(now: Expression = NOW, *, where: Expression = True) -> list[Stage
     facts = {
         "$let": {
             "vars": {"status": status(now)},
-            "in": {"$cond": [{"$in": ["$$status", ["INIT", "RUNNING"]]}, unfinished, settled]},
+            "in": {
+                "$mergeObjects": [
+                    {"$cond": [{"$in": ["$$status", ["INIT", "RUNNING"]]}, unfinished, settled]},
+                    {"moves": _moves},
+                ]
+            },
         }
     }
     finished = {"$not": [{"$in": ["$_derived.status", ["INIT", "RUNNING"]]}]}
@@ -388,6 +408,9 @@ def derivation(now: Expression = NOW, *, where: Expression = True) -> list[Stage
                 ),
                 "finish_time": _present_if(finished, finish_time),
                 "delete_time": _present_if({"$and": [finished, {"$not": [kept_for_ever]}]}, delete_time),
+                "queue": {"$cond": ["$_derived.moves", f"{MOVES_TO}.queue", "$queue"]},
+                "group": {"$cond": ["$_derived.moves", {"$ifNull": [f"{MOVES_TO}.group", "$$REMOVE"]}, "$group"]},
+                "task_state.moves_to": {"$cond": ["$_derived.moves", "$$REMOVE", MOVES_TO]},
                 "_derived": "$$REMOVE",
             }
         },

@@ -153,6 +153,11 @@ class Reading:
         times.append(self.retry_time(worker_id))
         return max((time for time in times if time is not None), default=LONG_AGO)
 
+    def moves(self, now: datetime) -> bool:
+        """Whether the executions that kept it where it is, when a publication wanted it elsewhere, have ended."""
+        wanted = self.state.get("moves_to")
+        return wanted is not None and not any(entry["running_id"] in wanted["held"] for entry in self.live(now))
+
     def derived(self, now: datetime) -> dict[str, Any]:
         """What a write at this time has to derive from the entries; None: the field is absent."""
         finished = self.finished(now)
@@ -161,6 +166,9 @@ class Reading:
         opens = max(self.state["create_time"], min(self.claim_time(id_, now) for id_ in workers))
         ends = [self.state.get("expire_time"), *(entry["ping_expire_time"] for entry in self.live(now))]
         settles = [end for end in sorted(end for end in ends if end is not None) if self.finished(end)]
+        if self.state.get("moves_to") is not None and not self.moves(now):
+            settles = sorted([*settles, max(entry["ping_expire_time"] for entry in self.live(now))])
+        place = self.state["moves_to"] if self.moves(now) else self.document
         finish_time = (self.document.get("finish_time") or now) if finished else None
         status = self.status(now)
         retained_ms = self.option["retain_success_ms" if status == "SUCCESS" else "retain_failed_ms"]
@@ -171,6 +179,8 @@ class Reading:
             delete_time = max([now if self.deleted else finish_time + ms(retained_ms), *places])
         return {
             "status": status,
+            "queue": place.get("queue"),
+            "group": place.get("group"),
             "pinned": bool(self.option["specific_worker_ids"]),
             "next_claim_time": None if opens == NEVER else opens,
             "settle_time": None if finished or not settles else settles[0],

@@ -28,12 +28,20 @@ _OF_TASKS = {
     "keep_place": 1,
     "delete": 1,
 }
+_PLACES = (
+    {"queue": QUEUES[0]},
+    {"queue": QUEUES[1]},
+    {"group": "g"},
+    {"group": None},
+    {"queue": QUEUES[1], "group": "h"},
+)
 LABELS = frozenset(
     [
         *_OF_THE_WORLD,
         *_OF_TASKS,
         *(f"finish {ending}" for ending in ENDINGS),
         *(f"publish {flag}" for flag in FLAGS),
+        "publish elsewhere",
         *("publish created", "publish in session", "finish Retry", "finish TaskFailed", "claim of several"),
     ]
 )
@@ -53,6 +61,9 @@ def labels(operation: Operation) -> Iterator[str]:
         yield from (f"publish {flag}" for flag in given["flags"])
         yield from ["publish created"] * (not given["flags"])
         yield from ["publish in session"] * given["in_session"]
+        yield from ["publish elsewhere"] * (
+            bool(given["placed"]) and bool({"update_existing_params", "run_again"} & given["flags"])
+        )
     if operation.kind == "claim":
         yield from ["claim of several"] * (len(given["tasks"]) > 1)
 
@@ -112,6 +123,7 @@ class Chance:
             "start_ms": self.random.choice((None, None, None, None, 0, 1_500, -1_000)),
             "expire_ms": self.random.choice((None,) * 6 + (2_500, 9_000, 0)),
             "flags": frozenset(flags),
+            "placed": self.random.choice(({}, {}, {}, *_PLACES)),
             "in_session": self.random.random() < 0.1,
         }
 

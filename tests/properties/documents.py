@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.chaos.reading import ms
 from tests.properties.oracle import Document, Oracle
-from tests.properties.world import WORKERS, queue_of
+from tests.properties.world import QUEUES, WORKERS, queue_of
 
 _NEAR_MS = (-6_000, -3_001, -3_000, -1_000, -1, 0, 0, 1, 999, 1_000, 4_000)
 
@@ -54,6 +54,7 @@ class Documents:
             "timeout_cnt": pick((0, 0, 0, 1, 2)),
             "dropped_fail_cnt": pick((None, None, None, 1, 2)),
             "wanted": pick((None, None, 1, 2)),
+            "moves_to": self._moves_to(id_),
             "deleted_time": self._time(0.03),
             "worker_states": self._entries(id_),
             "leaving": self._leaving(id_),
@@ -85,6 +86,12 @@ class Documents:
             {"running_id": f"{id_}/l{n}", "worker_id": pick(WORKERS), "ping_expire_time": self.now + ms(pick(_NEAR_MS))}
             for n in range(count)
         ]
+
+    def _moves_to(self, id_: str) -> Document | None:
+        if self.random.random() < 0.8:
+            return None
+        held = [f"{id_}/{place}" for place in range(4) if self.random.random() < 0.5]
+        return {"queue": self.random.choice(QUEUES), "group": self.random.choice((None, "g")), "held": held}
 
     def _entry(self, running_id: str) -> Document:
         pick = self.random.choice

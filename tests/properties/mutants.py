@@ -63,6 +63,8 @@ def derived() -> Iterator[tuple[str, Mutant]]:
     yield "next_claim_time of nobody in particular", replaced(rules, "_opens_for_some_worker", None)
     yield "settle_time before the last lease ends", result(rules, "_settle_time", "$max", "$min")
     yield "settle_time of expiring tasks alone", result(rules, "_settle_time", "$or", "$and")
+    yield "a task that runs moves at once", replaced(rules, "_moves", {"$gt": [rules.MOVES_TO, None]})
+    yield "a task whose worker is gone moves when somebody comes", result(rules, "_settle_time", rules.MOVES_TO, None)
     yield "finish_time moves with every write", result(rules, "derivation", "$finish_time", None)
     yield "a success is kept like a failure", result(rules, "derivation", *_RETENTION)
 

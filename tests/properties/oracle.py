@@ -68,7 +68,10 @@ class Oracle:
 
     def derive(self, now: datetime) -> None:
         """Write down what follows from the entries, as every write does."""
-        self.document |= self.reading.derived(now)
+        reading, moves = self.reading, self.reading.moves(now)
+        self.document |= reading.derived(now)
+        if moves:
+            self.state["moves_to"] = None
 
     def stamp(self, now: datetime, kind: str, *workers: str) -> None:
         self.document["event"] = [kind, *workers]
@@ -98,6 +101,8 @@ class Oracle:
             leaving = None if self.document is None else self.sent_away(now, self.entries("RUNNING"))
             state["leaving"] = leaving
             self.document = {
+                "queue": wish.queue,
+                "group": wish.group,
                 "params": wish.params,
                 "task_option": stored_option(wish.option),
                 "task_state": state,
@@ -118,6 +123,7 @@ class Oracle:
             self.document["params"] = wish.params
             self.state.update({name: time for name, time in times.items() if time is not None or wish.run_again})
             self.document["task_option"].update(wish.tuned)
+            self._wish_elsewhere(wish.placed, now)
         if wish.run_again:
             self.state["wanted"] = (self.state.get("wanted") or 0) + 1
             if not running:
@@ -133,9 +139,16 @@ class Oracle:
         self.derive(now)
         return False, stripped(self.document) != stripped(before)
 
+    def _wish_elsewhere(self, placed: Document, now: datetime) -> None:
+        """Where limits count what runs, it stays till that has ended."""
+        goes_to = self.state.get("moves_to") or self.document
+        place = {name: goes_to.get(name) for name in ("queue", "group")}
+        if place | placed != place:
+            self.state["moves_to"] = place | placed | {"held": [entry["running_id"] for entry in self.live(now)]}
+
     def _start_afresh(self, now: datetime, **changes: Any) -> None:
         """As if nobody had tried, but with the task's times, its count of wishes and the places that are kept."""
-        kept = ("create_time", "start_time", "expire_time", "wanted", "params_version")
+        kept = ("create_time", "start_time", "expire_time", "wanted", "params_version", "moves_to")
         times = {name: self.state.get(name) for name in kept}
         leaving = self.sent_away(now, self.entries("RUNNING"))
         self.document["task_state"] = {**times, "timeout_cnt": 0, "worker_states": [], "leaving": leaving, **changes}

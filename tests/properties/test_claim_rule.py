@@ -25,7 +25,7 @@ from tests.properties.world import BEGIN, QUEUES, STATUSES, WORKERS, image, show
 SEED = os.environ.get("SEED", "taskmesh")
 _COUNT = 2_000
 _ALL_WORKERS = (*WORKERS, ANYBODY_ELSE)
-_KEY = ("_id", "name", "key", "queue", "lane")
+_KEY = ("_id", "name", "key", "lane")
 _LATER_MS = (0, 1, 999, 1_000, 2_500, 3_000)
 
 

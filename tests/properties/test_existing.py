@@ -35,3 +35,20 @@ async def test_of_many_publications_one_that_meets_a_running_task_holds_up_no_ot
         await publish(life.store, many, life.now)
     unchanged = await life.store.find({"params.n": {"$ne": 7}}, {"_id": 1})
     assert [document["_id"] for document in unchanged] == [life.id]
+
+
+async def test_a_task_whose_worker_is_gone_moves_when_its_lease_is_over_though_its_old_queue_has_no_worker(
+    life: Life,
+) -> None:
+    await life.publish()
+    await life.claim()
+    elsewhere = life.publication(flags=("update_existing_params",))
+    elsewhere.placed = {"queue": "bulk", "group": "g"}
+    await life.publish(publication=elsewhere)
+    assert (await life.document())["queue"] == "default"
+    life.later(3_000)
+    await life.settle()
+    task = await life.document()
+    assert (task["queue"], task["group"]) == ("bulk", "g")
+    assert "moves_to" not in task["task_state"]
+    await life.claim("w2")

@@ -41,7 +41,7 @@ _REMEMBERED = 60
 LEASE_MS = 3_000
 """What all workers here renew their leases by."""
 _ALL_WORKERS = (*WORKERS, ANYBODY_ELSE)
-_NOT_COMPARED = ("_id", "name", "key", "queue", "lane", "publish_id", "change_ids")
+_NOT_COMPARED = ("_id", "name", "key", "lane", "publish_id", "change_ids")
 
 
 class Difference(AssertionError):
@@ -137,10 +137,13 @@ class World:
         start_ms: int | None,
         expire_ms: int | None,
         flags: frozenset[str],
+        placed: Document,
         in_session: bool,
     ) -> list[tuple[Any, Any]]:
         name, _, key = task.partition(":")
         publication = Publication(name, key, queue_of(task), {"n": n}, TaskOption(**{**option, **tuned}), tuned=tuned)
+        publication.queue = placed.get("queue") or publication.queue
+        publication.group, publication.placed = placed.get("group"), placed
         publication.expire_time = None if expire_ms is None else self.now + ms(expire_ms)
         if n % 2 and start_ms is not None:
             publication.start_time = self.now + ms(start_ms)
@@ -171,7 +174,7 @@ class World:
         expected = {
             id_
             for id_ in tasks
-            if self.oracles[id_].claim(worker_id, running_id, self.now, closed=queue_of(id_) in closed)
+            if self.oracles[id_].claim(worker_id, running_id, self.now, closed=self._queue_of(id_) in closed)
         }
         if len(tasks) == 1:
             one = await claim_one(
@@ -190,6 +193,10 @@ class World:
         self.executions += [Held(id_, worker_id, running_id) for id_ in sorted(expected)]
         del self.executions[:-_REMEMBERED]
         return [(len(expected), count), (expected, {document["_id"] for document in documents})]
+
+    def _queue_of(self, id_: str) -> str | None:
+        document = self.oracles[id_].document
+        return document and document["queue"]
 
     async def _ping(self, held: list[Held]) -> list[tuple[Any, Any]]:
         alive = {h for h in held if self.oracles[h.id].ping(h.running_id, LEASE_MS, self.now)}

@@ -204,3 +204,70 @@ async def test_a_forgotten_key_is_published_afresh_before_the_ttl_monitor_came_r
 async def test_unknown_settings_are_refused(mesh: TaskMesh) -> None:
     with pytest.raises(InvalidOption, match="unknown setting update_params"):
         await mesh.publish("job", "k", update_params=True)
+
+
+@pytest.mark.parametrize("flag", ["update_existing_params", "run_again"])
+async def test_a_waiting_task_moves_to_the_queue_and_group_of_its_newest_publication(mesh: TaskMesh, flag: str) -> None:
+    """Only as far as they were set; and a worker of the new queue hears of it."""
+
+    @mesh.task(queue="mail")
+    async def job() -> str:
+        return current_task().worker_id
+
+    await job.configure(group="a").publish("k")
+    moved = await job.configure(queue="bulk", **{flag: True}).publish("k")
+    assert moved.updated
+    task = await mesh.get("job", "k")
+    assert (task.queue, task.group) == ("bulk", "a"), "what was not set is not changed"
+    await job.configure(**{flag: True}).publish("k")
+    assert (await mesh.get("job", "k")).queue == "bulk", "the definition's own queue was not asked for"
+    await job.configure(group=None, **{flag: True}).publish("k")
+    assert (await mesh.get("job", "k")).group is None
+    async with working(mesh, "m", queues=["mail"]), working(mesh, "b", queues=["bulk"]):
+        assert await moved.result(timeout=20) == "b"
+
+
+async def test_a_move_to_where_the_task_is_changes_nothing(mesh: TaskMesh) -> None:
+    await mesh.publish("job", "k", {}, queue="mail", group="a")
+    again = await mesh.publish("job", "k", {}, queue="mail", group="a", update_existing_params=True)
+    assert not again.updated
+
+
+async def test_a_running_task_moves_when_its_execution_has_ended(mesh: TaskMesh) -> None:
+    """Limits count it where it runs; the run that was wished for is the new queue's."""
+    go_on = asyncio.Event()
+    ran: list[str] = []
+
+    @mesh.task(queue="mail")
+    async def job() -> None:
+        ran.append(current_task().worker_id)
+        await go_on.wait()
+
+    handle = await job.publish("k")
+    async with working(mesh, "m", queues=["mail"]), working(mesh, "b", queues=["bulk"]):
+        await status_is(mesh, "job", "k", Status.RUNNING)
+        await job.configure(queue="bulk", run_again=True).publish("k")
+        assert (await mesh.get("job", "k")).queue == "mail"
+        go_on.set()
+        await eventually(lambda: len(ran) == 2, what="the second run")
+        await handle.result(timeout=20)
+    assert ran == ["m", "b"]
+    assert (await mesh.get("job", "k")).queue == "bulk"
+
+
+async def test_a_task_that_fails_meanwhile_is_tried_again_in_its_new_queue(mesh: TaskMesh) -> None:
+    go_on = asyncio.Event()
+
+    @mesh.task(queue="mail", option=TaskOption(unexpected_retry_delay_ms=0))
+    async def job() -> str:
+        if current_task().attempt == 1:
+            await go_on.wait()
+            raise RuntimeError
+        return current_task().worker_id
+
+    handle = await job.publish("k")
+    async with working(mesh, "m", queues=["mail"]), working(mesh, "b", queues=["bulk"]):
+        await status_is(mesh, "job", "k", Status.RUNNING)
+        await job.configure(queue="bulk", update_existing_params=True).publish("k")
+        go_on.set()
+        assert await handle.result(timeout=20) == "b"
