@@ -46,8 +46,8 @@ class Decorator(Protocol):
 class TaskMesh(Scheduling, TaskActions, BulkActions, FleetActions):
     """A set of task definitions on a MongoDB collection.
 
-    `client`: a MongoDB URI, a `pymongo.AsyncMongoClient` or a `motor.motor_asyncio.AsyncIOMotorClient`. None: the URI in
-    `TASKMESH_URI`; without one, the embedded MongoDB of this directory (extra `embedded`).
+    `client`: a MongoDB URI, a `pymongo.AsyncMongoClient` or a `motor.motor_asyncio.AsyncIOMotorClient`, which all win over
+    `TASKMESH_URI`. None: the URI in `TASKMESH_URI`; without one, the embedded MongoDB of this directory (extra `embedded`).
     """
 
     def __init__(self, client: Any = None, *, database: str = "taskmesh", collection: str = "tasks") -> None:

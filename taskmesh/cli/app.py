@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from taskmesh.cli import audit, bulk, explain, fleet, publishing, queues, serving, tasks
-from taskmesh.cli.connected import Collection, Database, Uri, connected
+from taskmesh.cli.connected import COMMAND_LINE_URI, Collection, Database, Uri, connected
 from taskmesh.cli.demo import demo
 from taskmesh.cli.worker.command import worker
 from taskmesh.model import distribution
@@ -39,9 +39,8 @@ def _everywhere(
     ] = False,
 ) -> None:
     # Given before the command they mean the same as after it: the commands read them from the environment.
-    for name, value in (("URI", uri), ("DATABASE", database), ("COLLECTION", collection)):
-        if value is not None:
-            os.environ[f"TASKMESH_{name}"] = value
+    given = {COMMAND_LINE_URI: uri, "TASKMESH_DATABASE": database, "TASKMESH_COLLECTION": collection}
+    os.environ.update({name: value for name, value in given.items() if value is not None})
 
 
 _COMMANDS: dict[str, list[Callable[..., Any]]] = {

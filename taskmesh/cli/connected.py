@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Awaitable, Callable
@@ -21,10 +22,18 @@ from taskmesh.model.errors import TaskMeshError, TaskNotFound
 P = ParamSpec("P")
 
 _WHERE = "Where"
+COMMAND_LINE_URI = "TASKMESH_COMMAND_LINE_URI"
+"""Where a `--uri` that stood before the command, or on a supervisor's command line, is found by whom it is for.
+
+In the environment, since it may hold a password; and not as TASKMESH_URI, which counts for less than a URI in the code.
+"""
 Uri = Annotated[
     str | None,
     typer.Option(
-        envvar="TASKMESH_URI", help="MongoDB URI; none: the embedded MongoDB of this directory.", rich_help_panel=_WHERE
+        envvar=COMMAND_LINE_URI,
+        show_envvar=False,
+        help="MongoDB URI. Else the one in the code of MODULE:MESH, TASKMESH_URI, or the embedded MongoDB of this directory.",
+        rich_help_panel=_WHERE,
     ),
 ]
 Database = Annotated[str | None, typer.Option(envvar="TASKMESH_DATABASE", help="Its database.", rich_help_panel=_WHERE)]
@@ -49,7 +58,8 @@ _PATIENCE_MS = 10_000
 
 
 def mesh_at(uri: str | None, database: str | None, collection: str | None, patience_ms: int = _PATIENCE_MS) -> TaskMesh:
-    """Return a mesh without definitions at that place."""
+    """Return a mesh without definitions at that place. No `uri`: `TASKMESH_URI`."""
+    uri = uri or os.environ.get("TASKMESH_URI")
     return TaskMesh(
         uri and patient_for(uri, patience_ms),
         database=database or DEFAULT_DATABASE,
@@ -79,6 +89,7 @@ def mesh_of(
     if app is None:
         return mesh_at(uri, database, collection, patience_ms)
     mesh = load_mesh(app)
+    uri = uri or (None if mesh.is_placed else os.environ.get("TASKMESH_URI"))
     mesh.connect_to(uri and patient_for(uri, patience_ms), database=database, collection=collection)
     return mesh
 

@@ -24,7 +24,7 @@ from typing import Annotated, Any, Self
 import typer
 
 from taskmesh.cli import output
-from taskmesh.cli.connected import Database, Uri
+from taskmesh.cli.connected import COMMAND_LINE_URI, Database, Uri
 from taskmesh.cli.demo_tasks import DIARIES, NAME, count, source_files, tokenize_file
 from taskmesh.cli.demo_tasks import mesh as definitions
 from taskmesh.cli.worker.child import Child
@@ -71,7 +71,9 @@ def demo(
     own = f"demo_{secrets.token_hex(4)}"
     database, collection = (own, "tasks") if database is None else (database, own)
     definitions.connect_to(uri, database=database, collection=collection)
-    place = {"TASKMESH_DATABASE": database, "TASKMESH_COLLECTION": collection} | ({"TASKMESH_URI": uri} if uri else {})
+    place = {"TASKMESH_DATABASE": database, "TASKMESH_COLLECTION": collection} | (
+        {COMMAND_LINE_URI: uri} if uri else {}
+    )
     names = [f"worker-{number}" for number in range(1, workers + 1)]
     report = asyncio.run(_demo(paths, names, place, keep))
     _show(report, len(paths))

@@ -155,7 +155,8 @@ def health(
     """Exit with 0 if the database answers and a worker is alive, else with 1. For probes."""
 
     async def check() -> None:
-        running = await asyncio.to_thread(_running_here) if uri is None and app is None else uri
+        nowhere = uri is None and app is None and not os.environ.get("TASKMESH_URI")
+        running = await asyncio.to_thread(_running_here) if nowhere else uri
         mesh = mesh_of(app, running, database, collection, timeout_ms)
         await mesh.connect(create=False)
         try:

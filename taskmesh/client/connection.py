@@ -8,6 +8,7 @@ import os
 import time
 import weakref
 from typing import TYPE_CHECKING, Any, Self
+from urllib.parse import urlsplit
 
 from taskmesh.client.change_feed import Feed
 from taskmesh.client.events import EventReader
@@ -38,6 +39,8 @@ class Connected:
         self._client = client
         self._database = database
         self._collection = collection
+        self._moved = False
+        """Whether somebody has asked for another place than the code's."""
         self._store: Store | None = None
         self.reached = False
         """Whether the server has ever answered, though it may not be connected yet."""
@@ -55,9 +58,15 @@ class Connected:
         """
         if self._store is not None:
             raise TaskMeshError("this mesh is connected already: say where before `async with mesh`")
-        self._client = self._client if client is None else client
+        if client is not None:
+            self._client, self._moved = client, True
         self._database = database or self._database
         self._collection = collection or self._collection
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether code or `connect_to` says where to connect, and not the environment or the embedded MongoDB."""
+        return self._client is not None
 
     @property
     def address(self) -> str:
@@ -86,6 +95,7 @@ class Connected:
             raise TaskMeshError("this mesh is connected already: use one `async with mesh` around all that needs it")
         store = Store(await self._client_or_uri(), self._database, self._collection)
         clock = ServerClock()
+        self._say_where(store)
         try:
             await schema.check_server(store)
             self.reached = True
@@ -145,6 +155,18 @@ class Connected:
 
         self._embedded = await asyncio.to_thread(attach)
         return self._embedded.uri
+
+    def _say_where(self, store: Store) -> None:
+        """Say it if TASKMESH_URI names other servers, lest somebody looks for his tasks there."""
+        named = os.environ.get("TASKMESH_URI")
+        if self._client is None or not named:
+            return
+        elsewhere = urlsplit(named).netloc.rpartition("@")[2]
+        here = urlsplit(self._client).netloc.rpartition("@")[2] if isinstance(self._client, str) else reach.hosts(store)
+        if {host.strip() for host in here.split(",")}.isdisjoint(elsewhere.split(",")):
+            why = "asked for" if self._moved else "given in the code"
+            level = logging.INFO if self._moved else logging.WARNING
+            logger.log(level, "connects to %s, as %s, and not to %s, which TASKMESH_URI names", here, why, elsewhere)
 
     async def _leave_embedded(self) -> None:
         if self._embedded is not None:

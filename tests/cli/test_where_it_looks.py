@@ -213,3 +213,40 @@ def test_health_is_bounded_though_the_embedded_server_is_frozen_and_starts_none(
             os.kill(server.pid, signal.SIGCONT)
     assert (ended.returncode, ended.stdout) == (1, "")
     assert took < 15
+
+
+NOWHERE = "mongodb://127.0.0.1:1/?serverSelectionTimeoutMS=300"
+
+
+@pytest.mark.parametrize("words", [[], ["--processes", "1", "--max-rss-mb", "4000"]], ids=["alone", "supervised"])
+def test_a_uri_in_the_code_wins_over_the_environment_and_the_worker_says_so(taskmesh: Shell, words: list[str]) -> None:
+    taskmesh.done("publish", "add", "k", '{"a": 1, "b": 2}')
+    own = {"APP_URI": taskmesh.uri, "TASKMESH_URI": NOWHERE.replace("//", "//ann:s3cret@")}
+    ended = taskmesh.done("worker", "app:mesh", "--until-idle", *words, **own)
+    assert taskmesh.status("add", "k") == "SUCCESS"
+    hosts = taskmesh.uri.partition("//")[2].partition("/")[0]
+    told = f"connects to {hosts}, as given in the code, and not to 127.0.0.1:1, which TASKMESH_URI names"
+    assert (ended.out + ended.err).count(told) == 1
+    assert "s3cret" not in ended.out + ended.err
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before the command", "after it"])
+@pytest.mark.parametrize("words", [[], ["--processes", "1", "--max-rss-mb", "4000"]], ids=["alone", "supervised"])
+def test_uri_on_the_command_line_wins_over_the_code_and_the_environment(
+    taskmesh: Shell, words: list[str], before: bool
+) -> None:
+    taskmesh.done("publish", "add", "k", '{"a": 1, "b": 2}')
+    own = {"APP_URI": NOWHERE, "TASKMESH_URI": NOWHERE}
+    given = ["--uri", taskmesh.uri]
+    command = ["worker", "app:mesh", "--until-idle", *words]
+    ended = taskmesh.done(*([*given, *command] if before else [*command, *given]), **own)
+    assert taskmesh.status("add", "k") == "SUCCESS"
+    assert (ended.out + ended.err).count("which TASKMESH_URI names") == 1
+
+
+def test_app_looks_where_the_code_says_though_the_environment_says_otherwise(taskmesh: Shell) -> None:
+    taskmesh.done("publish", "add", "k", '{"a": 1, "b": 2}')
+    assert taskmesh.done("ls", "--app", "app:mesh", "--json", APP_URI=taskmesh.uri, TASKMESH_URI=NOWHERE).json
+    given = ["--uri", taskmesh.uri]
+    assert taskmesh.done("ls", "--app", "app:mesh", "--json", *given, APP_URI=NOWHERE, TASKMESH_URI=NOWHERE).json
+    assert taskmesh.done("ls", "--app", "app:mesh", "--json").json, "else where the environment does"

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import pytest
-from pymongo import MongoClient
+from pymongo import AsyncMongoClient, MongoClient
 
 from taskmesh import IncompatibleCollection, NotAReplicaSet, TaskMesh, TaskMeshError
 from taskmesh.embedded import Mongod
@@ -136,3 +136,21 @@ async def test_a_look_refuses_what_it_could_not_list(mongo_uri: str, database: s
         client[database]["meta"].insert_one({"_id": "schema", "version": 7})
         with pytest.raises(IncompatibleCollection, match="has schema version 7"):
             await TaskMesh(mongo_uri, database=database).connect(create=False)
+
+
+async def test_a_client_in_the_code_wins_over_the_environment_and_says_so_once(
+    mongo_uri: str, database: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TASKMESH_URI", "mongodb://ann:s3cret@127.0.0.1:1/")
+    client: AsyncMongoClient[dict[str, Any]] = AsyncMongoClient(mongo_uri, tz_aware=True)
+    for given in (mongo_uri, client):
+        caplog.clear()
+        async with TaskMesh(given, database=database) as mesh:
+            await mesh.stats()
+        (told,) = [record.getMessage() for record in caplog.records if "TASKMESH_URI" in record.getMessage()]
+        assert told.endswith("and not to 127.0.0.1:1, which TASKMESH_URI names")
+    await client.close()
+    caplog.clear()
+    monkeypatch.setenv("TASKMESH_URI", mongo_uri)
+    async with TaskMesh(mongo_uri, database=database):
+        assert not [record for record in caplog.records if "TASKMESH_URI" in record.getMessage()]

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 from taskmesh.cli import output
-from taskmesh.cli.connected import CannotLoad, load_mesh
+from taskmesh.cli.connected import COMMAND_LINE_URI, CannotLoad, load_mesh
 from taskmesh.cli.worker.child import FAILED, HOPELESS, Pipe
 from taskmesh.cli.worker.endpoints import Health, Routes, metrics, probes, serve, worker_metrics
 from taskmesh.cli.worker.force_exit import ForcedExit, stop_signals
@@ -82,7 +82,7 @@ class WorkerOptions:
     def environment(self) -> dict[str, str]:
         """Return what a child finds in its environment: a password does not belong in a list of processes."""
         where = {
-            "TASKMESH_URI": self.uri,
+            COMMAND_LINE_URI: self.uri,
             "TASKMESH_DATABASE": self.database,
             "TASKMESH_COLLECTION": self.collection,
         }
