@@ -231,6 +231,8 @@ class TaskHandle(Generic[R]):
         self.key = checked_key(key)
         self.created = created
         """True: inserted now; False: the key was there already."""
+        self._is_due_a_result = created or updated
+        """Whether nobody has had the result of what this handle published."""
         self.updated = updated
         """Whether an existing task was changed."""
         self.warnings = warnings
@@ -262,7 +264,8 @@ class TaskHandle(Generic[R]):
         return cast(Task, await self.mesh.cancel(self.name, self.key))
 
     async def _finished(self, timeout: float | None) -> Task:
-        task = cast(Task, await self.mesh.finished(self.name, self.key, timeout))
+        task = cast(Task, await self.mesh.finished(self.name, self.key, timeout, published=self._is_due_a_result))
+        self._is_due_a_result = False
         label = f"task {self.name!r} {self.key!r}"
         if task.status is Status.FAIL:
             raise TaskError(

@@ -26,6 +26,8 @@ _LOOK_EVERY_S = 5.0
 _PER_QUERY = 1_000
 _GONE_AFTER_S = 0.1
 _LISTEN_ON_S = 30.0
+_KEPT_FOR_MS = 60_000
+"""For so long after its retention, which may be over the moment that it finishes, a task is read by who waited for it."""
 
 
 class Results:
@@ -35,15 +37,22 @@ class Results:
         self._store = store
         self._feed = feed
         self._waiters: dict[str, set[asyncio.Future[Document]]] = {}
+        self._was_waited_for: set[asyncio.Future[Document]] = set()
+        """The waiters that waited before the task was finished."""
         self._due: set[str] = set()
         self._wake = asyncio.Event()
         self._subscription: Subscription | None = None
         self._reader: asyncio.Task[None] | None = None
 
-    async def finished(self, id_: str) -> Document:
-        """Return the task's document once it is finished. Raises `TaskNotFound` if it is not there (any more)."""
+    async def finished(self, id_: str, *, published: bool = False) -> Document:
+        """Return the task's document once it is finished. Raises `TaskNotFound` if it is not there (any more).
+
+        Who waited when it finished gets it whatever its retention. `published`: so does the caller, who has just published it.
+        """
         self._start()
         waiter: asyncio.Future[Document] = asyncio.get_running_loop().create_future()
+        if published:
+            self._was_waited_for.add(waiter)
         self._waiters.setdefault(id_, set()).add(waiter)
         try:
             assert self._subscription is not None
@@ -51,6 +60,7 @@ class Results:
             self._look_at(id_)
             return await waiter
         finally:
+            self._was_waited_for.discard(waiter)
             waiting = self._waiters.get(id_, set())
             waiting.discard(waiter)
             if not waiting:
@@ -124,7 +134,8 @@ class Results:
         while self._due:
             ids = [self._due.pop() for _ in range(min(_PER_QUERY, len(self._due)))]
             try:
-                found = {task["_id"]: task for task in await get(self._store, ids, params=False, majority=True)}
+                read = get(self._store, ids, params=False, majority=True, kept_for_ms=_KEPT_FOR_MS)
+                found = {task["_id"]: task for task in await read}
             except BaseException:
                 self._due.update(ids)
                 raise
@@ -132,10 +143,11 @@ class Results:
                 self._tell(id_, found.get(id_))
 
     def _tell(self, id_: str, task: Document | None) -> None:
+        forgotten = task is None or task.pop("forgotten")
         for waiter in self._waiters.get(id_, ()):
             if waiter.done():
                 continue
-            if task is None:
+            if task is None or (forgotten and waiter not in self._was_waited_for):
                 name, _, key = id_.partition(":")
                 waiter.set_exception(
                     TaskNotFound(
@@ -144,3 +156,5 @@ class Results:
                 )
             elif task["status"] in FINISHED:
                 waiter.set_result(task)
+            else:
+                self._was_waited_for.add(waiter)

@@ -138,12 +138,15 @@ class TaskActions(Connected):
         ids = [task_id(task.name, task.key) async for task in which]
         return await explain_waiting(self.store, ids, checked_worker_id(worker_id))
 
-    async def finished(self, name: str, key: str, timeout: float | None) -> Task:
-        """Wait until the task is finished, and return it. Raises `TaskNotFound`, `TimeoutError`."""
+    async def finished(self, name: str, key: str, timeout: float | None, *, published: bool = False) -> Task:
+        """Wait until the task is finished, and return it. Raises `TaskNotFound`, `TimeoutError`.
+
+        `published`: the caller has just published it, so that it may be past its retention already.
+        """
         _ = self.store
         try:
             async with asyncio.timeout(timeout):
-                document = await self._results.finished(task_id(name, key))
+                document = await self._results.finished(task_id(name, key), published=published)
         except TimeoutError:
             raise TimeoutError(f"task {name!r} {key!r} has not finished within {timeout} s") from None
         return Task.from_document(document)

@@ -38,21 +38,28 @@ async def get(
     params: bool = True,
     majority: bool = False,
     forgotten: bool = False,
+    kept_for_ms: int = 0,
     session: Any = None,
 ) -> list[Document]:
     """Return the tasks with these `_id`s that are still kept.
 
-    `majority`: as no failover can take it back. `forgotten`: also what is past its retention and not yet removed.
+    `majority`: as no failover can take it back. `forgotten`: also what is past its retention and not yet removed;
+    `kept_for_ms`: that only if it has been so for less than this, and was not deleted; the field `forgotten` tells.
     """
-    stages = [{"$match": {"_id": {"$in": list(ids)}}}, *as_read(store.now, params=params, forgotten=forgotten)]
+    stages = [
+        {"$match": {"_id": {"$in": list(ids)}}},
+        *as_read(store.now, params=params, forgotten=forgotten, kept_for_ms=kept_for_ms),
+    ]
     collection_cursor = await store.driver.aggregate(store.tasks, stages, majority=majority, session=session)
     return await collection_cursor.to_list(None)  # type: ignore[no-any-return]  # both drivers leave it untyped
 
 
-def as_read(now: rules.Expression, *, params: bool, forgotten: bool = False) -> list[Document]:
-    """Stages that show documents as they stand now, without what is past its retention."""
+def as_read(now: rules.Expression, *, params: bool, forgotten: bool = False, kept_for_ms: int = 0) -> list[Document]:
+    """Stages that show documents as they stand now, without what is past its retention, and has been so for `kept_for_ms`."""
+    by = {"$subtract": [now, kept_for_ms]} if kept_for_ms else now
     return [
-        *([] if forgotten else [{"$match": {"$expr": {"$not": [rules.is_forgotten(now)]}}}]),
+        *([] if forgotten else [{"$match": {"$expr": {"$not": [rules.is_forgotten(by)]}}}]),
+        *([{"$set": {"forgotten": rules.is_forgotten(now)}}] if kept_for_ms else []),
         {"$set": {"status": rules.status_on_reading(now)}},
         *([] if params else [{"$unset": "params"}]),
     ]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 
 import pytest
+from pymongo import MongoClient
 
 import taskmesh.client.results
 from taskmesh import TaskMesh, TaskNotFound, TaskOption, current_task
 from taskmesh.client.definition import TaskHandle
+from taskmesh.embedded import Mongod
 from tests.waiting import eventually
 from tests.working import finished, working
 
@@ -168,3 +171,48 @@ async def test_of_two_that_finish_at_once_the_task_that_both_publish_exists_once
         task = await finished(mesh, "then", "next")
     assert len(task.successes) == 1
     assert len([task async for task in mesh.find("then")]) == 1
+
+
+@pytest.fixture
+async def unswept(own_mongod: Mongod) -> AsyncIterator[TaskMesh]:
+    """A mesh whose server removes nothing by itself; the tests' other servers come round every second, not every minute."""
+    with MongoClient[dict[str, object]](own_mongod.uri) as client:
+        client.admin.command("setParameter", 1, ttlMonitorEnabled=False)
+    async with TaskMesh(own_mongod.uri, database="unswept") as mesh:
+        yield mesh
+
+
+@pytest.mark.usefixtures("never_looks_by_itself")
+async def test_who_waits_gets_the_value_of_a_task_that_is_not_retained_at_all(unswept: TaskMesh) -> None:
+    go_on = asyncio.Event()
+
+    @unswept.task(option=TaskOption(retain_success_ms=0))
+    async def job(n: int) -> int:
+        await go_on.wait()
+        return n
+
+    handles = await job.publish_many({f"k{n}": {"n": n} for n in range(50)})
+    waiting = [asyncio.ensure_future(handle.result(DEADLINE_S)) for handle in handles]
+    await eventually(lambda: len(unswept._results._waiters) == 50, what="all wait")
+    async with working(unswept):
+        go_on.set()
+        assert await asyncio.gather(*waiting) == list(range(50))
+    with pytest.raises(TaskNotFound):
+        await unswept.get("job", "k0")
+    with pytest.raises(TaskNotFound):
+        await handles[0].result(DEADLINE_S)
+
+
+@pytest.mark.usefixtures("never_looks_by_itself")
+async def test_who_publishes_and_waits_at_once_gets_the_value_though_it_is_not_retained(unswept: TaskMesh) -> None:
+    """The task may be done before its publisher has come to wait."""
+
+    @unswept.task(option=TaskOption(retain_success_ms=0))
+    async def job(n: int) -> int:
+        return n
+
+    async def published(n: int) -> int:
+        return await (await job.publish(f"k{n}", n=n)).result(DEADLINE_S)
+
+    async with working(unswept):
+        assert await asyncio.gather(*(published(n) for n in range(200))) == list(range(200))
