@@ -71,7 +71,7 @@ class Configuration:
             checked_queue(mine["queue"])
         if mine.get("group") is not None:
             checked_group(mine["group"])
-        placed = {name: mine[name] for name in ("queue", "group") if name in mine}
+        placed: dict[str, str | None] = {name: mine[name] for name in ("queue", "group") if name in mine}
         configuration = replace(self, **mine, placed={**self.placed, **placed})
         if configuration.start_time is not None and configuration.delay_ms is not None:
             raise InvalidOption("start_time and delay_ms were both set: use one of them")

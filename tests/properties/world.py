@@ -194,9 +194,9 @@ class World:
         del self.executions[:-_REMEMBERED]
         return [(len(expected), count), (expected, {document["_id"] for document in documents})]
 
-    def _queue_of(self, id_: str) -> str | None:
+    def _queue_of(self, id_: str) -> str:
         document = self.oracles[id_].document
-        return document and document["queue"]
+        return str(document["queue"]) if document else "none"
 
     async def _ping(self, held: list[Held]) -> list[tuple[Any, Any]]:
         alive = {h for h in held if self.oracles[h.id].ping(h.running_id, LEASE_MS, self.now)}

@@ -212,7 +212,7 @@ async def test_a_waiting_task_moves_to_the_queue_and_group_of_its_newest_publica
 
     @mesh.task(queue="mail")
     async def job() -> str:
-        return current_task().worker_id
+        return str(current_task().worker_id)
 
     await job.configure(group="a").publish("k")
     moved = await job.configure(queue="bulk", **{flag: True}).publish("k")
@@ -263,7 +263,7 @@ async def test_a_task_that_fails_meanwhile_is_tried_again_in_its_new_queue(mesh:
         if current_task().attempt == 1:
             await go_on.wait()
             raise RuntimeError
-        return current_task().worker_id
+        return str(current_task().worker_id)
 
     handle = await job.publish("k")
     async with working(mesh, "m", queues=["mail"]), working(mesh, "b", queues=["bulk"]):
