@@ -102,7 +102,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["publish", "add", "k", "{"], "not JSON"),
     (["publish", "add", "k", "[1]"], "JSON object"),
     (["publish", "add", ""], "a key has 1 to 512 bytes"),
-    (["publish", "a:b", "k"], "a task name has"),
+    (["publish", "a:b", "k"], "a task's name must be 1 to 100 characters"),
     (["publish", "add", "k", "--queue", "a b"], "queue's name"),
     (["publish", "add", "k", "--delay-ms", "soon"], "--delay-ms"),
     (["publish", "add", "k", "--start-time", "soon"], "no time like"),

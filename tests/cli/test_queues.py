@@ -36,7 +36,7 @@ def test_a_queue_that_nobody_has_seen_may_be_a_slip(taskmesh: Shell) -> None:
 
 def test_a_pause_can_end_by_itself(taskmesh: Shell) -> None:
     taskmesh.worker()
-    taskmesh.done("pause", "default", "--for-ms", "1500", "--reason", "a short rest")
+    taskmesh.done("pause", "default", "--for-ms", "6000", "--reason", "a short rest")
     [queue] = taskmesh.done("queues", "--json").json
     taskmesh.done("publish", "add", "k", '{"a": 1, "b": 2}')
     taskmesh.until("SUCCESS", "add", "k")
@@ -86,7 +86,7 @@ WRONG: list[list[str]] = [
     ["limit", "q"],
     ["limit", "q", "--none", "--rate", "1"],
     ["limit", "q", "--rate", "0"],
-    ["limit", "q", "--group-running", "0"],
+    ["limit", "q", "--group-running", "-1"],
     ["limit", "q", "--group", "g", "--rate", "1"],
     ["limit", "a b", "--rate", "1"],
     ["pause", "a b"],

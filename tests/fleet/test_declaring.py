@@ -44,7 +44,7 @@ async def test_a_backlog_too_long_for_one_look_is_worked_off_in_several(
         await ticker.run_once()
         return len([task async for task in mesh.find("tick", key_prefix="s@", limit=0)]) >= 400
 
-    await eventually(all_published, what="400 ticks are published")
+    await eventually(all_published, 240.0, what="400 ticks are published")
 
 
 async def test_the_first_schedule_after_a_time_without_any_has_missed_nothing(
