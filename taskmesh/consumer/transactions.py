@@ -258,7 +258,12 @@ class _FromThread:
 
     def call(self, coroutine: Any) -> Any:
         """Run it in the loop, and wait."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+        try:
+            running = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        except RuntimeError:  # the loop is closed, and nobody will ever run it
+            coroutine.close()
+            raise
+        return running.result()
 
     async def begin(self, session_id: Any) -> float:
         return float(self.call(self._here.begin(session_id)))

@@ -118,7 +118,8 @@ def test_a_filter_reads_as_people_write_it() -> None:
     )
 
 
-texts = st.none() | st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)
+# NUL stands in no name, key or id, and no filter takes it.
+texts = st.none() | st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=20)
 
 
 @given(
@@ -129,7 +130,7 @@ texts = st.none() | st.text(st.characters(exclude_categories=["Cs"]), min_size=1
         group=texts,
         key_prefix=texts,
         error=texts,
-        worker=texts.filter(lambda text: "\0" not in (text or "")),  # no id has it, so no filter takes it
+        worker=texts,
         status=st.lists(st.sampled_from(Status), unique=True).map(tuple),
         older_than_ms=st.none() | st.integers(0, 10**10),
         younger_than_ms=st.none() | st.integers(0, 10**10),
