@@ -247,3 +247,28 @@ async def test_a_late_word_of_an_earlier_life_stops_no_execution_of_the_new_one(
             may_end[2].set()
             task = await finished(mesh, "job", "k", 20)
     assert (task.status, task.task_state.lost_cnt, cut_short) == (Status.SUCCESS, 0, [])
+
+
+async def test_a_task_cancelled_after_its_worker_was_told_to_stop_is_told_the_end_of_its_handler(
+    mesh: TaskMesh,
+) -> None:
+    """The worker's own end for it, given back, is refused: it notes instead that the handler has ended."""
+    witness = Witness()
+
+    @mesh.task(option=TaskOption(ping_interval_ms=60_000, worker_timeout_ms=600_000))
+    async def job() -> None:
+        async with witness.run() as first:
+            await asyncio.sleep(3_600 if first else 0)
+
+    await job.publish("k")
+    async with working(mesh) as consumer:
+        await eventually(lambda: witness.runs)
+        consumer.begin_stop(grace_ms=0)
+        await witness.cleaning_up.wait()
+        await mesh.cancel("job", "k")
+        witness.may_end.set()
+
+        async def noted() -> bool:
+            return [entry.state for entry in (await mesh.get("job", "k")).task_state.worker_states] == ["FAIL"]
+
+        await eventually(noted, what="the entry shows that the handler has ended")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 
 from taskmesh.store.finish import Outcome, report
@@ -36,3 +38,30 @@ async def test_a_row_of_losses_is_broken_by_what_shows_that_the_task_gets_on(
     life.later(LEASE["worker_timeout_ms"])
     await life.claim("w3")
     assert (await life.document())["task_state"]["timeout_cnt"] == counted
+
+
+async def test_progress_success_and_fail_set_timeout_cnt_to_zero_and_lost_cnt_is_the_total(life: Life) -> None:
+    """The reading in API.md: `timeout_cnt` counts losses in a row."""
+    await life.publish(concurrent_worker_cnt=2, max_timeouts=9, max_unexpected_retries=9)
+    for lost, ends in enumerate((life.progress, life.fail, life.succeed), 1):
+        await life.claim()
+        life.later(3_000)
+        held = await life.claim("w2" if ends == life.succeed else "w3")
+        state = (await life.document())["task_state"]
+        assert (state["timeout_cnt"], state["lost_cnt"]) == (1, lost)
+        assert await ends(held)
+        state = (await life.document())["task_state"]
+        assert (state["timeout_cnt"], state["lost_cnt"]) == (0, lost)
+        if ends == life.progress:
+            assert await life.end(held, "released")
+
+
+async def test_a_task_that_waits_for_a_retry_expires_like_one_that_has_never_run(life: Life) -> None:
+    await life.publish(expire_time=life.now + timedelta(milliseconds=2_000), unexpected_retry_delay_ms=5_000)
+    await life.fail(await life.claim())
+    assert await life.status() == "INIT"
+    life.later(2_000)
+    assert await life.status() == "EXPIRED"
+    assert await life.try_claim("w2") is None
+    await life.settle()
+    assert await life.status() == "EXPIRED"
