@@ -31,6 +31,11 @@ from taskmesh.mesh import TaskMesh
 from taskmesh.model.task import Status
 
 _PIPE_WIDTH = 100_000
+_NEVER_CUT = frozenset({"STATUS", "STATE", "RUNNING"})
+_KEPT = _NEVER_CUT | {"KEY", "WHY", "WHAT", "RESULT", "GATE", "WHEN", "TO", "SHUT"}
+"""Columns that stay on the narrowest terminal, beside the first."""
+_ENOUGH = 16
+"""So many characters of a text in a line are enough to read it on several."""
 
 STYLES = {
     "INIT": "cyan",
@@ -79,18 +84,41 @@ def cell(value: object, *, now: datetime | None = None) -> Text:
     return Text(text, style=STYLES.get(text, ""))
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None) -> Table:
-    """Return a plain table; columns of numbers stand to the right."""
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
+    """Return a plain table; columns of numbers stand to the right.
+
+    On a narrow terminal the columns that nobody could do without keep their place, and the last of the others go, by name.
+    """
     cells = [[each if isinstance(each, Text) else cell(each) for each in row] for row in rows]
-    values = [list(row) for row in cells]
-    made = Table(box=None, title=title, title_justify="left", header_style="bold", pad_edge=False)
-    for place, name in enumerate(columns):
-        shown = {row[place].plain for row in values} - {"–"}
-        numeric = bool(shown) and all(text.replace(".", "", 1).replace(",", "").isdigit() for text in shown)
-        made.add_column(name, justify="right" if numeric else "left", overflow="ellipsis", no_wrap=place == 0)
+    screen = console().width
+    needed = [
+        width if name in _NEVER_CUT else min(width, screen * 2 // 5 if name == "KEY" else _ENOUGH)
+        for name, *texts in zip(columns, *cells, strict=True)
+        for width in [max(len(name), *(text.cell_len for text in texts), 0)]
+    ]
+    shown, hidden = _fitting(columns, needed, screen)
+    made = Table(box=None, header_style="bold", pad_edge=False, caption_justify="left")
+    for at in shown:
+        texts = {row[at].plain for row in cells} - {"–"}
+        numeric = bool(texts) and all(text.replace(".", "", 1).replace(",", "").isdigit() for text in texts)
+        made.add_column(columns[at], justify="right" if numeric else "left", overflow="fold", min_width=needed[at])
     for row in cells:
-        made.add_row(*row)
+        made.add_row(*(row[at] for at in shown))
+    if hidden:
+        made.caption = f"not shown, for want of room: {', '.join(columns[at] for at in hidden)}"
     return made
+
+
+def _fitting(columns: Sequence[str], needed: Sequence[int], screen: int) -> tuple[list[int], list[int]]:
+    """Return which columns to show in so many characters, and which not."""
+    shown, hidden = list(range(len(columns))), list[int]()
+    for at in reversed(shown):
+        if sum(needed[each] + 2 for each in shown) - 2 <= screen:
+            break
+        if at > 0 and columns[at] not in _KEPT:
+            shown = [each for each in shown if each != at]
+            hidden.insert(0, at)
+    return shown, hidden
 
 
 def age(moment: datetime, now: datetime) -> str:

@@ -40,12 +40,12 @@ async def ls(
         typer.Option(metavar="FILTER", help="Instead of those: 'status:FAIL name:resize error:timeout age>1h'."),
     ] = None,
     limit: Annotated[int, typer.Option(min=0, help="At most this many; 0: all.")] = 100,
-    newest: Annotated[bool, typer.Option("--newest", help="The newest first, not by key.")] = False,
+    by_key: Annotated[bool, typer.Option("--by-key", help="By name and key, not the newest first.")] = False,
     params: Annotated[bool, typer.Option("--params", help="With their params.")] = False,
     as_json: Json = False,
     watch: Watch = None,
 ) -> None:
-    """List tasks."""
+    """List tasks, the newest first."""
 
     async def read() -> Listing:
         found = mesh.find(
@@ -54,7 +54,7 @@ async def ls(
             queue,
             limit,
             key_prefix=key_prefix,
-            sort="newest" if newest else "key",
+            sort="key" if by_key else "newest",
             params=params,
             where=where,
         )
@@ -62,7 +62,9 @@ async def ls(
         if not tasks:
             filtered = name or status or queue or key_prefix or where
             return nothing_found(mesh, "no tasks match" if filtered else "no tasks", [])
-        return Listing([task_json(task) for task in tasks], _task_table(tasks, params=params, limit=limit))
+        return Listing(
+            [task_json(task) for task in tasks], _task_table(tasks, params=params, limit=limit, by_key=by_key)
+        )
 
     await show(read, as_json=as_json, every_s=watch)
 
@@ -75,7 +77,7 @@ def task_json(task: Task) -> dict[str, Any]:
     return found
 
 
-def _task_table(tasks: list[Task], *, params: bool, limit: int) -> RenderableType:
+def _task_table(tasks: list[Task], *, params: bool, limit: int, by_key: bool) -> RenderableType:
     now = datetime.now(UTC)
     columns = ["NAME", "KEY", "STATUS", "QUEUE", "PRIO", "FAILED", "LOST", "WORKERS", "NEXT", "CREATED"]
     rows: list[list[object]] = [
@@ -96,7 +98,7 @@ def _task_table(tasks: list[Task], *, params: bool, limit: int) -> RenderableTyp
     ]
     listed = output.table(columns + (["PARAMS"] if params else []), rows)
     if limit and len(tasks) == limit:
-        return Group(listed, Text(f"the first {limit}; --limit 0 lists all", style="dim"))
+        return Group(listed, Text(f"the {'first' if by_key else 'newest'} {limit}; --limit 0 lists all", style="dim"))
     return listed
 
 

@@ -29,6 +29,7 @@ waits.mend()
 
 Document = dict[str, Any]
 MAJORITY = WriteConcern("majority")
+_BAD_VALUE = 2
 
 
 class _DecimalEncoder(TypeEncoder):
@@ -95,9 +96,15 @@ class Driver:
     async def aggregate(
         self, collection: str, pipeline: list[Document], *, majority: bool = False, **options: Any
     ) -> Any:
-        """Open a cursor over a pipeline's results."""
+        """Open a cursor over a pipeline's results. Where the index that `hint` names is not there yet, the server chooses."""
         cursor = self.collection(collection, majority=majority).aggregate(pipeline, **options)
-        return await cursor if inspect.isawaitable(cursor) else cursor
+        try:
+            return await cursor if inspect.isawaitable(cursor) else cursor
+        except OperationFailure as error:  # a first publication is creating the indexes at this moment
+            if "hint" not in options or error.code != _BAD_VALUE or "hint provided" not in str(error):
+                raise
+        del options["hint"]
+        return await self.aggregate(collection, pipeline, majority=majority, **options)
 
     async def watch(self, pipeline: list[Document], **options: Any) -> Any:
         """Open a change stream over the whole database."""

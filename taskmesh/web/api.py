@@ -6,14 +6,17 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
+from urllib.parse import quote, unquote
 
 from pydantic import BaseModel, ValidationError
 from pymongo.errors import PyMongoError
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
+from starlette.routing import Match, Route
+from starlette.types import Scope
 
 from taskmesh.admin.database import is_passing
 from taskmesh.mesh import TaskMesh
@@ -36,6 +39,8 @@ _STATUS: dict[type[BaseException], int] = {
     errors.InvalidOption: 422,
 }
 _KEEP_ALIVE_S = 15.0
+_ANY_TEXT = re.compile(r"{(key|worker_id|schedule_id)}")
+"""What may hold a slash. One that is not encoded is taken for part of it, unless the longer address is that of an operation."""
 _TOLD = (
     *("name", "key", "queue", "group", "worker_id", "schedule_id", "id", "where"),
     *("changes", "concurrency", "running", "rate", "per_ms", "group_running", "for_ms", "cron", "interval_ms"),
@@ -52,13 +57,30 @@ class BadRequest(Exception):
         self.status = status
 
 
+class _SentRoute(Route):
+    """A route that is matched against the path as it was sent: the `%2F` of a key is part of the key, and separates nothing."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """Match, and decode what stands in the path."""
+        root, sent = str(scope.get("root_path", "")), scope.get("raw_path", b"").decode("latin-1")
+        before = quote(root)
+        if not sent.startswith(before):  # a server that tells nothing of what was sent
+            return super().matches(scope)
+        match, found = super().matches({**scope, "path": root + sent[len(before) :]})
+        placed = {name: unquote(value) for name, value in found.get("path_params", {}).items()}
+        return match, {**found, "path_params": placed}
+
+
 def routes() -> list[Route]:
-    """Return the routes of all operations, and of the event stream."""
-    found = [
-        Route(operation.path, _endpoint(operation), methods=[operation.method], name=f"api:{operation.name}")
-        for operation in OPERATIONS.values()
+    """Return a route for each address, with all operations there, and that of the event stream. The longest come first."""
+    at: dict[str, dict[str, Operation]] = {}
+    for operation in OPERATIONS.values():
+        at.setdefault(operation.path, {})[operation.method] = operation
+    found: list[Route] = [
+        _SentRoute(_ANY_TEXT.sub(r"{\1:path}", path), _endpoint(at[path]), methods=[*at[path]])
+        for path in sorted(at, key=lambda path: -path.count("/"))
     ]
-    return [*found, Route("/events", events, methods=["GET"], name="api:events")]
+    return [*found, Route("/events", events, methods=["GET"])]
 
 
 def json_response(value: Any, status: int = 200) -> Response:
@@ -89,13 +111,14 @@ def told(error: BaseException) -> tuple[int, str, str]:
     return 500, "InternalError", "something went wrong here: the server's log has it"
 
 
-def _endpoint(operation: Operation) -> Any:
+def _endpoint(operations: Mapping[str, Operation]) -> Any:
     async def endpoint(request: Request) -> Response:
+        operation = operations["GET" if request.method == "HEAD" else request.method]
         try:
             query = validated(operation.query, _query_of(request))
             body = None
             if operation.body is not None:
-                body = validated(operation.body, await _body_of(request))
+                body = validated(operation.body, await _body_of(request), strict=True)
             mesh = await mesh_of(request)
             if body is not None and hasattr(body, "by"):
                 body.by = signature(request, body.by)
@@ -139,7 +162,7 @@ def signature(request: Request, said: str | None = None) -> str:
 
 
 def _query_of(request: Request) -> dict[str, str]:
-    query: dict[str, str] = {}
+    query: dict[str, str] = dict(request.path_params)
     for name, value in request.query_params.multi_items():
         if name in query:
             raise BadRequest(f"the parameter {name!r} is given twice")
@@ -147,10 +170,10 @@ def _query_of(request: Request) -> dict[str, str]:
     return query
 
 
-def validated(model: type[BaseModel], given: Any) -> Any:
-    """Read a model, or raise `BadRequest` with what does not fit."""
+def validated(model: type[BaseModel], given: Any, *, strict: bool = False) -> Any:
+    """Read a model, or raise `BadRequest` with what does not fit. `strict`: a number is a number, and no text or boolean."""
     try:
-        return model.model_validate(given)
+        return model.model_validate(given, strict=strict)
     except ValidationError as error:
         problems = []
         for found in error.errors(include_url=False, include_input=False):

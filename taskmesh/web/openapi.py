@@ -10,6 +10,15 @@ from taskmesh.model import distribution
 from taskmesh.web.operations import OPERATIONS, Operation
 
 RELEASE = distribution.release()  # at import: it reads a file
+_SECURITY = {
+    "token": {"type": "http", "scheme": "bearer", "description": "The token with which the dashboard was started."},
+    "program": {
+        "type": "apiKey",
+        "in": "header",
+        "name": "X-Taskmesh",
+        "description": "Any value: a page of another origin cannot send it. Needed by what changes something, without a token.",
+    },
+}
 _REF = "#/components/schemas/{model}"
 
 
@@ -26,7 +35,10 @@ def document(prefix: str, *, needs_token: bool) -> dict[str, Any]:
     paths: dict[str, Any] = {}
     _schema(Problem, schemas)
     for operation in OPERATIONS.values():
-        paths.setdefault(operation.path, {})[operation.method.lower()] = _described(operation, schemas)
+        described = _described(operation, schemas)
+        if operation.changes and not needs_token:
+            described["security"] = [{"program": []}]
+        paths.setdefault(operation.path, {})[operation.method.lower()] = described
     paths["/events"] = {"get": _events()}
     found: dict[str, Any] = {
         "openapi": "3.1.0",
@@ -38,11 +50,9 @@ def document(prefix: str, *, needs_token: bool) -> dict[str, Any]:
         },
         "servers": [{"url": prefix or "/"}],
         "paths": paths,
-        "components": {"schemas": schemas},
+        "components": {"schemas": schemas, "securitySchemes": _SECURITY},
+        "security": [{"token": []}] if needs_token else [],
     }
-    if needs_token:
-        found["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
-        found["security"] = [{"token": []}]
     return found
 
 
@@ -51,7 +61,7 @@ def _described(operation: Operation, schemas: dict[str, Any]) -> dict[str, Any]:
         "operationId": operation.name.replace(".", "_"),
         "summary": operation.summary,
         "tags": [operation.path.split("/")[1].rstrip("s")],
-        "parameters": _parameters(operation.query, schemas),
+        "parameters": _parameters(operation, schemas),
         "responses": {
             "200": _content("It was done.", _schema(operation.result, schemas, "serialization")),
             **{
@@ -82,14 +92,14 @@ _PROBLEMS = {
 }
 
 
-def _parameters(query: type[BaseModel], schemas: dict[str, Any]) -> list[dict[str, Any]]:
-    schema = query.model_json_schema(ref_template=_REF)
+def _parameters(operation: Operation, schemas: dict[str, Any]) -> list[dict[str, Any]]:
+    schema = operation.query.model_json_schema(ref_template=_REF)
     schemas.update(schema.get("$defs", {}))
     required = schema.get("required", [])
     return [
         {
             "name": name,
-            "in": "query",
+            "in": "path" if name in operation.placed else "query",
             "required": name in required,
             "schema": _without_null(field),
             **({"description": field["description"]} if "description" in field else {}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -71,6 +72,11 @@ class Operation:
     handler: Handler
 
     @property
+    def placed(self) -> list[str]:
+        """The fields of `query` that stand in the path."""
+        return _PLACED.findall(self.path)
+
+    @property
     def changes(self) -> bool:
         """Whether it changes anything."""
         return self.method != "GET"
@@ -90,6 +96,7 @@ class Operation:
 
 
 OPERATIONS: dict[str, Operation] = {}
+_PLACED = re.compile(r"{(\w+)}")
 _NOT_NOTED = {"tasks.publish", "tasks.publish_many", "bulk.retry", "bulk.cancel", "bulk.delete", "bulk.purge"}
 
 
@@ -154,49 +161,49 @@ def _configuration(given: dict[str, Any]) -> dict[str, Any]:
     return read
 
 
-@_operation("task.get", "GET", "/task")
+@_operation("task.get", "GET", "/tasks/{name}/{key}")
 async def _get(mesh: TaskMesh, query: TheTask) -> Task:
     """Return a task as it stands now, with params, results and logs."""
     return await mesh.get(query.name, query.key)
 
 
-@_operation("task.explain", "GET", "/task/explain")
+@_operation("task.explain", "GET", "/tasks/{name}/{key}/explain")
 async def _explain(mesh: TaskMesh, query: Asking) -> list[Explanation]:
     """Tell which gates of the claim rule are open or shut, for one worker or every live one."""
     return await mesh.explain(query.name, query.key, query.worker_id)
 
 
-@_operation("worker.explain", "GET", "/worker/explain")
+@_operation("worker.explain", "GET", "/workers/{worker_id}/explain")
 async def _explain_worker(mesh: TaskMesh, query: OfWorker) -> list[Waiting]:
     """Tell which gates are shut for one worker, of the oldest tasks that wait: grouped, the largest group first."""
     return await mesh.explain_worker(query.worker_id, query.name)
 
 
-@_operation("task.retry", "POST", "/task/retry")
+@_operation("task.retry", "POST", "/tasks/{name}/{key}/retry")
 async def _retry(mesh: TaskMesh, query: TheTask) -> Task:
     """Make a finished task INIT again; a waiting one is due at once."""
     return await mesh.retry(query.name, query.key)
 
 
-@_operation("task.cancel", "POST", "/task/cancel")
+@_operation("task.cancel", "POST", "/tasks/{name}/{key}/cancel")
 async def _cancel(mesh: TaskMesh, query: TheTask) -> Task:
     """Cancel a task; a finished one stays as it is."""
     return await mesh.cancel(query.name, query.key)
 
 
-@_operation("task.delete", "DELETE", "/task")
+@_operation("task.delete", "DELETE", "/tasks/{name}/{key}")
 async def _delete(mesh: TaskMesh, query: TheTask) -> Task:
     """Delete a task, and return it as it was."""
     return await mesh.delete(query.name, query.key)
 
 
-@_operation("task.set_option", "PATCH", "/task/option")
+@_operation("task.set_option", "PATCH", "/tasks/{name}/{key}/option")
 async def _set_option(mesh: TaskMesh, query: TheTask, body: OptionChange) -> Task:
     """Change fields of a task's option."""
     return await mesh.set_option(query.name, query.key, **body.changes)
 
 
-@_operation("task.what_if_option", "GET", "/task/option/what-if")
+@_operation("task.what_if_option", "GET", "/tasks/{name}/{key}/option/what-if")
 async def _what_if_option(mesh: TaskMesh, query: WhatIfOption) -> OptionEffect:
     """Tell what a change of a task's option would do: who could claim it then, whose run would be stopped."""
     return await mesh.what_if_option(query.name, query.key, **query.changes)
@@ -245,7 +252,7 @@ async def _bulk_actions(mesh: TaskMesh) -> list[BulkAction]:
     return await mesh.bulk_actions()
 
 
-@_operation("bulk.undo", "POST", "/bulk/undo")
+@_operation("bulk.undo", "POST", "/bulk/{id}/undo")
 async def _undo(mesh: TaskMesh, query: TheAction) -> UndoResult:
     """Put back the tasks that a bulk action has changed, but for those to which something has happened since."""
     return await mesh.undo(query.id)
@@ -272,25 +279,25 @@ async def _workers(mesh: TaskMesh) -> list[WorkerInfo]:
     return await mesh.workers()
 
 
-@_operation("worker.stop", "POST", "/worker/stop")
+@_operation("worker.stop", "POST", "/workers/{worker_id}/stop")
 async def _stop_worker(mesh: TaskMesh, query: TheWorker, body: Stopping) -> None:
     """Let a worker stop gracefully."""
     await mesh.stop_worker(query.worker_id, body.grace_ms)
 
 
-@_operation("worker.pause", "POST", "/worker/pause")
+@_operation("worker.pause", "POST", "/workers/{worker_id}/pause")
 async def _pause_worker(mesh: TaskMesh, query: TheWorker) -> None:
     """Let a worker claim no more."""
     await mesh.pause_worker(query.worker_id)
 
 
-@_operation("worker.resume", "POST", "/worker/resume")
+@_operation("worker.resume", "POST", "/workers/{worker_id}/resume")
 async def _resume_worker(mesh: TaskMesh, query: TheWorker) -> None:
     """Let a paused worker go on."""
     await mesh.resume_worker(query.worker_id)
 
 
-@_operation("worker.set_concurrency", "POST", "/worker/concurrency")
+@_operation("worker.set_concurrency", "POST", "/workers/{worker_id}/concurrency")
 async def _set_concurrency(mesh: TaskMesh, query: TheWorker, body: Concurrency) -> None:
     """Change how many executions a worker runs at once."""
     await mesh.set_concurrency(query.worker_id, body.concurrency)
@@ -305,20 +312,20 @@ async def _queues(mesh: TaskMesh) -> list[QueueInfo]:
     return await mesh.queues()
 
 
-@_operation("queue.pause", "POST", "/queue/pause")
+@_operation("queue.pause", "POST", "/queues/{queue}/pause")
 async def _pause(mesh: TaskMesh, query: TheQueue, body: Pausing) -> None:
     """Let no worker claim from a queue any more."""
     until = None if body.for_ms is None else mesh.clock.now() + timedelta(milliseconds=body.for_ms)
     await mesh.pause(query.queue, reason=body.reason, by=body.by, until=until)
 
 
-@_operation("queue.resume", "POST", "/queue/resume")
+@_operation("queue.resume", "POST", "/queues/{queue}/resume")
 async def _resume(mesh: TaskMesh, query: TheQueue) -> None:
     """Let workers claim from a queue again."""
     await mesh.resume(query.queue)
 
 
-@_operation("queue.set_limit", "PUT", "/queue/limit")
+@_operation("queue.set_limit", "PUT", "/queues/{queue}/limit")
 async def _set_limit(mesh: TaskMesh, query: TheQueue, body: Limits) -> None:
     """Limit a queue; a limit that is left out is taken away."""
     await mesh.set_limit(
@@ -326,7 +333,7 @@ async def _set_limit(mesh: TaskMesh, query: TheQueue, body: Limits) -> None:
     )
 
 
-@_operation("queue.what_if_limit", "GET", "/queue/limit/what-if")
+@_operation("queue.what_if_limit", "GET", "/queues/{queue}/limit/what-if")
 async def _what_if_limit(mesh: TaskMesh, query: WhatIfLimit) -> LimitEffect:
     """Tell what limits would do: how many of those that wait could start now, and then."""
     if query.group is not None:
@@ -336,7 +343,7 @@ async def _what_if_limit(mesh: TaskMesh, query: WhatIfLimit) -> LimitEffect:
     )
 
 
-@_operation("queue.set_group_limit", "PUT", "/queue/group-limit")
+@_operation("queue.set_group_limit", "PUT", "/queues/{queue}/group-limit")
 async def _set_group_limit(mesh: TaskMesh, query: TheQueue, body: GroupLimit) -> None:
     """Limit one group of a queue; without `running` it is as every other group."""
     await mesh.set_group_limit(query.queue, body.group, body.running)
@@ -351,7 +358,7 @@ async def _schedules(mesh: TaskMesh) -> list[ScheduleInfo]:
     return await mesh.schedules()
 
 
-@_operation("schedule.declare", "PUT", "/schedule")
+@_operation("schedule.declare", "PUT", "/schedules/{schedule_id}")
 async def _declare(mesh: TaskMesh, query: TheSchedule, body: Scheduling) -> ScheduleInfo:
     """Create a schedule, or change of it what is given."""
     given = {field: getattr(body, field) for field in body.model_fields_set}
@@ -364,25 +371,25 @@ async def _declare(mesh: TaskMesh, query: TheSchedule, body: Scheduling) -> Sche
     return await mesh.every(schedule_id=query.schedule_id, **given)
 
 
-@_operation("schedule.pause", "POST", "/schedule/pause")
+@_operation("schedule.pause", "POST", "/schedules/{schedule_id}/pause")
 async def _pause_schedule(mesh: TaskMesh, query: TheSchedule, body: PausingSchedule) -> ScheduleInfo:
     """Let a schedule tick no more."""
     return await mesh.pause_schedule(query.schedule_id, reason=body.reason, by=body.by)
 
 
-@_operation("schedule.resume", "POST", "/schedule/resume")
+@_operation("schedule.resume", "POST", "/schedules/{schedule_id}/resume")
 async def _resume_schedule(mesh: TaskMesh, query: TheSchedule) -> ScheduleInfo:
     """Let a paused schedule tick again, from now on."""
     return await mesh.resume_schedule(query.schedule_id)
 
 
-@_operation("schedule.trigger", "POST", "/schedule/trigger")
+@_operation("schedule.trigger", "POST", "/schedules/{schedule_id}/trigger")
 async def _trigger(mesh: TaskMesh, query: TheSchedule) -> Published:
     """Publish a schedule's task now."""
     return Published.model_validate(await mesh.trigger(query.schedule_id), from_attributes=True)
 
 
-@_operation("schedule.remove", "DELETE", "/schedule")
+@_operation("schedule.remove", "DELETE", "/schedules/{schedule_id}")
 async def _unschedule(mesh: TaskMesh, query: TheSchedule) -> ScheduleInfo:
     """Remove a schedule; its tasks stay."""
     return await mesh.unschedule(query.schedule_id)

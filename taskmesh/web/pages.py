@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from typing import Any
+from urllib.parse import quote
 
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response, StreamingResponse
@@ -28,7 +29,7 @@ from taskmesh.web.jsonable import to_json
 from taskmesh.web.live_view import Pulse, sample_data
 from taskmesh.web.operations import OPERATIONS
 from taskmesh.web.rendering import as_page, error_page, rendered
-from taskmesh.web.views import STATIC, copied, copied_settings, option_rows, query, whys_of
+from taskmesh.web.views import STATIC, copied, copied_settings, option_rows, whys_of
 
 _COUNT_AT_MOST = 10_000
 _COUNT_WITHIN_MS = 120
@@ -161,7 +162,7 @@ async def task(request: Request, mesh: TaskMesh) -> Response:
         bars=bars_of(found, now),
         whys=whys_of(explanations),
         option_rows=option_rows(found.task_option),
-        api_query=query(name=name, key=key),
+        api_path=f"tasks/{quote(name, safe='')}/{quote(key, safe='')}",
     )
 
 

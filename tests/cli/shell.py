@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -219,14 +220,30 @@ class Shell:
             os.close(keyboard)
             os.close(terminal)
 
-    def _run(self, words: Sequence[str], typing: Path, environment: dict[str, str]) -> Ended:
+    def on_a_screen(self, columns: int, *words: str) -> str:
+        """Run a command whose standard output is a terminal of this width, and return what it shows, without colours."""
+        screen, terminal = os.openpty()
+        try:
+            name = os.ttyname(terminal)
+            ended = self._run(words, Path(os.devnull), {"COLUMNS": str(columns), "TERM": "xterm"}, Path(name))
+            assert ended.status == 0, ended
+            shown = os.read(screen, 65_536).decode()
+        finally:
+            os.close(screen)
+            os.close(terminal)
+        return re.sub(r"\x1b\[[\d;]*m", "", shown).replace("\r\n", "\n")
+
+    def _run(
+        self, words: Sequence[str], typing: Path, environment: dict[str, str], screen: Path | None = None
+    ) -> Ended:
         with TemporaryDirectory() as directory:
             out, err = (Path(directory) / name for name in ("out", "err"))
+            out.touch()
             process = warm.start(
                 "taskmesh",
                 words,
                 stdin=typing,
-                stdout=out,
+                stdout=screen or out,
                 stderr=err,
                 cwd=self.directory,
                 env=self._environment(environment),

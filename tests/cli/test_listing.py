@@ -11,6 +11,7 @@ import pytest
 from pymongo import MongoClient
 
 from taskmesh import TaskMesh
+from taskmesh.model.task import Status
 from tests.cli.shell import Shell, defined, shell_in
 
 
@@ -39,15 +40,16 @@ async def _filled(mesh: TaskMesh) -> None:
 @pytest.mark.parametrize(
     ("filters", "keys"),
     [
-        ([], ["sum", "later", "no"]),
+        ([], ["later", "no", "sum"]),
+        (["--by-key"], ["sum", "later", "no"]),
         (["--name", "add"], ["sum"]),
         (["--status", "FAIL"], ["no"]),
-        (["--status", "fail", "--status", "success"], ["sum", "no"]),
+        (["--status", "fail", "--status", "success"], ["no", "sum"]),
         (["--queue", "slow"], ["later"]),
         (["--key-prefix", "la"], ["later"]),
         (["--name", "nap", "--status", "SUCCESS"], []),
-        (["--limit", "1"], ["sum"]),
-        (["--newest", "--limit", "1"], ["later"]),
+        (["--limit", "1"], ["later"]),
+        (["--by-key", "--limit", "1"], ["sum"]),
     ],
 )
 def test_filters(three: Shell, filters: list[str], keys: list[str]) -> None:
@@ -55,7 +57,7 @@ def test_filters(three: Shell, filters: list[str], keys: list[str]) -> None:
 
 
 def test_tasks_as_a_table(three: Shell) -> None:
-    header, *rows = three.done("ls").out.splitlines()
+    header, *rows = three.done("ls", "--by-key").out.splitlines()
     assert header.split() == ["NAME", "KEY", "STATUS", "QUEUE", "PRIO", "FAILED", "LOST", "WORKERS", "NEXT", "CREATED"]
     assert [row.split()[:8] for row in rows] == [
         ["add", "sum", "SUCCESS", "default", "0", "0", "0", "w1"],
@@ -71,8 +73,9 @@ def test_params_are_listed_only_when_asked_for(three: Shell) -> None:
 
 
 def test_a_full_page_says_that_there_may_be_more(three: Shell) -> None:
-    assert "the first 2; --limit 0 lists all" in three.done("ls", "--limit", "2").out
-    assert "first" not in three.done("ls", "--limit", "4").out
+    assert "the newest 2; --limit 0 lists all" in three.done("ls", "--limit", "2").out
+    assert "the first 2; --limit 0 lists all" in three.done("ls", "--by-key", "--limit", "2").out
+    assert "--limit 0" not in three.done("ls", "--limit", "4").out
 
 
 def test_no_tasks_at_all(taskmesh: Shell) -> None:
@@ -220,6 +223,36 @@ def test_a_pipe_gets_no_colours_and_every_row_whole(taskmesh: Shell) -> None:
     key = "k" * 400
     taskmesh.done("publish", "add", key)
     assert f"add   {key}  INIT" in taskmesh.done("ls", COLUMNS="40").out
+
+
+async def test_a_listing_goes_on_while_somebody_else_creates_the_indexes(
+    mesh: TaskMesh, mongo_uri: str, database: str
+) -> None:
+    await mesh.publish("add", "k")
+    with MongoClient[dict[str, object]](mongo_uri) as client:
+        client[database].tasks.drop_indexes()  # as a first publication leaves it for a moment
+    for found in (mesh.find(sort="newest"), mesh.find(status=Status.INIT), mesh.find(queue="default")):
+        assert [task.key async for task in found] == ["k"]
+
+
+@pytest.mark.parametrize("columns", [80, 40])
+def test_a_narrow_terminal_shows_key_and_status_whole(taskmesh: Shell, columns: int) -> None:
+    key = "2026/11/22/order-4711-of-customer-0815"
+    taskmesh.done("publish", "add", key)
+    shown = taskmesh.on_a_screen(columns, "ls")
+    header, *rows = shown.splitlines()
+    assert max(map(len, shown.splitlines())) <= columns
+    assert header.split()[:3] == ["NAME", "KEY", "STATUS"]
+    assert rows[0].split()[0] == "add"
+    assert rows[0].split()[2] == "INIT"
+    begin, end = header.index("KEY"), header.index("STATUS")
+    folded = rows[
+        : next(at for at, row in enumerate([*rows, ""]) if (at and not row[begin:end].strip()) or "not shown" in row)
+    ]
+    assert "".join(row[begin:end].strip() for row in folded) == key
+    assert "not shown, for want of room: " in shown
+    for column in ("QUEUE", "WORKERS", "CREATED"):
+        assert column in shown
 
 
 def test_odd_values_become_json(taskmesh: Shell, mongo_uri: str, database: str) -> None:

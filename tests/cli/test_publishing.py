@@ -72,7 +72,7 @@ def test_a_file_of_tasks_is_published(taskmesh: Shell, tmp_path: Path) -> None:
 
 def test_tasks_are_read_from_standard_input(taskmesh: Shell) -> None:
     taskmesh.done("publish", "add", "--from-file", "-", typed='{"key": "a"}\n{"key": "b", "params": {"a": 1}}\n')
-    assert [task["key"] for task in taskmesh.done("ls", "--json").json] == ["a", "b"]
+    assert [task["key"] for task in taskmesh.done("ls", "--by-key", "--json").json] == ["a", "b"]
 
 
 MISTAKES: list[str] = [

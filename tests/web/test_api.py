@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import re
 from datetime import UTC, datetime
 from typing import Any
+from urllib.parse import quote
 
 import anyio
 import httpx
 import pytest
+from starlette.applications import Starlette
+from starlette.routing import Mount
 
 from taskmesh import TaskFailed, TaskMesh
+from taskmesh.web import create_app
 from taskmesh.web.api import _event_lines
 from tests.waiting import eventually
-from tests.web.conftest import browser
+from tests.web.conftest import ORIGIN, browser
 from tests.working import finished, working
 
 API = "/api/v1"
 
 
 async def ask(client: httpx.AsyncClient, method: str, path: str, status: int = 200, **request: Any) -> Any:
+    if "{" in path:
+        given = dict(request.pop("params"))
+        path = re.sub(r"{(\w+)}", lambda found: quote(given.pop(found[1]), safe=""), path)
+        request |= {"params": given} if given else {}
     answer = await client.request(method, API + path, **request)
     assert answer.status_code == status, answer.text
     return answer.json()
@@ -38,24 +47,28 @@ async def test_a_task_is_published_run_looked_at_and_deleted(mesh: TaskMesh, cli
     assert told["created"]
     assert any("no worker is alive" in warning for warning in told["warnings"])
     task = {"name": "double", "key": "a/b c"}
-    explained = await ask(client, "GET", "/task/explain", params=task)
+    explained = await ask(client, "GET", "/tasks/{name}/{key}/explain", params=task)
     assert explained[0]["gates"]
-    [waiting] = await ask(client, "GET", "/worker/explain", params={"worker_id": "nobody", "name": "double"})
+    [waiting] = await ask(
+        client, "GET", "/workers/{worker_id}/explain", params={"worker_id": "nobody", "name": "double"}
+    )
     assert (waiting["tasks"], waiting["example_key"]) == (1, "a/b c")
     assert waiting["shut"] == []
     async with working(mesh):
         await (await mesh.publish("double", "a/b c", {"n": 21})).result(timeout=60)
-    found = await ask(client, "GET", "/task", params=task)
+    found = await ask(client, "GET", "/tasks/{name}/{key}", params=task)
     assert (found["status"], found["queue"], found["task_option"]["priority"]) == ("SUCCESS", "math", 3)
     returns = found["task_state"]["worker_states"][0]["returns"]
     assert returns == {"n": 42, "when": "2026-01-01T00:00:00.000Z", "big": str(2**60)}
-    assert (await ask(client, "POST", "/task/retry", params=task))["status"] == "INIT"
-    changed = await ask(client, "PATCH", "/task/option", params=task, json={"changes": {"priority": -1}})
+    assert (await ask(client, "POST", "/tasks/{name}/{key}/retry", params=task))["status"] == "INIT"
+    changed = await ask(client, "PATCH", "/tasks/{name}/{key}/option", params=task, json={"changes": {"priority": -1}})
     assert changed["task_option"]["priority"] == -1
-    assert (await ask(client, "PATCH", "/task/option", params=task, json={"changes": {}}))["status"] == "INIT"
-    assert (await ask(client, "POST", "/task/cancel", params=task))["status"] == "CANCELLED"
-    assert (await ask(client, "DELETE", "/task", params=task))["key"] == "a/b c"
-    refused = await ask(client, "GET", "/task", 404, params=task)
+    assert (await ask(client, "PATCH", "/tasks/{name}/{key}/option", params=task, json={"changes": {}}))[
+        "status"
+    ] == "INIT"
+    assert (await ask(client, "POST", "/tasks/{name}/{key}/cancel", params=task))["status"] == "CANCELLED"
+    assert (await ask(client, "DELETE", "/tasks/{name}/{key}", params=task))["key"] == "a/b c"
+    refused = await ask(client, "GET", "/tasks/{name}/{key}", 404, params=task)
     assert refused["error"] == "TaskNotFound"
     assert "a/b c" in refused["message"]
 
@@ -103,8 +116,8 @@ async def test_who_does_what_to_single_things_is_written_down_when_it_is_done(me
     task = {"name": "work", "key": "k"}
     user = {"X-Forwarded-User": "mia@shop.example"}
     async with browser(mesh, user_header="X-Forwarded-User") as client:
-        await ask(client, "POST", "/task/cancel", params=task, headers=user)
-        await ask(client, "POST", "/task/cancel", 404, params=task | {"key": "other"}, headers=user)
+        await ask(client, "POST", "/tasks/{name}/{key}/cancel", params=task, headers=user)
+        await ask(client, "POST", "/tasks/{name}/{key}/cancel", 404, params=task | {"key": "other"}, headers=user)
         await client.post("/do/queue.set_limit", data={"queue": "slow", "running": "3"}, headers=user)
         await client.post("/do-selected", data={"action": "retry", "task": "work:k"})
         claimed = {"where": "name:work", "by": "somebody else"}
@@ -127,7 +140,7 @@ async def test_a_header_that_says_who_asks_is_not_believed_unless_it_was_named(
 ) -> None:
     await mesh.publish("work", "k")
     user = {"X-Forwarded-User": "mia@shop.example"}
-    await ask(client, "POST", "/task/cancel", params={"name": "work", "key": "k"}, headers=user)
+    await ask(client, "POST", "/tasks/{name}/{key}/cancel", params={"name": "work", "key": "k"}, headers=user)
     [noted] = await mesh.noted_actions()
     assert noted.by == "the dashboard, from 127.0.0.1"
 
@@ -138,8 +151,8 @@ async def test_it_is_logged_who_changes_what_and_no_params(
     caplog.set_level("INFO", "taskmesh.web")
     task = {"name": "work", "key": "k"}
     await ask(client, "POST", "/tasks", json={**task, "params": {"password": "secret"}})
-    await ask(client, "POST", "/task/cancel", params=task)
-    await ask(client, "GET", "/task", params=task)
+    await ask(client, "POST", "/tasks/{name}/{key}/cancel", params=task)
+    await ask(client, "GET", "/tasks/{name}/{key}", params=task)
     logged = [record.getMessage() for record in caplog.records if record.name == "taskmesh.web"]
     assert logged == [
         f"{what} by the dashboard, from 127.0.0.1: name 'work', key 'k'" for what in ("tasks.publish", "task.cancel")
@@ -164,15 +177,17 @@ async def test_what_fails_and_what_is_wrong_is_told(mesh: TaskMesh, client: http
 async def test_what_a_change_would_do_is_told_and_not_done(mesh: TaskMesh, client: httpx.AsyncClient) -> None:
     await mesh.publish("work", "k", specific_worker_ids=["nobody"])
     asked = {"name": "work", "key": "k", "changes": '{"specific_worker_ids": []}'}
-    effect = await ask(client, "GET", "/task/option/what-if", params=asked)
+    effect = await ask(client, "GET", "/tasks/{name}/{key}/option/what-if", params=asked)
     assert (effect["status_now"], effect["status_then"], effect["stops"]) == ("INIT", "INIT", [])
-    await ask(client, "GET", "/task/option/what-if", 422, params=asked | {"changes": "{"})
-    await ask(client, "GET", "/task/option/what-if", 422, params=asked | {"changes": '{"colour": "red"}'})
-    await ask(client, "GET", "/task/option/what-if", 404, params=asked | {"key": "other"})
-    limited = await ask(client, "GET", "/queue/limit/what-if", params={"queue": "default", "running": "0"})
+    await ask(client, "GET", "/tasks/{name}/{key}/option/what-if", 422, params=asked | {"changes": "{"})
+    await ask(client, "GET", "/tasks/{name}/{key}/option/what-if", 422, params=asked | {"changes": '{"colour": "red"}'})
+    await ask(client, "GET", "/tasks/{name}/{key}/option/what-if", 404, params=asked | {"key": "other"})
+    limited = await ask(client, "GET", "/queues/{queue}/limit/what-if", params={"queue": "default", "running": "0"})
     assert (limited["claimable_now"], limited["claimable_then"]) == (1, 0)
     grouped = {"queue": "default", "group": "g", "running": "2"}
-    assert (await ask(client, "GET", "/queue/limit/what-if", params=grouped))["limits_then"]["groups"] == {"g": 2}
+    assert (await ask(client, "GET", "/queues/{queue}/limit/what-if", params=grouped))["limits_then"]["groups"] == {
+        "g": 2
+    }
     assert (await ask(client, "GET", "/queues"))[0]["limits"]["running"] is None
     assert (await mesh.get("work", "k")).task_option.specific_worker_ids == ("nobody",)
 
@@ -186,28 +201,30 @@ async def test_workers_are_told_what_to_do(mesh: TaskMesh, client: httpx.AsyncCl
         one = {"worker_id": "w/1"}
         (worker,) = await ask(client, "GET", "/workers")
         assert (worker["worker_id"], worker["state"]) == ("w/1", "running")
-        await ask(client, "POST", "/worker/concurrency", params=one, json={"concurrency": 7})
+        await ask(client, "POST", "/workers/{worker_id}/concurrency", params=one, json={"concurrency": 7})
         await eventually(lambda: consumer.concurrency == 7)
-        await ask(client, "POST", "/worker/pause", params=one)
+        await ask(client, "POST", "/workers/{worker_id}/pause", params=one)
         await eventually(lambda: consumer.paused)
-        await ask(client, "POST", "/worker/resume", params=one)
+        await ask(client, "POST", "/workers/{worker_id}/resume", params=one)
         await eventually(lambda: not consumer.paused)
-        await ask(client, "POST", "/worker/stop", params=one, json={"grace_ms": 0})
+        await ask(client, "POST", "/workers/{worker_id}/stop", params=one, json={"grace_ms": 0})
         await eventually(lambda: consumer.state == "stopped")
-    await ask(client, "POST", "/worker/stop", 404, params={"worker_id": "nobody"}, json={})
+    await ask(client, "POST", "/workers/{worker_id}/stop", 404, params={"worker_id": "nobody"}, json={})
 
 
 async def test_queues_are_paused_and_limited(client: httpx.AsyncClient) -> None:
     queue = {"queue": "slow"}
-    await ask(client, "POST", "/queue/pause", params=queue, json={"reason": "deploy", "by": "ann", "for_ms": 60_000})
-    await ask(client, "PUT", "/queue/limit", params=queue, json={"running": 3, "rate": 5, "per_ms": 1_000})
-    await ask(client, "PUT", "/queue/group-limit", params=queue, json={"group": "customer-7", "running": 1})
+    await ask(
+        client, "POST", "/queues/{queue}/pause", params=queue, json={"reason": "deploy", "by": "ann", "for_ms": 60_000}
+    )
+    await ask(client, "PUT", "/queues/{queue}/limit", params=queue, json={"running": 3, "rate": 5, "per_ms": 1_000})
+    await ask(client, "PUT", "/queues/{queue}/group-limit", params=queue, json={"group": "customer-7", "running": 1})
     (found,) = await ask(client, "GET", "/queues")
     assert (found["paused"], found["paused_by"], found["limits"]["running"]) == (True, "ann", 3)
     assert found["limits"]["groups"] == {"customer-7": 1}
     assert found["paused_until"] is not None
-    await ask(client, "POST", "/queue/resume", params=queue)
-    await ask(client, "PUT", "/queue/limit", params=queue, json={})
+    await ask(client, "POST", "/queues/{queue}/resume", params=queue)
+    await ask(client, "PUT", "/queues/{queue}/limit", params=queue, json={})
     (found,) = await ask(client, "GET", "/queues")
     assert (found["paused"], found["limits"]["running"], found["limits"]["rate"]) == (False, None, None)
 
@@ -215,15 +232,15 @@ async def test_queues_are_paused_and_limited(client: httpx.AsyncClient) -> None:
 async def test_schedules_are_declared_paused_triggered_and_removed(client: httpx.AsyncClient) -> None:
     one = {"schedule_id": "nightly"}
     declared = {"name": "report", "cron": "0 3 * * *", "timezone": "Europe/Berlin", "params": {"deep": True}}
-    assert (await ask(client, "PUT", "/schedule", params=one, json=declared))["cron"] == "0 3 * * *"
-    assert (await ask(client, "POST", "/schedule/pause", params=one, json={"by": "ann"}))["paused"]
-    assert (await ask(client, "POST", "/schedule/trigger", params=one))["created"]
-    assert not (await ask(client, "POST", "/schedule/resume", params=one))["paused"]
+    assert (await ask(client, "PUT", "/schedules/{schedule_id}", params=one, json=declared))["cron"] == "0 3 * * *"
+    assert (await ask(client, "POST", "/schedules/{schedule_id}/pause", params=one, json={"by": "ann"}))["paused"]
+    assert (await ask(client, "POST", "/schedules/{schedule_id}/trigger", params=one))["created"]
+    assert not (await ask(client, "POST", "/schedules/{schedule_id}/resume", params=one))["paused"]
     (found,) = await ask(client, "GET", "/schedules")
     assert [tick["kind"] for tick in found["ticks"]] == ["triggered"]
-    await ask(client, "DELETE", "/schedule", params=one)
-    await ask(client, "POST", "/schedule/trigger", 404, params=one)
-    await ask(client, "PUT", "/schedule", 422, params=one, json={"name": "report", "cron": "whenever"})
+    await ask(client, "DELETE", "/schedules/{schedule_id}", params=one)
+    await ask(client, "POST", "/schedules/{schedule_id}/trigger", 404, params=one)
+    await ask(client, "PUT", "/schedules/{schedule_id}", 422, params=one, json={"name": "report", "cron": "whenever"})
 
 
 async def test_a_schedule_that_code_declared_is_changed_in_what_is_given_alone(
@@ -240,7 +257,9 @@ async def test_a_schedule_that_code_declared_is_changed_in_what_is_given_alone(
     before = await mesh.every("report", schedule_id="s", cron="0 3 * * *", **declared, **settings)
     assert before.settings == settings
     one = {"schedule_id": "s"}
-    after = await ask(client, "PUT", "/schedule", params=one, json={"name": "report", "cron": "0 4 * * *"})
+    after = await ask(
+        client, "PUT", "/schedules/{schedule_id}", params=one, json={"name": "report", "cron": "0 4 * * *"}
+    )
     assert {field: after[field] for field in declared} == declared
     assert (after["cron"], after["settings"]) == ("0 4 * * *", settings)
     form = {"schedule_id": "s", "name": "report", "interval_ms": "60000", "cron": "", "timezone": "", "params": ""}
@@ -268,10 +287,11 @@ async def test_events_are_streamed(mesh: TaskMesh) -> None:
 
 
 REFUSED: list[Any] = [
-    ("GET", "/task", {"params": {"name": "bad name", "key": "k"}}, 422),
-    ("GET", "/task", {"params": {"name": "work"}}, 422),
-    ("GET", "/task", {"params": {"name": "work", "key": "k\0"}}, 422),
-    ("GET", "/task?name=a&name=b&key=k", {}, 422),
+    ("GET", "/tasks/{name}/{key}", {"params": {"name": "bad name", "key": "k"}}, 422),
+    ("GET", "/tasks/{name}/{key}/option/what-if", {"params": {"name": "work", "key": "k"}}, 422),
+    ("GET", "/tasks/work/", {}, 422),
+    ("GET", "/tasks/{name}/{key}", {"params": {"name": "work", "key": "k\0"}}, 422),
+    ("GET", "/tasks/a/k?name=b", {}, 422),
     ("GET", "/tasks", {"params": {"where": "colour:red"}}, 422),
     ("GET", "/tasks", {"params": {"where": "error:a\0b"}}, 422),
     ("GET", "/tasks", {"params": {"after": "nonsense"}}, 422),
@@ -293,11 +313,23 @@ REFUSED: list[Any] = [
     ),
     (
         "PUT",
-        "/schedule",
+        "/schedules/s",
         {"content": b'{"name": "work", "interval_ms": 60000, "params": {"v": ' + b"[" * 300 + b"]" * 300 + b"}}"},
         422,
     ),
-    ("PATCH", "/task/option", {"params": {"name": "a", "key": "b"}, "json": {"changes": {"priority": "x"}}}, 404),
+    (
+        "PATCH",
+        "/tasks/{name}/{key}/option",
+        {"params": {"name": "a", "key": "b"}, "json": {"changes": {"priority": "x"}}},
+        404,
+    ),
+    ("PUT", "/queues/q/limit", {"json": {"running": False}}, 422),
+    ("PUT", "/queues/q/limit", {"json": {"rate": "5"}}, 422),
+    ("PUT", "/queues/q/limit", {"json": {"rate": 5.0}}, 422),
+    ("POST", "/workers/w/concurrency", {"json": {"concurrency": True}}, 422),
+    ("POST", "/bulk/delete", {"json": {"where": "age>0s", "dry_run": 0}}, 422),
+    ("POST", "/bulk/delete", {"json": {"where": "age>0s", "dry_run": "no"}}, 422),
+    ("GET", "/task", {"params": {"name": "work", "key": "k"}}, 404),
     ("GET", "/no/such/path", {}, 404),
     ("DELETE", "/tasks", {}, 405),
 ]
@@ -311,6 +343,37 @@ async def test_what_cannot_be_is_refused_with_a_reason(client: httpx.AsyncClient
             assert told["message"]
 
 
+async def test_a_slash_of_a_key_is_part_of_the_key_however_the_key_ends(
+    mesh: TaskMesh, client: httpx.AsyncClient
+) -> None:
+    for key in ("a", "a/explain", "100%", "a%2Fb", "?#"):
+        await mesh.publish("work", key)
+        task = {"name": "work", "key": key}
+        assert (await ask(client, "GET", "/tasks/{name}/{key}", params=task))["key"] == key
+        assert isinstance(await ask(client, "GET", "/tasks/{name}/{key}/explain", params=task), list)
+    assert isinstance(await ask(client, "GET", "/tasks/work/a/explain"), list)
+    mounted = httpx.AsyncClient(
+        transport=httpx.ASGITransport(Starlette(routes=[Mount("/ops mesh", create_app(mesh))])), base_url=ORIGIN
+    )
+    async with mounted:
+        found = await mounted.get("/ops%20mesh/api/v1/tasks/work/a%2Fexplain")
+    assert found.json()["key"] == "a/explain"
+
+
+async def test_who_asks_what_may_be_done_at_an_address_is_told_all_of_it(client: httpx.AsyncClient) -> None:
+    allowed = {
+        "/tasks": "GET, HEAD, POST",
+        "/tasks/work/k": "DELETE, GET, HEAD",
+        "/schedules/s": "DELETE, PUT",
+        "/tasks/work/k/retry": "POST",
+    }
+    for path, methods in allowed.items():
+        for method in ("OPTIONS", "REPORT"):
+            answer = await client.request(method, API + path)
+            assert answer.status_code == 405
+            assert ", ".join(sorted(answer.headers["Allow"].split(", "))) == methods
+
+
 async def test_an_error_of_ours_is_no_leak(mesh: TaskMesh, client: httpx.AsyncClient) -> None:
     mesh.stats = None  # type: ignore[method-assign,assignment]  # break something
     told = await ask(client, "GET", "/stats", 500)
@@ -321,8 +384,12 @@ async def test_the_openapi_document_names_every_operation(client: httpx.AsyncCli
     document = await ask(client, "GET", "/openapi.json")
     assert document["servers"] == [{"url": API}]
     called = {(path, method) for path, methods in document["paths"].items() for method in methods}
-    assert ("/task/retry", "post") in called
+    assert ("/tasks/{name}/{key}/retry", "post") in called
     assert len(called) == 40
+    assert document["components"]["securitySchemes"].keys() == {"token", "program"}
+    assert document["security"] == []
+    assert document["paths"]["/tasks"]["post"]["security"] == [{"program": []}]
+    assert "security" not in document["paths"]["/tasks"]["get"]
     text = str(document)
     for reference in {part.split("'")[0] for part in text.split("#/components/schemas/")[1:]}:
         assert reference in document["components"]["schemas"]

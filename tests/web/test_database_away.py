@@ -46,7 +46,7 @@ async def test_a_page_says_within_seconds_that_the_database_is_away_and_comes_ba
             assert page.status_code == 503
             assert "the database has not answered for" in page.text
             assert 'data-watch="away"' in page.text
-            told = await asked(client, "/api/v1/task?name=work&key=k")
+            told = await asked(client, "/api/v1/tasks/work/k")
             assert (told.status_code, told.json()["error"]) == (503, "DatabaseUnavailable")
             assert (await asked(client, "/livez")).status_code == 200
             if how == "frozen":

@@ -39,7 +39,7 @@ def api(mongo_uri: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[st
         headers = {"X-Taskmesh": "1"}
         httpx.post(f"{api}/tasks", json={"name": "a", "key": "0"}, headers=headers).raise_for_status()
         declared = {"name": "a", "cron": "0 3 * * *"}
-        httpx.put(f"{api}/schedule?schedule_id=0", json=declared, headers=headers).raise_for_status()
+        httpx.put(f"{api}/schedules/0", json=declared, headers=headers).raise_for_status()
         yield api
         httpx.post(f"{api}/bulk/delete", json={"where": "age>0s"}, headers=headers).raise_for_status()
 

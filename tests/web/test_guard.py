@@ -15,7 +15,7 @@ from taskmesh.web.serve import is_loopback
 from tests.web.conftest import ORIGIN, browser
 
 TOKEN = "a-token-of-some-length"
-CANCEL = "/api/v1/task/cancel?name=work&key=k"
+CANCEL = "/api/v1/tasks/work/k/cancel"
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.5", "example.org", ""])
@@ -257,7 +257,7 @@ async def test_read_only_means_that_nothing_can_be_changed(mesh: TaskMesh) -> No
         for path in (CANCEL, "/do/task.cancel", "/do-selected", "/api/v1/bulk/delete", "/api/v1/tasks"):
             answer = await client.post(path, data={"name": "work", "key": "k"})
             assert answer.status_code == 403, path
-        assert (await client.delete("/api/v1/task?name=work&key=k")).status_code == 403
+        assert (await client.delete("/api/v1/tasks/work/k")).status_code == 403
         page = await client.get("/task?name=work&key=k")
         assert "<form" not in page.text.replace('<form method="dialog">', "")
     assert (await mesh.get("work", "k")).status == "INIT"
