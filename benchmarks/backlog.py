@@ -61,7 +61,7 @@ class Backlogs:
         async with mesh:
             for start in range(first, count, 5_000):
                 stop = min(start + 5_000, count)
-                await mesh.publish_many(name, {str(n): {"n": n} for n in range(start, stop)})
+                await mesh.publisher.publish_many(name, {str(n): {"n": n} for n in range(start, stop)})
 
     def let_claim(self, database: str, *, allowed: bool) -> None:
         """Open or close the queue of a backlog, so that consumers can be there before it."""

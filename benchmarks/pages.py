@@ -53,7 +53,7 @@ async def templates(mesh: TaskMesh) -> Templates:
     kinds = [*_SHARES]
     handles = {}
     for kind in kinds:
-        later = {"delay_ms": 30 * 86_400_000} if kind in ("LATER", "CANCELLED", "INIT") else {}
+        later: dict[str, Any] = {"delay_ms": 30 * 86_400_000} if kind in ("LATER", "CANCELLED", "INIT") else {}
         handles[kind] = await template.configure(worker_timeout_ms=7 * 86_400_000, **later).publish(
             kind, kind=kind, path="original/2026/11/21/IMG_0240.jpg"
         )
@@ -161,10 +161,10 @@ def asked(mesh: TaskMesh, some: dict[str, Any]) -> dict[str, Callable[[], Awaita
         "ls --key-prefix": listed(key_prefix="2026/11/08/order-000", sort="newest"),
         "ls --key-prefix --by-key, of nothing": listed(key_prefix="2027"),
         "show, explain": lambda: mesh.explain(some["name"], some["key"]),
-        "retry --where …, how many": lambda: mesh.count("status:FAIL name:shop.task-07"),
+        "retry --where …, how many": lambda: mesh.listing.count("status:FAIL name:shop.task-07"),
         "workers": mesh.workers,
-        "queues": mesh.queues,
-        "doctor": mesh.doctor,
+        "queues": mesh.queues.all,
+        "doctor": mesh.inspect.doctor,
         "top: counts taken anew": mesh.stats,
     }
 

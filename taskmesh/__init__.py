@@ -9,14 +9,16 @@ In reading order, as a task lives: `option` and `task` (what is stored), `rules`
 `tracing`, `metrics`, `cli`, `web` and `demo`.
 """
 
-from taskmesh.admin.bulk import BulkAction, BulkResult, NotedAction, UndoResult
+from taskmesh.admin.audit import NotedAction
+from taskmesh.admin.bulk import BulkAction, BulkResult, UndoResult
 from taskmesh.admin.doctor import Finding
 from taskmesh.admin.error_groups import ErrorGroup, ErrorReport
 from taskmesh.admin.explain import Explanation, Gate, Waiting
 from taskmesh.admin.filters import TaskFilter
 from taskmesh.admin.stats import Stats
 from taskmesh.admin.what_if import LimitEffect, OptionEffect
-from taskmesh.client.definition import TaskDefinition, TaskHandle
+from taskmesh.client.definition import TaskDefinition
+from taskmesh.client.handle import TaskHandle
 from taskmesh.consumer import Consumer
 from taskmesh.consumer.context import BlockingTaskContext, TaskContext, current_task
 from taskmesh.consumer.outcome import Ending

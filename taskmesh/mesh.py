@@ -1,20 +1,45 @@
-"""`TaskMesh`: the front door. It knows the tasks and makes the consumers; all else is in the parts that it is made of."""
+"""`TaskMesh`: the front door. It composes what is below: each of its parts is an object of one room, made here."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, ParamSpec, Protocol, Self, TypedDict, TypeVar, Unpack, overload
 
-from taskmesh.admin.bulk import BulkActions
-from taskmesh.admin.fleet import FleetActions
-from taskmesh.client.definition import Configuration, Run, TaskDefinition, checked_queue
-from taskmesh.client.schedules import Scheduling
-from taskmesh.client.tasks import TaskActions
+from taskmesh.admin.audit import Audit
+from taskmesh.admin.bulk import Bulk
+from taskmesh.admin.explain import Explanation
+from taskmesh.admin.filters import TaskFilter
+from taskmesh.admin.fleet import Fleet
+from taskmesh.admin.inspection import Inspection
+from taskmesh.admin.listing import Listing
+from taskmesh.admin.queues import LimitFields, Queues
+from taskmesh.admin.stats import Stats
+from taskmesh.admin.store.index_choice import Order
+from taskmesh.admin.what_if import WhatIf
+from taskmesh.client.change_feed import Feed
+from taskmesh.client.connection import Connection
+from taskmesh.client.definition import Run, TaskDefinition
+from taskmesh.client.events import DEFAULT_BUFFER, EventReader
+from taskmesh.client.handle import TaskHandle
+from taskmesh.client.publisher import Publisher
+from taskmesh.client.schedules import Declared, Schedules
+from taskmesh.client.tasks import Tasks
 from taskmesh.consumer import Consumer
 from taskmesh.consumer.executor import AfterHook, BeforeHook
+from taskmesh.consumer.observer import Observer
+from taskmesh.consumer.settings import DEFAULT_STALL_LIMIT_MS
 from taskmesh.consumer.worker import ClaimHook
+from taskmesh.model.configuration import Configuration, PublishSettings
 from taskmesh.model.errors import InvalidOption
-from taskmesh.model.option import TaskOption
+from taskmesh.model.option import OptionFields, TaskOption
+from taskmesh.model.queue import checked_queue
+from taskmesh.model.schedule import Missed, Overlap
+from taskmesh.model.task import Status, Task, checked_key
+from taskmesh.model.worker import WorkerInfo
+from taskmesh.store import Store
+from taskmesh.store.clock import ServerClock
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -43,16 +68,114 @@ class Decorator(Protocol):
     def __call__(self, fn: Callable[P, R], /) -> TaskDefinition[P, R]: ...
 
 
-class TaskMesh(Scheduling, TaskActions, BulkActions, FleetActions):
+class TaskMesh:
     """A set of task definitions on a MongoDB collection.
 
     `client`: a MongoDB URI, a `pymongo.AsyncMongoClient` or a `motor.motor_asyncio.AsyncIOMotorClient`, which all win over
     `TASKMESH_URI`. None: the URI in `TASKMESH_URI`; without one, the embedded MongoDB of this directory (extra `embedded`).
+
+    What is done most often are methods of the mesh itself; all else is found on the objects that it holds: `listing`, `bulk`,
+    `queues`, `fleet`, `schedules`, `inspect`, `what_if`, `audit`, and `publisher` and `tasks`, on which it stands.
     """
 
     def __init__(self, client: Any = None, *, database: str = "taskmesh", collection: str = "tasks") -> None:
-        super().__init__(client, database=database, collection=collection)
-        self._hooks: dict[str, Any] = {}
+        self.definitions: dict[str, TaskDefinition[Any, Any]] = {}
+        """The tasks that are defined on this mesh, by name."""
+        self.connection = Connection(client, database, collection)
+        """Where the mesh is connected to."""
+        self.tasks = Tasks(self.connection)
+        """Single tasks: read, change, wait for one."""
+        self.publisher = Publisher(self.connection, self.tasks, self.definitions)
+        """Publishing by name: many at once, and what workers have registered of a task."""
+        self.schedules = Schedules(self.connection, self.publisher, self.definitions)
+        """Periodic tasks: list, pause, resume, trigger and remove them."""
+        self.listing = Listing(self.connection)
+        """Many tasks: find, count and page through them."""
+        self.bulk = Bulk(self.connection)
+        """Many tasks at once: retry, cancel, delete, purge by a filter, and undo that."""
+        self.queues = Queues(self.connection)
+        """Queues: list, pause, resume and limit them."""
+        self.fleet = Fleet(self.connection)
+        """Workers: list them, and give them orders."""
+        self.inspect = Inspection(self.connection, self.listing)
+        """Why a task waits, what fails, and what is wrong."""
+        self.what_if = WhatIf(self.connection, self.tasks)
+        """What a change would do, told without making it."""
+        self.audit = Audit(self.connection)
+        """Who did what to single things."""
+        self._hooks: Hooks = {}
+
+    # --- connecting ---
+
+    async def connect(self, *, create: bool = True) -> None:
+        """Connect, check the server, create what is missing, and store the schedules that were declared before.
+
+        `create=False`: only connect and check, so that a look at a database changes nothing in it; the first publication
+        creates what is missing. Raises `NotAReplicaSet`, `IncompatibleCollection`, `EmbeddedUnavailable`, or `TaskMeshError` if
+        no server answers.
+        """
+        await self.connection.open(create=create)
+        if create:
+            await self.schedules.store_declared()
+
+    async def close(self) -> None:
+        """Stop the consumers that run, within their grace; then close what `connect` and `publish_sync` opened.
+
+        Does nothing the second time.
+        """
+        try:
+            await self.connection.close()
+        finally:
+            await self.publisher.close()  # handlers may have used it up to now
+
+    async def __aenter__(self) -> Self:
+        await self.connect()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is not None:  # as if what failed had been running it
+                await self.connection.stop_consumers(grace_ms=0)
+        finally:
+            await self.close()
+
+    def connect_to(self, client: Any = None, *, database: str | None = None, collection: str | None = None) -> None:
+        """Change where this mesh will connect to: what a command line or a test overrides. None: as it is.
+
+        Raises `TaskMeshError` if it is connected already.
+        """
+        self.connection.lead_to(client, database=database, collection=collection)
+
+    def connected_in(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Whether the mesh can be used in this event loop, in this process."""
+        return self.connection.is_usable_in(loop)
+
+    @property
+    def reached(self) -> bool:
+        """Whether the server has ever answered, though the mesh may not be connected yet."""
+        return self.connection.reached
+
+    @property
+    def address(self) -> str:
+        """Where this mesh is connected: host and port, database and collection; without credentials."""
+        return self.connection.address
+
+    @property
+    def store(self) -> Store:
+        """What reads and writes MongoDB. Raises `TaskMeshError` if the mesh is not connected in this event loop and process."""
+        return self.connection.store
+
+    @property
+    def clock(self) -> ServerClock:
+        """The server's time. Raises `TaskMeshError` for a mesh that was never connected."""
+        return self.connection.clock
+
+    @property
+    def feed(self) -> Feed:
+        """What happens to tasks, told to all in this mesh who listen. Raises `TaskMeshError` as `clock` does."""
+        return self.connection.feed
+
+    # --- defining ---
 
     @overload
     def task(self, fn: Callable[P, Awaitable[R]], **settings: Unpack[TaskSettings]) -> TaskDefinition[P, R]: ...
@@ -85,12 +208,12 @@ class TaskMesh(Scheduling, TaskActions, BulkActions, FleetActions):
                 f"task must be given a function, got {fn!r}: write @mesh.task(name={fn!r}) to name a task"
             )
         if option is not None and not isinstance(option, TaskOption):
-            raise InvalidOption(f"option is a TaskOption, not {option!r}")
+            raise InvalidOption(f"option must be a TaskOption, got {option!r}")
 
         def define(function: Any) -> TaskDefinition[Any, Any]:
             configuration = Configuration(queue=checked_queue(queue), option=option or _DEFAULT_OPTION)
             definition: TaskDefinition[Any, Any] = TaskDefinition(
-                self, function, name or function.__name__, configuration, run, projection
+                self.publisher, function, name or function.__name__, configuration, run, projection
             )
             if definition.name in self.definitions:
                 raise InvalidOption(f"a task {definition.name!r} is defined already: give one of them another name")
@@ -101,6 +224,47 @@ class TaskMesh(Scheduling, TaskActions, BulkActions, FleetActions):
 
         return define if fn is None else define(fn)
 
+    def every(
+        self,
+        name: str | TaskDefinition[Any, Any],
+        *,
+        cron: str | None = None,
+        interval_ms: int | None = None,
+        timezone: str = "UTC",
+        params: Mapping[str, Any] | None = None,
+        schedule_id: str | None = None,
+        missed: Missed = "latest",
+        overlap: Overlap = "allow",
+        jitter_ms: int = 0,
+        **configuration: Unpack[PublishSettings],
+    ) -> Declared:
+        """Publish a task periodically: each tick once, whichever and however many workers run.
+
+        Called before the mesh connects, the schedule is stored when it does; afterwards at once, and it may be awaited. To
+        declare it again changes it, and leaves alone what is not changed: it goes on, or stays paused.
+
+        `cron`: five fields (or six, with seconds in front), in `timezone`; see `ticks` on daylight saving. `interval_ms`:
+        counted from the first declaration. `schedule_id`: the name, by default; a task with several schedules needs one
+        for each. `missed`: of the ticks while no worker lived, publish none (`skip`), only the `latest`, or `all`.
+        `overlap="skip"`: leave out a tick while the task of the tick before is not finished. `jitter_ms`: each task starts
+        up to this much later, so that not everything starts at the full hour. The rest as in `configure`; but a tick's
+        task is kept for a minute at least, as its key is what makes it unique. Raises `InvalidOption`.
+        """
+        return self.schedules.every(
+            name,
+            cron=cron,
+            interval_ms=interval_ms,
+            timezone=timezone,
+            params=params,
+            schedule_id=schedule_id,
+            missed=missed,
+            overlap=overlap,
+            jitter_ms=jitter_ms,
+            **configuration,
+        )
+
+    # --- running ---
+
     def hooks(
         self, *, on_claim: ClaimHook | None = None, before: BeforeHook | None = None, after: AfterHook | None = None
     ) -> None:
@@ -108,10 +272,10 @@ class TaskMesh(Scheduling, TaskActions, BulkActions, FleetActions):
 
         What each does stands at `consumer`. Raises `InvalidOption` for what cannot be called.
         """
-        given = {"on_claim": on_claim, "before": before, "after": after}
+        given: Hooks = {"on_claim": on_claim, "before": before, "after": after}
         if wrong := [name for name, hook in given.items() if hook is not None and not callable(hook)]:
-            raise InvalidOption(f"the hook {wrong[0]} is a function, not {given[wrong[0]]!r}")
-        self._hooks = {name: hook for name, hook in given.items() if hook is not None}
+            raise InvalidOption(f"the hook {wrong[0]} must be a function, got {dict(given)[wrong[0]]!r}")
+        self._hooks = given
 
     def consumer(
         self,
@@ -121,13 +285,22 @@ class TaskMesh(Scheduling, TaskActions, BulkActions, FleetActions):
         names: Sequence[str] | None = None,
         queues: Sequence[str] | None = None,
         listen: bool = True,
-        **hooks: Any,
+        on_claim: ClaimHook | None = None,
+        before: BeforeHook | None = None,
+        after: AfterHook | None = None,
+        observer: Observer | None = None,
+        stall_limit_ms: int = DEFAULT_STALL_LIMIT_MS,
     ) -> Consumer:
-        """Return a consumer of this mesh's tasks. No `worker_id`: `host-pid-random`. `listen=False`: scans only.
+        """Return a consumer of this mesh's tasks, to be run once.
 
-        Hooks: `on_claim(consumer)` returns a filter on task documents, or None to claim nothing this round;
-        `before(task)`, `after(task, ending)`. Plain or async; those of `mesh.hooks` unless given here. `observer`: who measures
-        it, like `metrics.WorkerMetrics`.
+        `worker_id`: `host-pid-random` by default. `concurrency`: how many executions at once. `names`: the tasks that it runs,
+        all by default. `queues`: where it takes them from, everywhere by default. `listen=False`: it scans only, and opens no
+        change stream.
+
+        Hooks, plain or async; those of `mesh.hooks` unless given here: `on_claim(consumer)` returns a filter on task documents,
+        or None to claim nothing this round; `before(task)`, whose exception is the execution's failure; `after(task, outcome)`,
+        whose exception is logged. `observer`: who measures it, like `metrics.WorkerMetrics`. `stall_limit_ms`: for how long the
+        event loop may stand still before its pings are given up. Raises `InvalidOption`.
         """
         consumer = Consumer(
             self,
@@ -136,7 +309,152 @@ class TaskMesh(Scheduling, TaskActions, BulkActions, FleetActions):
             names=names,
             queues=queues,
             listen=listen,
-            **{**self._hooks, **hooks},
+            on_claim=on_claim or self._hooks.get("on_claim"),
+            before=before or self._hooks.get("before"),
+            after=after or self._hooks.get("after"),
+            observer=observer,
+            stall_limit_ms=stall_limit_ms,
         )
-        self._consumers.add(consumer)
+        self.connection.consumers.add(consumer)
         return consumer
+
+    # --- single tasks ---
+
+    async def publish(
+        self, name: str, key: str, params: Mapping[str, Any] | None = None, **configuration: Unpack[PublishSettings]
+    ) -> TaskHandle[Any]:
+        """Publish by task name, without the handler's code.
+
+        Uses the option and queue of the definition if this mesh knows the name, else those that workers have registered,
+        else the defaults; `configuration` as in `TaskDefinition.configure`. Raises as `TaskDefinition.publish` does.
+        """
+        params_by_key = {checked_key(key): {} if params is None else params}
+        return (await self.publisher.publish_many(name, params_by_key, **configuration))[0]
+
+    async def get(self, name: str, key: str) -> Task:
+        """Return the task as it stands now, params and all. Raises `TaskNotFound`."""
+        return await self.tasks.get(name, key)
+
+    def find(
+        self,
+        name: str | None = None,
+        status: Status | str | Sequence[Status | str] | None = None,
+        queue: str | None = None,
+        limit: int = 100,
+        *,
+        key_prefix: str | None = None,
+        sort: Order = "key",
+        params: bool = False,
+        after: str | None = None,
+        where: str | TaskFilter | None = None,
+    ) -> AsyncIterator[Task]:
+        """Yield matching tasks, without their params unless asked for. `limit=0`: all.
+
+        `sort`: `"key"`, `"newest"` or `"oldest"`. `after`: a key, to go on behind it (with `name` and `sort="key"`).
+        `where`: a filter, or its text (`status:FAIL error:timeout age>1h`), instead of the arguments above. Raises
+        `InvalidOption`.
+        """
+        return self.listing.find(
+            name, status, queue, limit, key_prefix=key_prefix, sort=sort, params=params, after=after, where=where
+        )
+
+    async def explain(self, name: str, key: str, worker_id: str | None = None) -> list[Explanation]:
+        """Tell, for one worker or every live one, which gates of the claim rule are open or shut, why, and until when.
+
+        Raises `TaskNotFound`.
+        """
+        return await self.inspect.explain(name, key, worker_id)
+
+    async def set_option(self, name: str, key: str, **changes: Unpack[OptionFields]) -> Task:
+        """Change fields of a published task's option, and return the task. Raises `InvalidOption`, `TaskNotFound`.
+
+        On a running task, a worker that is no longer in `specific_worker_ids` stops; `ping_interval_ms` counts from the
+        next ping; all else from the next claim.
+        """
+        return await self.tasks.set_option(name, key, **changes)
+
+    async def cancel(self, name: str, key: str) -> Task:
+        """Cancel the task: CANCELLED from now on; a running execution is stopped. A finished task stays as it is.
+
+        Returns the task as it stands after. Raises `TaskNotFound`.
+        """
+        return await self.tasks.cancel(name, key)
+
+    async def retry(self, name: str, key: str) -> Task:
+        """Make a finished task INIT again, its entries and counts dropped; a waiting one is due at once.
+
+        Returns the task as it stands after. Raises `TaskRunning`, `TaskNotFound`.
+        """
+        return await self.tasks.retry(name, key)
+
+    async def delete(self, name: str, key: str) -> Task:
+        """Remove the task, and return it as it was. A running execution is stopped. Raises `TaskNotFound`."""
+        return await self.tasks.delete(name, key)
+
+    def events(
+        self,
+        name: str | None = None,
+        key: str | None = None,
+        *,
+        after: str | None = None,
+        buffer: int = DEFAULT_BUFFER,
+    ) -> EventReader:
+        """Return an async iterator of what happens to tasks from now on, in order for each task.
+
+        `after`: the `token` of an event, to go on behind it. `buffer`: how many events wait for a slow reader; then it is
+        told how many it missed. Raises `InvalidOption` for what is no token.
+        """
+        return self.connection.events(name, key, after=after, buffer=buffer)
+
+    # --- queues and the fleet ---
+
+    async def pause(
+        self, queue: str, *, reason: str | None = None, by: str | None = None, until: datetime | None = None
+    ) -> None:
+        """Let no worker claim from this queue any more, until `resume`, or the time `until`. What runs, runs on.
+
+        `reason`, `by`: shown with the queue. Raises `InvalidOption`.
+        """
+        await self.queues.pause(queue, reason=reason, by=by, until=until)
+
+    async def resume(self, queue: str) -> None:
+        """Let workers claim from this queue again. Raises `InvalidOption`."""
+        await self.queues.resume(queue)
+
+    async def set_limit(self, queue: str, **limits: Unpack[LimitFields]) -> None:
+        """Limit a queue, over the whole fleet; what is not given here is not limited (any more).
+
+        At most `rate` starts in any `per_ms` (1000 by default); at most `running` executions at a time; at most
+        `group_running` of each group (`configure(group=…)`) at a time: tasks of a full group hold up nobody else. What
+        runs already runs on, and is counted. Consumers of this mesh know of it when this returns, other processes a moment
+        later: at once if they listen, within two seconds if they only scan. Raises `InvalidOption`.
+        """
+        await self.queues.set_limit(queue, **limits)
+
+    async def workers(self) -> list[WorkerInfo]:
+        """Return the live workers and those that went within the last hour."""
+        return await self.fleet.workers()
+
+    async def stop_worker(self, worker_id: str, grace_ms: int = 30_000) -> None:
+        """Let a consumer elsewhere stop gracefully. Raises `TaskNotFound` if no such worker is registered, `InvalidOption`."""
+        await self.fleet.stop_worker(worker_id, grace_ms)
+
+    async def pause_worker(self, worker_id: str) -> None:
+        """Let a consumer elsewhere claim no more; what it runs, runs on. Raises `TaskNotFound`, `InvalidOption`."""
+        await self.fleet.pause_worker(worker_id)
+
+    async def resume_worker(self, worker_id: str) -> None:
+        """Let a paused consumer elsewhere go on. Raises `TaskNotFound`, `InvalidOption`."""
+        await self.fleet.resume_worker(worker_id)
+
+    async def stats(self) -> Stats:
+        """Return counts by name and status, the lag of the oldest claimable task, and the throughput of the fleet."""
+        return await self.inspect.stats()
+
+
+class Hooks(TypedDict, total=False):
+    """The hooks of a mesh."""
+
+    on_claim: ClaimHook | None
+    before: BeforeHook | None
+    after: AfterHook | None

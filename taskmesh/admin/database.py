@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from taskmesh.client.connection import Connected
+from taskmesh.client.connection import Connection
 from taskmesh.store import registry
 from taskmesh.store.reach import said_by
 from taskmesh.store.server_errors import is_passing
@@ -15,6 +15,6 @@ from taskmesh.store.server_errors import is_passing
 __all__ = ["is_passing", "said_by", "server_time"]
 
 
-async def server_time(mesh: Connected) -> datetime:
+async def server_time(connection: Connection) -> datetime:
     """Return the server's clock: the cheapest sign of life. Raises `PyMongoError` if the server does not answer."""
-    return await registry.server_time(mesh.store)
+    return await registry.server_time(connection.store)

@@ -1,14 +1,17 @@
-"""Reading queues with their limits and how far these are used up, and checking limits that are to be set."""
+"""Queues: pause and limit them over the whole fleet, and read how far their limits are used up."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from datetime import datetime
+from typing import Any, TypedDict, Unpack
 
 from taskmesh.admin.store import task_counts
+from taskmesh.client.connection import Connection
 from taskmesh.model.errors import InvalidOption
-from taskmesh.model.ids import checked_group
-from taskmesh.model.queue import QueueInfo, QueueLimits
+from taskmesh.model.ids import checked_group, checked_remark
+from taskmesh.model.queue import QueueInfo, QueueLimits, checked_queue
+from taskmesh.model.times import checked_time
 from taskmesh.store import Store, limits, registry
 from taskmesh.store.driver import Document
 from taskmesh.store.find import queues_in_use
@@ -56,8 +59,17 @@ def _info(queue: str, settings: Document, usage: limits.Usage, waiting: int, cou
     )
 
 
+class LimitFields(TypedDict, total=False):
+    """What `set_limit` takes as keywords; None, or left out: no limit (any more)."""
+
+    rate: int | None
+    per_ms: int | None
+    running: int | None
+    group_running: int | None
+
+
 def checked_limits(
-    *, rate: int | None, per_ms: int | None, running: int | None, group_running: int | None
+    *, rate: int | None = None, per_ms: int | None = None, running: int | None = None, group_running: int | None = None
 ) -> dict[str, int | None]:
     """Return what a queue is to be limited to, `per_ms` with its default. Raises `InvalidOption`."""
     if per_ms is not None and rate is None:
@@ -83,3 +95,61 @@ def _whole(name: str, value: Any, least: int, most: int) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise InvalidOption(f"{name} is a whole number from {least} to {most}, or None for no limit, not {value!r}")
     return value
+
+
+class Queues:
+    """What can be asked and done about queues."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    @property
+    def _store(self) -> Store:
+        return self._connection.store
+
+    async def pause(
+        self, queue: str, *, reason: str | None = None, by: str | None = None, until: datetime | None = None
+    ) -> None:
+        """Let no worker claim from this queue any more, until `resume`, or the time `until`. What runs, runs on."""
+        settings = {
+            "paused": True,
+            "paused_reason": checked_remark("reason", reason),
+            "paused_by": checked_remark("by", by),
+            "paused_until": None if until is None else checked_time("until", until),
+            "pause_time": self._connection.clock.now(),
+        }
+        await registry.set_queue(self._store, checked_queue(queue), settings)
+        await self._connection.queues_changed()
+
+    async def resume(self, queue: str) -> None:
+        """Let workers claim from this queue again."""
+        await registry.set_queue(self._store, checked_queue(queue), {"paused": False, "paused_until": None})
+        await self._connection.queues_changed()
+
+    async def set_limit(
+        self,
+        queue: str,
+        **given: Unpack[LimitFields],
+    ) -> None:
+        """Limit a queue, over the whole fleet; what is not given here is not limited (any more).
+
+        At most `rate` starts in any `per_ms` (1000 by default); at most `running` executions at a time; at most
+        `group_running` of each group (`configure(group=…)`) at a time: tasks of a full group hold up nobody else. What
+        runs already runs on, and is counted. Consumers of this mesh know of it when this returns, other processes a moment
+        later: at once if they listen, within two seconds if they only scan. Raises `InvalidOption`.
+        """
+        limited = checked_limits(**given)
+        await limits.set_limits(self._store, checked_queue(queue), limited)
+        await self._connection.queues_changed()
+
+    async def set_group_limit(self, queue: str, group: str, running: int | None) -> None:
+        """Let this one group of a queue run `running` executions at a time; None: as many as every other group."""
+        await set_group_limit(self._store, checked_queue(queue), group, running)
+        await self._connection.queues_changed()
+
+    async def all(self, *, counted_to: int = COUNTED_TO) -> list[QueueInfo]:
+        """Return the queues that have settings or unfinished tasks, with their pauses and limits.
+
+        `counted_to`: how far to count the tasks that wait in each.
+        """
+        return await read_queues(self._store, counted_to=counted_to)

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from datetime import datetime
+from typing import Unpack
 
 from pydantic import BaseModel, ConfigDict
 
 from taskmesh.admin.explain import Explanation, explain
-from taskmesh.admin.queues import read_queue
+from taskmesh.admin.queues import LimitFields, checked_limits, read_queue
 from taskmesh.admin.store import task_counts
-from taskmesh.model.queue import QueueInfo, QueueLimits
+from taskmesh.client.connection import Connection
+from taskmesh.client.tasks import Tasks
+from taskmesh.model.ids import checked_group
+from taskmesh.model.option import OptionFields
+from taskmesh.model.queue import QueueInfo, QueueLimits, checked_queue
 from taskmesh.model.task import Status, Task, task_id
 from taskmesh.store import Store, rules
 from taskmesh.store.control import option_stages
@@ -161,3 +166,44 @@ def _room_for(waiting: Mapping[str | None, int], queue: QueueInfo, limits: Queue
     rooms = [limits.running - queue.running] if limits.running is not None else []
     rooms += [limits.rate - queue.started] if limits.rate is not None else []
     return max(0, min([count, *rooms]))
+
+
+class WhatIf:
+    """What a change would do, told without making it."""
+
+    def __init__(self, connection: Connection, tasks: Tasks) -> None:
+        self._connection = connection
+        self._tasks = tasks
+
+    @property
+    def _store(self) -> Store:
+        return self._connection.store
+
+    async def option(self, name: str, key: str, **changes: Unpack[OptionFields]) -> OptionEffect:
+        """Tell what `set_option` with these arguments would do: who could claim the task then, whose run would be stopped.
+
+        Changes nothing. Raises `InvalidOption`, `TaskNotFound`.
+        """
+        task = await self._tasks.get(name, key)
+        stored = task.task_option.changed(**changes).stored()
+        return await effect_of_option(self._store, task, {field: stored[field] for field in changes})
+
+    async def limit(
+        self,
+        queue: str,
+        **given: Unpack[LimitFields],
+    ) -> LimitEffect:
+        """Tell what `set_limit` with these arguments would do: how many could start now, and then. Changes nothing."""
+        limited = checked_limits(**given)
+        return await effect_of_limit(self._store, checked_queue(queue), lambda now: now.model_copy(update=limited))
+
+    async def group_limit(self, queue: str, group: str, running: int | None) -> LimitEffect:
+        """Tell what `set_group_limit` would do: how many could start now, and then. Changes nothing."""
+        checked_limits(running=running)
+        own = {checked_group(group): running}
+
+        def changed(now: QueueLimits) -> QueueLimits:
+            groups = {name: limit for name, limit in (now.groups | own).items() if limit is not None}
+            return now.model_copy(update={"groups": groups})
+
+        return await effect_of_limit(self._store, checked_queue(queue), changed)

@@ -8,7 +8,8 @@ import typer
 from pymongo.errors import PyMongoError
 from rich.console import RenderableType
 
-from taskmesh.admin.bulk import BulkAction, NotedAction
+from taskmesh.admin.audit import NotedAction
+from taskmesh.admin.bulk import BulkAction
 from taskmesh.cli import output
 from taskmesh.cli.output import Json, show_found
 from taskmesh.mesh import TaskMesh
@@ -18,7 +19,7 @@ async def noted(mesh: TaskMesh, action: str, **about: Any) -> None:
     """Write down what was done, and to what; who it was is known. If that fails, it is done all the same."""
     told = ", ".join(f"{name} {value!r}" for name, value in about.items() if value is not None)
     try:
-        await mesh.note_action(action, told, output.somebody())
+        await mesh.audit.note(action, told, output.somebody())
     except PyMongoError as error:
         output.say(f"warning: it is not written down who did this ({type(error).__name__})", stderr=True)
 
@@ -31,7 +32,7 @@ async def audit(
     """List who changed what within the last month: tasks, queues, workers, schedules. Programs that publish are not listed."""
 
     async def read() -> list[BulkAction | NotedAction]:
-        found: list[BulkAction | NotedAction] = [*await mesh.bulk_actions(limit), *await mesh.noted_actions(limit)]
+        found: list[BulkAction | NotedAction] = [*await mesh.bulk.actions(limit), *await mesh.audit.actions(limit)]
         return sorted(found, key=lambda action: action.time, reverse=True)
 
     await show_found(mesh, read, _table, "nobody has changed anything within the last month", as_json=as_json)

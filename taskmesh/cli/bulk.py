@@ -62,7 +62,7 @@ _RETRY = _Verb(
     help="Run finished tasks again from the start; make waiting ones due at once.",
     done="will run again",
     one=lambda mesh: mesh.retry,
-    many=lambda mesh: mesh.retry_all,
+    many=lambda mesh: mesh.bulk.retry,
 )
 _CANCEL = _Verb(
     name="cancel",
@@ -70,7 +70,7 @@ _CANCEL = _Verb(
     done="is cancelled",
     question="cancel {}?",
     one=lambda mesh: mesh.cancel,
-    many=lambda mesh: mesh.cancel_all,
+    many=lambda mesh: mesh.bulk.cancel,
 )
 _DELETE = _Verb(
     name="delete",
@@ -78,7 +78,7 @@ _DELETE = _Verb(
     done="is deleted",
     question="delete {} for good, with its results?",
     one=lambda mesh: mesh.delete,
-    many=lambda mesh: mesh.delete_all,
+    many=lambda mesh: mesh.bulk.delete,
 )
 
 
@@ -178,7 +178,9 @@ async def purge(
         raise typer.BadParameter("say which: --where FILTER, or --all for every finished task")
     if not dry_run:
         output.check_can_ask("purge", yes=yes)
-    await _many(mesh, mesh.purge, TaskFilter.parse(where or ""), "purge", dry_run=dry_run, yes=yes, as_json=as_json)
+    await _many(
+        mesh, mesh.bulk.purge, TaskFilter.parse(where or ""), "purge", dry_run=dry_run, yes=yes, as_json=as_json
+    )
 
 
 async def undo(
@@ -195,9 +197,9 @@ async def undo(
     """
     if action is None:
         nothing = "nobody has changed many tasks at once within the last month"
-        await show_found(mesh, mesh.bulk_actions, _action_table, nothing, as_json=as_json)
+        await show_found(mesh, mesh.bulk.actions, _action_table, nothing, as_json=as_json)
         return
-    undone = await mesh.undo(action)
+    undone = await mesh.bulk.undo(action)
     await noted(mesh, "bulk.undo", id=action)
     if as_json:
         output.show_json(undone)

@@ -61,12 +61,12 @@ def _running_here() -> str | None:
 
 async def _keys(mesh: TaskMesh, context: typer.Context, incomplete: str) -> Iterable[str]:
     given = context.params.get("name")
-    return await completion.keys(mesh, given, incomplete) if given else []
+    return await completion.keys(mesh.connection, given, incomplete) if given else []
 
 
-name = _completion(lambda mesh, _, incomplete: completion.names(mesh, incomplete))
+name = _completion(lambda mesh, _, incomplete: completion.names(mesh.connection, incomplete))
 key = _completion(_keys)
-worker = _completion(lambda mesh, *_: completion.live_workers(mesh))
-queue = _completion(lambda mesh, *_: completion.queues(mesh))
-schedule = _completion(lambda mesh, *_: completion.schedule_ids(mesh))
-action = _completion(lambda mesh, *_: completion.undoable_actions(mesh))
+worker = _completion(lambda mesh, *_: completion.live_workers(mesh.connection))
+queue = _completion(lambda mesh, *_: completion.queues(mesh.connection))
+schedule = _completion(lambda mesh, *_: completion.schedule_ids(mesh.connection))
+action = _completion(lambda mesh, *_: completion.undoable_actions(mesh.connection))

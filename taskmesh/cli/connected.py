@@ -89,7 +89,7 @@ def mesh_of(
     if app is None:
         return mesh_at(uri, database, collection, patience_ms)
     mesh = load_mesh(app)
-    uri = uri or (None if mesh.is_placed else os.environ.get("TASKMESH_URI"))
+    uri = uri or (None if mesh.connection.is_placed else os.environ.get("TASKMESH_URI"))
     mesh.connect_to(uri and patient_for(uri, patience_ms), database=database, collection=collection)
     return mesh
 

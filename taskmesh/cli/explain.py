@@ -57,7 +57,7 @@ async def explain(
             output.say(f"warning: {_unknown(worker_id)}", stderr=True)
         if name is None or key is None:
             assert worker_id is not None
-            waiting = await mesh.explain_worker(worker_id, name, at_most=_LOOKED_AT)
+            waiting = await mesh.inspect.explain_worker(worker_id, name, at_most=_LOOKED_AT)
             if not waiting:
                 return nothing_found(mesh, f"no task waits{f'; {_unknown(worker_id)}' if unknown else ''}", [])
             return Listing(waiting, _what_waits(waiting, worker_id, unknown=unknown))
@@ -170,7 +170,7 @@ async def errors(
     """Tell what fails, and why: failures grouped by task, type of error and place, the most frequent first."""
 
     async def read() -> Listing:
-        report = await mesh.errors(name, at_most=at_most)
+        report = await mesh.inspect.errors(name, at_most=at_most)
         fits = await _counted(mesh, report.groups)
         if as_json and not report.complete:
             output.say(f"warning: {report.looked_at} tasks were looked at; there are more", stderr=True)
@@ -189,7 +189,9 @@ async def _counted(mesh: TaskMesh, groups: list[ErrorGroup]) -> list[int | None]
     found: list[int | None] = []
     for group in groups:
         left_ms = round((end - time.monotonic()) * 1000)
-        counting = mesh.count_within(group.where, at_most=_COUNTED_TO, deadline_ms=left_ms) if left_ms > 0 else None
+        counting = (
+            mesh.listing.count_within(group.where, at_most=_COUNTED_TO, deadline_ms=left_ms) if left_ms > 0 else None
+        )
         found.append(None if counting is None else await counting)
     return found
 
@@ -236,7 +238,7 @@ def _word(text: str) -> str:
 
 async def doctor(mesh: TaskMesh, as_json: Json = False) -> None:
     """Look for what is wrong, with the remedy for each finding. Ends with 1 if something hurts now."""
-    findings = await mesh.doctor()
+    findings = await mesh.inspect.doctor()
 
     async def found() -> list[Finding]:
         return findings

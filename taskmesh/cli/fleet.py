@@ -112,7 +112,7 @@ async def set_concurrency(
     ],
 ) -> None:
     """Change how many executions a worker runs at once."""
-    await mesh.set_concurrency(worker_id, concurrency)
+    await mesh.fleet.set_concurrency(worker_id, concurrency)
     await noted(mesh, "worker.set_concurrency", worker_id=worker_id, concurrency=concurrency)
     output.say(f"worker {worker_id} is told to run {concurrency} at once")
 
@@ -236,7 +236,7 @@ async def top(
     history: deque[float] = deque(maxlen=_HISTORY)
 
     async def read() -> Listing:
-        stats, queues = await mesh.stats(), await mesh.queues()
+        stats, queues = await mesh.stats(), await mesh.queues.all()
         workers = [worker for worker in await mesh.workers() if worker.live or worker.state == "gone"]
         history.append(stats.finished_per_s)
         parts: list[RenderableType] = [

@@ -16,7 +16,7 @@ from taskmesh.cli import completion, output
 from taskmesh.cli.connected import Collection, Database, Uri, mesh_of, run_at
 from taskmesh.cli.output import Json
 from taskmesh.cli.tasks import Timeout, show_result
-from taskmesh.client.definition import TaskHandle
+from taskmesh.client.handle import TaskHandle
 from taskmesh.mesh import TaskMesh
 from taskmesh.model.errors import InvalidParams
 
@@ -152,7 +152,7 @@ async def _publish_all(
         bar = progress.add_task("publishing", total=len(keys))
         for start in range(0, len(keys), _BATCH):
             batch = {key: tasks[key] for key in keys[start : start + _BATCH]}
-            handles += await mesh.publish_many(name, batch, **configuration)
+            handles += await mesh.publisher.publish_many(name, batch, **configuration)
             progress.advance(bar, len(batch))
     if as_json:
         output.show_json([_handle_json(handle) for handle in handles])

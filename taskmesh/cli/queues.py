@@ -14,9 +14,8 @@ from taskmesh.cli import completion, output
 from taskmesh.cli.audit import noted
 from taskmesh.cli.connected import App, Collection, Database, Uri, mesh_of, run_at
 from taskmesh.cli.output import Json, Watch, show_found
-from taskmesh.client.definition import checked_queue
 from taskmesh.mesh import TaskMesh
-from taskmesh.model.queue import QueueInfo
+from taskmesh.model.queue import QueueInfo, checked_queue
 from taskmesh.model.schedule import ScheduleInfo
 
 _NO_SCHEDULES = "no schedules (a worker declares those of its code: @mesh.task(cron=…), mesh.every)"
@@ -30,7 +29,7 @@ Reason = Annotated[str | None, typer.Option(help="Why; listings and `explain` te
 
 async def queues(mesh: TaskMesh, as_json: Json = False, watch: Watch = None) -> None:
     """List the queues that have tasks or settings, with how far their limits are used up."""
-    await show_found(mesh, mesh.queues, queue_table, "no queues", as_json=as_json, every_s=watch)
+    await show_found(mesh, mesh.queues.all, queue_table, "no queues", as_json=as_json, every_s=watch)
 
 
 def queue_table(found: list[QueueInfo]) -> RenderableType:
@@ -72,7 +71,7 @@ async def pause(
 
 async def _tell_if_nobody_knows(mesh: TaskMesh, queue: str) -> None:
     """Warn of a name that no task, worker or setting has: it may be a slip, and what it should have stopped goes on."""
-    known = {"default", *(each.queue for each in await mesh.queues(counted_to=1))}
+    known = {"default", *(each.queue for each in await mesh.queues.all(counted_to=1))}
     known |= {taken for worker in await mesh.workers() for taken in worker.queues or ()}
     if queue in known or [task async for task in mesh.find(queue=checked_queue(queue), limit=1)]:
         return
@@ -115,7 +114,7 @@ def limit(
     async def use(mesh: TaskMesh) -> None:
         await _tell_if_nobody_knows(mesh, queue)
         if group is not None:
-            await mesh.set_group_limit(queue, group, running)
+            await mesh.queues.set_group_limit(queue, group, running)
             await noted(mesh, "queue.set_group_limit", queue=queue, group=group, running=running)
         else:
             limits = {"rate": rate, "per_ms": per_ms, "running": running, "group_running": group_running}
@@ -124,9 +123,9 @@ def limit(
 
     async def tell(mesh: TaskMesh) -> None:
         if group is not None:
-            effect = await mesh.what_if_group_limit(queue, group, running)
+            effect = await mesh.what_if.group_limit(queue, group, running)
         else:
-            effect = await mesh.what_if_limit(
+            effect = await mesh.what_if.limit(
                 queue, rate=rate, per_ms=per_ms, running=running, group_running=group_running
             )
         output.show_json(effect) if as_json else output.say(f"queue {queue}: {effect.sentence}")
@@ -145,7 +144,7 @@ def limit(
 
 async def schedules(mesh: TaskMesh, as_json: Json = False, watch: Watch = None) -> None:
     """List the schedules, the next to run first."""
-    await show_found(mesh, mesh.schedules, _schedule_table, _NO_SCHEDULES, as_json=as_json, every_s=watch)
+    await show_found(mesh, mesh.schedules.all, _schedule_table, _NO_SCHEDULES, as_json=as_json, every_s=watch)
 
 
 def _schedule_table(found: list[ScheduleInfo]) -> RenderableType:
@@ -167,14 +166,14 @@ def _schedule_table(found: list[ScheduleInfo]) -> RenderableType:
 
 async def pause_schedule(mesh: TaskMesh, schedule_id: ScheduleId, reason: Reason = None) -> None:
     """Pause a schedule: it publishes nothing until it is resumed."""
-    await mesh.pause_schedule(schedule_id, reason=reason, by=output.somebody())
+    await mesh.schedules.pause(schedule_id, reason=reason, by=output.somebody())
     await noted(mesh, "schedule.pause", schedule_id=schedule_id)
     output.say(f"schedule {schedule_id} is paused")
 
 
 async def resume_schedule(mesh: TaskMesh, schedule_id: ScheduleId) -> None:
     """Resume a paused schedule. What it missed meanwhile is not made up for."""
-    schedule = await mesh.resume_schedule(schedule_id)
+    schedule = await mesh.schedules.resume(schedule_id)
     await noted(mesh, "schedule.resume", schedule_id=schedule_id)
     output.say(
         f"schedule {schedule_id} is active again" + (f", next at {schedule.next_time}" if schedule.next_time else "")
@@ -183,7 +182,7 @@ async def resume_schedule(mesh: TaskMesh, schedule_id: ScheduleId) -> None:
 
 async def trigger(mesh: TaskMesh, schedule_id: ScheduleId, as_json: Json = False) -> None:
     """Publish a schedule's task now, in addition to its scheduled runs."""
-    handle = await mesh.trigger(schedule_id)
+    handle = await mesh.schedules.trigger(schedule_id)
     await noted(mesh, "schedule.trigger", schedule_id=schedule_id)
     if as_json:
         output.show_json({"name": handle.name, "key": handle.key, "created": handle.created})
@@ -198,6 +197,6 @@ async def unschedule(
 ) -> None:
     """Remove a schedule; its tasks stay. Code that still declares it brings it back."""
     output.confirm(f"remove the schedule {schedule_id}?", yes=yes)
-    await mesh.unschedule(schedule_id)
+    await mesh.schedules.remove(schedule_id)
     await noted(mesh, "schedule.remove", schedule_id=schedule_id)
     output.say(f"schedule {schedule_id} is removed")

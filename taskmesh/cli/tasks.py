@@ -16,7 +16,7 @@ from taskmesh.admin.timeline import Bar, bars_of, happenings
 from taskmesh.cli import completion, output
 from taskmesh.cli.audit import noted
 from taskmesh.cli.output import Json, Listing, Watch, nothing_found, show
-from taskmesh.client.definition import TaskHandle
+from taskmesh.client.handle import TaskHandle
 from taskmesh.mesh import TaskMesh
 from taskmesh.model.errors import TaskMeshError
 from taskmesh.model.event import TaskEvent
@@ -234,7 +234,7 @@ async def set_option(
 ) -> None:
     """Change the option of a task that is published already."""
     if dry_run:
-        effect = await mesh.what_if_option(name, key, **output.settings(changes))
+        effect = await mesh.what_if.option(name, key, **output.settings(changes))
         output.show_json(effect) if as_json else output.say(f"{effect.name} {effect.key}: {effect.sentence}")
         return
     task = await mesh.set_option(name, key, **output.settings(changes))
@@ -292,7 +292,7 @@ Timeout = Annotated[float | None, typer.Option(min=0.1, metavar="SECONDS", help=
 
 async def result(mesh: TaskMesh, name: Name, key: Key, timeout: Timeout = None) -> None:
     """Wait until a task is finished, and print its result as JSON. Ends with 1 if it has none: FAIL, CANCELLED, EXPIRED."""
-    await show_result(TaskHandle(mesh, name, key, created=False, updated=False, warnings=[]), timeout)
+    await show_result(TaskHandle(mesh.tasks, name, key, created=False, updated=False, warnings=[]), timeout)
 
 
 async def show_result(handle: TaskHandle[Any], timeout: float | None) -> None:

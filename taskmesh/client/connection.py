@@ -7,93 +7,92 @@ import logging
 import os
 import time
 import weakref
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from taskmesh.client.change_feed import Feed
-from taskmesh.client.events import EventReader
+from taskmesh.client.events import DEFAULT_BUFFER, EventReader
 from taskmesh.client.registry import Registry
 from taskmesh.client.results import Results
 from taskmesh.model.errors import TaskMeshError
+from taskmesh.model.task import checked_key, checked_name
 from taskmesh.store import Store, reach, registry, schema
 from taskmesh.store.clock import ServerClock
 from taskmesh.store.server_errors import patiently
-
-if TYPE_CHECKING:
-    from taskmesh.consumer import Consumer
 
 logger = logging.getLogger("taskmesh.connection")
 
 _NOT_CONNECTED = "this mesh is not connected: use it inside `async with mesh:` (or `publish_sync`)"
 
 
-class Connected:
-    """What all that a mesh can do stands on. Once connected it has `store`, `clock` and `feed`."""
+class LocalConsumer(Protocol):
+    """A consumer of this process, as the connection that it works on knows it."""
+
+    worker_id: str
+
+    @property
+    def at_work(self) -> bool:
+        """Whether it runs."""
+
+    async def stop(self, grace_ms: int = ...) -> None:
+        """Stop it within the grace."""
+
+    async def read_queues(self) -> None:
+        """Tell it that a queue's settings have changed."""
+
+
+class Connection:
+    """Where a mesh is connected to. Once it is open it has `store`, `clock`, `feed`, `results` and `registry`."""
 
     _clock: ServerClock
     _feed: Feed
     _results: Results
     _registry: Registry
 
-    def __init__(self, client: Any = None, *, database: str = "taskmesh", collection: str = "tasks") -> None:
-        self._client = client
-        self._database = database
-        self._collection = collection
+    def __init__(self, client: Any, database: str, collection: str) -> None:
+        self.client = client
+        self.database = database
+        self.collection = collection
         self._moved = False
         """Whether somebody has asked for another place than the code's."""
         self._store: Store | None = None
         self.reached = False
-        """Whether the server has ever answered, though it may not be connected yet."""
+        """Whether the server has ever answered, though it may not be open yet."""
         self._created = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pid = os.getpid()
         self._embedded: Any = None
         self._event_readers: weakref.WeakSet[EventReader] = weakref.WeakSet()
-        self._consumers: weakref.WeakSet[Consumer] = weakref.WeakSet()
+        self.consumers: weakref.WeakSet[LocalConsumer] = weakref.WeakSet()
 
-    def connect_to(self, client: Any = None, *, database: str | None = None, collection: str | None = None) -> None:
-        """Change where this mesh will connect to: what a command line or a test overrides. None: as it is.
-
-        Raises `TaskMeshError` if it is connected already.
-        """
+    def lead_to(self, client: Any = None, *, database: str | None = None, collection: str | None = None) -> None:
+        """Change where it leads. None: as it is. Raises `TaskMeshError` if it is open already."""
         if self._store is not None:
             raise TaskMeshError("this mesh is connected already: say where before `async with mesh`")
         if client is not None:
-            self._client, self._moved = client, True
-        self._database = database or self._database
-        self._collection = collection or self._collection
+            self.client, self._moved = client, True
+        self.database = database or self.database
+        self.collection = collection or self.collection
 
     @property
     def is_placed(self) -> bool:
-        """Whether code or `connect_to` says where to connect, and not the environment or the embedded MongoDB."""
-        return self._client is not None
+        """Whether code or `lead_to` says where it leads, and not the environment or the embedded MongoDB."""
+        return self.client is not None
 
     @property
     def address(self) -> str:
-        """Where this mesh is connected: host and port, database and collection; without credentials."""
-        store = self.store
-        return f"{reach.hosts(store)}, database {self._database!r}, collection {self._collection!r}"
+        """Where it is connected: host and port, database and collection; without credentials."""
+        return f"{reach.hosts(self.store)}, database {self.database!r}, collection {self.collection!r}"
 
-    async def __aenter__(self) -> Self:
-        await self.connect()
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if kind is not None:  # as if what failed had been running it
-                await self._stop_consumers(grace_ms=0)
-        finally:
-            await self.close()
-
-    async def connect(self, *, create: bool = True) -> None:
+    async def open(self, *, create: bool = True) -> None:
         """Connect, check the server, and create the collections and indexes that are missing.
 
-        `create=False`: leave that to the first publication, so that a look at a database changes nothing in it.
-        Raises `NotAReplicaSet`, `IncompatibleCollection`, `EmbeddedUnavailable`, or `TaskMeshError` if no server answers.
+        `create=False`: leave that to the first publication. Raises `NotAReplicaSet`, `IncompatibleCollection`,
+        `EmbeddedUnavailable`, or `TaskMeshError` if no server answers.
         """
         if self._store is not None:
             raise TaskMeshError("this mesh is connected already: use one `async with mesh` around all that needs it")
-        store = Store(await self._client_or_uri(), self._database, self._collection)
+        store = Store(await self._client_or_uri(), self.database, self.collection)
         clock = ServerClock()
         self._say_where(store)
         try:
@@ -112,26 +111,26 @@ class Connected:
         self._results = Results(store, self._feed)
         self._registry = Registry(store)
 
-    async def _create_what_is_missing(self) -> None:
-        """Do what `connect(create=False)` has left out."""
+    async def create_what_is_missing(self) -> None:
+        """Do what `open(create=False)` has left out."""
         if not self._created:
             store = self.store
             await patiently(lambda: schema.create(store))
             self._created = True
 
     async def close(self) -> None:
-        """Stop the consumers that run, within their grace; then close what `connect` opened. Does nothing the second time."""
+        """Stop the consumers that run, within their grace; then close what `open` opened. Does nothing the second time."""
         if self._store is None:
             return
         try:
-            await self._stop_consumers()
+            await self.stop_consumers()
         finally:
             await self._close()
 
-    async def _stop_consumers(self, **grace: int) -> None:
+    async def stop_consumers(self, **grace: int) -> None:
         """Stop them side by side; those of another process, from which this one was forked, are none of ours."""
-        if self.connected_in(asyncio.get_running_loop()):
-            at_work = [consumer for consumer in self._consumers if consumer.at_work]
+        if self.is_usable_in(asyncio.get_running_loop()):
+            at_work = [consumer for consumer in self.consumers if consumer.at_work]
             for consumer in at_work:
                 logger.info("worker %s stops, since its mesh is closed", consumer.worker_id)
             await asyncio.gather(*(consumer.stop(**grace) for consumer in at_work))
@@ -148,7 +147,7 @@ class Connected:
         await self._leave_embedded()
 
     async def _client_or_uri(self) -> Any:
-        client = self._client or os.environ.get("TASKMESH_URI")
+        client = self.client or os.environ.get("TASKMESH_URI")
         if client is not None:
             return client
         from taskmesh.embedded import attach  # noqa: PLC0415 — an extra
@@ -159,10 +158,10 @@ class Connected:
     def _say_where(self, store: Store) -> None:
         """Say it if TASKMESH_URI names other servers, lest somebody looks for his tasks there."""
         named = os.environ.get("TASKMESH_URI")
-        if self._client is None or not named:
+        if self.client is None or not named:
             return
         elsewhere = urlsplit(named).netloc.rpartition("@")[2]
-        here = urlsplit(self._client).netloc.rpartition("@")[2] if isinstance(self._client, str) else reach.hosts(store)
+        here = urlsplit(self.client).netloc.rpartition("@")[2] if isinstance(self.client, str) else reach.hosts(store)
         if {host.strip() for host in here.split(",")}.isdisjoint(elsewhere.split(",")):
             why = "asked for" if self._moved else "given in the code"
             level = logging.INFO if self._moved else logging.WARNING
@@ -173,13 +172,13 @@ class Connected:
             embedded, self._embedded = self._embedded, None
             await asyncio.to_thread(embedded.close)
 
-    def connected_in(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """Whether the mesh can be used in this event loop, in this process."""
+    def is_usable_in(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Whether it is open, in this event loop and this process."""
         return self._store is not None and self._loop is loop and self._pid == os.getpid()
 
     @property
     def store(self) -> Store:
-        """The connection. Raises `TaskMeshError` if there is none that can be used here."""
+        """What reads and writes MongoDB. Raises `TaskMeshError` if the connection is not open, in this loop and process."""
         if self._store is None:
             raise TaskMeshError(_NOT_CONNECTED)
         if self._pid != os.getpid():
@@ -203,6 +202,33 @@ class Connected:
         if self._loop is None:
             raise TaskMeshError(_NOT_CONNECTED)
         return self._feed
+
+    @property
+    def results(self) -> Results:
+        """Those who wait for results. Raises as `store` does."""
+        _ = self.store
+        return self._results
+
+    @property
+    def registry(self) -> Registry:
+        """The workers, and what they registered. Raises as `store` does."""
+        _ = self.store
+        return self._registry
+
+    def events(
+        self, name: str | None, key: str | None, *, after: str | None, buffer: int = DEFAULT_BUFFER
+    ) -> EventReader:
+        """Return a reader of events that ends with this connection. Raises `InvalidOption`."""
+        name = None if name is None else checked_name(name)
+        key = None if key is None else checked_key(key)
+        reader = EventReader(self.feed, self.store, name, key, after=after, buffer=buffer)
+        self._event_readers.add(reader)
+        return reader
+
+    async def queues_changed(self) -> None:
+        """Let our own consumers know before the caller goes on; the others hear of it by their streams."""
+        for consumer in tuple(self.consumers):
+            await consumer.read_queues()
 
 
 async def sample(clock: ServerClock, store: Store) -> None:

@@ -9,16 +9,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol, Unpack
 
 from bson import ObjectId
 from pymongo.errors import PyMongoError
 
-from taskmesh.client.connection import Connected, sample
-from taskmesh.client.definition import Configuration, TaskDefinition, TaskHandle
+from taskmesh.client.connection import Connection, sample
+from taskmesh.client.handle import TaskHandle
 from taskmesh.client.portal import portal_loop, run_blocking
 from taskmesh.client.registered import RegisteredDefinition
+from taskmesh.client.tasks import Tasks
 from taskmesh.client.tracing import Carrier, carrier, going_on, publishing
+from taskmesh.model.configuration import Configuration, PublishSettings
 from taskmesh.model.errors import InvalidParams, TaskMeshError
 from taskmesh.model.task import checked_key, checked_name
 from taskmesh.store import Store
@@ -29,108 +31,105 @@ from taskmesh.store.server_errors import is_over_deadline, is_passing
 PUBLISH_DEADLINE_S = 30.0
 
 
-class Publishing(Connected):
-    """The part of `TaskMesh` that publishes."""
+class Publishable(Protocol):
+    """What a publish needs to know of a task: its definition, or what workers have registered of it."""
 
-    definitions: dict[str, TaskDefinition[Any, Any]]
+    name: str
 
-    def __init__(self, client: Any = None, *, database: str = "taskmesh", collection: str = "tasks") -> None:
-        super().__init__(client, database=database, collection=collection)
-        self.definitions = {}
-        self._twin: tuple[asyncio.AbstractEventLoop, asyncio.Task[Publishing]] | None = None
-        """The same on the portal's loop, for `publish_sync`."""
+    @property
+    def configuration(self) -> Configuration:
+        """How it is published."""
 
-    async def close(self) -> None:
-        """Stop the consumers that run, within their grace; then close what `connect` and `publish_sync` opened.
+    def to_store(self, params: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+        """Return checked params as they are stored, and their size in bytes. Raises `InvalidParams`, `TaskTooLarge`."""
 
-        Does nothing the second time.
-        """
-        try:
-            await super().close()
-        finally:
-            if self._twin is not None:  # handlers may have used it up to now
-                await asyncio.to_thread(self.close_sync)
 
-    async def publish(
-        self, name: str, key: str, params: Mapping[str, Any] | None = None, **configuration: Any
-    ) -> TaskHandle[Any]:
-        """Publish by task name, without the handler's code.
+class Publisher:
+    """Publishes, on one connection; `definitions` are the tasks whose code is known here."""
 
-        Uses the option and queue of the definition if this mesh knows the name, else those that workers have registered,
-        else the defaults. Raises as `TaskDefinition.publish` does.
-        """
-        return (await self.publish_many(name, {checked_key(key): {} if params is None else params}, **configuration))[0]
+    def __init__(self, connection: Connection, tasks: Tasks, definitions: Mapping[str, Publishable]) -> None:
+        self._connection = connection
+        self._tasks = tasks
+        self.definitions = definitions
+        self._twin: tuple[asyncio.AbstractEventLoop, asyncio.Task[Connection]] | None = None
+        """A connection to the same database on the portal's loop, for `publish_sync`."""
 
     async def publish_many(
-        self, name: str, params_by_key: Mapping[str, Mapping[str, Any]], **configuration: Any
+        self,
+        name: str,
+        params_by_key: Mapping[str, Mapping[str, Any]],
+        **configuration: Unpack[PublishSettings],
     ) -> list[TaskHandle[Any]]:
         """Publish many tasks by name, about a thousand per round trip; handles in the order given.
 
-        All are checked before any is written.
+        Uses the option and queue of the definition if this mesh knows the name, else those that workers have registered,
+        else the defaults. All are checked before any is written. Raises as `TaskDefinition.publish` does.
         """
         definition = self.definitions.get(checked_name(name))
         if definition is not None:
-            return await self.publish_all(definition.configure(**configuration), params_by_key)
-        keys = [checked_key(key) for key in params_by_key]
+            settings = definition.configuration.changed(**configuration)
+            return await self.publish_all(definition, params_by_key, settings)
         registered = await self.registered(name)
+        settings = registered.configuration.changed(**configuration)
         try:
-            stored = [registered.to_store(params) for params in params_by_key.values()]
+            return await self.publish_all(registered, params_by_key, settings, known=registered.found)
         except InvalidParams:  # a worker that takes them may have come since
             registered = await self.registered(name, newly=True)
-            stored = [registered.to_store(params) for params in params_by_key.values()]
-        return await self._publish_named(
-            name,
-            registered.configuration.changed(**configuration),
-            dict(zip(keys, stored, strict=True)),
-            known=registered.found,
-        )
+            settings = registered.configuration.changed(**configuration)
+            return await self.publish_all(registered, params_by_key, settings, known=registered.found)
 
     async def registered(self, name: str, *, newly: bool = False) -> RegisteredDefinition:
         """Return what workers have registered of the tasks of this name. `newly`: not as it was some seconds ago."""
-        _ = self.store  # whether there is one
-        return await self._registry.definition(checked_name(name), newly=newly)
+        return await self._connection.registry.definition(checked_name(name), newly=newly)
 
     async def publish_all(
-        self, definition: TaskDefinition[Any, Any], params_by_key: Mapping[str, Mapping[str, Any]]
-    ) -> list[TaskHandle[Any]]:
-        """Publish tasks of one definition; all are checked before any is written."""
-        checked = {checked_key(key): definition.params.to_store(params) for key, params in params_by_key.items()}
-        return await self._publish_named(definition.name, definition.configuration, checked)
-
-    async def _publish_named(
         self,
-        name: str,
-        configuration: Configuration,
-        checked: Mapping[str, tuple[dict[str, Any], int]],
+        definition: Publishable,
+        params_by_key: Mapping[str, Mapping[str, Any]],
+        configuration: Configuration | None = None,
         *,
         known: bool = True,
     ) -> list[TaskHandle[Any]]:
+        """Publish tasks of one definition, in its configuration unless another is given.
+
+        All are checked before any is written. `known`: the definition is that of a handler, not made of defaults.
+        """
+        configuration = configuration or definition.configuration
         publish_id = ObjectId()
-        publications = [
-            configuration.publication(name, key, params, size, publish_id) for key, (params, size) in checked.items()
-        ]
-        store = self.store
-        await self._create_what_is_missing()
-        with publishing(name, list(checked), configuration.queue) as trace:
+        publications = []
+        for key, params in params_by_key.items():
+            checked_key(key)
+            stored, size = definition.to_store(params)
+            publications.append(Publication(definition.name, key, stored, configuration, size, publish_id=publish_id))
+        store, clock = self._connection.store, self._connection.clock
+        await self._connection.create_what_is_missing()
+        with publishing(definition.name, list(params_by_key), configuration.queue) as trace:
             for publication in publications:
                 publication.trace = trace
             if configuration.session is not None:
-                if self.clock.stale:
-                    await sample(self.clock, store)
-                published = await publish_in_session(store, publications, self.clock.now(), configuration.session)
+                if clock.stale:
+                    await sample(clock, store)
+                published = await publish_in_session(store, publications, clock.now(), configuration.session)
             else:
                 published = await self._published(store, publications)
-        warnings = await self._warnings(name, configuration, known=known)
+        warnings = await self._warnings(definition.name, configuration, known=known)
         return [
             TaskHandle(
-                self, name, publication.key, created=result.created, updated=result.updated, warnings=list(warnings)
+                self._tasks,
+                definition.name,
+                publication.key,
+                created=result.created,
+                updated=result.updated,
+                warnings=list(warnings),
             )
             for publication, result in zip(publications, published, strict=True)
         ]
 
     async def _warnings(self, name: str, configuration: Configuration, *, known: bool) -> list[str]:
         try:
-            return await self._registry.warnings(name, configuration, self.clock.now(), known=known)
+            return await self._connection.registry.warnings(
+                name, configuration, self._connection.clock.now(), known=known
+            )
         except PyMongoError as error:  # the tasks are published all the same
             return [f"could not be checked against the workers that there are ({type(error).__name__})"]
 
@@ -140,9 +139,9 @@ class Publishing(Connected):
         pause = 0.05
         while True:
             try:
-                if self.clock.stale:
-                    await sample(self.clock, store)
-                return await publish(store, publications, self.clock.now())
+                if self._connection.clock.stale:
+                    await sample(self._connection.clock, store)
+                return await publish(store, publications, self._connection.clock.now())
             except PyMongoError as error:
                 locked = is_over_deadline(error)
                 if not (is_passing(error) or locked) or time.monotonic() + pause > give_up:
@@ -155,69 +154,65 @@ class Publishing(Connected):
             await asyncio.sleep(pause)
             pause = min(pause * 2, 1.0)
 
-    def publication_of(
-        self, definition: TaskDefinition[Any, Any] | str, key: str, params: Mapping[str, Any]
-    ) -> Publication:
+    def publication_of(self, definition: Publishable | str, key: str, params: Mapping[str, Any]) -> Publication:
         """Check what a handler wants to be published with its SUCCESS. Raises as `publish` does."""
         if isinstance(definition, str):
-            named = self.definitions.get(checked_name(definition))
-            unknown = RegisteredDefinition(definition, None)
-            stored, size = named.params.to_store(params) if named else unknown.to_store(params)
-            configuration = named.configuration if named else unknown.configuration
-            return configuration.publication(definition, checked_key(key), stored, size)
-        stored, size = definition.params.to_store(params)
-        return definition.configuration.publication(definition.name, checked_key(key), stored, size)
+            known = self.definitions.get(checked_name(definition))
+            definition = known if known is not None else RegisteredDefinition(definition, None)
+        stored, size = definition.to_store(params)
+        return Publication(definition.name, checked_key(key), stored, definition.configuration, size)
+
+    # --- from code without an event loop ---
 
     def publish_all_sync(
-        self, definition: TaskDefinition[Any, Any], params_by_key: Mapping[str, Mapping[str, Any]]
+        self, definition: Publishable, params_by_key: Mapping[str, Mapping[str, Any]]
     ) -> list[TaskHandle[Any]]:
         """Publish from code without an event loop. Raises `RuntimeError` inside one."""
-        in_portal = self._publish_in_portal(definition, params_by_key, carrier())
-        handles = run_blocking(in_portal, "publish_sync")
+        handles = run_blocking(self._publish_in_portal(definition, params_by_key, carrier()), "publish_sync")
         for handle in handles:
-            handle.mesh = self
+            handle.tasks = self._tasks
         return handles
 
     async def _publish_in_portal(
-        self,
-        definition: TaskDefinition[Any, Any],
-        params_by_key: Mapping[str, Mapping[str, Any]],
-        trace: Carrier | None,
+        self, definition: Publishable, params_by_key: Mapping[str, Mapping[str, Any]], trace: Carrier | None
     ) -> list[TaskHandle[Any]]:
         """Publish in the portal's loop, on a connection of its own. `trace`: where the caller is."""
         loop = asyncio.get_running_loop()
         if self._twin is None or self._twin[0] is not loop:  # after a fork, the child has a portal of its own
             # As a task, since many threads may ask at once: the first connects, and all wait for that.
-            self._twin = loop, loop.create_task(self._connected_twin(), name="taskmesh connects publish_sync")
+            self._twin = loop, loop.create_task(self._opened_twin(), name="taskmesh connects publish_sync")
         try:
             twin = await self._twin[1]
         except BaseException:
             self._twin = None
             raise
         with going_on(trace):
-            return await twin.publish_all(definition, params_by_key)
+            return await Publisher(twin, Tasks(twin), self.definitions).publish_all(definition, params_by_key)
 
-    async def _connected_twin(self) -> Publishing:
-        twin = Publishing(self._twin_client(), database=self._database, collection=self._collection)
-        twin.definitions = self.definitions
-        await twin.connect()
+    async def _opened_twin(self) -> Connection:
+        ours = self._connection
+        client = ours.client if ours.client is None or isinstance(ours.client, str) else twin_of(ours.client)
+        twin = Connection(client, ours.database, ours.collection)
+        await twin.open()
         return twin
 
     def close_sync(self) -> None:
-        """Close what `publish_sync` opened, if it did; the next `publish_sync` opens it again. `close` does it too."""
+        """Close what `publish_sync` opened, if it did; the next `publish_sync` opens it again. `mesh.close` does it too."""
         twin, self._twin = self._twin, None
         if twin is not None and twin[0] is portal_loop():
             run_blocking(_close_twin(twin[1]), "close_sync")
 
-    def _twin_client(self) -> Any:
-        return self._client if self._client is None or isinstance(self._client, str) else twin_of(self._client)
+    async def close(self) -> None:
+        """Close what `publish_sync` opened, from code with an event loop."""
+        if self._twin is not None:
+            await asyncio.to_thread(self.close_sync)
 
 
-async def _close_twin(connecting: asyncio.Task[Publishing]) -> None:
-    """Close a mesh on the portal's loop, and its client, which is nobody else's."""
+async def _close_twin(opening: asyncio.Task[Connection]) -> None:
+    """Close a connection on the portal's loop, and its client, which is nobody else's."""
     try:
-        twin = await connecting
-    except Exception:  # noqa: BLE001 — it never connected, for whatever reason: whoever asked for it was told
+        twin = await opening
+    except Exception:  # noqa: BLE001 — it was never open, for whatever reason: whoever asked for it was told
         return
     driver = twin.store.driver
     await twin.close()

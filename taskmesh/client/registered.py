@@ -7,29 +7,15 @@ from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
-from taskmesh.client.definition import Configuration, TaskDefinition
 from taskmesh.client.json_schema import misfits
 from taskmesh.client.params import checked_size
+from taskmesh.model.configuration import Configuration
 from taskmesh.model.errors import InvalidParams
 from taskmesh.model.option import TaskOption
 from taskmesh.store.driver import Document
-from taskmesh.store.publish import stored_option
 from taskmesh.store.values import storable
 
-_LONGEST_SCHEMA = 100_000
 _MOST_MISFITS = 5
-
-
-def described(definition: TaskDefinition[Any, Any]) -> Document:
-    """Return what a worker registers of a task."""
-    schema = definition.params.json_schema()
-    text = None if schema is None else json.dumps(schema, sort_keys=True)
-    known = text is not None and len(text) <= _LONGEST_SCHEMA
-    return {
-        "queue": definition.queue,
-        "option": stored_option(definition.option),
-        "schema": text if known else None,
-    }
 
 
 class RegisteredDefinition:

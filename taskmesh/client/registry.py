@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from datetime import datetime, timedelta
+from datetime import datetime
 
 from pymongo.errors import OperationFailure
 
-from taskmesh.client.definition import Configuration
 from taskmesh.client.registered import RegisteredDefinition
+from taskmesh.model.configuration import Configuration
 from taskmesh.model.worker import WorkerInfo, able_workers, known_names, read_workers
 from taskmesh.store import Store, definitions, registry
 from taskmesh.store.driver import Document
@@ -117,9 +117,7 @@ class Registry:
             found.append(f"queue {configuration.queue!r} is paused")
         if queue is not None and (queue.get("limits") or {}).get("running") == 0:
             found.append(f"queue {configuration.queue!r} is limited to 0 executions at a time")
-        start = configuration.start_time
-        if configuration.delay_ms is not None:
-            start = now + timedelta(milliseconds=configuration.delay_ms)
+        start = configuration.starts(now)
         if configuration.expire_time is not None and configuration.expire_time <= max(now, start or now):
             found.append(f"it expires at {configuration.expire_time.isoformat()}, before it can start")
         return found

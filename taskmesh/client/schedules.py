@@ -1,4 +1,4 @@
-"""What a mesh can do with periodic tasks: declare, list, pause, trigger and remove them."""
+"""Periodic tasks: declare, list, pause, trigger and remove them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import asyncio
 import logging
 from collections.abc import Generator, Mapping
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, Unpack
 
-from taskmesh.client.definition import Configuration, TaskDefinition, TaskHandle
+from taskmesh.client.connection import Connection
+from taskmesh.client.definition import TaskDefinition
+from taskmesh.client.handle import TaskHandle
 from taskmesh.client.params import checked_size
-from taskmesh.client.publisher import Publishing
+from taskmesh.client.publisher import Publisher
+from taskmesh.model.configuration import Configuration, PublishSettings
 from taskmesh.model.errors import InvalidOption, TaskNotFound
 from taskmesh.model.ids import checked_remark, checked_text
 from taskmesh.model.schedule import (
+    KEY_KEPT_MS,
     Declaration,
     Missed,
     Overlap,
@@ -24,10 +28,9 @@ from taskmesh.model.schedule import (
     timing_of,
 )
 from taskmesh.model.task import checked_key, checked_name
-from taskmesh.store import schedules
+from taskmesh.store import Store, schedules
 from taskmesh.store.driver import Document
-from taskmesh.store.publish import Publication, stored_option
-from taskmesh.store.schedules import KEY_KEPT_MS
+from taskmesh.store.publish import Publication
 
 logger = logging.getLogger("taskmesh.scheduling")
 _LONGEST_ID_BYTES = 400
@@ -36,20 +39,20 @@ _LONGEST_ID_BYTES = 400
 class Declared:
     """What `mesh.every(…)` returns. To await it is to wait until the schedule is stored, and gives its `ScheduleInfo`."""
 
-    def __init__(self, mesh: Scheduling, declaration: Declaration) -> None:
-        self._mesh = mesh
+    def __init__(self, schedules: Schedules, declaration: Declaration) -> None:
+        self._schedules = schedules
         self._declaration = declaration
         self._storing: asyncio.Task[ScheduleInfo] | None = None
         self.schedule_id = declaration.schedule_id
 
     def store_soon(self) -> None:
         """Store it now, whether or not somebody awaits it."""
-        self._storing = asyncio.get_running_loop().create_task(self._mesh.store_declaration(self._declaration))
+        self._storing = asyncio.get_running_loop().create_task(self._schedules.store(self._declaration))
         self._storing.add_done_callback(self._tell_failure)
 
     def __await__(self) -> Generator[Any, None, ScheduleInfo]:
         if self._storing is None:
-            return self._mesh.store_declaration(self._declaration).__await__()
+            return self._schedules.store(self._declaration).__await__()
         return asyncio.shield(self._storing).__await__()
 
     def _tell_failure(self, storing: asyncio.Task[ScheduleInfo]) -> None:
@@ -57,22 +60,25 @@ class Declared:
             logger.error("schedule %r was not stored: %s", self.schedule_id, error)
 
 
-class Scheduling(Publishing):
-    """The part of `TaskMesh` that is about periodic tasks."""
+class Schedules:
+    """What can be asked and done about periodic tasks."""
 
-    def __init__(self, client: Any = None, *, database: str = "taskmesh", collection: str = "tasks") -> None:
-        super().__init__(client, database=database, collection=collection)
+    def __init__(
+        self, connection: Connection, publisher: Publisher, definitions: Mapping[str, TaskDefinition[Any, Any]]
+    ) -> None:
+        self._connection = connection
+        self._publisher = publisher
+        self._definitions = definitions
         self._declarations: dict[str, Declaration] = {}
 
-    async def connect(self, *, create: bool = True) -> None:
-        """Connect, check the server, create what is missing, and store the schedules that were declared before.
+    @property
+    def _store(self) -> Store:
+        return self._connection.store
 
-        `create=False`: only connect and check. The first publication creates what is missing.
-        Raises `NotAReplicaSet`, `IncompatibleCollection`, `EmbeddedUnavailable`, or `TaskMeshError` if no server answers.
-        """
-        await super().connect(create=create)
-        for declaration in self._declarations.values() if create else ():
-            await self.store_declaration(declaration)
+    async def store_declared(self) -> None:
+        """Store the schedules that were declared before the mesh was connected."""
+        for declaration in self._declarations.values():
+            await self.store(declaration)
 
     def every(
         self,
@@ -86,7 +92,7 @@ class Scheduling(Publishing):
         missed: Missed = "latest",
         overlap: Overlap = "allow",
         jitter_ms: int = 0,
-        **configuration: Any,
+        **configuration: Unpack[PublishSettings],
     ) -> Declared:
         """Publish a task periodically: each tick once, whichever and however many workers run.
 
@@ -115,7 +121,7 @@ class Scheduling(Publishing):
             missed=missed,
             overlap=overlap,
             jitter_ms=jitter_ms,
-            settings=configuration,
+            settings=dict(configuration),
         )
         declared = Declared(self, declaration)
         if self._is_connected_here():
@@ -127,36 +133,36 @@ class Scheduling(Publishing):
 
     def _is_connected_here(self) -> bool:
         try:
-            return self.connected_in(asyncio.get_running_loop())
+            return self._connection.is_usable_in(asyncio.get_running_loop())
         except RuntimeError:  # no loop runs: definition time
             return False
 
-    async def store_declaration(self, declaration: Declaration) -> ScheduleInfo:
+    async def store(self, declaration: Declaration) -> ScheduleInfo:
         """Store one schedule. Raises `InvalidParams` if its params do not fit a handler that is known here."""
-        definition = self.definitions.get(declaration.name)
+        definition = self._definitions.get(declaration.name)
         params = dict(declaration.params)
         fields = stored(declaration, params)
         if definition is not None:
             fields["params"], _ = definition.params.to_store(params)
-            fields["base"] = {"queue": definition.queue, **stored_option(definition.option)}
+            fields["base"] = {"queue": definition.queue, **definition.option.stored()}
         else:
-            registered = await self.registered(declaration.name)
+            registered = await self._publisher.registered(declaration.name)
             fields["params"], _ = registered.to_store(params)
             if registered.found:
                 known = registered.configuration
-                fields["base"] = {"queue": known.queue, **stored_option(known.option)}
+                fields["base"] = {"queue": known.queue, **known.option.stored()}
 
         def first_time(now: datetime) -> datetime | None:
             return declaration.timing.after(now, now)
 
         return ScheduleInfo.from_document(
-            await schedules.declare(self.store, declaration.schedule_id, fields, first_time)
+            await schedules.declare(self._store, declaration.schedule_id, fields, first_time)
         )
 
     def publication_of_tick(self, schedule: Document, key: str, start_time: datetime | None) -> Publication:
         """Return the task of a tick: as its definition says if it is known here, else as it was known to who declared it."""
         name, params = schedule["name"], schedule["params"]
-        definition = self.definitions.get(name)
+        definition = self._definitions.get(name)
         if definition is not None:
             configuration = definition.configuration
         else:
@@ -168,28 +174,26 @@ class Scheduling(Publishing):
             if (value := getattr(configuration.option, name)) is not None
         }
         configuration = configuration.changed(**kept)
-        return configuration.publication(name, checked_key(key), params, checked_size(name, params))
+        return Publication(name, checked_key(key), params, configuration, checked_size(name, params))
 
-    async def schedules(self) -> list[ScheduleInfo]:
+    async def all(self) -> list[ScheduleInfo]:
         """Return all schedules, the next to tick first."""
-        return [ScheduleInfo.from_document(document) for document in await schedules.read_all(self.store)]
+        return [ScheduleInfo.from_document(document) for document in await schedules.read_all(self._store)]
 
-    async def pause_schedule(
-        self, schedule_id: str, *, reason: str | None = None, by: str | None = None
-    ) -> ScheduleInfo:
-        """Let a schedule tick no more, until `resume_schedule`. Raises `TaskNotFound`."""
+    async def pause(self, schedule_id: str, *, reason: str | None = None, by: str | None = None) -> ScheduleInfo:
+        """Let a schedule tick no more, until `resume`. Raises `TaskNotFound`."""
         why, who = checked_remark("reason", reason), checked_remark("by", by)
-        told = {"paused": True, "paused_reason": why, "paused_by": who, "pause_time": self.clock.now()}
-        await schedules.set_paused(self.store, checked_text("schedule_id", schedule_id, most=_LONGEST_ID_BYTES), told)
+        told = {"paused": True, "paused_reason": why, "paused_by": who, "pause_time": self._connection.clock.now()}
+        await schedules.set_paused(self._store, checked_text("schedule_id", schedule_id, most=_LONGEST_ID_BYTES), told)
         return ScheduleInfo.from_document(await self._schedule(schedule_id))
 
-    async def resume_schedule(self, schedule_id: str) -> ScheduleInfo:
+    async def resume(self, schedule_id: str) -> ScheduleInfo:
         """Let a paused schedule tick again, from now on: what it would have ticked meanwhile is left out."""
         schedule = await self._schedule(schedule_id)
         if schedule["paused"]:
             next_time = timing_of(schedule).after(schedule["now"], schedule["anchor_time"])
             gone = dict.fromkeys(("paused_reason", "paused_by", "pause_time"))
-            await schedules.set_paused(self.store, schedule_id, {"paused": False, "next_time": next_time, **gone})
+            await schedules.set_paused(self._store, schedule_id, {"paused": False, "next_time": next_time, **gone})
         return ScheduleInfo.from_document(await self._schedule(schedule_id))
 
     async def trigger(self, schedule_id: str) -> TaskHandle[Any]:
@@ -199,28 +203,28 @@ class Scheduling(Publishing):
         while True:
             key = key_of(schedule_id, moment, "by-hand-")
             settings = {**schedule.get("base", {}), **schedule.get("settings", {})}
-            if schedule["name"] in self.definitions:
+            if schedule["name"] in self._definitions:
                 settings = schedule.get("settings", {})
-            handle = await self.publish(schedule["name"], key, schedule["params"], **settings)
+            (handle,) = await self._publisher.publish_many(schedule["name"], {key: schedule["params"]}, **settings)
             if handle.created:
                 break
             moment += timedelta(milliseconds=1)
-        await schedules.note_tick(self.store, schedule_id, {"time": moment, "key": key, "kind": "triggered"})
+        await schedules.note_tick(self._store, schedule_id, {"time": moment, "key": key, "kind": "triggered"})
         return handle
 
-    async def unschedule(self, schedule_id: str) -> ScheduleInfo:
+    async def remove(self, schedule_id: str) -> ScheduleInfo:
         """Remove a schedule and return it as it was; its tasks stay. Code that declares it brings it back.
 
         Raises `TaskNotFound`.
         """
         schedule = await self._schedule(schedule_id)
         self._declarations.pop(schedule_id, None)
-        await schedules.remove(self.store, schedule_id)
+        await schedules.remove(self._store, schedule_id)
         return ScheduleInfo.from_document(schedule)
 
     async def _schedule(self, schedule_id: str) -> Document:
         id_ = checked_text("schedule_id", schedule_id, most=_LONGEST_ID_BYTES)
-        schedule = await schedules.read(self.store, id_)
+        schedule = await schedules.read(self._store, id_)
         if schedule is None:
             raise TaskNotFound(f"there is no schedule {schedule_id!r}: `taskmesh schedules` lists those that there are")
         return schedule

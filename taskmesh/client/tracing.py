@@ -37,7 +37,7 @@ def api_in_use() -> Any:
 
 def tracer(api: Any) -> Any:
     """Return the tracer by which all spans are made."""
-    return api.gettracer("taskmesh")
+    return api.get_tracer("taskmesh")
 
 
 def carrier() -> Carrier | None:

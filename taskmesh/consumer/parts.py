@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import anyio.abc
 from pymongo.errors import PyMongoError
 
-from taskmesh.client.registered import described
 from taskmesh.consumer.backup_claims import BackupClaims
 from taskmesh.consumer.claim_queue import ClaimQueue
 from taskmesh.consumer.claimer import Claimer, Narrow
@@ -106,7 +105,7 @@ class Parts:
             slot_freed=self._slot_freed,
             report=self.reporter.add,
             reports_written=self.reporter.written,
-            make_publication=mesh.publication_of,
+            make_publication=mesh.publisher.publication_of,
             observer=settings.observer,
         )
         self.limits = Limits(
@@ -162,7 +161,7 @@ class Parts:
             second_look=self._second_look,
             page=max(1_000, min(5_000, 4 * settings.concurrency)),
         )
-        self.ticker = Ticker(store, mesh.publication_of_tick)
+        self.ticker = Ticker(store, mesh.schedules.publication_of_tick)
         self.listener = Listener(
             mesh.feed,
             store,
@@ -209,7 +208,7 @@ class Parts:
 
     async def _register_definitions(self) -> None:
         """Tell publishers without the code which queue and option these tasks have, and what params they take."""
-        definitions = {name: described(self._definitions[name]) for name in self.settings.names}
+        definitions = {name: self._definitions[name].described() for name in self.settings.names}
         try:
             await patiently(lambda: register(self.store, definitions))
         except PyMongoError as error:  # it works all the same

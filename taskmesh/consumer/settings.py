@@ -8,11 +8,11 @@ import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from taskmesh.client.definition import checked_queue
 from taskmesh.consumer.executor import AfterHook, BeforeHook
 from taskmesh.consumer.observer import Observer
 from taskmesh.model.errors import InvalidOption
 from taskmesh.model.ids import checked_worker_id
+from taskmesh.model.queue import checked_queue
 from taskmesh.model.task import checked_name
 
 DEFAULT_STALL_LIMIT_MS = 60_000

@@ -15,12 +15,11 @@ from pymongo.errors import PyMongoError
 
 from taskmesh.consumer.timing import until, varied
 from taskmesh.model.errors import TaskMeshError
-from taskmesh.model.schedule import key_of, ticks_to_publish
+from taskmesh.model.schedule import Attendance, key_of, ticks_to_publish
 from taskmesh.model.task import task_id
 from taskmesh.store import Store, schedules
 from taskmesh.store.driver import Document
 from taskmesh.store.publish import Publication
-from taskmesh.store.schedules import Attendance
 
 logger = logging.getLogger("taskmesh.ticker")
 

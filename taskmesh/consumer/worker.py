@@ -7,7 +7,6 @@ import logging
 import sys
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from datetime import datetime
 from typing import Any, Literal, Protocol
 
 import anyio
@@ -15,6 +14,8 @@ import anyio
 from taskmesh.client.change_feed import Feed
 from taskmesh.client.definition import TaskDefinition
 from taskmesh.client.events import DEFAULT_BUFFER, EventReader
+from taskmesh.client.publisher import Publisher
+from taskmesh.client.schedules import Schedules
 from taskmesh.consumer import signals
 from taskmesh.consumer.execution import Execution
 from taskmesh.consumer.executor import AfterHook, BeforeHook
@@ -41,7 +42,6 @@ from taskmesh.model.errors import InvalidOption, WorkerIdTaken
 from taskmesh.store import Store
 from taskmesh.store.clock import ServerClock
 from taskmesh.store.driver import Document
-from taskmesh.store.publish import Publication
 
 logger = logging.getLogger("taskmesh.consumer")
 
@@ -64,8 +64,10 @@ class Mesh(Protocol):
     def feed(self) -> Feed: ...
     @property
     def definitions(self) -> Mapping[str, TaskDefinition[Any, Any]]: ...
-    def publication_of(self, definition: Any, key: str, params: Mapping[str, Any]) -> Publication: ...
-    def publication_of_tick(self, schedule: Document, key: str, start_time: datetime | None) -> Publication: ...
+    @property
+    def publisher(self) -> Publisher: ...
+    @property
+    def schedules(self) -> Schedules: ...
 
 
 class Consumer:

@@ -163,7 +163,7 @@ async def _of_queues(mesh: TaskMesh) -> list[Metric]:
     waiting = GaugeMetricFamily("taskmesh_queue_waiting", f"Due tasks, counted to {_COUNTED_TO}.", labels=["queue"])
     running = GaugeMetricFamily("taskmesh_queue_running", "Executions of a queue.", labels=["queue"])
     paused = GaugeMetricFamily("taskmesh_queue_paused", "1 if nothing is claimed from it.", labels=["queue"])
-    for queue in await mesh.queues(counted_to=_COUNTED_TO):
+    for queue in await mesh.queues.all(counted_to=_COUNTED_TO):
         waiting.add_metric([queue.queue], queue.waiting)
         running.add_metric([queue.queue], queue.running)
         paused.add_metric([queue.queue], int(queue.paused))

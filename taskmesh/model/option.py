@@ -6,18 +6,39 @@ value and the remedy; nothing is stored then.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self, TypedDict, Unpack
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from taskmesh.model.errors import InvalidOption
 from taskmesh.model.ids import shown
 
-_TEN_YEARS_MS = 10 * 366 * 86_400_000
+MAX_DURATION_MS = 10 * 366 * 86_400_000
+"""The longest duration that can be set: ten years."""
 
-Milliseconds = Annotated[int, Field(ge=0, le=_TEN_YEARS_MS)]
+Milliseconds = Annotated[int, Field(ge=0, le=MAX_DURATION_MS)]
 Count = Annotated[int, Field(ge=0, le=1_000_000_000)]
 WorkerId = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class OptionFields(TypedDict, total=False):
+    """The fields of `TaskOption` as keywords; what each means stands there."""
+
+    priority: int
+    concurrent_worker_cnt: int
+    specific_worker_ids: Sequence[str]
+    ping_interval_ms: int
+    worker_timeout_ms: int
+    max_unexpected_retries: int
+    unexpected_retry_delay_ms: int
+    unexpected_retry_delay_scope: Literal["task", "worker"]
+    unexpected_retry_backoff: float
+    unexpected_retry_jitter: float
+    max_timeouts: int
+    run_timeout_ms: int | None
+    retain_success_ms: int | None
+    retain_failed_ms: int | None
 
 
 class TaskOption(BaseModel):
@@ -38,11 +59,11 @@ class TaskOption(BaseModel):
     specific_worker_ids: Annotated[tuple[WorkerId, ...], Field(max_length=1000, strict=False)] = ()
     """Only these workers may run the task. Empty: any."""
 
-    ping_interval_ms: Annotated[int, Field(ge=1, le=_TEN_YEARS_MS)] = 30_000
+    ping_interval_ms: Annotated[int, Field(ge=1, le=MAX_DURATION_MS)] = 30_000
     """How often the executing worker renews its lease, and at the latest when 60 % of it are over. The default costs two
     writes a minute."""
 
-    worker_timeout_ms: Annotated[int, Field(ge=2, le=_TEN_YEARS_MS)] = 60_000
+    worker_timeout_ms: Annotated[int, Field(ge=2, le=MAX_DURATION_MS)] = 60_000
     """How long a lease lasts without a ping; then others may preempt. Must be more than `ping_interval_ms`,
     twice as much by default so that one lost ping costs nothing."""
 
@@ -64,16 +85,16 @@ class TaskOption(BaseModel):
     max_timeouts: Count = 5
     """Executions that may be lost in a row (worker died, hung, cut off) before the task FAILs."""
 
-    run_timeout_ms: Annotated[int, Field(ge=1, le=_TEN_YEARS_MS)] | None = None
+    run_timeout_ms: Annotated[int, Field(ge=1, le=MAX_DURATION_MS)] | None = None
     """The longest that one execution may take; past it, it is cancelled and FAILs. None: no limit."""
 
     retain_success_ms: Milliseconds | None = 86_400_000
     """How long a SUCCESS is kept, and its key taken. None: for ever."""
 
     retain_failed_ms: Milliseconds | None = 7 * 86_400_000
-    """The same for FAIL, CANCELLED and EXPIRED."""
+    """How long a FAIL, CANCELLED or EXPIRED task is kept, and its key taken. None: for ever."""
 
-    def __init__(self, **fields: Any) -> None:
+    def __init__(self, **fields: Unpack[OptionFields]) -> None:
         try:
             super().__init__(**fields)
         except ValidationError as error:
@@ -91,6 +112,10 @@ class TaskOption(BaseModel):
     def changed(self, **fields: Any) -> TaskOption:
         """Return a copy with `fields` changed, checked as a whole. Raises `InvalidOption`."""
         return TaskOption(**{**dict(self), **fields})
+
+    def stored(self) -> dict[str, Any]:
+        """Return the option as it is stored with a task."""
+        return {**dict(self), "specific_worker_ids": list(self.specific_worker_ids)}
 
 
 def _explained(error: ValidationError) -> str:

@@ -8,6 +8,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from taskmesh.model.errors import InvalidName, InvalidOption
+from taskmesh.model.ids import shown
+from taskmesh.model.task import checked_name
+
 
 class QueueLimits(BaseModel):
     """What a queue is limited to, over the whole fleet. None: no limit."""
@@ -73,3 +77,13 @@ class QueueInfo(BaseModel):
         if self.next_start is not None:
             return f"{self.started} of at most {self.limits.rate} starts in {self.limits.per_ms} ms are used up"
         return None
+
+
+def checked_queue(queue: Any) -> str:
+    """Return the queue's name, or raise `InvalidOption`."""
+    try:
+        return checked_name(queue)
+    except InvalidName:
+        raise InvalidOption(
+            f"a queue's name must be 1 to 100 characters of letters, digits, '_', '.' and '-', got {shown(queue)}"
+        ) from None

@@ -15,13 +15,27 @@ from pydantic import BaseModel, ConfigDict
 
 from taskmesh.model.errors import InvalidOption
 from taskmesh.model.recurrence import Timing, checked_timing
-from taskmesh.store.driver import Document
-from taskmesh.store.schedules import Attendance
 
+Document = Mapping[str, Any]
 Missed = Literal["skip", "latest", "all"]
 Overlap = Literal["allow", "skip"]
+KEY_KEPT_MS = 60_000
+"""A tick's key stays taken at least for so long: by then, nobody can publish it any more."""
 _AT_ONCE = 500
 """Ticks of one schedule that are published at one look; more follow at the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attendance:
+    """The server's time, and the last time that nobody looked after the schedules."""
+
+    now: datetime
+    outage_from: datetime | None = None
+    outage_to: datetime | None = None
+
+    def missed(self, tick: datetime) -> bool:
+        """Whether no worker was there when it ticked."""
+        return self.outage_from is not None and self.outage_to is not None and self.outage_from < tick < self.outage_to
 
 
 class Tick(BaseModel):
@@ -115,7 +129,7 @@ def checked_declaration(
     return Declaration(schedule_id, name, timing, dict(params), missed, overlap, jitter_ms, dict(settings))
 
 
-def stored(declaration: Declaration, params: Mapping[str, Any]) -> Document:
+def stored(declaration: Declaration, params: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a schedule as they are stored; `params` as they were checked."""
     return {
         "name": declaration.name,

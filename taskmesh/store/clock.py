@@ -79,8 +79,3 @@ class ServerClock:
 def later(moment: datetime, milliseconds: float) -> datetime:
     """Return the moment so much later."""
     return moment + timedelta(milliseconds=milliseconds)
-
-
-def in_utc(moment: datetime) -> datetime:
-    """Return a datetime as aware and in UTC; a naive one is UTC already."""
-    return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)

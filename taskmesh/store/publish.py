@@ -10,15 +10,15 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Any
 from zlib import crc32
 
 from bson import ObjectId
 from pymongo.errors import OperationFailure, WriteConcernError
 
+from taskmesh.model.configuration import Configuration
 from taskmesh.model.errors import TaskRunning, TaskTooLarge
-from taskmesh.model.option import TaskOption
 from taskmesh.store import repeated, rules
 from taskmesh.store.control import NOT_DELETED
 from taskmesh.store.driver import Document
@@ -34,32 +34,21 @@ _TOO_LARGE = (10334, 17419, 17420)
 _MAX_BATCH = 1_000
 _MAX_BATCH_BYTES = 8_000_000
 _MAX_IN_FLIGHT = 2
+_SIZE_OF_THE_REST = 1_000
+"""What a new document has beside its params, in bytes; rather more than less."""
 
 
 @dataclass(slots=True)
 class Publication:
-    """One wish to publish: a checked task, and what to do if its key exists already."""
+    """One task to publish: its checked params, and the configuration that says how."""
 
     name: str
     key: str
-    queue: str
     params: Document
-    option: TaskOption
+    configuration: Configuration = field(default_factory=Configuration)
     size: int = 0
-    start_time: datetime | None = None
-    expire_time: datetime | None = None
-    delay_ms: int | None = None
-    group: str | None = None
+    """Of the params, in bytes of BSON."""
     trace: Document | None = None
-    tuned: Document = field(default_factory=dict)
-    """The option fields that this publisher set itself; only these are changed on an existing task."""
-    placed: Document = field(default_factory=dict)
-    """`queue` and `group`, as far as this publisher set them itself: an existing task moves there."""
-    update_existing_params: bool = False
-    not_update_running: bool = False
-    clean_success: bool = False
-    clean_failed: bool = False
-    run_again: bool = False
     publish_id: ObjectId = field(default_factory=ObjectId)
     """By which a repeated publish is known. Tasks that are published by one call may share it."""
     sent_to: Document | None = None
@@ -69,21 +58,6 @@ class Publication:
     def id(self) -> str:
         """The `_id` of the task."""
         return f"{self.name}:{self.key}"
-
-    def starts(self, now: datetime) -> datetime | None:
-        """When the task may be claimed first; None: at once, or as it was."""
-        return self.start_time if self.delay_ms is None else now + timedelta(milliseconds=self.delay_ms)
-
-    @property
-    def changes_existing(self) -> bool:
-        """Whether an existing task is to be touched, or at least looked at."""
-        return (
-            self.update_existing_params
-            or self.not_update_running
-            or self.clean_success
-            or self.clean_failed
-            or self.run_again
-        )
 
 
 @dataclass(slots=True, frozen=True)
@@ -99,39 +73,35 @@ _CREATED = Published(created=True)
 
 def new_document(publication: Publication, now: datetime, option: Document | None = None) -> Document:
     """Return the document of a new task. `now`: the server's time, as well as we know it. `option`: as it is stored, if known."""
-    start_time = publication.starts(now)
+    configuration = publication.configuration
+    start_time = configuration.starts(now)
     document: Document = {
         "_id": publication.id,
         "name": publication.name,
         "key": publication.key,
-        "queue": publication.queue,
+        "queue": configuration.queue,
         "params": publication.params,
-        "task_option": option or stored_option(publication.option),
+        "task_option": option or configuration.option.stored(),
         "task_state": {
             "create_time": now,
             "start_time": start_time,
-            "expire_time": publication.expire_time,
+            "expire_time": configuration.expire_time,
             "timeout_cnt": 0,
             "worker_states": [],
         },
         "status": "INIT",
         "next_claim_time": max(start_time, now) if start_time else now,
-        "pinned": bool(publication.option.specific_worker_ids),
+        "pinned": bool(configuration.option.specific_worker_ids),
         "lane": lane_of(publication.id),
         "publish_id": publication.publish_id,
     }
-    if publication.expire_time is not None:
-        document["settle_time"] = publication.expire_time
-    if publication.group is not None:
-        document["group"] = publication.group
+    if configuration.expire_time is not None:
+        document["settle_time"] = configuration.expire_time
+    if configuration.group is not None:
+        document["group"] = configuration.group
     if publication.trace is not None:
         document["trace"] = publication.trace
     return document
-
-
-def stored_option(option: TaskOption) -> Document:
-    """Return the option as it is stored."""
-    return {**dict(option), "specific_worker_ids": list(option.specific_worker_ids)}
 
 
 def lane_of(id_: str) -> int:
@@ -174,11 +144,12 @@ def _batches(publications: Sequence[Publication]) -> Iterator[list[int]]:
     batch: list[int] = []
     size = 0
     for i, publication in enumerate(publications):
-        if batch and (len(batch) == _MAX_BATCH or size + publication.size > _MAX_BATCH_BYTES):
+        bytes_ = publication.size + _SIZE_OF_THE_REST
+        if batch and (len(batch) == _MAX_BATCH or size + bytes_ > _MAX_BATCH_BYTES):
             yield batch
             batch, size = [], 0
         batch.append(i)
-        size += publication.size
+        size += bytes_
     if batch:
         yield batch
 
@@ -186,9 +157,9 @@ def _batches(publications: Sequence[Publication]) -> Iterator[list[int]]:
 async def _insert(store: Store, publications: list[Publication], now: datetime) -> set[int]:
     """Insert documents, and return the places of those whose key was there already."""
     # Most often they share one option: worked out once, it is half of what a publish costs here.
-    options = {id(publication.option): publication.option for publication in publications}
-    stored = {key: stored_option(option) for key, option in options.items()}
-    documents = [new_document(publication, now, stored[id(publication.option)]) for publication in publications]
+    options = {id(option): option for publication in publications for option in (publication.configuration.option,)}
+    stored = {key: option.stored() for key, option in options.items()}
+    documents = [new_document(each, now, stored[id(each.configuration.option)]) for each in publications]
     try:
         await store.insert(documents, WRITE_DEADLINE_MS)
     except OperationFailure as error:
@@ -212,7 +183,9 @@ async def _treat_existing(
     """Those that met a running task and must not disturb it are added to `refused`."""
     if not existing:
         return {}
-    untouched = {i: publication for i, publication in existing.items() if not publication.changes_existing}
+    untouched = {
+        i: publication for i, publication in existing.items() if not publication.configuration.changes_existing
+    }
     results = await _replace_forgotten(store, untouched, now)
     changed = [i for i in existing if i not in untouched]
     for start in range(0, len(changed), 50):
@@ -287,7 +260,7 @@ async def _change_existing(store: Store, publication: Publication, now: datetime
                 return _CREATED
             continue
         query = {**repeated.unchanged_by(task, publication.publish_id), **NOT_DELETED}
-        if publication.not_update_running:
+        if publication.configuration.not_update_running:
             query["$expr"] = {"$not": [rules.with_facts(store.now, IS_RUNNING)]}
         all_answered = publication.sent_to is None
         publication.sent_to = repeated.same(task)
@@ -299,7 +272,11 @@ async def _change_existing(store: Store, publication: Publication, now: datetime
         if all_answered:
             publication.sent_to = None
         found = await store.find({**repeated.same(task), **NOT_DELETED}, repeated.FIELDS)
-        if publication.not_update_running and found and not repeated.is_changed_by(found[0], publication.publish_id):
+        if (
+            publication.configuration.not_update_running
+            and found
+            and not repeated.is_changed_by(found[0], publication.publish_id)
+        ):
             raise _is_running(publication)
     raise TaskRunning(
         f"task {publication.name!r} {publication.key!r} is created and deleted by others again and again: publish it when "
@@ -368,7 +345,7 @@ async def publish_in_session(
                 pipeline = _afresh(publications[places[0]], now, store.now)
                 await store.update({"_id": id_}, pipeline, WRITE_DEADLINE_MS, session)
                 results[places.pop(0)] = _CREATED
-            changing = [i for i in places if publications[i].changes_existing]
+            changing = [i for i in places if publications[i].configuration.changes_existing]
             results.update(dict.fromkeys(places, Published(created=False)))
             if changing:
                 changed = await _change_in_session(store, [publications[i] for i in changing], now, session)
@@ -383,11 +360,13 @@ async def _change_in_session(
     statements = []
     for publication in publications:
         query: Document = {"_id": publication.id}
-        if publication.not_update_running:
+        if publication.configuration.not_update_running:
             query["$expr"] = {"$not": [rules.with_facts(store.now, IS_RUNNING)]}
         statements.append((query, change_pipeline(publication, now, store.now), constants(publication)))
     with _told_if_too_large(publications[0]):
         reply = await store.update_each(statements, session)
     if reply["n"] < len(statements):
-        raise _is_running(next(publication for publication in publications if publication.not_update_running))
+        raise _is_running(
+            next(publication for publication in publications if publication.configuration.not_update_running)
+        )
     return Published(created=False, updated=bool(reply["nModified"]))

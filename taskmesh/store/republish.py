@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from taskmesh.store import repeated, rules
 from taskmesh.store.driver import Document
@@ -28,23 +29,24 @@ def constants(publication: Publication) -> Document:
 
 def change_pipeline(publication: Publication, now: datetime, at: rules.Expression) -> list[Document]:
     """Apply a publication to an existing task. What changes nothing leaves the document as it was, event and all."""
+    configuration = publication.configuration
     before: Document = {field: f"${field}" for field in ("task_option", "task_state")}
-    sets_params = publication.update_existing_params or publication.run_again
+    sets_params = configuration.update_existing_params or configuration.run_again
     before["params_stay"] = {"$eq": ["$params", "$$params"]} if sets_params else True
     stages: list[Document] = [{"$set": {"_before": before}}]
     if sets_params:
         stages.append({"$set": _new_wish(publication, now)})
-    if sets_params and publication.placed:
-        stages.append({"$set": {"task_state.moves_to": rules.with_facts(at, _moves_to(publication.placed))}})
+    if sets_params and configuration.placed:
+        stages.append({"$set": {"task_state.moves_to": rules.with_facts(at, _moves_to(configuration.placed))}})
     running = rules.with_facts(at, IS_RUNNING)
-    if publication.run_again:
+    if configuration.run_again:
         again = fresh_state(at, {"wanted": {"$add": [{"$ifNull": ["$task_state.wanted", 0]}, 1]}})
         one_more = {"$mergeObjects": ["$task_state", {"wanted": again["wanted"]}]}
         stages.append({"$set": {"task_state": {"$cond": [running, one_more, again]}}})
-    for wanted, state in ((publication.clean_success, "SUCCESS"), (publication.clean_failed, "FAIL")):
+    for wanted, state in ((configuration.clean_success, "SUCCESS"), (configuration.clean_failed, "FAIL")):
         if wanted:
             stages.append({"$set": {"task_state": {"$cond": [running, "$task_state", _without(state, at)]}}})
-    if publication.clean_failed:
+    if configuration.clean_failed:
         forgotten = {name: {"$cond": [running, f"$task_state.{name}", "$$REMOVE"]} for name in _COUNTED_AGAINST}
         stages.append({"$set": {"task_state": forgotten}})
     same = [{"$eq": [f"${field}", f"$_before.{field}"]} for field in ("task_option", "task_state")]
@@ -61,7 +63,8 @@ def change_pipeline(publication: Publication, now: datetime, at: rules.Expressio
 
 def _new_wish(publication: Publication, now: datetime) -> Document:
     """The params, and the times and options that the publisher set itself."""
-    start_time = publication.starts(now)
+    configuration = publication.configuration
+    start_time = configuration.starts(now)
     version = {"$ifNull": ["$task_state.params_version", 0]}
     state: Document = {
         "params_version": {
@@ -72,19 +75,19 @@ def _new_wish(publication: Publication, now: datetime) -> Document:
             ]
         }
     }
-    if start_time is not None or publication.run_again:
+    if start_time is not None or configuration.run_again:
         state["start_time"] = start_time
-    if publication.expire_time is not None or publication.run_again:
-        state["expire_time"] = publication.expire_time
+    if configuration.expire_time is not None or configuration.run_again:
+        state["expire_time"] = configuration.expire_time
     changes: Document = {"params": "$$params", "task_state": state}
     if publication.trace is not None:
         changes["trace"] = {"$literal": publication.trace}
-    if publication.tuned:
-        changes["task_option"] = {name: {"$literal": value} for name, value in publication.tuned.items()}
+    if configuration.tuned:
+        changes["task_option"] = {name: {"$literal": value} for name, value in configuration.tuned.items()}
     return changes
 
 
-def _moves_to(placed: Document) -> rules.Expression:
+def _moves_to(placed: Mapping[str, Any]) -> rules.Expression:
     """Where the task is to go, from where it is or was to go; nothing new if that is the same. The derivation moves it."""
     now_at = {"queue": "$queue", "group": {"$ifNull": ["$group", None]}}
     told = {name: f"{rules.MOVES_TO}.{name}" for name in now_at}

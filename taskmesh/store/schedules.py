@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -19,6 +18,7 @@ import bson
 from pymongo import ReturnDocument
 from pymongo.errors import DuplicateKeyError, OperationFailure
 
+from taskmesh.model.schedule import Attendance
 from taskmesh.store import rules
 from taskmesh.store.driver import CODEC, Document, find_and_update
 from taskmesh.store.publish import Publication, new_document
@@ -30,24 +30,9 @@ _SEEN_EVERY_MS = 700
 KEPT_TICKS = 10
 _READ_GOOD_FOR_MS = 10_000
 """For how long a worker may publish ticks by what it has read of a schedule."""
-KEY_KEPT_MS = 60_000
-"""A tick's key stays taken at least for so long: by then, nobody can publish it any more."""
 _AT_ONE_LOOK = 1_000
 _CONVERSION_FAILURE = 241
 _PERIODIC = {"_id": "periodic"}
-
-
-@dataclass(frozen=True, slots=True)
-class Attendance:
-    """The server's time, and the last time that nobody looked after the schedules."""
-
-    now: datetime
-    outage_from: datetime | None = None
-    outage_to: datetime | None = None
-
-    def missed(self, tick: datetime) -> bool:
-        """Whether no worker was there when it ticked."""
-        return self.outage_from is not None and self.outage_to is not None and self.outage_from < tick < self.outage_to
 
 
 async def attend(store: Store) -> Attendance:

@@ -146,7 +146,7 @@ async def noted(
     yield
     if operation.noted:
         try:
-            await mesh.note_action(operation.name, about, by)
+            await mesh.audit.note(operation.name, about, by)
         except PyMongoError as error:  # it is done all the same
             logger.warning("%s by %s was not written down: %s", operation.name, by, error)
 

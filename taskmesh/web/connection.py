@@ -74,7 +74,7 @@ class Connection:
     async def _ask(self) -> None:
         try:
             async with asyncio.timeout(ANSWERS_WITHIN_S):
-                await server_time(self.mesh)
+                await server_time(self.mesh.connection)
         except (TimeoutError, PyMongoError) as error:
             self._answers = False
             raise DatabaseUnavailable(

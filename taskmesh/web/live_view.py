@@ -112,7 +112,7 @@ class Pulse:
     async def _look(self) -> None:
         mesh = await self._connection.connected()
         began = time.monotonic()
-        self.queues = await mesh.queues()
+        self.queues = await mesh.queues.all()
         self._stats = await mesh.stats()
         self._looked_at = time.monotonic()
         self._look_took = self._looked_at - began

@@ -11,10 +11,12 @@ from typing import Any, Literal, get_type_hints
 
 from pydantic import BaseModel
 
-from taskmesh.admin.bulk import UNDO_MS, BulkAction, BulkResult, NotedAction, TaskPage, UndoResult
+from taskmesh.admin.audit import NotedAction
+from taskmesh.admin.bulk import UNDO_MS, BulkAction, BulkResult, UndoResult
 from taskmesh.admin.doctor import Finding
 from taskmesh.admin.error_groups import ErrorReport
 from taskmesh.admin.explain import Explanation, Waiting
+from taskmesh.admin.listing import TaskPage
 from taskmesh.admin.stats import Stats
 from taskmesh.admin.what_if import LimitEffect, OptionEffect
 from taskmesh.mesh import TaskMesh
@@ -124,13 +126,13 @@ async def _stats(mesh: TaskMesh) -> Stats:
 @_operation("tasks.list", "GET", "/tasks")
 async def _list(mesh: TaskMesh, query: Listing) -> TaskPage:
     """Return a page of the tasks that fit a filter."""
-    return await mesh.page(query.where, newest_first=query.newest_first, after=query.after, limit=query.limit)
+    return await mesh.listing.page(query.where, newest_first=query.newest_first, after=query.after, limit=query.limit)
 
 
 @_operation("tasks.count", "GET", "/tasks/count")
 async def _count(mesh: TaskMesh, query: Counting) -> Count:
     """Count the tasks that fit a filter."""
-    return Count(count=await mesh.count(query.where, at_most=query.at_most))
+    return Count(count=await mesh.listing.count(query.where, at_most=query.at_most))
 
 
 @_operation("tasks.publish", "POST", "/tasks")
@@ -145,7 +147,7 @@ async def _publish_many(mesh: TaskMesh, body: PublishingMany) -> list[Published]
     """Publish many tasks of one name."""
     if not body.params_by_key:
         return []
-    handles = await mesh.publish_many(body.name, body.params_by_key, **_configuration(body.configuration))
+    handles = await mesh.publisher.publish_many(body.name, body.params_by_key, **_configuration(body.configuration))
     return [Published.model_validate(handle, from_attributes=True) for handle in handles]
 
 
@@ -176,7 +178,7 @@ async def _explain(mesh: TaskMesh, query: Asking) -> list[Explanation]:
 @_operation("worker.explain", "GET", "/workers/{worker_id}/explain")
 async def _explain_worker(mesh: TaskMesh, query: OfWorker) -> list[Waiting]:
     """Tell which gates are shut for one worker, of the oldest tasks that wait: grouped, the largest group first."""
-    return await mesh.explain_worker(query.worker_id, query.name)
+    return await mesh.inspect.explain_worker(query.worker_id, query.name)
 
 
 @_operation("task.retry", "POST", "/tasks/{name}/{key}/retry")
@@ -206,7 +208,7 @@ async def _set_option(mesh: TaskMesh, query: TheTask, body: OptionChange) -> Tas
 @_operation("task.what_if_option", "GET", "/tasks/{name}/{key}/option/what-if")
 async def _what_if_option(mesh: TaskMesh, query: WhatIfOption) -> OptionEffect:
     """Tell what a change of a task's option would do: who could claim it then, whose run would be stopped."""
-    return await mesh.what_if_option(query.name, query.key, **query.changes)
+    return await mesh.what_if.option(query.name, query.key, **query.changes)
 
 
 # --- many tasks ---
@@ -215,7 +217,7 @@ async def _what_if_option(mesh: TaskMesh, query: WhatIfOption) -> OptionEffect:
 @_operation("errors", "GET", "/errors")
 async def _errors(mesh: TaskMesh, query: WhichErrors) -> ErrorReport:
     """Tell what fails and why: failures grouped by task name, type of error and place, the most frequent first."""
-    return await mesh.errors(query.name, at_most=query.at_most)
+    return await mesh.inspect.errors(query.name, at_most=query.at_most)
 
 
 def _undo_ms(body: Bulk) -> int:
@@ -225,43 +227,43 @@ def _undo_ms(body: Bulk) -> int:
 @_operation("bulk.retry", "POST", "/bulk/retry")
 async def _retry_all(mesh: TaskMesh, body: Bulk) -> BulkResult:
     """Retry every task that fits a filter."""
-    return await mesh.retry_all(body.where, dry_run=body.dry_run, by=body.by, undo_ms=_undo_ms(body))
+    return await mesh.bulk.retry(body.where, dry_run=body.dry_run, by=body.by, undo_ms=_undo_ms(body))
 
 
 @_operation("bulk.cancel", "POST", "/bulk/cancel")
 async def _cancel_all(mesh: TaskMesh, body: Bulk) -> BulkResult:
     """Cancel every unfinished task that fits a filter."""
-    return await mesh.cancel_all(body.where, dry_run=body.dry_run, by=body.by, undo_ms=_undo_ms(body))
+    return await mesh.bulk.cancel(body.where, dry_run=body.dry_run, by=body.by, undo_ms=_undo_ms(body))
 
 
 @_operation("bulk.delete", "POST", "/bulk/delete")
 async def _delete_all(mesh: TaskMesh, body: Bulk) -> BulkResult:
     """Delete every task that fits a filter."""
-    return await mesh.delete_all(body.where, dry_run=body.dry_run, by=body.by, undo_ms=_undo_ms(body))
+    return await mesh.bulk.delete(body.where, dry_run=body.dry_run, by=body.by, undo_ms=_undo_ms(body))
 
 
 @_operation("bulk.purge", "POST", "/bulk/purge")
 async def _purge(mesh: TaskMesh, body: Purge) -> BulkResult:
     """Delete every finished task that fits a filter."""
-    return await mesh.purge(body.where, dry_run=body.dry_run, by=body.by)
+    return await mesh.bulk.purge(body.where, dry_run=body.dry_run, by=body.by)
 
 
 @_operation("bulk.list", "GET", "/bulk")
 async def _bulk_actions(mesh: TaskMesh) -> list[BulkAction]:
     """Return what was done to many tasks at once within the last month, the newest first."""
-    return await mesh.bulk_actions()
+    return await mesh.bulk.actions()
 
 
 @_operation("bulk.undo", "POST", "/bulk/{id}/undo")
 async def _undo(mesh: TaskMesh, query: TheAction) -> UndoResult:
     """Put back the tasks that a bulk action has changed, but for those to which something has happened since."""
-    return await mesh.undo(query.id)
+    return await mesh.bulk.undo(query.id)
 
 
 @_operation("actions.list", "GET", "/actions")
 async def _actions(mesh: TaskMesh) -> list[NotedAction]:
     """Return what was done to single tasks, queues, workers and schedules within the last month, the newest first."""
-    return await mesh.noted_actions()
+    return await mesh.audit.actions()
 
 
 # --- workers ---
@@ -270,7 +272,7 @@ async def _actions(mesh: TaskMesh) -> list[NotedAction]:
 @_operation("doctor", "GET", "/doctor")
 async def _doctor(mesh: TaskMesh) -> list[Finding]:
     """Look for what is wrong with the server, the collection, the fleet and the tasks, each with its remedy."""
-    return await mesh.doctor()
+    return await mesh.inspect.doctor()
 
 
 @_operation("workers.list", "GET", "/workers")
@@ -300,7 +302,7 @@ async def _resume_worker(mesh: TaskMesh, query: TheWorker) -> None:
 @_operation("worker.set_concurrency", "POST", "/workers/{worker_id}/concurrency")
 async def _set_concurrency(mesh: TaskMesh, query: TheWorker, body: Concurrency) -> None:
     """Change how many executions a worker runs at once."""
-    await mesh.set_concurrency(query.worker_id, body.concurrency)
+    await mesh.fleet.set_concurrency(query.worker_id, body.concurrency)
 
 
 # --- queues ---
@@ -309,7 +311,7 @@ async def _set_concurrency(mesh: TaskMesh, query: TheWorker, body: Concurrency) 
 @_operation("queues.list", "GET", "/queues")
 async def _queues(mesh: TaskMesh) -> list[QueueInfo]:
     """Return the queues with their pauses and limits."""
-    return await mesh.queues()
+    return await mesh.queues.all()
 
 
 @_operation("queue.pause", "POST", "/queues/{queue}/pause")
@@ -337,8 +339,8 @@ async def _set_limit(mesh: TaskMesh, query: TheQueue, body: Limits) -> None:
 async def _what_if_limit(mesh: TaskMesh, query: WhatIfLimit) -> LimitEffect:
     """Tell what limits would do: how many of those that wait could start now, and then."""
     if query.group is not None:
-        return await mesh.what_if_group_limit(query.queue, query.group, query.running)
-    return await mesh.what_if_limit(
+        return await mesh.what_if.group_limit(query.queue, query.group, query.running)
+    return await mesh.what_if.limit(
         query.queue, rate=query.rate, per_ms=query.per_ms, running=query.running, group_running=query.group_running
     )
 
@@ -346,7 +348,7 @@ async def _what_if_limit(mesh: TaskMesh, query: WhatIfLimit) -> LimitEffect:
 @_operation("queue.set_group_limit", "PUT", "/queues/{queue}/group-limit")
 async def _set_group_limit(mesh: TaskMesh, query: TheQueue, body: GroupLimit) -> None:
     """Limit one group of a queue; without `running` it is as every other group."""
-    await mesh.set_group_limit(query.queue, body.group, body.running)
+    await mesh.queues.set_group_limit(query.queue, body.group, body.running)
 
 
 # --- schedules ---
@@ -355,14 +357,14 @@ async def _set_group_limit(mesh: TaskMesh, query: TheQueue, body: GroupLimit) ->
 @_operation("schedules.list", "GET", "/schedules")
 async def _schedules(mesh: TaskMesh) -> list[ScheduleInfo]:
     """Return all schedules, the next to tick first."""
-    return await mesh.schedules()
+    return await mesh.schedules.all()
 
 
 @_operation("schedule.declare", "PUT", "/schedules/{schedule_id}")
 async def _declare(mesh: TaskMesh, query: TheSchedule, body: Scheduling) -> ScheduleInfo:
     """Create a schedule, or change of it what is given."""
     given = {field: getattr(body, field) for field in body.model_fields_set}
-    stored = next((one for one in await mesh.schedules() if one.schedule_id == query.schedule_id), None)
+    stored = next((one for one in await mesh.schedules.all() if one.schedule_id == query.schedule_id), None)
     if stored is not None:
         kept = {field: getattr(stored, field) for field in Scheduling.model_fields} | stored.settings
         if given.get("cron") is not None or given.get("interval_ms") is not None:
@@ -374,22 +376,22 @@ async def _declare(mesh: TaskMesh, query: TheSchedule, body: Scheduling) -> Sche
 @_operation("schedule.pause", "POST", "/schedules/{schedule_id}/pause")
 async def _pause_schedule(mesh: TaskMesh, query: TheSchedule, body: PausingSchedule) -> ScheduleInfo:
     """Let a schedule tick no more."""
-    return await mesh.pause_schedule(query.schedule_id, reason=body.reason, by=body.by)
+    return await mesh.schedules.pause(query.schedule_id, reason=body.reason, by=body.by)
 
 
 @_operation("schedule.resume", "POST", "/schedules/{schedule_id}/resume")
 async def _resume_schedule(mesh: TaskMesh, query: TheSchedule) -> ScheduleInfo:
     """Let a paused schedule tick again, from now on."""
-    return await mesh.resume_schedule(query.schedule_id)
+    return await mesh.schedules.resume(query.schedule_id)
 
 
 @_operation("schedule.trigger", "POST", "/schedules/{schedule_id}/trigger")
 async def _trigger(mesh: TaskMesh, query: TheSchedule) -> Published:
     """Publish a schedule's task now."""
-    return Published.model_validate(await mesh.trigger(query.schedule_id), from_attributes=True)
+    return Published.model_validate(await mesh.schedules.trigger(query.schedule_id), from_attributes=True)
 
 
 @_operation("schedule.remove", "DELETE", "/schedules/{schedule_id}")
 async def _unschedule(mesh: TaskMesh, query: TheSchedule) -> ScheduleInfo:
     """Remove a schedule; its tasks stay."""
-    return await mesh.unschedule(query.schedule_id)
+    return await mesh.schedules.remove(query.schedule_id)

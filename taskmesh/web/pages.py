@@ -14,8 +14,9 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from taskmesh.admin.bulk import TaskPage, cancellable
+from taskmesh.admin.bulk import cancellable
 from taskmesh.admin.filters import TaskFilter, milliseconds
+from taskmesh.admin.listing import TaskPage
 from taskmesh.admin.stats import Stats
 from taskmesh.admin.timeline import bars_of
 from taskmesh.mesh import TaskMesh
@@ -72,7 +73,7 @@ async def overview(request: Request, mesh: TaskMesh) -> Response:
     stats = await pulse.stats()
     all_workers = await mesh.workers()
     live_workers = [worker for worker in all_workers if worker.live]
-    all_schedules = await mesh.schedules()
+    all_schedules = await mesh.schedules.all()
     return rendered(
         request,
         "overview.html",
@@ -122,8 +123,8 @@ async def tasks(request: Request, mesh: TaskMesh) -> Response:
     if which is not None:
         after = request.query_params.get("after") or None
         # One after the other: of two at once, a refusal of one would leave the other on its way.
-        page = await mesh.page(which, newest_first=newest, after=after, deadline_ms=_LISTED_WITHIN_MS)
-        count = await mesh.count_within(which, at_most=_COUNT_AT_MOST, deadline_ms=_COUNT_WITHIN_MS)
+        page = await mesh.listing.page(which, newest_first=newest, after=after, deadline_ms=_LISTED_WITHIN_MS)
+        count = await mesh.listing.count_within(which, at_most=_COUNT_AT_MOST, deadline_ms=_COUNT_WITHIN_MS)
     stats = await request.app.state.pulse.stats()
     return rendered(
         request,
@@ -170,7 +171,7 @@ async def bulk(request: Request, mesh: TaskMesh) -> Response:
     """Tell how many tasks something would be done to, and ask."""
     action = request.query_params.get("action", "")
     if not action:
-        return rendered(request, "actions.html", actions=await mesh.bulk_actions(), noted=await mesh.noted_actions())
+        return rendered(request, "actions.html", actions=await mesh.bulk.actions(), noted=await mesh.audit.actions())
     if action not in ("retry", "cancel", "delete"):
         raise api.BadRequest(f"the actions are retry, cancel and delete, not {action!r}", 404)
     text, which, problem = _filter_of(request)
@@ -181,8 +182,8 @@ async def bulk(request: Request, mesh: TaskMesh) -> Response:
     if action == "cancel":
         which = cancellable(which)
         text = str(which)
-    count = await mesh.count_within(which, at_most=_COUNT_AT_MOST, deadline_ms=_COUNT_WITHIN_MS)
-    first = await mesh.page(which, newest_first=False, limit=10, deadline_ms=_LISTED_WITHIN_MS)
+    count = await mesh.listing.count_within(which, at_most=_COUNT_AT_MOST, deadline_ms=_COUNT_WITHIN_MS)
+    first = await mesh.listing.page(which, newest_first=False, limit=10, deadline_ms=_LISTED_WITHIN_MS)
     return rendered(
         request, "bulk.html", action=action, where=text, count=count, at_most=_COUNT_AT_MOST, examples=first.tasks
     )
@@ -191,7 +192,7 @@ async def bulk(request: Request, mesh: TaskMesh) -> Response:
 async def errors(request: Request, mesh: TaskMesh) -> Response:
     """Show what fails, and why."""
     name = request.query_params.get("name") or None
-    report = await mesh.errors(name, at_most=_ERRORS_AMONG, deadline_ms=_LISTED_WITHIN_MS)
+    report = await mesh.inspect.errors(name, at_most=_ERRORS_AMONG, deadline_ms=_LISTED_WITHIN_MS)
     fits = await _fits_of(mesh, [group.where for group in report.groups])
     return rendered(request, "errors.html", report=report, name=name, fits=fits, at_most=_FITS_AT_MOST)
 
@@ -202,7 +203,9 @@ async def _fits_of(mesh: TaskMesh, filters: Iterable[str]) -> dict[str, int]:
     until = time.monotonic() + _FITS_WITHIN_MS / 1000
     for where in filters:
         left_ms = round((until - time.monotonic()) * 1000)
-        count = await mesh.count_within(where, at_most=_FITS_AT_MOST, deadline_ms=left_ms) if left_ms > 0 else None
+        count = (
+            await mesh.listing.count_within(where, at_most=_FITS_AT_MOST, deadline_ms=left_ms) if left_ms > 0 else None
+        )
         if count is None:
             break
         found[where] = count
@@ -211,7 +214,7 @@ async def _fits_of(mesh: TaskMesh, filters: Iterable[str]) -> dict[str, int]:
 
 async def doctor(request: Request, mesh: TaskMesh) -> Response:
     """Show whether anything is wrong."""
-    findings = sorted(await mesh.doctor(), key=lambda finding: _WORST_FIRST.index(finding.level))
+    findings = sorted(await mesh.inspect.doctor(), key=lambda finding: _WORST_FIRST.index(finding.level))
     bad = sum(finding.level in ("warning", "error") for finding in findings)
     return rendered(request, "doctor.html", findings=findings, bad=bad)
 
@@ -229,12 +232,12 @@ async def queues(request: Request, mesh: TaskMesh) -> Response:
         limits = ("queue", "rate", "per_ms", "running", "group_running")
         asked = {field: request.query_params[field] for field in limits if request.query_params.get(field)}
         effect = await api.perform(mesh, OPERATIONS["queue.what_if_limit"], asked)
-    return rendered(request, "queues.html", queues=await mesh.queues(), effect=effect)
+    return rendered(request, "queues.html", queues=await mesh.queues.all(), effect=effect)
 
 
 async def schedules(request: Request, mesh: TaskMesh) -> Response:
     """Show what runs periodically."""
-    return rendered(request, "schedules.html", schedules=await mesh.schedules())
+    return rendered(request, "schedules.html", schedules=await mesh.schedules.all())
 
 
 async def api_page(request: Request, _: TaskMesh) -> Response:

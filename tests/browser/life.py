@@ -27,13 +27,13 @@ async def a_day(site: Site, shop: TaskMesh) -> None:
         f"2026/11/21/IMG_{n:04}.jpg": {"path": f"original/{n:04}.jpg", "width": 400 + n % 3 * 800}
         for n in range(240, 252)
     }
-    await shop.publish_many("image.resize", images)
+    await shop.publisher.publish_many("image.resize", images)
     mails = {f"order-{10_482 + n}": {"to": to, "template": template} for n, (to, template) in enumerate(MAIL.items())}
-    await shop.publish_many("mail.send", mails)
+    await shop.publisher.publish_many("mail.send", mails)
     await shop.publish("mail.send", "order-10485", {"to": "olivia (at) photos.example", "template": "shipped"})
     await shop.publish("mail.send", "order-10486", {"to": "emma, photos.example", "template": "invoice"})
     old_films = {f"holiday-{year}": {"source": f"holiday-{year}.avi", "codec": "vp7"} for year in (2009, 2010, 2012)}
-    await shop.publish_many("video.transcode", old_films)
+    await shop.publisher.publish_many("video.transcode", old_films)
     await shop.publish("report.monthly", "2026-10", {"month": "2026-10"})
     await shop.publish("backup.verify", "orders-2026-11-20", {"archive": "orders-2026-11-20.tar"})
     await shop.publish("image.resize", LONG_KEY, {"path": "original/0001.jpg"}, delay_ms=7_200_000, priority=5)
@@ -49,7 +49,7 @@ async def a_day(site: Site, shop: TaskMesh) -> None:
     )
     await shop.set_limit("mail", rate=600, per_ms=60_000, running=20)
     await shop.set_limit("imports", group_running=1)
-    await shop.set_group_limit("imports", "northern-lights", 2)
+    await shop.queues.set_group_limit("imports", "northern-lights", 2)
     berlin = "Europe/Berlin"
     nightly, last = {"archive": "nightly.tar"}, {"month": "last"}
     await shop.every("backup.verify", cron="30 3 * * *", schedule_id="verify-backups", params=nightly, timezone=berlin)
@@ -57,8 +57,8 @@ async def a_day(site: Site, shop: TaskMesh) -> None:
     await shop.every(
         "price.import", interval_ms=900_000, schedule_id="price-lists", overlap="skip", params={"list": "all"}
     )
-    await shop.pause_schedule("price-lists", reason="until the new list is there", by="mia")
-    await shop.trigger("verify-backups")
+    await shop.schedules.pause("price-lists", reason="until the new list is there", by="mia")
+    await shop.schedules.trigger("verify-backups")
 
     site.staffed("photo-3")
     await shop.publish(
@@ -80,4 +80,4 @@ async def a_day(site: Site, shop: TaskMesh) -> None:
 
 
 async def _done(shop: TaskMesh) -> bool:
-    return await shop.count("name:image.resize status:INIT key:2026/11/21") == 0
+    return await shop.listing.count("name:image.resize status:INIT key:2026/11/21") == 0

@@ -67,11 +67,13 @@ async def test_delete_asks_and_leads_back_to_the_list(page: Page, shop: TaskMesh
     await page.get_by_role("button", name="Delete").click()
     await page.wait_for_url("**/tasks")
     await expect(page.locator(".told")).to_contain_text("to-delete")
-    assert await shop.count("key:to-delete") == 0
+    assert await shop.listing.count("key:to-delete") == 0
 
 
 async def test_ticked_tasks_are_cancelled_together_and_the_others_left(page: Page, shop: TaskMesh) -> None:
-    await shop.publish_many("image.resize", {f"tick-{n}": {"path": "a.jpg"} for n in range(4)}, delay_ms=3_600_000)
+    await shop.publisher.publish_many(
+        "image.resize", {f"tick-{n}": {"path": "a.jpg"} for n in range(4)}, delay_ms=3_600_000
+    )
     await page.goto("/tasks?where=name:image.resize key:tick-")
     await expect(page.locator("#listing")).to_contain_text("4 tasks match")
     await page.get_by_label("Tick all").check()
@@ -79,22 +81,24 @@ async def test_ticked_tasks_are_cancelled_together_and_the_others_left(page: Pag
     page.once("dialog", accept)
     await page.get_by_role("button", name="Cancel", exact=True).click()
     await expect(page.locator(".told")).to_contain_text("3 of 3")
-    assert await shop.count("key:tick- status:CANCELLED") == 3
+    assert await shop.listing.count("key:tick- status:CANCELLED") == 3
     assert (await shop.get("image.resize", "tick-2")).status == "INIT"
 
 
 async def test_all_that_fit_a_filter_are_counted_before_they_are_touched(page: Page, shop: TaskMesh) -> None:
-    await shop.publish_many("image.resize", {f"all-{n}": {"path": "a.jpg"} for n in range(3)}, delay_ms=3_600_000)
+    await shop.publisher.publish_many(
+        "image.resize", {f"all-{n}": {"path": "a.jpg"} for n in range(3)}, delay_ms=3_600_000
+    )
     await page.goto("/tasks?where=name:image.resize key:all-")
     await page.get_by_role("link", name="Cancel …").click()
     await expect(page.locator("main")).to_contain_text("3 tasks match")
     await page.get_by_role("button", name="Cancel 3").click()
     await expect(page.locator(".told")).to_contain_text("3 of 3")
-    assert await shop.count("key:all- status:CANCELLED") == 3
+    assert await shop.listing.count("key:all- status:CANCELLED") == 3
     page.once("dialog", accept)
     await page.get_by_role("button", name="Undo").first.click()
     await expect(page.locator(".told")).to_contain_text("undone: cancel of 3 tasks")
-    assert await shop.count("key:all- status:INIT") == 3
+    assert await shop.listing.count("key:all- status:INIT") == 3
 
 
 async def test_a_task_is_published_from_the_page(page: Page, shop: TaskMesh) -> None:
@@ -116,7 +120,9 @@ async def test_a_task_is_published_from_the_page(page: Page, shop: TaskMesh) -> 
 
 
 async def test_filters_narrow_the_list(page: Page, shop: TaskMesh) -> None:
-    await shop.publish_many("image.resize", {f"fit-{n:02}": {"path": "a.jpg"} for n in range(60)}, delay_ms=3_600_000)
+    await shop.publisher.publish_many(
+        "image.resize", {f"fit-{n:02}": {"path": "a.jpg"} for n in range(60)}, delay_ms=3_600_000
+    )
     await shop.publish("backup.verify", "fit-99", {"archive": "a.tar"}, delay_ms=3_600_000)
     await page.goto("/tasks")
     await page.locator("#where").fill("key:fit-")
@@ -147,7 +153,7 @@ async def test_a_queue_is_paused_with_a_reason_limited_and_resumed(page: Page, s
     await expect(row).to_contain_text("0 of 3")
     await row.get_by_role("button", name="Resume").click()
     await expect(row).to_contain_text("open")
-    (queue,) = [queue for queue in await shop.queues() if queue.queue == "slow-disk"]
+    (queue,) = [queue for queue in await shop.queues.all() if queue.queue == "slow-disk"]
     assert (queue.paused, queue.limits.running) == (False, 3)
 
 
@@ -187,7 +193,7 @@ async def test_a_schedule_is_declared_run_paused_and_removed(page: Page, shop: T
     page.once("dialog", accept)
     await row.get_by_role("button", name="Remove").click()
     await expect(row).to_have_count(0)
-    assert await shop.schedules() == []
+    assert await shop.schedules.all() == []
 
 
 async def test_errors_lead_to_those_tasks_and_to_their_retry(page: Page, shop: TaskMesh) -> None:
@@ -221,5 +227,5 @@ async def test_what_a_change_would_do_is_told_before_it_is_done(page: Page, shop
     await row.get_by_label("Running at once").fill("0")
     await row.get_by_role("button", name="What if?").click()
     await expect(page.locator(".told")).to_contain_text("1 could start now and 0 then")
-    (queue,) = [queue for queue in await shop.queues() if queue.queue == "dark"]
+    (queue,) = [queue for queue in await shop.queues.all() if queue.queue == "dark"]
     assert queue.limits.running is None

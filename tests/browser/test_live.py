@@ -57,14 +57,16 @@ async def test_the_list_and_the_overview_move_by_themselves(page: Page, shop: Ta
     await page.goto("/tasks?where=key:live-")
     await expect(page.locator("#listing")).to_contain_text("No task matches")
     await expect(page.locator("#live")).to_have_text("live")
-    await shop.publish_many("image.resize", {f"live-{n}": {"path": "a.jpg"} for n in range(3)})
+    await shop.publisher.publish_many("image.resize", {f"live-{n}": {"path": "a.jpg"} for n in range(3)})
     await expect(page.locator("#listing .status.success")).to_have_count(3)
     await page.goto("/")
     await expect(page.locator("#curves")).to_be_visible()
 
 
 async def test_what_a_reader_does_survives_a_refresh(page: Page, shop: TaskMesh) -> None:
-    await shop.publish_many("image.resize", {f"keep-{n}": {"path": "a.jpg"} for n in range(3)}, delay_ms=3_600_000)
+    await shop.publisher.publish_many(
+        "image.resize", {f"keep-{n}": {"path": "a.jpg"} for n in range(3)}, delay_ms=3_600_000
+    )
     await page.goto("/tasks?where=key:keep-&order=key")
     await expect(page.locator("#live")).to_have_text("live")
     await page.get_by_label("Tick keep-1").check()

@@ -8,7 +8,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 from taskmesh import TaskOption
-from taskmesh.store.publish import stored_option
 from tests.chaos.checker import check_version
 from tests.chaos.findings import Findings
 from tests.chaos.history import Evidence, Log, Published, Told
@@ -27,7 +26,7 @@ class Story:
         self.now = BEGIN
         self.id = f"{name}:{key}"
         times = {time: option.pop(time, None) for time in ("start_time", "expire_time")}
-        tuned = stored_option(TaskOption(**{"ping_interval_ms": 500, "worker_timeout_ms": 1_000, **option}))
+        tuned = TaskOption(**{"ping_interval_ms": 500, "worker_timeout_ms": 1_000, **option}).stored()
         self.document: Document = {
             "_id": self.id,
             "name": name,

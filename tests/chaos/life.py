@@ -80,7 +80,7 @@ async def _work(mesh: TaskMesh, life: Life) -> None:
         await running
         consumers, running = second, running_second
         await _again(life, lambda: mesh.publish("work", "last"))
-        await _again(life, lambda: mesh.set_concurrency("second", 7))
+        await _again(life, lambda: mesh.fleet.set_concurrency("second", 7))
         await eventually(lambda: second.concurrency == 7, _PATIENCE_S, what="the order is obeyed")
         await eventually(
             lambda: _are_done(mesh, life, ["last", "held"]), _PATIENCE_S, what="the second has done the rest"

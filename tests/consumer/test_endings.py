@@ -84,8 +84,8 @@ async def test_an_ending_leaves_what_the_table_says(mesh: TaskMesh, ending: str)
         finally:
             ended.set()
 
-    limited = {"run_timeout_ms": 300} if "run_timeout_ms" in ending else {}
-    quick = {"ping_interval_ms": 300, "worker_timeout_ms": 20_000} if "lease" in ending else {}
+    limited: dict[str, Any] = {"run_timeout_ms": 300} if "run_timeout_ms" in ending else {}
+    quick: dict[str, Any] = {"ping_interval_ms": 300, "worker_timeout_ms": 20_000} if "lease" in ending else {}
     handle = await job.configure(**limited, **quick).publish("k")
     async with working(mesh, "w") as consumer:
         await started.wait()

@@ -165,10 +165,10 @@ async def test_an_undo_does_not_put_back_over_what_was_retried_and_cancelled_sin
     mesh: TaskMesh, other: TaskMesh
 ) -> None:
     await _publish(mesh, 1)
-    action = await mesh.cancel_all("status:INIT name:job")
+    action = await mesh.bulk.cancel("status:INIT name:job")
     await other.retry("job", "k")
     await other.cancel("job", "k")
     assert action.id is not None
-    result = await mesh.undo(action.id)
+    result = await mesh.bulk.undo(action.id)
     assert (result.restored, result.left) == (0, 1)
     assert (await mesh.get("job", "k")).status is Status.CANCELLED

@@ -246,7 +246,7 @@ async def test_workers_can_be_stopped_paused_and_resized_from_afar(mesh: TaskMes
         await eventually(lambda: consumer.paused)
         await mesh.resume_worker("w1")
         await eventually(lambda: not consumer.paused)
-        await mesh.set_concurrency("w1", 7)
+        await mesh.fleet.set_concurrency("w1", 7)
         await eventually(lambda: consumer.concurrency == 7)
         await mesh.stop_worker("w1", grace_ms=0)
         await eventually(lambda: consumer.state == "stopped")

@@ -53,7 +53,7 @@ async def test_it_waits_for_what_runs_elsewhere_and_may_come_to_it(mesh: TaskMes
     async with working(mesh, "other") as other:
         await began.wait()
         waiting = asyncio.create_task(_works_until_idle(mesh))
-        await eventually(lambda: len([w for w in mesh._consumers if w.state == "running"]) == 2)
+        await eventually(lambda: len([w for w in mesh.connection.consumers if w.at_work]) == 2)
         await other.stop(grace_ms=0)
         await waiting
     assert [entry.worker_id for entry in (await handle.task()).successes] == ["me"]
@@ -75,10 +75,10 @@ async def test_it_does_not_wait_for_a_group_of_which_nothing_may_run(mesh: TaskM
     async def job() -> None: ...
 
     if limited == "one group":
-        await mesh.set_group_limit("shared", "shut", 0)
+        await mesh.queues.set_group_limit("shared", "shut", 0)
     else:
         await mesh.set_limit("shared", group_running=0)
-        await mesh.set_group_limit("shared", "open", 2)
+        await mesh.queues.set_group_limit("shared", "open", 2)
     shut = await job.configure(group="shut").publish("of a shut group")
     others = [await job.configure(group="open").publish("of another"), await job.publish("of none")]
     await _works_until_idle(mesh)

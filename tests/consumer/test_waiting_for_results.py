@@ -10,7 +10,7 @@ from pymongo import MongoClient
 
 import taskmesh.client.results
 from taskmesh import TaskMesh, TaskNotFound, TaskOption, current_task
-from taskmesh.client.definition import TaskHandle
+from taskmesh.client.handle import TaskHandle
 from taskmesh.embedded import Mongod
 from tests.waiting import eventually
 from tests.working import finished, working
@@ -34,10 +34,10 @@ async def test_ten_thousand_wait_at_once_and_all_are_woken(mesh: TaskMesh) -> No
 
     handles = await job.publish_many({f"k{n}": {"n": n} for n in range(tasks)})
     waiting = [asyncio.ensure_future(handles[n % tasks].result(DEADLINE_S)) for n in range(count)]
-    await eventually(lambda: sum(map(len, mesh._results._waiters.values())) == count, what="all wait")
+    await eventually(lambda: sum(map(len, mesh.connection.results._waiters.values())) == count, what="all wait")
     async with working(mesh, concurrency=50):
         assert await asyncio.gather(*waiting) == [n % tasks for n in range(count)]
-    assert mesh._results._waiters == {}, "nothing is kept of who waited"
+    assert mesh.connection.results._waiters == {}, "nothing is kept of who waited"
 
 
 @pytest.mark.usefixtures("never_looks_by_itself")
@@ -52,7 +52,7 @@ async def test_who_waits_is_woken_by_the_stream_each_time(mesh: TaskMesh) -> Non
     async with working(mesh):
         for key, event in go_on.items():
             result = asyncio.ensure_future((await job.publish(key, key=key)).result(DEADLINE_S))
-            await eventually(lambda: mesh._results._waiters, what="it waits")
+            await eventually(lambda: mesh.connection.results._waiters, what="it waits")
             event.set()
             assert await result == key
 
@@ -77,7 +77,7 @@ async def test_a_task_finished_long_ago_answers_at_once_also_in_another_process_
 async def test_a_task_that_vanishes_raises(mesh: TaskMesh) -> None:
     handle = await mesh.publish("job", "k")
     waiting = asyncio.ensure_future(handle.result(DEADLINE_S))
-    await eventually(lambda: "job:k" in mesh._results._waiters)
+    await eventually(lambda: "job:k" in mesh.connection.results._waiters)
     await mesh.delete("job", "k")
     with pytest.raises(TaskNotFound, match="it was deleted, or is past its retention"):
         await waiting
@@ -90,7 +90,7 @@ async def test_a_task_that_a_stranger_removes_raises_too(mesh: TaskMesh, monkeyp
     monkeypatch.setattr(taskmesh.client.results, "_LOOK_EVERY_S", 0.2)
     handle = await mesh.publish("job", "k")
     waiting = asyncio.ensure_future(handle.result(DEADLINE_S))
-    await eventually(lambda: "job:k" in mesh._results._waiters)
+    await eventually(lambda: "job:k" in mesh.connection.results._waiters)
     await mesh.store.driver.collection(mesh.store.tasks).delete_one({"_id": "job:k"})
     with pytest.raises(TaskNotFound):
         await waiting
@@ -101,11 +101,11 @@ async def test_who_gives_up_or_is_cancelled_leaves_nothing_behind(mesh: TaskMesh
     with pytest.raises(TimeoutError, match=r"task 'job' 'k' has not finished within 0\.05 s"):
         await handle.result(0.05)
     waiting = asyncio.ensure_future(handle.result())
-    await eventually(lambda: "job:k" in mesh._results._waiters)
+    await eventually(lambda: "job:k" in mesh.connection.results._waiters)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    assert mesh._results._waiters == {}
+    assert mesh.connection.results._waiters == {}
 
 
 async def test_a_result_past_its_retention_is_gone(mesh: TaskMesh) -> None:
@@ -193,7 +193,7 @@ async def test_who_waits_gets_the_value_of_a_task_that_is_not_retained_at_all(un
 
     handles = await job.publish_many({f"k{n}": {"n": n} for n in range(50)})
     waiting = [asyncio.ensure_future(handle.result(DEADLINE_S)) for handle in handles]
-    await eventually(lambda: len(unswept._results._waiters) == 50, what="all wait")
+    await eventually(lambda: len(unswept.connection.results._waiters) == 50, what="all wait")
     async with working(unswept):
         go_on.set()
         assert await asyncio.gather(*waiting) == list(range(50))

@@ -59,7 +59,7 @@ async def test_what_was_published_in_a_transaction_is_there(namespace: dict[str,
 async def test_schedules_are_stored_when_the_mesh_connects(namespace: dict[str, Any]) -> None:
     await run(RECIPES["periodic"].in_place, namespace, DOCUMENT)
     async with namespace["mesh"] as mesh:
-        found = {schedule.schedule_id: (schedule.name, schedule.cron) for schedule in await mesh.schedules()}
+        found = {schedule.schedule_id: (schedule.name, schedule.cron) for schedule in await mesh.schedules.all()}
     assert found == {
         "clean_up": ("clean_up", "0 3 * * *"),
         "thorough": ("clean_up", "30 4 * * sun"),

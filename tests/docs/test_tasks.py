@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any
 
 from taskmesh import Task, TaskMesh, TaskOption
-from taskmesh.client.definition import Configuration
+from taskmesh.model.configuration import Configuration
 from tests.docs.examples import examples_in
 from tests.docs.running import run
 from tests.docs.tables import Row, table

@@ -24,6 +24,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from taskmesh import TaskOption
+from taskmesh.model.configuration import Configuration
 from taskmesh.store import Store, rules, schema
 from taskmesh.store.claim import claim
 from taskmesh.store.control import cancel_pipeline
@@ -108,9 +109,11 @@ class Explorer:
         self._sync_database = sync_database
         self._model = model
         self._option = TaskOption(
-            **{"worker_timeout_ms": 2 * TICK_MS, "ping_interval_ms": TICK_MS, "unexpected_retry_delay_ms": TICK_MS}
-            | {"unexpected_retry_jitter": 0.0, **model.option}
-        )
+            worker_timeout_ms=2 * TICK_MS,
+            ping_interval_ms=TICK_MS,
+            unexpected_retry_delay_ms=TICK_MS,
+            unexpected_retry_jitter=0.0,
+        ).changed(**model.option)
         self.found = Explored()
 
     async def explore(self, until_broken: str | None = None) -> Explored:
@@ -134,12 +137,12 @@ class Explorer:
         publication = Publication(
             name="job",
             key="k",
-            queue="default",
             params={},
-            option=self._option,
-            size=1_000,
-            start_time=_time_of(self._model.starts),
-            expire_time=_time_of(self._model.expires),
+            configuration=Configuration(
+                option=self._option,
+                start_time=_time_of(self._model.starts),
+                expire_time=_time_of(self._model.expires),
+            ),
         )
         document = new_document(publication, BEGIN)
         return self._image(document, (0,) * self._model.workers), document

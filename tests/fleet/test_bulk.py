@@ -38,10 +38,10 @@ async def some_tasks(mesh: TaskMesh) -> None:
 
 async def test_t43_a_bulk_retry_touches_exactly_the_filter(mesh: TaskMesh) -> None:
     await some_tasks(mesh)
-    counted = await mesh.retry_all('status:FAIL error:"timeout (500)"', dry_run=True)
+    counted = await mesh.bulk.retry('status:FAIL error:"timeout (500)"', dry_run=True)
     assert (counted.matched, counted.done) == (2, 0)
     assert await keys(mesh, Status.FAIL) == {"slow1", "slow2", "bad1", "bad2"}
-    done = await mesh.retry_all('status:FAIL error:"timeout (500)"')
+    done = await mesh.bulk.retry('status:FAIL error:"timeout (500)"')
     assert (done.matched, done.done) == (2, 2)
     assert await keys(mesh, Status.FAIL) == {"bad1", "bad2"}
     assert await keys(mesh, Status.INIT) == {"slow1", "slow2", "wait1", "wait2"}
@@ -50,16 +50,16 @@ async def test_t43_a_bulk_retry_touches_exactly_the_filter(mesh: TaskMesh) -> No
 
 async def test_cancel_and_delete_by_filter(mesh: TaskMesh) -> None:
     await some_tasks(mesh)
-    assert (await mesh.cancel_all("name:work", dry_run=True)).matched == 2, "finished ones stay as they are"
-    cancelled = await mesh.cancel_all("name:work")
+    assert (await mesh.bulk.cancel("name:work", dry_run=True)).matched == 2, "finished ones stay as they are"
+    cancelled = await mesh.bulk.cancel("name:work")
     assert (cancelled.matched, cancelled.done) == (2, 2)
     with pytest.raises(InvalidOption, match="only unfinished tasks are cancelled, not SUCCESS"):
-        await mesh.cancel_all("name:work status:SUCCESS")
+        await mesh.bulk.cancel("name:work status:SUCCESS")
     assert await keys(mesh, Status.CANCELLED) == {"wait1", "wait2"}
-    assert (await mesh.delete_all("name:work key:bad")).done == 2
-    assert await mesh.count("name:work") == 6
-    assert await mesh.count("name:work", at_most=4) == 4
-    assert await mesh.count("worker:nobody") == 0
+    assert (await mesh.bulk.delete("name:work key:bad")).done == 2
+    assert await mesh.listing.count("name:work") == 6
+    assert await mesh.listing.count("name:work", at_most=4) == 4
+    assert await mesh.listing.count("worker:nobody") == 0
 
 
 async def test_a_purge_deletes_what_is_finished_and_nothing_else(mesh: TaskMesh) -> None:
@@ -67,14 +67,14 @@ async def test_a_purge_deletes_what_is_finished_and_nothing_else(mesh: TaskMesh)
     soon = mesh.clock.now() + timedelta(milliseconds=50)
     await mesh.publish("work", "late", {}, expire_time=soon)
     await eventually(lambda: mesh.clock.now() > soon)
-    assert (await mesh.purge(dry_run=True)).matched == 7
-    assert (await mesh.purge("age>1h")).done == 0
+    assert (await mesh.bulk.purge(dry_run=True)).matched == 7
+    assert (await mesh.bulk.purge("age>1h")).done == 0
     told: list[int] = []
-    assert (await mesh.purge(progress=told.append)).done == 7, "also what expired by time alone"
+    assert (await mesh.bulk.purge(progress=told.append)).done == 7, "also what expired by time alone"
     assert told == [7]
     assert await keys(mesh, Status.INIT) == {"wait1", "wait2"}
     with pytest.raises(InvalidOption, match="finished"):
-        await mesh.purge("status:INIT")
+        await mesh.bulk.purge("status:INIT")
 
 
 async def test_running_tasks_are_not_retried_and_are_stopped_when_deleted(mesh: TaskMesh) -> None:
@@ -90,8 +90,8 @@ async def test_running_tasks_are_not_retried_and_are_stopped_when_deleted(mesh: 
     await work.publish("k")
     async with working(mesh) as consumer:
         await eventually(lambda: consumer.running == ["k"])
-        assert (await mesh.retry_all("name:work")).done == 0
-        assert (await mesh.delete_all("status:RUNNING")).done == 1
+        assert (await mesh.bulk.retry("name:work")).done == 0
+        assert (await mesh.bulk.delete("status:RUNNING")).done == 1
         with anyio.fail_after(10):
             await stopped.wait()
 
@@ -102,8 +102,8 @@ async def test_running_tasks_are_not_retried_and_are_stopped_when_deleted(mesh: 
 async def test_a_filter_that_makes_no_sense_is_refused_and_touches_nothing(mesh: TaskMesh, where: str) -> None:
     await mesh.publish("work", "k")
     with pytest.raises(InvalidOption):
-        await mesh.delete_all(where)
-    assert await mesh.count() == 1
+        await mesh.bulk.delete(where)
+    assert await mesh.listing.count() == 1
 
 
 def test_a_filter_reads_as_people_write_it() -> None:

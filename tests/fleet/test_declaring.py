@@ -38,7 +38,7 @@ async def test_a_backlog_too_long_for_one_look_is_worked_off_in_several(
     await mesh.every(tick, schedule_id="s", interval_ms=1_000, missed="all")
     ago = mesh.clock.now() - timedelta(seconds=400)
     await mesh.store.driver.collection("schedules").update_one({"_id": "s"}, {"$set": {"next_time": ago}})
-    ticker = Ticker(mesh.store, mesh.publication_of_tick)
+    ticker = Ticker(mesh.store, mesh.schedules.publication_of_tick)
 
     async def all_published() -> bool:
         await ticker.run_once()
@@ -67,7 +67,7 @@ async def test_the_first_schedule_after_a_time_without_any_has_missed_nothing(
         declared = await mesh.every(tick, schedule_id="s", interval_ms=100, missed="skip")
 
         async def ticks() -> list[datetime]:
-            return [t.time for s in await mesh.schedules() for t in s.ticks]
+            return [t.time for s in await mesh.schedules.all() for t in s.ticks]
 
         first = (await eventually(ticks, what="it ticks"))[0]
     assert declared.next_time is not None

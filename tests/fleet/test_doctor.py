@@ -1,4 +1,4 @@
-"""`mesh.doctor()`: what is wrong is found, with a remedy; what is well is not complained about."""
+"""`mesh.inspect.doctor()`: what is wrong is found, with a remedy; what is well is not complained about."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def stored(mongo_uri: str, database: str) -> Any:
 
 async def findings(mesh: TaskMesh, subject: str, *levels: str) -> list[Finding]:
     """Return what is found about something."""
-    found = [finding for finding in await mesh.doctor() if finding.subject == subject]
+    found = [finding for finding in await mesh.inspect.doctor() if finding.subject == subject]
     assert found, f"nothing is said about {subject}"
     return [finding for finding in found if not levels or finding.level in levels]
 
@@ -37,7 +37,7 @@ async def test_a_fresh_mesh_is_well(mesh: TaskMesh) -> None:
 
     async with working(mesh, "w1"):
         await (await work.publish("k")).result(60)
-        found = await mesh.doctor()
+        found = await mesh.inspect.doctor()
     assert [finding for finding in found if finding.level in ("warning", "error")] == []
     subjects = {finding.subject for finding in found}
     assert {"server", "topology", "clock", "oplog", "indexes", "schema", "retention", "workers"} <= subjects
@@ -77,13 +77,13 @@ async def test_a_worker_that_went_without_a_word_is_told(mesh: TaskMesh, stored:
 
 async def test_a_paused_queue_in_which_tasks_wait_is_told(mesh: TaskMesh) -> None:
     await mesh.pause("slow", reason="maintenance")
-    assert "queues" not in {finding.subject for finding in await mesh.doctor()}
+    assert "queues" not in {finding.subject for finding in await mesh.inspect.doctor()}
     await mesh.publish("work", "k", queue="slow")
     [finding] = await findings(mesh, "queues")
     assert (finding.level, finding.remedy) == ("warning", "taskmesh resume slow")
     assert "maintenance" in finding.found
     assert finding.found.endswith(", and 1 task waits in it")
-    await mesh.publish_many("work", {str(n): {} for n in range(COUNTED_TO)}, queue="slow")
+    await mesh.publisher.publish_many("work", {str(n): {} for n in range(COUNTED_TO)}, queue="slow")
     [finding] = await findings(mesh, "queues")
     assert finding.found.endswith(f", and {COUNTED_TO} or more tasks wait in it")
 

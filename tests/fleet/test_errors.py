@@ -44,7 +44,7 @@ async def test_errors_of_one_type_from_one_place_are_one_group_and_others_are_no
         for key in [f"{how}-{n}" for how, count in kinds.items() for n in range(count)]:
             await finished(mesh, "fetch", key)
         await finished(mesh, "send", "mail-1")
-    report = await mesh.errors()
+    report = await mesh.inspect.errors()
     assert [(group.name, group.error, group.failed) for group in report.groups] == [
         ("fetch", "TimeoutError", 4),
         ("fetch", "LookupError", 2),
@@ -62,7 +62,7 @@ async def test_errors_of_one_type_from_one_place_are_one_group_and_others_are_no
     assert slow.first_time <= slow.last_time
     assert slow.example_key.startswith("slow-")
     assert await fits(mesh, gone) == ["gone-0", "gone-1"]
-    assert [group.failed for group in (await mesh.errors("send")).groups] == [1]
+    assert [group.failed for group in (await mesh.inspect.errors("send")).groups] == [1]
 
 
 async def test_a_group_is_retried_by_its_own_filter_and_nothing_else(mesh: TaskMesh) -> None:
@@ -76,10 +76,10 @@ async def test_a_group_is_retried_by_its_own_filter_and_nothing_else(mesh: TaskM
     async with working(mesh, "w1"):
         for key in ("m0", "m1", "m2", "t"):
             await finished(mesh, "send", key)
-    mailbox, template = (await mesh.errors()).groups
+    mailbox, template = (await mesh.inspect.errors()).groups
     assert (mailbox.failed, mailbox.error) == (3, "… no such mailbox: …")
     assert (template.failed, template.error) == (1, "the template is broken")
-    done = await mesh.retry_all(mailbox.where)
+    done = await mesh.bulk.retry(mailbox.where)
     assert done.done == 3
     assert (await mesh.get("send", "t")).status == Status.FAIL
 
@@ -104,7 +104,7 @@ async def test_failures_that_differ_in_unquoted_names_alone_are_one_group_by_typ
         for key in names:
             await finished(mesh, "send", key)
             await finished(mesh, "pack", key)
-    groups = (await mesh.errors()).groups
+    groups = (await mesh.inspect.errors()).groups
     assert sorted((group.name, group.error, group.failed) for group in groups) == [
         ("pack", "customer … has no address", 3),
         ("send", "customer … has no address", 3),
@@ -135,7 +135,7 @@ async def test_what_is_to_be_retried_counts_apart_from_what_failed_for_good(mesh
 
         await eventually(tried)
         await status_is(mesh, "work", "waits", Status.INIT)
-    by_key = {group.example_key: group for group in (await mesh.errors()).groups}
+    by_key = {group.example_key: group for group in (await mesh.inspect.errors()).groups}
     assert (by_key["waits"].failed, by_key["waits"].retrying) == (0, 1)
     assert (by_key["failed"].failed, by_key["failed"].retrying) == (1, 0)
     assert await fits(mesh, by_key["waits"]) == ["waits"]
@@ -164,7 +164,7 @@ async def test_executions_that_were_lost_are_a_group_of_their_own(mesh: TaskMesh
             return (await mesh.get("work", "k")).task_state.lost_cnt == 1
 
         await eventually(counted)
-    [group] = (await mesh.errors()).groups
+    [group] = (await mesh.inspect.errors()).groups
     assert (group.error, group.failed, group.frame) == (LOST, 1, None)
     assert "lost:yes" in group.where
     assert await fits(mesh, group) == ["k"]
@@ -196,18 +196,18 @@ async def test_a_bounded_look_sees_some_of_each_name_and_says_that_there_are_mor
             {"_id": 7, "status": "FAIL"},
         ]
         await tasks.insert_many([*copies, *strangers])
-    report = await mesh.errors(at_most=100)
+    report = await mesh.inspect.errors(at_most=100)
     assert not report.complete
     assert report.looked_at <= 100
     assert {group.error: group.failed for group in report.groups} == {"a common trouble": 50, "a rare trouble": 1}
-    everything = await mesh.errors()
+    everything = await mesh.inspect.errors()
     assert everything.complete
     assert {group.error: group.failed for group in everything.groups} == {"a common trouble": 300, "a rare trouble": 1}
 
 
 async def test_the_deadline_holds(mesh: TaskMesh) -> None:
     await mesh.publish("work", "k")
-    report = await mesh.errors(deadline_ms=0)
+    report = await mesh.inspect.errors(deadline_ms=0)
     assert (report.groups, report.looked_at, report.complete) == ([], 0, False)
 
 
@@ -229,10 +229,10 @@ def test_what_is_another_each_time_does_not_tell_errors_apart(one: str, other: s
 @pytest.mark.parametrize("text", ["lost:maybe", "lost>1"])
 async def test_lost_is_yes_or_no(mesh: TaskMesh, text: str) -> None:
     if text == "lost>1":
-        assert await mesh.count(text) == 0  # the beginning of a key
+        assert await mesh.listing.count(text) == 0  # the beginning of a key
         return
     with pytest.raises(Exception, match="yes or no"):
-        await mesh.count(text)
+        await mesh.listing.count(text)
 
 
 @pytest.mark.parametrize(

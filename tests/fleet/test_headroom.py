@@ -45,7 +45,7 @@ async def test_the_doctor_knows_how_near_a_lease_came_to_its_end(mesh: TaskMesh,
         assert worker.least_lease_left == left
         assert 0 <= left.share <= 1
         assert (worker.claims_tried, worker.claims_won, worker.claims_lost_share) == (1, 1, 0.0)
-        [finding] = [finding for finding in await mesh.doctor() if finding.subject == "headroom"]
+        [finding] = [finding for finding in await mesh.inspect.doctor() if finding.subject == "headroom"]
         [later] = (await told(mesh)).lease_left
     # A renewal between two looks may have come nearer: the doctor looked at one of both.
     assert finding.level in {"warning" if share < LEASE_LEFT_WANTED else "ok" for share in (left.share, later.share)}
@@ -65,7 +65,7 @@ async def test_the_doctor_leaves_fleets_alone_that_lose_as_many_claims_as_health
     described = {"names": ["work"], "queues": None, "host": "h", "pid": 1, "version": "1", "state": "running"}
     described |= {"concurrency": 20, "running": 0, "claims_tried": tried, "claims_won": won}
     assert await registry.register(mesh.store, "w1", "instance", described) is not None
-    findings = [finding for finding in await mesh.doctor() if finding.subject == "claims"]
+    findings = [finding for finding in await mesh.inspect.doctor() if finding.subject == "claims"]
     assert bool(findings) is told_of
     if told_of:
         assert "60% of the 200000 claims of w1" in findings[0].found
@@ -105,7 +105,7 @@ async def test_a_loop_that_stood_still_is_told_by_the_doctor(mesh: TaskMesh) -> 
         await status_is(mesh, "work", "k", Status.SUCCESS)
 
         async def finding() -> str | None:
-            return next((each.found for each in await mesh.doctor() if each.subject == "event loop"), None)
+            return next((each.found for each in await mesh.inspect.doctor() if each.subject == "event loop"), None)
 
         assert "w1 stood still for" in await eventually(finding)
 
@@ -117,7 +117,7 @@ async def test_a_schedule_that_nobody_can_run_is_told(mesh: TaskMesh) -> None:
     await mesh.every("work", interval_ms=3_600_000, schedule_id="known")
     await mesh.every("of_the_next_release", interval_ms=3_600_000, schedule_id="unknown")
     async with working(mesh, "w1"):
-        findings = [finding for finding in await mesh.doctor() if finding.subject == "schedules"]
+        findings = [finding for finding in await mesh.inspect.doctor() if finding.subject == "schedules"]
     assert ["'unknown' publishes 'of_the_next_release'" in finding.found for finding in findings] == [True]
 
 

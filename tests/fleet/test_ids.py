@@ -59,15 +59,15 @@ CALLS: dict[str, Callable[[TaskMesh, Any], Any]] = {
     "set_option": lambda mesh, id_: mesh.set_option(id_, "k", priority=1),
     "set_option by key": lambda mesh, id_: mesh.set_option("job", id_, priority=1),
     "specific_worker_ids": lambda mesh, id_: mesh.set_option("job", "k", specific_worker_ids=id_),
-    "what_if_option": lambda mesh, id_: mesh.what_if_option(id_, "k", priority=1),
-    "what_if_option by key": lambda mesh, id_: mesh.what_if_option("job", id_, priority=1),
+    "what_if_option": lambda mesh, id_: mesh.what_if.option(id_, "k", priority=1),
+    "what_if_option by key": lambda mesh, id_: mesh.what_if.option("job", id_, priority=1),
     "explain a task": lambda mesh, id_: mesh.explain(id_, "k"),
     "explain a key": lambda mesh, id_: mesh.explain("job", id_),
     "explain": lambda mesh, id_: mesh.explain("job", "k", id_),
-    "explain_worker": lambda mesh, id_: mesh.explain_worker(id_),
-    "explain_worker of a name": lambda mesh, id_: mesh.explain_worker("w", id_),
-    "finished": lambda mesh, id_: mesh.finished(id_, "k", 0.1),
-    "finished key": lambda mesh, id_: mesh.finished("job", id_, 0.1),
+    "explain_worker": lambda mesh, id_: mesh.inspect.explain_worker(id_),
+    "explain_worker of a name": lambda mesh, id_: mesh.inspect.explain_worker("w", id_),
+    "finished": lambda mesh, id_: mesh.tasks.finished(id_, "k", 0.1),
+    "finished key": lambda mesh, id_: mesh.tasks.finished("job", id_, 0.1),
     "events": lambda mesh, id_: mesh.events(id_),
     "events of a key": lambda mesh, id_: mesh.events("job", id_),
     "find": lambda mesh, id_: _listed(mesh.find(id_)),
@@ -75,45 +75,46 @@ CALLS: dict[str, Callable[[TaskMesh, Any], Any]] = {
     "find by prefix": lambda mesh, id_: _listed(mesh.find("job", key_prefix=id_)),
     "find behind": lambda mesh, id_: _listed(mesh.find("job", after=id_)),
     "publish": lambda mesh, id_: mesh.publish(id_, "k"),
+    "publish_many": lambda mesh, id_: mesh.publisher.publish_many(id_, {"k": {}}),
     "publish key": lambda mesh, id_: mesh.publish("job", id_),
     "configure(queue)": lambda mesh, id_: mesh.publish("job", "k", queue=id_),
     "configure(group)": lambda mesh, id_: mesh.publish("job", "k", group=id_),
-    "registered": lambda mesh, id_: mesh.registered(id_),
+    "registered": lambda mesh, id_: mesh.publisher.registered(id_),
     # many tasks
-    "count": lambda mesh, id_: mesh.count(id_),
-    "page": lambda mesh, id_: mesh.page(after=id_),
-    "cancel_all": lambda mesh, id_: mesh.cancel_all(id_),
-    "delete_all": lambda mesh, id_: mesh.delete_all(id_),
-    "undo": lambda mesh, id_: mesh.undo(id_),
-    "errors": lambda mesh, id_: mesh.errors(id_),
-    "by": lambda mesh, id_: mesh.cancel_all("name:nobody", by=id_),
-    "note": lambda mesh, id_: mesh.note_action(id_, "about"),
-    "note about": lambda mesh, id_: mesh.note_action("task.retry", id_),
-    "note by": lambda mesh, id_: mesh.note_action("task.retry", "about", id_),
+    "count": lambda mesh, id_: mesh.listing.count(id_),
+    "page": lambda mesh, id_: mesh.listing.page(after=id_),
+    "cancel_all": lambda mesh, id_: mesh.bulk.cancel(id_),
+    "delete_all": lambda mesh, id_: mesh.bulk.delete(id_),
+    "undo": lambda mesh, id_: mesh.bulk.undo(id_),
+    "errors": lambda mesh, id_: mesh.inspect.errors(id_),
+    "by": lambda mesh, id_: mesh.bulk.cancel("name:nobody", by=id_),
+    "note": lambda mesh, id_: mesh.audit.note(id_, "about"),
+    "note about": lambda mesh, id_: mesh.audit.note("task.retry", id_),
+    "note by": lambda mesh, id_: mesh.audit.note("task.retry", "about", id_),
     # queues and groups
     "pause": lambda mesh, id_: mesh.pause(id_),
     "reason": lambda mesh, id_: mesh.pause("q", reason=id_),
     "resume": lambda mesh, id_: mesh.resume(id_),
     "set_limit": lambda mesh, id_: mesh.set_limit(id_, running=1),
-    "set_group_limit": lambda mesh, id_: mesh.set_group_limit(id_, "g", 1),
-    "set_group_limit of a group": lambda mesh, id_: mesh.set_group_limit("q", id_, 1),
-    "what_if_limit": lambda mesh, id_: mesh.what_if_limit(id_, running=1),
-    "what_if_group_limit": lambda mesh, id_: mesh.what_if_group_limit("q", id_, 1),
+    "set_group_limit": lambda mesh, id_: mesh.queues.set_group_limit(id_, "g", 1),
+    "set_group_limit of a group": lambda mesh, id_: mesh.queues.set_group_limit("q", id_, 1),
+    "what_if_limit": lambda mesh, id_: mesh.what_if.limit(id_, running=1),
+    "what_if_group_limit": lambda mesh, id_: mesh.what_if.group_limit("q", id_, 1),
     # workers
     "stop_worker": lambda mesh, id_: mesh.stop_worker(id_),
     "pause_worker": lambda mesh, id_: mesh.pause_worker(id_),
     "resume_worker": lambda mesh, id_: mesh.resume_worker(id_),
-    "set_concurrency": lambda mesh, id_: mesh.set_concurrency(id_, 3),
+    "set_concurrency": lambda mesh, id_: mesh.fleet.set_concurrency(id_, 3),
     "consumer": lambda mesh, id_: mesh.consumer(worker_id=id_),
     "consumer of names": lambda mesh, id_: mesh.consumer(names=[id_]),
     "consumer of queues": lambda mesh, id_: mesh.consumer(queues=[id_]),
     # schedules
     "every": lambda mesh, id_: mesh.every(id_, interval_ms=60_000),
-    "pause_schedule": lambda mesh, id_: mesh.pause_schedule(id_),
-    "reason of a schedule": lambda mesh, id_: mesh.pause_schedule("tick", reason=id_),
-    "resume_schedule": lambda mesh, id_: mesh.resume_schedule(id_),
-    "trigger": lambda mesh, id_: mesh.trigger(id_),
-    "unschedule": lambda mesh, id_: mesh.unschedule(id_),
+    "pause_schedule": lambda mesh, id_: mesh.schedules.pause(id_),
+    "reason of a schedule": lambda mesh, id_: mesh.schedules.pause("tick", reason=id_),
+    "resume_schedule": lambda mesh, id_: mesh.schedules.resume(id_),
+    "trigger": lambda mesh, id_: mesh.schedules.trigger(id_),
+    "unschedule": lambda mesh, id_: mesh.schedules.remove(id_),
 }
 
 
@@ -126,7 +127,7 @@ async def test_what_cannot_be_an_id_is_refused_and_nothing_is_done(
 
     await job.configure(delay_ms=3_600_000).publish("k")
     await mesh.every("job", schedule_id="tick", interval_ms=3_600_000)
-    await mesh.cancel_all("status:INIT name:job")  # which could be undone
+    await mesh.bulk.cancel("status:INIT name:job")  # which could be undone
     await registry.register(mesh.store, "w", "an instance", {"state": "running", "names": ["job"], "host": "here"})
     before = await _everything(mesh)
     for bad, id_ in BAD.items():
@@ -172,20 +173,22 @@ async def test_an_operator_stops_no_worker(mesh: TaskMesh) -> None:
         assert consumer.state == "running"
 
 
-def test_every_public_call_that_names_something_is_tried() -> None:
-    """By the names of parameters: a new call with an id belongs into the table above."""
+def test_every_public_call_that_names_something_is_tried(mongo_uri: str) -> None:
+    """By the names of parameters: a new call with an id, of a mesh or of what it holds, belongs into the table above."""
     ids = {"name", "key", "queue", "group", "worker_id", "schedule_id", "action_id", "where"}
+    mesh = TaskMesh(mongo_uri)
     found = set()
-    for call, function in inspect.getmembers(TaskMesh, inspect.isfunction):
-        if not call.startswith("_") and ids & set(inspect.signature(function).parameters):
-            found.add(call)
-    tried = {call.partition(" ")[0] for call in CALLS}
-    like = {
-        "publish_many",
-        "publish_all",
-        "publication_of",
-        "publish_all_sync",
-        "task",
-    }  # by the same checks as `publish`
-    like |= {"publication_of_tick", "retry_all", "purge", "count_within"}  # as `cancel_all` and `count`
-    assert found - like <= tried, found - like - tried
+    for part in (mesh, *vars(mesh).values()):
+        for call, function in inspect.getmembers(type(part), inspect.isfunction):
+            if not call.startswith("_") and ids & set(inspect.signature(function).parameters):
+                found.add(f"{type(part).__name__}.{call}")
+    tried = {code for call in CALLS.values() for code in call.__code__.co_names}
+    like = {"Publisher.publication_of", "TaskMesh.task"}  # by the same checks as `publish`
+    like |= {
+        "Schedules.publication_of_tick",
+        "Bulk.retry",
+        "Bulk.purge",
+        "Listing.count_within",
+    }  # as `cancel` and `count`
+    missing = {call for call in found if call.partition(".")[2] not in tried}
+    assert missing <= like, missing - like

@@ -84,7 +84,7 @@ async def test_tasks_of_a_full_group_do_not_block_other_groups(mesh: TaskMesh) -
         assert await small.result(timeout=60) == 2
         await eventually(lambda: len(consumer.running) == 2)
         assert all(key.startswith("big") for key in consumer.running)
-        await mesh.set_group_limit("shared", "customer-1", 5)
+        await mesh.queues.set_group_limit("shared", "customer-1", 5)
         await eventually(lambda: len(consumer.running) == 5, what="the group may run five now")
         gate.set()
         await eventually(lambda: consumer.finished > 200)
@@ -124,7 +124,7 @@ async def test_explain_and_the_queue_say_how_much_of_a_limit_is_used(mesh: TaskM
     async with working(mesh, "w1") as consumer:
         await eventually(lambda: len(consumer.running) == 1)
         waiting = "b" if consumer.running == ["a"] else "a"
-        (queue,) = [info for info in await mesh.queues() if info.queue == "told"]
+        (queue,) = [info for info in await mesh.queues.all() if info.queue == "told"]
         assert (queue.running, queue.limits.running, queue.waiting) == (1, 1, 1)
         await eventually(lambda: _started_is(mesh, 1), what="the booking of the other task is given back")
         (explanation,) = await mesh.explain("work", waiting)
@@ -137,7 +137,7 @@ async def test_explain_and_the_queue_say_how_much_of_a_limit_is_used(mesh: TaskM
 
 
 async def _started_is(mesh: TaskMesh, count: int) -> bool:
-    return [queue.started for queue in await mesh.queues() if queue.queue == "told"] == [count]
+    return [queue.started for queue in await mesh.queues.all() if queue.queue == "told"] == [count]
 
 
 @pytest.mark.parametrize(

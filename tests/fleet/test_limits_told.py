@@ -30,7 +30,7 @@ async def test_a_change_that_is_told_late_does_not_undo_a_newer_one(
         await held_up.wait()
         await mesh.set_limit("q", running=3)
         go_on.set()
-    (queue,) = [queue for queue in await mesh.queues() if queue.queue == "q"]
+    (queue,) = [queue for queue in await mesh.queues.all() if queue.queue == "q"]
     assert queue.limits is not None
     assert queue.limits.running == 3
 
@@ -40,6 +40,6 @@ async def test_limits_are_told_anew_after_their_collection_is_gone(mesh: TaskMes
         await mesh.set_limit("q", running=running)
     await mesh.store.driver.collection("limits").drop()
     await mesh.set_limit("q", running=4)
-    (queue,) = await mesh.queues()
+    (queue,) = await mesh.queues.all()
     assert queue.limits is not None
     assert queue.limits.running == 4

@@ -19,7 +19,7 @@ async def test_an_order_is_not_obeyed_again_with_the_next_one(mesh: TaskMesh) ->
         await mesh.pause_worker("w")
         await eventually(lambda: consumer.paused)
         consumer.resume()
-        await mesh.set_concurrency("w", 7)
+        await mesh.fleet.set_concurrency("w", 7)
         await eventually(lambda: consumer.concurrency == 7)
         assert not consumer.paused
         consumer.concurrency = 9
@@ -35,7 +35,7 @@ async def test_a_concurrency_that_makes_no_sense_is_refused(mesh: TaskMesh, conc
 
     async with working(mesh, "w"):
         with pytest.raises(InvalidOption, match="concurrency is a whole number from 1"):
-            await mesh.set_concurrency("w", concurrency)
+            await mesh.fleet.set_concurrency("w", concurrency)
 
 
 async def test_a_worker_outlives_an_order_that_it_cannot_obey(mesh: TaskMesh) -> None:

@@ -23,7 +23,7 @@ async def test_a_pause_until_a_time_ends_by_itself(mesh: TaskMesh, listen: bool)
         await eventually(lambda: parts_of(consumer).closed_queues == {"tired"})
         handle = await work.publish("k")
         assert any("paused" in warning for warning in handle.warnings)
-        (queue,) = await mesh.queues()
+        (queue,) = await mesh.queues.all()
         assert (queue.paused, queue.paused_by, queue.paused_reason) == (True, "ann", "deploy")
         (explanation,) = await mesh.explain("work", "k")
         (gate,) = [gate for gate in explanation.gates if gate.name == "queue"]

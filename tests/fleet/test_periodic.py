@@ -30,7 +30,7 @@ def set_time(mesh: TaskMesh, moment: datetime) -> None:
 
 
 def ticker(mesh: TaskMesh) -> Ticker:
-    return Ticker(mesh.store, mesh.publication_of_tick)
+    return Ticker(mesh.store, mesh.schedules.publication_of_tick)
 
 
 async def keys(mesh: TaskMesh, name: str) -> list[str]:
@@ -165,7 +165,7 @@ async def test_t44_a_worker_that_was_frozen_since_it_read_the_schedule_publishes
     assert len(await keys(mesh, "report")) == 1, "its key is kept as long as anybody could publish it"
     set_time(mesh, tick + timedelta(hours=1))
     assert await keys(mesh, "report") == [], "forgotten"
-    late = [mesh.publication_of_tick(seen, key_of("report", seen["next_time"]), None)]
+    late = [mesh.schedules.publication_of_tick(seen, key_of("report", seen["next_time"]), None)]
     assert await schedules.publish_ticks(mesh.store, seen, late, [], None) == (0, False)
     assert await keys(mesh, "report") == []
 
@@ -184,7 +184,7 @@ async def test_a_quick_schedule_runs_as_often_as_it_ticks(mesh: TaskMesh) -> Non
             return sum(parts_of(consumer).ticker.published for consumer in consumers)
 
         await eventually(lambda: len(runs) >= 15)
-        await mesh.pause_schedule("beat")
+        await mesh.schedules.pause("beat")
         await eventually(lambda: published() == len(runs), what="each tick has run")
     assert len(runs) == len(set(runs))
 
@@ -202,21 +202,21 @@ async def test_schedules_declared_before_the_mesh_connects_are_stored_when_it_do
     with pytest.raises(InvalidOption, match="declared already"):
         mesh.every("report", interval_ms=5_000)
     async with mesh:
-        found = {schedule.schedule_id: schedule for schedule in await mesh.schedules()}
+        found = {schedule.schedule_id: schedule for schedule in await mesh.schedules.all()}
         assert found.keys() == {"report", "sweep-deep"}
         assert found["report"].timing == "0 6 * * * (Europe/Berlin)"
         assert found["sweep-deep"].params == {"deep": True}
         mesh.every("report", cron="0 7 * * *")  # while connected, also without await
 
         async def changed() -> bool:
-            return {s.schedule_id: s.cron for s in await mesh.schedules()}["report"] == "0 7 * * *"
+            return {s.schedule_id: s.cron for s in await mesh.schedules.all()}["report"] == "0 7 * * *"
 
         await eventually(changed)
 
 
 async def test_to_declare_a_schedule_again_leaves_it_as_it_is(mesh: TaskMesh) -> None:
     first = await mesh.every("report", interval_ms=60_000)
-    await mesh.pause_schedule("report", reason="holidays", by="ann")
+    await mesh.schedules.pause("report", reason="holidays", by="ann")
     again = await mesh.every("report", interval_ms=60_000)
     assert again.next_time == first.next_time
     assert again.paused
@@ -231,10 +231,10 @@ async def test_to_declare_a_schedule_again_leaves_it_as_it_is(mesh: TaskMesh) ->
 async def test_a_paused_schedule_does_not_tick_and_goes_on_from_now(mesh: TaskMesh) -> None:
     set_time(mesh, START)
     await mesh.every("report", cron="* * * * *", missed="all")
-    await mesh.pause_schedule("report")
+    await mesh.schedules.pause("report")
     await look_at(mesh, START + timedelta(minutes=5), ticker(mesh))
     assert await keys(mesh, "report") == []
-    await mesh.resume_schedule("report")
+    await mesh.schedules.resume("report")
     await look_at(mesh, START + timedelta(minutes=6), ticker(mesh))
     assert await keys(mesh, "report") == ["report@2036-06-01T12:06:00Z"]
 
@@ -248,7 +248,7 @@ async def test_overlap_skip_leaves_out_a_tick_while_the_task_before_is_not_finis
     await mesh.cancel("report", "report@2036-06-01T12:01:00Z")
     await look_at(mesh, START + timedelta(minutes=4), ticker(mesh))
     assert len(await keys(mesh, "report")) == 2
-    (schedule,) = await mesh.schedules()
+    (schedule,) = await mesh.schedules.all()
     assert [tick.kind for tick in schedule.ticks] == ["published", "overlapped", "overlapped", "published"]
 
 
@@ -273,16 +273,16 @@ async def test_a_schedule_is_triggered_by_hand_and_removed(mesh: TaskMesh) -> No
         return day
 
     await mesh.every(report, cron="0 0 1 1 *", params={"day": "new year"}, priority=7)
-    handle = await mesh.trigger("report")
+    handle = await mesh.schedules.trigger("report")
     task = await handle.task()
     assert (task.queue, task.task_option.priority) == ("reports", 7)
     async with working(mesh):
         assert await handle.result(timeout=60) == "new year"
-    (schedule,) = await mesh.schedules()
+    (schedule,) = await mesh.schedules.all()
     assert [(tick.kind, tick.key) for tick in schedule.ticks] == [("triggered", handle.key)]
-    assert (await mesh.unschedule("report")).name == "report"
-    assert await mesh.schedules() == []
-    for call in (mesh.trigger, mesh.pause_schedule, mesh.resume_schedule, mesh.unschedule):
+    assert (await mesh.schedules.remove("report")).name == "report"
+    assert await mesh.schedules.all() == []
+    for call in (mesh.schedules.trigger, mesh.schedules.pause, mesh.schedules.resume, mesh.schedules.remove):
         with pytest.raises(TaskNotFound):
             await call("report")
 
@@ -309,7 +309,7 @@ async def test_params_that_do_not_fit_the_handler_are_refused(mesh: TaskMesh) ->
 
     with pytest.raises(InvalidParams):
         await mesh.every(report, interval_ms=1_000, params={"n": "many"})
-    assert await mesh.schedules() == []
+    assert await mesh.schedules.all() == []
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ async def test_ready_scheduled_and_retrying_are_told_apart_and_filtered(mesh: Ta
     await work.configure(delay_ms=600_000).publish("scheduled")
     await work.configure(delay_ms=600_000).publish("cancelled")
     await mesh.cancel("work", "cancelled")
-    page = await mesh.page("", newest_first=False)
+    page = await mesh.listing.page("", newest_first=False)
     assert {task.key: task.standing for task in page.tasks} == {
         "cancelled": None,
         "ready": "ready",
@@ -45,7 +45,7 @@ async def test_ready_scheduled_and_retrying_are_told_apart_and_filtered(mesh: Ta
         ("status:init,ready", ["ready", "retrying", "scheduled"]),
     ):
         assert [task.key async for task in mesh.find(where=where)] == keys, where
-        assert await mesh.count(where) == len(keys), where
+        assert await mesh.listing.count(where) == len(keys), where
         again = TaskFilter.parse(str(TaskFilter.parse(where)))
         assert again == TaskFilter.parse(where)
 
@@ -64,4 +64,4 @@ async def test_the_list_of_tasks_says_it_and_leads_to_each(mesh: TaskMesh) -> No
 @pytest.mark.parametrize("where", ["status:waiting", "status:ready,nonsense"])
 async def test_no_other_word_is_a_status(mesh: TaskMesh, where: str) -> None:
     with pytest.raises(Exception, match="filter"):
-        await mesh.count(where)
+        await mesh.listing.count(where)

@@ -29,7 +29,7 @@ async def test_an_option_that_names_other_workers_would_stop_one_and_let_another
     async with all_working(mesh, ["w1", "w2"]):
         await status_is(mesh, "work", "k", Status.RUNNING)
         before = await stored(mesh)
-        effect = await mesh.what_if_option("work", "k", specific_worker_ids=["w2"])
+        effect = await mesh.what_if.option("work", "k", specific_worker_ids=["w2"])
         assert await stored(mesh) == before
         assert (effect.status_now, effect.status_then) == (Status.RUNNING, Status.INIT)
         assert (effect.opens, effect.shuts, effect.stops) == (["w2"], [], ["w1"])
@@ -59,18 +59,18 @@ async def test_more_retries_would_open_a_failed_task_and_fewer_shut_one(mesh: Ta
             return all(worker.paused for worker in await mesh.workers())
 
         await eventually(paused)
-        more = await mesh.what_if_option("work", "k", max_unexpected_retries=1)
+        more = await mesh.what_if.option("work", "k", max_unexpected_retries=1)
         assert (more.status_now, more.status_then) == (Status.FAIL, Status.INIT)
         await mesh.set_option("work", "k", max_unexpected_retries=1)
         assert (await mesh.get("work", "k")).status == Status.INIT
-        fewer = await mesh.what_if_option("work", "k", max_unexpected_retries=0)
+        fewer = await mesh.what_if.option("work", "k", max_unexpected_retries=0)
         assert (fewer.status_now, fewer.status_then) == (Status.INIT, Status.FAIL)
-        nothing = await mesh.what_if_option("work", "k", priority=7)
+        nothing = await mesh.what_if.option("work", "k", priority=7)
         assert nothing.sentence == "nothing would change about who can claim it now"
     with pytest.raises(InvalidOption):
-        await mesh.what_if_option("work", "k", max_unexpected_retries=-1)
+        await mesh.what_if.option("work", "k", max_unexpected_retries=-1)
     with pytest.raises(TaskNotFound):
-        await mesh.what_if_option("work", "nobody", priority=1)
+        await mesh.what_if.option("work", "nobody", priority=1)
 
 
 async def test_a_limit_says_how_many_could_start_now_and_then(mesh: TaskMesh) -> None:
@@ -85,27 +85,27 @@ async def test_a_limit_says_how_many_could_start_now_and_then(mesh: TaskMesh) ->
     async with working(mesh, "w1"):
 
         async def running() -> bool:
-            return (await mesh.queues())[0].running == 4
+            return (await mesh.queues.all())[0].running == 4
 
         await eventually(running)
         before = await stored(mesh)
-        wider = await mesh.what_if_limit("mail", running=7)
+        wider = await mesh.what_if.limit("mail", running=7)
         assert (wider.running, wider.waiting, wider.claimable_now, wider.claimable_then) == (4, 6, 0, 3)
-        none = await mesh.what_if_limit("mail")
+        none = await mesh.what_if.limit("mail")
         assert (none.claimable_then, none.too_many) == (6, 0)
-        narrower = await mesh.what_if_limit("mail", running=1)
+        narrower = await mesh.what_if.limit("mail", running=1)
         assert (narrower.claimable_then, narrower.too_many) == (0, 3)
         assert "3 of those that run have to end" in narrower.sentence
-        slow = await mesh.what_if_limit("mail", rate=2, per_ms=60_000)
+        slow = await mesh.what_if.limit("mail", rate=2, per_ms=60_000)
         assert slow.claimable_then == 2
-        closed = await mesh.what_if_group_limit("mail", "a", 0)
+        closed = await mesh.what_if.group_limit("mail", "a", 0)
         assert closed.limits_then.groups == {"a": 0}
         assert closed.claimable_then == 0  # the queue's own limit stands
         assert await stored(mesh) == before
         await mesh.set_limit("mail", running=7)
 
         async def seven() -> bool:
-            return (await mesh.queues())[0].running == 7
+            return (await mesh.queues.all())[0].running == 7
 
         await eventually(seven)
 
@@ -117,14 +117,14 @@ async def test_groups_and_pauses_count(mesh: TaskMesh) -> None:
     for group, count in (("a", 5), ("b", 1)):
         await send.configure(group=group).publish_many({f"{group}{n}": {} for n in range(count)})
     await send.publish("alone")
-    each = await mesh.what_if_limit("mail", group_running=2)
+    each = await mesh.what_if.limit("mail", group_running=2)
     assert (each.claimable_now, each.claimable_then) == (7, 4)
-    own = await mesh.what_if_group_limit("mail", "a", 1)
+    own = await mesh.what_if.group_limit("mail", "a", 1)
     assert (own.claimable_now, own.claimable_then) == (7, 3)
     await mesh.pause("mail")
-    assert (await mesh.what_if_limit("mail", running=3)).claimable_then == 0
+    assert (await mesh.what_if.limit("mail", running=3)).claimable_then == 0
     for wrong in ({"per_ms": 5}, {"running": -1}):
         with pytest.raises(InvalidOption):
-            await mesh.what_if_limit("mail", **wrong)
+            await mesh.what_if.limit("mail", **wrong)
     with pytest.raises(InvalidOption):
-        await mesh.what_if_group_limit("mail", "", 1)
+        await mesh.what_if.group_limit("mail", "", 1)

@@ -87,7 +87,7 @@ async def test_prometheus_reads_what_a_worker_did(mesh: TaskMesh, taskmesh: Shel
     for key in ("a", "b"):
         await mesh.publish("in_loop", key, {})
     await mesh.publish("broken", "k", {})
-    option = {"ping_interval_ms": 200, "worker_timeout_ms": 10_000}
+    option: dict[str, Any] = {"ping_interval_ms": 200, "worker_timeout_ms": 10_000}
     await mesh.publish("long", "k", {"ms": 1_500}, **option)
     for name, key in (("in_loop", "a"), ("in_loop", "b"), ("broken", "k"), ("long", "k")):
         await finished(mesh, name, key, DEADLINE_S)

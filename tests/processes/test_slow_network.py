@@ -81,7 +81,7 @@ async def test_m33_sets_make_up_for_a_slow_network(mongod: Mongod, database: str
             """Do nothing."""
 
         async def rate(worker_id: str, concurrency: int, count: int) -> float:
-            await publisher.publish_many("job", {f"{worker_id}-{n}": {} for n in range(count)})
+            await publisher.publisher.publish_many("job", {f"{worker_id}-{n}": {} for n in range(count)})
             async with working(mesh, worker_id, concurrency=concurrency) as consumer:
                 await eventually(lambda: consumer.finished > 0)
                 begun, first = time.monotonic(), consumer.finished

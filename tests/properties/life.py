@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from taskmesh.model.configuration import Configuration
 from taskmesh.model.option import TaskOption
 from taskmesh.store import Store, control, schema
 from taskmesh.store.claim import claim
@@ -79,11 +80,10 @@ class Life:
         tuned = {name: list(v) if isinstance(v, tuple) else v for name, v in option.items()}
         defaults = {**LEASE, "unexpected_retry_delay_ms": 0, "unexpected_retry_jitter": 0.0}
         checked = TaskOption(**{**defaults, **option})
-        publication = Publication("job", "1", "default", {"n": n}, checked, tuned=tuned)
-        publication.start_time, publication.expire_time = start_time, expire_time
-        for flag in flags:
-            setattr(publication, flag, True)
-        return publication
+        configuration = Configuration(
+            option=checked, tuned=tuned, start_time=start_time, expire_time=expire_time
+        ).changed(**dict.fromkeys(flags, True))
+        return Publication("job", "1", {"n": n}, configuration)
 
     async def claim(self, worker_id: str = "w1") -> Held:
         """Claim, which has to go well."""

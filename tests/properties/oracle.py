@@ -8,11 +8,12 @@ means when it is read is in `tests.chaos.reading`.
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
 from taskmesh.model.errors import TaskRunning
-from taskmesh.store.publish import Publication, stored_option
+from taskmesh.store.publish import Publication
 from tests.chaos.reading import NEVER, Reading, ms, stripped
 
 Document = dict[str, Any]
@@ -93,44 +94,45 @@ class Oracle:
 
     def publish(self, wish: Publication, now: datetime) -> tuple[bool, bool]:
         """Return (created, updated). Raises `TaskRunning`."""
-        start_time = wish.start_time if wish.delay_ms is None else now + ms(wish.delay_ms)
-        times = {"start_time": start_time, "expire_time": wish.expire_time}
+        asked = wish.configuration
+        start_time = asked.start_time if asked.delay_ms is None else now + ms(asked.delay_ms)
+        times = {"start_time": start_time, "expire_time": asked.expire_time}
         if self.document is None or self.forgotten(now):
             state: Document = {"create_time": now, **times, "timeout_cnt": 0, "worker_states": []}
             told = {} if self.document is None else {"event": ["published"]}  # an insert tells by itself
             leaving = None if self.document is None else self.sent_away(now, self.entries("RUNNING"))
             state["leaving"] = leaving
             self.document = {
-                "queue": wish.queue,
-                "group": wish.group,
+                "queue": asked.queue,
+                "group": asked.group,
                 "params": wish.params,
-                "task_option": stored_option(wish.option),
+                "task_option": asked.option.stored(),
                 "task_state": state,
                 **told,
             }
             # If it has expired, those who read will see.
-            self.derive(now if leaving else min(now, (wish.expire_time or NEVER) - ms(1)))
+            self.derive(now if leaving else min(now, (asked.expire_time or NEVER) - ms(1)))
             return True, False
-        if not wish.changes_existing:
+        if not asked.changes_existing:
             return False, False
         before = copy.deepcopy(self.document)
         running = self.document["status"] == "RUNNING" and bool(self.live(now))
-        if running and wish.not_update_running:
+        if running and asked.not_update_running:
             raise TaskRunning("and must not be disturbed")
-        if wish.update_existing_params or wish.run_again:
+        if asked.update_existing_params or asked.run_again:
             if wish.params != self.document["params"]:
                 self.state["params_version"] = (self.state.get("params_version") or 0) + 1
             self.document["params"] = wish.params
-            self.state.update({name: time for name, time in times.items() if time is not None or wish.run_again})
-            self.document["task_option"].update(wish.tuned)
-            self._wish_elsewhere(wish.placed, now)
-        if wish.run_again:
+            self.state.update({name: time for name, time in times.items() if time is not None or asked.run_again})
+            self.document["task_option"].update(asked.tuned)
+            self._wish_elsewhere(asked.placed, now)
+        if asked.run_again:
             self.state["wanted"] = (self.state.get("wanted") or 0) + 1
             if not running:
                 self._start_afresh(now)
-        if wish.clean_success and not running:
+        if asked.clean_success and not running:
             self.drop(self.entries("SUCCESS"))
-        if wish.clean_failed and not running:
+        if asked.clean_failed and not running:
             self.drop([*self.entries("FAIL"), *self.lost(now)])
             forgotten = ("dropped_fail_cnt", "losses", "lost_cnt", "resume_time", "reopened_by", "conflict_cnt")
             self.state.update({"timeout_cnt": 0, **dict.fromkeys(forgotten)})
@@ -139,12 +141,12 @@ class Oracle:
         self.derive(now)
         return False, stripped(self.document) != stripped(before)
 
-    def _wish_elsewhere(self, placed: Document, now: datetime) -> None:
+    def _wish_elsewhere(self, placed: Mapping[str, Any], now: datetime) -> None:
         """Where limits count what runs, it stays till that has ended."""
         goes_to = self.state.get("moves_to") or self.document
         place = {name: goes_to.get(name) for name in ("queue", "group")}
-        if place | placed != place:
-            self.state["moves_to"] = place | placed | {"held": [entry["running_id"] for entry in self.live(now)]}
+        if place | dict(placed) != place:
+            self.state["moves_to"] = place | dict(placed) | {"held": [entry["running_id"] for entry in self.live(now)]}
 
     def _start_afresh(self, now: datetime, **changes: Any) -> None:
         """As if nobody had tried, but with the task's times, its count of wishes and the places that are kept."""

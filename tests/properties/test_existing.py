@@ -26,11 +26,10 @@ async def test_of_many_publications_one_that_meets_a_running_task_holds_up_no_ot
     """More than are changed at once, and the running one is the first."""
     await life.publish()
     await life.claim()
-    option = life.publication().option
-    many = [Publication("job", str(n), "default", {"n": 7}, option, update_existing_params=True) for n in range(1, 121)]
-    await publish(life.store, [Publication("job", p.key, "default", {}, option) for p in many], life.now)
-    for publication in many:
-        publication.not_update_running = True
+    plain = life.publication().configuration
+    changing = plain.changed(update_existing_params=True, not_update_running=True)
+    many = [Publication("job", str(n), {"n": 7}, changing) for n in range(1, 121)]
+    await publish(life.store, [Publication("job", p.key, {}, plain) for p in many], life.now)
     with pytest.raises(TaskRunning):
         await publish(life.store, many, life.now)
     unchanged = await life.store.find({"params.n": {"$ne": 7}}, {"_id": 1})
@@ -43,7 +42,7 @@ async def test_a_task_whose_worker_is_gone_moves_when_its_lease_is_over_though_i
     await life.publish()
     await life.claim()
     elsewhere = life.publication(flags=("update_existing_params",))
-    elsewhere.placed = {"queue": "bulk", "group": "g"}
+    elsewhere.configuration = elsewhere.configuration.changed(queue="bulk", group="g")
     await life.publish(publication=elsewhere)
     assert (await life.document())["queue"] == "default"
     life.later(3_000)

@@ -10,7 +10,7 @@ import os
 from datetime import UTC, datetime
 from random import Random
 
-from taskmesh.model.option import TaskOption
+from taskmesh.model.configuration import Configuration
 from taskmesh.store import Store, control, schema
 from taskmesh.store.change_stream import Interest, change_from, open_stream
 from taskmesh.store.finish import Kind, Outcome, finish, report
@@ -58,12 +58,11 @@ class Writer:
             await control.set_option(self.store, id_, changes, {})
             verb += f" {changes}"
         else:
-            publication = Publication("job", id_.partition(":")[2], "even", {"n": 1}, TaskOption())
-            publication.start_time = self.store.now
-            publication.tuned = self.random.choice(({}, {"specific_worker_ids": ["w2"]}, {"concurrent_worker_cnt": 3}))
-            setattr(publication, {"update": "update_existing_params"}.get(verb, verb), True)
-            await publish(self.store, [publication], self.store.now)
-            verb += f" {publication.tuned}"
+            tuned = self.random.choice(({}, {"specific_worker_ids": ["w2"]}, {"concurrent_worker_cnt": 3}))
+            configuration = Configuration("even", tuned=tuned, start_time=self.store.now)
+            asked = configuration.changed(**{{"update": "update_existing_params"}.get(verb, verb): True})
+            await publish(self.store, [Publication("job", id_.partition(":")[2], {"n": 1}, asked)], self.store.now)
+            verb += f" {tuned}"
         return verb
 
     async def _end(self, id_: str, entry: Document) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 
 import anyio
@@ -26,8 +27,9 @@ async def crowded(life: Life) -> Life:
     ours = life.publication()
     for key in ("due", "lost", "expired"):
         ours.key = key
-        ours.expire_time = BEGIN + timedelta(seconds=1) if key == "expired" else None
-        ours.option = ours.option.changed(max_timeouts=0)
+        expire_time = BEGIN + timedelta(seconds=1) if key == "expired" else None
+        option = ours.configuration.option.changed(max_timeouts=0)
+        ours.configuration = replace(ours.configuration, expire_time=expire_time, option=option)
         life.id = f"job:{key}"
         await life.publish(publication=ours)
         if key == "lost":
@@ -88,11 +90,11 @@ async def test_the_public_readers_go_on(mongo_uri: str, database: str, subtests:
 @pytest.mark.usefixtures("crowded")
 async def test_bulk_actions_go_on(mongo_uri: str, database: str) -> None:
     async with TaskMesh(mongo_uri, database=database) as mesh:
-        cancelled = await mesh.cancel_all("name:job status:INIT,RUNNING")
+        cancelled = await mesh.bulk.cancel("name:job status:INIT,RUNNING")
         assert 3 <= cancelled.done < cancelled.matched, "ours, and not what is spoilt"
         for key in ("due", "lost", "expired"):
             assert (await mesh.get("job", key)).status is Status.CANCELLED
-        await mesh.retry_all("name:job status:CANCELLED")
+        await mesh.bulk.retry("name:job status:CANCELLED")
         assert (await mesh.get("job", "due")).status is Status.INIT
 
 

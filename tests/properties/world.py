@@ -18,6 +18,7 @@ from taskmesh.admin.explain import explain
 from taskmesh.admin.filters import TaskFilter
 from taskmesh.admin.store.listing import find
 from taskmesh.admin.store.task_counts import counts, stale_counts
+from taskmesh.model.configuration import Configuration
 from taskmesh.model.errors import TaskRunning
 from taskmesh.model.option import TaskOption
 from taskmesh.store import Store, control, rules, schema
@@ -141,16 +142,18 @@ class World:
         in_session: bool,
     ) -> list[tuple[Any, Any]]:
         name, _, key = task.partition(":")
-        publication = Publication(name, key, queue_of(task), {"n": n}, TaskOption(**{**option, **tuned}), tuned=tuned)
-        publication.queue = placed.get("queue") or publication.queue
-        publication.group, publication.placed = placed.get("group"), placed
-        publication.expire_time = None if expire_ms is None else self.now + ms(expire_ms)
-        if n % 2 and start_ms is not None:
-            publication.start_time = self.now + ms(start_ms)
-        else:
-            publication.delay_ms = start_ms
-        for flag in flags:
-            setattr(publication, flag, True)
+        by_time = n % 2 and start_ms is not None
+        configuration = Configuration(
+            queue=placed.get("queue") or queue_of(task),
+            group=placed.get("group"),
+            placed=placed,
+            option=TaskOption(**{**option, **tuned}),
+            tuned=tuned,
+            start_time=self.now + ms(start_ms or 0) if by_time else None,
+            delay_ms=None if by_time else start_ms,
+            expire_time=None if expire_ms is None else self.now + ms(expire_ms),
+        ).changed(**dict.fromkeys(flags, True))
+        publication = Publication(name, key, {"n": n}, configuration)
         expected: Any
         actual: Any
         try:

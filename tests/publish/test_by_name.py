@@ -60,7 +60,7 @@ async def test_a_publisher_without_the_code_uses_what_a_worker_has_registered(
             ({"to": "ann", "address": {"street": "High Street", "number": 0}}, "'address'="),
         ):
             with pytest.raises(InvalidParams) as refused:
-                await mesh.publish_many("send_email", {"good": {"to": "bob"}, "bad": params})
+                await mesh.publisher.publish_many("send_email", {"good": {"to": "bob"}, "bad": params})
             assert problem in str(refused.value)
             with pytest.raises(TaskNotFound):
                 await mesh.get("send_email", "good")
@@ -130,7 +130,7 @@ async def test_a_schedule_declared_without_the_code_ticks_as_the_workers_have_re
     async with with_mail(mongo_uri, database) as of_worker, working(of_worker, "w1"):
         await of_worker.publish("send_email", "0", {"to": "a"})
         await mesh.every("send_email", interval_ms=3_600_000, params={"to": "ann"})
-        handle = await mesh.trigger("send_email")
+        handle = await mesh.schedules.trigger("send_email")
         assert (await handle.task()).queue == "mail"
         with pytest.raises(InvalidParams):
             await mesh.every("send_email", interval_ms=3_600_000, params={"whom": "ann"})

@@ -154,10 +154,10 @@ async def test_m28_a_finished_task_runs_again_when_its_entries_are_dropped(mesh:
     async with working(mesh):
         first = await finished(mesh, "job", "k")
         assert first.status is (Status.SUCCESS if ending == "success" else Status.FAIL)
-        assert not (await job.configure(**{other: True}).publish("k")).updated
+        assert not (await job.configure(**_on(other)).publish("k")).updated
         assert await mesh.get("job", "k") == first
 
-        handle = await job.configure(**{own: True}).publish("k")
+        handle = await job.configure(**_on(own)).publish("k")
         assert (handle.created, handle.updated) == (False, True)
         assert await handle.result(timeout=60) == 2
 
@@ -203,7 +203,7 @@ async def test_a_forgotten_key_is_published_afresh_before_the_ttl_monitor_came_r
 
 async def test_unknown_settings_are_refused(mesh: TaskMesh) -> None:
     with pytest.raises(InvalidOption, match="unknown setting update_params"):
-        await mesh.publish("job", "k", update_params=True)
+        await mesh.publish("job", "k", update_params=True)  # type: ignore[call-arg]  # that is the point
 
 
 @pytest.mark.parametrize("flag", ["update_existing_params", "run_again"])
@@ -215,13 +215,13 @@ async def test_a_waiting_task_moves_to_the_queue_and_group_of_its_newest_publica
         return str(current_task().worker_id)
 
     await job.configure(group="a").publish("k")
-    moved = await job.configure(queue="bulk", **{flag: True}).publish("k")
+    moved = await job.configure(queue="bulk", **_on(flag)).publish("k")
     assert moved.updated
     task = await mesh.get("job", "k")
     assert (task.queue, task.group) == ("bulk", "a"), "what was not set is not changed"
-    await job.configure(**{flag: True}).publish("k")
+    await job.configure(**_on(flag)).publish("k")
     assert (await mesh.get("job", "k")).queue == "bulk", "the definition's own queue was not asked for"
-    await job.configure(group=None, **{flag: True}).publish("k")
+    await job.configure(group=None, **_on(flag)).publish("k")
     assert (await mesh.get("job", "k")).group is None
     async with working(mesh, "m", queues=["mail"]), working(mesh, "b", queues=["bulk"]):
         assert await moved.result(timeout=20) == "b"
@@ -271,3 +271,7 @@ async def test_a_task_that_fails_meanwhile_is_tried_again_in_its_new_queue(mesh:
         await job.configure(queue="bulk", update_existing_params=True).publish("k")
         go_on.set()
         assert await handle.result(timeout=20) == "b"
+
+
+def _on(setting: str) -> dict[str, Any]:
+    return {setting: True}

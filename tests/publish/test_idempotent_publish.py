@@ -14,7 +14,7 @@ import taskmesh.client.publisher
 import taskmesh.store.publish
 from benchmarks.commands import Commands
 from taskmesh import TaskMesh, TaskMeshError
-from taskmesh.client.definition import Configuration
+from taskmesh.model.configuration import Configuration
 from tests import warm
 from tests.waiting import eventually, wait_until
 
@@ -62,7 +62,7 @@ async def test_many_who_ask_at_once_whether_anybody_lives_read_the_registry_toge
     client: AsyncMongoClient[dict[str, Any]] = AsyncMongoClient(mongo_uri, event_listeners=[commands], tz_aware=True)
     async with client, TaskMesh(client, database=database) as mesh:
         before = commands.by_name["aggregate"]
-        asked = (mesh._registry.warnings("job", Configuration(), mesh.clock.now()) for _ in range(200))
+        asked = (mesh.connection.registry.warnings("job", Configuration(), mesh.clock.now()) for _ in range(200))
         answers = await asyncio.gather(*asked)
         assert commands.by_name["aggregate"] - before <= 4
     assert all("no worker is alive" in warnings[0] for warnings in answers)

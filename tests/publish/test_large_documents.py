@@ -23,7 +23,7 @@ async def test_large_params_of_a_key_that_exists_are_accepted_as_those_of_a_new_
 
     first, second = bytes(14 * MEGABYTE), b"1" * (14 * MEGABYTE)
     assert (await swallow.publish("k", blob=first)).created
-    assert (await swallow.configure(**{setting: True}).publish("k", blob=second)).updated
+    assert (await swallow.configure(**_on(setting)).publish("k", blob=second)).updated
     handle = await swallow.configure(update_existing_params=True).publish("k", blob=second)
     assert not handle.updated, "they are the same"
     assert (await mesh.get("swallow", "k")).params == {"blob": second}
@@ -45,7 +45,7 @@ async def test_params_that_do_not_fit_beside_the_results_that_are_there_are_refu
     async with working(mesh, "w1"):
         await eventually(lambda: _has_succeeded(mesh, "grow"))
     before = await mesh.get("grow", "k")
-    definition = grow.configure(**{setting: True})
+    definition = grow.configure(**_on(setting))
     if setting == "run_again":  # which forgets the results, so that it fits
         assert (await definition.publish("k", blob=bytes(10 * MEGABYTE))).updated
         return
@@ -83,9 +83,9 @@ async def test_params_nested_too_deeply_are_refused_with_their_depth(mesh: TaskM
         await mesh.publish(name, "k", {"value": _nested(147)}, run_again=True)
         await mesh.publish(name, "k", {"value": _nested(149)}, run_again=True)
         assert (await mesh.get(name, "k")).params == {"value": _nested(149)}
-    action = await mesh.delete_all("name:unknown")
+    action = await mesh.bulk.delete("name:unknown")
     assert action.id is not None
-    assert (await mesh.undo(action.id)).restored == 1
+    assert (await mesh.bulk.undo(action.id)).restored == 1
 
 
 async def test_a_result_nested_too_deeply_fails_with_its_depth(mesh: TaskMesh) -> None:
@@ -99,3 +99,7 @@ async def test_a_result_nested_too_deeply_fails_with_its_depth(mesh: TaskMesh) -
             await handle.result(timeout=60)
         deepest = await nest.publish("deepest", depth=150)
         assert await deepest.result(timeout=60) == _nested(150)
+
+
+def _on(setting: str) -> dict[str, Any]:
+    return {setting: True}

@@ -72,7 +72,7 @@ async def test_a_mesh_that_is_not_connected_says_so(unconnected: TaskMesh, job: 
     consumer = unconnected.consumer()
     for attempt in (
         lambda: unconnected.pause("default"),
-        lambda: unconnected.pause_schedule("s"),
+        lambda: unconnected.schedules.pause("s"),
         unconnected.stats,
         unconnected.events,
         consumer.events,
@@ -90,7 +90,7 @@ def test_t42_publish_sync_works_from_threads(job: TaskDefinition[..., Any], mong
     assert sum(handle.created for handle in handles) == 25
     with MongoClient[dict[str, Any]](mongo_uri) as client:
         assert client[database]["tasks"].count_documents({}) == 25
-    job.mesh.close_sync()
+    job.publisher.close_sync()
 
 
 async def test_publish_sync_beside_a_connected_mesh_is_closed_with_it(
@@ -136,7 +136,7 @@ def test_publish_sync_without_a_server_says_so_each_time() -> None:
 
     assert "no MongoDB answers at 127" in refusal()
     assert "no MongoDB answers at 127" in refusal()
-    mesh.close_sync()
+    mesh.publisher.close_sync()
     gc.collect()
 
 
@@ -203,7 +203,7 @@ def test_t42_after_a_fork_the_child_publishes_and_the_parent_goes_on(mongo_uri: 
         answers |= json.loads(os.read(reader, 10_000))
         answers["connected after"] = asyncio.run(connected_anew("connected after"))
         answers["after"] = job.publish_sync("after", n=3).created
-        mesh.close_sync()
+        mesh.publisher.close_sync()
         answers["after closing"] = job.publish_sync("after", n=4).created
         loop.run_until_complete(mesh.close())
         print(json.dumps(answers))

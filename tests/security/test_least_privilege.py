@@ -64,7 +64,7 @@ async def test_and_for_nothing_else(secured: Secured) -> None:
 
 async def test_the_doctor_says_what_it_may_not_see(secured: Secured) -> None:
     async with TaskMesh(with_role(secured, "examined", documented_role("examined")), database="examined") as mesh:
-        assert await mesh.doctor()
+        assert await mesh.inspect.doctor()
 
 
 async def test_credentials_are_in_no_log_and_no_error(secured: Secured, caplog: pytest.LogCaptureFixture) -> None:

@@ -61,7 +61,7 @@ async def test_a_client_that_reads_from_secondaries_and_waits_for_no_majority_ch
         await plain.publish("k")
         async with working(mesh):
             for name, key in (("first", "k"), ("plain", "k"), ("job", "chained")):
-                await mesh.finished(name, key, 60)
+                await mesh.tasks.finished(name, key, 60)
         assert [task.status.value async for task in mesh.find("job")] == ["SUCCESS"]
     asked = [c for c in seen.commands if not {"hello", *_OF_THE_SESSION} & c.keys()]
     assert {c.get("$readPreference", {}).get("mode", "primary") for c in asked} <= {"primary", "primaryPreferred"}, (

@@ -14,14 +14,14 @@ from tests.waiting import eventually
 
 async def test_counts_are_of_every_name_and_status_whatever_the_queue(mesh: TaskMesh) -> None:
     for name, queue, count in (("a", "q1", 3), ("a", "q2", 2), ("b", "q1", 4)):
-        await mesh.publish_many(name, {f"{queue}-{number}": {} for number in range(count)}, queue=queue)
+        await mesh.publisher.publish_many(name, {f"{queue}-{number}": {} for number in range(count)}, queue=queue)
     await mesh.cancel("a", "q2-0")
     assert (await mesh.stats()).counts == {"a": {"INIT": 4, "CANCELLED": 1}, "b": {"INIT": 4}}
 
 
 async def test_with_too_many_rows_the_counts_are_the_same(mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("a", "b", "c"):
-        await mesh.publish_many(name, {"1": {}, "2": {}})
+        await mesh.publisher.publish_many(name, {"1": {}, "2": {}})
     row_by_row = (await mesh.stats()).counts
     monkeypatch.setattr(task_counts, "_MOST_ROWS", 2)
     assert (await mesh.stats()).counts == row_by_row == {name: {"INIT": 2} for name in ("a", "b", "c")}
@@ -50,11 +50,11 @@ async def test_the_oldest_that_waits_is_found_under_whatever_is_more_urgent(mesh
 async def test_a_pinned_task_that_waits_counts_like_any_other(mesh: TaskMesh, option: dict[str, Any]) -> None:
     await mesh.publish("work", "k", **option)
     assert (await task_counts.oldest_claimable(mesh.store))[1] == await _first_due(mesh)
-    assert [(queue.waiting, queue.more_waiting) for queue in await mesh.queues()] == [(1, False)]
+    assert [(queue.waiting, queue.more_waiting) for queue in await mesh.queues.all()] == [(1, False)]
 
 
 async def test_what_waits_is_counted_as_far_as_asked_for(mesh: TaskMesh) -> None:
-    await mesh.publish_many("work", {str(number): {} for number in range(5)}, queue="long")
+    await mesh.publisher.publish_many("work", {str(number): {} for number in range(5)}, queue="long")
     await mesh.publish("work", "k", queue="short")
-    found = {queue.queue: (queue.waiting, queue.more_waiting) for queue in await mesh.queues(counted_to=3)}
+    found = {queue.queue: (queue.waiting, queue.more_waiting) for queue in await mesh.queues.all(counted_to=3)}
     assert found == {"long": (3, True), "short": (1, False)}

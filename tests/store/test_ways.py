@@ -34,11 +34,11 @@ async def shelf(mesh: TaskMesh) -> TaskMesh:
     """Tasks of two names in two queues; some are cancelled, and some have expired with nobody to write it down."""
     for name in ("a", "b"):
         for queue in ("q1", "q2"):
-            await mesh.publish_many(name, {f"k-{number}-{queue}": {} for number in range(12)}, queue=queue)
+            await mesh.publisher.publish_many(name, {f"k-{number}-{queue}": {} for number in range(12)}, queue=queue)
         await mesh.cancel(name, "k-1-q1")
         await mesh.cancel(name, "k-10-q2")
     soon = mesh.clock.now() + timedelta(milliseconds=300)
-    await mesh.publish_many("a", {"k-1-gone": {}, "x-gone": {}}, queue="q1", expire_time=soon)
+    await mesh.publisher.publish_many("a", {"k-1-gone": {}, "x-gone": {}}, queue="q1", expire_time=soon)
     await status_is(mesh, "a", "x-gone", Status.EXPIRED)
     return mesh
 
@@ -47,7 +47,7 @@ async def _pages(mesh: TaskMesh, where: str, *, newest_first: bool) -> list[tupl
     found: list[tuple[str, str]] = []
     after: str | None = None
     while True:
-        page = await mesh.page(where, newest_first=newest_first, limit=5, after=after, deadline_ms=60_000)
+        page = await mesh.listing.page(where, newest_first=newest_first, limit=5, after=after, deadline_ms=60_000)
         assert page.newest_first is newest_first
         found += [(task.name, task.key) for task in page.tasks]
         after = page.following
@@ -73,8 +73,8 @@ async def test_every_way_leads_to_the_same_tasks(shelf: TaskMesh, monkeypatch: p
             oldest = [task async for task in shelf.find(where=where, sort="oldest", limit=0)]
             assert newest == oldest[::-1], where
             assert sorted((task.name, task.key) for task in newest) == sorted(by_key), where
-            assert await shelf.count(where) == len(by_key), where
-            assert await shelf.count(where, at_most=3) == min(3, len(by_key)), where
+            assert await shelf.listing.count(where) == len(by_key), where
+            assert await shelf.listing.count(where, at_most=3) == min(3, len(by_key)), where
     assert expected[""] == [(task.name, task.key) for task in everything]
     assert {where: len(found) for where, found in expected.items()} == {
         "": 50,

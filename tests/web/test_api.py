@@ -74,7 +74,7 @@ async def test_a_task_is_published_run_looked_at_and_deleted(mesh: TaskMesh, cli
 
 
 async def test_pages_of_a_listing_show_each_task_once(mesh: TaskMesh, client: httpx.AsyncClient) -> None:
-    await mesh.publish_many("work", {f"k{n:03}": {"secret": "params"} for n in range(25)})
+    await mesh.publisher.publish_many("work", {f"k{n:03}": {"secret": "params"} for n in range(25)})
     for newest in ("true", "false"):
         seen: list[str] = []
         after: dict[str, str] = {}
@@ -141,7 +141,7 @@ async def test_a_header_that_says_who_asks_is_not_believed_unless_it_was_named(
     await mesh.publish("work", "k")
     user = {"X-Forwarded-User": "mia@shop.example"}
     await ask(client, "POST", "/tasks/{name}/{key}/cancel", params={"name": "work", "key": "k"}, headers=user)
-    [noted] = await mesh.noted_actions()
+    [noted] = await mesh.audit.actions()
     assert noted.by == "the dashboard, from 127.0.0.1"
 
 
@@ -264,10 +264,10 @@ async def test_a_schedule_that_code_declared_is_changed_in_what_is_given_alone(
     assert (after["cron"], after["settings"]) == ("0 4 * * *", settings)
     form = {"schedule_id": "s", "name": "report", "interval_ms": "60000", "cron": "", "timezone": "", "params": ""}
     await client.post("/do/schedule.declare", data={**form, "missed": "skip"})
-    [changed] = await mesh.schedules()
+    [changed] = await mesh.schedules.all()
     assert (changed.cron, changed.interval_ms, changed.missed) == (None, 60_000, "skip")
     assert (changed.params, changed.overlap, changed.settings) == ({"deep": True}, "skip", settings)
-    await mesh.trigger("s")
+    await mesh.schedules.trigger("s")
     [task] = [task async for task in mesh.find("report")]
     assert (task.queue, task.task_option.run_timeout_ms) == ("slow", 5_000)
 

@@ -60,7 +60,7 @@ async def test_t43_another_origins_post_is_refused(mesh: TaskMesh, headers: dict
         assert answer.status_code == status, answer.text
         form = await client.post("/do/task.delete", data={"name": "work", "key": "k"}, headers=headers)
         assert form.status_code == (303 if status == 200 else 403)
-    assert await mesh.count() == (0 if status == 200 else 1)
+    assert await mesh.listing.count() == (0 if status == 200 else 1)
 
 
 async def test_behind_a_proxy_that_hides_the_host_a_refusal_says_so(mesh: TaskMesh) -> None:

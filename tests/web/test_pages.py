@@ -97,7 +97,7 @@ async def some_life(mesh: TaskMesh) -> None:
     await mesh.set_limit("default", running=5, group_running=2)
     await mesh.pause("default", reason=NASTY, by=NASTY)
     await mesh.every("work", cron="0 6 * * *", params={"what": NASTY}, schedule_id=NASTY)
-    await mesh.pause_schedule(NASTY, reason=NASTY)
+    await mesh.schedules.pause(NASTY, reason=NASTY)
 
 
 async def test_t43_whatever_users_put_into_keys_and_results_is_escaped(
@@ -330,7 +330,7 @@ async def test_forms_do_what_their_buttons_say(mesh: TaskMesh, client: httpx.Asy
     assert (await told(client, "task.retry", name="work", key="nobody")).startswith("bad: there is no task")
     assert (await told(client, "queue.pause", queue="default", reason="why not")).startswith("good")
     assert (await told(client, "queue.set_limit", queue="default", running="3", rate="", per_ms="")).startswith("good")
-    (queue,) = await mesh.queues()
+    (queue,) = await mesh.queues.all()
     assert (queue.paused_reason, queue.limits.running, queue.limits.rate) == ("why not", 3, None)
     assert (
         await told(client, "schedule.declare", schedule_id="s", name="work", interval_ms="60000", cron="")
@@ -342,7 +342,7 @@ async def test_forms_do_what_their_buttons_say(mesh: TaskMesh, client: httpx.Asy
 
 
 async def test_ticked_tasks_and_all_that_fit_a_filter_are_retried(mesh: TaskMesh, client: httpx.AsyncClient) -> None:
-    await mesh.publish_many("work", {f"k:{n}": {} for n in range(6)})
+    await mesh.publisher.publish_many("work", {f"k:{n}": {} for n in range(6)})
     ticked = {"action": "cancel", "task": ["work:k:1", "work:k:2", "work:gone"], "back": "/tasks"}
     answer = await client.post("/do-selected", data=ticked)
     page = await shown(client, answer.headers["location"])
@@ -354,7 +354,7 @@ async def test_ticked_tasks_and_all_that_fit_a_filter_are_retried(mesh: TaskMesh
     assert "name:work status:INIT,RUNNING" in to_cancel
     await shown(client, "/bulk?action=cancel&where=status:CANCELLED", 422)
     assert (await told(client, "bulk.retry", where="status:CANCELLED")) == "good: retry: 2 of 2 tasks"
-    assert [action.by for action in await mesh.bulk_actions()] == ["the dashboard, from 127.0.0.1"]
+    assert [action.by for action in await mesh.bulk.actions()] == ["the dashboard, from 127.0.0.1"]
     assert (await mesh.stats()).counts == {"work": {"INIT": 6}}
     actions = await shown(client, "/bulk")
     (undo,) = re.findall(r'name="id" value="(.*?)"', actions)
@@ -366,8 +366,8 @@ async def test_ticked_tasks_and_all_that_fit_a_filter_are_retried(mesh: TaskMesh
 
 
 async def test_tasks_are_filtered_by_text_by_form_and_by_page(mesh: TaskMesh, client: httpx.AsyncClient) -> None:
-    await mesh.publish_many("one", {f"a{n:02}": {} for n in range(60)})
-    await mesh.publish_many("two", {"b": {}}, queue="other")
+    await mesh.publisher.publish_many("one", {f"a{n:02}": {} for n in range(60)})
+    await mesh.publisher.publish_many("two", {"b": {}}, queue="other")
     page = await shown(client, "/tasks?where=name:one&order=key")
     assert "60 tasks match" in page
     (following,) = {link for link in Outline(page).links if "after=" in link}
@@ -382,7 +382,7 @@ async def test_tasks_are_filtered_by_text_by_form_and_by_page(mesh: TaskMesh, cl
 
 async def test_the_overview_counts(mesh: TaskMesh, client: httpx.AsyncClient) -> None:
     assert "No tasks yet" in await shown(client, "/")
-    await mesh.publish_many("work", {f"k{n}": {} for n in range(1_234)})
+    await mesh.publisher.publish_many("work", {f"k{n}": {} for n in range(1_234)})
 
     async def counted() -> bool:
         return "1 234" in await shown(client, "/")

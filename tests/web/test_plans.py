@@ -15,7 +15,7 @@ from pymongo import MongoClient
 
 from benchmarks.pages import fill, measured, templates
 from taskmesh import TaskMesh
-from taskmesh.admin.bulk import TaskSummary
+from taskmesh.admin.listing import TaskSummary
 from taskmesh.admin.store import index_choice
 from taskmesh.model.task import Status
 from taskmesh.web import pages
@@ -46,15 +46,15 @@ async def test_no_page_no_listing_and_no_command_looks_at_everything(
 
 
 async def listed(mesh: TaskMesh, where: str) -> list[TaskSummary]:
-    page = await mesh.page(where, newest_first=False)
-    assert len(page.tasks) == await mesh.count(where)
+    page = await mesh.listing.page(where, newest_first=False)
+    assert len(page.tasks) == await mesh.listing.count(where)
     return page.tasks
 
 
 async def test_a_filter_on_status_knows_what_time_alone_has_changed(mesh: TaskMesh, client: httpx.AsyncClient) -> None:
     """Nobody writes it down: there is no worker. Yet it is found under the status that it has now."""
     soon = mesh.clock.now() + timedelta(milliseconds=300)
-    await mesh.publish_many("work", {"expires": {}, "expires-too": {}}, expire_time=soon)
+    await mesh.publisher.publish_many("work", {"expires": {}, "expires-too": {}}, expire_time=soon)
     await mesh.publish("work", "stays")
     await status_is(mesh, "work", "expires-too", Status.EXPIRED)
     assert [task.key for task in await listed(mesh, "status:EXPIRED")] == ["expires", "expires-too"]
@@ -66,9 +66,9 @@ async def test_a_filter_on_status_knows_what_time_alone_has_changed(mesh: TaskMe
 
 async def test_the_beginning_of_a_key_is_found_whatever_the_tasks_name(mesh: TaskMesh) -> None:
     for name in ("a", "a-b", "a.b", "a1", "b"):
-        await mesh.publish_many(name, {"order-1": {}, "order-2": {}, "other": {}})
+        await mesh.publisher.publish_many(name, {"order-1": {}, "order-2": {}, "other": {}})
     found = [(task.name, task.key) for task in await listed(mesh, "key:order-")]
     assert found == [(name, key) for name in ("a-b", "a.b", "a1", "a", "b") for key in ("order-1", "order-2")]
     assert await listed(mesh, "key:nothing") == []
-    newest = await mesh.page("key:order-", limit=3)
+    newest = await mesh.listing.page("key:order-", limit=3)
     assert [task.name for task in newest.tasks] == ["b", "b", "a1"]

@@ -19,8 +19,9 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from taskmesh.client.definition import Configuration, TaskDefinition
+from taskmesh.client.definition import TaskDefinition
 from taskmesh.client.params import checked_size
+from taskmesh.client.publisher import Publishable
 from taskmesh.consumer import logs
 from taskmesh.consumer.execution import Execution
 from taskmesh.consumer.reasons import reason_of
@@ -29,6 +30,7 @@ from taskmesh.consumer.subprocess.handler_reference import reference
 from taskmesh.consumer.subprocess.processes import MAX_ENDING_S, Child, Processes
 from taskmesh.consumer.subprocess.wire import configuration_of, error_of
 from taskmesh.consumer.transactions import Transactions
+from taskmesh.model.configuration import Configuration
 from taskmesh.model.errors import LeaseLost, TaskMeshError
 from taskmesh.store.blocking import run_now
 
@@ -232,26 +234,22 @@ class Conversation:
         if configuration is None:
             return name
         settings = configuration_of(configuration)
-        definition = self._definition.mesh.definitions.get(name)
-        if definition is None:
-            return _DefinedElsewhere(name, settings)
-        changed = definition.configure()
-        changed.configuration = settings
-        return changed
+        definition = self._definition.publisher.definitions.get(name)
+        return _Meant(name, settings, definition)
 
 
-@dataclass(frozen=True)
-class _DefinedElsewhere:
-    """A definition that the child has and this process has not: the child has checked the params."""
+@dataclass
+class _Meant:
+    """The definition that a child means, in the child's configuration."""
 
     name: str
     configuration: Configuration
-
-    @property
-    def params(self) -> _DefinedElsewhere:
-        return self
+    definition: Publishable | None
+    """What this process knows of it; None: it is defined in the child alone, which has checked the params."""
 
     def to_store(self, params: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+        if self.definition is not None:
+            return self.definition.to_store(params)
         stored = dict(params)
         return stored, checked_size(self.name, stored)
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import bson
 
-from taskmesh.client.definition import Configuration
 from taskmesh.consumer.reasons import Reason, ReasonElsewhere, cleaned, reason_of
+from taskmesh.model.configuration import Configuration
 from taskmesh.model.errors import LeaseLost, Retry, Snooze, TaskFailed, TransactionConflict, delay_of
 from taskmesh.model.option import TaskOption
 from taskmesh.store.driver import CODEC

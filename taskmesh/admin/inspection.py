@@ -1,0 +1,55 @@
+"""Looking without changing anything: why a task waits, what fails, how the fleet is, what is wrong."""
+
+from __future__ import annotations
+
+from taskmesh.admin.doctor import Finding, examine
+from taskmesh.admin.error_groups import ErrorReport, read_errors
+from taskmesh.admin.explain import Explanation, Waiting, explain, explain_waiting
+from taskmesh.admin.listing import Listing
+from taskmesh.admin.stats import Stats, read_stats
+from taskmesh.client.connection import Connection
+from taskmesh.model.ids import checked_worker_id
+from taskmesh.model.task import Status, checked_name, task_id
+from taskmesh.store import Store
+
+
+class Inspection:
+    """What the engine can tell about tasks and the fleet."""
+
+    def __init__(self, connection: Connection, listing: Listing) -> None:
+        self._connection = connection
+        self._listing = listing
+
+    @property
+    def _store(self) -> Store:
+        return self._connection.store
+
+    async def explain(self, name: str, key: str, worker_id: str | None = None) -> list[Explanation]:
+        """Tell, for one worker or every live one, which gates of the claim rule are open or shut, why, and until when."""
+        who = None if worker_id is None else checked_worker_id(worker_id)
+        return await explain(self._store, task_id(name, key), who)
+
+    async def explain_worker(self, worker_id: str, name: str | None = None, *, at_most: int = 200) -> list[Waiting]:
+        """Tell which gates are shut for this worker, of the oldest tasks that wait: grouped, the largest group first.
+
+        `name`: only of these tasks. `at_most`: how many are looked at.
+        """
+        which = self._listing.find(name, Status.INIT, limit=at_most, sort="oldest")
+        ids = [task_id(task.name, task.key) async for task in which]
+        return await explain_waiting(self._store, ids, checked_worker_id(worker_id))
+
+    async def stats(self) -> Stats:
+        """Return counts by name and status, the lag of the oldest claimable task, and the throughput of the fleet."""
+        return await read_stats(self._store)
+
+    async def doctor(self) -> list[Finding]:
+        """Look for what is wrong with the server, the collection, the fleet and the tasks. Changes nothing."""
+        return await examine(self._store)
+
+    async def errors(self, name: str | None = None, *, at_most: int = 10_000, deadline_ms: int = 10_000) -> ErrorReport:
+        """Return what fails and why: failures grouped by task name, type of error and place, the most frequent first.
+
+        Looks at `at_most` tasks, the same share of each name and queue (20 at least), and stops at the deadline: the
+        report says whether these were all.
+        """
+        return await read_errors(self._store, None if name is None else checked_name(name), at_most, deadline_ms)

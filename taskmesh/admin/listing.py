@@ -1,0 +1,230 @@
+"""Listing tasks: find, count and page through those that a filter means."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Self, get_args
+
+from pydantic import BaseModel, ConfigDict
+
+from taskmesh.admin.filters import TaskFilter
+from taskmesh.admin.store import listing
+from taskmesh.admin.store.index_choice import Order
+from taskmesh.client.connection import Connection
+from taskmesh.model.errors import IncompatibleCollection, InvalidOption
+from taskmesh.model.ids import shown
+from taskmesh.model.task import Progress, Standing, Status, Task, checked_name, task_id
+from taskmesh.model.times import in_utc
+from taskmesh.store import Store
+
+logger = logging.getLogger("taskmesh.listing")
+
+_NEWEST_WITHIN_MS = 100
+
+
+class TaskSummary(BaseModel):
+    """A task as a listing shows it: without params, results and logs."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    name: str
+    key: str
+    queue: str
+    group: str | None = None
+    status: Status
+    standing: Standing | None = None
+    """Of one that is INIT: what that means at the moment."""
+    priority: int = 0
+    create_time: datetime
+    start_time: datetime | None = None
+    next_claim_time: datetime | None = None
+    finish_time: datetime | None = None
+    progress: Progress | None = None
+    fail_cnt: int = 0
+    running_on: list[str] = []
+    """The workers that run it now."""
+    reason: str = ""
+    """The beginning of the newest failure's reason."""
+
+
+class TaskPage(BaseModel):
+    """A page of a listing."""
+
+    model_config = ConfigDict(frozen=True)
+
+    tasks: list[TaskSummary]
+    newest_first: bool
+    """Whether the last published come first; else they are in the order of name and key."""
+    following: str | None
+    """What to give as `after` for the next page; None: this is the last."""
+    complete: bool = True
+    """False: the search was given up, as no index serves it and there are too many tasks: narrow it down."""
+
+
+class Listing:
+    """What can be asked about many tasks."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    @property
+    def _store(self) -> Store:
+        return self._connection.store
+
+    async def find(
+        self,
+        name: str | None = None,
+        status: Status | str | Sequence[Status | str] | None = None,
+        queue: str | None = None,
+        limit: int = 100,
+        *,
+        key_prefix: str | None = None,
+        sort: Order = "key",
+        params: bool = False,
+        after: str | None = None,
+        where: str | TaskFilter | None = None,
+    ) -> AsyncIterator[Task]:
+        """Yield matching tasks, without their params unless asked for. `limit=0`: all.
+
+        `sort`: `"key"`, `"newest"` or `"oldest"`. `after`: a key, to go on behind it (with `name` and `sort="key"`).
+        `where`: a filter, or its text (`status:FAIL error:timeout age>1h`), instead of the arguments above. Raises
+        `InvalidOption`.
+        """
+        if sort not in get_args(Order):
+            raise InvalidOption(f"sort is one of {', '.join(get_args(Order))}, not {sort!r}")
+        if where is None:
+            if status is not None and not status:
+                return  # none of no statuses
+            statuses = () if status is None else (status,) if isinstance(status, str) else tuple(status)
+            which = TaskFilter.checked(
+                name=None if name is None else checked_name(name),
+                status=statuses,
+                queue=queue,
+                key_prefix=key_prefix or None,
+            )
+        elif (name, status, queue, key_prefix, after) != (None,) * 5:
+            raise InvalidOption("`where` says which tasks are meant: leave name, status, queue and the like out")
+        else:
+            which = TaskFilter.parse(where) if isinstance(where, str) else where
+        behind = None if after is None else task_id("" if name is None else name, after)
+        documents = listing.find(self._store, which, order=sort, limit=limit, params=params, after=behind)
+        async for document in documents:
+            task = _readable(document)
+            if task is not None:
+                yield task
+
+    async def count(self, where: str | TaskFilter = "", *, at_most: int | None = None) -> int:
+        """Count the tasks that fit a filter, no further than `at_most`. Raises `InvalidOption`."""
+        found = await listing.count(self._store, filter_of(where), at_most)
+        assert found is not None, "without a deadline it takes as long as it takes"
+        return found
+
+    async def count_within(self, where: str | TaskFilter = "", *, at_most: int, deadline_ms: int) -> int | None:
+        """Count the tasks that fit a filter, no further than `at_most`; None if that takes longer than the deadline."""
+        return await listing.count(self._store, filter_of(where), at_most, deadline_ms)
+
+    async def page(
+        self,
+        where: str | TaskFilter = "",
+        *,
+        newest_first: bool = True,
+        after: str | None = None,
+        limit: int = 50,
+        deadline_ms: int = 2_000,
+    ) -> TaskPage:
+        """Return a page of the tasks that fit, in time however many there are: each page begins where the last one ended.
+
+        Where the newest cannot be found in a moment (thousands fit, and all were published long before many others), they come in
+        the order of name and key instead. Raises `InvalidOption` for a filter, or an `after`, that cannot be read.
+        """
+        which = filter_of(where)
+        behind = None if after is None else _Cursor.read(after)
+        newest = newest_first if behind is None else behind.newest
+        # A new listing that the index by time does not serve at once is begun again in the other order.
+        first_try_ms = deadline_ms if behind is not None or not newest else min(_NEWEST_WITHIN_MS, deadline_ms)
+        found = None
+        for in_time_order, within_ms in ((newest, first_try_ms), (False, deadline_ms)):
+            found = await listing.page(
+                self._store,
+                which,
+                newest=in_time_order,
+                behind=behind.place if behind is not None else None,
+                limit=limit,
+                deadline_ms=within_ms,
+            )
+            if found is not None or behind is not None or not in_time_order:
+                newest = in_time_order
+                break
+        if found is None:
+            return TaskPage(tasks=[], newest_first=newest, following=None, complete=False)
+        documents, following = found
+        return TaskPage(
+            tasks=[summary for document in documents if (summary := _summary(document)) is not None],
+            newest_first=newest,
+            following=None if following is None else str(_Cursor(newest, following)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Cursor:
+    """Where a page ended."""
+
+    newest: bool
+    place: list[Any]
+
+    def __str__(self) -> str:
+        place = [part.isoformat() if isinstance(part, datetime) else part for part in self.place]
+        return base64.urlsafe_b64encode(json.dumps([self.newest, *place]).encode()).decode().rstrip("=")
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        """Read it back. Raises `InvalidOption`."""
+        try:
+            newest, *place = json.loads(base64.urlsafe_b64decode(text + "=" * (-len(text) % 4)))
+            if newest is True:
+                moment, id_ = place
+                place = [in_utc(datetime.fromisoformat(moment)), _text(id_)]
+            else:
+                (id_,) = place
+                place = [_text(id_)]
+        except (ValueError, TypeError, OverflowError):
+            raise InvalidOption(f"after={text!r} is no place where a page ended: begin anew without it") from None
+        return cls(newest is True, place)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(value)
+    value.encode()
+    return value
+
+
+def _summary(document: dict[str, Any]) -> TaskSummary | None:
+    try:
+        return TaskSummary.model_validate(document)
+    except ValueError:  # a stranger's document
+        logger.warning("the document %r is no task of ours, and skipped", document.get("_id"))
+        return None
+
+
+def filter_of(where: str | TaskFilter) -> TaskFilter:
+    """Return the filter of which this is the text. Raises `InvalidOption`."""
+    if isinstance(where, str):
+        return TaskFilter.parse(where)
+    if not isinstance(where, TaskFilter):
+        raise InvalidOption(f"a filter must be a text or a TaskFilter, got {shown(where)}")
+    return where
+
+
+def _readable(document: dict[str, Any]) -> Task | None:
+    """Read a task, or skip a stranger's document with a word."""
+    try:
+        return Task.from_document(document)
+    except IncompatibleCollection as error:
+        logger.warning("skipped: %.300s", error)
+        return None

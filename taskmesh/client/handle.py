@@ -1,0 +1,72 @@
+"""A handle on what was published: to wait for it, and to ask about it."""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar, cast
+
+from taskmesh.client.tasks import Tasks
+from taskmesh.model.errors import TaskCancelled, TaskError, TaskExpired, TaskNotFound
+from taskmesh.model.task import Status, Task, checked_key, checked_name
+
+R = TypeVar("R")
+
+
+class TaskHandle(Generic[R]):
+    """A published task, to wait for and to ask about."""
+
+    def __init__(self, tasks: Tasks, name: str, key: str, *, created: bool, updated: bool, warnings: list[str]) -> None:
+        self.tasks = tasks
+        self.name = checked_name(name)
+        self.key = checked_key(key)
+        self.created = created
+        """True: inserted now; False: the key was there already."""
+        self._is_due_a_result = created or updated
+        """Whether nobody has had the result of what this handle published."""
+        self.updated = updated
+        """Whether an existing task was changed."""
+        self.warnings = warnings
+        """Why nobody could run the task when it was published."""
+
+    async def task(self) -> Task:
+        """Return the task as it stands now. Raises `TaskNotFound`."""
+        return await self.tasks.get(self.name, self.key)
+
+    async def status(self) -> Status:
+        """Return where the task stands now. Raises `TaskNotFound`."""
+        return (await self.task()).status
+
+    async def result(self, timeout: float | None = None) -> R:
+        """Wait for the task to finish, and return the value of its first SUCCESS.
+
+        `timeout` in seconds; None waits for ever. Raises `TaskError` (with `reasons`), `TaskCancelled`, `TaskExpired`,
+        `TaskNotFound` (deleted meanwhile) or `TimeoutError`.
+        """
+        return cast(R, (await self._finished(timeout)).successes[0].returns)
+
+    async def results(self, timeout: float | None = None) -> dict[str, R]:
+        """Wait for the task to finish, and return the value of every worker that ran it to SUCCESS."""
+        task = await self._finished(timeout)
+        return {entry.worker_id: cast(R, entry.returns) for entry in task.successes}
+
+    async def cancel(self) -> Task:
+        """Cancel the task; a finished one stays as it is. Returns it as it stands after."""
+        return await self.tasks.cancel(self.name, self.key)
+
+    async def _finished(self, timeout: float | None) -> Task:
+        task = await self.tasks.finished(self.name, self.key, timeout, published=self._is_due_a_result)
+        self._is_due_a_result = False
+        label = f"task {self.name!r} {self.key!r}"
+        if task.status is Status.FAIL:
+            raise TaskError(
+                f"{label} failed: {'; '.join(task.fail_reasons) or 'no reason was recorded'}", task.fail_reasons
+            )
+        if task.status is Status.CANCELLED:
+            raise TaskCancelled(f"{label} was cancelled at {task.task_state.cancel_time}")
+        if task.status is Status.EXPIRED:
+            raise TaskExpired(f"{label} had not succeeded by {task.task_state.expire_time}, its expire_time")
+        if not task.successes:
+            raise TaskNotFound(f"{label} has no result (any more)")
+        return task
+
+    def __repr__(self) -> str:
+        return f"<TaskHandle {self.name!r} {self.key!r} created={self.created} updated={self.updated}>"

@@ -1,0 +1,115 @@
+"""The configuration of a publish: one object, made by `configure` and read by the pipelines that insert."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from datetime import datetime, timedelta
+from typing import Any, Self
+
+from taskmesh.model.errors import InvalidOption
+from taskmesh.model.ids import checked_group, shown
+from taskmesh.model.option import MAX_DURATION_MS, OptionFields, TaskOption
+from taskmesh.model.queue import checked_queue
+from taskmesh.model.times import checked_time
+
+_FLAGS = ("update_existing_params", "not_update_running", "clean_success", "clean_failed", "run_again")
+
+
+class PublishSettings(OptionFields, total=False):
+    """What `configure` and `publish` take as keywords: every field of `TaskOption`, and these."""
+
+    queue: str
+    start_time: datetime | None
+    expire_time: datetime | None
+    delay_ms: int | None
+    session: Any
+    group: str | None
+    update_existing_params: bool
+    not_update_running: bool
+    clean_success: bool
+    clean_failed: bool
+    run_again: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """What a publisher may set beside the params."""
+
+    queue: str = "default"
+    """Where the task goes."""
+    option: TaskOption = field(default_factory=TaskOption)
+    tuned: Mapping[str, Any] = field(default_factory=dict)
+    """The option fields that this publisher set itself, as they are stored; only these are changed on an existing task."""
+    placed: Mapping[str, str | None] = field(default_factory=dict)
+    """`queue` and `group` as far as this publisher set them itself, and not the definition: an existing task moves there."""
+    start_time: datetime | None = None
+    """Not before."""
+    expire_time: datetime | None = None
+    """Not after: what has not started by then becomes EXPIRED."""
+    delay_ms: int | None = None
+    """Not before this long after the publish; instead of `start_time`."""
+    session: Any = None
+    """The session of the caller's MongoDB transaction, to publish in."""
+    group: str | None = None
+    """The task's group, for limits by group."""
+    update_existing_params: bool = False
+    """Of an existing task: set the new params; a running execution keeps the ones it has."""
+    not_update_running: bool = False
+    """Of an existing task: raise `TaskRunning` instead of touching a running one."""
+    clean_success: bool = False
+    """Of an existing task: drop its SUCCESS entries."""
+    clean_failed: bool = False
+    """Of an existing task: drop its FAIL entries and counts."""
+    run_again: bool = False
+    """Of an existing task: exactly one more run with the newest params, whatever its state."""
+
+    def changed(self, **settings: Any) -> Self:
+        """Return this with other settings, checked: any of `PublishSettings`. Raises `InvalidOption`."""
+        own = {f.name for f in fields(self)} - {"option", "tuned", "placed"}
+        options = {name: value for name, value in settings.items() if name in TaskOption.model_fields}
+        mine = {name: value for name, value in settings.items() if name in own}
+        if unknown := set(settings) - own - set(options):
+            raise InvalidOption(
+                f"unknown setting {', '.join(sorted(unknown))}; there are {', '.join(sorted(own))} and the options "
+                f"{', '.join(TaskOption.model_fields)}"
+            )
+        placed: dict[str, str | None] = {name: mine[name] for name in ("queue", "group") if name in mine}
+        changed = replace(self, **_checked(mine), placed={**self.placed, **placed})
+        if changed.start_time is not None and changed.delay_ms is not None:
+            raise InvalidOption("start_time and delay_ms were both set: use one of them")
+        if not options:
+            return changed
+        option = changed.option.changed(**options)
+        stored = option.stored()
+        return replace(changed, option=option, tuned={**changed.tuned, **{name: stored[name] for name in options}})
+
+    def starts(self, now: datetime) -> datetime | None:
+        """When a task that is published now may be claimed first; None: at once, or as it was."""
+        return self.start_time if self.delay_ms is None else now + timedelta(milliseconds=self.delay_ms)
+
+    @property
+    def changes_existing(self) -> bool:
+        """Whether an existing task is to be touched, or at least looked at."""
+        return any(getattr(self, flag) for flag in _FLAGS)
+
+
+def _checked(settings: dict[str, Any]) -> dict[str, Any]:
+    """Check settings that are no options; times are returned in UTC."""
+    for name in ("start_time", "expire_time"):
+        if settings.get(name) is not None:
+            settings[name] = checked_time(name, settings[name])
+    for name in _FLAGS:
+        if not isinstance(settings.get(name, False), bool):
+            raise InvalidOption(f"{name} must be True or False, got {shown(settings[name])}")
+    delay_ms = settings.get("delay_ms")
+    whole = isinstance(delay_ms, int) and not isinstance(delay_ms, bool)
+    if delay_ms is not None and not (whole and 0 <= delay_ms <= MAX_DURATION_MS):
+        raise InvalidOption(
+            f"delay_ms must be a whole number from 0 to {MAX_DURATION_MS} (ten years), got {shown(delay_ms)}"
+        )
+    if "queue" in settings:
+        checked_queue(settings["queue"])
+    if settings.get("group") is not None:
+        checked_group(settings["group"])
+    return settings
