@@ -25,7 +25,8 @@ from tests.chaos.world import World
 from tests.processes.broken import BROKEN
 from tests.processes.wrong_clock import FAKETIME
 
-_SHOWN = 20
+_SHOWN = 5
+"""Violations of each invariant that are printed."""
 _CLOCKS_S = (0.0, 3_600.0, -3_600.0)
 
 
@@ -97,10 +98,12 @@ def _report(
     violated = Counter(violation.invariant for violation in findings.violations)
     for name, sentence in INVARIANTS.items():
         say(f"| [{name}] {sentence} | {findings.checked[name]} | {violated[name]} |")
-    for violation in findings.violations[:_SHOWN]:
-        say(f"\n{str(violation)[:2_000]}")
-    if len(findings.violations) > _SHOWN:
-        say(f"\n… and {len(findings.violations) - _SHOWN} more")
+    for name, count in violated.items():
+        of_it = [violation for violation in findings.violations if violation.invariant == name]
+        for violation in of_it[:_SHOWN]:
+            say(f"\n{str(violation)[:2_000]}")
+        if count > _SHOWN:
+            say(f"\n… and {count - _SHOWN} more of [{name}]")
 
 
 def say(text: str) -> None:
