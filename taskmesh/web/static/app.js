@@ -55,40 +55,17 @@
 
   // --- show what was fetched anew, without disturbing who reads, types or clicks ---
   // Elements stay the same elements, so that focus, what is typed, ticked and opened, and a click on its way stay theirs.
-  const keyOf = (node) => {
-    if (node.nodeType !== Node.ELEMENT_NODE) return node.nodeName;
-    const own = node.id || node.dataset.key || ["action", "name", "href"].map((name) => node.getAttribute(name)).find(Boolean);
-    return `${node.nodeName} ${own || ""}`;
+  const keyed = (region) => { // idiomorph knows elements again by their id
+    for (const each of region.querySelectorAll("[data-key]")) each.id = `${region.id} ${each.dataset.key}`;
+    return region;
   };
-  const morph = (old, fresh) => {
-    if (old.nodeType !== Node.ELEMENT_NODE) {
-      if (old.data !== fresh.data) old.data = fresh.data;
-      return;
-    }
-    if (old.matches("time") && old.dateTime === fresh.dateTime) return; // shown as "3 min ago"
-    // What somebody has opened or shut stays so, and what he is about to change is not changed under his hands.
-    const theirs = old.matches("details") ? "open" : old === document.activeElement ? "value" : "";
-    for (const { name } of [...old.attributes]) {
-      if (!fresh.hasAttribute(name) && name !== theirs) old.removeAttribute(name);
-    }
-    for (const { name, value } of fresh.attributes) {
-      if (old.getAttribute(name) !== value && name !== theirs) old.setAttribute(name, value);
-    }
-    const left = new Map();
-    for (const child of old.childNodes) {
-      const key = keyOf(child);
-      left.set(key, [...(left.get(key) || []), child]);
-    }
-    const pairs = [...fresh.childNodes].map((child) => [child, (left.get(keyOf(child)) || []).shift()]);
-    for (const gone of [...left.values()].flat()) gone.remove();
-    let next = old.firstChild;
-    for (const [child, known] of pairs) {
-      if (known) morph(known, child);
-      if (known && known === next) next = next.nextSibling;
-      else if (known && next && next.nodeName === "#text" && next.nextSibling === known) known.after(next); // what moves loses the focus
-      else old.insertBefore(known || document.importNode(child, true), next);
-    }
+  const isChanged = (field) => field.matches("input, textarea") && (field.value !== field.defaultValue || field.checked !== field.defaultChecked);
+  const callbacks = {
+    beforeNodeMorphed: (old, fresh) => old.nodeType !== Node.ELEMENT_NODE
+      || !(isChanged(old) || (old.matches("time") && old.dateTime === fresh.dateTime)), // shown as "3 min ago"
+    beforeAttributeUpdated: (name, element) => !(name === "open" && element.matches("details")), // somebody has opened or shut it
   };
+  const morph = (old, fresh) => Idiomorph.morph(keyed(old), keyed(fresh), { ignoreActiveValue: true, callbacks });
   let held = null; // what was fetched, but could not be shown without disturbing
   let pressed = false;
   const isSelected = (element) => {
