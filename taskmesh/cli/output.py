@@ -6,29 +6,26 @@ and reasons is never taken for markup or for a terminal's control codes.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import getpass
 import json
-import math
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Annotated, Any, TypeVar
 
 import anyio
 import typer
-from pydantic import BaseModel
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from taskmesh.mesh import TaskMesh
-from taskmesh.model.task import Status
+from taskmesh.model.jsonable import jsonable
 
 _PIPE_WIDTH = 100_000
 _NEVER_CUT = frozenset({"STATUS", "STATE", "RUNNING"})
@@ -138,40 +135,17 @@ def span(seconds: float) -> str:
 
 def show_json(value: object) -> None:
     """Print one value as JSON, on many lines."""
-    print(json.dumps(plain(value), indent=2, ensure_ascii=not _unicode()))
+    print(json.dumps(jsonable(value), indent=2, ensure_ascii=not _unicode()))
 
 
 def one_line(value: object) -> str:
     """Return a value as JSON, on one line."""
-    return json.dumps(plain(value), ensure_ascii=not _unicode())
+    return json.dumps(jsonable(value), ensure_ascii=not _unicode())
 
 
 def _unicode() -> bool:
     """Whether standard output can show every character. Where it cannot, JSON has escapes of its own."""
     return (getattr(sys.stdout, "encoding", None) or "utf-8").lower().startswith("utf")
-
-
-def plain(value: Any) -> Any:
-    """Return the value in JSON's types. Times become ISO 8601, bytes base64, what JSON has no word for its text."""
-    if isinstance(value, BaseModel):
-        return {name: plain(getattr(value, name)) for name in type(value).model_fields}
-    if isinstance(value, Mapping):
-        return {str(name): plain(each) for name, each in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [plain(each) for each in value]
-    if isinstance(value, datetime):
-        return (value if value.tzinfo else value.replace(tzinfo=UTC)).isoformat()
-    if isinstance(value, timedelta):
-        return value.total_seconds()
-    if isinstance(value, bytes):
-        return base64.b64encode(value).decode()
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Status) or not isinstance(value, (str, int, float, bool, type(None))):
-        return str(value)
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()
-    return value
 
 
 def confirm(question: str, *, yes: bool) -> None:

@@ -20,6 +20,7 @@ from taskmesh.client.handle import TaskHandle
 from taskmesh.mesh import TaskMesh
 from taskmesh.model.errors import TaskMeshError
 from taskmesh.model.event import TaskEvent
+from taskmesh.model.jsonable import jsonable
 from taskmesh.model.task import Status, Task
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The task's name.", autocompletion=completion.name)]
@@ -71,7 +72,7 @@ async def ls(
 
 def task_json(task: Task) -> dict[str, Any]:
     """Return the task for a program; without `params` if they were not asked for."""
-    found: dict[str, Any] = output.plain(task)
+    found: dict[str, Any] = jsonable(task)
     if task.params is None:
         del found["params"]
     return found

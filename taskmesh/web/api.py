@@ -21,8 +21,8 @@ from starlette.types import Scope
 from taskmesh.admin.database import is_passing
 from taskmesh.mesh import TaskMesh
 from taskmesh.model import errors
+from taskmesh.model.jsonable import to_json
 from taskmesh.web.connection import mesh_of
-from taskmesh.web.jsonable import to_json
 from taskmesh.web.operations import OPERATIONS, Operation
 from taskmesh.web.requests import WhichEvents
 

@@ -20,9 +20,9 @@ from pymongo.errors import PyMongoError
 from taskmesh.admin.stats import Stats
 from taskmesh.model.errors import TaskMeshError
 from taskmesh.model.event import TaskEvent
+from taskmesh.model.jsonable import to_json
 from taskmesh.model.queue import QueueInfo
 from taskmesh.web.connection import Connection, DatabaseUnavailable
-from taskmesh.web.jsonable import to_json
 
 logger = logging.getLogger("taskmesh.web.pulse")
 

@@ -21,12 +21,12 @@ from taskmesh.admin.stats import Stats
 from taskmesh.admin.timeline import bars_of
 from taskmesh.mesh import TaskMesh
 from taskmesh.model.errors import InvalidOption
+from taskmesh.model.jsonable import to_json
 from taskmesh.model.option import TaskOption
 from taskmesh.model.task import Status
 from taskmesh.web import api
 from taskmesh.web.alerts import remarks
 from taskmesh.web.forms import do, do_selected, login, logout
-from taskmesh.web.jsonable import to_json
 from taskmesh.web.live_view import Pulse, sample_data
 from taskmesh.web.operations import OPERATIONS
 from taskmesh.web.rendering import as_page, error_page, rendered

@@ -17,9 +17,9 @@ from jinja2 import DictLoader, Environment, StrictUndefined
 from markupsafe import Markup, escape
 
 from taskmesh.admin.explain import Explanation, Gate
+from taskmesh.model.jsonable import to_json
 from taskmesh.model.option import TaskOption
 from taskmesh.model.task import Task
-from taskmesh.web.jsonable import jsonable, to_json
 
 _MOST_JSON_CHARS = 20_000
 _MOMENT = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:\.\d{1,6})?(?:Z|[+-]\d\d:\d\d)")
@@ -175,7 +175,6 @@ def environment() -> Environment:
         moment=moment,
         pretty=pretty,
         number=number,
-        jsonable=jsonable,
         with_times=with_times,
     )
     found.globals.update(query=query, static_version=STATIC_VERSION)
