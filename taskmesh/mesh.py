@@ -27,9 +27,8 @@ from taskmesh.client.publisher import Publisher
 from taskmesh.client.schedules import Declared, Schedules
 from taskmesh.client.tasks import Tasks
 from taskmesh.consumer import Consumer
-from taskmesh.consumer.executor import AfterHook, BeforeHook
 from taskmesh.consumer.observer import Observer
-from taskmesh.consumer.settings import DEFAULT_STALL_LIMIT_MS
+from taskmesh.consumer.settings import DEFAULT_STALL_LIMIT_MS, AfterHook, BeforeHook
 from taskmesh.consumer.worker import ClaimHook
 from taskmesh.model.configuration import Configuration, PublishSettings
 from taskmesh.model.errors import InvalidOption

@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
 from taskmesh import Consumer, Status, Task, TaskMesh
-from taskmesh.consumer.parts import Parts
+from taskmesh.consumer.worker import Worker
 from tests.waiting import eventually, wait_until
 
 STOP_DEADLINE_S = 60.0
@@ -89,10 +89,10 @@ def working_in_a_thread(
         assert not thread.is_alive(), f"the consumer did not stop within {STOP_DEADLINE_S} s"
 
 
-def parts_of(consumer: Consumer) -> Parts:
+def parts_of(consumer: Consumer) -> Worker:
     """Return what a consumer that runs, or has run, is made of."""
-    assert consumer._parts is not None
-    return consumer._parts
+    assert consumer._worker is not None
+    return consumer._worker
 
 
 async def finished(mesh: TaskMesh, name: str, key: str, deadline_s: float = 60.0) -> Task:

@@ -1,9 +1,9 @@
 """Running tasks.
 
-Read `worker` and `parts` first; then, as a task passes: `listener`, `scanner`, `second_look`, `claim_queue`, `lanes`, `limits`,
-`claimer`, `execution`, `executor`, `ending` (for child processes `conversation`, `processes`, `child`, `handler_reference`),
-`transactions`, `pinger`, `reporter`, `finisher`; then `stopping` and `idleness`; and beside them `settings`, `registration`,
-`neglected`, `ticker` and `signals`.
+Read `worker` first: it has the diagram, and makes all the others. Then, as a task passes: `listener`, `scanner`, `queues`,
+`backup_claims`, `claim_queue`, `partitions`, `limits`, `claim_filter`, `claimer`, `execution`, `executions`, `executor`,
+`outcome` (for child processes the room `subprocess`), `transactions`, `together`, `pinger`, `reporter`, `finisher`; then `life`,
+`stopping` and `idleness`; beside them `settings`, `registration`, `unserved`, `ticker`, `context`, `logs`, `tracing`, `signals`.
 """
 
 from taskmesh.consumer.worker import Consumer

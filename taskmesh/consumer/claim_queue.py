@@ -1,15 +1,20 @@
 """The claim queue: which tasks this worker should try to claim, and when. A heap, bounded whatever the backlog.
 
-It holds hints, not truth: an entry may be claimed by somebody else meanwhile, and then the claim just wins nothing.
+It holds hints, not truth: an entry may be claimed by somebody else meanwhile, and then the claim just wins nothing. Here those
+who find tasks meet the one who claims them: the claimer waits for `ready`, the scanner for `scan_wanted`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from taskmesh.consumer.settings import Settings
+
+_ASIDE_AT_MOST = 10_000
 
 
 @dataclass(slots=True, eq=False)
@@ -44,8 +49,18 @@ _Timed = tuple[float, int, Candidate]
 class ClaimQueue:
     """Candidates, each at most once: those that are due by rank, those to come by time."""
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.ready = asyncio.Event()
+        """Set when the claimer should look: candidates came, a slot is free, or it may claim again."""
+        self.scan_wanted = asyncio.Event()
+        """Set when the scanner should look at once."""
+        self.unread = True
+        """Whether there is claimable work that was never offered here: the last scan did not read all, or hints were left out."""
+        self.being_claimed: set[str] = set()
+        """What a claim is under way for."""
+        self._aside: dict[str, tuple[float, float]] = {}
+        """Until when each task is set aside, and how long that is: the next time it is longer. The oldest are forgotten."""
         self._held: dict[str, Candidate] = {}
         self._ready: list[_Ranked] = []
         self._later: list[_Timed] = []
@@ -60,15 +75,6 @@ class ClaimQueue:
     def __contains__(self, id_: str) -> bool:
         return id_ in self._held
 
-    def set_limit(self, limit: int) -> None:
-        """Hold more or fewer from now on."""
-        self._limit = limit
-
-    @property
-    def full(self) -> bool:
-        """Whether the next candidate costs another its place."""
-        return len(self._held) >= self._limit
-
     def ready_count(self, now: float) -> int:
         """Return how many candidates are due."""
         self._ripen(now)
@@ -82,8 +88,9 @@ class ClaimQueue:
         self._held[candidate.id] = candidate
         self._sequence += 1
         heapq.heappush(self._later, (candidate.due, self._sequence, candidate))
-        if len(self._held) > self._limit * 5 // 4:
-            self._drop_worst()
+        limit = queue_limit(self._settings.concurrency)
+        if len(self._held) > limit * 5 // 4:
+            self._drop_worst(limit)
         return True
 
     def take(self, count: int, now: float) -> list[Candidate]:
@@ -114,10 +121,53 @@ class ClaimQueue:
         for candidate in [c for c in self._held.values() if c.queue in closed]:
             del self._held[candidate.id]
 
-    def begin_scan(self, being_claimed: Iterable[str]) -> None:
+    # --- tasks that cannot be claimed for now ---
+
+    def set_aside(self, candidate: Candidate, first_s: float, longest_s: float) -> float:
+        """Try a task again a little later, and later each time; return how much later."""
+        _, last = self._aside.pop(candidate.id, (0.0, 0.0))
+        pause = max(first_s, min(2 * last, longest_s))
+        over = time.monotonic() + pause
+        self._aside[candidate.id] = over, pause
+        if len(self._aside) > _ASIDE_AT_MOST:
+            del self._aside[next(iter(self._aside))]
+        self.offer(replace(candidate, due=over, timed=False))
+        return pause
+
+    def is_aside(self, id_: str) -> bool:
+        """Whether a task is not to be tried for now."""
+        over, _ = self._aside.get(id_, (0.0, 0.0))
+        return over > time.monotonic()
+
+    def was_aside(self, id_: str) -> bool:
+        """Whether a task has been set aside since it was claimed last."""
+        return id_ in self._aside
+
+    def forgive(self, id_: str) -> None:
+        """Forget that a task was set aside: it could be claimed."""
+        self._aside.pop(id_, None)
+
+    # --- scans ---
+
+    @property
+    def more(self) -> bool:
+        """Whether there is more work than is held here."""
+        return self.unread or self.overflowed
+
+    def order_scan(self) -> None:
+        """Have everything looked at soon: after a gap, or at the start."""
+        self.unread = True
+        self.scan_wanted.set()
+
+    def want_more(self) -> None:
+        """Have a scan bring more soon, if few candidates are left and there is more."""
+        if self.more and self.ready_count(time.monotonic()) < max(1, self._settings.concurrency // 2):
+            self.scan_wanted.set()
+
+    def begin_scan(self) -> None:
         """Note that a scan looks at everything from now on; what is taken meanwhile it may still see as claimable."""
         self.overflowed = False
-        self._taken = set(being_claimed)
+        self._taken = set(self.being_claimed)
 
     def taken_meanwhile(self, id_: str) -> bool:
         """Whether a candidate was taken since the scan began, or was being claimed then: what the scan saw is old."""
@@ -137,10 +187,15 @@ class ClaimQueue:
         while ready and held.get(ready[0][2].id) is not ready[0][2]:
             heapq.heappop(ready)
 
-    def _drop_worst(self) -> None:
+    def _drop_worst(self, limit: int) -> None:
         """Keep the best: what is due by rank, then what comes first."""
-        self._ready = sorted(entry for entry in self._ready if self._held.get(entry[2].id) is entry[2])[: self._limit]
+        self._ready = sorted(entry for entry in self._ready if self._held.get(entry[2].id) is entry[2])[:limit]
         later = sorted(entry for entry in self._later if self._held.get(entry[2].id) is entry[2])
-        self._later = later[: self._limit - len(self._ready)]
+        self._later = later[: limit - len(self._ready)]
         self._held = {entry[2].id: entry[2] for entry in (*self._ready, *self._later)}
         self.overflowed = True
+
+
+def queue_limit(concurrency: int) -> int:
+    """Return how many candidates are kept at most: enough to be busy until the next scan, however large the backlog."""
+    return max(5_000, 10 * concurrency)

@@ -11,15 +11,22 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from pymongo.errors import OperationFailure, PyMongoError
 
+from taskmesh.consumer.claim_filter import ClaimFilter
 from taskmesh.consumer.claim_queue import Candidate, ClaimQueue
+from taskmesh.consumer.executions import Executions
+from taskmesh.consumer.executor import Executor
+from taskmesh.consumer.finisher import Finisher
+from taskmesh.consumer.life import Life
 from taskmesh.consumer.limits import Limits
-from taskmesh.consumer.observer import Observer, Wait
+from taskmesh.consumer.observer import Wait
+from taskmesh.consumer.queues import Queues
+from taskmesh.consumer.settings import Settings
 from taskmesh.consumer.timing import until
 from taskmesh.store import Store
 from taskmesh.store.claim import claim, claim_one, fields_of_claimed, won
@@ -37,15 +44,12 @@ _REFUSED_PAUSES_S = 1.0, 30.0
 """The same for a task whose claim met another error: its document is spoilt, most likely."""
 _HELD_OFF_PAUSES_S = 0.1, 5.0
 """The same for all claims, while each meets the same error: that is not about documents (a right revoked, a bad filter)."""
-_ASIDE_AT_MOST = 10_000
 _SPENT_SHARE = 0.2
 """How much of a lease may be over when its execution starts: a set waits for a locked document with its time frozen."""
 _CONFIRMED_WITHIN_S = 5.0
 """As long as an outcome has to be confirmed by a majority."""
 _SECOND_LOOK_S = 0.025
 _MAX_SET = 1_000
-
-Narrow = Callable[[], Awaitable[Mapping[str, Any] | None]]
 
 
 class Claimer:
@@ -54,103 +58,81 @@ class Claimer:
     def __init__(
         self,
         store: Store,
-        worker_id: str,
-        queue: ClaimQueue,
-        *,
-        concurrency: Callable[[], int],
-        free_slots: Callable[[], int],
-        narrow: Narrow,
-        closed_queues: Callable[[], frozenset[str]],
+        settings: Settings,
+        candidates: ClaimQueue,
+        executions: Executions,
+        queues: Queues,
         limits: Limits,
+        claim_filter: ClaimFilter,
+        life: Life,
+        executor: Executor,
+        finisher: Finisher,
         params_of: Mapping[str, Sequence[str] | None],
-        whole_state: bool,
-        start: Callable[[Document, str, float], None],
-        give_back: Callable[[str, str], None],
-        next_running_id: Callable[[], str],
-        is_busy: Callable[[str], bool],
-        want_more: Callable[[], None],
-        observer: Observer | None = None,
     ) -> None:
+        """`params_of`: which params each task wants to be given; None: all."""
         self._store = store
-        self._worker_id = worker_id
-        self._queue = queue
-        self._concurrency = concurrency
-        self._free_slots = free_slots
-        self._narrow = narrow
-        self._closed_queues = closed_queues
+        self._settings = settings
+        self._worker_id = settings.worker_id
+        self._whole_state = settings.before is not None or settings.after is not None
+        self._observer = settings.observer
+        self._candidates = candidates
+        self._executions = executions
+        self._queues = queues
         self._limits = limits
+        self._claim_filter = claim_filter
+        self._life = life
+        self._executor = executor
+        self._finisher = finisher
         self._params_of = params_of
-        self._whole_state = whole_state
-        self._start = start
-        self._give_back = give_back
-        self._next_running_id = next_running_id
-        self._is_busy = is_busy
-        self._want_more = want_more
-        self._observer = observer
-        self._wake = asyncio.Event()
         self._in_flight: set[asyncio.Task[bool]] = set()
         self._late: set[asyncio.Task[None]] = set()
-        self._reserved = 0
-        self.being_claimed: set[str] = set()
-        self._aside: dict[str, tuple[float, float]] = {}
-        """Until when each task is set aside, and how long that is: the next time it is longer. The oldest are forgotten."""
+        self._claims_made = 0
+        self.reserved = 0
+        """Slots promised to claims in flight."""
         self._pause_until = 0.0
         self._held_off_s = 0.0
         """How long claims were paused the last time because none was accepted; 0: they are."""
-        self.open = True
-        """False: no new claims (stopping, or this worker is paused)."""
         self.tried = 0
         self.won = 0
-
-    def wake(self) -> None:
-        """Look again: a candidate came, or a slot is free."""
-        self._wake.set()
-
-    @property
-    def reserved(self) -> int:
-        """Slots promised to claims in flight."""
-        return self._reserved
 
     @property
     def idle(self) -> bool:
         """Whether no claim is in flight."""
         return not self._in_flight
 
-    def is_aside(self, id_: str) -> bool:
-        """Whether a task is not to be tried for now."""
-        over, _ = self._aside.get(id_, (0.0, 0.0))
-        return over > time.monotonic()
-
     async def run(self) -> None:
         """Claim for ever."""
         while True:
-            self._wake.clear()
-            pause = await self._run_once()
-            await until(self._wake, pause)
+            self._candidates.ready.clear()
+            pause = await self.run_once()
+            await until(self._candidates.ready, pause)
 
     async def drain(self) -> None:
         """Wait until no claim is in flight, and what became of those without an answer is known."""
         while self._in_flight or self._late:
             await asyncio.wait(self._in_flight | self._late)
 
-    async def _run_once(self) -> float | None:
+    async def run_once(self) -> float | None:
         """Start what claims can be made now; return how long to sleep at most."""
         now = time.monotonic()
         if now < self._pause_until:
             return self._pause_until - now
-        while self.open and len(self._in_flight) < _MAX_IN_FLIGHT:
-            free = self._free_slots() - self._reserved
+        while self._life.claims and len(self._in_flight) < _MAX_IN_FLIGHT:
+            free = self._executions.free_slots - self.reserved
             if free <= 0:
                 return None
-            if not self._queue.ready_count(now):
+            if not self._candidates.ready_count(now):
                 break
-            narrowed_by = await self._narrow()
+            narrowed_by = await self._claim_filter.current()
             if narrowed_by is None:
                 return 0.1
-            closed = self._closed_queues()
-            taken = self._queue.take(min(free, self._largest_set()), now)
+            taken = self._candidates.take(min(free, self._largest_set()), now)
             candidates = [
-                c for c in taken if c.queue not in closed and not self._is_busy(c.id) and not self.is_aside(c.id)
+                c
+                for c in taken
+                if c.queue not in self._queues.paused
+                and c.id not in self._executions
+                and not self._candidates.is_aside(c.id)
             ]
             if self._limits.queues:
                 candidates, by_queue = self._limits.sorted_out(candidates)
@@ -158,29 +140,29 @@ class Claimer:
                     self._send(self._claim_limited(queue, limited, narrowed_by), len(limited))
             if candidates:
                 self._send(self._claim_set(candidates, narrowed_by), len(candidates))
-        self._want_more()
-        due = self._queue.next_due(now)
-        if due is None or not self.open or len(self._in_flight) >= _MAX_IN_FLIGHT:
+        self._candidates.want_more()
+        due = self._candidates.next_due(now)
+        if due is None or not self._life.claims or len(self._in_flight) >= _MAX_IN_FLIGHT:
             return None
         return max(0.0, due - time.monotonic())
 
     def _largest_set(self) -> int:
         """Half of the slots, so that one half is claimed while the outcomes of the other are recorded."""
-        return min(_MAX_SET, max(1, (self._concurrency() + 1) // 2))
+        return min(_MAX_SET, max(1, (self._settings.concurrency + 1) // 2))
 
     def _send(self, claim: Coroutine[Any, Any, bool], size: int) -> None:
-        self._reserved += size
+        self.reserved += size
         # In a task of its own, which nobody cancels: a driver call that is cut off costs a connection, and its claim.
         claiming = asyncio.get_running_loop().create_task(claim, name="taskmesh claim")
         self._in_flight.add(claiming)
         claiming.add_done_callback(functools.partial(self._claimed, size))
 
     def _claimed(self, size: int, claiming: asyncio.Task[bool]) -> None:
-        self._reserved -= size
+        self.reserved -= size
         self._in_flight.discard(claiming)
         if not claiming.cancelled() and (error := claiming.exception()) is not None:
             logger.error("a claim failed for a reason that is not the database's", exc_info=error)
-        self._wake.set()
+        self._candidates.ready.set()
 
     async def _claim_limited(self, queue: str, candidates: list[Candidate], narrowed_by: Mapping[str, Any]) -> bool:
         """Claim what the queue's limits have room for."""
@@ -217,14 +199,14 @@ class Claimer:
         running_id = self._next_running_id()
         sent = time.monotonic()
         self.tried += len(ids)
-        self.being_claimed.update(ids)
+        self._candidates.being_claimed.update(ids)
         try:
             documents, took = await self._won_of(ids, running_id, sent, narrowed_by)
         except PyMongoError as error:
             won_ids = await self._resolve(ids, running_id, sent, passing=is_passing(error))
             return [candidate for candidate in candidates if candidate.id not in won_ids], error
         finally:
-            self.being_claimed.difference_update(ids)
+            self._candidates.being_claimed.difference_update(ids)
         self._held_off_s = 0.0
         if self._observer is not None:
             won_ids = {document["_id"] for document in documents}
@@ -240,7 +222,7 @@ class Claimer:
     ) -> tuple[list[Document], float]:
         """Claim a set, and return what was won and how long the claim took."""
         settings: dict[str, Any] = {
-            "closed_queues": self._closed_queues(),
+            "closed_queues": self._queues.paused,
             "narrowed_by": narrowed_by,
             "deadline_ms": _deadline_ms(ids),
         }
@@ -274,16 +256,21 @@ class Claimer:
             else:
                 return documents
 
+    def _next_running_id(self) -> str:
+        """Return the fencing token of all that one claim wins: no other claim of any worker has it."""
+        self._claims_made += 1
+        return f"{self._settings.instance}-{self._claims_made:x}"
+
     def _begin(self, documents: list[Document], running_id: str, sent: float, took: float) -> None:
         """Start what was won; give back leases of which the claim itself, which `took` so long, has left too little."""
         self.won += len(documents)
         for document in documents:
-            self._aside.pop(document["_id"], None)
+            self._candidates.forgive(document["_id"])
             lease_s = document["task_option"]["worker_timeout_ms"] / 1000
-            if took > _SPENT_SHARE * lease_s or not self.open:
-                self._give_back(document["_id"], running_id)
+            if took > _SPENT_SHARE * lease_s or not self._life.claims:
+                self._finisher.release(document["_id"], running_id)
             else:
-                self._start(document, running_id, sent)
+                self._executor.start(document, running_id, sent)
 
     async def _resolve(self, ids: list[str], running_id: str, sent: float, *, passing: bool) -> set[str]:
         """After an error, find out what the claim had won, and begin that."""
@@ -297,7 +284,7 @@ class Claimer:
             late = asyncio.get_running_loop().create_task(self._resolve_late(ids, running_id, sent, won_ids))
             self._late.add(late)
             late.add_done_callback(self._late.discard)
-        self._want_more()
+        self._candidates.want_more()
         return {document["_id"] for document in documents}
 
     async def _confirmed(self, ids: list[str], running_id: str, sent: float) -> list[Document]:
@@ -319,7 +306,7 @@ class Claimer:
         for document in documents:
             entry = next(e for e in document["task_state"]["worker_states"] if e["running_id"] == running_id)
             if document["_id"] not in known and entry["state"] == "RUNNING":
-                self._give_back(document["_id"], running_id)
+                self._finisher.release(document["_id"], running_id)
 
     async def _split(self, rest: list[Candidate], narrowed_by: Mapping[str, Any], error: PyMongoError) -> None:
         """Try smaller sets, and set the document aside that holds them up. If all fail alike, no document is to blame."""
@@ -332,7 +319,7 @@ class Claimer:
         failed = [(left, error) for left, error in tried if error is not None and not is_passing(error)]
         left_over = [candidate for left, _ in failed for candidate in left]
         all_fail_alike = len(failed) == len(parts) and _are_alike([error for _, error in failed])
-        if all_fail_alike and any(candidate.id not in self._aside for candidate in left_over):
+        if all_fail_alike and not all(self._candidates.was_aside(candidate.id) for candidate in left_over):
             self._hold_off(left_over, failed[0][1])
         else:
             await asyncio.gather(*(self._split(left, narrowed_by, error) for left, error in failed))
@@ -345,30 +332,24 @@ class Claimer:
         self._held_off_s = min(2 * self._held_off_s or first, longest)
         self._pause_until = time.monotonic() + self._held_off_s
         for candidate in candidates:
-            self._queue.offer(candidate)
+            self._candidates.offer(candidate)
 
     def _set_aside(self, candidate: Candidate, error: PyMongoError) -> None:
         """Try a task again a little later, and later each time."""
         locked = is_over_deadline(error)
-        first, longest = _LOCKED_PAUSES_S if locked else _REFUSED_PAUSES_S
-        _, last = self._aside.pop(candidate.id, (0.0, 0.0))
-        pause = max(first, min(2 * last, longest))
-        over = time.monotonic() + pause
-        self._aside[candidate.id] = over, pause
-        if len(self._aside) > _ASIDE_AT_MOST:
-            del self._aside[next(iter(self._aside))]
-        self._queue.offer(replace(candidate, due=over, timed=False))
+        is_new = not self._candidates.was_aside(candidate.id)
+        pause = self._candidates.set_aside(candidate, *(_LOCKED_PAUSES_S if locked else _REFUSED_PAUSES_S))
         if locked and pause >= 1:
             logger.info("task %s is locked, by somebody's transaction most likely: set aside", candidate.id)
-        elif not locked and not last:
+        elif not locked and is_new:
             logger.error("task %s cannot be claimed, and is set aside for a while: %.200s", candidate.id, error)
 
     def _look_again(self, candidates: list[Candidate]) -> None:
         """Try once more, a moment later, what had only just become due: our idea of the server's clock may be off."""
         soon = time.monotonic() + _SECOND_LOOK_S
         for candidate in candidates:
-            if candidate.timed and candidate.due > soon - 0.1 and not self._is_busy(candidate.id):
-                self._queue.offer(replace(candidate, due=soon, timed=False))
+            if candidate.timed and candidate.due > soon - 0.1 and candidate.id not in self._executions:
+                self._candidates.offer(replace(candidate, due=soon, timed=False))
 
 
 def _are_alike(errors: Sequence[PyMongoError]) -> bool:

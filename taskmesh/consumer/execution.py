@@ -10,8 +10,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from datetime import datetime, timedelta
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
+from taskmesh.client.publisher import Publisher
 from taskmesh.consumer.tracing import ProcessSpan
 from taskmesh.model.errors import InvalidParams, LeaseLost
 from taskmesh.model.option import TaskOption
@@ -93,6 +94,44 @@ def why_stopped(task: Document | None, running_id: str, worker_id: str) -> Stop 
     return Stop.LEASE_LOST
 
 
+class Reports(Protocol):
+    """Who writes progress and logs: the reporter."""
+
+    def add(self, execution: Execution) -> None:
+        """Write what this execution has to tell soon; from any thread."""
+
+
+class Blocks(Protocol):
+    """Who opens blocks that commit with the SUCCESS: the transactions."""
+
+    # ruff: noqa: D102 — what each does stands at `TaskContext` and `BlockingTaskContext`
+
+    def in_loop(self, execution: Execution) -> AbstractAsyncContextManager[Any]: ...
+    def in_thread(self, execution: Execution) -> AbstractContextManager[Any]: ...
+    def again_in_loop(self, execution: Execution, fn: Callable[[Any], Any]) -> Awaitable[Any]: ...
+    def again_in_thread(self, execution: Execution, fn: Callable[[Any], Any]) -> Any: ...
+
+
+class Runner(Protocol):
+    """Who runs the handler: the executor."""
+
+    def obey(self, execution: Execution) -> None:
+        """Cancel the handler, which was told to stop."""
+
+    def obey_soon(self, execution: Execution) -> None:
+        """Do so, asked from any thread."""
+
+    def begins_soon(self, execution: Execution) -> None:
+        """Count its run time, asked from any thread: a child process is about to run the handler."""
+
+
+class Elsewhere(Protocol):
+    """The child process that runs the handler."""
+
+    def lease_changed(self) -> None:
+        """Tell it until when it may go on; in any thread."""
+
+
 class Execution:
     """The state of one execution.
 
@@ -100,21 +139,33 @@ class Execution:
     told to stop before it ended, which is taken under the lock.
     """
 
-    on_report: Callable[[Execution], None] | None = None
-    on_told: Callable[[Execution], None]
-    """Called, in whatever thread, when `cancelled` has told the handler to stop."""
-    on_begin: Callable[[Execution], None]
-    """Called, in whatever thread, when a child process is about to run the handler."""
-    make_publication: Any = None
-    transactions: Any = None
-
-    on_leased: Callable[[], None] | None = None
-    """Called, in whatever thread, when the lease has another end: a handler in another process has to know."""
+    elsewhere: Elsewhere | None = None
+    """The child process that it runs in, while it does."""
+    left = False
+    """Whether its handler has really ended, after it was stopped from outside."""
+    recorded = False
+    """Whether `transaction()` has recorded SUCCESS already."""
+    hushed = False
+    """Whether nothing may be written to its task, since a `transaction()` is open that will."""
+    session_id: Any = None
+    """Of its transaction, if it has begun one."""
+    span: ProcessSpan | None = None
+    """Of its trace, if somebody traces."""
     published_before = 0
     """How many of its publications are older than its `transaction()`."""
 
     def __init__(
-        self, document: Document, running_id: str, worker_id: str, claim_sent: float, clock: ServerClock
+        self,
+        document: Document,
+        running_id: str,
+        worker_id: str,
+        claim_sent: float,
+        clock: ServerClock,
+        *,
+        runner: Runner,
+        reports: Reports,
+        publisher: Publisher,
+        blocks: Blocks,
     ) -> None:
         self.id: str = document["_id"]
         self.name: str = document["name"]
@@ -127,6 +178,10 @@ class Execution:
         self._option: TaskOption | None = None
         self.started = time.monotonic()
         self._clock = clock
+        self._runner = runner
+        self._reports = reports
+        self._publisher = publisher
+        self._blocks = blocks
         self.silent_until = 0.0
         """Until when not to ping, whatever is due."""
         self.renewed(claim_sent)
@@ -155,17 +210,7 @@ class Execution:
         self.as_task: Any = None
         """The `Task` that hooks are shown."""
         self.recorded_or_lost = False
-        """Whether its outcome has its fate, so that its lease is of no interest any more."""
-        self.left = False
-        """Whether its handler has really ended, after it was stopped from outside."""
-        self.recorded = False
-        """Whether `transaction()` has recorded SUCCESS already."""
-        self.hushed = False
-        """Whether nothing may be written to its task, since a `transaction()` is open that will."""
-        self.session_id: Any = None
-        """Of its transaction, if it has begun one."""
-        self.span: ProcessSpan | None = None
-        """Of its trace, if somebody traces."""
+        """Whether its outcome is recorded, or lost with the lease: so that its lease is of no interest any more."""
 
     # --- the lease ---
 
@@ -192,8 +237,8 @@ class Execution:
     def leased(self, sent: float, seconds: float) -> None:
         """Trust the lease for so long from when it was asked for, less a margin."""
         self.lease_until = sent + seconds - min(seconds * _MARGIN_SHARE, _LARGEST_MARGIN_S)
-        if (tell := self.on_leased) is not None:  # read once: other threads set it
-            tell()
+        if (elsewhere := self.elsewhere) is not None:  # read once: other threads set it
+            elsewhere.lease_changed()
 
     def ping_again(self, now: float) -> None:
         """Plan the next try after a ping that failed."""
@@ -250,7 +295,21 @@ class Execution:
     def tell_lease_is_over(self) -> None:
         """Decide it, in whatever thread, for a handler that has heard or is about to hear of it."""
         if self.tell_to_stop(Stop.LEASE_LOST):
-            self.on_told(self)
+            self._runner.obey_soon(self)
+
+    def stop(self, reason: Stop) -> None:
+        """Make it stop: its handler is cancelled. The first reason stands. In the event loop."""
+        if self.tell_to_stop(reason):
+            self._runner.obey(self)
+
+    def begins_elsewhere(self) -> None:
+        """A child process is about to run the handler. In any thread."""
+        self._runner.begins_soon(self)
+
+    def cut_hook_short(self) -> None:
+        """Wait no longer for `after`: the worker ends, and there is an outcome to record."""
+        if self.hook_running and self.concluding is not None:
+            self.concluding.cancel()
 
     def tell_to_stop(self, reason: Stop) -> bool:
         """Decide that the handler is to stop; from any thread. False if its outcome is decided, or it was told before."""
@@ -285,7 +344,7 @@ class Execution:
     def add_publication(self, definition: Any, key: str, params: Mapping[str, Any]) -> None:
         """Keep a task to be published with this execution's SUCCESS. Raises what publishing it would."""
         self.check_lease()
-        publication: Publication = self.make_publication(definition, key, params)
+        publication = self._publisher.publication_of(definition, key, params)
         if self.span is not None:
             publication.trace = self.span.carrier
         with _lock:
@@ -302,19 +361,19 @@ class Execution:
 
     def transaction(self) -> AbstractAsyncContextManager[Any]:
         """Open a block that commits with the SUCCESS."""
-        return self.transactions.in_loop(self)  # type: ignore[no-any-return]  # set by the executor
+        return self._blocks.in_loop(self)
 
     def blocking_transaction(self) -> AbstractContextManager[Any]:
-        """Open the same from a thread."""
-        return self.transactions.in_thread(self)  # type: ignore[no-any-return]  # likewise
+        """Open such a block from a thread."""
+        return self._blocks.in_thread(self)
 
     def in_transaction(self, fn: Callable[[Any], Awaitable[Any]]) -> Awaitable[Any]:
         """Call `fn` in such a block, again at each conflict."""
-        return self.transactions.again_in_loop(self, fn)  # type: ignore[no-any-return]  # likewise
+        return self._blocks.again_in_loop(self, fn)
 
     def blocking_in_transaction(self, fn: Callable[[Any], Any]) -> Any:
-        """Do the same from a thread."""
-        return self.transactions.again_in_thread(self, fn)
+        """Call `fn` in such a block from a thread, again at each conflict."""
+        return self._blocks.again_in_thread(self, fn)
 
     @property
     def conflicts(self) -> int:
@@ -346,8 +405,8 @@ class Execution:
             self.ended = self.judged
 
     def _report(self) -> None:
-        if not self.hushed and self.on_report is not None:
-            self.on_report(self)
+        if not self.hushed:
+            self._reports.add(self)
 
     def speak_again(self) -> None:
         """After a `transaction()` that failed: ping at once, and report what was held back."""

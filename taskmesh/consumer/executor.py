@@ -25,37 +25,33 @@ import anyio
 import anyio.to_thread
 
 from taskmesh.client.definition import TaskDefinition
+from taskmesh.client.publisher import Publisher
+from taskmesh.consumer.claim_queue import ClaimQueue
 from taskmesh.consumer.context import BlockingTaskContext, TaskContext, enter
 from taskmesh.consumer.execution import FROM_OUTSIDE, Execution, Stop
-from taskmesh.consumer.finisher import Fate, Finisher
+from taskmesh.consumer.executions import Executions
+from taskmesh.consumer.finisher import Finisher
+from taskmesh.consumer.limits import Limits
 from taskmesh.consumer.logs import fields_of
-from taskmesh.consumer.observer import Observer
-from taskmesh.consumer.outcome import Ending, failed_by, failure, judged, snoozed, stopped
+from taskmesh.consumer.outcome import Ending, Successes, failed_by, failure, judged, snoozed, stopped, success
 from taskmesh.consumer.pinger import Pinger
-from taskmesh.consumer.reasons import unstorable_text
-from taskmesh.consumer.successes import Successes
+from taskmesh.consumer.reporter import Reporter
+from taskmesh.consumer.settings import AfterHook, Settings
 from taskmesh.consumer.tracing import process_span
 from taskmesh.consumer.transactions import Transactions
 from taskmesh.model.errors import LeaseLost
 from taskmesh.model.task import Task
-from taskmesh.store import Store
 from taskmesh.store.clock import ServerClock
 from taskmesh.store.driver import Document
 from taskmesh.store.finish import Outcome
-from taskmesh.store.publish import Publication
-from taskmesh.store.values import TooLarge, Unstorable, kept
 
 if TYPE_CHECKING:
     from taskmesh.consumer.subprocess.processes import Processes
 
 logger = logging.getLogger("taskmesh.executor")
 
-_MANY_SLOTS = 50
 _CANCELLED_ENDS_WITHIN_S = 10.0
 """How long a cancelled handler may take to clean up, until its outcome is recorded without it."""
-
-BeforeHook = Callable[[Task], Awaitable[None] | None]
-AfterHook = Callable[[Task, "Ending"], Awaitable[None] | None]
 
 
 class Executor:
@@ -63,90 +59,59 @@ class Executor:
 
     def __init__(
         self,
-        store: Store,
-        worker_id: str,
-        clock: ServerClock,
-        finisher: Finisher,
-        pinger: Pinger,
+        publisher: Publisher,
         definitions: Mapping[str, TaskDefinition[Any, Any]],
-        *,
-        before: BeforeHook | None,
-        after: AfterHook | None,
-        slot_freed: Callable[[], None],
-        report: Callable[[Execution], None],
-        reports_written: Callable[[], Awaitable[None]],
-        make_publication: Callable[[Any, str, Mapping[str, Any]], Publication],
-        observer: Observer | None = None,
+        settings: Settings,
+        clock: ServerClock,
+        executions: Executions,
+        candidates: ClaimQueue,
+        limits: Limits,
+        pinger: Pinger,
+        reporter: Reporter,
+        transactions: Transactions,
+        finisher: Finisher,
     ) -> None:
-        self._store = store
-        self._loop = asyncio.get_running_loop()
-        self._worker_id = worker_id
-        self._clock = clock
-        self._finisher = finisher
-        self._pinger = pinger
+        self._publisher = publisher
         self._definitions = definitions
-        self._before = before
-        self._after = after
-        self._slot_freed = slot_freed
-        self._report = report
-        self._make_publication = make_publication
-        self._observer = observer
-        self._transactions = Transactions(store, worker_id, clock, pinger, reports_written, self._success)
-        self.executions: dict[str, Execution] = {}
-        """What holds a slot here, by `_id`: until the outcome is recorded, and the handler has really ended."""
-        self._recording: set[Execution] = set()
-        """Whose outcomes are on their way to the database."""
-        self._successes = Successes(worker_id)
+        self._loop = asyncio.get_running_loop()
+        self._worker_id = settings.worker_id
+        self._before = settings.before
+        self._after = settings.after
+        self._observer = settings.observer
+        self._clock = clock
+        self._executions = executions
+        self._candidates = candidates
+        self._limits = limits
+        self._pinger = pinger
+        self._reporter = reporter
+        self._transactions = transactions
+        self._finisher = finisher
+        self._successes = Successes(settings.worker_id)
         self._threads = anyio.CapacityLimiter(1)
         self._processes: Processes | None = None
-        self.started = 0
-        self.finished = 0
-
-    def free_slots(self, concurrency: int) -> int:
-        """Return how many executions may begin now.
-
-        Where there are many slots, a handler that has ended makes room though its outcome is still on its way to the
-        database: so the next tasks are claimed meanwhile. But only half as many again may be on their way. Where there are
-        few, each outcome is recorded before another task has its slot.
-        """
-        held = len(self.executions)
-        at_work = held - len(self._recording)
-        beside = concurrency // 2 if concurrency >= _MANY_SLOTS else 0
-        return max(0, min(concurrency - at_work, concurrency + beside - held))
 
     # --- start and stop ---
 
     def start(self, document: Document, running_id: str, claim_sent: float) -> None:
         """Begin to execute a claimed task."""
-        execution = Execution(document, running_id, self._worker_id, claim_sent, self._clock)
-        execution.on_report = self._report
-        execution.on_told = self._obey_soon
-        execution.on_begin = self._count_run_time_soon
-        execution.transactions = self._transactions
-        execution.make_publication = self._make_publication
-        self.executions[execution.id] = execution
-        self.started += 1
+        execution = Execution(
+            document,
+            running_id,
+            self._worker_id,
+            claim_sent,
+            self._clock,
+            runner=self,
+            reports=self._reporter,
+            publisher=self._publisher,
+            blocks=self._transactions,
+        )
+        self._executions[execution.id] = execution
+        self._executions.started += 1
         self._pinger.expect(execution.ping_every_s)
         execution.task = self._loop.create_task(self._handle(execution), name=f"task {execution.id}")
         execution.task.add_done_callback(partial(self._task_is_over, execution))
 
-    def stop(self, execution: Execution, reason: Stop) -> None:
-        """Make an execution stop; its handler is cancelled. The first reason stands."""
-        if execution.tell_to_stop(reason):
-            self._obey(execution)
-
-    def stop_because(self, execution: Execution, reason: Stop) -> None:
-        """Make an execution stop that does not hold its task any more."""
-        if reason is Stop.LEASE_LOST:
-            self.lose(execution)
-        else:
-            self.stop(execution, reason)
-
-    def lose(self, execution: Execution) -> None:
-        """The lease is gone: whatever the handler still does counts no more."""
-        self.stop(execution, Stop.LEASE_LOST)
-
-    def _obey(self, execution: Execution) -> None:
+    def obey(self, execution: Execution) -> None:
         """Cancel the handler of an execution that was told to stop."""
         reason = execution.stop_reason
         if reason is Stop.LEASE_LOST:
@@ -162,21 +127,16 @@ class Executor:
             if reason is not Stop.WORKER_STOPS:
                 self._loop.call_later(_CANCELLED_ENDS_WITHIN_S, self._go_on_without, execution)
 
-    def _obey_soon(self, execution: Execution) -> None:
-        """Do so, asked from any thread."""
+    def obey_soon(self, execution: Execution) -> None:
+        """Cancel it, asked from any thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: there is nothing to cancel any more
-            self._loop.call_soon_threadsafe(self._obey, execution)
+            self._loop.call_soon_threadsafe(self.obey, execution)
 
     def _go_on_without(self, execution: Execution) -> None:
         """Judge an execution whose handler goes on, though it was cancelled: as with a thread, its slot stays taken."""
         if not execution.ended:
             execution.handler_done = asyncio.Event()
             self._finish(execution, judged(execution, None, asyncio.CancelledError()))
-
-    def cut_hook_short(self, execution: Execution) -> None:
-        """Wait no longer for `after`: the worker ends, and there is an outcome to record."""
-        if execution.hook_running and execution.concluding is not None:
-            execution.concluding.cancel()
 
     # --- the pipeline ---
 
@@ -272,10 +232,10 @@ class Executor:
     def _count_run_time(self, execution: Execution) -> None:
         """From now on user code can run: it is to be over when `run_timeout_ms` is."""
         if not execution.judged:
-            execution.run_time.go_on(lambda: self.stop(execution, Stop.TIMEOUT))
+            execution.run_time.go_on(partial(execution.stop, Stop.TIMEOUT))
 
-    def _count_run_time_soon(self, execution: Execution) -> None:
-        """Do so, asked from any thread."""
+    def begins_soon(self, execution: Execution) -> None:
+        """Count the run time, asked from any thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             self._loop.call_soon_threadsafe(self._count_run_time, execution)
 
@@ -305,7 +265,7 @@ class Executor:
                     loop.call_soon_threadsafe(done.set)
 
         # Each execution holds a slot of the consumer, so the slots are the limit; this one only has to be no tighter.
-        self._threads.total_tokens = max(self._threads.total_tokens, len(self.executions) + 8)
+        self._threads.total_tokens = max(self._threads.total_tokens, len(self._executions) + 8)
         try:
             return await anyio.to_thread.run_sync(call, abandon_on_cancel=True, limiter=self._threads)
         except BaseException:
@@ -322,12 +282,11 @@ class Executor:
 
         if self._processes is None:
             self._processes = Processes()
-        return await Conversation(self._processes, execution, definition, args, kwargs).outcome()
+        return await Conversation(self._processes, self._transactions, execution, definition, args, kwargs).outcome()
 
     async def close(self) -> None:
         """End what was kept for the next execution."""
         self._successes.tell_rest()
-        await self._transactions.close()
         if self._processes is not None:
             await self._processes.close()
 
@@ -348,10 +307,10 @@ class Executor:
             self._observer.ended(execution.name, ending.kind, time.monotonic() - execution.started)
         if execution.recorded:
             self._successes.tell(execution)
-            self._over(execution, "recorded")
+            self._over(execution, recorded=True)
             return
         if ending.kind == "succeeded":
-            outcome = self._success(execution, ending.value)
+            outcome = success(execution, ending.value)
         elif ending.kind == "failed":
             outcome = failure(execution, ending)
         elif ending.kind == "snoozed":
@@ -363,7 +322,7 @@ class Executor:
             self._after_handler(execution, lambda: self._leave(execution))  # until then it keeps its place
             return
         else:
-            self._over(execution, "lost")
+            self._over(execution, recorded=False)
             return
         if outcome.kind == "succeeded" and execution.publications:
             recording = self._transactions.record(execution, outcome)
@@ -372,48 +331,41 @@ class Executor:
         self._record(execution, outcome)
 
     def _record(self, execution: Execution, outcome: Outcome) -> None:
-        """Have the outcome recorded; the execution is over when it has its fate."""
+        """Have the outcome recorded; the execution is over when it is, or when its lease was lost."""
 
-        def over(fate: Fate) -> None:
-            self._recording.discard(execution)
-            if outcome.kind == "succeeded" and fate == "recorded":
+        def over(recorded: bool) -> None:
+            self._executions.recording.discard(execution)
+            if outcome.kind == "succeeded" and recorded:
                 self._successes.tell(execution)
-            self._over(execution, fate)
+            self._over(execution, recorded=recorded)
 
         if execution.handler_done is None or execution.handler_done.is_set():  # what goes on keeps its slot
-            self._recording.add(execution)
+            self._executions.recording.add(execution)
             self._slot_freed()
         self._finisher.add(outcome, over)
-
-    def _success(self, execution: Execution, value: Any) -> Outcome:
-        try:
-            entry, size = kept("returns", value, "result")
-        except (Unstorable, TooLarge) as error:
-            return failure(execution, Ending("failed", reason=unstorable_text(error)))
-        return execution.outcome("succeeded", entry, size + 200)
 
     def _recorded_with_publications(self, execution: Execution, error: BaseException | None) -> None:
         """SUCCESS and the tasks that the handler published were recorded as one, or refused, in whatever way."""
         if error is None:
             self._successes.tell(execution)
-            self._over(execution, "recorded")
+            self._over(execution, recorded=True)
         elif isinstance(error, LeaseLost):
-            self._over(execution, "lost")
+            self._over(execution, recorded=False)
         else:
             self._record(execution, failure(execution, failed_by(error)))
 
-    def _over(self, execution: Execution, fate: Fate) -> None:
-        """The outcome has its fate: free the slot, as soon as the handler has really ended."""
+    def _over(self, execution: Execution, *, recorded: bool) -> None:
+        """The outcome is recorded or lost: free the slot, as soon as the handler has really ended."""
         execution.ended = True
         execution.recorded_or_lost = True
-        if fate == "lost" and execution.stop_reason is None:
+        if not recorded and execution.stop_reason is None:
             logger.warning(
                 "the outcome of task %s came too late: execution %s had lost its lease",
                 execution.id,
                 execution.running_id,
                 extra=fields_of(execution),
             )
-        self._after_handler(execution, lambda: self._free(execution, fate))
+        self._after_handler(execution, lambda: self._free(execution, recorded=recorded))
 
     def _leave(self, execution: Execution) -> None:
         """Give the place back that a handler kept which was stopped from outside."""
@@ -432,15 +384,20 @@ class Executor:
         )
         self._go_on(execution, _set(execution.handler_done), lambda _: then())
 
-    def _free(self, execution: Execution, fate: Fate) -> None:
-        if (
-            fate == "lost"
-        ):  # perhaps since it was stopped from outside, and nobody has told us: then its place is free now
-            self._finisher.add(stopped(execution), lambda _: None)
-        if self.executions.get(execution.id) is execution:
-            del self.executions[execution.id]
-            self.finished += 1
+    def _free(self, execution: Execution, *, recorded: bool) -> None:
+        if not recorded:
+            # Perhaps since it was stopped from outside, and nobody has told us: then its place is free now.
+            self._finisher.add(stopped(execution))
+        if self._executions.get(execution.id) is execution:
+            del self._executions[execution.id]
+            self._executions.finished += 1
             self._slot_freed()
+
+    def _slot_freed(self) -> None:
+        """Let everybody know who waits for a slot, or for what runs."""
+        self._executions.freed.set()
+        self._limits.slot_freed()
+        self._candidates.ready.set()
 
 
 async def _set(event: asyncio.Event) -> None:

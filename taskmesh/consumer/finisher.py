@@ -13,7 +13,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from pymongo.errors import InvalidOperation, OperationFailure, PyMongoError
 
@@ -23,7 +23,6 @@ from taskmesh.store.server_errors import is_over_deadline, is_passing
 
 logger = logging.getLogger("taskmesh.finisher")
 
-Fate = Literal["recorded", "lost"]
 _MAX_BATCH = 1_000
 _MAX_BATCH_BYTES = 6_000_000
 _MAX_IN_FLIGHT = 2
@@ -40,7 +39,10 @@ _ABOUT_US = (13, 18, 391, 8000)
 """Not allowed, not logged in, over a quota: all outcomes alike have to wait until somebody mends that."""
 _MAX_REASON_CHARS = 1_000
 
-Item = tuple[Outcome, Callable[[Fate], None]]
+Item = tuple[Outcome, Callable[[bool], None]]
+
+
+def _ignore(_: bool) -> None: ...
 
 
 class Finisher:
@@ -56,8 +58,12 @@ class Finisher:
         self._told_outage = False
         self._send_planned = False
 
-    def add(self, outcome: Outcome, done: Callable[[Fate], None]) -> None:
-        """Record an outcome; `done` is told its fate."""
+    def release(self, id_: str, running_id: str) -> None:
+        """Give a claimed task back unharmed."""
+        self.add(Outcome(id_, running_id, "released"))
+
+    def add(self, outcome: Outcome, done: Callable[[bool], None] = _ignore) -> None:
+        """Record an outcome; `done` is told whether it was recorded. If not, the lease was lost before."""
         self._waiting.setdefault(outcome.kind, deque()).append((outcome, done))
         if not self._send_planned and len(self._in_flight) < _MAX_IN_FLIGHT:
             # At the end of this turn of the loop, so that what ends together is written together.
@@ -99,7 +105,7 @@ class Finisher:
         self._send()
 
     async def _record(self, batch: Sequence[Item], *, beside: bool = False) -> None:
-        """Write a batch, again and again if need be, until each outcome has its fate. `beside`: a single one, as above."""
+        """Write a batch, again and again if need be, until each outcome is recorded or lost. `beside`: a single one, as above."""
         pause = 0.05
         began = time.monotonic()
         deadline_ms = _LATER_DEADLINE_MS if beside else _FIRST_DEADLINE_MS
@@ -110,7 +116,7 @@ class Finisher:
                 if await finish(self._store, self._worker_id, [o for o, _ in todo], deadline_ms=deadline_ms) == len(
                     todo
                 ):
-                    self._tell(todo, "recorded")
+                    self._tell(todo, recorded=True)
                     return
             except Exception as error:  # not the database's alone: what cannot be encoded concerns one outcome too
                 refused = not is_over_deadline(error)
@@ -123,7 +129,7 @@ class Finisher:
                 elif refused and (_is_about_the_document(error) or time.monotonic() - began > _REFUSED_FOR_S):
                     if todo[0][0].kind != "succeeded":
                         logger.exception("the outcome of %s cannot be recorded", todo[0][0].id)
-                        self._tell(todo, "lost")
+                        self._tell(todo, recorded=False)
                         return
                     todo = [_failed_instead(*todo[0], error)]
                     began = time.monotonic()
@@ -143,17 +149,17 @@ class Finisher:
     async def _still_to_do(self, todo: list[Item]) -> list[Item]:
         """Ask what became of outcomes whose write did not count for all, and return those that are still held."""
         try:
-            fates = await standing(self._store, [outcome for outcome, _ in todo])
+            stands = await standing(self._store, [outcome for outcome, _ in todo])
         except PyMongoError:
             return todo
         self._told_outage = False
-        for fate in ("recorded", "lost"):
-            self._tell([item for item in todo if fates[item[0]] == fate], fate)
-        return [item for item in todo if fates[item[0]] == "held"]
+        self._tell([item for item in todo if stands[item[0]] == "recorded"], recorded=True)
+        self._tell([item for item in todo if stands[item[0]] == "lost"], recorded=False)
+        return [item for item in todo if stands[item[0]] == "held"]
 
-    def _tell(self, items: list[Item], fate: Fate) -> None:
+    def _tell(self, items: list[Item], *, recorded: bool) -> None:
         for _, done in items:
-            done(fate)
+            done(recorded)
 
     def _tell_outage(self, error: Exception) -> None:
         if not self._told_outage:
@@ -174,7 +180,7 @@ def _is_about_the_document(error: Exception) -> bool:
     return isinstance(error, InvalidOperation) or not isinstance(error, PyMongoError)
 
 
-def _failed_instead(outcome: Outcome, done: Callable[[Fate], None], error: Exception) -> Item:
+def _failed_instead(outcome: Outcome, done: Callable[[bool], None], error: Exception) -> Item:
     """A result that fits by itself may be too large together with the rest of the document: then the execution FAILs."""
     reason = f"the handler's result cannot be stored with the task: {error}"[:_MAX_REASON_CHARS]
     logger.error("task %s failed: %s", outcome.id, reason, extra={"running_id": outcome.running_id})

@@ -10,52 +10,89 @@ import time
 
 from pymongo.errors import PyMongoError
 
-from taskmesh.consumer.claimer import Narrow
-from taskmesh.consumer.parts import Parts
+from taskmesh.consumer.claim_filter import ClaimFilter
+from taskmesh.consumer.claim_queue import ClaimQueue
+from taskmesh.consumer.claimer import Claimer
+from taskmesh.consumer.executions import Executions
+from taskmesh.consumer.finisher import Finisher
+from taskmesh.consumer.life import Life
+from taskmesh.consumer.limits import Limits
+from taskmesh.consumer.queues import Queues
+from taskmesh.consumer.scanner import Scanner
+from taskmesh.consumer.settings import Settings
+from taskmesh.store import Store
 from taskmesh.store.find import unfinished_left
 
 logger = logging.getLogger("taskmesh.consumer")
 
 
-async def is_idle(parts: Parts, ask_on_claim: Narrow) -> bool:
-    """Whether nothing runs here, nothing is on its way, and the database holds nothing that this worker may run.
+class Idleness:
+    """Whether one consumer has anything left to do."""
 
-    Asks the hook and the database only when all is quiet here. While one of them cannot answer: not idle, as far as
-    anybody knows.
-    """
-    if not _is_quiet(parts):
-        return False
-    if not parts.claimer.open:
-        return True
-    settings = parts.settings
-    if settings.names and parts.scanner.scans == 0:
-        return False
-    try:
-        narrowed_by = await ask_on_claim()
-    except Exception as error:  # noqa: BLE001 -- a user's hook; the scanner, which asks it as well, logs what it raises
-        logger.debug("on_claim did not tell whether anything may be claimed: %s", error)
-        return False
-    if narrowed_by is None:
-        return _is_quiet(parts)
-    if parts.queue.ready_count(time.monotonic()):
-        return False
-    shut_groups = parts.limits.shut_groups
-    try:
-        left = await unfinished_left(
-            parts.store,
-            settings.worker_id,
-            settings.names,
-            settings.queues,
-            parts.closed_queues | parts.limits.shut_queues,
-            known_queues=parts.scanner.known_queues,
-            narrowed_by={"$and": [dict(narrowed_by), {"$nor": shut_groups}]} if shut_groups else narrowed_by,
-        )
-    except PyMongoError as error:
-        logger.debug("could not ask whether anything is left: %s", error)
-        return False
-    # What was claimed while the database was asked runs now, so that it was not seen as claimable.
-    return not left and _is_quiet(parts) and not parts.queue.ready_count(time.monotonic())
+    def __init__(
+        self,
+        store: Store,
+        settings: Settings,
+        life: Life,
+        candidates: ClaimQueue,
+        executions: Executions,
+        queues: Queues,
+        limits: Limits,
+        claim_filter: ClaimFilter,
+        claimer: Claimer,
+        scanner: Scanner,
+        finisher: Finisher,
+    ) -> None:
+        self._store = store
+        self._settings = settings
+        self._life = life
+        self._candidates = candidates
+        self._executions = executions
+        self._queues = queues
+        self._limits = limits
+        self._claim_filter = claim_filter
+        self._claimer = claimer
+        self._scanner = scanner
+        self._finisher = finisher
 
+    async def is_idle(self) -> bool:
+        """Whether nothing runs here, nothing is on its way, and the database holds nothing that this worker may run.
 
-def _is_quiet(parts: Parts) -> bool:
-    return not parts.executions and parts.claimer.idle and parts.finisher.idle
+        Asks the hook and the database only when all is quiet here. While one of them cannot answer: not idle, as far as
+        anybody knows.
+        """
+        settings = self._settings
+        if not self._is_quiet():
+            return False
+        if not self._life.claims:
+            return True
+        if settings.names and self._scanner.scans == 0:
+            return False
+        try:
+            narrowed_by = await self._claim_filter.ask()
+        except Exception as error:  # noqa: BLE001 -- a user's hook; the scanner, which asks it as well, logs what it raises
+            logger.debug("on_claim did not tell whether anything may be claimed: %s", error)
+            return False
+        if narrowed_by is None:
+            return self._is_quiet()
+        if self._candidates.ready_count(time.monotonic()):
+            return False
+        shut_groups = self._limits.shut_groups
+        try:
+            left = await unfinished_left(
+                self._store,
+                settings.worker_id,
+                settings.names,
+                settings.queues,
+                self._queues.paused | self._limits.shut_queues,
+                known_queues=self._queues.known,
+                narrowed_by={"$and": [dict(narrowed_by), {"$nor": shut_groups}]} if shut_groups else narrowed_by,
+            )
+        except PyMongoError as error:
+            logger.debug("could not ask whether anything is left: %s", error)
+            return False
+        # What was claimed while the database was asked runs now, so that it was not seen as claimable.
+        return not left and self._is_quiet() and not self._candidates.ready_count(time.monotonic())
+
+    def _is_quiet(self) -> bool:
+        return not self._executions and self._claimer.idle and self._finisher.idle

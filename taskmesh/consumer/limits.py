@@ -11,11 +11,13 @@ import asyncio
 import heapq
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from taskmesh.consumer.claim_queue import Candidate, ClaimQueue
+from taskmesh.consumer.executions import Executions
+from taskmesh.consumer.settings import Settings
 from taskmesh.consumer.timing import varied
 from taskmesh.model.queue import QueueLimits
 from taskmesh.store import Store
@@ -56,23 +58,17 @@ class Limits:
     def __init__(
         self,
         store: Store,
-        worker_id: str,
+        settings: Settings,
         clock: ServerClock,
-        queue: ClaimQueue,
-        *,
-        names: Sequence[str],
-        is_busy: Callable[[str], bool],
-        wake: Callable[[], None],
-        want_more: Callable[[], None],
+        candidates: ClaimQueue,
+        executions: Executions,
     ) -> None:
         self._store = store
-        self._worker_id = worker_id
+        self._worker_id = settings.worker_id
+        self._names = settings.names
         self._clock = clock
-        self._claim_queue = queue
-        self._names = names
-        self._is_busy = is_busy
-        self._wake = wake
-        self._want_more = want_more
+        self._candidates = candidates
+        self._executions = executions
         self.queues: Mapping[str, Document] = {}
         """The queues that have limits."""
         self._asking: set[str] = set()
@@ -142,7 +138,7 @@ class Limits:
             elif (queue, candidate.group) in self._shut:
                 self._park((queue, candidate.group), candidate)
             elif len(by_queue.get(queue, ())) >= _LARGEST_WISH:
-                self._claim_queue.offer(candidate)
+                self._candidates.offer(candidate)
             else:
                 by_queue.setdefault(queue, []).append(candidate)
         self._asking |= by_queue.keys()
@@ -171,7 +167,7 @@ class Limits:
         booking = admission.booking
         if booking is None:
             return
-        idle = {candidate.id for candidate in admission.candidates if not self._is_busy(candidate.id)}
+        idle = {candidate.id for candidate in admission.candidates if candidate.id not in self._executions}
         unused = idle - await store_limits.live_here(self._store, self._worker_id, idle) if idle else idle
         slots = self._slots.setdefault(admission.queue, {})
         slots.update((id_, booking.token) for id_ in booking.ids - unused)
@@ -186,7 +182,7 @@ class Limits:
     async def _unused(self, queue: str) -> list[tuple[str, str]]:
         """Return the slots of ours in which nothing runs any more."""
         slots = self._slots.get(queue, {})
-        ended = {id_: token for id_, token in slots.items() if not self._is_busy(id_)}
+        ended = {id_: token for id_, token in slots.items() if id_ not in self._executions}
         if not ended:
             return []
         live = await store_limits.live_here(self._store, self._worker_id, ended)
@@ -240,12 +236,12 @@ class Limits:
         parked = self._parked.get(place, [])
         now = time.monotonic()
         for _ in range(min(_TRIED_AT_ONCE, len(parked))):
-            self._claim_queue.offer(replace(heapq.heappop(parked)[2], due=now, timed=False))
+            self._candidates.offer(replace(heapq.heappop(parked)[2], due=now, timed=False))
         if not parked:
             self._parked.pop(place, None)
             if timer is not None:
-                self._want_more()
-        self._wake()
+                self._candidates.order_scan()
+        self._candidates.ready.set()
 
     def slot_freed(self) -> None:
         """Something ended here: if it had a slot, there is room again where it ran."""
@@ -257,7 +253,7 @@ class Limits:
         self._freed = False
         for queue, slots in self._slots.items():
             shut = [place for place in self._shut if place[0] == queue]
-            if shut and not all(self._is_busy(id_) for id_ in slots):
+            if shut and not all(id_ in self._executions for id_ in slots):
                 for place in shut:
                     self._reopen(place)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
 from datetime import datetime
 
 from pymongo.errors import PyMongoError
@@ -18,10 +17,12 @@ from taskmesh.client.change_feed import Feed, Subscription
 from taskmesh.consumer.backup_claims import BackupClaims
 from taskmesh.consumer.claim_queue import Candidate, ClaimQueue
 from taskmesh.consumer.execution import Execution, why_stopped
-from taskmesh.consumer.executor import Executor
+from taskmesh.consumer.executions import Executions
 from taskmesh.consumer.partitions import Partitions
 from taskmesh.consumer.pinger import Pinger
-from taskmesh.consumer.scanner import Scanner
+from taskmesh.consumer.queues import Queues
+from taskmesh.consumer.registration import Orders
+from taskmesh.consumer.settings import Settings
 from taskmesh.consumer.timing import until
 from taskmesh.store import Store, schema
 from taskmesh.store.change_stream import STOPPING, Change, Interest
@@ -47,40 +48,30 @@ class Listener:
         self,
         feed: Feed,
         store: Store,
-        worker_id: str,
-        *,
-        names: Sequence[str],
-        queues: Sequence[str] | None,
-        lanes: Partitions,
+        settings: Settings,
         clock: ServerClock,
-        queue: ClaimQueue,
-        executor: Executor,
+        candidates: ClaimQueue,
+        executions: Executions,
+        partitions: Partitions,
+        queues: Queues,
+        backup_claims: BackupClaims,
         pinger: Pinger,
-        scanner: Scanner,
-        wake: Callable[[], None],
-        second_look: BackupClaims,
-        closed_queues: Callable[[], frozenset[str]],
-        being_claimed: Callable[[], Collection[str]],
-        read_queues: Callable[[], Awaitable[None]],
-        read_orders: Callable[[], Awaitable[None]],
+        orders: Orders,
     ) -> None:
         self._feed = feed
         self._store = store
-        self._worker_id = worker_id
-        self._names = frozenset(names)
-        self._queues = frozenset(queues) if queues is not None else None
-        self._lanes = lanes
+        self._worker_id = settings.worker_id
+        self._names = frozenset(settings.names)
+        self._from = frozenset(settings.queues) if settings.queues is not None else None
+        """The queues that this worker takes tasks from; None: all."""
         self._clock = clock
-        self._queue = queue
-        self._executor = executor
+        self._candidates = candidates
+        self._executions = executions
+        self._partitions = partitions
+        self._queues = queues
+        self._backup_claims = backup_claims
         self._pinger = pinger
-        self._scanner = scanner
-        self._wake = wake
-        self._second_look = second_look
-        self._closed_queues = closed_queues
-        self._being_claimed = being_claimed
-        self._read_queues = read_queues
-        self._read_orders = read_orders
+        self._orders = orders
         self._subscription: Subscription | None = None
         self._woken: set[str] = set()
         self._concerned: set[str] = set()
@@ -102,17 +93,18 @@ class Listener:
         """Whether new work is announced here."""
         return self._subscription is not None and bool(self._subscription.interest.names)
 
-    async def want_hints(self, wanted: bool) -> None:
-        """Hear of new work, or, while there is more than enough of it, only of what concerns executions."""
+    async def want_hints(self, wanted: bool) -> bool:
+        """Hear of new work, or, while there is more than enough of it, only of what concerns executions. Whether that is new."""
         if self._subscription is None or wanted == self.wants_hints:
-            return
+            return False
         interest = Interest(names=self._names if wanted else frozenset(), control=True)
         self._feed.change(self._subscription, interest, relaxed=not wanted)
         # Whoever waits is the scanner. If the stream stays away, what it would have told has to be looked for.
         await until(self._subscription.ready, _STREAM_IS_BACK_WITHIN_S)
+        return True
 
     def close(self) -> None:
-        """Stop to listen."""
+        """Stop listening."""
         if self._subscription is not None:
             self._feed.unsubscribe(self._subscription)
             self._subscription = None
@@ -124,7 +116,7 @@ class Listener:
                 self._queues_changed = True
             self._something.clear()
             try:
-                await self._follow_up()
+                await self.run_once()
             except PyMongoError as error:
                 logger.debug("could not follow up what the stream told (%s): scanning instead", type(error).__name__)
                 self._missed()
@@ -151,9 +143,9 @@ class Listener:
 
     def _missed(self) -> None:
         """There was a gap: look at everything."""
-        self._scanner.order_scan()
+        self._candidates.order_scan()
         self._queues_changed = self._orders_changed = True
-        self._concerned.update(self._executor.executions, self._being_claimed())
+        self._concerned.update(self._executions, self._candidates.being_claimed)
         self._something.set()
 
     def _heard_of_new(self, change: Change) -> None:
@@ -164,21 +156,21 @@ class Listener:
         if not isinstance(queue, str) or not isinstance(moment, datetime):
             logger.warning("the document %.200r is no task of ours: left alone", change.id)
             return
-        if self._queues is not None and queue not in self._queues:
+        if self._from is not None and queue not in self._from:
             return
-        self._scanner.learn_queue(queue)
+        self._queues.heard_of(queue)
         option = task.get("task_option", {})
         named = option.get("specific_worker_ids", [])
         if named and self._worker_id not in named:
             return
-        place = 0 if named else self._lanes.place(task.get("lane"))
+        place = 0 if named else self._partitions.place(task.get("lane"))
         if place > _LAST_PLACE_TO_TRY:
             return
-        if queue in self._closed_queues():
+        if queue in self._queues.paused:
             return  # when it opens, a scan is ordered
         self._lag_s = max(0.0, time.monotonic() - self._clock.monotonic(change.time))
         if self._lag_s > _TOO_LATE_S:
-            self._scanner.want_scan()  # what this tells of is most likely claimed by now
+            self._candidates.unread = True  # what this tells of is most likely claimed by now
             return
         priority = option.get("priority", 0)
         self._offer(
@@ -208,20 +200,20 @@ class Listener:
         timed = due > now + 0.05  # what is due at once may seem to lie a little ahead, by the error of our clock
         due = due if timed else now
         if place:
-            self._second_look.add(id_, due + 4 * self._lag_s, place)  # where all are slow, nobody is neglected yet
-        elif not self._queue.taken_meanwhile(id_) and self._queue.offer(
+            self._backup_claims.add(id_, due + 4 * self._lag_s, place)  # where all are slow, nobody is neglected yet
+        elif not self._candidates.taken_meanwhile(id_) and self._candidates.offer(
             Candidate(id_, queue, due, due, priority, named, fail_cnt, group, timed)
         ):
-            self._wake()
+            self._candidates.ready.set()
 
     def _heard_of_update(self, change: Change) -> None:
         assert change.stamp is not None
         kind = read_stamp(change.stamp).kind
-        if kind in STOPPING and change.id in self._executor.executions:
+        if kind in STOPPING and change.id in self._executions:
             # It may be late, and be about an execution that has ended: what is true of this one, the task says.
             self._concerned.add(change.id)
             self._something.set()
-        elif kind in STOPPING and change.id in self._being_claimed():
+        elif kind in STOPPING and change.id in self._candidates.being_claimed:
             self._concerned.add(change.id)  # the claim may have come before this, and its answer not yet
             self._something.set()
         if (
@@ -229,11 +221,12 @@ class Listener:
             and isinstance(change.id, str)
             and change.id.partition(":")[0] in self._names
         ):
-            self._queue.came_back(change.id)
+            self._candidates.came_back(change.id)
             self._woken.add(change.id)
             self._something.set()
 
-    async def _follow_up(self) -> None:
+    async def run_once(self) -> None:
+        """Follow up what hints have left open."""
         if self._dropped:
             self._dropped = False
             logger.warning("the collection %s was dropped or renamed: creating its indexes again", self._store.tasks)
@@ -242,34 +235,32 @@ class Listener:
             except PyMongoError:
                 self._dropped = True
                 raise
-            self._scanner.order_scan()
+            self._candidates.order_scan()
         if self._queues_changed:
             self._queues_changed = False
-            await self._read_queues()
+            await self._queues.read()
         if self._orders_changed:
             self._orders_changed = False
-            await self._read_orders()
+            await self._orders.read()
         woken, self._woken = self._woken, set()
         if woken:
             await self._look_at_woken(list(woken))
         concerned, self._concerned = self._concerned, set()
-        if landing := concerned & set(self._being_claimed()):
+        if landing := concerned & self._candidates.being_claimed:
             self._concerned |= landing
             asyncio.get_running_loop().call_later(_CLAIM_LANDS_S, self._something.set)
         if concerned:
-            await self._look_at_running(
-                [self._executor.executions[id_] for id_ in concerned if id_ in self._executor.executions]
-            )
+            await self._look_at_running([self._executions[id_] for id_ in concerned if id_ in self._executions])
 
     async def _look_at_woken(self, ids: list[str]) -> None:
         """Learn of tasks that became claimable again what their place in the queue depends on."""
         for row in await look_up(self._store, self._worker_id, ids):
-            if row.claim_time == NEVER or (self._queues is not None and row.queue not in self._queues):
+            if row.claim_time == NEVER or (self._from is not None and row.queue not in self._from):
                 continue
-            place = 0 if row.named else self._lanes.place_of(row.id)
+            place = 0 if row.named else self._partitions.place_of(row.id)
             if place <= _LAST_PLACE_TO_TRY:
                 moment = max(filter(None, (row.claim_time, row.next_claim_time)))
-                self._scanner.learn_queue(row.queue)
+                self._queues.heard_of(row.queue)
                 self._offer(row.id, row.queue, moment, row.priority, row.named, row.fail_cnt, place, row.group)
 
     async def _look_at_running(self, executions: list[Execution]) -> None:
@@ -284,4 +275,4 @@ class Listener:
                 assert task is not None
                 self._pinger.option_changed(execution, task["task_option"])
             else:
-                self._executor.stop_because(execution, reason)
+                execution.stop(reason)

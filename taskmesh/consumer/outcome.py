@@ -1,29 +1,42 @@
-"""How an execution ended: judged from what its handler returned or raised, and from why it was stopped, if it was."""
+"""How an execution ended, what is recorded of that, and what the log says of it.
+
+An `Ending` is judged from what the handler returned or raised, and from why it was stopped, if it was; an `Outcome` is what is to
+be recorded of it. Of a failure type, message and the last lines of code are written down, bounded, and never a variable's
+value: a document is read by more people than the process that failed.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
+import time
+import traceback
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from taskmesh.consumer.execution import Execution, Stop
 from taskmesh.consumer.logs import fields_of
-from taskmesh.consumer.reasons import MAX_REASON_CHARS, reason_of
 from taskmesh.consumer.timing import varied
 from taskmesh.model.errors import LeaseLost, Retry, Snooze, TaskFailed, TransactionConflict, delay_of
 from taskmesh.store.driver import Document
 from taskmesh.store.finish import Outcome
+from taskmesh.store.values import TooLarge, Unstorable, kept
 
 logger = logging.getLogger("taskmesh.executor")
 
 _ABOUT_THE_TASK = (TaskFailed, Retry, Snooze)
 """What a handler says of its task, which holds though it says so while its worker stops."""
-
-
 _CONFLICTS_IN_A_ROW = 100
 """So many conflicts of `transaction()` are a failure. Waiting between them takes longer than a dead worker's locks last."""
 _FIRST_WAIT_MS, _LONGEST_WAIT_MS = 20, 1_000
+_WINDOW_S = 10.0
+_TOLD_SINGLY = 20
+"""In each window. A busy worker would else write thousands of lines a second, and do little else."""
+MAX_REASON_CHARS = 4_000
+_FRAMES_KEPT = 8
+_CALLERS = tuple(f"/taskmesh/consumer/{name}.py" for name in ("executor", "subprocess/processes", "subprocess/child"))
+_OF_A_LIBRARY = re.compile(r"site-packages|dist-packages|/lib/python3|^<frozen")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +104,15 @@ def _told_to_stop(execution: Execution, told: Stop, error: BaseException | None)
     return Ending("cancelled", reason=told.value, error=error)
 
 
+def success(execution: Execution, value: Any) -> Outcome:
+    """Return the outcome of an execution whose handler returned this: a failure, if that cannot be stored."""
+    try:
+        entry, size = kept("returns", value, "result")
+    except (Unstorable, TooLarge) as error:
+        return failure(execution, Ending("failed", reason=unstorable_text(error)))
+    return execution.outcome("succeeded", entry, size + 200)
+
+
 def failure(execution: Execution, ending: Ending) -> Outcome:
     """Return the outcome of an execution that failed, and log it: this is the only way to one."""
     _tell(execution, ending)
@@ -125,3 +147,119 @@ def snoozed(execution: Execution, ending: Ending) -> Outcome:
 def stopped(execution: Execution) -> Outcome:
     """Return a note that the handler of an execution which was stopped from outside has ended. It changes no other entry."""
     return execution.outcome("stopped", {"fail_reason": "the task was cancelled"})
+
+
+# --- successes in the log ---
+
+
+class Successes:
+    """The successes of one worker."""
+
+    def __init__(self, worker_id: str) -> None:
+        self._worker_id = worker_id
+        self._window_ends = float("-inf")
+        self._told = 0
+        self._counted = 0
+
+    def tell(self, execution: Execution) -> None:
+        """Log that an execution has been recorded as SUCCESS, or count it."""
+        if not logger.isEnabledFor(logging.INFO):
+            return
+        now = time.monotonic()
+        if now >= self._window_ends:
+            self.tell_rest()
+            self._window_ends, self._told = now + _WINDOW_S, 0
+        if self._told < _TOLD_SINGLY:
+            self._told += 1
+            took = now - execution.started
+            logger.info("task %s succeeded after %.3f s", execution.id, took, extra=fields_of(execution))
+            return
+        if self._counted == 0:
+            asyncio.get_running_loop().call_later(self._window_ends - now, self.tell_rest)
+        self._counted += 1
+
+    def tell_rest(self) -> None:
+        """Log how many successes were only counted, if any were."""
+        counted, self._counted = self._counted, 0
+        if counted:
+            logger.info("%d more tasks succeeded within %g s", counted, _WINDOW_S, extra={"worker": self._worker_id})
+
+
+# --- the reason of a failure ---
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why an execution failed, as it is written down."""
+
+    text: str
+    type: str | None
+    """The error's type; with its module, unless it is Python's or taskmesh's own. None: there was no error."""
+    frame: str | None
+    """Where it was raised: the end of the file's path, line and function of the innermost frame that is no library's."""
+
+
+class ReasonElsewhere(Exception):
+    """The cause of an error that was raised in another process: its reason, made where the traceback was."""
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(reason.text)
+        self.reason = reason
+
+
+def reason_of(error: BaseException) -> Reason:
+    """Return type, message and the last frames of an error. Only file, line and code of a frame are kept."""
+    if isinstance(error.__cause__, ReasonElsewhere):
+        return error.__cause__.reason
+    frames = traceback.extract_tb(error.__traceback__)
+    # What called the handler is the same for every failure, and says nothing about this one.
+    ours = [i for i, frame in enumerate(frames) if _path(frame).endswith(_CALLERS)]
+    own = frames[ours[-1] + 1 if ours else 0 :]
+    if isinstance(error, (TaskFailed, Retry, Snooze)):
+        text = _message(error) or type(error).__name__
+    else:
+        text = _summary(error)[: MAX_REASON_CHARS // 2]
+        if own:
+            text += "\n" + "".join(traceback.format_list(own[-_FRAMES_KEPT:])).rstrip()
+    return Reason(cleaned(text), cleaned(_type(type(error))), _place(own))
+
+
+def _type(kind: type[BaseException]) -> str:
+    own = kind.__module__ in ("builtins", "__main__", "taskmesh.model.errors")
+    return kind.__qualname__ if own else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _place(frames: list[traceback.FrameSummary]) -> str | None:
+    """Return where it was raised. Of the path only the end: the same code stands elsewhere on each machine."""
+    if not frames:
+        return None
+    frame = next((frame for frame in reversed(frames) if not _OF_A_LIBRARY.search(_path(frame))), frames[-1])
+    return cleaned(f"{'/'.join(_path(frame).split('/')[-3:])}:{frame.lineno} in {frame.name}")
+
+
+def _path(frame: traceback.FrameSummary) -> str:
+    return frame.filename.replace("\\", "/")
+
+
+def _summary(error: BaseException) -> str:
+    try:
+        return "".join(traceback.format_exception_only(error)).strip()
+    except Exception as second:  # noqa: BLE001 — an exception whose own text cannot be made must not hide that it was raised
+        return f"{type(error).__name__} (its text cannot be made: {type(second).__name__})"
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as second:  # noqa: BLE001 — as above
+        return f"{type(error).__name__} (its text cannot be made: {type(second).__name__})"
+
+
+def unstorable_text(error: BaseException) -> str:
+    """Return the reason of an execution whose result cannot be stored."""
+    return cleaned(f"the handler's result cannot be stored: {error}")
+
+
+def cleaned(text: str) -> str:
+    """Return the text without what MongoDB cannot store, and not longer than is kept."""
+    return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\0")[:MAX_REASON_CHARS]

@@ -15,13 +15,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from typing import Any
 
 from pymongo.errors import PyMongoError
 
 from taskmesh.consumer.execution import Execution, Stop, why_stopped
-from taskmesh.consumer.observer import Observer
+from taskmesh.consumer.executions import Executions
+from taskmesh.consumer.settings import Settings
 from taskmesh.consumer.worker_stats import WorkerStats
 from taskmesh.store import Store
 from taskmesh.store.clock import Jumps
@@ -45,20 +45,17 @@ class Pinger:
     def __init__(
         self,
         store: Store,
-        loop: asyncio.AbstractEventLoop,
-        executions: Callable[[], dict[str, Execution]],
-        stop: Callable[[Execution, Stop], None],
-        stall_limit_ms: int,
-        last_hour: WorkerStats,
-        observer: Observer | None = None,
+        settings: Settings,
+        executions: Executions,
+        stats: WorkerStats,
     ) -> None:
+        """Made in the loop that is watched."""
         self._store = store
-        self._loop = loop
-        self._stop = stop
-        self._stall_limit_s = stall_limit_ms / 1000
+        self._loop = asyncio.get_running_loop()
+        self._stall_limit_s = settings.stall_limit_ms / 1000
         self._executions = executions
-        self._last_hour = last_hour
-        self._observer = observer
+        self._stats = stats
+        self._observer = settings.observer
         self._given_up: set[Execution] = set()
         self._tick_s = _TICK_S
         self._locked: set[Execution] = set()
@@ -119,9 +116,9 @@ class Pinger:
     def _beat(self) -> None:
         """Show the thread that the loop turns, and end what has outlived its lease: the thread may hang in a ping."""
         now = self._loop_alive = time.monotonic()
-        for execution in list(self._executions().values()):
+        for execution in list(self._executions.values()):
             if now >= execution.lease_until and not execution.recorded_or_lost:
-                self._stop(execution, Stop.LEASE_LOST)
+                execution.stop(Stop.LEASE_LOST)
         if not self._stopping:
             self._loop.call_later(self._tick_s, self._beat)
 
@@ -133,7 +130,7 @@ class Pinger:
             while not self._stopping:
                 try:
                     with self._round:
-                        self._run_once(database)
+                        self.run_once(database)
                 except Exception:
                     logger.exception("the pinger met an error that is not the database's: going on")
                 self._wait(self._pause())
@@ -169,12 +166,13 @@ class Pinger:
         The loop's own dict, copied by one call in C, which no other thread can come into: so nothing has to be locked for
         each task, most of which end before their first ping.
         """
-        held = [e for e in list(self._executions().values()) if not e.recorded_or_lost or e.leaving]
+        held = [e for e in list(self._executions.values()) if not e.recorded_or_lost or e.leaving]
         self._given_up.intersection_update(held)
         self._locked.intersection_update(held)
         return [e for e in held if e not in self._given_up]
 
-    def _run_once(self, database: Any) -> None:
+    def run_once(self, database: Any) -> None:
+        """Renew what is due, in the pinger's thread."""
         self._watch_loop()
         now = time.monotonic()
         held = self._held()
@@ -224,7 +222,7 @@ class Pinger:
         for execution, pair in zip(executions, pairs, strict=True):
             if held is None or pair in held:
                 share_left = max(0.0, (execution.lease_until - sent) * 1000 / lease_ms)
-                self._last_hour.renewed(execution.name, share_left)
+                self._stats.renewed(execution.name, share_left)
                 if self._observer is not None:
                     self._observer.renewed(execution.name, share_left)
                 execution.renewed(sent)
@@ -279,7 +277,7 @@ class Pinger:
 
     def _tell(self, execution: Execution, reason: Stop) -> None:
         try:
-            self._loop.call_soon_threadsafe(self._stop, execution, reason)
+            self._loop.call_soon_threadsafe(execution.stop, reason)
         except RuntimeError:  # the loop is closed
             self._stopping = True
 
@@ -291,7 +289,7 @@ class Pinger:
                 self.stalled = False
                 logger.warning("the event loop turns again: pings go on")
             return
-        self._last_hour.stood_still(still_s)
+        self._stats.stood_still(still_s)
         if not self._blocked_told:
             self._blocked_told = True
             logger.warning("the event loop is blocked for %.1f s by %s", still_s, self._culprit())

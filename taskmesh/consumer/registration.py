@@ -7,15 +7,19 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from pymongo.errors import PyMongoError
 
-from taskmesh.consumer.throughput import Throughput
+from taskmesh.consumer.claimer import Claimer
+from taskmesh.consumer.executions import Executions
+from taskmesh.consumer.life import Life
+from taskmesh.consumer.partitions import Partitions
+from taskmesh.consumer.settings import Settings
 from taskmesh.consumer.timing import until
+from taskmesh.consumer.worker_stats import Throughput, WorkerStats
 from taskmesh.model import distribution
-from taskmesh.model.errors import WorkerIdTaken
+from taskmesh.model.errors import InvalidOption, WorkerIdTaken
 from taskmesh.store import Store, registry
 from taskmesh.store.clock import ServerClock
 from taskmesh.store.driver import Document
@@ -27,6 +31,60 @@ RELEASE = distribution.release()
 """The release of taskmesh that runs here. Read once, at import: it takes a look into several files."""
 
 
+class Commanded(Protocol):
+    """Who does what is ordered: the consumer, as if its user had asked for it."""
+
+    # ruff: noqa: D102 — see `Consumer`
+
+    worker_id: str
+    concurrency: int
+
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
+    def begin_stop(self, grace_ms: int) -> None: ...
+
+
+class Orders:
+    """What somebody wants this worker to do, as its registration says. Each order is obeyed once."""
+
+    def __init__(self, store: Store, settings: Settings, consumer: Commanded) -> None:
+        self._store = store
+        self._settings = settings
+        self._consumer = consumer
+        self._obeyed: Document = {}
+        """When what was ordered last, of each kind of order."""
+
+    async def read(self) -> None:
+        """Look for orders now."""
+        document = await registry.read_worker(self._store, self._settings.worker_id)
+        if document is not None and document.get("instance") == self._settings.instance:
+            self.obey(document)
+
+    def obey(self, document: Document) -> None:
+        """Do what is new in a registration."""
+        order: Document = document.get("order", {})
+        times = {name: document.get("order_times", {}).get(name, document["order_time"]) for name in order}
+        if new := {name: value for name, value in order.items() if times[name] != self._obeyed.get(name)}:
+            self._obeyed = times
+            self._do(new)
+
+    def _do(self, order: Document) -> None:
+        if "concurrency" in order:
+            try:
+                self._consumer.concurrency = order["concurrency"]
+            except InvalidOption as error:  # of another release, or by hand
+                logger.warning("an order is not obeyed: %s", error)
+        if "paused" in order:
+            if order["paused"]:
+                self._consumer.pause()
+            else:
+                self._consumer.resume()
+        if "stop_grace_ms" in order:
+            worker_id = self._settings.worker_id
+            logger.info("worker %s was told to stop", worker_id, extra={"worker": worker_id})
+            self._consumer.begin_stop(order["stop_grace_ms"])
+
+
 class Registration:
     """One worker's document in `workers`."""
 
@@ -34,22 +92,27 @@ class Registration:
         self,
         store: Store,
         clock: ServerClock,
-        worker_id: str,
-        instance: str,
-        *,
-        describe: Callable[[], Document],
-        on_document: Callable[[Document], None],
-        on_fleet: Callable[[list[Document]], None],
-        on_lost: Callable[[], None],
+        settings: Settings,
+        life: Life,
+        partitions: Partitions,
+        executions: Executions,
+        claimer: Claimer,
+        stats: WorkerStats,
+        orders: Orders,
     ) -> None:
         self._store = store
         self._clock = clock
-        self._worker_id = worker_id
-        self._instance = instance
-        self._describe = describe
-        self._on_document = on_document
-        self._on_fleet = on_fleet
-        self._on_lost = on_lost
+        self._settings = settings
+        self._worker_id = settings.worker_id
+        self._instance = settings.instance
+        self._life = life
+        self._partitions = partitions
+        self._executions = executions
+        self._claimer = claimer
+        self._stats = stats
+        self._orders = orders
+        self.fleet: list[Document] = []
+        """The registered workers, this one among them."""
         self._wake = asyncio.Event()
         self._told_outage = False
         self._throughput = Throughput()
@@ -68,7 +131,7 @@ class Registration:
             document = await registry.register(self._store, self._worker_id, self._instance, self._description())
             if document is not None:
                 self._clock.observe(document["last_seen"], sent, time.monotonic())
-                self._on_document(document)
+                self._orders.obey(document)
                 await self._read_fleet()
                 return
             other = await registry.read_worker(self._store, self._worker_id) or {}
@@ -98,11 +161,12 @@ class Registration:
             if document is None:
                 document = await registry.register(self._store, self._worker_id, self._instance, self._description())
             if document is None:
-                self._on_lost()
+                taken = "was taken over by another process while this one was silent: this one stops"
+                self._life.end_by(WorkerIdTaken(f"worker id {self._worker_id!r} {taken}"))
                 return
             self.seen_at = time.monotonic()
             self._clock.observe(document["last_seen"], sent, self.seen_at)
-            self._on_document(document)
+            self._orders.obey(document)
             await self._read_fleet()
             self._told_outage = False
         except PyMongoError as error:
@@ -122,12 +186,40 @@ class Registration:
             logger.warning("could not write that worker %s has stopped: %s", self._worker_id, type(error).__name__)
 
     async def _read_fleet(self) -> None:
-        self._on_fleet(await registry.workers(self._store))
+        """Learn who lives, and who of them does the same work."""
+        self.fleet = await registry.workers(self._store)
+        mine, queues = set(self._settings.names), self._settings.queues
+        peers = [
+            worker["_id"]
+            for worker in self.fleet
+            if worker.get("live")
+            and worker.get("state") == "running"
+            and mine & set(worker.get("names", ()))
+            and not worker.get("paused")
+            and (queues is None or worker.get("queues") is None or set(queues) & set(worker["queues"]))
+        ]
+        if self._partitions.set_workers(peers):
+            logger.debug("worker %s shares its work with %d others", self._worker_id, len(peers) - 1)
 
     def _description(self) -> Document:
-        described = self._describe()
-        rates = self._throughput.rates(described["started"], described["finished"])
-        return {"host": socket.gethostname(), "pid": os.getpid(), "version": RELEASE, **described, **rates}
+        settings, life, executions = self._settings, self._life, self._executions
+        return {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "version": RELEASE,
+            "names": settings.names,
+            "queues": settings.queues,
+            "concurrency": settings.concurrency,
+            "running": len(executions),
+            "started": executions.started,
+            "finished": executions.finished,
+            # Nothing goes by this machine's own clock; people wonder about the times in its log.
+            "clock_off_ms": round((time.time() - self._clock.now().timestamp()) * 1000),
+            **self._stats.described(self._claimer.tried, self._claimer.won),
+            "state": life.state if life.state != "ready" else "running",
+            "paused": life.paused,
+            **self._throughput.rates(executions.started, executions.finished),
+        }
 
 
 def _is_dead_here(other: Document) -> bool:

@@ -41,9 +41,13 @@ class Reporter:
         """Write for ever."""
         while True:
             await self._something.wait()
-            self._something.clear()
-            await self.flush()
+            await self.run_once()
             await asyncio.sleep(_EVERY_S)
+
+    async def run_once(self) -> None:
+        """Write what there is."""
+        self._something.clear()
+        await self.flush()
 
     async def written(self) -> None:
         """Wait until no report is on its way."""

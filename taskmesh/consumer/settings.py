@@ -5,18 +5,21 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from taskmesh.consumer.executor import AfterHook, BeforeHook
 from taskmesh.consumer.observer import Observer
+from taskmesh.consumer.outcome import Ending
 from taskmesh.model.errors import InvalidOption
 from taskmesh.model.ids import checked_worker_id
 from taskmesh.model.queue import checked_queue
-from taskmesh.model.task import checked_name
+from taskmesh.model.task import Task, checked_name
 
 DEFAULT_STALL_LIMIT_MS = 60_000
 MOST_AT_ONCE = 1_000_000
+
+BeforeHook = Callable[[Task], Awaitable[None] | None]
+AfterHook = Callable[[Task, Ending], Awaitable[None] | None]
 
 
 @dataclass(kw_only=True)

@@ -12,107 +12,88 @@ from collections.abc import Awaitable, Callable, Iterable
 
 import anyio
 
+from taskmesh.consumer.claimer import Claimer
 from taskmesh.consumer.execution import Execution, Stop
+from taskmesh.consumer.executions import Executions
+from taskmesh.consumer.finisher import Finisher
+from taskmesh.consumer.life import Life
 from taskmesh.consumer.logs import fields_of
-from taskmesh.consumer.parts import Parts
 
 logger = logging.getLogger("taskmesh.consumer")
 
-DEFAULT_GRACE_MS = 30_000
 _HANDLERS_END_WITHIN_S = 5.0
 _RELEASE_DEADLINE_S = 10.0
 _CHECK_EVERY_S = 0.5
 
 
-class StopWish:
-    """Whether a consumer is to stop, and how soon. May be said again: a shorter grace hastens a stop that has begun."""
+class Stopping:
+    """The end of one consumer's work."""
 
-    def __init__(self) -> None:
-        self.grace_ms = DEFAULT_GRACE_MS
-        self.said = asyncio.Event()
-        self.said_again = asyncio.Event()
+    def __init__(self, life: Life, claimer: Claimer, executions: Executions, finisher: Finisher) -> None:
+        self._life = life
+        self._claimer = claimer
+        self._executions = executions
+        self._finisher = finisher
 
-    def say(self, grace_ms: int) -> None:
-        """Wish it; the shortest grace counts."""
-        self.grace_ms = min(self.grace_ms, grace_ms) if self.said.is_set() else grace_ms
-        self.said.set()
-        self.said_again.set()
+    async def wind_down(self, grace_ms: int) -> None:
+        """Wait for the claims that are under way and for what runs, then cancel and release the rest."""
+        answered_by = time.monotonic() + _RELEASE_DEADLINE_S
+        if not await _in_time(self._claimer.drain(), lambda: answered_by):
+            logger.warning("claims were not answered: what they may have won is taken over when its leases are over")
+        await self._wait_for_executions(grace_ms)
+        self._stop_all()
+        await self._wait_for_handlers()
+        began = time.monotonic()
+        if not await _in_time(self._all_recorded(), lambda: self._recordable_until(began)):
+            logger.error("the database is away: outcomes are given up unrecorded, and their tasks will run again")
 
+    def _stop_all(self) -> None:
+        for execution in list(self._executions.values()):
+            execution.stop(Stop.WORKER_STOPS)
 
-async def unless_stopped(wish: StopWish, beginning: Awaitable[None]) -> bool:
-    """Do this, unless a stop is wished meanwhile: then it is cut off. Whether it was done."""
-    task = asyncio.ensure_future(beginning)
-    wished = asyncio.ensure_future(wish.said.wait())
-    try:
-        await asyncio.wait((task, wished), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        wished.cancel()
-        task.cancel()
-    if task.done():
-        task.result()
-        return True
-    await asyncio.wait((task,), timeout=_CHECK_EVERY_S)
-    if task.done() and not task.cancelled() and (error := task.exception()) is not None:
-        logger.debug("stopped before it had begun: %s", error)
-    return False
+    async def _wait_for_executions(self, grace_ms: int) -> None:
+        """Wait until nothing runs, or the grace is over; a later, shorter grace counts from then."""
+        life, freed = self._life, self._executions.freed
+        deadline = time.monotonic() + grace_ms / 1000
+        while self._executions:
+            life.stop_asked_again.clear()  # before the grace is read: so what was said since the stop began is not lost
+            deadline = min(deadline, time.monotonic() + life.grace_ms / 1000)
+            if time.monotonic() >= deadline:
+                return
+            waits = {asyncio.ensure_future(freed.wait()), asyncio.ensure_future(life.stop_asked_again.wait())}
+            freed.clear()
+            await asyncio.wait(waits, timeout=deadline - time.monotonic(), return_when=asyncio.FIRST_COMPLETED)
+            for wait in waits:
+                wait.cancel()
 
+    async def _wait_for_handlers(self) -> None:
+        """Wait for cancelled handlers, and for what follows them, but not for ever.
 
-async def wind_down(parts: Parts, wish: StopWish, grace_ms: int) -> None:
-    """Claim no more, wait for what runs, then cancel and release the rest."""
-    parts.close_claims()
-    parts.registration.show_soon()
-    answered_by = time.monotonic() + _RELEASE_DEADLINE_S
-    if not await _in_time(parts.claimer.drain(), lambda: answered_by):
-        logger.warning("claims were not answered: what they may have won is taken over when its leases are over")
-    await _wait_for_executions(parts, wish, grace_ms)
-    for execution in parts.executions:
-        parts.executor.stop(execution, Stop.WORKER_STOPS)
-    await _wait_for_handlers(parts)
-    began = time.monotonic()
-    if not await _in_time(_all_recorded(parts), lambda: _recordable_until(parts, wish, began)):
-        logger.error("the database is away: outcomes are given up unrecorded, and their tasks will run again")
+        A handler that goes on is left behind, and fenced; the hook `after` is cut short, so that the outcome is recorded.
+        """
+        deadline = time.monotonic() + _HANDLERS_END_WITHIN_S
+        while (left := _at_work(self._executions.values())) and time.monotonic() < deadline:
+            await asyncio.wait(left, timeout=min(_CHECK_EVERY_S, deadline - time.monotonic()))
+            self._stop_all()  # one whose transaction was about to commit could not be stopped before
+        for execution in list(self._executions.values()):
+            if execution.ended:
+                execution.cut_hook_short()
+            else:
+                logger.error(
+                    "task %s ignores its cancellation: giving its task back", execution.id, extra=fields_of(execution)
+                )
+                self._finisher.release(execution.id, execution.running_id)
 
+    async def _all_recorded(self) -> None:
+        """Wait until every outcome that is decided is recorded, or lost."""
+        while left := _at_work(execution for execution in self._executions.values() if execution.ended):
+            await asyncio.wait(left)
+        await self._finisher.drain()
 
-async def _wait_for_executions(parts: Parts, wish: StopWish, grace_ms: int) -> None:
-    """Wait until nothing runs, or the grace is over; a later, shorter grace counts from then."""
-    deadline = time.monotonic() + grace_ms / 1000
-    while parts.executions:
-        wish.said_again.clear()  # before the grace is read: so what was said since the stop began is not lost
-        deadline = min(deadline, time.monotonic() + wish.grace_ms / 1000)
-        if time.monotonic() >= deadline:
-            return
-        waits = {asyncio.ensure_future(parts.freed.wait()), asyncio.ensure_future(wish.said_again.wait())}
-        parts.freed.clear()
-        await asyncio.wait(waits, timeout=deadline - time.monotonic(), return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits:
-            wait.cancel()
-
-
-async def _wait_for_handlers(parts: Parts) -> None:
-    """Wait for cancelled handlers, and for what follows them, but not for ever.
-
-    A handler that goes on is left behind, and fenced; the hook `after` is cut short, so that the outcome is recorded.
-    """
-    deadline = time.monotonic() + _HANDLERS_END_WITHIN_S
-    while (left := _at_work(parts.executions)) and time.monotonic() < deadline:
-        await asyncio.wait(left, timeout=min(_CHECK_EVERY_S, deadline - time.monotonic()))
-        for execution in parts.executions:  # one whose transaction was about to commit could not be stopped before
-            parts.executor.stop(execution, Stop.WORKER_STOPS)
-    for execution in parts.executions:
-        if execution.ended:
-            parts.executor.cut_hook_short(execution)
-        else:
-            logger.error(
-                "task %s ignores its cancellation: giving its task back", execution.id, extra=fields_of(execution)
-            )
-            parts.release(execution.id, execution.running_id)
-
-
-async def _all_recorded(parts: Parts) -> None:
-    """Wait until every outcome that is decided is recorded, or lost."""
-    while left := _at_work(execution for execution in parts.executions if execution.ended):
-        await asyncio.wait(left)
-    await parts.finisher.drain()
+    def _recordable_until(self, began: float) -> float:
+        """Until when outcomes can be recorded: as long as their leases last; if we are to stop at once, not that long."""
+        leases = [execution.lease_until for execution in self._executions.values()] if self._life.grace_ms else []
+        return max([began + _RELEASE_DEADLINE_S, *leases])
 
 
 def _at_work(executions: Iterable[Execution]) -> list[asyncio.Task[None]]:
@@ -122,12 +103,6 @@ def _at_work(executions: Iterable[Execution]) -> list[asyncio.Task[None]]:
     """
     tasks = (execution.pipeline for execution in executions if not execution.recorded_or_lost)
     return [task for task in tasks if task is not None]
-
-
-def _recordable_until(parts: Parts, wish: StopWish, began: float) -> float:
-    """Until when outcomes can be recorded: as long as their leases last; if we are to stop at once, not that long."""
-    leases = [execution.lease_until for execution in parts.executions] if wish.grace_ms else []
-    return max([began + _RELEASE_DEADLINE_S, *leases])
 
 
 async def _in_time(ending: Awaitable[None], deadline: Callable[[], float]) -> bool:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from datetime import datetime, timedelta
 from zlib import crc32
 
 from pymongo.errors import PyMongoError
 
+from taskmesh.client.schedules import Schedules
 from taskmesh.consumer.timing import until, varied
 from taskmesh.model.errors import TaskMeshError
 from taskmesh.model.schedule import Attendance, key_of, ticks_to_publish
@@ -30,10 +30,9 @@ _WHEN_OTHERS_ARE_AT_IT_S = 0.02
 class Ticker:
     """The periodic tasks, as one worker looks after them."""
 
-    def __init__(self, store: Store, publication: Callable[[Document, str, datetime | None], Publication]) -> None:
-        """`publication` makes the task of a tick from a schedule, a key and a start time."""
+    def __init__(self, store: Store, periodic: Schedules) -> None:
         self._store = store
-        self._publication = publication
+        self._periodic = periodic
         self._wake = asyncio.Event()
         self._told: set[str] = set()
         self.published = 0
@@ -95,7 +94,7 @@ class Ticker:
         jitter = schedule.get("jitter_ms") or 0
         # The same whoever publishes it, so that it does not depend on who comes first.
         start = tick + timedelta(milliseconds=crc32(key.encode()) % (jitter + 1)) if jitter else None
-        return self._publication(schedule, key, start)
+        return self._periodic.publication_of_tick(schedule, key, start)
 
     async def _before_is_unfinished(self, schedule: Document) -> bool:
         last = schedule.get("last_key")

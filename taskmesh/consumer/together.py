@@ -50,7 +50,7 @@ class _Waiting:
     execution: Execution
     outcome: Outcome
     publications: Sequence[Publication]
-    fate: asyncio.Future[None]
+    answer: asyncio.Future[None]
 
     @property
     def size(self) -> int:
@@ -60,12 +60,12 @@ class _Waiting:
         return any(publication.id == id_ for publication in self.publications)
 
     def end(self, error: BaseException | None = None) -> None:
-        if self.fate.done():
+        if self.answer.done():
             return
         if error is None:
-            self.fate.set_result(None)
+            self.answer.set_result(None)
         else:
-            self.fate.set_exception(error)
+            self.answer.set_exception(error)
 
 
 class Together:
@@ -89,7 +89,7 @@ class Together:
         self._waiting.append(waiting)
         if self._sending is None:
             self._sending = loop.create_task(self._send(), name="taskmesh record together")
-        await waiting.fate
+        await waiting.answer
 
     async def _send(self) -> None:
         try:
@@ -104,7 +104,7 @@ class Together:
             self._sending = None
 
     async def _record(self, todo: list[_Waiting], *, beside: bool) -> None:
-        """Record a set, until each has its fate or is on its way by itself: nothing here leaves one without."""
+        """Record a set, until each is answered or on its way by itself: nothing here leaves one without."""
         try:
             await self._try(todo, beside=beside)
         except Exception as error:
@@ -170,15 +170,15 @@ class Together:
     async def _still_to_do(self, todo: list[_Waiting]) -> list[_Waiting]:
         """Ask what became of them, and return those that are still held."""
         try:
-            fates = await standing(self._store, [waiting.outcome for waiting in todo])
+            stands = await standing(self._store, [waiting.outcome for waiting in todo])
         except PyMongoError:
-            fates = {}
+            stands = {}
         left: list[_Waiting] = []
         for waiting in todo:
-            fate = fates.get(waiting.outcome, "held")
-            if fate == "recorded":
+            stands_now = stands.get(waiting.outcome, "held")
+            if stands_now == "recorded":
                 waiting.end()
-            elif fate == "lost" or time.monotonic() > waiting.execution.lease_until:
+            elif stands_now == "lost" or time.monotonic() > waiting.execution.lease_until:
                 waiting.end(lost(waiting.outcome))
             else:
                 left.append(waiting)

@@ -23,7 +23,9 @@ import anyio
 from pymongo.errors import OperationFailure, PyMongoError
 
 from taskmesh.consumer.execution import Execution
+from taskmesh.consumer.outcome import success
 from taskmesh.consumer.pinger import Pinger
+from taskmesh.consumer.reporter import Reporter
 from taskmesh.consumer.timing import by_chance
 from taskmesh.consumer.together import Together, commit, session_of, write
 from taskmesh.model.errors import LeaseLost, Retry, Snooze, TaskFailed, TaskMeshError, TransactionConflict
@@ -85,15 +87,13 @@ class Transactions:
         worker_id: str,
         clock: ServerClock,
         pinger: Pinger,
-        reports_written: Callable[[], Awaitable[None]],
-        success: Callable[[Execution, Any], Outcome],
+        reporter: Reporter,
     ) -> None:
         self._store = store
         self._worker_id = worker_id
         self._clock = clock
         self._pinger = pinger
-        self._reports_written = reports_written
-        self._success = success
+        self._reporter = reporter
         self._together = Together(store, worker_id, clock)
         self._loop = asyncio.get_running_loop()
         self._limit_s: float | None = None
@@ -166,7 +166,7 @@ class Transactions:
         lease_s = max(execution.stored_option["worker_timeout_ms"] / 1000, limit_s + _LEASE_BEYOND_LIMIT_S)
         execution.hushed = True
         try:
-            await self._reports_written()
+            await self._reporter.written()
             await self._pinger.postpone(execution, limit_s + _PING_AFTER_LIMIT_S)
             if not await self._extended(execution, lease_s):
                 raise _lost(execution.name, execution.key)  # noqa: TRY301 — undoes what was begun
@@ -199,7 +199,7 @@ class Transactions:
             raise LeaseLost(
                 f"task {execution.name!r} {execution.key!r}: {told.value}, so nothing of the transaction remains"
             )
-        outcome = self._success(execution, execution.result)
+        outcome = success(execution, execution.result)
         if outcome.kind != "succeeded":
             raise TaskFailed(outcome.entry["fail_reason"])
         return Record(self._worker_id, outcome, execution.publications, self._clock.now())

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
 
 from pymongo.errors import PyMongoError
 
+from taskmesh.consumer.registration import Registration
 from taskmesh.consumer.timing import varied
 from taskmesh.store import Store
 from taskmesh.store.driver import Document
@@ -26,9 +26,9 @@ _LOOK_EVERY_S = 60.0
 class Unserved:
     """Looks for such tasks, for one consumer."""
 
-    def __init__(self, store: Store, fleet: Callable[[], Iterable[Document]]) -> None:
+    def __init__(self, store: Store, registration: Registration) -> None:
         self._store = store
-        self._fleet = fleet
+        self._registration = registration
         self._told: set[tuple[str, str]] = set()
 
     async def run(self) -> None:
@@ -44,7 +44,7 @@ class Unserved:
 
     async def run_once(self) -> None:
         """Tell of every name and queue of waiting tasks that no live worker runs, each once."""
-        live = [worker for worker in self._fleet() if worker.get("live")]
+        live = [worker for worker in self._registration.fleet if worker.get("live")]
         for queue, name in await names_in_use(self._store):
             if (queue, name) in self._told or any(_runs(worker, queue, name) for worker in live):
                 continue

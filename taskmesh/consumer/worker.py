@@ -1,4 +1,13 @@
-"""The consumer: what its user can ask and set, and its life from start to stop. Its parts are wired in `parts`."""
+"""A worker, whole: what its user holds of it (`Consumer`), and the parts that it is made of and their life (`Worker`).
+
+    listener (the stream's hints) ─┐                    limits
+                                   ├→ claim queue → claimer → executor → finisher → the database
+    scanner (the truth) ───────────┘                            │
+      backup claims: what others should take             pinger (a thread): leases;  reporter: progress, logs
+
+Each part holds those that it needs by their type, so each line below makes what the lines after it use. The parts that go on by
+themselves have `run`, a loop around `run_once`. Those who find tasks and the one who claims them meet at the claim queue.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +15,12 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import anyio
+import anyio.abc
+from pymongo.errors import PyMongoError
 
 from taskmesh.client.change_feed import Feed
 from taskmesh.client.definition import TaskDefinition
@@ -17,35 +28,48 @@ from taskmesh.client.events import DEFAULT_BUFFER, EventReader
 from taskmesh.client.publisher import Publisher
 from taskmesh.client.schedules import Schedules
 from taskmesh.consumer import signals
-from taskmesh.consumer.execution import Execution
-from taskmesh.consumer.executor import AfterHook, BeforeHook
-from taskmesh.consumer.idleness import is_idle
+from taskmesh.consumer.backup_claims import BackupClaims
+from taskmesh.consumer.claim_filter import ClaimFilter
+from taskmesh.consumer.claim_queue import ClaimQueue
+from taskmesh.consumer.claimer import Claimer
+from taskmesh.consumer.executions import Executions
+from taskmesh.consumer.executor import Executor
+from taskmesh.consumer.finisher import Finisher
+from taskmesh.consumer.idleness import Idleness
+from taskmesh.consumer.life import DEFAULT_GRACE_MS, Life, State
+from taskmesh.consumer.limits import Limits
+from taskmesh.consumer.listener import Listener
 from taskmesh.consumer.observer import Observer
-from taskmesh.consumer.parts import Parts
+from taskmesh.consumer.partitions import Partitions
+from taskmesh.consumer.pinger import Pinger
+from taskmesh.consumer.queues import Queues
+from taskmesh.consumer.registration import Commanded, Orders, Registration
+from taskmesh.consumer.reporter import Reporter
+from taskmesh.consumer.scanner import Scanner
 from taskmesh.consumer.settings import (
     DEFAULT_STALL_LIMIT_MS,
+    AfterHook,
+    BeforeHook,
     Settings,
     checked_concurrency,
     checked_names,
     checked_queues,
     worker_id_or_new,
 )
-from taskmesh.consumer.stopping import (
-    DEFAULT_GRACE_MS,
-    StopWish,
-    unless_it_takes_too_long,
-    unless_stopped,
-    wind_down,
-)
+from taskmesh.consumer.stopping import Stopping, unless_it_takes_too_long
+from taskmesh.consumer.ticker import Ticker
 from taskmesh.consumer.timing import until
-from taskmesh.model.errors import InvalidOption, WorkerIdTaken
+from taskmesh.consumer.transactions import Transactions
+from taskmesh.consumer.unserved import Unserved
+from taskmesh.consumer.worker_stats import WorkerStats
+from taskmesh.model.errors import WorkerIdTaken
 from taskmesh.store import Store
 from taskmesh.store.clock import ServerClock
-from taskmesh.store.driver import Document
+from taskmesh.store.definitions import register
+from taskmesh.store.server_errors import patiently
 
 logger = logging.getLogger("taskmesh.consumer")
 
-State = Literal["ready", "running", "stopping", "stopped"]
 ClaimHook = Callable[["Consumer"], Mapping[str, Any] | Awaitable[Mapping[str, Any] | None] | None]
 
 _IDLE_CHECK_S = 0.1
@@ -100,27 +124,34 @@ class Consumer:
             stall_limit_ms=stall_limit_ms,
             observer=observer,
         )
-        self._on_claim = on_claim
+        self._life = Life()
+        self._claim_filter = ClaimFilter(on_claim, self)
         self.worker_id = self._settings.worker_id
         self.names = self._settings.names
         self.queues = self._settings.queues
-        self.state: State = "ready"
         self._begun = False
         """Whether `run` was called. It is shown as ready until it is registered."""
-        self.paused = False
-        self._parts: Parts | None = None
+        self._worker: Worker | None = None
         """None until it runs."""
-        self._stop_wish = StopWish()
         self._stopped = asyncio.Event()
         self._readers: list[EventReader] = []
-        self._fatal: BaseException | None = None
 
     # --- what a user can ask and set ---
 
     @property
+    def state(self) -> State:
+        """Where it stands: ready, running, stopping or stopped."""
+        return self._life.state
+
+    @property
+    def paused(self) -> bool:
+        """Whether it claims no more, on this worker alone, until `resume`."""
+        return self._life.paused
+
+    @property
     def running(self) -> list[str]:
         """The keys of the tasks that run here."""
-        return [execution.key for execution in self._executions()]
+        return [] if self._worker is None else [execution.key for execution in self._worker.executions.values()]
 
     @property
     def at_work(self) -> bool:
@@ -130,17 +161,17 @@ class Consumer:
     @property
     def finished(self) -> int:
         """How many executions have ended here, whatever their outcome."""
-        return 0 if self._parts is None else self._parts.executor.finished
+        return 0 if self._worker is None else self._worker.executions.finished
 
     @property
     def silent_ms(self) -> float:
         """How long ago the database last took this worker's sign of life; they come every two seconds."""
-        return 0.0 if self._parts is None else (time.monotonic() - self._parts.registration.seen_at) * 1000
+        return 0.0 if self._worker is None else (time.monotonic() - self._worker.registration.seen_at) * 1000
 
     @property
     def stream_silent_ms(self) -> float:
         """For how long the change stream has not moved on: see `Feed.silent_ms`. 0 for one that does not listen."""
-        return self._mesh.feed.silent_ms if self._parts is not None and self._settings.listen else 0.0
+        return self._mesh.feed.silent_ms if self._worker is not None and self._settings.listen else 0.0
 
     @property
     def concurrency(self) -> int:
@@ -150,8 +181,8 @@ class Consumer:
     @concurrency.setter
     def concurrency(self, concurrency: int) -> None:
         self._settings.concurrency = checked_concurrency(concurrency)
-        if self._parts is not None:
-            self._parts.concurrency_changed()
+        if self._worker is not None:
+            self._worker.candidates.ready.set()
 
     def pause(self) -> None:
         """Claim no more, on this worker alone; what runs, runs on."""
@@ -160,6 +191,11 @@ class Consumer:
     def resume(self) -> None:
         """Claim again."""
         self._set_paused(False)
+
+    def _set_paused(self, paused: bool) -> None:
+        self._life.paused = paused
+        if self._worker is not None:
+            self._worker.claiming_changed()
 
     def events(self, *, buffer: int = DEFAULT_BUFFER) -> EventReader:
         """Return an async iterator of what this worker does with tasks, from now on. It ends when the consumer has stopped."""
@@ -171,8 +207,8 @@ class Consumer:
 
     async def read_queues(self) -> None:
         """Learn at once which queues are paused or limited, as the mesh does when it has changed one."""
-        if self._parts is not None and self.state == "running":
-            await self._parts.read_queues()
+        if self._worker is not None and self.state == "running":
+            await self._worker.queues.read()
 
     async def stop(self, grace_ms: int = DEFAULT_GRACE_MS) -> None:
         """Stop: no new claims; wait up to `grace_ms` for what runs; then cancel and release the rest, which is not counted.
@@ -186,7 +222,7 @@ class Consumer:
 
     def begin_stop(self, grace_ms: int) -> None:
         """Ask the consumer to stop, without waiting for it."""
-        self._stop_wish.say(grace_ms)
+        self._life.stop(grace_ms)
 
     # --- its life ---
 
@@ -205,128 +241,220 @@ class Consumer:
                 "a consumer was started in the child process of a handler: the script that defines the handler must start "
                 "its consumer under `if __name__ == '__main__':`"
             )
-        parts = self._parts = Parts(
-            self._mesh,
-            self._settings,
-            narrow=self._narrow,
-            state=self._described,
-            ordered=self._obey,
-            id_lost=self._lose_id,
-        )
+        life = self._life
+        worker = self._worker = Worker(self._mesh, self._settings, life, self._claim_filter, self)
         self._begun = True
         try:
-            entered = await unless_stopped(self._stop_wish, parts.enter())
+            entered = await life.unless_stopped(worker.enter())
         except BaseException:
             self._begun = False
-            if self._stop_wish.said.is_set():
+            if life.stop_asked.is_set():
                 self._end_before_it_ran()
             raise
         if entered:
-            self.state = "running"
-        if self.paused:  # by its user, before it ran
-            parts.set_claiming(False)
+            life.state = "running"
         with signals.handled_by(self):
             try:
                 async with anyio.create_task_group() as loops:
-                    if entered and await unless_stopped(self._stop_wish, parts.open()):
-                        parts.start(loops)
+                    if entered and await life.unless_stopped(worker.open()):
+                        worker.start(loops)
                         self._tell_start()
-                        await self._until_asked_to_stop(parts, until_idle)
-                    await self._wind_down(parts, self._stop_wish.grace_ms)
+                        await worker.work(until_idle)
+                    await worker.wind_down(life.grace_ms)
                     loops.cancel_scope.cancel()
             except BaseException:
-                self.state = "stopping"
-                parts.close_claims()
-                await unless_it_takes_too_long(self._wind_down(parts, 0))
+                life.state = "stopping"
+                await unless_it_takes_too_long(worker.wind_down(0))
                 raise
             finally:
-                await unless_it_takes_too_long(self._end(parts))
+                await unless_it_takes_too_long(self._end(worker))
                 self._stopped.set()
-        if self._fatal is not None:
-            raise self._fatal
+        if life.ended_by is not None:
+            raise life.ended_by
 
     def _end_before_it_ran(self) -> None:
-        self.state = "stopped"
+        self._life.state = "stopped"
         self._stopped.set()
 
     def _tell_start(self) -> None:
         names, queues = ", ".join(self.names), self.queues or "all queues"
         logger.info("worker %s runs %s from %s, %d at once", self.worker_id, names, queues, self.concurrency)
 
-    async def _until_asked_to_stop(self, parts: Parts, until_idle: bool) -> None:
-        while not self._stop_wish.said.is_set():
-            stopping = await until(self._stop_wish.said, _IDLE_CHECK_S if until_idle else None)
-            if not stopping and await is_idle(parts, self._ask_on_claim):
-                return
-
-    async def _wind_down(self, parts: Parts, grace_ms: int) -> None:
-        self.state = "stopping"
-        await wind_down(parts, self._stop_wish, grace_ms)
-
-    async def _end(self, parts: Parts) -> None:
+    async def _end(self, worker: Worker) -> None:
         """Give everything back."""
-        parts.listener.close()
-        parts.limits.close()
-        await parts.pinger.stop()
-        await parts.reporter.flush()
-        await parts.executor.close()
-        self.state = "stopped"
-        if not isinstance(self._fatal, WorkerIdTaken):
-            await parts.registration.leave()
+        await worker.close()
         for reader in self._readers:
             reader.close()
         logger.info("worker %s has stopped", self.worker_id, extra={"worker": self.worker_id})
 
-    # --- what its parts ask and tell it ---
 
-    async def _narrow(self) -> Mapping[str, Any] | None:
-        """What the hook `on_claim` says; None, nothing may be claimed, if it fails."""
-        try:
-            return await self._ask_on_claim()
-        except Exception:
-            logger.exception("the hook 'on_claim' failed: no claims this round")
-            return None
+class Worker:
+    """The parts of a consumer that runs. Made in the event loop that it runs in."""
 
-    async def _ask_on_claim(self) -> Mapping[str, Any] | None:
-        if self._on_claim is None:
-            return {}
-        narrowed_by = self._on_claim(self)
-        if isinstance(narrowed_by, Awaitable):
-            narrowed_by = await narrowed_by
-        if narrowed_by is not None and not isinstance(narrowed_by, Mapping):
-            raise TypeError(f"on_claim returns a filter on task documents, or None, not {narrowed_by!r}")
-        return narrowed_by
-
-    def _obey(self, order: Document) -> None:
-        """Do what was ordered from afar."""
-        if "concurrency" in order:
-            try:
-                self.concurrency = order["concurrency"]
-            except InvalidOption as error:  # of another release, or by hand
-                logger.warning("an order is not obeyed: %s", error)
-        if "paused" in order:
-            self._set_paused(bool(order["paused"]))
-        if "stop_grace_ms" in order:
-            logger.info("worker %s was told to stop", self.worker_id, extra={"worker": self.worker_id})
-            self.begin_stop(order["stop_grace_ms"])
-
-    def _set_paused(self, paused: bool) -> None:
-        self.paused = paused
-        if self._parts is not None:
-            if self.state == "running":
-                self._parts.set_claiming(not paused)
-            self._parts.registration.show_soon()
-
-    def _lose_id(self) -> None:
-        """Another worker has our id, since we were silent for too long."""
-        self._fatal = WorkerIdTaken(
-            f"worker id {self.worker_id!r} was taken over by another process while this one was silent: this one stops"
+    def __init__(
+        self, mesh: Mesh, settings: Settings, life: Life, claim_filter: ClaimFilter, consumer: Commanded
+    ) -> None:
+        """`consumer`: who does what is ordered from afar."""
+        store, clock, worker_id = mesh.store, mesh.clock, settings.worker_id
+        definitions = {name: mesh.definitions[name] for name in settings.names}
+        self._store = store
+        self._settings = settings
+        self._life = life
+        self._definitions = definitions
+        # What all look at: what runs, what to try, who else does this work, which queues are open.
+        self.executions = Executions(settings)
+        self.candidates = ClaimQueue(settings)
+        self.partitions = Partitions(worker_id)
+        self.limits = Limits(store, settings, clock, self.candidates, self.executions)
+        usual_queues = ["default", *(definition.configuration.queue for definition in definitions.values())]
+        self.queues = Queues(store, settings, self.candidates, self.limits, usual_queues)
+        # From the claim to the outcome.
+        stats = WorkerStats()
+        self.pinger = Pinger(store, settings, self.executions, stats)
+        self.reporter = Reporter(store, worker_id)
+        self.finisher = Finisher(store, worker_id)
+        self.transactions = Transactions(store, worker_id, clock, self.pinger, self.reporter)
+        self.executor = Executor(
+            mesh.publisher,
+            mesh.definitions,
+            settings,
+            clock,
+            self.executions,
+            self.candidates,
+            self.limits,
+            self.pinger,
+            self.reporter,
+            self.transactions,
+            self.finisher,
         )
-        logger.error("%s", self._fatal)
-        self.begin_stop(0)
+        self.claimer = Claimer(
+            store,
+            settings,
+            self.candidates,
+            self.executions,
+            self.queues,
+            self.limits,
+            claim_filter,
+            life,
+            self.executor,
+            self.finisher,
+            params_of={name: definition.projection for name, definition in definitions.items()},
+        )
+        # Who finds tasks.
+        self.backup_claims = BackupClaims(
+            store, worker_id, clock, self.candidates, self.executions, self.limits, self.partitions
+        )
+        orders = Orders(store, settings, consumer)
+        self.listener = Listener(
+            mesh.feed,
+            store,
+            settings,
+            clock,
+            self.candidates,
+            self.executions,
+            self.partitions,
+            self.queues,
+            self.backup_claims,
+            self.pinger,
+            orders,
+        )
+        self.scanner = Scanner(
+            store,
+            settings,
+            clock,
+            self.candidates,
+            self.executions,
+            self.partitions,
+            self.queues,
+            self.limits,
+            claim_filter,
+            self.backup_claims,
+            self.listener,
+        )
+        # Who looks after the fleet, and the end.
+        self.ticker = Ticker(store, mesh.schedules)
+        self.registration = Registration(
+            store, clock, settings, life, self.partitions, self.executions, self.claimer, stats, orders
+        )
+        self.unserved = Unserved(store, self.registration)
+        self._idleness = Idleness(
+            store,
+            settings,
+            life,
+            self.candidates,
+            self.executions,
+            self.queues,
+            self.limits,
+            claim_filter,
+            self.claimer,
+            self.scanner,
+            self.finisher,
+        )
+        self._stopping = Stopping(life, self.claimer, self.executions, self.finisher)
 
-    def _described(self) -> Document:
-        return {"state": self.state if self.state != "ready" else "running", "paused": self.paused}
+    async def enter(self) -> None:
+        """Register: first the tasks, so that whoever sees the worker sees them too. Raises as `Registration.enter` does."""
+        await self._register_definitions()
+        await patiently(self.registration.enter)
 
-    def _executions(self) -> Collection[Execution]:
-        return [] if self._parts is None else self._parts.executions
+    async def _register_definitions(self) -> None:
+        """Tell publishers without the code which queue and option these tasks have, and what params they take."""
+        definitions = {name: definition.described() for name, definition in self._definitions.items()}
+        try:
+            await patiently(lambda: register(self._store, definitions))
+        except PyMongoError as error:  # it works all the same
+            logger.warning("the definitions of tasks could not be registered (%s): %.200s", type(error).__name__, error)
+
+    async def open(self) -> None:
+        """Get ready to work."""
+        await patiently(self.queues.read)
+        self.pinger.start()
+        if self._settings.listen:
+            await self.listener.open()  # before the first scan, so that nothing falls in between
+
+    def start(self, loops: anyio.abc.TaskGroup) -> None:
+        """Begin to work. The loops run until their task group is cancelled."""
+        loops.start_soon(self.scanner.run, name="taskmesh scanner")
+        loops.start_soon(self.claimer.run, name="taskmesh claimer")
+        loops.start_soon(self.listener.run, name="taskmesh listener")
+        loops.start_soon(self.backup_claims.run, name="taskmesh backup claims")
+        loops.start_soon(self.reporter.run, name="taskmesh reporter")
+        loops.start_soon(self.unserved.run, name="taskmesh unserved")
+        loops.start_soon(self.ticker.run, name="taskmesh ticker")
+        loops.start_soon(self.registration.run, name="taskmesh registration")
+        self.registration.show_soon()
+        self.candidates.order_scan()
+
+    async def work(self, until_idle: bool) -> None:
+        """Wait until it is asked to stop; `until_idle`: or there is nothing left to do."""
+        stop_asked = self._life.stop_asked
+        while not stop_asked.is_set():
+            stopping = await until(stop_asked, _IDLE_CHECK_S if until_idle else None)
+            if not stopping and await self._idleness.is_idle():
+                return
+
+    def claiming_changed(self) -> None:
+        """Claim again, or no more; what runs, runs on."""
+        self.candidates.ready.set()
+        if self._life.claims:
+            self.candidates.order_scan()
+        self.registration.show_soon()
+
+    async def wind_down(self, grace_ms: int) -> None:
+        """Claim and look for nothing more; bring what runs to its end."""
+        self._life.state = "stopping"
+        self.scanner.open = False
+        self.registration.show_soon()
+        await self._stopping.wind_down(grace_ms)
+
+    async def close(self) -> None:
+        """Give everything back."""
+        self.listener.close()
+        self.limits.close()
+        await self.pinger.stop()
+        await self.reporter.flush()
+        await self.executor.close()
+        await self.transactions.close()
+        self._life.state = "stopped"
+        if not isinstance(self._life.ended_by, WorkerIdTaken):
+            await self.registration.leave()

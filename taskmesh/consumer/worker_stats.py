@@ -1,6 +1,7 @@
-"""What a worker says about its last hour: claims in vain, how near leases came to their end, for how long its loop stood still.
+"""What a worker says about how it fares: its rates, and what was not well in the last hour.
 
-Kept in buckets of five minutes, so that what is old goes by itself.
+That is claims in vain, how near leases came to their end, and for how long its loop stood still; kept in buckets of five
+minutes, so that what is old goes by itself.
 """
 
 from __future__ import annotations
@@ -15,6 +16,10 @@ from taskmesh.store.driver import Document
 _BUCKET_S = 300.0
 _BUCKETS = 13
 """Twelve whole ones, and the one that is being filled."""
+
+
+SHORTEST_S = 1.0
+"""Signs of life can follow each other closely; a rate over less than this would be noise."""
 
 
 @dataclass(slots=True)
@@ -70,3 +75,22 @@ class WorkerStats:
         if now - self._buckets[-1].begun_at >= _BUCKET_S:
             self._buckets.append(_Bucket(now))
         return self._buckets[-1]
+
+
+class Throughput:
+    """Turns the worker's counts into rates over the last second or more."""
+
+    def __init__(self) -> None:
+        self._since = time.monotonic()
+        self._counted = (0, 0)
+        self._rates = (0.0, 0.0)
+
+    def rates(self, started: int, finished: int) -> Document:
+        """Return what to write, given the counts as they are now."""
+        now = time.monotonic()
+        elapsed = now - self._since
+        if elapsed >= SHORTEST_S:
+            before = self._counted
+            self._rates = (started - before[0]) / elapsed, (finished - before[1]) / elapsed
+            self._since, self._counted = now, (started, finished)
+        return {"started_per_s": round(self._rates[0], 1), "finished_per_s": round(self._rates[1], 1)}

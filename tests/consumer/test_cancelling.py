@@ -90,7 +90,7 @@ async def test_t35_between_the_claim_and_the_handler_s_start_it_is_heard_at_once
         async with working(slow, "slow", concurrency=6) as consumer:
             consumer.pause()
             await mesh.publisher.publish_many("job", {f"k{n}": {} for n in range(3)}, **dict(PINGS_LATE))
-            await eventually(lambda: len(parts_of(consumer).queue) == 3, what="it knows of all three, a set")
+            await eventually(lambda: len(parts_of(consumer).candidates) == 3, what="it knows of all three, a set")
             # What a set has won is read by a find.
             async with failing_commands(
                 mongo_uri, ["find"], appname="the slow worker", blockConnection=True, blockTimeMS=1_500

@@ -12,8 +12,8 @@ import psutil
 import pytest
 from pymongo import MongoClient
 
-import taskmesh.consumer.parts
-import taskmesh.consumer.scanner
+import taskmesh.consumer.claim_queue
+import taskmesh.consumer.queues
 from taskmesh import Status, TaskMesh, TaskOption, current_task
 from taskmesh.consumer import Consumer
 from taskmesh.consumer.listener import Listener
@@ -95,7 +95,7 @@ async def test_a_task_published_between_the_opening_of_the_stream_and_the_scan_i
 async def test_what_no_event_announces_is_found_by_the_scan_alone(
     mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    monkeypatch.setattr(taskmesh.consumer.scanner, "_QUEUES_EVERY_S", 1.0)  # how often it looks for new queues
+    monkeypatch.setattr(taskmesh.consumer.queues, "_QUEUES_EVERY_S", 1.0)  # how often it looks for new queues
     attempts: dict[str, int] = {}
 
     @mesh.task(option=TaskOption(unexpected_retry_delay_ms=0, worker_timeout_ms=1_000, ping_interval_ms=200))
@@ -200,7 +200,7 @@ async def test_m31_idle_consumers_hear_nothing_of_renewals_claims_and_progress(m
 async def test_t27_m16_m17_m19_a_burst_while_all_slots_are_busy_is_worked_off_without_another_event(
     mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
-    monkeypatch.setattr(taskmesh.consumer.parts, "queue_limit", lambda _: 50)
+    monkeypatch.setattr(taskmesh.consumer.claim_queue, "queue_limit", lambda _: 50)
     release = asyncio.Event()
     ran: set[str] = set()
 
@@ -214,12 +214,12 @@ async def test_t27_m16_m17_m19_a_burst_while_all_slots_are_busy_is_worked_off_wi
         await eventually(lambda: len(consumer.running) == 2)
         for start in range(0, count, 1_000):
             await job.publish_many({f"k{n}": {} for n in range(start, start + 1_000)})
-            assert len(parts_of(consumer).queue) <= 50 * 5 // 4
+            assert len(parts_of(consumer).candidates) <= 50 * 5 // 4
         deafen(mesh)  # silence from here on
         consumer.concurrency = 200
         release.set()
         await eventually(lambda: len(ran) == count + 2, 60, what="all have run")
-        assert len(parts_of(consumer).queue) <= 50 * 5 // 4
+        assert len(parts_of(consumer).candidates) <= 50 * 5 // 4
 
 
 async def test_t27_m18_what_is_published_while_a_consumer_starts_is_not_left_behind(mesh: TaskMesh) -> None:
@@ -274,13 +274,13 @@ async def test_memory_is_bounded_whatever_the_backlog(
     await asyncio.to_thread(_fill, mongo_uri, database, count)
     before = psutil.Process().memory_info().rss
     async with working(mesh, concurrency=5) as consumer:
-        limit = parts_of(consumer).queue._limit
+        limit = taskmesh.consumer.claim_queue.queue_limit(consumer.concurrency)
         assert limit < count / 3
         await eventually(lambda: len(consumer.running) == 5)
         await job.publish_many({f"more {n}": {} for n in range(2_000)})
         scans = parts_of(consumer).scanner.scans
         await eventually(lambda: parts_of(consumer).scanner.scans >= scans + 3)
-        queue = parts_of(consumer).queue
+        queue = parts_of(consumer).candidates
         assert len(queue) <= limit * 5 // 4
         assert len(queue._ready) + len(queue._later) <= limit * 3
         assert psutil.Process().memory_info().rss - before < 60_000_000

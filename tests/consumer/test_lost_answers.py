@@ -189,11 +189,11 @@ async def test_t13_a_large_claim_that_lands_long_after_its_answer_was_lost_is_gi
             async with working(cut_off, concurrency=2 * count, listen=False) as consumer:
                 consumer.pause()
                 await job.publish_many({f"k{n:03}": {} for n in range(count)})
-                claimer = parts_of(consumer).claimer
-                await eventually(lambda: parts_of(consumer).queue.ready_count(time.monotonic()) == count)
+                candidates = parts_of(consumer).candidates
+                await eventually(lambda: candidates.ready_count(time.monotonic()) == count)
                 async with locked(mongo_uri, database, "job:k000"):
                     consumer.resume()
-                    await eventually(lambda: len(claimer.being_claimed) == count)
+                    await eventually(lambda: len(candidates.being_claimed) == count)
                     await eventually(lambda: _is_at_work(mesh))
                     sent = time.monotonic()
                     proxy.cut()

@@ -30,7 +30,7 @@ async def test_tasks_run_soon_after_whatever_made_the_server_refuse_all_claims_h
     async with working(mesh, "w", concurrency=50) as consumer:
         async with failing_commands(mongo_uri, ["update", "findAndModify"], errorCode=code):
             await job.publish_many({f"k{n}": {} for n in range(count)})
-            await eventually(lambda: caplog.records and not parts_of(consumer).claimer.being_claimed)
+            await eventually(lambda: caplog.records and not parts_of(consumer).candidates.being_claimed)
         for n in range(count):
             assert (await finished(mesh, "job", f"k{n}", SOON_S)).status is Status.SUCCESS
 

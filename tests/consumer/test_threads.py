@@ -107,7 +107,7 @@ async def test_the_entry_of_a_cancelled_thread_shows_whether_it_is_still_on_its_
         async with working(mesh) as consumer:
             await eventually(begun.is_set)
             await mesh.cancel("job", "k")
-            await eventually(lambda: parts_of(consumer).executor.executions["job:k"].ended, what="it is told")
+            await eventually(lambda: parts_of(consumer).executions["job:k"].ended, what="it is told")
             assert await state() == ("RUNNING", None)
             assert consumer.running == ["k"]
             release.set()

@@ -38,7 +38,7 @@ async def test_a_backlog_too_long_for_one_look_is_worked_off_in_several(
     await mesh.every(tick, schedule_id="s", interval_ms=1_000, missed="all")
     ago = mesh.clock.now() - timedelta(seconds=400)
     await mesh.store.driver.collection("schedules").update_one({"_id": "s"}, {"$set": {"next_time": ago}})
-    ticker = Ticker(mesh.store, mesh.schedules.publication_of_tick)
+    ticker = Ticker(mesh.store, mesh.schedules)
 
     async def all_published() -> bool:
         await ticker.run_once()

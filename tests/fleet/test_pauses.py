@@ -20,7 +20,7 @@ async def test_a_pause_until_a_time_ends_by_itself(mesh: TaskMesh, listen: bool)
 
     async with working(mesh, listen=listen) as consumer:
         await mesh.pause("tired", reason="deploy", by="ann", until=mesh.clock.now() + timedelta(seconds=5))
-        await eventually(lambda: parts_of(consumer).closed_queues == {"tired"})
+        await eventually(lambda: parts_of(consumer).queues.paused == {"tired"})
         handle = await work.publish("k")
         assert any("paused" in warning for warning in handle.warnings)
         (queue,) = await mesh.queues.all()
@@ -46,7 +46,7 @@ async def test_what_runs_runs_on_while_its_queue_is_paused_and_nothing_new_start
     async with working(mesh) as consumer:
         await eventually(lambda: consumer.running == ["first"])
         await mesh.pause("default")
-        await eventually(lambda: parts_of(consumer).closed_queues == {"default"})
+        await eventually(lambda: parts_of(consumer).queues.paused == {"default"})
         second = await work.publish("second")
         gate.set()
         await first.result(timeout=60)

@@ -30,7 +30,7 @@ def set_time(mesh: TaskMesh, moment: datetime) -> None:
 
 
 def ticker(mesh: TaskMesh) -> Ticker:
-    return Ticker(mesh.store, mesh.schedules.publication_of_tick)
+    return Ticker(mesh.store, mesh.schedules)
 
 
 async def keys(mesh: TaskMesh, name: str) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from taskmesh import Stats, TaskMesh
-from taskmesh.consumer.throughput import Throughput
+from taskmesh.consumer.worker_stats import Throughput
 from tests.waiting import eventually
 from tests.working import all_working, working
 
@@ -60,7 +60,7 @@ async def test_signs_of_life_that_follow_each_other_closely_make_no_rates_of_the
 
 def test_a_rate_is_over_a_second_or_more(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("taskmesh.consumer.throughput.time.monotonic", lambda: now)
+    monkeypatch.setattr("taskmesh.consumer.worker_stats.time.monotonic", lambda: now)
     counted = Throughput()
     now += 0.1
     assert counted.rates(50, 50) == {"started_per_s": 0.0, "finished_per_s": 0.0}

@@ -258,9 +258,9 @@ def events_are_obeyed_unseen(replace: Replace) -> None:
     heard = Listener._heard_of_update
 
     def obeyed(self: Any, change: Any) -> None:
-        running = self._executor.executions.get(change.id)
+        running = self._executions.get(change.id)
         if running is not None and read_stamp(change.stamp).kind == "cancelled":
-            self._executor.stop(running, Stop.CANCELLED)
+            running.stop(Stop.CANCELLED)
         heard(self, change)
 
     replace(Listener, "_heard_of_update", obeyed)

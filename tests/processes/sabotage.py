@@ -11,7 +11,7 @@ from typing import Any
 
 from taskmesh.consumer import finisher
 from taskmesh.consumer.claimer import Claimer
-from taskmesh.consumer.execution import Execution
+from taskmesh.consumer.execution import Execution, Stop
 from taskmesh.consumer.executor import Executor
 from taskmesh.consumer.finisher import Finisher
 from taskmesh.consumer.pinger import Pinger
@@ -36,12 +36,18 @@ def notices_no_loss() -> None:
 
     def ignore(*_: object) -> None: ...
 
+    stop = Execution.stop
+
+    def stop_for_another_reason(self: Execution, reason: Stop) -> None:
+        if reason is not Stop.LEASE_LOST:
+            stop(self, reason)
+
     def ping_on(_: Pinger, execution: Execution) -> None:
         execution.ping_again(time.monotonic())
 
     replace(Execution, "renewed", renewed)
     replace(Execution, "check_lease", ignore)
-    replace(Executor, "lose", ignore)
+    replace(Execution, "stop", stop_for_another_reason)
     replace(Pinger, "_give_up", ping_on)
 
 

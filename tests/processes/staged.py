@@ -84,13 +84,12 @@ def scans_when_told(_: str, __: Signs) -> None:
 
     async def run(self: Scanner) -> None:
         while True:
-            await self._wake.wait()
-            self._wake.clear()
-            self._refill = False
+            await self._candidates.scan_wanted.wait()
+            self._candidates.scan_wanted.clear()
             try:
                 await self.run_once()
             except PyMongoError:
-                self._wake.set()
+                self._candidates.scan_wanted.set()
                 await asyncio.sleep(SCAN_EVERY_S)
 
     replace(Scanner, "run", run)

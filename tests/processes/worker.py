@@ -82,7 +82,7 @@ async def _work(setting: Setting) -> None:
             await consumer.run(until_idle=setting.until_idle)
         finally:
             telling.cancel()
-            claimer = consumer._parts.claimer if consumer._parts else None
+            claimer = consumer._worker.claimer if consumer._worker else None
             _tell(tried=claimer.tried if claimer else 0, won=claimer.won if claimer else 0)
 
 

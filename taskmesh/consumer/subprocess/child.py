@@ -29,7 +29,7 @@ from taskmesh.client.tracing import Carrier, going_on
 from taskmesh.consumer import logs
 from taskmesh.consumer.context import BlockingTaskContext, enter
 from taskmesh.consumer.execution import checked_progress, line_of
-from taskmesh.consumer.reasons import Reason, unstorable_text
+from taskmesh.consumer.outcome import Reason, unstorable_text
 from taskmesh.consumer.subprocess.handler_reference import HandlerRef, found
 from taskmesh.consumer.subprocess.wire import configuration_as_data, error_as_data, packed
 from taskmesh.consumer.transactions import End, Record, blocking_again, blocking_block

@@ -24,7 +24,7 @@ from taskmesh.client.params import checked_size
 from taskmesh.client.publisher import Publishable
 from taskmesh.consumer import logs
 from taskmesh.consumer.execution import Execution
-from taskmesh.consumer.reasons import reason_of
+from taskmesh.consumer.outcome import reason_of
 from taskmesh.consumer.subprocess.child import Call
 from taskmesh.consumer.subprocess.handler_reference import reference
 from taskmesh.consumer.subprocess.processes import MAX_ENDING_S, Child, Processes
@@ -48,12 +48,14 @@ class Conversation:
     def __init__(
         self,
         children: Processes,
+        transactions: Transactions,
         execution: Execution,
         definition: TaskDefinition[Any, Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> None:
         self._children = children
+        self._transactions = transactions
         self._execution = execution
         self._definition = definition
         self._arguments = (args, kwargs)
@@ -104,8 +106,8 @@ class Conversation:
                 if self._killed:
                     child.kill()
             try:
-                self._execution.on_leased = self._tell_lease
-                self._tell_lease()
+                self._execution.elsewhere = self
+                self.lease_changed()
                 child.connection.send(call)
                 outcome = self._listen(child)
             except (EOFError, OSError):
@@ -119,12 +121,12 @@ class Conversation:
                 text = f"the handler's process was killed, for it said what is not understood: {reason_of(error).text}"
                 return _raising(ProcessDied(text))
             finally:
-                self._execution.on_leased = None
+                self._execution.elsewhere = None
             self._release(child)
             return outcome
         return _raising(ProcessDied("the handler's process could not be started: idle ones died one after the other"))
 
-    def _tell_lease(self) -> None:
+    def lease_changed(self) -> None:
         """Tell the child until when it may go on: in any thread, again and again."""
         with self._lock:
             if self._child is not None:
@@ -141,7 +143,7 @@ class Conversation:
                 return None  # it died of something else while it was idle
             return _raising(ProcessDied(f"the handler's process could not be started: {_how_it_ended(code)}"))
         if self._execution.session_id is not None:
-            self._execution.transactions.abandoned(self._execution)
+            self._transactions.abandoned(self._execution)
         return _raising(ProcessDied(f"the handler's process {_how_it_ended(code)}"))
 
     def _lease_lost(self) -> LeaseLost:
@@ -192,7 +194,7 @@ class Conversation:
                 return _outcome(kind, *said)
             if kind == "begins":
                 self._begun = True
-                self._execution.on_begin(self._execution)
+                self._execution.begins_elsewhere()
                 continue
             if kind == "log":
                 self._execution.log(*said)
@@ -216,10 +218,9 @@ class Conversation:
         if question == "publish":
             definition, configuration, key, params = said
             return execution.add_publication(self._published(definition, configuration), key, params)
-        transactions: Transactions = execution.transactions
         if question == "address":
-            return pickle.dumps(transactions.address())
-        side = transactions.side(execution)
+            return pickle.dumps(self._transactions.address())
+        side = self._transactions.side(execution)
         if question == "begin":
             return run_now(side.begin(*said))
         if question == "record":

@@ -14,7 +14,7 @@ from typing import Any
 
 import bson
 
-from taskmesh.consumer.reasons import Reason, ReasonElsewhere, cleaned, reason_of
+from taskmesh.consumer.outcome import Reason, ReasonElsewhere, cleaned, reason_of
 from taskmesh.model.configuration import Configuration
 from taskmesh.model.errors import LeaseLost, Retry, Snooze, TaskFailed, TransactionConflict, delay_of
 from taskmesh.model.option import TaskOption
