@@ -8,14 +8,12 @@ once, and then there is only the looking.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
 import operator
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from pymongo.errors import OperationFailure, PyMongoError
 
@@ -66,7 +64,6 @@ class Feed:
         self.offered = True
         """Whether the server offers change streams to us."""
         self._opened_before = False
-        self._strays: set[asyncio.Task[None]] = set()
         self.delivered = 0
         """How many events came, for tests and metrics."""
         self._moved_at = time.monotonic()
@@ -123,9 +120,8 @@ class Feed:
         """Close the stream, whoever listens."""
         self._subscriptions.clear()
         reader = self._stop()
-        for closing in (reader, *tuple(self._strays)):
-            if closing is not None:
-                await ended_in_time(closing, CLOSE_DEADLINE_S)
+        if reader is not None:
+            await ended_in_time(reader, CLOSE_DEADLINE_S)
 
     def _union(self) -> Interest:
         return functools.reduce(operator.or_, (s.interest for s in self._subscriptions), Interest())
@@ -139,7 +135,7 @@ class Feed:
         return reader
 
     def _restart(self) -> None:
-        """Open a stream for what is wanted now. The old one goes: its connection is closed, which is rare enough."""
+        """Open a stream for what is wanted now. The old one is closed when its last read has ended."""
         if self._reader is not None:
             self._reader.cancel()
         for subscription in self._subscriptions:
@@ -149,7 +145,7 @@ class Feed:
     async def _read_for_ever(self) -> None:
         pause = 0.1
         faults = 0
-        while self._is_current():
+        while True:
             try:
                 async for opened in self._read():
                     if opened:
@@ -184,13 +180,6 @@ class Feed:
             await asyncio.sleep(pause)
             pause = min(pause * 2, _LONGEST_PAUSE_S)
 
-    def _is_current(self) -> bool:
-        """Whether this task is still the reader. Its cancellation alone does not end it for certain.
-
-        Up to Python 3.11 `asyncio.wait_for`, by which the driver reads, drops a cancellation that meets an answer.
-        """
-        return self._reader is asyncio.current_task()
-
     def _tell_fault(self, error: Exception, faults: int) -> None:
         if faults == 0:  # an outage is one line, however long it lasts
             logger.warning("change stream broke (%s: %.200s): opening it again", type(error).__name__, error)
@@ -200,19 +189,8 @@ class Feed:
         had_place = self._token is not None
         relaxed = all(subscription.relaxed for subscription in self._subscriptions)
         await_ms = _RELAXED_AWAIT_MS if relaxed else _EAGER_AWAIT_MS
-        opening = asyncio.ensure_future(
-            open_stream(self._store, self._union(), start_after=self._token, await_ms=await_ms)
-        )
+        stream = await open_stream(self._store, self._union(), start_after=self._token, await_ms=await_ms)
         try:
-            stream = await asyncio.shield(opening)
-        except asyncio.CancelledError:
-            # The server opens it all the same, and would keep it for minutes: close it as soon as it is open.
-            self._strays.add(closing := asyncio.ensure_future(_close_opened(opening)))
-            closing.add_done_callback(self._strays.discard)
-            raise
-        try:
-            if not self._is_current():
-                return
             if not had_place and self._opened_before:
                 self._announce_gap()
             self._opened_before = True
@@ -223,8 +201,6 @@ class Feed:
             paused_at = time.monotonic()
             while stream.alive:
                 event = await stream.try_next()
-                if not self._is_current():
-                    return
                 if event is not None:
                     self.delivered += 1
                     self._hand_out(change_from(event))
@@ -257,9 +233,3 @@ class Feed:
     def _set_ready(self) -> None:
         for subscription in self._subscriptions:
             subscription.ready.set()
-
-
-async def _close_opened(opening: asyncio.Future[Any]) -> None:
-    """Close a stream that nobody wants any more when it opens."""
-    with contextlib.suppress(PyMongoError):
-        await (await opening).close()

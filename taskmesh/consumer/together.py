@@ -14,8 +14,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -26,9 +25,7 @@ from taskmesh.consumer.execution import Execution
 from taskmesh.consumer.timing import by_chance
 from taskmesh.model.errors import LeaseLost
 from taskmesh.store import Store
-from taskmesh.store.blocking import maybe
 from taskmesh.store.clock import ServerClock
-from taskmesh.store.driver import start_transaction
 from taskmesh.store.finish import Outcome, finish, standing
 from taskmesh.store.publish import Publication, publish_in_session
 from taskmesh.store.server_errors import is_over_deadline, is_passing
@@ -153,12 +150,12 @@ class Together:
 
     async def _write(self, todo: Sequence[_Waiting], at: list[str]) -> None:
         publications = [publication for waiting in todo for publication in waiting.publications]
-        async with session_of(self._store) as session:
-            await maybe(start_transaction(session))
+        async with self._store.driver.session() as session:
+            await self._store.driver.start_transaction(session)
             outcomes = [waiting.outcome for waiting in todo]
             await write(self._store, session, self._worker_id, outcomes, publications, self._clock.now(), at.append)
             at.clear()
-            await commit(session, asyncio.sleep)
+            await commit(self._store, session, asyncio.sleep)
 
     async def _refused(self, todo: list[_Waiting], at: str | None, error: Exception, *, beside: bool) -> None:
         if len(todo) == 1:
@@ -197,14 +194,6 @@ def _parts(todo: list[_Waiting], at: str | None) -> list[list[_Waiting]]:
     return [part for part in parts if part]
 
 
-@asynccontextmanager
-async def session_of(store: Store) -> AsyncIterator[Any]:
-    """Open a session, which ends a transaction that is still open with it."""
-    session = await maybe(store.driver.start_session())
-    async with session:
-        yield session
-
-
 async def write(
     store: Store,
     session: Any,
@@ -223,12 +212,12 @@ async def write(
     await publish_in_session(store, publications, now, session, touching)
 
 
-async def commit(session: Any, pause: Callable[[float], Awaitable[None]]) -> None:
+async def commit(store: Store, session: Any, pause: Callable[[float], Awaitable[None]]) -> None:
     """Commit; again as long as the answer is unknown, which the server allows for."""
     give_up = time.monotonic() + _COMMIT_TRIES_S
     while True:
         try:
-            await maybe(session.commit_transaction())
+            await store.driver.commit(session)
         except PyMongoError as error:
             if not error.has_error_label(_UNKNOWN_COMMIT) or time.monotonic() > give_up:
                 raise

@@ -11,7 +11,6 @@ after the commit, both the handler's writes and the SUCCESS are there.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -19,7 +18,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal, Protocol
 
-import anyio
 from pymongo.errors import OperationFailure, PyMongoError
 
 from taskmesh.consumer.execution import Execution
@@ -27,13 +25,12 @@ from taskmesh.consumer.outcome import success
 from taskmesh.consumer.pinger import Pinger
 from taskmesh.consumer.reporter import Reporter
 from taskmesh.consumer.timing import by_chance
-from taskmesh.consumer.together import Together, commit, session_of, write
+from taskmesh.consumer.together import Together, commit, write
 from taskmesh.model.errors import LeaseLost, Retry, Snooze, TaskFailed, TaskMeshError, TransactionConflict
 from taskmesh.store import Store
-from taskmesh.store.blocking import BlockingStore, StoreAddress, maybe, run_now
+from taskmesh.store.blocking import BlockingStore, StoreAddress, run_now
 from taskmesh.store.clock import ServerClock
-from taskmesh.store.closing import CLOSE_DEADLINE_S, ended_in_time
-from taskmesh.store.driver import settings_of, start_transaction
+from taskmesh.store.driver import maybe, settings_of
 from taskmesh.store.finish import Outcome
 from taskmesh.store.publish import Publication
 from taskmesh.store.renew import extend
@@ -106,14 +103,14 @@ class Transactions:
     async def in_loop(self, execution: Execution) -> AsyncIterator[Any]:
         """See `TaskContext.transaction`."""
         async with (
-            session_of(self._store) as session,
+            self._store.driver.session() as session,
             _block(self._store, session, _Here(self, execution), asyncio.sleep),
         ):
             yield session
 
     async def again_in_loop(self, execution: Execution, fn: Callable[[Any], Any]) -> Any:
         """See `TaskContext.in_transaction`."""
-        async with session_of(self._store) as session:
+        async with self._store.driver.session() as session:
             return await _again(self._store, session, _Here(self, execution), execution, fn, asyncio.sleep)
 
     async def record(self, execution: Execution, outcome: Outcome) -> None:
@@ -312,12 +309,12 @@ async def _block(
     how: End = "failed"
     ours = False
     try:
-        await maybe(start_transaction(session))
+        await store.driver.start_transaction(session)
         yield
         record = await side.record()
         ours = True
         await write(store, session, record.worker_id, [record.outcome], record.publications, record.now)
-        await commit(session, pause)
+        await commit(store, session, pause)
         how = "recorded"
     except Exception as error:
         met = _met(error)
@@ -335,9 +332,7 @@ async def _block(
         raise TransactionConflict(f"the transaction is undone, and may go well another time: {text}") from error
     finally:
         try:
-            if session.in_transaction:
-                with suppress(PyMongoError):
-                    await _abort(session)
+            await store.driver.abort(session)
         finally:
             await side.end(how)
 
@@ -393,14 +388,6 @@ def _met(error: BaseException) -> PyMongoError | None:
         return next((met for met in found if met.has_error_label(_TRANSIENT)), found[0] if found else None)
     origin = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return None if origin is None else _met(origin)
-
-
-async def _abort(session: Any) -> None:
-    """Undo it, also while we are being cancelled (again and again, by a scope of anyio): what it wrote is locked until then."""
-    aborting = session.abort_transaction()
-    if inspect.isawaitable(aborting):
-        with anyio.CancelScope(shield=True):
-            await ended_in_time(aborting, CLOSE_DEADLINE_S)
 
 
 def _is_gone(error: PyMongoError) -> bool:

@@ -6,15 +6,16 @@ A verb is a coroutine that waits for nothing but its driver. With a driver that 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pymongo import MongoClient
+from pymongo.errors import PyMongoError
 
 from taskmesh.store import rules
-from taskmesh.store.driver import CODEC, Document, checked, own_database
+from taskmesh.store.driver import CODEC, TRANSACTION, Document, checked, own_database
 from taskmesh.store.store import Store
 
 T = TypeVar("T")
@@ -60,6 +61,20 @@ class BlockingDriver:
         """Run a database command and return its reply. Raises also for what the reply says of failed writes."""
         return checked(self.database.command(command, codec_options=CODEC, session=session))
 
+    async def start_transaction(self, session: Any) -> None:
+        """Start a transaction that a majority has when it is committed."""
+        session.start_transaction(**TRANSACTION)
+
+    async def commit(self, session: Any) -> None:
+        """Commit."""
+        session.commit_transaction()
+
+    async def abort(self, session: Any) -> None:
+        """Undo the transaction, if it is open."""
+        if session.in_transaction:
+            with suppress(PyMongoError):  # the server does it by itself when the transaction's time is over
+                session.abort_transaction()
+
 
 class _Eager:
     def __init__(self, collection: Any) -> None:
@@ -86,8 +101,3 @@ def run_now(coroutine: Coroutine[Any, Any, T]) -> T:
         return end.value  # type: ignore[no-any-return]
     coroutine.close()
     raise RuntimeError(f"{coroutine!r} waited, where nothing may wait")
-
-
-async def maybe(value: Any) -> Any:
-    """Await what can be awaited: Motor, PyMongo async and blocking PyMongo differ in that."""
-    return await value if inspect.isawaitable(value) else value

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
 from decimal import Decimal
 from typing import Any, cast
 
@@ -17,19 +18,23 @@ from bson.decimal128 import Decimal128
 from motor.motor_asyncio import AsyncIOMotorClient
 from pymongo import AsyncMongoClient, MongoClient
 from pymongo.errors import InvalidName as PyMongoInvalidName
-from pymongo.errors import OperationFailure, WriteConcernError
+from pymongo.errors import OperationFailure, PyMongoError, WriteConcernError
 from pymongo.read_concern import ReadConcern
 from pymongo.read_preferences import ReadPreference
 from pymongo.write_concern import WriteConcern
 
 from taskmesh.model.errors import InvalidName
-from taskmesh.store import waits
-
-waits.mend()
+from taskmesh.store.uncut import Uncut, UncutCalls
 
 Document = dict[str, Any]
 MAJORITY = WriteConcern("majority")
 _BAD_VALUE = 2
+TRANSACTION: Mapping[str, Any] = {
+    "read_concern": ReadConcern("local"),
+    "write_concern": MAJORITY,
+    "read_preference": ReadPreference.PRIMARY,
+}
+"""A transaction's options: whatever the client does, it reads from the primary, and a majority has what is committed."""
 
 
 class _DecimalEncoder(TypeEncoder):
@@ -78,28 +83,28 @@ class Driver:
             self.database = own_database(client, database)
         except (PyMongoInvalidName, TypeError) as error:
             raise InvalidName(f"database must be a name that MongoDB allows, got {database!r}: {error}") from None
+        self.calls = UncutCalls()
 
     def collection(self, name: str, codec: CodecOptions[Document] = CODEC, *, majority: bool = False) -> Any:
         """Return a collection. `majority`: it reads only what no failover can take back, not what the primary has by now."""
         read_concern = ReadConcern("majority") if majority else None
-        return self.database.get_collection(name, codec_options=codec, read_concern=read_concern)
+        return Uncut(self.calls, self.database.get_collection(name, codec_options=codec, read_concern=read_concern))
 
     async def command(self, command: Mapping[str, Any], session: Any = None) -> Document:
         """Run a database command and return its reply. Raises also for what the reply says of failed writes."""
-        reply = await self.database.command(command, codec_options=CODEC, session=session)
-        return checked(reply)
+        call = self.database.command(command, codec_options=CODEC, session=session)
+        return checked(await self.calls.run(call, session))
 
     async def admin(self, command: Mapping[str, Any]) -> Document:
         """Run a command on the `admin` database."""
-        return cast(Document, await self.client.admin.command(command, codec_options=CODEC))
+        return cast(Document, await self.calls.run(self.client.admin.command(command, codec_options=CODEC)))
 
     async def aggregate(
         self, collection: str, pipeline: list[Document], *, majority: bool = False, **options: Any
     ) -> Any:
         """Open a cursor over a pipeline's results. Where the index that `hint` names is not there yet, the server chooses."""
-        cursor = self.collection(collection, majority=majority).aggregate(pipeline, **options)
         try:
-            return await cursor if inspect.isawaitable(cursor) else cursor
+            return await maybe(self.collection(collection, majority=majority).aggregate(pipeline, **options))
         except OperationFailure as error:  # a first publication is creating the indexes at this moment
             if "hint" not in options or error.code != _BAD_VALUE or "hint provided" not in str(error):
                 raise
@@ -109,16 +114,30 @@ class Driver:
     async def watch(self, pipeline: list[Document], **options: Any) -> Any:
         """Open a change stream over the whole database."""
         database = self.database.with_options(codec_options=PLAIN_CODEC, read_concern=ReadConcern("majority"))
-        stream = database.watch(pipeline, **options)
-        if inspect.isawaitable(stream):
-            return await stream
-        # Motor opens a stream at its first read, in a thread; we promise that it is open on return.
-        await asyncio.to_thread(stream._lazy_init)  # noqa: SLF001 — the only way to open it without reading
-        return stream
+        return Uncut(self.calls, await self.calls.run(_opened(database.watch(pipeline, **options))))
 
-    def start_session(self) -> Any:
-        """Return a session, or (Motor) an awaitable of one."""
-        return self.client.start_session()
+    @asynccontextmanager
+    async def session(self) -> AsyncIterator[Any]:
+        """Open a session. A transaction that is still open at the end is undone."""
+        session = await self.calls.run(maybe(self.client.start_session()))
+        try:
+            yield session
+        finally:
+            await self.calls.run(maybe(session.end_session()), session)
+
+    async def start_transaction(self, session: Any) -> None:
+        """Start a transaction that a majority has when it is committed. Nothing is sent before its first call."""
+        await maybe(session.start_transaction(**TRANSACTION))
+
+    async def commit(self, session: Any) -> None:
+        """Commit. A cancellation waits for this."""
+        await self.calls.run(maybe(session.commit_transaction()), session)
+
+    async def abort(self, session: Any) -> None:
+        """Undo the transaction, if it is open. What it wrote is locked until then, so a cancellation waits for this."""
+        if session.in_transaction:
+            with suppress(PyMongoError):  # the server does it by itself when the transaction's time is over
+                await self.calls.run(maybe(session.abort_transaction()), session)
 
     def sync_database(self, socket_timeout_ms: int | None = None) -> Any:
         """Return the same database on a blocking client of its own, for threads. Whoever asked for it closes that client.
@@ -149,11 +168,18 @@ def own_database(client: Any, name: str) -> Any:
     )
 
 
-def start_transaction(session: Any) -> Any:
-    """Start a transaction (or, PyMongo async, return an awaitable of that) which a majority has when it is committed."""
-    return session.start_transaction(
-        read_concern=ReadConcern("local"), write_concern=MAJORITY, read_preference=ReadPreference.PRIMARY
-    )
+async def maybe(value: Any) -> Any:
+    """Await what can be awaited: Motor, PyMongo async and blocking PyMongo differ in that."""
+    return await value if inspect.isawaitable(value) else value
+
+
+async def _opened(stream: Any) -> Any:
+    """Return a change stream that is open."""
+    if inspect.isawaitable(stream):
+        return await stream
+    # Motor opens a stream at its first read, in a thread.
+    await asyncio.to_thread(stream._lazy_init)  # noqa: SLF001 — the only way to open it without reading
+    return stream
 
 
 def restored(value: Any) -> Any:

@@ -109,7 +109,7 @@ async def create(store: Store) -> None:
         store.definitions,
     ):
         try:
-            await store.driver.database.create_collection(name)
+            await store.driver.command({"create": name})
         except (CollectionInvalid, OperationFailure) as error:
             if isinstance(error, OperationFailure) and error.code != _NAMESPACE_EXISTS:
                 raise

@@ -135,6 +135,7 @@ class Store:
 
     async def close(self) -> None:
         """Close the connection, if it is ours. Takes a few seconds at most, though the server be gone for good."""
+        await self.driver.calls.ended(CLOSE_DEADLINE_S)
         if self._owned and not await ended_in_time(self.driver.close(), CLOSE_DEADLINE_S):
             # It waits to say goodbye to a server. Closed once more, it has nobody left to say goodbye to; nor has the first.
             await ended_in_time(self.driver.close(), CLOSE_DEADLINE_S)

@@ -141,9 +141,7 @@ async def test_transactions_work_on_every_driver(mesh: TaskMesh, database: str) 
     async def chain() -> None:
         await current_task().publish(leaf, "chained", n=1)
 
-    session = driver.start_session()
-    session = await session if inspect.isawaitable(session) else session
-    async with session:
+    async with driver.session() as session:
         transaction = session.start_transaction()
         async with await transaction if inspect.isawaitable(transaction) else transaction:
             await leaf.configure(session=session).publish("in a transaction", n=2)

@@ -48,7 +48,7 @@ async def delete_and_publish(mesh: TaskMesh, job: Job) -> None:
 
 async def delete_and_publish_in_a_session(mesh: TaskMesh, job: Job) -> None:
     await mesh.delete("job", "k")
-    async with mesh.store.driver.start_session() as session, await session.start_transaction():
+    async with mesh.store.driver.session() as session, await session.start_transaction():
         assert (await job.configure(session=session).publish("k")).created
 
 

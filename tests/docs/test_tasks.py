@@ -55,7 +55,7 @@ async def test_the_example_of_a_setting_is_taken(mesh: TaskMesh) -> None:
     namespace = await defined(mesh)
     for row in SETTINGS:
         setting, example = name_in(row, "setting"), name_in(row, "example")
-        async with mesh.store.driver.start_session() as session:
+        async with mesh.store.driver.session() as session:
             namespace["session"] = session
             await run(f"result = {example}", namespace, DOCUMENT)
             if setting == "session":

@@ -24,7 +24,7 @@ async def test_t37_a_key_past_its_retention_is_published_afresh(life: Life) -> N
 async def test_t37_a_key_past_its_retention_is_published_afresh_in_a_transaction(life: Life) -> None:
     for flags in ((), ("update_existing_params",)):
         await past_retention(life)
-        async with life.store.driver.start_session() as session, await session.start_transaction():
+        async with life.store.driver.session() as session, await session.start_transaction():
             publication = life.publication(n=2, retain_success_ms=1_000, flags=flags)
             (published,) = await publish_in_session(life.store, [publication], life.now, session)
         assert published.created

@@ -162,7 +162,7 @@ class World:
             expected = "running"
         try:
             if in_session:
-                async with self.store.driver.start_session() as session, await session.start_transaction():
+                async with self.store.driver.session() as session, await session.start_transaction():
                     (published,) = await publish_in_session(self.store, [publication], self.now, session)
             else:
                 published = (await publish(self.store, [publication], self.now))[0]

@@ -110,7 +110,7 @@ async def test_t36_a_key_in_an_open_transaction_is_waited_for_and_created_once(m
     async def job(n: int) -> int:
         return n
 
-    async with mesh.store.driver.start_session() as session, await session.start_transaction():
+    async with mesh.store.driver.session() as session, await session.start_transaction():
         assert (await job.configure(session=session).publish("k", n=1)).created
         second = asyncio.create_task(job.publish("k", n=2))
         await eventually(lambda: _waits(mesh), what="the second publish waits")
@@ -125,7 +125,7 @@ async def test_t36_a_key_whose_transaction_is_undone_is_created_by_who_waited(me
     async def job(n: int) -> int:
         return n
 
-    async with mesh.store.driver.start_session() as session:
+    async with mesh.store.driver.session() as session:
         await session.start_transaction()
         await job.configure(session=session).publish("k", n=1)
         second = asyncio.create_task(job.publish("k", n=2))
@@ -147,7 +147,7 @@ async def test_t36_a_publish_gives_up_at_its_deadline_while_somebodys_transactio
     async def job(n: int) -> int:
         return n
 
-    async with mesh.store.driver.start_session() as session:
+    async with mesh.store.driver.session() as session:
         await session.start_transaction()
         await job.configure(session=session).publish("k", n=1)
         began = time.monotonic()

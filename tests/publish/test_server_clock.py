@@ -31,7 +31,7 @@ async def test_so_does_a_publish_in_a_transaction(mesh: TaskMesh) -> None:
     async def job() -> None: ...
 
     _suspended(mesh.clock, _HOUR_S)
-    async with mesh.store.driver.start_session() as session, await session.start_transaction():
+    async with mesh.store.driver.session() as session, await session.start_transaction():
         handle = await job.configure(session=session).publish("1")
     assert abs((await handle.task()).task_state.create_time - datetime.now(UTC)) < timedelta(seconds=30)
 

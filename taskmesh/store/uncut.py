@@ -1,0 +1,145 @@
+"""Calls of the driver that no cancellation cuts short: whoever is cancelled goes at once, the call ends by itself.
+
+PyMongo's async client cannot be cancelled safely at every point. Up to Python 3.11, where `asyncio.wait_for` runs what it
+waits for as a task of its own, the lock around its connections may be left taken by nobody, and every later call of the
+client waits for ever; and a cancellation that meets the last byte of a message is lost, so that a handler that was told to
+stop goes on. On every Python, a connection that is cut off while it is being made leaves its socket to the garbage collector,
+and one that is cut off in use is closed.
+
+So each call of ours runs in a task of its own that nobody cancels. PyMongo itself is left as it is: it is not ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import time
+from collections.abc import Awaitable, Coroutine
+from typing import Any, TypeVar
+
+import anyio
+from pymongo.errors import PyMongoError
+
+from taskmesh.store.closing import CLOSE_DEADLINE_S
+
+T = TypeVar("T")
+
+
+class UncutCalls:
+    """The calls of one client."""
+
+    def __init__(self) -> None:
+        self._left_alone: set[asyncio.Future[Any]] = set()
+        """Those that go on, though whoever made them was cancelled."""
+        self._unwanted: set[asyncio.Future[Any]] = set()
+        """Those of them that read from what has been closed since."""
+
+    async def run(self, call: Awaitable[T], session: Any = None) -> T:
+        """Await a call of the driver. If we are cancelled meanwhile, it goes on alone, and what it opens is closed.
+
+        `session`: the one that the call is made in. It bears one call at a time: a transaction that is undone while a call of
+        it is still under way may begin anew with that call, or the call writes outside of it. So we go when it has ended.
+        """
+        running = asyncio.ensure_future(call)
+        try:
+            # Unlike `shield`, this leaves it to us what becomes of an error that nobody waits for any more.
+            await asyncio.wait((running,))
+        except asyncio.CancelledError:
+            self._leave(running)
+            if session is not None:
+                await _ended_though_cancelled(running)
+            raise
+        return running.result()
+
+    def go_on_alone(self, call: Coroutine[Any, Any, None]) -> None:
+        """Make a call that nobody waits for."""
+        self._leave(asyncio.ensure_future(call))
+
+    def close_after(self, read: asyncio.Future[Any], opened: Any) -> None:
+        """Close a cursor or a stream when a read of it has ended that goes on alone: it bears one call at a time."""
+        self._unwanted.add(read)
+        self.go_on_alone(_closed(opened, after=read))
+
+    async def ended(self, within_s: float) -> None:
+        """Wait, for so long at most, until no call goes on alone; then cut off what is left.
+
+        Reads from what has been closed are cut off at once: that of a stream may only be waiting for something to come.
+        """
+        for read in tuple(self._unwanted):
+            read.cancel()
+        give_up = time.monotonic() + within_s
+        while self._left_alone and (left := give_up - time.monotonic()) > 0:
+            await asyncio.wait(tuple(self._left_alone), timeout=left)
+        for call in tuple(self._left_alone):
+            call.cancel()
+
+    def _leave(self, running: asyncio.Future[Any]) -> None:
+        self._left_alone.add(running)
+        running.add_done_callback(self._ended_alone)
+
+    def _ended_alone(self, call: asyncio.Future[Any]) -> None:
+        self._left_alone.discard(call)
+        self._unwanted.discard(call)
+        if call.cancelled() or call.exception() is not None:  # asked for, or asyncio says that nobody heard of it
+            return
+        if hasattr(call.result(), "close"):  # a cursor or a stream, which the server would keep open for minutes
+            self.go_on_alone(_closed(call.result()))
+
+
+class Uncut:
+    """A collection, cursor or change stream whose calls go through `UncutCalls`, as do those of what they return."""
+
+    def __init__(self, calls: UncutCalls, wrapped: Any, session: Any = None) -> None:
+        """`session`: of a cursor, the session that it reads in."""
+        self._calls = calls
+        self._wrapped = wrapped
+        self._session = session
+        self._running: asyncio.Future[Any] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._wrapped, name)
+        if not callable(found):
+            return found
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            session = options.get("session", self._session)
+            result = found(*arguments, **options)
+            if inspect.isawaitable(result):
+                return self._run(result, session)
+            return Uncut(self._calls, result, session)
+
+        return call
+
+    async def close(self) -> None:
+        """Close it; if a read of it goes on alone, as soon as that has ended, and without waiting."""
+        if self._running is None or self._running.done():
+            await self._calls.run(self._wrapped.close())
+        else:
+            self._calls.close_after(self._running, self._wrapped)
+
+    async def _run(self, call: Awaitable[Any], session: Any) -> Any:
+        self._running = asyncio.ensure_future(call)
+        result = await self._calls.run(self._running, session)
+        return Uncut(self._calls, result, session) if hasattr(result, "close") else result
+
+
+async def _closed(opened: Any, after: asyncio.Future[Any] | None = None) -> None:
+    if after is not None:
+        await asyncio.wait((after,))
+    await _done(opened.close())
+
+
+async def _done(call: Awaitable[Any]) -> None:
+    with contextlib.suppress(PyMongoError):  # the server closes it in time
+        await call
+
+
+async def _ended_though_cancelled(call: asyncio.Future[Any]) -> None:
+    """Wait for a call, however often we are cancelled; one that takes too long is cut off: its connection is closed."""
+    give_up = time.monotonic() + CLOSE_DEADLINE_S
+    with anyio.CancelScope(shield=True):  # it would cancel us at every turn of the loop
+        while not call.done() and (left := give_up - time.monotonic()) > 0:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait((call,), timeout=left)
+    call.cancel()
