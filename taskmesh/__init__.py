@@ -1,12 +1,15 @@
 """taskmesh: a task engine on MongoDB.
 
-In reading order, as a task lives: `option` and `task` (what is stored), `rules` (who may claim what when), `definition`,
-`params`, `values` and `publishing` (into the world; `portal`: from code without an event loop), `consumer` (running) with
-`context` (what a handler sees), `feed`, `results` and `events` (hearing of it), `where`, `task_actions` with `explain`,
-`timeline` and `what_if`, `bulk` and `error_groups` (looking at tasks and changing them), `fleet_actions` with `queues`,
-`workers`, `stats` and `doctor` (the fleet), `scheduling` with `periodic` and `ticks`; under them `store` (every read and write),
-`connection`, `clock` and `ending` (of what nobody answers), over them `mesh` (the front door); beside them `embedded`, `logs`,
-`tracing`, `metrics`, `cli`, `web` and `demo`.
+Its rooms, in reading order; each imports only those before it:
+
+- `model`: what is stored, as types: option, configuration, task, schedule, worker, queue, event, errors. No I/O.
+- `store`: every read and write on a task's way: `rules` (who may claim what when), publish, find, claim, renew, finish, settle.
+- `client`: who publishes and waits: definition, params, publisher, handle, results, events, schedules, on one connection.
+- `consumer`: a worker: it listens, scans, claims, executes, pings, finishes; `context` is what a handler sees.
+- `admin`: people who look and act: listings, explain, doctor, errors, bulk actions, queues, the fleet, the audit.
+- `integrations`: metrics for a monitoring system.
+- `mesh`: `TaskMesh`, the front door, which composes all of these.
+- `cli`, `web`: its faces. `embedded`: the MongoDB that comes along.
 """
 
 from taskmesh.admin.audit import NotedAction
@@ -20,7 +23,7 @@ from taskmesh.admin.what_if import LimitEffect, OptionEffect
 from taskmesh.client.definition import TaskDefinition
 from taskmesh.client.handle import TaskHandle
 from taskmesh.consumer import Consumer
-from taskmesh.consumer.context import BlockingTaskContext, TaskContext, current_task
+from taskmesh.consumer.context import BlockingTaskContext, TaskContext, current_blocking_task, current_task
 from taskmesh.consumer.outcome import Ending
 from taskmesh.mesh import TaskMesh
 from taskmesh.model.errors import (
@@ -110,5 +113,6 @@ __all__ = [
     "WorkerIdTaken",
     "WorkerInfo",
     "WorkerState",
+    "current_blocking_task",
     "current_task",
 ]

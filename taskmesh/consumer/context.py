@@ -8,10 +8,12 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Protocol, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
+from taskmesh.client.definition import TaskDefinition
 from taskmesh.model.option import TaskOption
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 _current: ContextVar[Any] = ContextVar("taskmesh_current_task")
@@ -126,9 +128,18 @@ class TaskContext(_Context):
         """Report progress, from 0 to 1. Many calls cost few writes. Raises `LeaseLost` if the lease is gone."""
         self._running.set_progress(fraction, message)
 
-    async def publish(self, definition: Any, key: str, /, **params: Any) -> None:
-        """Publish a task if, and only if, this execution SUCCEEDs, and atomically with it."""
-        self._running.add_publication(definition, key, params)
+    @overload
+    async def publish(
+        self, definition: TaskDefinition[P, Any], key: str, /, *args: P.args, **params: P.kwargs
+    ) -> None: ...
+    @overload
+    async def publish(self, definition: str, key: str, /, **params: Any) -> None: ...
+    async def publish(self, definition: TaskDefinition[..., Any] | str, key: str, /, *args: Any, **params: Any) -> None:
+        """Publish a task if, and only if, this execution SUCCEEDs, and atomically with it.
+
+        `definition`: what `@mesh.task` returned, or a task's name. Raises `InvalidParams`, `InvalidKey`.
+        """
+        self._running.add_publication(definition, key, _named(definition, args, params))
 
     def transaction(self) -> AbstractAsyncContextManager[Any]:
         """Return a block whose writes with its session commit together with this execution's SUCCESS, or not at all.
@@ -176,16 +187,29 @@ class BlockingTaskContext(_Context):
         """Report progress, from 0 to 1. Raises `LeaseLost` if the lease is gone."""
         self._running.set_progress(fraction, message)
 
-    def publish(self, definition: Any, key: str, /, **params: Any) -> None:
-        """Publish a task if, and only if, this execution SUCCEEDs, and atomically with it."""
-        self._running.add_publication(definition, key, params)
+    @overload
+    def publish(self, definition: TaskDefinition[P, Any], key: str, /, *args: P.args, **params: P.kwargs) -> None: ...
+    @overload
+    def publish(self, definition: str, key: str, /, **params: Any) -> None: ...
+    def publish(self, definition: TaskDefinition[..., Any] | str, key: str, /, *args: Any, **params: Any) -> None:
+        """Publish a task if, and only if, this execution SUCCEEDs, and atomically with it.
+
+        `definition`: what `@mesh.task` returned, or a task's name. Raises `InvalidParams`, `InvalidKey`.
+        """
+        self._running.add_publication(definition, key, _named(definition, args, params))
 
     def transaction(self) -> AbstractContextManager[Any]:
-        """Do as `TaskContext.transaction` does, with a session of a blocking client: write with `session.client`."""
+        """Return a block whose writes commit together with this execution's SUCCESS, or not at all.
+
+        Its session is one of a blocking client: write with `session.client`. All else is as told at `TaskContext.transaction`.
+        """
         return self._running.blocking_transaction()
 
     def in_transaction(self, fn: Callable[[Any], T]) -> T:
-        """Do as `TaskContext.in_transaction` does, with a plain function and such a session."""
+        """Call `fn(session)` in a `transaction()`, and again at each conflict, for up to two minutes; return what it returned.
+
+        `fn` is a plain function, and its session one of a blocking client. All else is as told at `TaskContext.in_transaction`.
+        """
         if not callable(fn) or inspect.iscoroutinefunction(fn):
             kind = "an async function" if callable(fn) else type(fn).__name__
             raise TypeError(f"in_transaction() in a plain handler takes a plain function of the session, got {kind}")
@@ -193,15 +217,36 @@ class BlockingTaskContext(_Context):
         return value
 
 
-def current_task() -> Any:
-    """Return the context of the running execution: a `TaskContext`, in a plain function a `BlockingTaskContext`.
+def _named(definition: TaskDefinition[..., Any] | str, args: tuple[Any, ...], params: dict[str, Any]) -> dict[str, Any]:
+    if not args:
+        return params
+    if isinstance(definition, str):
+        raise TypeError("params of a task that is named must be given by keyword")
+    return definition.params.named(args, params)
 
-    Raises `RuntimeError` outside of a handler.
+
+def current_task() -> TaskContext:
+    """Return the context of the running execution of an async handler. Raises `RuntimeError` outside of a handler.
+
+    In a plain function (a thread, a child process) it is a `BlockingTaskContext`, which has the same names without `await`;
+    there `current_blocking_task()` returns it under its own type.
     """
-    try:
-        return _current.get()
-    except LookupError:
-        raise RuntimeError("current_task() was called outside of a task's execution: only a handler has one") from None
+    context: TaskContext | None = _current.get(None)
+    if context is None:
+        raise RuntimeError("current_task() was called outside of a task's execution: only a handler has one")
+    return context
+
+
+def current_blocking_task() -> BlockingTaskContext:
+    """Return the context of the running execution of a plain function, in a thread or a child process.
+
+    Raises `RuntimeError` outside of a handler, and in an async one, which has `current_task()`.
+    """
+    context = _current.get(None)
+    if not isinstance(context, BlockingTaskContext):
+        where = "in an async handler: use current_task()" if context is not None else "outside of a plain handler"
+        raise RuntimeError(f"current_blocking_task() was called {where}")  # noqa: TRY004 — the place is wrong, no type is
+    return context
 
 
 def running_task() -> Any:
@@ -214,4 +259,12 @@ def enter(context: _Context) -> None:
     _current.set(context)
 
 
-__all__ = ["BlockingTaskContext", "Running", "TaskContext", "current_task", "enter", "running_task"]
+__all__ = [
+    "BlockingTaskContext",
+    "Running",
+    "TaskContext",
+    "current_blocking_task",
+    "current_task",
+    "enter",
+    "running_task",
+]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from taskmesh import TaskMesh, TaskOption, current_task
+from taskmesh import TaskMesh, TaskOption, current_blocking_task, current_task
 from taskmesh.client.definition import TaskDefinition
 from taskmesh.consumer.subprocess import child
 from tests.processes.history import Notebook, notebook_of
@@ -48,7 +48,7 @@ def define(
     def writes_in_process(database: str, ms: int = 0) -> int:
         book = _notebook(directory)
         with book.run(beats=True) as run:
-            task = current_task()
+            task = current_blocking_task()
             with task.transaction() as session:
                 effects = session.client[database]["effects"]
                 effects.insert_one({"task": f"writes_in_process:{task.key}"}, session=session)

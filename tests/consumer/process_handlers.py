@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from taskmesh import LeaseLost, Retry, Snooze, TaskFailed, current_task
+from taskmesh import LeaseLost, Retry, Snooze, TaskFailed, current_blocking_task, current_task
 
 
 class NotPortable(Exception):
@@ -58,7 +58,7 @@ class TrapText(Trap, str):  # noqa: SLOT000 — one with slots could not be a tr
 def set_trap(way: str, path: str) -> Any:
     """Say something to the parent that runs code if it is unpickled."""
     Trap.path = path
-    task = current_task()
+    task = current_blocking_task()
     if way == "error":
         raise TrapError("snap")
     if way == "retry" and task.attempt == 1:
@@ -170,7 +170,7 @@ def return_named(kind: str) -> Any:
 
 
 def tell_about_itself() -> dict[str, Any]:
-    task = current_task()
+    task = current_blocking_task()
     task.log("the first line")
     task.progress(0.5, "half way")
     return {
@@ -186,18 +186,18 @@ def tell_about_itself() -> dict[str, Any]:
 
 
 def talk_a_lot(lines: int) -> None:
-    task = current_task()
+    task = current_blocking_task()
     for number in range(lines):
         task.progress(number / lines)
         task.log(f"line {number}")
 
 
 def bad_progress() -> None:
-    current_task().progress(2)
+    current_blocking_task().progress(2)
 
 
 def publish_another(definition_name: str, key: str, fail: bool = False) -> None:
-    current_task().publish(definition_name, key, a=1)
+    current_blocking_task().publish(definition_name, key, a=1)
     if fail:
         raise ValueError("after the publish")
 
@@ -219,7 +219,7 @@ def blocked_signals() -> list[int]:
 
 
 def order_in_transaction(database: str, n: int, ending: str = "") -> str:
-    task = current_task()
+    task = current_blocking_task()
     with task.transaction() as session:
         session.client[database]["orders"].insert_one({"n": n}, session=session)
         task.publish("add", f"after {n}", a=n)
@@ -234,7 +234,7 @@ def order_in_transaction(database: str, n: int, ending: str = "") -> str:
 
 def publish_after_the_block(path: str) -> None:
     """Write down why the second publication was refused."""
-    task = current_task()
+    task = current_blocking_task()
     with task.transaction():
         task.publish("add", "inside", a=1)
     try:
@@ -245,7 +245,7 @@ def publish_after_the_block(path: str) -> None:
 
 def move_in_block(database: str, attempts: str) -> str:
     """Take from the account `a` and give to `b`, in a block. `attempts`: a file that is one byte longer after each."""
-    task = current_task()
+    task = current_blocking_task()
     with Path(attempts).open("a") as file:
         file.write("x")
     with task.transaction() as session:
@@ -263,12 +263,12 @@ def move_in_place(database: str, attempts: str) -> str:
         move(session, database)
         return "moved"
 
-    moved: str = current_task().in_transaction(moving)
+    moved: str = current_blocking_task().in_transaction(moving)
     return moved
 
 
 def move(session: Any, database: str) -> None:
-    current_task().publish("add", "receipt", a=1)
+    current_blocking_task().publish("add", "receipt", a=1)
     accounts = session.client[database]["accounts"]
     accounts.update_one({"_id": "a"}, {"$inc": {"cents": -1}}, session=session)
     accounts.update_one({"_id": "b"}, {"$inc": {"cents": 1}}, session=session)
@@ -276,7 +276,7 @@ def move(session: Any, database: str) -> None:
 
 def half_if_told() -> str:
     """Return early, with half of the work done, as soon as the first attempt is told to stop."""
-    task = current_task()
+    task = current_blocking_task()
     task.progress(0.1)
     while task.attempt == 1 and not task.cancelled:
         time.sleep(0.001)

@@ -13,7 +13,16 @@ import pytest
 from pymongo import AsyncMongoClient
 from pymongo.errors import PyMongoError
 
-from taskmesh import Snooze, Status, TaskError, TaskMesh, TaskOption, TransactionConflict, current_task
+from taskmesh import (
+    Snooze,
+    Status,
+    TaskError,
+    TaskMesh,
+    TaskOption,
+    TransactionConflict,
+    current_blocking_task,
+    current_task,
+)
 from tests.consumer import process_handlers as handlers
 from tests.waiting import eventually
 from tests.working import finished, working
@@ -179,13 +188,13 @@ async def test_in_transaction_takes_a_function_and_keeps_what_set_result_said(me
 
     @mesh.task(option=ONCE)
     async def no_function() -> None:
-        await current_task().in_transaction("transfer")
+        await current_task().in_transaction("transfer")  # type: ignore[arg-type]  # that is the point
 
     @mesh.task(option=ONCE)
     def not_plain() -> None:
         async def fn(_: Any) -> None: ...
 
-        current_task().in_transaction(fn)
+        current_blocking_task().in_transaction(fn)  # type: ignore[unused-coroutine]  # that is the point
 
     async with working(mesh):
         handles = [await said.publish(how, how=how) for how in ("inside", "returns", "nothing")]

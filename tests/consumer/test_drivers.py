@@ -14,7 +14,16 @@ import pytest
 from motor.motor_asyncio import AsyncIOMotorClient
 from pymongo import AsyncMongoClient
 
-from taskmesh import Status, TaskError, TaskFailed, TaskMesh, TaskNotFound, TaskOption, current_task
+from taskmesh import (
+    Status,
+    TaskError,
+    TaskFailed,
+    TaskMesh,
+    TaskNotFound,
+    TaskOption,
+    current_blocking_task,
+    current_task,
+)
 from tests.waiting import eventually
 from tests.working import finished, working
 
@@ -46,7 +55,7 @@ async def test_tasks_live_their_lives_on_every_driver(mesh: TaskMesh) -> None:
 
     @mesh.task
     def plain(n: int) -> int:
-        current_task().progress(1.0)
+        current_blocking_task().progress(1.0)
         return n + 1
 
     @mesh.task(option=AT_ONCE)

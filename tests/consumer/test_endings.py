@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from taskmesh import Retry, Snooze, Status, Task, TaskFailed, TaskMesh, TaskNotFound, TaskOption, current_task
+from taskmesh import Retry, Snooze, Status, Task, TaskFailed, TaskMesh, TaskNotFound, TaskOption, current_blocking_task
 from taskmesh.store.renew import extend
 from tests.docs.tables import table
 from tests.waiting import eventually
@@ -162,7 +162,7 @@ async def test_the_kept_lines_of_a_thread_and_the_progress_are_bounded_and_coale
 
     @mesh.task
     def job() -> int:
-        task = current_task()
+        task = current_blocking_task()
         for number in range(1_000):
             task.progress(number / 1_000, f"step {number}")
             task.log(f"line {number}")

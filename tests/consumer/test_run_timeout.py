@@ -50,12 +50,12 @@ async def test_the_hook_and_the_handler_have_the_time_together(mesh: TaskMesh, k
 
     @mesh.task(option=once(1_000))
     async def in_loop() -> None:
-        deadlines.append(current_task().deadline - mesh.clock.now())
+        deadlines.append(_left(mesh, current_task().deadline))
         await asyncio.sleep(0.6)
 
     @mesh.task(option=once(1_000))
     def in_thread() -> None:
-        deadlines.append(current_task().deadline - mesh.clock.now())
+        deadlines.append(_left(mesh, current_task().deadline))
         time.sleep(0.6)
 
     job: Any = in_loop if kind == "async" else in_thread
@@ -91,3 +91,8 @@ async def test_the_start_of_a_child_is_not_in_it_and_the_hook_before_is(
     async with working(mesh, before=before):
         task = await finished(mesh, job.name, handle.key, 60)
     assert "run_timeout_ms: the execution took more than 1000 ms" in task.fail_reasons[0]
+
+
+def _left(mesh: TaskMesh, deadline: datetime | None) -> timedelta:
+    assert deadline is not None
+    return deadline - mesh.clock.now()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from taskmesh import LeaseLost, Status, TaskMesh, TaskOption, current_task
+from taskmesh import LeaseLost, Status, TaskMesh, TaskOption, current_blocking_task
 from tests.waiting import eventually
 from tests.working import finished, parts_of, working
 
@@ -60,7 +60,7 @@ async def test_a_thread_is_told_by_cancelled_and_what_it_writes_after_is_refused
     @mesh.task(run="thread")
     def job() -> str:
         begun.set()
-        task = current_task()
+        task = current_blocking_task()
         give_up = time.monotonic() + DEADLINE_S
         while not task.cancelled and time.monotonic() < give_up:
             time.sleep(0.005)  # a plain function has nothing else to wait by
@@ -122,7 +122,7 @@ async def test_current_task_works_in_a_thread(mesh: TaskMesh) -> None:
 
     @mesh.task(option=TaskOption(priority=4, run_timeout_ms=60_000))
     def job() -> None:
-        task = current_task()
+        task = current_blocking_task()
         task.progress(0.5, "half way")
         task.log("a line")
         seen.update(name=task.name, key=task.key, worker=task.worker_id, attempt=task.attempt, option=task.option)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from taskmesh import Retry, Snooze, Status, TaskFailed, TaskMesh, TaskOption, current_task
+from taskmesh import Retry, Snooze, Status, TaskFailed, TaskMesh, TaskOption, current_blocking_task, current_task
 from tests.consumer import process_handlers
 from tests.faults import failing_commands
 from tests.waiting import eventually
@@ -150,7 +150,7 @@ async def test_a_transaction_that_ends_early_because_it_was_told_to_leaves_nothi
             task.set_result("half")
 
     def in_thread() -> None:
-        task = current_task()
+        task = current_blocking_task()
         with task.transaction() as session:
             session.client[written.database.name]["written"].insert_one({"n": 1}, session=session)
             begun.set()

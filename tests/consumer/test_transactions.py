@@ -14,7 +14,17 @@ import pytest
 from motor.motor_asyncio import AsyncIOMotorClient
 from pymongo import AsyncMongoClient
 
-from taskmesh import LeaseLost, Status, TaskError, TaskHandle, TaskMesh, TaskMeshError, TaskOption, current_task
+from taskmesh import (
+    LeaseLost,
+    Status,
+    TaskError,
+    TaskHandle,
+    TaskMesh,
+    TaskMeshError,
+    TaskOption,
+    current_blocking_task,
+    current_task,
+)
 from tests.consumer import process_handlers as handlers
 from tests.faults import failing_commands, server_parameter
 from tests.waiting import eventually
@@ -265,13 +275,13 @@ async def test_it_works_in_a_thread(mesh_of_client: TaskMesh, client: Any, datab
 
     @mesh.task(option=SHORT)
     def order(n: int, fail: bool = False) -> str:
-        with current_task().transaction() as session:
+        with current_blocking_task().transaction() as session:
             session.client[database]["orders"].insert_one({"n": n}, session=session)
-            current_task().publish(after_order, f"after {n}", n=n)
+            current_blocking_task().publish(after_order, f"after {n}", n=n)
             if fail:
                 raise ValueError("changed my mind")
             time.sleep(1.2)
-            current_task().set_result(f"ordered {n}")
+            current_blocking_task().set_result(f"ordered {n}")
         return "not this"
 
     async with working(mesh, names=["order"]):
@@ -308,7 +318,7 @@ async def test_success_and_publications_are_one_and_are_refused_together(mesh: T
         await current_task().publish("unknown.here", "b", anything=[1])
         await current_task().publish(child.configure(priority=7, delay_ms=60_000), "c", n=2)
         if not good:
-            await current_task().publish(child, "d", n="no number")
+            await current_task().publish(child, "d", n="no number")  # type: ignore[call-overload]  # that is the point
 
     async with working(mesh, names=["parent"]):
         await (await parent.publish("good", good=True)).result(60)
@@ -355,10 +365,10 @@ async def test_a_publication_after_the_block_is_refused_and_not_lost_in_silence(
 
     @mesh.task
     def in_thread() -> None:
-        with current_task().transaction():
-            current_task().publish("add", "inside", a=1)
+        with current_blocking_task().transaction():
+            current_blocking_task().publish("add", "inside", a=1)
         try:
-            current_task().publish("add", "after", a=1)
+            current_blocking_task().publish("add", "after", a=1)
         except LeaseLost as error:
             refused.append(str(error))
 

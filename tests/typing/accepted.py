@@ -1,0 +1,84 @@
+"""What users write, and what every type checker must accept under its strictest rules. It is checked, and never run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, assert_type
+
+from taskmesh import (
+    BlockingTaskContext,
+    Consumer,
+    Ending,
+    Task,
+    TaskContext,
+    TaskEvent,
+    TaskHandle,
+    TaskMesh,
+    TaskOption,
+    WorkerInfo,
+    current_blocking_task,
+    current_task,
+)
+
+mesh = TaskMesh("mongodb://127.0.0.1:27017/?replicaSet=rs0", database="app")
+
+
+@mesh.task(option=TaskOption(worker_timeout_ms=90_000, specific_worker_ids=["a", "b"]), queue="images")
+async def resize(path: str, width: int = 200) -> dict[str, int]:
+    task = current_task()
+    assert_type(task, TaskContext)
+    await task.progress(0.5, "half way")
+    await task.publish(shrink, "child", path=path)
+    await task.publish("by.name", "child", anything=1)
+    async with task.transaction() as session:
+        task.set_result(session)
+    return {path: width}
+
+
+@mesh.task(run="thread")
+def shrink(path: str) -> int:
+    task = current_blocking_task()
+    assert_type(task, BlockingTaskContext)
+    task.progress(0.5)
+    task.publish(resize, "again", path=path, width=2)
+    return len(path)
+
+
+def on_claim(consumer: Consumer) -> Mapping[str, Any] | None:
+    return {} if consumer.concurrency > 1 else None
+
+
+async def before(task: Task) -> None:
+    assert task.key
+
+
+def after(task: Task, outcome: Ending) -> None:
+    assert task.key in outcome.kind
+
+
+async def main() -> None:
+    async with mesh:
+        handle = await resize.publish("img-42", path="a.png", width=300)
+        assert_type(handle, TaskHandle[dict[str, int]])
+        assert_type(await handle.result(timeout=30), dict[str, int])
+        number = shrink.configure(priority=3, delay_ms=500, group="g", update_existing_params=True).publish_sync(
+            "k", path="a"
+        )
+        assert_type(number, TaskHandle[int])
+        await resize.publish_many({"a": {"path": "a"}})
+        await mesh.publish("resize", "k", {"path": "a"}, run_again=True, retain_failed_ms=None)
+        assert_type(
+            await mesh.set_option("resize", "k", run_timeout_ms=None, unexpected_retry_delay_scope="worker"), Task
+        )
+        await mesh.set_limit("images", rate=10, per_ms=1_000, group_running=None)
+        await mesh.every(resize, cron="0 3 * * *", params={"path": "a"}, queue="night", max_timeouts=1)
+        assert_type([task async for task in mesh.find("resize", status="FAIL")], list[Task])
+        assert_type(await mesh.workers(), list[WorkerInfo])
+        assert_type(await mesh.listing.count("status:FAIL"), int)
+        await mesh.bulk.retry("status:FAIL", by="ada")
+        await mesh.schedules.pause("resize", reason="too much")
+        async with mesh.events("resize") as events:
+            async for event in events:
+                assert_type(event, TaskEvent)
+        consumer = mesh.consumer(worker_id="w1", concurrency=10, on_claim=on_claim, before=before, after=after)
+        await consumer.run(until_idle=True)
