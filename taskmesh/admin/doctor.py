@@ -17,7 +17,7 @@ from taskmesh.admin.stats import read_counts
 from taskmesh.admin.store import server_state
 from taskmesh.client.registry import Registry
 from taskmesh.model.queue import QueueInfo
-from taskmesh.model.worker import WorkerInfo
+from taskmesh.model.worker import WorkerInfo, known_names
 from taskmesh.store import Store, reach, schedules, schema
 from taskmesh.store.find import UNFINISHED
 
@@ -217,7 +217,8 @@ async def _fleet(
     live = [worker for worker in workers if worker.live]
     gone = [worker.worker_id for worker in workers if worker.state == "gone"]
     waiting = {name: sum(by_status.values()) for name, by_status in counts.items()}
-    unknown = {name: n for name, n in waiting.items() if n and not any(name in worker.names for worker in live)}
+    known = known_names(live)
+    unknown = {name: n for name, n in waiting.items() if n and name not in known}
     if not live:
         unfinished = sum(waiting.values())
         yield Finding(
@@ -251,8 +252,7 @@ async def _fleet(
                 found=f"{queue.queue!r} is {queue.shut_because}, and {_waiting(queue)} in it",
                 remedy=f"taskmesh resume {queue.queue}",
             )
-        takers = [worker for worker in live if worker.queues is None or queue.queue in worker.queues]
-        if live and queue.waiting and not takers:
+        if live and queue.waiting and not any(worker.takes_from(queue.queue) for worker in live):
             yield Finding(
                 level="error",
                 subject="queues",
@@ -306,7 +306,7 @@ async def _headroom(live: list[WorkerInfo]) -> AsyncIterator[Finding]:
 
 
 async def _schedules(store: Store, live: list[WorkerInfo]) -> AsyncIterator[Finding]:
-    known = {name for worker in live for name in worker.names}
+    known = known_names(live)
     for schedule in await schedules.read_all(store):
         name = schedule.get("name")
         if live and name not in known and not schedule.get("paused"):

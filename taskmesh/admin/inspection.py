@@ -7,7 +7,9 @@ from taskmesh.admin.error_groups import ErrorReport, read_errors
 from taskmesh.admin.explain import Explanation, Waiting, explain, explain_waiting
 from taskmesh.admin.listing import Listing
 from taskmesh.admin.stats import Stats, read_stats
+from taskmesh.admin.timeline import Timeline, read_timeline
 from taskmesh.client.connection import Connection
+from taskmesh.client.tasks import no_such_task
 from taskmesh.model.ids import checked_worker_id
 from taskmesh.model.task import Status, checked_name, task_id
 from taskmesh.store import Store
@@ -28,6 +30,13 @@ class Inspection:
         """Tell, for one worker or every live one, which gates of the claim rule are open or shut, why, and until when."""
         who = None if worker_id is None else checked_worker_id(worker_id)
         return await explain(self._store, task_id(name, key), who)
+
+    async def timeline(self, name: str, key: str) -> Timeline:
+        """Return the task with its executions over time and what happened to it, in order. Raises `TaskNotFound`."""
+        found = await read_timeline(self._store, task_id(name, key))
+        if found is None:
+            raise no_such_task(name, key)
+        return found
 
     async def explain_worker(self, worker_id: str, name: str | None = None, *, at_most: int = 200) -> list[Waiting]:
         """Tell which gates are shut for this worker, of the oldest tasks that wait: grouped, the largest group first.

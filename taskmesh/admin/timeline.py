@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from taskmesh.model.task import Task, WorkerState
+from taskmesh.admin.store.gates import read_with_losses
+from taskmesh.model.task import Task
+from taskmesh.store import Store
 
 _INSTANT = timedelta(milliseconds=1)
 
@@ -34,9 +36,30 @@ class Happening:
     worker_id: str | None = None
 
 
-def bars_of(task: Task, now: datetime) -> list[Bar]:
-    """Return the executions of a task, the lost ones too, the first first."""
-    spans = sorted(_spans(task, now), key=lambda span: span[3])
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """A task, and what happened to it."""
+
+    task: Task
+    bars: list[Bar]
+    """Its executions, the lost ones too, the first first."""
+    happenings: list[Happening]
+    """What is known to have happened, in order."""
+
+
+async def read_timeline(store: Store, id_: str) -> Timeline | None:
+    """Read a task with its life; None if there is none. Whether a lease ran out is what the claim rule says."""
+    found = await read_with_losses(store, id_)
+    if found is None:
+        return None
+    document, lost, now = found
+    task = Task.from_document(document)
+    bars = _bars(task, lost, now)
+    return Timeline(task, bars, _happenings(task, bars))
+
+
+def _bars(task: Task, lost: Collection[str], now: datetime) -> list[Bar]:
+    spans = sorted(_spans(task, lost), key=lambda span: span[3])
     if not spans:
         return []
     first = spans[0][3]  # not the publication: after a retry it may be long ago, and the picture would be empty
@@ -47,27 +70,21 @@ def bars_of(task: Task, now: datetime) -> list[Bar]:
     ]
 
 
-def _spans(task: Task, now: datetime) -> Iterator[tuple[str, str, str, datetime, datetime | None]]:
+def _spans(task: Task, lost: Collection[str]) -> Iterator[tuple[str, str, str, datetime, datetime | None]]:
     for loss in task.task_state.losses:
         if loss.start_time is not None:
             yield loss.worker_id, "LOST", loss.running_id, loss.start_time, loss.ping_expire_time
     for entry in task.task_state.worker_states:
         if entry.start_time is not None:
-            state = _state(entry, now)
-            end = entry.success_time or entry.fail_time or (None if state == "RUNNING" else entry.ping_expire_time)
+            state = "LOST" if entry.running_id in lost else entry.state
+            end = entry.success_time or entry.fail_time or (entry.ping_expire_time if state == "LOST" else None)
             yield entry.worker_id, state, entry.running_id, entry.start_time, end
 
 
-def _state(entry: WorkerState, now: datetime) -> str:
-    live = entry.ping_expire_time is not None and entry.ping_expire_time > now
-    return entry.state if live or entry.state != "RUNNING" else "LOST"
-
-
-def happenings(task: Task, now: datetime) -> list[Happening]:
-    """Return what is known to have happened, in order."""
+def _happenings(task: Task, bars: Iterable[Bar]) -> list[Happening]:
     state = task.task_state
     found = [Happening(state.create_time, "published")]
-    for bar in bars_of(task, now):
+    for bar in bars:
         found.append(Happening(bar.start, "claimed", bar.worker_id))
         if bar.state == "LOST" and bar.end is not None:
             found.append(Happening(bar.end, "lost: the lease ran out without a ping", bar.worker_id))

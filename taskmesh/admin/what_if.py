@@ -8,7 +8,7 @@ from typing import Unpack
 
 from pydantic import BaseModel, ConfigDict
 
-from taskmesh.admin.explain import Explanation, explain
+from taskmesh.admin.explain import Explanation, judged
 from taskmesh.admin.queues import LimitFields, checked_limits, read_queue
 from taskmesh.admin.store import task_counts
 from taskmesh.client.connection import Connection
@@ -16,7 +16,7 @@ from taskmesh.client.tasks import Tasks
 from taskmesh.model.ids import checked_group
 from taskmesh.model.option import OptionFields
 from taskmesh.model.queue import QueueInfo, QueueLimits, checked_queue
-from taskmesh.model.task import Status, Task, task_id
+from taskmesh.model.task import Status, task_id
 from taskmesh.store import Store, rules
 from taskmesh.store.control import option_stages
 from taskmesh.store.driver import Document
@@ -45,7 +45,7 @@ class OptionEffect(BaseModel):
 
     @property
     def sentence(self) -> str:
-        """The same for people."""
+        """Return the effect as a sentence for people."""
         parts = [
             f"it would be {self.status_then} instead of {self.status_now}"
             if self.status_then != self.status_now
@@ -76,33 +76,36 @@ class LimitEffect(BaseModel):
 
     @property
     def sentence(self) -> str:
-        """The same for people."""
+        """Return the effect as a sentence for people."""
         most = "10000 or more" if self.waiting >= _COUNTED_TO else str(self.waiting)
         said = f"{self.running} run and {most} wait, of which {self.claimable_now} could start now and {self.claimable_then} then"
         over = f"; {self.too_many} of those that run have to end before another one starts" if self.too_many else ""
         return said + over
 
 
-async def effect_of_option(store: Store, task: Task, changes: Document) -> OptionEffect:
-    """Tell what this change of its option, as it would be stored, would do to a task."""
-    id_ = task_id(task.name, task.key)
-    # Told is who could claim it when those whom it stops have ended: the places that they keep until then are left out.
-    places: Document = {"$set": {"_leaving": "$task_state.leaving"}}
-    as_before: Document = {"$set": {"task_state.leaving": "$_leaving"}}
-    as_if = [places, *option_stages(changes, store.now), as_before, *rules.derivation(store.now)]
-    now, then = await explain(store, id_, None), await explain(store, id_, None, as_if)
+async def effect_of_option(store: Store, name: str, key: str, changes: Document) -> OptionEffect:
+    """Tell what this change of its option, as it would be stored, would do to a task. Raises `TaskNotFound`."""
+    id_ = task_id(name, key)
+    as_if = [
+        # Told is who could claim it when those whom it stops have ended: the places that they keep until then are left out.
+        {"$set": {"_leaving": "$task_state.leaving"}},
+        *option_stages(changes, store.now),
+        {"$set": {"task_state.leaving": "$_leaving"}},
+        # The fields that follow from the option, as every update derives them.
+        *rules.derivation(store.now),
+    ]
+    (before, now), (after, then) = await judged(store, id_, None), await judged(store, id_, None, as_if)
     able_now, able_then = _able(now), _able(then)
-    changed = await _changed(store, id_, as_if)
     return OptionEffect(
-        name=task.name,
-        key=task.key,
-        status_now=task.status,
-        status_then=Status(changed["status"]),
+        name=name,
+        key=key,
+        status_now=Status(before.status),
+        status_then=Status(after.status),
         next_claim_time_now=_first_time(now),
         next_claim_time_then=_first_time(then),
         opens=sorted(able_then - able_now),
         shuts=sorted(able_now - able_then),
-        stops=sorted(set(changed["runs_now"]) - set(changed["runs_then"])),
+        stops=sorted(set(before.running_on) - set(after.running_on)),
     )
 
 
@@ -116,21 +119,6 @@ def _able(explanations: list[Explanation]) -> set[str]:
 
 def _first_time(explanations: list[Explanation]) -> datetime | None:
     return min((each.next_claim_time for each in explanations if each.next_claim_time is not None), default=None)
-
-
-async def _changed(store: Store, id_: str, as_if: list[Document]) -> Document:
-    """Return the status that the task would have, and who runs it before and after."""
-    live = {"$filter": {"input": rules.ENTRIES, "cond": rules.is_live(store.now)}}
-    running = {"$map": {"input": live, "in": "$$this.worker_id"}}
-    stages: list[Document] = [
-        {"$match": {"_id": id_}},
-        {"$set": {"runs_now": running}},
-        *as_if,
-        {"$project": {"status": rules.status_on_reading(store.now), "runs_now": 1, "runs_then": running}},
-    ]
-    cursor = await store.driver.aggregate(store.tasks, stages)
-    rows: list[Document] = await cursor.to_list(None)
-    return rows[0] if rows else {"status": Status.CANCELLED, "runs_now": [], "runs_then": []}
 
 
 async def effect_of_limit(store: Store, queue: str, change: Callable[[QueueLimits], QueueLimits]) -> LimitEffect:
@@ -186,7 +174,7 @@ class WhatIf:
         """
         task = await self._tasks.get(name, key)
         stored = task.task_option.changed(**changes).stored()
-        return await effect_of_option(self._store, task, {field: stored[field] for field in changes})
+        return await effect_of_option(self._store, name, key, {field: stored[field] for field in changes})
 
     async def limit(
         self,

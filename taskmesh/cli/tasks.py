@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from taskmesh.admin.timeline import Bar, bars_of, happenings
+from taskmesh.admin.timeline import Bar, Timeline
 from taskmesh.cli import completion, output
 from taskmesh.cli.audit import noted
 from taskmesh.cli.output import Json, Listing, Watch, nothing_found, show
@@ -120,12 +120,13 @@ async def show_task(
     """Show one task: its params, and what each worker did with it."""
 
     async def read() -> Listing:
-        task = await mesh.get(name, key)
         if not with_timeline:
+            task = await mesh.get(name, key)
             return Listing(task_json(task), _task_page(task))
-        now = mesh.clock.now()
-        lines = [dataclasses.asdict(happening) for happening in happenings(task, now)]
-        return Listing(task_json(task) | {"timeline": lines}, Group(_task_page(task), Text(""), timeline(task, now)))
+        timeline = await mesh.inspect.timeline(name, key)
+        page = Group(_task_page(timeline.task), Text(""), _drawn(timeline))
+        lines = [dataclasses.asdict(happening) for happening in timeline.happenings]
+        return Listing(task_json(timeline.task) | {"timeline": lines}, page)
 
     await show(read, as_json=as_json, every_s=watch)
 
@@ -251,18 +252,17 @@ _STYLES = {**output.STYLES, "LOST": "red"}
 _FILLED = {"RUNNING": "▒"}
 
 
-def timeline(task: Task, now: datetime) -> RenderableType:
-    """Return both."""
-    bars = bars_of(task, now)
+def _drawn(timeline: Timeline) -> RenderableType:
+    """Return the bars, and below them what happened."""
     rows = [
         [
             happening.time.isoformat(" ", "milliseconds"),
             happening.worker_id,
             Text(output.printable(happening.what), style=_style(happening.what)),
         ]
-        for happening in happenings(task, now)
+        for happening in timeline.happenings
     ]
-    parts: list[RenderableType] = [_drawn(bars), Text("")] if bars else []
+    parts: list[RenderableType] = [_bars(timeline.bars), Text("")] if timeline.bars else []
     return Group(*parts, output.table(["WHEN", "WORKER", "WHAT"], rows))
 
 
@@ -270,15 +270,15 @@ def _style(what: str) -> str:
     return _STYLES.get(what.partition(":")[0].removeprefix("finished").upper(), "")
 
 
-def _drawn(bars: list[Bar]) -> RenderableType:
-    drawn = Table.grid(padding=(0, 1))
+def _bars(bars: list[Bar]) -> RenderableType:
+    grid = Table.grid(padding=(0, 1))
     for bar in bars:
         style = _STYLES.get(bar.state, "")
         took = f"{(bar.end - bar.start).total_seconds():.3f} s" if bar.end is not None else "so far"
-        drawn.add_row(
+        grid.add_row(
             Text(output.printable(bar.worker_id)), Text(line_of(bar), style=style), Text(bar.state, style=style), took
         )
-    return drawn
+    return grid
 
 
 def line_of(bar: Bar, width: int = _WIDTH) -> str:

@@ -26,9 +26,7 @@ class Tasks:
         """Return the task as it stands now, params and all. Raises `TaskNotFound`."""
         found = await find.get(self._store, [task_id(name, key)])
         if not found:
-            raise TaskNotFound(
-                f"there is no task {name!r} {key!r}: it was never published, was deleted, or is past its retention"
-            )
+            raise no_such_task(name, key)
         return Task.from_document(found[0])
 
     async def cancel(self, name: str, key: str) -> Task:
@@ -83,3 +81,10 @@ class Tasks:
         except TimeoutError:
             raise TimeoutError(f"task {name!r} {key!r} has not finished within {timeout} s") from None
         return Task.from_document(document)
+
+
+def no_such_task(name: str, key: str) -> TaskNotFound:
+    """Return the error for a task that no reader sees."""
+    return TaskNotFound(
+        f"there is no task {name!r} {key!r}: it was never published, was deleted, or is past its retention"
+    )

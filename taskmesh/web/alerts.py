@@ -10,7 +10,7 @@ from typing import Literal
 from taskmesh.admin.stats import Stats
 from taskmesh.model.queue import QueueInfo
 from taskmesh.model.schedule import ScheduleInfo
-from taskmesh.model.worker import WorkerInfo
+from taskmesh.model.worker import WorkerInfo, known_names
 from taskmesh.web.views import duration, number, query
 
 _LONG_WAIT_MS = 60_000
@@ -45,8 +45,7 @@ def _workers(stats: Stats, workers: Sequence[WorkerInfo]) -> Iterator[Remark]:
     if not live and waiting:
         yield Remark("bad", f"No worker is alive, and {_tasks(sum(waiting.values()))}.", "/workers")
     elif live:
-        known = {name for worker in live for name in worker.names}
-        for name in sorted(set(waiting) - known):
+        for name in sorted(waiting.keys() - known_names(live)):
             text = f"No live worker runs {name}, and {_tasks(waiting[name])}."
             yield Remark("bad", text, "/tasks?" + query(where="status:INIT", name=name))
     gone = [worker for worker in workers if worker.state == "gone"]

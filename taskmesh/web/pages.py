@@ -18,7 +18,6 @@ from taskmesh.admin.bulk import cancellable
 from taskmesh.admin.filters import TaskFilter, milliseconds
 from taskmesh.admin.listing import TaskPage
 from taskmesh.admin.stats import Stats
-from taskmesh.admin.timeline import bars_of
 from taskmesh.mesh import TaskMesh
 from taskmesh.model.errors import InvalidOption
 from taskmesh.model.jsonable import to_json
@@ -145,9 +144,9 @@ async def tasks(request: Request, mesh: TaskMesh) -> Response:
 async def task(request: Request, mesh: TaskMesh) -> Response:
     """Show all about one task; asked so, also what another option would do to it."""
     name, key = request.query_params.get("name", ""), request.query_params.get("key", "")
-    found = await mesh.get(name, key)
+    timeline = await mesh.inspect.timeline(name, key)
+    found = timeline.task
     explanations = [] if found.status.finished else await mesh.explain(name, key)
-    now = mesh.clock.now()
     definition = mesh.definitions.get(name)
     effect = None
     if changes := request.query_params.get("changes"):
@@ -160,7 +159,7 @@ async def task(request: Request, mesh: TaskMesh) -> Response:
         task=found,
         copy=copied(found.params),
         copy_settings=copied_settings(found, definition.option if definition is not None else TaskOption()),
-        bars=bars_of(found, now),
+        bars=timeline.bars,
         whys=whys_of(explanations),
         option_rows=option_rows(found.task_option),
         api_path=f"tasks/{quote(name, safe='')}/{quote(key, safe='')}",

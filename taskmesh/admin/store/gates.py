@@ -1,0 +1,111 @@
+"""How the claim rule judges tasks for workers, gate by gate: what `explain`, what-if and the timeline put into words.
+
+The server evaluates the rule's own expressions (`store/rules.py`), also of a task as it would be after a change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from taskmesh.store import rules
+from taskmesh.store.driver import Document
+from taskmesh.store.find import as_read
+from taskmesh.store.store import Store
+
+_TOLD = ("name", "key", "queue", "group", "status", "settle_time", "task_option")
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """A task as the rule sees it at a moment."""
+
+    now: datetime
+    """The server's time."""
+    task: Document
+    """Its stored fields that words are made of."""
+    status: str
+    running_on: list[str]
+    """Workers with a live execution."""
+    leaving: list[str]
+    """Workers whose execution was stopped, and keeps its place until it has ended."""
+    done: int
+    fail_cnt: int
+    timeout_cnt: int
+    """Executions lost in a row."""
+    opens: list[dict[str, datetime | None]]
+    """When each gate opens, for each worker that was asked about: None: it stands open; `rules.NEVER`."""
+    entries: list[int]
+    """How many live, leaving and successful entries each of these workers has in the task."""
+
+
+async def judge(
+    store: Store, ids: Sequence[str], workers: Sequence[str], as_if: Sequence[Document] = ()
+) -> list[Judgement]:
+    """Return how the rule judges each of these tasks that is there. `as_if`: as these stages would change it."""
+    now = store.now
+    of_task, of_worker = rules.task_gates(now), rules.worker_gates("$$worker")
+    taking_part = {"$concatArrays": ["$$live.worker_id", "$$leaving.worker_id", "$$done.worker_id"]}
+    mine = {"$filter": {"input": taking_part, "cond": {"$eq": ["$$this", "$$worker"]}}}
+    for_worker = {"opens": _moments(of_worker), "entries": {"$size": mine}}
+    facts = {
+        "status": rules.status(now),
+        "running_on": "$$live.worker_id",
+        "leaving": "$$leaving.worker_id",
+        "done": {"$size": "$$done"},
+        "fail_cnt": rules.FAIL_CNT,
+        "timeout_cnt": rules.TIMEOUT_CNT,
+        "opens": _moments(of_task),
+        "workers": {"$map": {"input": {"$literal": list(workers)}, "as": "worker", "in": for_worker}},
+    }
+    stages: list[Document] = [
+        # The tasks that are asked about, but for those that no reader sees any more.
+        {"$match": {"_id": {"$in": list(ids)}, "$expr": {"$not": [rules.is_forgotten(now)]}}},
+        # What if: the change, in memory.
+        *as_if,
+        # The gates and the facts that they compare, all of one moment; of the task only what words are made of.
+        {
+            "$project": {
+                "now": now,
+                "facts": rules.with_facts(now, facts),
+                "task": {name: f"${name}" for name in _TOLD},
+                "expire_time": "$task_state.expire_time",
+            }
+        },
+    ]
+    cursor = await store.driver.aggregate(store.tasks, stages)
+    found: list[Document] = await cursor.to_list(None)
+    return [_judgement(row, (*of_task, *of_worker)) for row in found]
+
+
+def _moments(gates: dict[str, rules.Expression]) -> list[rules.Expression]:
+    return [{"$ifNull": [gate, None]} for gate in gates.values()]
+
+
+def _judgement(row: Document, gates: Sequence[str]) -> Judgement:
+    facts = row["facts"]
+    of_task, workers = facts.pop("opens"), facts.pop("workers")
+    return Judgement(
+        now=row["now"],
+        task={**row["task"], "expire_time": row.get("expire_time")},
+        opens=[dict(zip(gates, of_task + worker["opens"], strict=True)) for worker in workers],
+        entries=[worker["entries"] for worker in workers],
+        **facts,
+    )
+
+
+async def read_with_losses(store: Store, id_: str) -> tuple[Document, list[str], datetime] | None:
+    """Return a task as it stands, which of its executions (`running_id`) are lost by now, and the server's time."""
+    lost = {"$filter": {"input": rules.ENTRIES, "cond": rules.is_lost(store.now)}}
+    stages: list[Document] = [
+        {"$match": {"_id": id_}},
+        # Before the status is derived, so that both are of one moment; a document that is not ours may have no entries.
+        {"$set": {"_lost": {"$cond": [{"$isArray": [rules.ENTRIES]}, lost, []]}, "_now": store.now}},
+        {"$set": {"_lost": "$_lost.running_id"}},
+        *as_read(store.now, params=True),
+    ]
+    cursor = await store.driver.aggregate(store.tasks, stages)
+    found: list[dict[str, Any]] = await cursor.to_list(None)
+    return (found[0], found[0].pop("_lost"), found[0].pop("_now")) if found else None
