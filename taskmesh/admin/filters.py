@@ -11,12 +11,9 @@ from typing import Annotated, Any, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from taskmesh.admin.store.index_choice import LAST
 from taskmesh.model.errors import InvalidOption
 from taskmesh.model.ids import shown
 from taskmesh.model.task import Standing, Status
-from taskmesh.store import rules
-from taskmesh.store.driver import Document
 
 _UNITS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000, "w": 7 * 86_400_000}
 _AGE = re.compile(r"(\d{1,12}(?:\.\d{1,3})?)(ms|s|m|h|d|w)\Z")  # ten years in ms have twelve digits
@@ -128,66 +125,6 @@ class TaskFilter(BaseModel):
         return [
             word for s in self.status for word in (self.standing if s == Status.INIT and self.standing else (str(s),))
         ]
-
-    def query(self, now: rules.Expression) -> Document:
-        """Return the conditions on stored fields. `status_is` has to be asked too: time alone may have changed it."""
-        query: Document = {}
-        if self.name is not None:
-            query["name"] = self.name
-        if self.key_prefix is not None:
-            query["key"] = {"$gte": self.key_prefix, "$lt": self.key_prefix + LAST}
-        if self.queue is not None:
-            query["queue"] = self.queue
-        stored = self.stored(now)
-        return {"$and": [query, self.rest(now), *([{"$or": stored}] if stored else [])]}
-
-    def stored(self, now: rules.Expression) -> list[Document]:
-        """Return what may be stored of the status: conditions that exclude each other, of which one holds; none for any.
-
-        By time alone a RUNNING task becomes INIT again when its lease ends, and an unfinished one FAIL or EXPIRED at its
-        `settle_time`: an index has those whose time has come, so that nobody looks through all that wait.
-        """
-        if not self.status:
-            return []
-        stored = {str(status) for status in self.status} | ({"RUNNING"} if Status.INIT in self.status else set())
-        found: list[Document] = [{"status": {"$in": sorted(stored)}}]
-        if not stored >= {"INIT", "RUNNING"} and {Status.FAIL, Status.EXPIRED} & set(self.status):
-            due = {"settle_time": {"$exists": True}, "$expr": {"$lte": ["$settle_time", now]}}
-            found.append({**due, "status": {"$nin": sorted(stored)}})
-        return found
-
-    def rest(self, now: rules.Expression) -> Document:
-        """Return the conditions that no index knows."""
-        query: Document = {}
-        conditions: list[rules.Expression] = [{"$not": [rules.is_forgotten(now)]}]
-        if self.standing:
-            stands = {"$in": [rules.standing_on_reading(now), list(self.standing)]}
-            conditions.append({"$or": [{"$ne": [rules.status_on_reading(now), "INIT"]}, stands]})
-        if self.group is not None:
-            query["group"] = self.group
-        entry: Document = {}
-        if self.worker is not None:
-            entry["worker_id"] = self.worker
-        if self.error is not None:
-            entry["fail_reason"] = {"$regex": re.escape(self.error), "$options": "i"}
-        if entry:
-            query["task_state.worker_states"] = {"$elemMatch": entry}
-        if self.lost is not None:
-            query["task_state.lost_cnt"] = {"$gte": 1} if self.lost else {"$not": {"$gte": 1}}
-        for sign, age in (("$lte", self.older_than_ms), ("$gte", self.younger_than_ms)):
-            if age is not None:
-                conditions.append({sign: ["$task_state.create_time", {"$subtract": [now, age]}]})
-        return query | {"$expr": {"$and": conditions}}
-
-    def status_is(self, status: rules.Expression) -> rules.Expression:
-        """Return the condition on the status as it is at the moment."""
-        return {"$in": [status, [str(wanted) for wanted in self.status or Status]]}
-
-    @property
-    def indexed(self) -> bool:
-        """Whether name, key, queue and status are all that it asks for: what indexes know."""
-        others = (self.group, self.error, self.worker, self.lost, self.older_than_ms, self.younger_than_ms)
-        return not self.standing and all(other is None for other in others)
 
     @property
     def is_empty(self) -> bool:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Literal
 
+from taskmesh.admin.filters import TaskFilter
 from taskmesh.admin.store import undo
-from taskmesh.admin.store.index_choice import Filter
+from taskmesh.admin.store.index_choice import conditions, status_fits
 from taskmesh.store import control, rules
 from taskmesh.store.driver import Document
 from taskmesh.store.malformed import WELL_FORMED
@@ -22,12 +23,8 @@ _NOTHING_AT_WORK: Document = {
 }
 
 
-def _fits(store: Store, which: Filter) -> rules.Expression:
-    return which.status_is(rules.status_on_reading(store.now))
-
-
 async def act(
-    store: Store, action: Action, which: Filter, batch: list[str], *, undo_id: str | None = None, undo_ms: int = 0
+    store: Store, action: Action, which: TaskFilter, batch: list[str], *, undo_id: str | None = None, undo_ms: int = 0
 ) -> int:
     """Do this to those of a batch that still fit; return to how many. Running ones are not retried.
 
@@ -50,17 +47,17 @@ async def act(
     return done
 
 
-def _query(store: Store, action: Action, which: Filter, batch: list[str]) -> Document:
+def _query(store: Store, action: Action, which: TaskFilter, batch: list[str]) -> Document:
     now = store.now
-    fits: list[rules.Expression] = [_fits(store, which)]
     status = rules.status_on_reading(now)
+    fits: list[rules.Expression] = [status_fits(which, status)]
     if action == "retry":
         fits.append({"$ne": [status, "RUNNING"]})
     elif action == "cancel":
         fits.append({"$in": [status, ["INIT", "RUNNING"]]})
     # A document that is no task of ours would make the rule's expressions fail, and the whole batch with it.
     ours = [] if action == "delete" else [WELL_FORMED]
-    return {"$and": [{"_id": {"$in": batch}}, which.query(now), *ours, {"$expr": {"$and": fits}}]}
+    return {"$and": [{"_id": {"$in": batch}}, conditions(which, now), *ours, {"$expr": {"$and": fits}}]}
 
 
 async def _change(store: Store, action: Action, query: Document, batch: list[str], mark: Document) -> int:

@@ -1,4 +1,4 @@
-"""Ways: along which indexes the tasks that fit a filter are read.
+"""Index choice: what a filter asks of stored tasks, and along which indexes those that fit are read.
 
 An index serves the order of a listing or its filter. Along the order's index whatever does not fit is passed over; along the
 filter's, whatever fits has to be sorted. Which is less depends on how many fit, so that is asked first, of the keys alone.
@@ -8,18 +8,21 @@ the server merges as many such rows as there are values.
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
+from taskmesh.admin.filters import TaskFilter
+from taskmesh.model.task import Status
 from taskmesh.store import rules
 from taskmesh.store.driver import Document
 from taskmesh.store.find import values_of
 from taskmesh.store.store import Store
 
 Order = Literal["key", "newest", "oldest"]
-STATUSES = ("INIT", "RUNNING", "SUCCESS", "FAIL", "CANCELLED", "EXPIRED")
-LAST = "\U0010ffff"
+STATUSES = tuple(str(status) for status in Status)
+_LAST = "\U0010ffff"
 """Behind every other character."""
 FEW = 5_000
 """So many tasks are sorted rather than looked for along the index of the order: some 50 ms at most."""
@@ -30,36 +33,65 @@ _NAMES = 200
 """With more task names, the beginning of a key without a name is looked for along the index of the order."""
 
 
-class Filter(Protocol):
-    """What a filter has to tell (see `where.TaskFilter`)."""
+def conditions(which: TaskFilter, now: rules.Expression) -> Document:
+    """Return all conditions on stored fields. `status_fits` has to be asked too: time alone may have changed the status."""
+    named = {"name": which.name, "queue": which.queue}
+    query: Document = {field: value for field, value in named.items() if value is not None}
+    if which.key_prefix is not None:
+        query["key"] = _beginning(which.key_prefix)
+    stored = stored_status(which, now)
+    return {"$and": [query, unindexed(which, now), *([{"$or": stored}] if stored else [])]}
 
-    @property
-    def name(self) -> str | None:
-        """The task name, or None for any."""
 
-    @property
-    def key_prefix(self) -> str | None:
-        """The beginning of the key."""
+def stored_status(which: TaskFilter, now: rules.Expression) -> list[Document]:
+    """Return what may be stored of the status: conditions that exclude each other, of which one holds; none for any.
 
-    @property
-    def queue(self) -> str | None:
-        """The queue."""
+    By time alone a RUNNING task becomes INIT again when its lease ends, and an unfinished one FAIL or EXPIRED at its
+    `settle_time`: an index has those whose time has come, so that nobody looks through all that wait.
+    """
+    if not which.status:
+        return []
+    stored = {str(status) for status in which.status} | ({"RUNNING"} if Status.INIT in which.status else set())
+    found: list[Document] = [{"status": {"$in": sorted(stored)}}]
+    if not stored >= {"INIT", "RUNNING"} and {Status.FAIL, Status.EXPIRED} & set(which.status):
+        due = {"settle_time": {"$exists": True}, "$expr": {"$lte": ["$settle_time", now]}}
+        found.append({**due, "status": {"$nin": sorted(stored)}})
+    return found
 
-    @property
-    def indexed(self) -> bool:
-        """Whether name, key, queue and status are all that it asks for."""
 
-    def stored(self, now: rules.Expression) -> list[Document]:
-        """Return what may be stored of the status: conditions that exclude each other, of which one holds; none for any."""
+def unindexed(which: TaskFilter, now: rules.Expression) -> Document:
+    """Return the conditions on stored fields that no index knows."""
+    query: Document = {}
+    computed: list[rules.Expression] = [{"$not": [rules.is_forgotten(now)]}]
+    if which.standing:
+        stands = {"$in": [rules.standing_on_reading(now), list(which.standing)]}
+        computed.append({"$or": [{"$ne": [rules.status_on_reading(now), "INIT"]}, stands]})
+    if which.group is not None:
+        query["group"] = which.group
+    entry: Document = {}
+    if which.worker is not None:
+        entry["worker_id"] = which.worker
+    if which.error is not None:
+        entry["fail_reason"] = {"$regex": re.escape(which.error), "$options": "i"}
+    if entry:
+        query["task_state.worker_states"] = {"$elemMatch": entry}
+    if which.lost is not None:
+        query["task_state.lost_cnt"] = {"$gte": 1} if which.lost else {"$not": {"$gte": 1}}
+    for sign, age in (("$lte", which.older_than_ms), ("$gte", which.younger_than_ms)):
+        if age is not None:
+            computed.append({sign: ["$task_state.create_time", {"$subtract": [now, age]}]})
+    return query | {"$expr": {"$and": computed}}
 
-    def rest(self, now: rules.Expression) -> Document:
-        """Return the conditions on stored fields that no index knows."""
 
-    def query(self, now: rules.Expression) -> Document:
-        """Return all conditions on stored fields, in one."""
+def status_fits(which: TaskFilter, status: rules.Expression) -> rules.Expression:
+    """Return the condition on the status as it is at the moment, which is `status`."""
+    return {"$in": [status, [str(wanted) for wanted in which.status or Status]]}
 
-    def status_is(self, status: rules.Expression) -> rules.Expression:
-        """Return the condition on the status as it is at the moment."""
+
+def is_indexed(which: TaskFilter) -> bool:
+    """Whether name, key, queue and status are all that the filter asks for: what indexes know."""
+    others = (which.group, which.error, which.worker, which.lost, which.older_than_ms, which.younger_than_ms)
+    return not which.standing and all(other is None for other in others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +127,13 @@ class Deadline:
         return {} if self._end is None else {"maxTimeMS": max(1, round((self._end - time.monotonic()) * 1000))}
 
 
-async def parts_of(store: Store, which: Filter) -> list[Part]:
+async def parts_of(store: Store, which: TaskFilter) -> list[Part]:
     """Return the parts of which the tasks that fit are made, each with the index that serves it best in no order."""
     span = await _span(store, which)
     name = [] if which.name is None else [{"name": which.name}]
     queue = [] if which.queue is None else [{"queue": which.queue}]
     parts: list[Part] = []
-    for stored in which.stored(store.now) or [{"status": {"$in": list(STATUSES)}} if queue else {}]:
+    for stored in stored_status(which, store.now) or [{"status": {"$in": list(STATUSES)}} if queue else {}]:
         asked = [stored, *name, *queue, *span]
         if "settle_time" in stored:
             index, known = "taskmesh_settle", [stored]
@@ -109,11 +141,11 @@ async def parts_of(store: Store, which: Filter) -> list[Part]:
             index, known = "taskmesh_status", asked
         else:
             index, known = "_id_", span or [{}]
-        parts.append(Part(stored, index, {"$and": known}, {"$and": [*asked, which.rest(store.now)]}))
+        parts.append(Part(stored, index, {"$and": known}, {"$and": [*asked, unindexed(which, store.now)]}))
     return parts
 
 
-async def ways_in_order(store: Store, which: Filter, order: Order, deadline: Deadline) -> list[Way]:
+async def ways_in_order(store: Store, which: TaskFilter, order: Order, deadline: Deadline) -> list[Way]:
     """Return the ways along which the tasks that fit come in this order, after few others."""
     ways: list[Way] = []
     for part in await parts_of(store, which):
@@ -124,7 +156,7 @@ async def ways_in_order(store: Store, which: Filter, order: Order, deadline: Dea
     return ways
 
 
-async def _rows(store: Store, which: Filter, part: Part) -> list[Way] | None:
+async def _rows(store: Store, which: TaskFilter, part: Part) -> list[Way] | None:
     """Return a way for each status, along rows of the index that are in the order of `_id`; None if there are too many."""
     queues = [which.queue] if which.queue is not None else await values_of(store, "queue", part.stored)
     names = [which.name] if which.name is not None else await values_of(store, "name", part.stored)
@@ -135,7 +167,7 @@ async def _rows(store: Store, which: Filter, part: Part) -> list[Way] | None:
     return [Way({"$and": [{"status": status}, places, part.query]}, part.index) for status in statuses]
 
 
-async def _best_index(store: Store, which: Filter, part: Part, order: Order, deadline: Deadline) -> str:
+async def _best_index(store: Store, which: TaskFilter, part: Part, order: Order, deadline: Deadline) -> str:
     """Return the index along which to read: the filter's if few fit, else the order's."""
     if _ORDERED_BY[order] == part.index:
         return part.index  # which serves both
@@ -154,7 +186,7 @@ async def counted(store: Store, stages: list[Document], index: str, at_most: int
     return int(sum(row["n"] for row in await cursor.to_list(None)))
 
 
-async def _span(store: Store, which: Filter) -> list[Document]:
+async def _span(store: Store, which: TaskFilter) -> list[Document]:
     """Return the condition on name and key as one on `_id`, which an index has in order."""
     if which.name is not None:
         return [_between(which.name, which.key_prefix or "")]
@@ -163,10 +195,14 @@ async def _span(store: Store, which: Filter) -> list[Document]:
     # No index has keys without names; but names are few, and `_id` has them before the keys.
     names = await values_of(store, "name", {"status": {"$in": list(STATUSES)}})
     if names is None or len(names) > _NAMES:
-        return [{"key": {"$gte": which.key_prefix, "$lt": which.key_prefix + LAST}}]
+        return [{"key": _beginning(which.key_prefix)}]
     return [{"$or": [_between(name, which.key_prefix) for name in names] or [{"_id": ""}]}]
+
+
+def _beginning(text: str) -> Document:
+    return {"$gte": text, "$lt": text + _LAST}
 
 
 def _between(name: str, prefix: str) -> Document:
     # Behind the colon comes the semicolon: behind the last key of the name.
-    return {"_id": {"$gte": f"{name}:{prefix}", "$lt": f"{name}:{prefix}{LAST}" if prefix else f"{name};"}}
+    return {"_id": {"$gte": f"{name}:{prefix}", "$lt": f"{name}:{prefix}{_LAST}" if prefix else f"{name};"}}

@@ -1,4 +1,4 @@
-"""Listing: find, page through and count the tasks that fit a filter, in time however many other tasks there are (see `ways`).
+"""Listing: find, page through and count the tasks that fit a filter, in time however many others there are (`index_choice`).
 
 What became true by time alone (expired, a lease that ran out) is computed with the expressions of the rule, so nothing read
 here is stale. `params` are left out unless asked for.
@@ -13,15 +13,18 @@ from typing import Any
 
 from pymongo.errors import OperationFailure
 
+from taskmesh.admin.filters import TaskFilter
 from taskmesh.admin.store.index_choice import (
     FEW,
     STATUSES,
     Deadline,
-    Filter,
     Order,
     Part,
     counted,
+    is_indexed,
     parts_of,
+    status_fits,
+    stored_status,
     ways_in_order,
 )
 from taskmesh.store import rules
@@ -40,7 +43,7 @@ _BATCH = 500
 
 async def find(
     store: Store,
-    which: Filter,
+    which: TaskFilter,
     *,
     order: Order = "key",
     limit: int = 100,
@@ -57,7 +60,7 @@ async def find(
 
 
 async def page(
-    store: Store, which: Filter, *, newest: bool, behind: list[Any] | None, limit: int, deadline_ms: int
+    store: Store, which: TaskFilter, *, newest: bool, behind: list[Any] | None, limit: int, deadline_ms: int
 ) -> tuple[list[Document], list[Any] | None] | None:
     """Return a page of what fits, in short, and where to go on behind it; None if that takes longer than the deadline.
 
@@ -80,7 +83,9 @@ async def page(
     return found, following
 
 
-async def count(store: Store, which: Filter, at_most: int | None = None, deadline_ms: int | None = None) -> int | None:
+async def count(
+    store: Store, which: TaskFilter, at_most: int | None = None, deadline_ms: int | None = None
+) -> int | None:
     """Count the tasks that fit, no further than `at_most`; None if that takes longer than the deadline."""
     deadline = Deadline(deadline_ms)
     found = 0
@@ -101,10 +106,12 @@ async def count(store: Store, which: Filter, at_most: int | None = None, deadlin
     return found
 
 
-async def _count_keys(store: Store, which: Filter, part: Part, at_most: int | None, deadline: Deadline) -> int | None:
+async def _count_keys(
+    store: Store, which: TaskFilter, part: Part, at_most: int | None, deadline: Deadline
+) -> int | None:
     """Count keys alone, less what is gone and not yet removed; None if they do not tell enough."""
-    any_status = not which.stored(store.now)
-    if not which.indexed or not (any_status or _FINISHED.issuperset(part.stored["status"].get("$in", STATUSES))):
+    any_status = not stored_status(which, store.now)
+    if not is_indexed(which) or not (any_status or _FINISHED.issuperset(part.stored["status"].get("$in", STATUSES))):
         return None
     past = {
         "delete_time": {"$exists": True},
@@ -121,7 +128,7 @@ async def _count_keys(store: Store, which: Filter, part: Part, at_most: int | No
     return max(0, await counted(store, [{"$match": part.known}], part.index, limit, deadline) - forgotten)
 
 
-async def ids(store: Store, which: Filter) -> AsyncIterator[list[str]]:
+async def ids(store: Store, which: TaskFilter) -> AsyncIterator[list[str]]:
     """Yield the `_id`s of the tasks that fit, in batches; those that come to fit meanwhile perhaps too."""
     for part in await parts_of(store, which):
         stages = [{"$match": part.query}, {"$match": {"$expr": _fits(store, which)}}, {"$project": {"_id": 1}}]
@@ -133,16 +140,16 @@ async def ids(store: Store, which: Filter) -> AsyncIterator[list[str]]:
             await cursor.close()
 
 
-def _fits(store: Store, which: Filter) -> rules.Expression:
+def _fits(store: Store, which: TaskFilter) -> rules.Expression:
     """The condition on the status. Time changes the unfinished alone, so the entries of others are not looked at."""
     unfinished = {"$in": ["$status", ["INIT", "RUNNING"]]}
-    return which.status_is({"$cond": [unfinished, rules.status_on_reading(store.now), "$status"]})
+    return status_fits(which, {"$cond": [unfinished, rules.status_on_reading(store.now), "$status"]})
 
 
 @asynccontextmanager
 async def _opened(
     store: Store,
-    which: Filter,
+    which: TaskFilter,
     order: Order,
     limit: int,
     shape: list[Document],
