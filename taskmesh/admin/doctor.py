@@ -16,6 +16,7 @@ from taskmesh.admin.queues import read_queues
 from taskmesh.admin.stats import read_counts
 from taskmesh.admin.store import server_state
 from taskmesh.client.registry import Registry
+from taskmesh.model.durations import duration
 from taskmesh.model.queue import QueueInfo
 from taskmesh.model.worker import WorkerInfo, known_names
 from taskmesh.store import Store, reach, schedules, schema
@@ -147,7 +148,7 @@ async def _oplog(store: Store) -> Finding:
     window = await server_state.oplog_window_s(store)
     if window is None:
         return Finding(level="note", subject="oplog", found="this user may not see how far back it goes")
-    said = f"it reaches back {window / 3_600:.1f} h"
+    said = f"it reaches back {duration(window * 1_000)}"
     if window >= OPLOG_WANTED_S:
         return Finding(level="ok", subject="oplog", found=said)
     # Never worse than a note: an oplog that was not full yet says nothing about its size.
@@ -204,7 +205,7 @@ async def _collection(store: Store) -> AsyncIterator[Finding]:
         yield Finding(
             level="warning",
             subject="retention",
-            found=f"{_many(lag)} tasks should have been deleted {TTL_LAG_S / 60:.0f} min ago or more",
+            found=f"{_many(lag)} tasks should have been deleted {duration(TTL_LAG_S * 1_000)} ago or more",
             remedy="look at serverStatus().metrics.ttl, and whether ttlMonitorEnabled is on; `taskmesh purge` helps now",
         )
     else:
@@ -282,7 +283,7 @@ async def _headroom(live: list[WorkerInfo]) -> AsyncIterator[Finding]:
             yield Finding(
                 level="warning",
                 subject="event loop",
-                found=f"that of {worker.worker_id} stood still for {worker.stood_still_ms / 1000:.1f} s within the last hour",
+                found=f"that of {worker.worker_id} stood still for {duration(worker.stood_still_ms)} within the last hour",
                 remedy="its log names the handler that blocked it: make that handler a plain function (it runs in a thread)",
             )
         if abs(worker.clock_off_ms) > CLOCK_TOLERANCE_S * 1000:

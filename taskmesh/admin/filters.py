@@ -11,12 +11,11 @@ from typing import Annotated, Any, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from taskmesh.model.durations import milliseconds, written
 from taskmesh.model.errors import InvalidOption
 from taskmesh.model.ids import shown
 from taskmesh.model.task import Standing, Status
 
-_UNITS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000, "w": 7 * 86_400_000}
-_AGE = re.compile(r"(\d{1,12}(?:\.\d{1,3})?)(ms|s|m|h|d|w)\Z")  # ten years in ms have twelve digits
 _TOKEN = re.compile(r"(?P<field>[a-z_]+)(?P<sign>[:<>])(?P<value>.*)\Z", re.DOTALL)
 _TEN_YEARS_MS = 3_660 * 86_400_000
 
@@ -116,8 +115,8 @@ class TaskFilter(BaseModel):
             )
             if value is not None
         ]
-        parts += [f"age>{_age_text(self.older_than_ms)}"] if self.older_than_ms is not None else []
-        parts += [f"age<{_age_text(self.younger_than_ms)}"] if self.younger_than_ms is not None else []
+        parts += [f"age>{written(self.older_than_ms)}"] if self.older_than_ms is not None else []
+        parts += [f"age<{written(self.younger_than_ms)}"] if self.younger_than_ms is not None else []
         return " ".join(parts)
 
     def _statuses(self) -> list[str]:
@@ -173,20 +172,3 @@ def _field(word: str) -> tuple[str, Any]:
         f"a filter knows name: status: queue: group: key: error: worker: lost: and age> age<, not {field}{sign}; "
         f"a key that begins so is asked for by key:{shlex.quote(word)}"
     )
-
-
-def milliseconds(text: str) -> int:
-    """Read a duration like `90s`, `1.5h` or `2d`. Raises `InvalidOption`."""
-    match = _AGE.match(text)
-    if match is None:
-        raise InvalidOption(
-            f"a duration is a number with its unit, one of {', '.join(_UNITS)}, like 90s or 2d; not {text!r}"
-        )
-    return round(float(match.group(1)) * _UNITS[match.group(2)])
-
-
-def _age_text(age_ms: int) -> str:
-    for unit in ("w", "d", "h", "m", "s"):
-        if age_ms and age_ms % _UNITS[unit] == 0:
-            return f"{age_ms // _UNITS[unit]}{unit}"
-    return f"{age_ms}ms"

@@ -19,6 +19,7 @@ from taskmesh.cli.connected import App, Collection, Database, Uri, mesh_of, run_
 from taskmesh.cli.output import Json, show_found
 from taskmesh.cli.tasks import task_json
 from taskmesh.mesh import TaskMesh
+from taskmesh.model.durations import duration
 from taskmesh.model.task import Status, Task
 
 Name = Annotated[str | None, typer.Argument(metavar="NAME", help="The task's name.", autocompletion=completion.name)]
@@ -161,7 +162,7 @@ async def _many(
         return
     output.say(f"{verb}: {counted.done} of {counted.matched} tasks")
     if counted.id is not None:
-        output.say(f"for {output.span(UNDO_MS / 1000)} this can be taken back: taskmesh undo {counted.id}", stderr=True)
+        output.say(f"for {duration(UNDO_MS)} this can be taken back: taskmesh undo {counted.id}", stderr=True)
 
 
 async def purge(

@@ -18,6 +18,7 @@ from taskmesh.admin.explain import NO_WORKER, WORKER_KNOWS, Explanation, Waiting
 from taskmesh.cli import completion, output
 from taskmesh.cli.output import Json, Listing, Watch, nothing_found, show, show_found
 from taskmesh.mesh import TaskMesh
+from taskmesh.model.durations import age
 from taskmesh.model.task import Status, Task
 
 _LOOKED_AT = 200
@@ -110,7 +111,7 @@ def _verdict(
     elif task.status is Status.RUNNING:
         said = "It is running."
     elif times:
-        said = f"Nobody can claim it yet; the first could {output.age(min(times), now)}."
+        said = f"Nobody can claim it yet; the first could {age(min(times), now)}."
     else:
         reason = _common_reason(task, explanations, of_all=worker_id is None)
         said = f"Nobody can claim it, and time alone will not change that: {reason}."
@@ -214,7 +215,7 @@ def _group(group: ErrorGroup, fits: int | None, now: datetime) -> RenderableType
     head.append(f"  {output.printable(group.error)}", style=output.STYLES["FAIL"])
     head.append(f"  {', '.join(filter(None, counts))}")
     if group.first_time is not None and group.last_time is not None:
-        head.append(f"  since {output.age(group.first_time, now)}, last {output.age(group.last_time, now)}")
+        head.append(f"  since {age(group.first_time, now)}, last {age(group.last_time, now)}")
     lines = [f"    {output.printable(group.message)}"]
     if group.frame is not None:
         lines.append(f"    at {output.printable(group.frame)}")

@@ -25,6 +25,7 @@ from taskmesh.cli.output import Json, Listing, Watch, nothing_found, show, show_
 from taskmesh.cli.queues import queue_table
 from taskmesh.consumer.settings import MOST_AT_ONCE
 from taskmesh.mesh import TaskMesh
+from taskmesh.model.durations import duration
 from taskmesh.model.errors import TaskMeshError
 from taskmesh.model.task import Status
 from taskmesh.model.worker import WorkerInfo
@@ -134,7 +135,7 @@ def stats_page(found: Stats) -> RenderableType:
     ]
     if len(rows) > 1:
         rows.append(["all", *(sum(by.get(status, 0) for by in found.counts.values()) for status in Status)])
-    lag = "–" if found.oldest_claimable_ms is None else output.span(found.oldest_claimable_ms / 1000)
+    lag = "–" if found.oldest_claimable_ms is None else duration(found.oldest_claimable_ms)
     speed = Text(
         f"oldest claimable {lag} · started {found.started_per_s:.1f}/s · finished {found.finished_per_s:.1f}/s"
     )

@@ -25,6 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from taskmesh.mesh import TaskMesh
+from taskmesh.model.durations import age
 from taskmesh.model.jsonable import jsonable
 
 _PIPE_WIDTH = 100_000
@@ -116,21 +117,6 @@ def _fitting(columns: Sequence[str], needed: Sequence[int], screen: int) -> tupl
             shown = [each for each in shown if each != at]
             hidden.insert(0, at)
     return shown, hidden
-
-
-def age(moment: datetime, now: datetime) -> str:
-    """Return how long ago, or in how long, in two characters and a unit."""
-    seconds = (now - moment).total_seconds()
-    return f"in {span(-seconds)}" if seconds < -1 else f"{span(seconds)} ago"
-
-
-def span(seconds: float) -> str:
-    """Return a length of time in its largest unit."""
-    seconds = abs(seconds)
-    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 def show_json(value: object) -> None:

@@ -18,6 +18,7 @@ from taskmesh.cli.audit import noted
 from taskmesh.cli.output import Json, Listing, Watch, nothing_found, show
 from taskmesh.client.handle import TaskHandle
 from taskmesh.mesh import TaskMesh
+from taskmesh.model.durations import age
 from taskmesh.model.errors import TaskMeshError
 from taskmesh.model.event import TaskEvent
 from taskmesh.model.jsonable import jsonable
@@ -160,7 +161,7 @@ def _task_page(task: Task) -> RenderableType:
 
 def _fact(value: object, now: datetime) -> Text:
     if isinstance(value, datetime):
-        return Text(f"{value.isoformat(' ', 'milliseconds')}  ({output.age(value, now)})")
+        return Text(f"{value.isoformat(' ', 'milliseconds')}  ({age(value, now)})")
     if isinstance(value, (dict, list)):
         return Text(output.printable(output.one_line(value)))
     return output.cell(value)

@@ -8,10 +8,11 @@ from datetime import datetime
 from typing import Literal
 
 from taskmesh.admin.stats import Stats
+from taskmesh.model.durations import duration
 from taskmesh.model.queue import QueueInfo
 from taskmesh.model.schedule import ScheduleInfo
 from taskmesh.model.worker import WorkerInfo, known_names
-from taskmesh.web.views import duration, number, query
+from taskmesh.web.views import number, query
 
 _LONG_WAIT_MS = 60_000
 

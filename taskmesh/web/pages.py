@@ -15,10 +15,11 @@ from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from taskmesh.admin.bulk import cancellable
-from taskmesh.admin.filters import TaskFilter, milliseconds
+from taskmesh.admin.filters import TaskFilter
 from taskmesh.admin.listing import TaskPage
 from taskmesh.admin.stats import Stats
 from taskmesh.mesh import TaskMesh
+from taskmesh.model.durations import milliseconds
 from taskmesh.model.errors import InvalidOption
 from taskmesh.model.jsonable import to_json
 from taskmesh.model.option import TaskOption

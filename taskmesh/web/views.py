@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.resources import files
-from itertools import pairwise
 from typing import Any
 from urllib.parse import urlencode
 
@@ -17,15 +16,14 @@ from jinja2 import DictLoader, Environment, StrictUndefined
 from markupsafe import Markup, escape
 
 from taskmesh.admin.explain import Explanation, Gate
+from taskmesh.model.durations import duration
 from taskmesh.model.jsonable import to_json
 from taskmesh.model.option import TaskOption
 from taskmesh.model.task import Task
 
 _MOST_JSON_CHARS = 20_000
 _MOMENT = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:\.\d{1,6})?(?:Z|[+-]\d\d:\d\d)")
-_SECOND = 1_000.0
 _SMALL = 0.1
-_UNITS = [("d", 86_400_000.0), ("h", 3_600_000.0), ("min", 60_000.0), ("s", _SECOND)]
 
 # Read at import, where no event loop waits for the disk.
 _HERE = files("taskmesh.web")
@@ -36,16 +34,8 @@ STATIC = {item.name: item.read_bytes() for item in _HERE.joinpath("static").iter
 STATIC_VERSION = hashlib.sha256(b"".join(STATIC[name] for name in sorted(STATIC))).hexdigest()[:12]
 
 
-def duration(milliseconds: float | None) -> str:
-    """Return a duration as people say it."""
-    if milliseconds is None:
-        return "–"
-    value = abs(milliseconds)
-    for (unit, size), (smaller, part) in pairwise(_UNITS):
-        if value >= size:
-            whole, rest = int(value // size), int(value % size // part)
-            return f"{whole} {unit} {rest} {smaller}" if rest and whole < 10 else f"{whole} {unit}"
-    return f"{value / _SECOND:.3g} s" if value >= _SECOND else f"{value:.3g} ms"
+def _duration(milliseconds: float | None) -> str:
+    return "–" if milliseconds is None else duration(milliseconds)
 
 
 def moment(value: datetime | None) -> Markup:
@@ -170,7 +160,7 @@ def environment() -> Environment:
         loader=DictLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     found.filters.update(
-        duration=duration,
+        duration=_duration,
         percent=percent,
         moment=moment,
         pretty=pretty,
