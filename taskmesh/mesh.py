@@ -101,7 +101,7 @@ class TaskMesh:
         self.what_if = WhatIf(self.connection, self.tasks)
         """What a change would do, told without making it."""
         self.audit = Audit(self.connection)
-        """Who did what to single things."""
+        """Who did what to single things; each verb writes it down."""
         self._hooks: Hooks = {}
 
     # --- connecting ---
@@ -235,6 +235,7 @@ class TaskMesh:
         missed: Missed = "latest",
         overlap: Overlap = "allow",
         jitter_ms: int = 0,
+        by: str | None = None,
         **configuration: Unpack[PublishSettings],
     ) -> Declared:
         """Publish a task periodically: each tick once, whichever and however many workers run.
@@ -247,7 +248,8 @@ class TaskMesh:
         for each. `missed`: of the ticks while no worker lived, publish none (`skip`), only the `latest`, or `all`.
         `overlap="skip"`: leave out a tick while the task of the tick before is not finished. `jitter_ms`: each task starts
         up to this much later, so that not everything starts at the full hour. The rest as in `configure`; but a tick's
-        task is kept for a minute at least, as its key is what makes it unique. Raises `InvalidOption`.
+        task is kept for a minute at least, as its key is what makes it unique. `by`: who, for the audit; without it nothing is
+        written there, as code declares its schedules at each start. Raises `InvalidOption`.
         """
         return self.schedules.every(
             name,
@@ -259,6 +261,7 @@ class TaskMesh:
             missed=missed,
             overlap=overlap,
             jitter_ms=jitter_ms,
+            by=by,
             **configuration,
         )
 
@@ -364,31 +367,36 @@ class TaskMesh:
         """
         return await self.inspect.explain(name, key, worker_id)
 
-    async def set_option(self, name: str, key: str, **changes: Unpack[OptionFields]) -> Task:
+    async def set_option(self, name: str, key: str, *, by: str | None = None, **changes: Unpack[OptionFields]) -> Task:
         """Change fields of a published task's option, and return the task. Raises `InvalidOption`, `TaskNotFound`.
 
         On a running task, a worker that is no longer in `specific_worker_ids` stops; `ping_interval_ms` counts from the
-        next ping; all else from the next claim.
+        next ping; all else from the next claim. `by`: who, for the audit; by default the user of this process, and its host.
         """
-        return await self.tasks.set_option(name, key, **changes)
+        return await self.tasks.set_option(name, key, by=by, **changes)
 
-    async def cancel(self, name: str, key: str) -> Task:
+    async def cancel(self, name: str, key: str, *, by: str | None = None) -> Task:
         """Cancel the task: CANCELLED from now on; a running execution is stopped. A finished task stays as it is.
 
-        Returns the task as it stands after. Raises `TaskNotFound`.
+        Returns the task as it stands after. `by`: who, for the audit; by default the user of this process, and its host.
+        Raises `TaskNotFound`.
         """
-        return await self.tasks.cancel(name, key)
+        return await self.tasks.cancel(name, key, by=by)
 
-    async def retry(self, name: str, key: str) -> Task:
+    async def retry(self, name: str, key: str, *, by: str | None = None) -> Task:
         """Make a finished task INIT again, its entries and counts dropped; a waiting one is due at once.
 
-        Returns the task as it stands after. Raises `TaskRunning`, `TaskNotFound`.
+        Returns the task as it stands after. `by`: who, for the audit; by default the user of this process, and its host.
+        Raises `TaskRunning`, `TaskNotFound`.
         """
-        return await self.tasks.retry(name, key)
+        return await self.tasks.retry(name, key, by=by)
 
-    async def delete(self, name: str, key: str) -> Task:
-        """Remove the task, and return it as it was. A running execution is stopped. Raises `TaskNotFound`."""
-        return await self.tasks.delete(name, key)
+    async def delete(self, name: str, key: str, *, by: str | None = None) -> Task:
+        """Remove the task, and return it as it was. A running execution is stopped. Raises `TaskNotFound`.
+
+        `by`: who, for the audit; by default the user of this process, and its host.
+        """
+        return await self.tasks.delete(name, key, by=by)
 
     def events(
         self,
@@ -412,39 +420,53 @@ class TaskMesh:
     ) -> None:
         """Let no worker claim from this queue any more, until `resume`, or the time `until`. What runs, runs on.
 
-        `reason`, `by`: shown with the queue. Raises `InvalidOption`.
+        `reason`, `by`: why and who, for listings and the audit; by default the user of this process, and its host. Raises
+        `InvalidOption`.
         """
         await self.queues.pause(queue, reason=reason, by=by, until=until)
 
-    async def resume(self, queue: str) -> None:
-        """Let workers claim from this queue again. Raises `InvalidOption`."""
-        await self.queues.resume(queue)
+    async def resume(self, queue: str, *, by: str | None = None) -> None:
+        """Let workers claim from this queue again. Raises `InvalidOption`.
 
-    async def set_limit(self, queue: str, **limits: Unpack[LimitFields]) -> None:
+        `by`: who, for the audit; by default the user of this process, and its host.
+        """
+        await self.queues.resume(queue, by=by)
+
+    async def set_limit(self, queue: str, *, by: str | None = None, **limits: Unpack[LimitFields]) -> None:
         """Limit a queue, over the whole fleet; what is not given here is not limited (any more).
 
         At most `rate` starts in any `per_ms` (1000 by default); at most `running` executions at a time; at most
         `group_running` of each group (`configure(group=…)`) at a time: tasks of a full group hold up nobody else. What
         runs already runs on, and is counted. Consumers of this mesh know of it when this returns, other processes a moment
         later: at once if they listen, within two seconds if they only scan. Raises `InvalidOption`.
+        `by`: who, for the audit; by default the user of this process, and its host.
         """
-        await self.queues.set_limit(queue, **limits)
+        await self.queues.set_limit(queue, by=by, **limits)
 
     async def workers(self) -> list[WorkerInfo]:
         """Return the live workers and those that went within the last hour."""
         return await self.fleet.workers()
 
-    async def stop_worker(self, worker_id: str, grace_ms: int = 30_000) -> None:
-        """Let a consumer elsewhere stop gracefully. Raises `TaskNotFound` if no such worker is registered, `InvalidOption`."""
-        await self.fleet.stop_worker(worker_id, grace_ms)
+    async def stop_worker(self, worker_id: str, grace_ms: int = 30_000, *, by: str | None = None) -> None:
+        """Let a consumer elsewhere stop gracefully. Raises `TaskNotFound` if no such worker is registered, `InvalidOption`.
 
-    async def pause_worker(self, worker_id: str) -> None:
-        """Let a consumer elsewhere claim no more; what it runs, runs on. Raises `TaskNotFound`, `InvalidOption`."""
-        await self.fleet.pause_worker(worker_id)
+        `by`: who, for the audit; by default the user of this process, and its host.
+        """
+        await self.fleet.stop_worker(worker_id, grace_ms, by=by)
 
-    async def resume_worker(self, worker_id: str) -> None:
-        """Let a paused consumer elsewhere go on. Raises `TaskNotFound`, `InvalidOption`."""
-        await self.fleet.resume_worker(worker_id)
+    async def pause_worker(self, worker_id: str, *, by: str | None = None) -> None:
+        """Let a consumer elsewhere claim no more; what it runs, runs on. Raises `TaskNotFound`, `InvalidOption`.
+
+        `by`: who, for the audit; by default the user of this process, and its host.
+        """
+        await self.fleet.pause_worker(worker_id, by=by)
+
+    async def resume_worker(self, worker_id: str, *, by: str | None = None) -> None:
+        """Let a paused consumer elsewhere go on. Raises `TaskNotFound`, `InvalidOption`.
+
+        `by`: who, for the audit; by default the user of this process, and its host.
+        """
+        await self.fleet.resume_worker(worker_id, by=by)
 
     async def stats(self) -> Stats:
         """Return counts by name and status, the lag of the oldest claimable task, and the throughput of the fleet."""

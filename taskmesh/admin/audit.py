@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from datetime import datetime
 
 from pydantic import BaseModel, ConfigDict
 
-from taskmesh.admin.store import undo
 from taskmesh.client.connection import Connection
-from taskmesh.model.ids import checked_remark, checked_text
-from taskmesh.store import Store
+from taskmesh.store import Store, audit
 
 
 class NotedAction(BaseModel):
-    """Who did what to one task, queue, worker or schedule, by the command line, the dashboard or the REST API."""
+    """Who did what to one task, queue, worker or schedule."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -35,11 +34,14 @@ class Audit:
     def _store(self) -> Store:
         return self._connection.store
 
-    async def note(self, action: str, about: str, by: str | None = None) -> None:
-        """Write down for `actions` what somebody did: the command line, the dashboard and the REST API do."""
-        about = checked_remark("about", about) or ""
-        await undo.note(self._store, checked_text("action", action), about, checked_remark("by", by))
-
     async def actions(self, limit: int = 50) -> list[NotedAction]:
-        """Return what was done to single things within the last month, the newest first: what `note` wrote down."""
-        return [NotedAction.model_validate(document) for document in await undo.noted(self._store, limit)]
+        """Return what was done to single tasks, queues, workers and schedules within the last month, the newest first.
+
+        Each verb writes it down when it is done, whoever called it: Python, the command line, the dashboard, the REST API.
+        Publishing is not listed, nor what handlers and workers do by themselves; of a schedule's declaration only one with `by`.
+        """
+        return [NotedAction.model_validate(document) for document in await audit.noted(self._store, limit)]
+
+    def acting_as(self, by: str) -> AbstractContextManager[None]:
+        """Sign what is changed inside the block, where no `by` is given: for those who act for others, as the dashboard does."""
+        return audit.acting_as(by)

@@ -16,9 +16,9 @@ from taskmesh.admin.listing import filter_of
 from taskmesh.admin.store import bulk, listing, undo
 from taskmesh.client.connection import Connection
 from taskmesh.model.errors import InvalidOption
-from taskmesh.model.ids import checked_remark, checked_text
+from taskmesh.model.ids import checked_text
 from taskmesh.model.task import Status
-from taskmesh.store import Store
+from taskmesh.store import Store, audit
 from taskmesh.store.settle import settle
 
 logger = logging.getLogger("taskmesh.bulk")
@@ -98,8 +98,9 @@ class Bulk:
         """Make every task that fits INIT again (waiting ones due at once); running ones are left alone.
 
         `where`: a `TaskFilter`, or its text: `status:FAIL name:resize error:timeout age>1h`. `progress` is told how many
-        are done, batch by batch. `by`: who, for the list of `actions`. `undo_ms`: for so long `undo` can put the tasks back
-        (an hour by default; each is copied aside); 0: it cannot. Raises `InvalidOption` for an empty filter: say what is meant.
+        are done, batch by batch. `by`: who, for the list of `actions`; by default the user of this process, and its host.
+        `undo_ms`: for so long `undo` can put the tasks back (an hour by default; each is copied aside); 0: it cannot. Raises
+        `InvalidOption` for an empty filter: say what is meant.
         """
         return await self._act("retry", _narrow(where), dry_run, progress, by=by, undo_ms=undo_ms)
 
@@ -156,12 +157,14 @@ class Bulk:
         found = await undo.actions(self._store, limit)
         return [BulkAction.model_validate({**document, "id": document["_id"]}) for document in found]
 
-    async def undo(self, action_id: str) -> UndoResult:
+    async def undo(self, action_id: str, *, by: str | None = None) -> UndoResult:
         """Put back the tasks that a bulk action has changed, as they were before; those that nothing has happened to since.
 
         An execution that the action stopped is not put back: its task waits. Raises `InvalidOption` if there is no such
-        action, or its time is over. Safe to repeat while it has not returned.
+        action, or its time is over. Safe to repeat while it has not returned. `by`: who, for the audit; by default the user of
+        this process, and its host.
         """
+        who = audit.author(by)
         found = await undo.action(self._store, checked_text("action_id", action_id))
         if found is None:
             raise InvalidOption(
@@ -178,6 +181,7 @@ class Bulk:
             )
         restored, left = await undo.put_back(self._store, action_id, found["action"])
         await undo.forget(self._store, action_id)
+        await audit.note(self._store, "bulk.undo", who, id=action_id)
         logger.info("undone: %s of %s: %d tasks put back, %d left", found["action"], found["where"], restored, left)
         return UndoResult(id=action_id, action=found["action"], restored=restored, left=left)
 
@@ -192,18 +196,18 @@ class Bulk:
         by: str | None = None,
         undo_ms: int = 0,
     ) -> BulkResult:
-        name, where, by = called or action, str(which), checked_remark("by", by)
+        name, where, who = called or action, str(which), audit.author(by)
         matched = await listing.count(self._store, which) or 0
         if dry_run:
             return BulkResult(action=name, where=where, matched=matched, done=0, dry_run=True)
-        id_ = await undo.begin(self._store, name, where, by, matched, undo_ms)
+        id_ = await audit.begin(self._store, name, where, who, matched, undo_ms)
         undo_id = id_ if undo_ms else None
         done = 0
         async for batch in listing.ids(self._store, which):
             done += await bulk.act(self._store, action, which, batch, undo_id=undo_id, undo_ms=undo_ms)
             if progress is not None:
                 progress(done)
-        await undo.end(self._store, id_, done)
+        await audit.end(self._store, id_, done)
         logger.info("%s of %s: %d of %d tasks", name, which, done, matched)
         return BulkResult(action=name, where=where, matched=matched, done=done, dry_run=False, id=undo_id)
 

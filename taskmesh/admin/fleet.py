@@ -9,7 +9,7 @@ from taskmesh.consumer.settings import checked_concurrency
 from taskmesh.model.errors import InvalidOption, TaskNotFound
 from taskmesh.model.ids import checked_worker_id
 from taskmesh.model.worker import WorkerInfo
-from taskmesh.store import Store, registry
+from taskmesh.store import Store, audit, registry
 
 
 class Fleet:
@@ -26,24 +26,39 @@ class Fleet:
         """Return the live workers and those that went within the last hour."""
         return await self._connection.registry.read()
 
-    async def stop_worker(self, worker_id: str, grace_ms: int = 30_000) -> None:
-        """Let a consumer elsewhere stop gracefully. Raises `TaskNotFound` if no such worker is registered, `InvalidOption`."""
+    async def stop_worker(self, worker_id: str, grace_ms: int = 30_000, *, by: str | None = None) -> None:
+        """Let a consumer elsewhere stop gracefully. Raises `TaskNotFound` if no such worker is registered, `InvalidOption`.
+
+        `by`: who, for the audit; by default the user of this process, and its host.
+        """
         if isinstance(grace_ms, bool) or not isinstance(grace_ms, int) or grace_ms < 0:
             raise InvalidOption(f"grace_ms is a number of milliseconds, 0 or more, not {grace_ms!r}")
-        await self._order(worker_id, {"stop_grace_ms": grace_ms})
+        await self._order("worker.stop", by, worker_id, {"stop_grace_ms": grace_ms})
 
-    async def pause_worker(self, worker_id: str) -> None:
-        """Let a consumer elsewhere claim no more; what it runs, runs on."""
-        await self._order(worker_id, {"paused": True})
+    async def pause_worker(self, worker_id: str, *, by: str | None = None) -> None:
+        """Let a consumer elsewhere claim no more; what it runs, runs on. Raises `TaskNotFound`.
 
-    async def resume_worker(self, worker_id: str) -> None:
-        """Let a paused consumer elsewhere go on."""
-        await self._order(worker_id, {"paused": False})
+        `by`: who, for the audit; by default the user of this process, and its host.
+        """
+        await self._order("worker.pause", by, worker_id, {"paused": True})
 
-    async def set_concurrency(self, worker_id: str, concurrency: int) -> None:
-        """Change how many executions a consumer elsewhere runs at once. Raises `TaskNotFound`, `InvalidOption`."""
-        await self._order(worker_id, {"concurrency": checked_concurrency(concurrency)})
+    async def resume_worker(self, worker_id: str, *, by: str | None = None) -> None:
+        """Let a paused consumer elsewhere go on. Raises `TaskNotFound`.
 
-    async def _order(self, worker_id: str, changes: dict[str, Any]) -> None:
+        `by`: who, for the audit; by default the user of this process, and its host.
+        """
+        await self._order("worker.resume", by, worker_id, {"paused": False})
+
+    async def set_concurrency(self, worker_id: str, concurrency: int, *, by: str | None = None) -> None:
+        """Change how many executions a consumer elsewhere runs at once. Raises `TaskNotFound`, `InvalidOption`.
+
+        `by`: who, for the audit; by default the user of this process, and its host.
+        """
+        wanted = checked_concurrency(concurrency)
+        await self._order("worker.set_concurrency", by, worker_id, {"concurrency": wanted}, concurrency=wanted)
+
+    async def _order(self, action: str, by: str | None, worker_id: str, changes: dict[str, Any], **about: Any) -> None:
+        who = audit.author(by)
         if not await registry.order(self._store, checked_worker_id(worker_id), changes):
             raise TaskNotFound(f"no worker {worker_id!r} is registered: `taskmesh workers` lists those that are")
+        await audit.note(self._store, action, who, worker_id=worker_id, **about)

@@ -12,7 +12,7 @@ from taskmesh.model.errors import InvalidOption
 from taskmesh.model.ids import checked_group, checked_remark
 from taskmesh.model.queue import QueueInfo, QueueLimits, checked_queue
 from taskmesh.model.times import checked_time
-from taskmesh.store import Store, limits, registry
+from taskmesh.store import Store, audit, limits, registry
 from taskmesh.store.driver import Document
 from taskmesh.store.find import queues_in_use
 
@@ -110,25 +110,35 @@ class Queues:
     async def pause(
         self, queue: str, *, reason: str | None = None, by: str | None = None, until: datetime | None = None
     ) -> None:
-        """Let no worker claim from this queue any more, until `resume`, or the time `until`. What runs, runs on."""
+        """Let no worker claim from this queue any more, until `resume`, or the time `until`. What runs, runs on.
+
+        `reason`, `by`: why and who, for listings and the audit; by default the user of this process, and its host.
+        """
+        who = audit.author(by)
         settings = {
             "paused": True,
             "paused_reason": checked_remark("reason", reason),
-            "paused_by": checked_remark("by", by),
+            "paused_by": who,
             "paused_until": None if until is None else checked_time("until", until),
             "pause_time": self._connection.clock.now(),
         }
         await registry.set_queue(self._store, checked_queue(queue), settings)
-        await self._connection.queues_changed()
+        await self._changed("queue.pause", who, queue, until=None if until is None else until.isoformat())
 
-    async def resume(self, queue: str) -> None:
-        """Let workers claim from this queue again."""
+    async def resume(self, queue: str, *, by: str | None = None) -> None:
+        """Let workers claim from this queue again.
+
+        `by`: who, for the audit; by default the user of this process, and its host.
+        """
+        who = audit.author(by)
         await registry.set_queue(self._store, checked_queue(queue), {"paused": False, "paused_until": None})
-        await self._connection.queues_changed()
+        await self._changed("queue.resume", who, queue)
 
     async def set_limit(
         self,
         queue: str,
+        *,
+        by: str | None = None,
         **given: Unpack[LimitFields],
     ) -> None:
         """Limit a queue, over the whole fleet; what is not given here is not limited (any more).
@@ -137,15 +147,26 @@ class Queues:
         `group_running` of each group (`configure(group=…)`) at a time: tasks of a full group hold up nobody else. What
         runs already runs on, and is counted. Consumers of this mesh know of it when this returns, other processes a moment
         later: at once if they listen, within two seconds if they only scan. Raises `InvalidOption`.
+        `by`: who, for the audit; by default the user of this process, and its host.
         """
+        who = audit.author(by)
         limited = checked_limits(**given)
         await limits.set_limits(self._store, checked_queue(queue), limited)
-        await self._connection.queues_changed()
+        await self._changed("queue.set_limit", who, queue, **limited)
 
-    async def set_group_limit(self, queue: str, group: str, running: int | None) -> None:
-        """Let this one group of a queue run `running` executions at a time; None: as many as every other group."""
+    async def set_group_limit(self, queue: str, group: str, running: int | None, *, by: str | None = None) -> None:
+        """Let this one group of a queue run `running` executions at a time; None: as many as every other group.
+
+        `by`: who, for the audit; by default the user of this process, and its host.
+        """
+        who = audit.author(by)
         await set_group_limit(self._store, checked_queue(queue), group, running)
+        await self._changed("queue.set_group_limit", who, queue, group=group, running=running)
+
+    async def _changed(self, action: str, by: str, queue: str, **about: Any) -> None:
+        """Let our own consumers know before the caller goes on (the others hear of it by their streams), and write it down."""
         await self._connection.queues_changed()
+        await audit.note(self._store, action, by, queue=queue, **about)
 
     async def all(self, *, counted_to: int = COUNTED_TO) -> list[QueueInfo]:
         """Return the queues that have settings or unfinished tasks, with their pauses and limits.

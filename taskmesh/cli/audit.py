@@ -1,11 +1,10 @@
-"""Who did what: what a command line changes is written down, and `audit` lists it with what the dashboard and the API changed."""
+"""Who did what: `audit` lists what was changed, whether by Python code, commands, the dashboard or the API."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from pymongo.errors import PyMongoError
 from rich.console import RenderableType
 
 from taskmesh.admin.audit import NotedAction
@@ -13,15 +12,6 @@ from taskmesh.admin.bulk import BulkAction
 from taskmesh.cli import output
 from taskmesh.cli.output import Json, show_found
 from taskmesh.mesh import TaskMesh
-
-
-async def noted(mesh: TaskMesh, action: str, **about: Any) -> None:
-    """Write down what was done, and to what; who it was is known. If that fails, it is done all the same."""
-    told = ", ".join(f"{name} {value!r}" for name, value in about.items() if value is not None)
-    try:
-        await mesh.audit.note(action, told, output.somebody())
-    except PyMongoError as error:
-        output.say(f"warning: it is not written down who did this ({type(error).__name__})", stderr=True)
 
 
 async def audit(

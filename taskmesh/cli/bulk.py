@@ -14,7 +14,6 @@ from rich.progress import Progress
 from taskmesh.admin.bulk import UNDO_MS, BulkAction, BulkResult
 from taskmesh.admin.filters import TaskFilter
 from taskmesh.cli import completion, output
-from taskmesh.cli.audit import noted
 from taskmesh.cli.connected import App, Collection, Database, Uri, mesh_of, run_at
 from taskmesh.cli.output import Json, show_found
 from taskmesh.cli.tasks import task_json
@@ -129,7 +128,6 @@ async def _one(mesh: TaskMesh, verb: _Verb, name: str, key: str, *, yes: bool, a
     if verb.question is not None:
         output.confirm(verb.question.format(f"{name} {key}"), yes=yes)
     task = await verb.one(mesh)(name, key)
-    await noted(mesh, f"task.{verb.name}", name=name, key=key)
     if as_json:
         output.show_json(task_json(task))
     elif verb is _CANCEL and task.status is not Status.CANCELLED:
@@ -149,7 +147,7 @@ async def _many(
         console = output.console(stderr=True)
         with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
             bar = progress.add_task(verb, total=counted.matched)
-            counted = await act(where, progress=lambda done: progress.update(bar, completed=done), by=output.somebody())
+            counted = await act(where, progress=lambda done: progress.update(bar, completed=done))
     if not counted.matched:
         output.say(f"no tasks match {counted.where!r}; looked at {mesh.address}", stderr=as_json)
     if as_json:
@@ -201,7 +199,6 @@ async def undo(
         await show_found(mesh, mesh.bulk.actions, _action_table, nothing, as_json=as_json)
         return
     undone = await mesh.bulk.undo(action)
-    await noted(mesh, "bulk.undo", id=action)
     if as_json:
         output.show_json(undone)
     else:

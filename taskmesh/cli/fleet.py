@@ -19,7 +19,6 @@ from rich.text import Text
 
 from taskmesh.admin.stats import Stats
 from taskmesh.cli import completion, output
-from taskmesh.cli.audit import noted
 from taskmesh.cli.connected import App, Collection, Database, Uri, mesh_of
 from taskmesh.cli.output import Json, Listing, Watch, nothing_found, show, show_found
 from taskmesh.cli.queues import queue_table
@@ -81,7 +80,6 @@ async def stop_worker(
 ) -> None:
     """Stop a worker gracefully, wherever it runs."""
     await mesh.stop_worker(worker_id, grace_ms)
-    await noted(mesh, "worker.stop", worker_id=worker_id)
     while wait and await _lives(mesh, worker_id):  # noqa: ASYNC110  # it is another process
         await asyncio.sleep(0.2)
     output.say(f"worker {worker_id} {'has stopped' if wait else 'will stop'}")
@@ -94,14 +92,12 @@ async def _lives(mesh: TaskMesh, worker_id: str) -> bool:
 async def pause_worker(mesh: TaskMesh, worker_id: WorkerId) -> None:
     """Pause one worker: it claims nothing more. Its running tasks go on."""
     await mesh.pause_worker(worker_id)
-    await noted(mesh, "worker.pause", worker_id=worker_id)
     output.say(f"worker {worker_id} is told to pause")
 
 
 async def resume_worker(mesh: TaskMesh, worker_id: WorkerId) -> None:
     """Resume a paused worker."""
     await mesh.resume_worker(worker_id)
-    await noted(mesh, "worker.resume", worker_id=worker_id)
     output.say(f"worker {worker_id} is told to go on")
 
 
@@ -114,7 +110,6 @@ async def set_concurrency(
 ) -> None:
     """Change how many executions a worker runs at once."""
     await mesh.fleet.set_concurrency(worker_id, concurrency)
-    await noted(mesh, "worker.set_concurrency", worker_id=worker_id, concurrency=concurrency)
     output.say(f"worker {worker_id} is told to run {concurrency} at once")
 
 

@@ -7,9 +7,7 @@ and reasons is never taken for markup or for a terminal's control codes.
 from __future__ import annotations
 
 import contextlib
-import getpass
 import json
-import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -154,11 +152,6 @@ def check_can_ask(what: str, *, yes: bool) -> None:
             f"{what} acts on many tasks, and standard input is not a terminal where it could ask: add --yes, or count them "
             "first by --dry-run"
         )
-
-
-def somebody() -> str:
-    """Return who does this, for those who ask later."""
-    return f"{getpass.getuser()}@{socket.gethostname()}"
 
 
 def settings(words: Iterable[str]) -> dict[str, Any]:

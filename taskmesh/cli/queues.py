@@ -11,7 +11,6 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from taskmesh.cli import completion, output
-from taskmesh.cli.audit import noted
 from taskmesh.cli.connected import App, Collection, Database, Uri, mesh_of, run_at
 from taskmesh.cli.output import Json, Watch, show_found
 from taskmesh.mesh import TaskMesh
@@ -64,8 +63,7 @@ async def pause(
     """Pause a queue: workers claim nothing from it. Running tasks go on."""
     await _tell_if_nobody_knows(mesh, queue)
     until = None if for_ms is None else datetime.now(UTC) + timedelta(milliseconds=for_ms)
-    await mesh.pause(queue, reason=reason, by=output.somebody(), until=until)
-    await noted(mesh, "queue.pause", queue=queue, for_ms=for_ms)
+    await mesh.pause(queue, reason=reason, until=until)
     output.say(f"queue {queue} is paused" + (f" until {until.isoformat(' ', 'seconds')}" if until else ""))
 
 
@@ -84,7 +82,6 @@ async def resume(mesh: TaskMesh, queue: Queue) -> None:
     """Let workers claim from a queue again."""
     await _tell_if_nobody_knows(mesh, queue)
     await mesh.resume(queue)
-    await noted(mesh, "queue.resume", queue=queue)
     output.say(f"queue {queue} is open")
 
 
@@ -115,11 +112,8 @@ def limit(
         await _tell_if_nobody_knows(mesh, queue)
         if group is not None:
             await mesh.queues.set_group_limit(queue, group, running)
-            await noted(mesh, "queue.set_group_limit", queue=queue, group=group, running=running)
         else:
-            limits = {"rate": rate, "per_ms": per_ms, "running": running, "group_running": group_running}
-            await mesh.set_limit(queue, **limits)
-            await noted(mesh, "queue.set_limit", queue=queue, **limits)
+            await mesh.set_limit(queue, rate=rate, per_ms=per_ms, running=running, group_running=group_running)
 
     async def tell(mesh: TaskMesh) -> None:
         if group is not None:
@@ -166,15 +160,13 @@ def _schedule_table(found: list[ScheduleInfo]) -> RenderableType:
 
 async def pause_schedule(mesh: TaskMesh, schedule_id: ScheduleId, reason: Reason = None) -> None:
     """Pause a schedule: it publishes nothing until it is resumed."""
-    await mesh.schedules.pause(schedule_id, reason=reason, by=output.somebody())
-    await noted(mesh, "schedule.pause", schedule_id=schedule_id)
+    await mesh.schedules.pause(schedule_id, reason=reason)
     output.say(f"schedule {schedule_id} is paused")
 
 
 async def resume_schedule(mesh: TaskMesh, schedule_id: ScheduleId) -> None:
     """Resume a paused schedule. What it missed meanwhile is not made up for."""
     schedule = await mesh.schedules.resume(schedule_id)
-    await noted(mesh, "schedule.resume", schedule_id=schedule_id)
     output.say(
         f"schedule {schedule_id} is active again" + (f", next at {schedule.next_time}" if schedule.next_time else "")
     )
@@ -183,7 +175,6 @@ async def resume_schedule(mesh: TaskMesh, schedule_id: ScheduleId) -> None:
 async def trigger(mesh: TaskMesh, schedule_id: ScheduleId, as_json: Json = False) -> None:
     """Publish a schedule's task now, in addition to its scheduled runs."""
     handle = await mesh.schedules.trigger(schedule_id)
-    await noted(mesh, "schedule.trigger", schedule_id=schedule_id)
     if as_json:
         output.show_json({"name": handle.name, "key": handle.key, "created": handle.created})
     else:
@@ -198,5 +189,4 @@ async def unschedule(
     """Remove a schedule; its tasks stay. Code that still declares it brings it back."""
     output.confirm(f"remove the schedule {schedule_id}?", yes=yes)
     await mesh.schedules.remove(schedule_id)
-    await noted(mesh, "schedule.remove", schedule_id=schedule_id)
     output.say(f"schedule {schedule_id} is removed")

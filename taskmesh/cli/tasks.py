@@ -14,7 +14,6 @@ from rich.text import Text
 
 from taskmesh.admin.timeline import Bar, Timeline
 from taskmesh.cli import completion, output
-from taskmesh.cli.audit import noted
 from taskmesh.cli.output import Json, Listing, Watch, nothing_found, show
 from taskmesh.client.handle import TaskHandle
 from taskmesh.mesh import TaskMesh
@@ -241,7 +240,6 @@ async def set_option(
         output.show_json(effect) if as_json else output.say(f"{effect.name} {effect.key}: {effect.sentence}")
         return
     task = await mesh.set_option(name, key, **output.settings(changes))
-    await noted(mesh, "task.set_option", name=name, key=key, changes=output.settings(changes))
     if as_json:
         output.show_json(task_json(task))
     else:

@@ -28,7 +28,7 @@ from taskmesh.model.schedule import (
     timing_of,
 )
 from taskmesh.model.task import checked_key, checked_name
-from taskmesh.store import Store, schedules
+from taskmesh.store import Store, audit, schedules
 from taskmesh.store.driver import Document
 from taskmesh.store.publish import Publication
 
@@ -39,20 +39,21 @@ _LONGEST_ID_BYTES = 400
 class Declared:
     """What `mesh.every(…)` returns. To await it is to wait until the schedule is stored, and gives its `ScheduleInfo`."""
 
-    def __init__(self, schedules: Schedules, declaration: Declaration) -> None:
+    def __init__(self, schedules: Schedules, declaration: Declaration, by: str | None) -> None:
         self._schedules = schedules
         self._declaration = declaration
+        self._by = by
         self._storing: asyncio.Task[ScheduleInfo] | None = None
         self.schedule_id = declaration.schedule_id
 
     def store_soon(self) -> None:
         """Store it now, whether or not somebody awaits it."""
-        self._storing = asyncio.get_running_loop().create_task(self._schedules.store(self._declaration))
+        self._storing = asyncio.get_running_loop().create_task(self._schedules.store(self._declaration, by=self._by))
         self._storing.add_done_callback(self._tell_failure)
 
     def __await__(self) -> Generator[Any, None, ScheduleInfo]:
         if self._storing is None:
-            return self._schedules.store(self._declaration).__await__()
+            return self._schedules.store(self._declaration, by=self._by).__await__()
         return asyncio.shield(self._storing).__await__()
 
     def _tell_failure(self, storing: asyncio.Task[ScheduleInfo]) -> None:
@@ -92,6 +93,7 @@ class Schedules:
         missed: Missed = "latest",
         overlap: Overlap = "allow",
         jitter_ms: int = 0,
+        by: str | None = None,
         **configuration: Unpack[PublishSettings],
     ) -> Declared:
         """Publish a task periodically: each tick once, whichever and however many workers run.
@@ -104,7 +106,8 @@ class Schedules:
         for each. `missed`: of the ticks while no worker lived, publish none (`skip`), only the `latest`, or `all`.
         `overlap="skip"`: leave out a tick while the task of the tick before is not finished. `jitter_ms`: each task starts
         up to this much later, so that not everything starts at the full hour. The rest as in `configure`; but a tick's
-        task is kept for a minute at least, as its key is what makes it unique. Raises `InvalidOption`.
+        task is kept for a minute at least, as its key is what makes it unique. `by`: who, for the audit; without it nothing is
+        written there, as code declares its schedules at each start. Raises `InvalidOption`.
         """
         name = checked_name(name.name if isinstance(name, TaskDefinition) else name)
         id_ = checked_key(name if schedule_id is None else schedule_id)
@@ -123,7 +126,7 @@ class Schedules:
             jitter_ms=jitter_ms,
             settings=dict(configuration),
         )
-        declared = Declared(self, declaration)
+        declared = Declared(self, declaration, checked_remark("by", by) or audit.acting.get())
         if self._is_connected_here():
             declared.store_soon()
         elif id_ in self._declarations:
@@ -137,8 +140,11 @@ class Schedules:
         except RuntimeError:  # no loop runs: definition time
             return False
 
-    async def store(self, declaration: Declaration) -> ScheduleInfo:
-        """Store one schedule. Raises `InvalidParams` if its params do not fit a handler that is known here."""
+    async def store(self, declaration: Declaration, *, by: str | None = None) -> ScheduleInfo:
+        """Store one schedule, and write down who declared it if that is said.
+
+        Raises `InvalidParams` if its params do not fit a handler that is known here.
+        """
         definition = self._definitions.get(declaration.name)
         params = dict(declaration.params)
         fields = stored(declaration, params)
@@ -155,9 +161,12 @@ class Schedules:
         def first_time(now: datetime) -> datetime | None:
             return declaration.timing.after(now, now)
 
-        return ScheduleInfo.from_document(
-            await schedules.declare(self._store, declaration.schedule_id, fields, first_time)
-        )
+        id_ = declaration.schedule_id
+        info = ScheduleInfo.from_document(await schedules.declare(self._store, id_, fields, first_time))
+        if by is not None:
+            about = {"name": info.name, "schedule_id": id_, "cron": info.cron, "interval_ms": info.interval_ms}
+            await audit.note(self._store, "schedule.declare", by, **about)
+        return info
 
     def publication_of_tick(self, schedule: Document, key: str, start_time: datetime | None) -> Publication:
         """Return the task of a tick: as its definition says if it is known here, else as it was known to who declared it."""
@@ -181,23 +190,36 @@ class Schedules:
         return [ScheduleInfo.from_document(document) for document in await schedules.read_all(self._store)]
 
     async def pause(self, schedule_id: str, *, reason: str | None = None, by: str | None = None) -> ScheduleInfo:
-        """Let a schedule tick no more, until `resume`. Raises `TaskNotFound`."""
-        why, who = checked_remark("reason", reason), checked_remark("by", by)
+        """Let a schedule tick no more, until `resume`. Raises `TaskNotFound`.
+
+        `reason`, `by`: why and who, for listings and the audit; by default the user of this process, and its host.
+        """
+        why, who = checked_remark("reason", reason), audit.author(by)
         told = {"paused": True, "paused_reason": why, "paused_by": who, "pause_time": self._connection.clock.now()}
         await schedules.set_paused(self._store, checked_text("schedule_id", schedule_id, most=_LONGEST_ID_BYTES), told)
+        await audit.note(self._store, "schedule.pause", who, schedule_id=schedule_id)
         return ScheduleInfo.from_document(await self._schedule(schedule_id))
 
-    async def resume(self, schedule_id: str) -> ScheduleInfo:
-        """Let a paused schedule tick again, from now on: what it would have ticked meanwhile is left out."""
+    async def resume(self, schedule_id: str, *, by: str | None = None) -> ScheduleInfo:
+        """Let a paused schedule tick again, from now on: what it would have ticked meanwhile is left out.
+
+        `by`: who, for the audit; by default the user of this process, and its host. Raises `TaskNotFound`.
+        """
+        who = audit.author(by)
         schedule = await self._schedule(schedule_id)
         if schedule["paused"]:
             next_time = timing_of(schedule).after(schedule["now"], schedule["anchor_time"])
             gone = dict.fromkeys(("paused_reason", "paused_by", "pause_time"))
             await schedules.set_paused(self._store, schedule_id, {"paused": False, "next_time": next_time, **gone})
+        await audit.note(self._store, "schedule.resume", who, schedule_id=schedule_id)
         return ScheduleInfo.from_document(await self._schedule(schedule_id))
 
-    async def trigger(self, schedule_id: str) -> TaskHandle[Any]:
-        """Publish the schedule's task now, beside its ticks, also while it is paused. Raises `TaskNotFound`."""
+    async def trigger(self, schedule_id: str, *, by: str | None = None) -> TaskHandle[Any]:
+        """Publish the schedule's task now, beside its ticks, also while it is paused. Raises `TaskNotFound`.
+
+        `by`: who, for the audit; by default the user of this process, and its host.
+        """
+        who = audit.author(by)
         schedule = await self._schedule(schedule_id)
         moment = schedule["now"]
         while True:
@@ -210,16 +232,19 @@ class Schedules:
                 break
             moment += timedelta(milliseconds=1)
         await schedules.note_tick(self._store, schedule_id, {"time": moment, "key": key, "kind": "triggered"})
+        await audit.note(self._store, "schedule.trigger", who, schedule_id=schedule_id)
         return handle
 
-    async def remove(self, schedule_id: str) -> ScheduleInfo:
+    async def remove(self, schedule_id: str, *, by: str | None = None) -> ScheduleInfo:
         """Remove a schedule and return it as it was; its tasks stay. Code that declares it brings it back.
 
-        Raises `TaskNotFound`.
+        `by`: who, for the audit; by default the user of this process, and its host. Raises `TaskNotFound`.
         """
+        who = audit.author(by)
         schedule = await self._schedule(schedule_id)
         self._declarations.pop(schedule_id, None)
         await schedules.remove(self._store, schedule_id)
+        await audit.note(self._store, "schedule.remove", who, schedule_id=schedule_id)
         return ScheduleInfo.from_document(schedule)
 
     async def _schedule(self, schedule_id: str) -> Document:

@@ -9,7 +9,7 @@ from taskmesh.client.connection import Connection
 from taskmesh.model.errors import TaskNotFound, TaskRunning
 from taskmesh.model.option import OptionFields
 from taskmesh.model.task import Task, task_id
-from taskmesh.store import Store, control, find
+from taskmesh.store import Store, audit, control, find
 
 
 class Tasks:
@@ -29,35 +29,52 @@ class Tasks:
             raise no_such_task(name, key)
         return Task.from_document(found[0])
 
-    async def cancel(self, name: str, key: str) -> Task:
-        """Cancel the task: CANCELLED from now on; a running execution is stopped. A finished task stays as it is."""
-        id_ = task_id(name, key)
-        if await control.cancel(self._store, id_) and (found := await find.get(self._store, [id_], forgotten=True)):
-            return Task.from_document(found[0])  # with no retention it is past it by now
-        return await self.get(name, key)
+    async def cancel(self, name: str, key: str, *, by: str | None = None) -> Task:
+        """Cancel the task: CANCELLED from now on; a running execution is stopped. A finished task stays as it is.
 
-    async def retry(self, name: str, key: str) -> Task:
+        `by`: who, for the audit; by default the user of this process, and its host. Raises `TaskNotFound`.
+        """
+        id_, who = task_id(name, key), audit.author(by)
+        cancelled = await control.cancel(self._store, id_)
+        # With no retention it is past it by now.
+        found = await find.get(self._store, [id_], forgotten=True) if cancelled else []
+        task = Task.from_document(found[0]) if found else await self.get(name, key)
+        await audit.note(self._store, "task.cancel", who, name=name, key=key)
+        return task
+
+    async def retry(self, name: str, key: str, *, by: str | None = None) -> Task:
         """Make a finished task INIT again, its entries and counts dropped; a waiting one is due at once.
 
-        Raises `TaskRunning`, `TaskNotFound`.
+        `by`: who, for the audit; by default the user of this process, and its host. Raises `TaskRunning`, `TaskNotFound`.
         """
+        who = audit.author(by)
         if not await control.retry(self._store, task_id(name, key)):
             await self.get(name, key)
             raise TaskRunning(f"task {name!r} {key!r} is running: cancel it first, or publish it with run_again")
-        return await self.get(name, key)
-
-    async def delete(self, name: str, key: str) -> Task:
-        """Remove the task, and return it as it was. A running execution is stopped. Raises `TaskNotFound`."""
         task = await self.get(name, key)
-        await control.delete(self._store, task_id(name, key))
+        await audit.note(self._store, "task.retry", who, name=name, key=key)
         return task
 
-    async def set_option(self, name: str, key: str, **changes: Unpack[OptionFields]) -> Task:
+    async def delete(self, name: str, key: str, *, by: str | None = None) -> Task:
+        """Remove the task, and return it as it was. A running execution is stopped. Raises `TaskNotFound`.
+
+        `by`: who, for the audit; by default the user of this process, and its host.
+        """
+        who = audit.author(by)
+        task = await self.get(name, key)
+        await control.delete(self._store, task_id(name, key))
+        await audit.note(self._store, "task.delete", who, name=name, key=key)
+        return task
+
+    async def set_option(self, name: str, key: str, *, by: str | None = None, **changes: Unpack[OptionFields]) -> Task:
         """Change fields of a published task's option. Raises `InvalidOption`, `TaskNotFound`.
+
+        `by`: who, for the audit; by default the user of this process, and its host.
 
         On a running task, a worker that is no longer in `specific_worker_ids` stops; `ping_interval_ms` counts from the
         next ping; all else from the next claim.
         """
+        who = audit.author(by)
         if not changes:
             return await self.get(name, key)
         while True:
@@ -67,6 +84,7 @@ class Tasks:
             if await control.set_option(
                 self._store, task_id(name, key), {field: after[field] for field in changes}, expected
             ):
+                await audit.note(self._store, "task.set_option", who, name=name, key=key, changes=dict(changes))
                 return await self.get(name, key)
 
     async def finished(self, name: str, key: str, timeout: float | None, *, published: bool = False) -> Task:

@@ -7,7 +7,7 @@ import contextlib
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -120,12 +120,10 @@ def _endpoint(operations: Mapping[str, Operation]) -> Any:
             if operation.body is not None:
                 body = validated(operation.body, await _body_of(request), strict=True)
             mesh = await mesh_of(request)
-            if body is not None and hasattr(body, "by"):
-                body.by = signature(request, body.by)
             if operation.name == "stats":  # those that the pages show: a look at millions of tasks takes a second
                 return json_response(await request.app.state.pulse.stats())
             given = {**dict(query), **dict(body or ())}
-            async with noted(request, mesh, operation, given):
+            with signed(request, mesh, operation, given):
                 answer = await operation.perform(mesh, query, body)
             return json_response(answer)
         except Exception as error:  # noqa: BLE001 — each becomes an answer; what is unexpected is logged
@@ -134,21 +132,15 @@ def _endpoint(operations: Mapping[str, Operation]) -> Any:
     return endpoint
 
 
-@contextlib.asynccontextmanager
-async def noted(
-    request: Request, mesh: TaskMesh, operation: Operation, given: Mapping[str, Any]
-) -> AsyncIterator[None]:
-    """Log who changes what, and when it is done, write it down. Neither params nor reasons: they can be confidential."""
-    about = ", ".join(f"{name} {given[name]!r}" for name in _TOLD if given.get(name) is not None)[:_LONGEST_TOLD]
+@contextlib.contextmanager
+def signed(request: Request, mesh: TaskMesh, operation: Operation, given: Mapping[str, Any]) -> Iterator[None]:
+    """Do inside the block what somebody asked for, in his name. Logs it, without params and reasons: they can be confidential."""
     by = signature(request, given.get("by"))
     if operation.changes:
+        about = ", ".join(f"{name} {given[name]!r}" for name in _TOLD if given.get(name) is not None)[:_LONGEST_TOLD]
         logger.info("%s by %s: %s", operation.name, by, about)
-    yield
-    if operation.noted:
-        try:
-            await mesh.audit.note(operation.name, about, by)
-        except PyMongoError as error:  # it is done all the same
-            logger.warning("%s by %s was not written down: %s", operation.name, by, error)
+    with mesh.audit.acting_as(by):
+        yield
 
 
 def signature(request: Request, said: str | None = None) -> str:

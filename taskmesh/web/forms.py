@@ -45,10 +45,8 @@ async def do(request: Request) -> Response:
             given |= {
                 name: _json_field(given[name]) for name in ("params", "configuration", "changes") if name in given
             }
-            if "by" in operation.body.model_fields:
-                given["by"] = api.signature(request)
         mesh = await mesh_of(request)
-        async with api.noted(request, mesh, operation, given):
+        with api.signed(request, mesh, operation, given):
             result = await api.perform(mesh, operation, given)
     except Exception as error:  # noqa: BLE001 — it is told on the page; what is unexpected is logged
         _, _, message = api.told(error)
@@ -91,7 +89,7 @@ async def do_selected(request: Request) -> Response:
         done, problems = 0, []
         for name, _, key in selected:
             try:
-                async with api.noted(request, mesh, operation, {"name": name, "key": key}):
+                with api.signed(request, mesh, operation, {"name": name, "key": key}):
                     await api.perform(mesh, operation, {"name": name, "key": key})
                 done += 1
             except TaskMeshError as error:

@@ -83,11 +83,6 @@ class Operation:
         """Whether it changes anything."""
         return self.method != "GET"
 
-    @property
-    def noted(self) -> bool:
-        """Whether it is written down who did it. Bulk actions are listed by themselves, and programs publish thousands."""
-        return self.changes and self.name not in _NOT_NOTED
-
     async def perform(self, mesh: TaskMesh, query: BaseModel, body: BaseModel | None) -> Any:
         """Do it. Raises as the mesh does."""
         taken: dict[str, Any] = {} if self.query is Nothing else {"query": query}
@@ -99,7 +94,6 @@ class Operation:
 
 OPERATIONS: dict[str, Operation] = {}
 _PLACED = re.compile(r"{(\w+)}")
-_NOT_NOTED = {"tasks.publish", "tasks.publish_many", "bulk.retry", "bulk.cancel", "bulk.delete", "bulk.purge"}
 
 
 def _operation(name: str, method: Method, path: str) -> Callable[[Handler], Handler]:
@@ -227,25 +221,25 @@ def _undo_ms(body: Bulk) -> int:
 @_operation("bulk.retry", "POST", "/bulk/retry")
 async def _retry_all(mesh: TaskMesh, body: Bulk) -> BulkResult:
     """Retry every task that fits a filter."""
-    return await mesh.bulk.retry(body.where, dry_run=body.dry_run, by=body.by, undo_ms=_undo_ms(body))
+    return await mesh.bulk.retry(body.where, dry_run=body.dry_run, undo_ms=_undo_ms(body))
 
 
 @_operation("bulk.cancel", "POST", "/bulk/cancel")
 async def _cancel_all(mesh: TaskMesh, body: Bulk) -> BulkResult:
     """Cancel every unfinished task that fits a filter."""
-    return await mesh.bulk.cancel(body.where, dry_run=body.dry_run, by=body.by, undo_ms=_undo_ms(body))
+    return await mesh.bulk.cancel(body.where, dry_run=body.dry_run, undo_ms=_undo_ms(body))
 
 
 @_operation("bulk.delete", "POST", "/bulk/delete")
 async def _delete_all(mesh: TaskMesh, body: Bulk) -> BulkResult:
     """Delete every task that fits a filter."""
-    return await mesh.bulk.delete(body.where, dry_run=body.dry_run, by=body.by, undo_ms=_undo_ms(body))
+    return await mesh.bulk.delete(body.where, dry_run=body.dry_run, undo_ms=_undo_ms(body))
 
 
 @_operation("bulk.purge", "POST", "/bulk/purge")
 async def _purge(mesh: TaskMesh, body: Purge) -> BulkResult:
     """Delete every finished task that fits a filter."""
-    return await mesh.bulk.purge(body.where, dry_run=body.dry_run, by=body.by)
+    return await mesh.bulk.purge(body.where, dry_run=body.dry_run)
 
 
 @_operation("bulk.list", "GET", "/bulk")
@@ -318,7 +312,7 @@ async def _queues(mesh: TaskMesh) -> list[QueueInfo]:
 async def _pause(mesh: TaskMesh, query: TheQueue, body: Pausing) -> None:
     """Let no worker claim from a queue any more."""
     until = None if body.for_ms is None else mesh.clock.now() + timedelta(milliseconds=body.for_ms)
-    await mesh.pause(query.queue, reason=body.reason, by=body.by, until=until)
+    await mesh.pause(query.queue, reason=body.reason, until=until)
 
 
 @_operation("queue.resume", "POST", "/queues/{queue}/resume")
@@ -376,7 +370,7 @@ async def _declare(mesh: TaskMesh, query: TheSchedule, body: Scheduling) -> Sche
 @_operation("schedule.pause", "POST", "/schedules/{schedule_id}/pause")
 async def _pause_schedule(mesh: TaskMesh, query: TheSchedule, body: PausingSchedule) -> ScheduleInfo:
     """Let a schedule tick no more."""
-    return await mesh.schedules.pause(query.schedule_id, reason=body.reason, by=body.by)
+    return await mesh.schedules.pause(query.schedule_id, reason=body.reason)
 
 
 @_operation("schedule.resume", "POST", "/schedules/{schedule_id}/resume")

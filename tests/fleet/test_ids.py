@@ -36,9 +36,16 @@ MAY_BE_NONE = {
     "find by prefix",
     "find behind",
 }
-MAY_BE_NONE |= {"explain_worker of a name", "consumer", "configure(group)", "by", "reason", "reason of a schedule"}
-MAY_BE_NONE |= {"note by", "note about", "page"}
-MAY_BE_EMPTY = {"find by prefix", "by", "reason", "reason of a schedule", "note by", "note about", "count", "page"}
+BY = {"by", "by of a task", "by of a queue", "by of a worker", "by of a schedule"}
+MAY_BE_NONE |= {
+    "explain_worker of a name",
+    "consumer",
+    "configure(group)",
+    "reason",
+    "reason of a schedule",
+    "page",
+} | BY
+MAY_BE_EMPTY = {"find by prefix", "reason", "reason of a schedule", "count", "page"} | BY
 MAY_BE_LONG = {"page", "count"}
 
 
@@ -61,6 +68,8 @@ CALLS: dict[str, Callable[[TaskMesh, Any], Any]] = {
     "specific_worker_ids": lambda mesh, id_: mesh.set_option("job", "k", specific_worker_ids=id_),
     "what_if_option": lambda mesh, id_: mesh.what_if.option(id_, "k", priority=1),
     "what_if_option by key": lambda mesh, id_: mesh.what_if.option("job", id_, priority=1),
+    "timeline": lambda mesh, id_: mesh.inspect.timeline(id_, "k"),
+    "timeline by key": lambda mesh, id_: mesh.inspect.timeline("job", id_),
     "explain a task": lambda mesh, id_: mesh.explain(id_, "k"),
     "explain a key": lambda mesh, id_: mesh.explain("job", id_),
     "explain": lambda mesh, id_: mesh.explain("job", "k", id_),
@@ -88,9 +97,10 @@ CALLS: dict[str, Callable[[TaskMesh, Any], Any]] = {
     "undo": lambda mesh, id_: mesh.bulk.undo(id_),
     "errors": lambda mesh, id_: mesh.inspect.errors(id_),
     "by": lambda mesh, id_: mesh.bulk.cancel("name:nobody", by=id_),
-    "note": lambda mesh, id_: mesh.audit.note(id_, "about"),
-    "note about": lambda mesh, id_: mesh.audit.note("task.retry", id_),
-    "note by": lambda mesh, id_: mesh.audit.note("task.retry", "about", id_),
+    "by of a task": lambda mesh, id_: mesh.cancel("job", "k", by=id_),
+    "by of a queue": lambda mesh, id_: mesh.pause("q", by=id_),
+    "by of a worker": lambda mesh, id_: mesh.pause_worker("w", by=id_),
+    "by of a schedule": lambda mesh, id_: mesh.schedules.pause("tick", by=id_),
     # queues and groups
     "pause": lambda mesh, id_: mesh.pause(id_),
     "reason": lambda mesh, id_: mesh.pause("q", reason=id_),

@@ -26,7 +26,7 @@ async def test_a_change_that_is_told_late_does_not_undo_a_newer_one(
 
     monkeypatch.setattr(limits, "check", check_slowly)
     async with asyncio.TaskGroup() as both:
-        both.create_task(mesh.set_limit("q", **early))
+        both.create_task(mesh.set_limit("q", **early))  # type: ignore[arg-type]  # no `by` is among them
         await held_up.wait()
         await mesh.set_limit("q", running=3)
         go_on.set()

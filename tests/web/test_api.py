@@ -125,7 +125,7 @@ async def test_who_does_what_to_single_things_is_written_down_when_it_is_done(me
         listed = [(each["action"], each["about"], each["by"]) for each in await ask(client, "GET", "/actions")]
         assert listed == [
             ("task.retry", "name 'work', key 'k'", "the dashboard, from 127.0.0.1"),
-            ("queue.set_limit", "queue 'slow', running '3'", "mia@shop.example"),
+            ("queue.set_limit", "queue 'slow', running 3", "mia@shop.example"),
             ("task.cancel", "name 'work', key 'k'", "mia@shop.example"),
         ]
         [bulk] = await ask(client, "GET", "/bulk")

@@ -22,9 +22,6 @@ from taskmesh.store.event_stamp import stamp, starting_with
 from taskmesh.store.prepared import prepared
 from taskmesh.store.store import Store
 
-ACTIONS_KEPT_MS = 30 * 86_400_000
-"""How long it can be read who did what to many tasks."""
-
 _STATE = [
     "$publish_id",
     "$change_ids",
@@ -33,39 +30,6 @@ _STATE = [
     *(f"{rules.ENTRIES}.{field}" for field in ("running_id", "state", "retry_time")),
 ]
 """What has to be as it was copied: all that a publish, a claim, an outcome or another action changes."""
-
-
-async def begin(store: Store, action: str, where: str, by: str | None, matched: int, undo_ms: int) -> str:
-    """Write down that somebody is about to change many tasks; return the action's id."""
-    id_ = str(ObjectId())
-    said = {"action": action, "where": where, "by": by, "matched": matched, "done": None}
-    times = {"time": store.now, "delete_time": {"$add": [store.now, ACTIONS_KEPT_MS]}}
-    if undo_ms:
-        times["undo_until"] = {"$add": [store.now, undo_ms]}
-    stages = [{"$set": {name: {"$literal": value} for name, value in said.items()} | times}]
-    await store.driver.collection(store.actions).update_one({"_id": id_}, stages, upsert=True)
-    return id_
-
-
-async def end(store: Store, id_: str, done: int) -> None:
-    """Write down to how many tasks it was done."""
-    await store.driver.collection(store.actions).update_one({"_id": id_}, {"$set": {"done": done}})
-
-
-async def note(store: Store, action: str, about: str, by: str | None) -> None:
-    """Write down that somebody did something to one task, queue, worker or schedule."""
-    said = {name: {"$literal": value} for name, value in {"action": action, "about": about, "by": by}.items()}
-    times = {"time": store.now, "delete_time": {"$add": [store.now, ACTIONS_KEPT_MS]}}
-    await store.driver.collection(store.actions).update_one(
-        {"_id": str(ObjectId())}, [{"$set": said | times}], upsert=True
-    )
-
-
-async def noted(store: Store, limit: int) -> list[Document]:
-    """Return what was noted so, the newest first."""
-    cursor = store.driver.collection(store.actions).find({"about": {"$exists": True}}).sort("time", -1).limit(limit)
-    found: list[Document] = await cursor.to_list(None)
-    return found
 
 
 async def actions(store: Store, limit: int) -> list[Document]:

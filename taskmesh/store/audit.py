@@ -1,0 +1,98 @@
+"""Audit: who changed what, kept for a month. The verbs for people write it; nothing on a task's own path does.
+
+One document for each action: of a single thing (`about`), or of many tasks (`where`, `matched`; see `admin/store/undo.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import getpass
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+from bson import ObjectId
+from pymongo.errors import PyMongoError
+
+from taskmesh.model.ids import checked_remark
+from taskmesh.store.driver import Document
+from taskmesh.store.store import Store
+
+logger = logging.getLogger("taskmesh.audit")
+
+KEPT_MS = 30 * 86_400_000
+"""How long it can be read who did what."""
+_MOST_CHARS = 1_000
+
+
+@functools.cache
+def this_process() -> str:
+    """Return who changes something if nobody says: the user of this process, and its host."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name
+        user = f"uid {os.getuid()}"
+    return f"{user}@{socket.gethostname()}"
+
+
+acting: ContextVar[str | None] = ContextVar("acting", default=None)
+"""For whom a face acts at the moment: set by `acting_as`."""
+
+
+@contextlib.contextmanager
+def acting_as(by: str) -> Iterator[None]:
+    """Sign what is changed inside the block: for those who act for others, like the dashboard and the REST API."""
+    before = acting.set(by)
+    try:
+        yield
+    finally:
+        acting.reset(before)
+
+
+def author(by: str | None) -> str:
+    """Return who changes something: `by`, or for whom we act, or the user of this process. Raises `InvalidOption`."""
+    return checked_remark("by", by) or acting.get() or this_process()
+
+
+async def note(store: Store, action: str, by: str, **about: Any) -> None:
+    """Write down that somebody did something to one task, queue, worker or schedule: what is None is left out.
+
+    If that fails, it is done all the same: a warning is logged, and nothing raised.
+    """
+    told = ", ".join(f"{name} {value!r}" for name, value in about.items() if value is not None)[:_MOST_CHARS]
+    said = {"action": action, "about": told, "by": by}
+    try:
+        await _insert(store, str(ObjectId()), said)
+    except PyMongoError as error:
+        logger.warning("%s of %s by %s was not written down: %s", action, told, by, error)
+
+
+async def begin(store: Store, action: str, where: str, by: str, matched: int, undo_ms: int) -> str:
+    """Write down that somebody is about to change many tasks; return the action's id."""
+    id_ = str(ObjectId())
+    until = {"undo_until": {"$add": [store.now, undo_ms]}} if undo_ms else {}
+    await _insert(store, id_, {"action": action, "where": where, "by": by, "matched": matched, "done": None}, until)
+    return id_
+
+
+async def _insert(store: Store, id_: str, said: Document, times: Document | None = None) -> None:
+    # An update, since an insert has no expressions: the times are the server's.
+    fields: Document = {name: {"$literal": value} for name, value in said.items()}
+    fields |= {"time": store.now, "delete_time": {"$add": [store.now, KEPT_MS]}, **(times or {})}
+    await store.driver.collection(store.actions).update_one({"_id": id_}, [{"$set": fields}], upsert=True)
+
+
+async def end(store: Store, id_: str, done: int) -> None:
+    """Write down to how many tasks it was done."""
+    await store.driver.collection(store.actions).update_one({"_id": id_}, {"$set": {"done": done}})
+
+
+async def noted(store: Store, limit: int) -> list[Document]:
+    """Return what was done to single things, the newest first."""
+    cursor = store.driver.collection(store.actions).find({"about": {"$exists": True}}).sort("time", -1).limit(limit)
+    found: list[Document] = await cursor.to_list(None)
+    return found
