@@ -17,7 +17,6 @@ from taskmesh.store import Store
 
 LOST = "lost"
 """Instead of a type, where executions were lost and none has failed."""
-_TYPE = re.compile(r"([A-Za-z_][\w.]*)(?::\s|$)")
 _VARYING = re.compile(
     r"""\w+://\S+|[^\s'"]+@[^\s'"]+|(?<!\w)(?:/[\w.-]+)+|0x[0-9a-f]+|\d+(?:[.,:/-]\d+)*|"[^"]*"|'[^']*'"""
 )
@@ -47,7 +46,7 @@ class ErrorGroup(BaseModel):
     failed: int
     """Tasks that are FAIL, and this is their newest failure."""
     retrying: int
-    """Unfinished tasks of which the same is true."""
+    """Tasks that are to be retried, and this is their newest failure."""
     executions: int
     first_time: datetime | None
     last_time: datetime | None
@@ -91,12 +90,8 @@ def _says_itself(row: dict[str, Any]) -> bool:
 
 
 def kind_of(row: dict[str, Any]) -> str:
-    """Return the type of an error, or its text without what is another each time."""
-    if row.get("lost"):
-        return LOST
-    line = str(row.get("line") or "")
-    match = _TYPE.match(line)
-    return match[1] if match else _masked(line)
+    """Return the type of an error, as it was stored, or its text without what is another each time."""
+    return LOST if row.get("lost") else row.get("type") or _masked(str(row.get("line") or ""))
 
 
 def _masked(line: str) -> str:

@@ -87,11 +87,14 @@ def _sorted_out(crowd: Row, at_most: int) -> list[Document]:
     is_newest = {"$ifNull": ["$troubles.newest", True]}
     backwards = dict.fromkeys((*crowd._fields, "_id"), -1)
     return [
+        # The tasks with the last keys of one status, queue and name, as their index has them.
         {"$match": crowd._asdict()},
         {"$sort": backwards},
         {"$limit": at_most},
+        # What went wrong with each: its failures, or else its losses. One row for each; one without for what has none.
         {"$project": {"key": 1, "troubles": _troubles()}},
         {"$unwind": {"path": "$troubles", "preserveNullAndEmptyArrays": True}},
+        # One answer for all that failed alike: by text, type and place.
         {
             "$group": {
                 "_id": {field: f"$troubles.{field}" for field in ("line", "type", "frame", "lost")},
@@ -103,6 +106,7 @@ def _sorted_out(crowd: Row, at_most: int) -> list[Document]:
                 "key": {"$max": {"$cond": [is_newest, "$key", None]}},
             }
         },
+        # Which tasks these were.
         {"$set": {"crowd": told(crowd)}},
     ]
 

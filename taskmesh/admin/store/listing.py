@@ -158,13 +158,16 @@ async def _opened(
 ) -> AsyncIterator[AsyncIterator[Document]]:
     """Open all ways, and give what is read along them, in order, up to the limit."""
     cursors: list[Any] = []
-
     try:
         for way in await ways_in_order(store, which, order, deadline):
-            query = {"$and": [way.query, *behind]}
-            stages: list[Document] = [{"$match": query}, {"$match": {"$expr": _fits(store, which)}}]
-            stages.append({"$sort": _SORTS[order]})
-            stages += [{"$limit": limit}] if limit else []
+            stages: list[Document] = [
+                # What is stored, as the index of this way has it; then the status as it is by now.
+                {"$match": {"$and": [way.query, *behind]}},
+                {"$match": {"$expr": _fits(store, which)}},
+                # In the order of the index already, unless few fit.
+                {"$sort": _SORTS[order]},
+                *([{"$limit": limit}] if limit else []),
+            ]
             options = {"hint": way.index, "batchSize": min(limit or _BATCH, _BATCH), **deadline.options()}
             cursors.append(await store.driver.aggregate(store.tasks, [*stages, *shape], **options))
         yield _merged(cursors, order, limit)

@@ -1,4 +1,4 @@
-"""Inspect: what the server and the collection look like from outside, for `doctor`. Reads only, each with a deadline.
+"""Server state: what the server and the collection look like from outside, for `doctor`. Reads only, each with a deadline.
 
 Some of it needs rights that an application's user rarely has. Such a look returns None; nothing else goes wrong then.
 """
@@ -93,7 +93,9 @@ async def size(store: Store) -> Document:
 async def long_transactions(store: Store, longer_than_s: float) -> int:
     """Count the transactions that have been open for longer than this, of anybody."""
     stages: list[Document] = [
+        # What everybody does, also sessions that do nothing at the moment: a forgotten transaction is one.
         {"$currentOp": {"allUsers": True, "idleSessions": True}},
+        # Transactions that were opened too long ago.
         {"$match": {"transaction.timeOpenMicros": {"$gt": longer_than_s * 1_000_000}}},
         {"$count": "n"},
     ]
@@ -125,8 +127,10 @@ async def short_leases(store: Store) -> list[str]:
     """Return the names of unfinished tasks whose lease is shorter than two pings: one late ping loses them."""
     timeout, ping = "$task_option.worker_timeout_ms", "$task_option.ping_interval_ms"
     stages: list[Document] = [
+        # Some thousand unfinished tasks.
         {"$match": {"status": {"$in": ["INIT", "RUNNING"]}}},
         {"$limit": _LOOKED_AT},
+        # Those whose lease ends before their second ping; their names.
         {"$match": {"$expr": {"$lt": [timeout, {"$multiply": [ping, 2]}]}}},
         {"$group": {"_id": "$name"}},
         {"$sort": {"_id": 1}},
@@ -139,8 +143,10 @@ async def short_leases(store: Store) -> list[str]:
 async def large_tasks(store: Store, larger_than: int) -> list[Document]:
     """Return the largest unfinished tasks over this size, of the first few thousand: `_id` and `bytes`."""
     stages: list[Document] = [
+        # Some thousand unfinished tasks.
         {"$match": {"status": {"$in": ["INIT", "RUNNING"]}}},
         {"$limit": _LOOKED_AT},
+        # The largest of those that are too large.
         {"$project": {"bytes": {"$bsonSize": "$$ROOT"}}},
         {"$match": {"bytes": {"$gt": larger_than}}},
         {"$sort": {"bytes": -1}},

@@ -1,4 +1,4 @@
-"""Tally: how many tasks there are by name and status, how many are due, and since when the oldest waits.
+"""Task counts: how many tasks there are by name and status, how many are due, and since when the oldest waits.
 
 Nobody keeps a count that every write would have to change. An index has the tasks of one status, queue and name side by side,
 as a row; which rows there are the server tells by one look for each, and it counts them without looking at the tasks. What time
@@ -38,10 +38,15 @@ async def counts(store: Store, statuses: Sequence[str] | None = None) -> list[Do
     found_rows = await rows(store, statuses)
     if found_rows is None:
         wanted: Document = {"$ne": "DELETED"} if statuses is None else {"$in": list(statuses)}
-        stages: list[Document] = [{"$match": {"status": wanted}}]
-        stages += [{"$group": {"_id": {"name": "$name", "status": "$status"}, "count": {"$sum": 1}}}]
+        stages: list[Document] = [
+            # The keys of these statuses, along their index: no task is looked at.
+            {"$match": {"status": wanted}},
+            # One answer for each name and status.
+            {"$group": {"_id": {"name": "$name", "status": "$status"}, "count": {"$sum": 1}}},
+        ]
         cursor = await store.driver.aggregate(store.tasks, stages, hint="taskmesh_status")
         return await cursor.to_list(None)  # type: ignore[no-any-return]  # both drivers leave it untyped
+    # The keys of one row each, counted, and which row that is.
     counting: list[list[Document]] = [
         [{"$match": row._asdict()}, {"$count": "n"}, {"$set": {"_id": told(row)}}] for row in found_rows
     ]
@@ -99,9 +104,13 @@ async def stale_counts(store: Store) -> list[Document]:
         ]
     }
     stages: list[Any] = [
+        # What time may have changed: by two indexes.
         {"$match": stale},
+        # Of each the stored status, and what the rule says now.
         {"$project": {"name": 1, "stored": "$status", "now": rules.status_on_reading(store.now)}},
+        # Only where they differ.
         {"$match": {"$expr": {"$ne": ["$stored", "$now"]}}},
+        # How many moved from where to where.
         {"$group": {"_id": {"name": "$name", "stored": "$stored", "now": "$now"}, "count": {"$sum": 1}}},
     ]
     cursor = await store.driver.aggregate(store.tasks, stages)
@@ -112,6 +121,7 @@ async def waiting(store: Store, queues: Sequence[str], at_most: int) -> dict[str
     """Count the tasks of each queue that could be claimed now if it has room, no further than `at_most`."""
     questions: list[list[Document]] = [
         [
+            # What is due in one queue, in the order of the index, no further than asked for; and which queue that is.
             {"$match": {"pinned": False, "queue": queue, **_due(store.now)}},
             {"$limit": at_most},
             {"$count": "count"},
@@ -133,10 +143,14 @@ async def waiting(store: Store, queues: Sequence[str], at_most: int) -> dict[str
 
 
 async def waiting_by_group(store: Store, queue: str, at_most: int) -> dict[str | None, int]:
-    """Count the same of one queue by group, None for those without. Of pinned and other tasks no more than `at_most` each."""
+    """Count the tasks of one queue that could be claimed now if it has room, by group; None: those without.
+
+    Of pinned and of other tasks no more than `at_most` each.
+    """
     found: dict[str | None, int] = {}
     for pinned, hint in ((False, "taskmesh_claimable"), (True, "taskmesh_claimable_by_name")):
         stages: list[Document] = [
+            # What is due, no further than asked for, by group.
             {"$match": {"pinned": pinned, "queue": queue, **_due(store.now)}},
             {"$limit": at_most},
             {"$group": {"_id": "$group", "count": {"$sum": 1}}},
@@ -177,9 +191,12 @@ async def oldest_claimable(store: Store) -> tuple[datetime, datetime | None]:
 
 def _oldest_of_row(row: Row, lower: Document, now: datetime) -> list[Document]:
     return [
+        # What is due in the row, of the priorities that were not looked at yet.
         {"$match": {**row._asdict(), "pinned": False, "next_claim_time": {"$lte": now}, **lower}},
+        # The first by the index's order: of the highest of these priorities, the oldest.
         {"$sort": {"task_option.priority": -1, "next_claim_time": 1}},
         {"$limit": 1},
+        # Since when it is due, and where to go on below.
         {"$project": {"next_claim_time": 1, "priority": "$task_option.priority"}},
         {"$set": {"_id": told(row)}},
     ]
@@ -188,6 +205,7 @@ def _oldest_of_row(row: Row, lower: Document, now: datetime) -> list[Document]:
 async def _oldest(store: Store, query: Document, now: datetime, index: str) -> list[datetime]:
     """Return the earliest `next_claim_time` of what is due, if anything is, by reading all of it."""
     stages: list[Any] = [
+        # All of it that is due; the earliest moment among it.
         {"$match": query | {"next_claim_time": {"$lte": now}}},
         {"$group": {"_id": None, "oldest": {"$min": "$next_claim_time"}}},
     ]

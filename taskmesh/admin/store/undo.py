@@ -35,9 +35,11 @@ _STATE = [
 async def actions(store: Store, limit: int) -> list[Document]:
     """Return the newest bulk actions, each with whether it can be undone still."""
     stages: list[Document] = [
+        # What was done to many tasks (the audit has single things too), the newest.
         {"$match": {"matched": {"$exists": True}}},
         {"$sort": {"time": -1}},
         {"$limit": limit},
+        # Whether there is time left, and nobody has undone it.
         {
             "$set": {
                 "undoable": {"$and": [{"$gt": ["$undo_until", store.now]}, {"$not": [{"$gt": ["$undone_time", None]}]}]}
@@ -61,7 +63,9 @@ async def keep(store: Store, id_: str, which: Document, undo_ms: int) -> dict[st
     """Copy these tasks aside for an action, and return by `_id` in which state they were copied."""
     round_ = ObjectId()
     stages: list[Document] = [
+        # The tasks as they stand.
         {"$match": which},
+        # A copy of each under the action's id, with what has to stay as it is until the action comes.
         {
             "$project": {
                 "_id": {"$concat": [id_, "/", "$_id"]},
@@ -72,6 +76,7 @@ async def keep(store: Store, id_: str, which: Document, undo_ms: int) -> dict[st
                 "task": "$$ROOT",
             }
         },
+        # Again, if a task changed before the action came: its newest copy counts.
         {"$merge": {"into": store.undo, "on": "_id", "whenMatched": "replace", "whenNotMatched": "insert"}},
     ]
     cursor = await store.driver.aggregate(store.tasks, stages)
@@ -125,8 +130,10 @@ async def put_back(store: Store, id_: str, action: str, batch: int = 500) -> tup
         if not ids:
             return restored, seen - restored
         stages: list[Document] = [
+            # These copies, as the tasks that they were.
             {"$match": {"_id": {"$in": ids}}},
             {"$replaceWith": "$task"},
+            # Without the executions that ran: their workers have let go. With the mark by which they are known.
             {
                 "$set": {
                     "task_state": {"worker_states": entries, "leaving": "$$REMOVE"},
@@ -134,7 +141,9 @@ async def put_back(store: Store, id_: str, action: str, batch: int = 500) -> tup
                     "bulk_id": {"$literal": undone},
                 }
             },
+            # Status and the like as they follow from that.
             *prepared(rules.derivation, now),
+            # In place of what stands there, if nothing has happened to it since.
             {"$merge": merge},
         ]
         await (await store.driver.aggregate(store.undo, stages)).to_list(None)
