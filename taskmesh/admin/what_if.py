@@ -11,14 +11,14 @@ from pydantic import BaseModel, ConfigDict
 from taskmesh.admin.explain import Explanation, judged
 from taskmesh.admin.queues import LimitFields, checked_limits, read_queue
 from taskmesh.admin.store import task_counts
+from taskmesh.admin.store.gates import as_if_option
 from taskmesh.client.connection import Connection
 from taskmesh.client.tasks import Tasks
 from taskmesh.model.ids import checked_group
 from taskmesh.model.option import OptionFields
 from taskmesh.model.queue import QueueInfo, QueueLimits, checked_queue
 from taskmesh.model.task import Status, task_id
-from taskmesh.store import Store, rules
-from taskmesh.store.control import option_stages
+from taskmesh.store import Store
 from taskmesh.store.driver import Document
 
 _COUNTED_TO = 10_000
@@ -86,15 +86,8 @@ class LimitEffect(BaseModel):
 async def effect_of_option(store: Store, name: str, key: str, changes: Document) -> OptionEffect:
     """Tell what this change of its option, as it would be stored, would do to a task. Raises `TaskNotFound`."""
     id_ = task_id(name, key)
-    as_if = [
-        # Told is who could claim it when those whom it stops have ended: the places that they keep until then are left out.
-        {"$set": {"_leaving": "$task_state.leaving"}},
-        *option_stages(changes, store.now),
-        {"$set": {"task_state.leaving": "$_leaving"}},
-        # The fields that follow from the option, as every update derives them.
-        *rules.derivation(store.now),
-    ]
-    (before, now), (after, then) = await judged(store, id_, None), await judged(store, id_, None, as_if)
+    before, now = await judged(store, id_, None)
+    after, then = await judged(store, id_, None, as_if_option(changes, store.now))
     able_now, able_then = _able(now), _able(then)
     return OptionEffect(
         name=name,

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from taskmesh.admin.fleet import Fleet
+from taskmesh.admin.inspection import Inspection
+from taskmesh.admin.queues import Queues
 from taskmesh.admin.stats import Stats
 from taskmesh.consumer import Consumer
 from taskmesh.consumer.observer import Wait
-from taskmesh.mesh import TaskMesh
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1_800, 7_200)
@@ -121,9 +124,17 @@ class WorkerMetrics:
         return await asyncio.to_thread(generate_latest, self._registry)  # it reads files of /proc
 
 
-async def fleet_metrics(mesh: TaskMesh, stats: Stats | None = None) -> bytes:
+class Watched(Protocol):
+    """What is asked of a mesh."""
+
+    inspect: Inspection
+    fleet: Fleet
+    queues: Queues
+
+
+async def fleet_metrics(mesh: Watched, stats: Stats | None = None) -> bytes:
     """Return the metrics of all workers, queues and tasks as text. `stats`: counts that were read already."""
-    counts = stats or await mesh.stats()
+    counts = stats or await mesh.inspect.stats()
     tasks = GaugeMetricFamily("taskmesh_tasks", "Tasks that are kept.", labels=["name", "status"])
     for name, by_status in counts.counts.items():
         for status, count in by_status.items():
@@ -144,12 +155,12 @@ async def fleet_metrics(mesh: TaskMesh, stats: Stats | None = None) -> bytes:
     )
 
 
-async def _of_workers(mesh: TaskMesh) -> list[Metric]:
+async def _of_workers(mesh: Watched) -> list[Metric]:
     running = GaugeMetricFamily("taskmesh_worker_running", "Executions that run on a worker.", labels=["worker"])
     slots = GaugeMetricFamily("taskmesh_worker_slots", "Executions that may run on a worker.", labels=["worker"])
     live = GaugeMetricFamily("taskmesh_workers", "Workers of the last hour, by state.", labels=["state"])
     states: dict[str, int] = {}
-    for worker in await mesh.workers():
+    for worker in await mesh.fleet.workers():
         states[worker.state] = states.get(worker.state, 0) + 1
         if worker.live:
             running.add_metric([worker.worker_id], worker.running)
@@ -159,7 +170,7 @@ async def _of_workers(mesh: TaskMesh) -> list[Metric]:
     return [running, slots, live]
 
 
-async def _of_queues(mesh: TaskMesh) -> list[Metric]:
+async def _of_queues(mesh: Watched) -> list[Metric]:
     waiting = GaugeMetricFamily("taskmesh_queue_waiting", f"Due tasks, counted to {_COUNTED_TO}.", labels=["queue"])
     running = GaugeMetricFamily("taskmesh_queue_running", "Executions of a queue.", labels=["queue"])
     paused = GaugeMetricFamily("taskmesh_queue_paused", "1 if nothing is claimed from it.", labels=["queue"])

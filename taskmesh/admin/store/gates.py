@@ -11,6 +11,7 @@ from datetime import datetime
 from typing import Any
 
 from taskmesh.store import rules
+from taskmesh.store.control import option_stages
 from taskmesh.store.driver import Document
 from taskmesh.store.find import as_read
 from taskmesh.store.store import Store
@@ -94,6 +95,18 @@ def _judgement(row: Document, gates: Sequence[str]) -> Judgement:
         entries=[worker["entries"] for worker in workers],
         **facts,
     )
+
+
+def as_if_option(changes: Document, now: rules.Expression) -> list[Document]:
+    """The stages that change these fields of a task's option in memory, with all that follows from them."""
+    return [
+        # Told is who could claim it when those whom it stops have ended: the places that they keep until then are left out.
+        {"$set": {"_leaving": "$task_state.leaving"}},
+        *option_stages(changes, now),
+        {"$set": {"task_state.leaving": "$_leaving"}},
+        # The fields that follow from the option, as every update derives them.
+        *rules.derivation(now),
+    ]
 
 
 async def read_with_losses(store: Store, id_: str) -> tuple[Document, list[str], datetime] | None:
