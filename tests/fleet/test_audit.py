@@ -29,7 +29,7 @@ async def test_what_python_code_changes_is_listed_with_who_did_what_and_when(mes
     await mesh.every(work, schedule_id="nightly", interval_ms=3_600_000)  # code does so at each start
     await mesh.every(work, schedule_id="weekly", interval_ms=3_600_000, by="ann")
     handle = await work.configure(delay_ms=3_600_000).publish("k")
-    await registry.register(mesh.store, "w", "an instance", {"state": "running", "names": ["work"], "host": "here"})
+    await registry.register(mesh.store, "w", "an instance", {"state": "running"})
     await mesh.set_option("work", "k", priority=5)
     await handle.cancel()
     await mesh.retry("work", "k", by="ann")
