@@ -12,8 +12,8 @@ from pymongo.errors import PyMongoError
 
 from taskmesh.consumer.registration import Registration
 from taskmesh.consumer.timing import varied
+from taskmesh.model.worker import able_workers, read_workers
 from taskmesh.store import Store
-from taskmesh.store.driver import Document
 from taskmesh.store.find import names_in_use
 
 logger = logging.getLogger("taskmesh.consumer")
@@ -44,13 +44,9 @@ class Unserved:
 
     async def run_once(self) -> None:
         """Tell of every name and queue of waiting tasks that no live worker runs, each once."""
-        live = [worker for worker in self._registration.fleet if worker.get("live")]
+        workers = read_workers(self._registration.fleet)
         for queue, name in await names_in_use(self._store):
-            if (queue, name) in self._told or any(_runs(worker, queue, name) for worker in live):
+            if (queue, name) in self._told or able_workers(workers, name, queue):
                 continue
             self._told.add((queue, name))
             logger.warning("no live worker runs tasks named %r from queue %r: they are left alone", name, queue)
-
-
-def _runs(worker: Document, queue: str, name: str) -> bool:
-    return name in worker.get("names", ()) and (worker.get("queues") is None or queue in worker["queues"])
