@@ -27,7 +27,6 @@ from taskmesh.client.definition import TaskDefinition
 from taskmesh.client.events import DEFAULT_BUFFER, EventReader
 from taskmesh.client.publisher import Publisher
 from taskmesh.client.schedules import Schedules
-from taskmesh.consumer import signals
 from taskmesh.consumer.backup_claims import BackupClaims
 from taskmesh.consumer.claim_filter import ClaimFilter
 from taskmesh.consumer.claim_queue import ClaimQueue
@@ -56,6 +55,7 @@ from taskmesh.consumer.settings import (
     checked_queues,
     worker_id_or_new,
 )
+from taskmesh.consumer.signals import handled_by
 from taskmesh.consumer.stopping import Stopping, unless_it_takes_too_long
 from taskmesh.consumer.ticker import Ticker
 from taskmesh.consumer.timing import until
@@ -253,7 +253,7 @@ class Consumer:
             raise
         if entered:
             life.state = "running"
-        with signals.handled_by(self):
+        with handled_by(self):
             try:
                 async with anyio.create_task_group() as loops:
                     if entered and await life.unless_stopped(worker.open()):

@@ -26,9 +26,9 @@ from typing import Any
 from taskmesh.client.definition import TaskDefinition
 from taskmesh.client.params import Params, checked_size
 from taskmesh.client.tracing import Carrier, going_on
-from taskmesh.consumer import logs
 from taskmesh.consumer.context import BlockingTaskContext, enter
 from taskmesh.consumer.execution import checked_progress, line_of
+from taskmesh.consumer.logs import SetUp, set_up
 from taskmesh.consumer.outcome import Reason, unstorable_text
 from taskmesh.consumer.subprocess.handler_reference import HandlerRef, found
 from taskmesh.consumer.subprocess.wire import configuration_as_data, error_as_data, packed
@@ -59,7 +59,7 @@ class Call:
     option: TaskOption
     trace: Carrier | None = None
     """Where the execution is in its trace."""
-    log: logs.SetUp | None = None
+    log: SetUp | None = None
     """How the parent logs, if `logs.set_up` has said so."""
 
 
@@ -266,7 +266,7 @@ def _answer(call: Call, connection: Connection, lease: Lease) -> bytes:
     """Run the handler, and return the outcome as it is sent."""
     remote = Remote(call, connection, lease)
     if call.log is not None:
-        logs.set_up(*call.log)
+        set_up(*call.log)
     try:
         handler, args, kwargs = _prepared(call)
         enter(BlockingTaskContext(remote))

@@ -22,8 +22,8 @@ import anyio.to_thread
 from taskmesh.client.definition import TaskDefinition
 from taskmesh.client.params import checked_size
 from taskmesh.client.publisher import Publishable
-from taskmesh.consumer import logs
 from taskmesh.consumer.execution import Execution
+from taskmesh.consumer.logs import how_it_is_set_up
 from taskmesh.consumer.outcome import reason_of
 from taskmesh.consumer.subprocess.child import Call
 from taskmesh.consumer.subprocess.handler_reference import reference
@@ -179,7 +179,7 @@ class Conversation:
             attempt=execution.attempt,
             option=execution.option,
             trace=execution.span.carrier if execution.span is not None else None,
-            log=logs.how_it_is_set_up(),
+            log=how_it_is_set_up(),
         )
 
     def _listen(self, child: Child) -> Callable[[], Any]:
