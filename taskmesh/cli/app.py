@@ -35,7 +35,7 @@ def _everywhere(
     database: Database = None,
     collection: Collection = None,
     _version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version, and end.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     # Given before the command they mean the same as after it: the commands read them from the environment.

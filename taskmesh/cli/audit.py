@@ -16,7 +16,7 @@ from taskmesh.mesh import TaskMesh
 
 async def audit(
     mesh: TaskMesh,
-    limit: Annotated[int, typer.Option(min=1, help="At most so many of each kind, the newest.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, help="At most this many of each kind, the newest first.")] = 50,
     as_json: Json = False,
 ) -> None:
     """List who changed what within the last month: tasks, queues, workers, schedules. Programs that publish are not listed."""

@@ -27,14 +27,14 @@ Where = Annotated[
     str | None,
     typer.Option(
         metavar="FILTER",
-        help="Instead of one: all that match, like 'status:FAIL name:resize error:timeout age>1h'. "
+        help="Instead of one task: all that match, like 'status:FAIL name:resize error:timeout age>1h'. "
         "Knows name: status: queue: group: key: error: worker: lost: age> age<.",
     ),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="With --where: only count them.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="With --where: only count the tasks.")]
 Undo = Annotated[
     bool,
-    typer.Option("--undo/--no-undo", help="With --where: copy each aside, so that `taskmesh undo` can put it back."),
+    typer.Option("--undo/--no-undo", help="With --where: keep copies, so that `taskmesh undo` can restore the tasks."),
 ]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
@@ -66,7 +66,7 @@ _RETRY = _Verb(
 )
 _CANCEL = _Verb(
     name="cancel",
-    help="Cancel tasks; what runs of them is stopped. Finished ones stay as they are.",
+    help="Cancel tasks and stop those that run. Finished tasks stay as they are.",
     done="is cancelled",
     question="cancel {}?",
     one=lambda mesh: mesh.cancel,
@@ -74,7 +74,7 @@ _CANCEL = _Verb(
 )
 _DELETE = _Verb(
     name="delete",
-    help="Remove tasks with their results; what runs of them is stopped.",
+    help="Remove tasks with their results, and stop those that run.",
     done="is deleted",
     question="delete {} for good, with its results?",
     one=lambda mesh: mesh.delete,
@@ -172,7 +172,7 @@ async def purge(
     yes: Yes = False,
     as_json: Json = False,
 ) -> None:
-    """Remove finished tasks before their retention is over, for good. Their keys are free again then."""
+    """Remove finished tasks for good, before their retention is over. Their keys become free."""
     if everything == bool(where):
         raise typer.BadParameter("say which: --where FILTER, or --all for every finished task")
     if not dry_run:
@@ -186,11 +186,15 @@ async def undo(
     mesh: TaskMesh,
     action: Annotated[
         str | None,
-        typer.Argument(metavar="[ACTION]", help="Its id. None: list them.", autocompletion=completion.action),
+        typer.Argument(
+            metavar="[ACTION]",
+            help="The action's id. Without it: list recent actions.",
+            autocompletion=completion.action,
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Take back what `retry`, `cancel` or `delete --where` did, within an hour; or list who did what to many tasks.
+    """Undo what `retry`, `cancel` or `delete --where` did within the last hour, or list such actions.
 
     Tasks to which something has happened since (claimed, published anew) stay as they are.
     """

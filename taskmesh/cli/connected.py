@@ -36,9 +36,9 @@ Uri = Annotated[
         rich_help_panel=_WHERE,
     ),
 ]
-Database = Annotated[str | None, typer.Option(envvar="TASKMESH_DATABASE", help="Its database.", rich_help_panel=_WHERE)]
+Database = Annotated[str | None, typer.Option(envvar="TASKMESH_DATABASE", help="The database.", rich_help_panel=_WHERE)]
 Collection = Annotated[
-    str | None, typer.Option(envvar="TASKMESH_COLLECTION", help="Its collection of tasks.", rich_help_panel=_WHERE)
+    str | None, typer.Option(envvar="TASKMESH_COLLECTION", help="The collection of tasks.", rich_help_panel=_WHERE)
 ]
 
 App = Annotated[

@@ -57,7 +57,7 @@ class Report:
 
 
 def demo(
-    files: Annotated[int | None, typer.Option(min=20, help="Only so many files.")] = None,
+    files: Annotated[int | None, typer.Option(min=20, help="At most this many files.")] = None,
     workers: Annotated[int, typer.Option(min=2, help="How many worker processes.")] = 3,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the demo's collections, to look at them.")] = False,
     uri: Uri = None,

@@ -31,21 +31,23 @@ async def explain(
     ] = None,
     key: Annotated[
         str | None,
-        typer.Argument(metavar="[KEY]", help="Its key; none: of what waits.", autocompletion=completion.key),
+        typer.Argument(
+            metavar="[KEY]", help="The task's key. Without it: the tasks that wait.", autocompletion=completion.key
+        ),
     ] = None,
     worker_id: Annotated[
         str | None,
         typer.Option(
             "--worker-id",
             "--worker",
-            help="For this worker; else for every live one.",
+            help="Ask for this worker instead of every live one.",
             autocompletion=completion.worker,
         ),
     ] = None,
     as_json: Json = False,
     watch: Watch = None,
 ) -> None:
-    """Tell why a task is not running: every gate of the claim rule, as the server judges it.
+    """Show why a task is not running: every gate of the claim rule, as the server judges it.
 
     Without a KEY, and with --worker-id: what keeps that worker from the oldest tasks that wait.
     """
@@ -168,7 +170,7 @@ async def errors(
     as_json: Json = False,
     watch: Watch = None,
 ) -> None:
-    """Tell what fails, and why: failures grouped by task, type of error and place, the most frequent first."""
+    """Show what fails and why: failures grouped by task, type of error and place, the most frequent first."""
 
     async def read() -> Listing:
         report = await mesh.inspect.errors(name, at_most=at_most)

@@ -36,7 +36,7 @@ WorkerId = Annotated[str, typer.Argument(metavar="WORKER", help="The worker's id
 
 async def workers(
     mesh: TaskMesh,
-    live: Annotated[bool, typer.Option("--live", help="Not those that have gone.")] = False,
+    live: Annotated[bool, typer.Option("--live", help="Only workers that are alive.")] = False,
     as_json: Json = False,
     watch: Watch = None,
 ) -> None:
@@ -92,13 +92,13 @@ async def _lives(mesh: TaskMesh, worker_id: str) -> bool:
 async def pause_worker(mesh: TaskMesh, worker_id: WorkerId) -> None:
     """Pause one worker: it claims nothing more. Its running tasks go on."""
     await mesh.pause_worker(worker_id)
-    output.say(f"worker {worker_id} is told to pause")
+    output.say(f"worker {worker_id} will pause")
 
 
 async def resume_worker(mesh: TaskMesh, worker_id: WorkerId) -> None:
     """Resume a paused worker."""
     await mesh.resume_worker(worker_id)
-    output.say(f"worker {worker_id} is told to go on")
+    output.say(f"worker {worker_id} will resume")
 
 
 async def set_concurrency(
@@ -110,7 +110,7 @@ async def set_concurrency(
 ) -> None:
     """Change how many executions a worker runs at once."""
     await mesh.fleet.set_concurrency(worker_id, concurrency)
-    output.say(f"worker {worker_id} is told to run {concurrency} at once")
+    output.say(f"worker {worker_id} will run {concurrency} at once")
 
 
 async def stats(mesh: TaskMesh, as_json: Json = False, watch: Watch = None) -> None:
@@ -140,8 +140,8 @@ def stats_page(found: Stats) -> RenderableType:
 
 
 def health(
-    worker_id: Annotated[str | None, typer.Option(help="Is this worker alive?  [default: any]")] = None,
-    timeout_ms: Annotated[int, typer.Option(min=1, help="Give up after this time.")] = 5_000,
+    worker_id: Annotated[str | None, typer.Option(help="The worker that must be alive.  [default: any]")] = None,
+    timeout_ms: Annotated[int, typer.Option(min=1, help="Milliseconds to wait for an answer.")] = 5_000,
     as_json: Json = False,
     app: App = None,
     uri: Uri = None,
@@ -224,8 +224,8 @@ _HISTORY = 60
 
 async def top(
     mesh: TaskMesh,
-    every: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="How often it looks.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Show it once, and end.")] = False,
+    every: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Refresh interval.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Show it once and exit.")] = False,
     as_json: Json = False,
 ) -> None:
     """Show tasks, queues and workers, live, until Ctrl-C. --json prints an array with one object each time."""

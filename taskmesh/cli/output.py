@@ -160,7 +160,7 @@ def settings(words: Iterable[str]) -> dict[str, Any]:
     for word in words:
         field, equals, text = word.partition("=")
         if not equals:
-            raise typer.BadParameter(f"{word!r} is no FIELD=VALUE")
+            raise typer.BadParameter(f"{word!r} is not of the form FIELD=VALUE")
         try:
             found[field] = json.loads(text)
         except ValueError:

@@ -27,8 +27,8 @@ _EXISTING = "If the key is there already"
 
 def publish(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The task's name.", autocompletion=completion.name)],
-    key: Annotated[str | None, typer.Argument(metavar="[KEY]", help="Its key. None: with --from-file.")] = None,
-    params: Annotated[str | None, typer.Argument(metavar="[JSON]", help="Its params, as a JSON object.")] = None,
+    key: Annotated[str | None, typer.Argument(metavar="[KEY]", help="The task's key; not with --from-file.")] = None,
+    params: Annotated[str | None, typer.Argument(metavar="[JSON]", help="The task's params, as a JSON object.")] = None,
     *,
     from_file: Annotated[
         Path | None,
@@ -204,7 +204,7 @@ def _time(name: str, text: str | None) -> datetime | None:
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
-        raise typer.BadParameter(f"{name}: {text!r} is no time like 2026-12-31T18:00:00+01:00") from None
+        raise typer.BadParameter(f"{name}: {text!r} is not a time like 2026-12-31T18:00:00+01:00") from None
     return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
 
 

@@ -23,7 +23,7 @@ Queue = Annotated[str, typer.Argument(metavar="QUEUE", help="The queue's name.",
 ScheduleId = Annotated[
     str, typer.Argument(metavar="SCHEDULE", help="The schedule's id.", autocompletion=completion.schedule)
 ]
-Reason = Annotated[str | None, typer.Option(help="Why; listings and `explain` tell it.")]
+Reason = Annotated[str | None, typer.Option(help="Why; shown in listings and by `explain`.")]
 
 
 async def queues(mesh: TaskMesh, as_json: Json = False, watch: Watch = None) -> None:
@@ -75,7 +75,7 @@ async def _tell_if_nobody_knows(mesh: TaskMesh, queue: str) -> None:
         return
     alike = difflib.get_close_matches(queue, known, n=1)
     meant = f": did you mean {alike[0]}?" if alike else ""
-    output.say(f"warning: no task, worker or setting was ever seen of a queue {queue}{meant}", stderr=True)
+    output.say(f"warning: no task, worker or setting names a queue {queue}{meant}", stderr=True)
 
 
 async def resume(mesh: TaskMesh, queue: Queue) -> None:
@@ -93,8 +93,8 @@ def limit(
     running: Annotated[int | None, typer.Option(min=0, help="At most this many executions at once.")] = None,
     group_running: Annotated[int | None, typer.Option(min=0, help="... and this many of each group.")] = None,
     group: Annotated[str | None, typer.Option(help="With --running (or --none): of this one group.")] = None,
-    none: Annotated[bool, typer.Option("--none", help="No limit any more.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only tell how many could start then.")] = False,
+    none: Annotated[bool, typer.Option("--none", help="Remove the limit.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show how many tasks could start then.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print JSON.")] = False,
     app: App = None,
     uri: Uri = None,

@@ -23,14 +23,14 @@ _LOOK_S = 1.0
 
 
 def dev(
-    directory: Annotated[Path, typer.Option(help="Where its data is.")] = Path(".taskmesh"),
+    directory: Annotated[Path, typer.Option(help="Directory for its data.")] = Path(".taskmesh"),
     as_json: Json = False,
     uri: Annotated[str | None, typer.Option(hidden=True)] = None,
     database: Database = None,
 ) -> None:
     """Run the embedded MongoDB until Ctrl-C; all taskmesh processes of this directory use it by themselves."""
     if uri is not None:
-        raise typer.BadParameter("`dev` starts a MongoDB of its own: its URI is what it tells, not what it is told")
+        raise typer.BadParameter("`dev` starts a MongoDB of its own and prints its URI: leave --uri out")
     ended = threading.Event()
     for number in stop_signals():
         signal.signal(number, lambda _number, _frame: ended.set())
@@ -56,16 +56,16 @@ def dev(
 
 
 def web(
-    host: Annotated[str, typer.Option(help="Where it listens; another than loopback asks for a token.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65_535, help="Its port.")] = 8080,
-    read_only: Annotated[bool, typer.Option("--read-only", help="Nobody can change anything.")] = False,
+    host: Annotated[str, typer.Option(help="Address to listen on; any but loopback needs a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="Port to listen on; 0: any free port.")] = 8080,
+    read_only: Annotated[bool, typer.Option("--read-only", help="Refuse every change.")] = False,
     base_path: Annotated[
-        str, typer.Option(help="The path under which a proxy serves it, and which the proxy strips: /ops/mesh.")
+        str, typer.Option(help="The path that a proxy strips before it passes requests on, like /ops/mesh.")
     ] = "",
     user_header: Annotated[
         str | None,
         typer.Option(
-            help="The header in which a proxy says who asks: X-Forwarded-User. Let nobody else reach the port then."
+            help="The header in which a proxy names the user, like X-Forwarded-User. Only the proxy may reach the port then."
         ),
     ] = None,
     uri: Uri = None,

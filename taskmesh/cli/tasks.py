@@ -35,14 +35,14 @@ async def ls(
         typer.Option(case_sensitive=False, metavar="STATUS", help="Only of this status; can be given several times."),
     ] = None,
     queue: Annotated[str | None, typer.Option(help="Only of this queue.", autocompletion=completion.queue)] = None,
-    key_prefix: Annotated[str | None, typer.Option(help="Only keys that begin so.")] = None,
+    key_prefix: Annotated[str | None, typer.Option(help="Only keys that begin with this.")] = None,
     where: Annotated[
         str | None,
         typer.Option(metavar="FILTER", help="Instead of those: 'status:FAIL name:resize error:timeout age>1h'."),
     ] = None,
     limit: Annotated[int, typer.Option(min=0, help="At most this many; 0: all.")] = 100,
     by_key: Annotated[bool, typer.Option("--by-key", help="By name and key, not the newest first.")] = False,
-    params: Annotated[bool, typer.Option("--params", help="With their params.")] = False,
+    params: Annotated[bool, typer.Option("--params", help="Show params too.")] = False,
     as_json: Json = False,
     watch: Watch = None,
 ) -> None:
@@ -112,7 +112,7 @@ async def show_task(
     name: Name,
     key: Key,
     with_timeline: Annotated[
-        bool, typer.Option("--timeline", help="Also its executions as bars over time, and what happened in order.")
+        bool, typer.Option("--timeline", help="Also show its executions as bars over time, and its history.")
     ] = False,
     as_json: Json = False,
     watch: Watch = None,
@@ -231,7 +231,7 @@ async def set_option(
     changes: Annotated[
         list[str], typer.Argument(metavar="FIELD=VALUE…", help="Fields of TaskOption, like priority=5.")
     ],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only tell what that would do.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what the change would do.")] = False,
     as_json: Json = False,
 ) -> None:
     """Change the option of a task that is published already."""
@@ -287,11 +287,13 @@ def line_of(bar: Bar, width: int = _WIDTH) -> str:
     return "·" * begin + _FILLED.get(bar.state, "█") * (end - begin) + "·" * (width - end)
 
 
-Timeout = Annotated[float | None, typer.Option(min=0.1, metavar="SECONDS", help="Wait no longer, and end with 1.")]
+Timeout = Annotated[
+    float | None, typer.Option(min=0.1, metavar="SECONDS", help="Give up after this time, with exit status 1.")
+]
 
 
 async def result(mesh: TaskMesh, name: Name, key: Key, timeout: Timeout = None) -> None:
-    """Wait until a task is finished, and print its result as JSON. Ends with 1 if it has none: FAIL, CANCELLED, EXPIRED."""
+    """Wait until a task is finished and print its result as JSON. Exits with 1 on FAIL, CANCELLED or EXPIRED."""
     await show_result(TaskHandle(mesh.tasks, name, key, created=False, updated=False, warnings=[]), timeout)
 
 
@@ -306,14 +308,14 @@ async def show_result(handle: TaskHandle[Any], timeout: float | None) -> None:
 
 async def events(
     mesh: TaskMesh,
-    name: Annotated[str | None, typer.Option(help="Of tasks of this name.", autocompletion=completion.name)] = None,
-    key: Annotated[str | None, typer.Option(help="Of tasks with this key.")] = None,
+    name: Annotated[str | None, typer.Option(help="Only tasks of this name.", autocompletion=completion.name)] = None,
+    key: Annotated[str | None, typer.Option(help="Only tasks with this key.")] = None,
     after: Annotated[
-        str | None, typer.Option(metavar="TOKEN", help="Begin behind the event of this token, as --json tells it.")
+        str | None, typer.Option(metavar="TOKEN", help="Resume after the event with this token (see --json).")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print an object on each line.")] = False,
 ) -> None:
-    """Tell what happens to tasks from now on, a line for each event, until Ctrl-C."""
+    """Print what happens to tasks from now on, one line per event, until Ctrl-C."""
     try:
         async with mesh.events(name, key, after=after) as happening:
             output.say("listening; Ctrl-C ends", stderr=True)

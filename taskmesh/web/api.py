@@ -179,11 +179,11 @@ async def _body_of(request: Request) -> Any:
     if not raw:
         return {}
     if not request.headers.get("content-type", "application/json").partition(";")[0].strip().endswith("json"):
-        raise BadRequest("the body has to be application/json", 415)
+        raise BadRequest("the body must be application/json", 415)
     try:
         return json.loads(raw)
     except (ValueError, RecursionError):
-        raise BadRequest("the body is no JSON", 400) from None
+        raise BadRequest("the body is not JSON", 400) from None
 
 
 async def read_body(request: Request) -> bytes:

@@ -58,7 +58,7 @@ def _json_field(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise api.BadRequest(f"this is no JSON: {error}") from None
+        raise api.BadRequest(f"not JSON: {error}") from None
 
 
 def _done_text(name: str, given: dict[str, Any], result: Any) -> str:

@@ -63,7 +63,7 @@ def _described(operation: Operation, schemas: dict[str, Any]) -> dict[str, Any]:
         "tags": [operation.path.split("/")[1].rstrip("s")],
         "parameters": _parameters(operation, schemas),
         "responses": {
-            "200": _content("It was done.", _schema(operation.result, schemas, "serialization")),
+            "200": _content("Done.", _schema(operation.result, schemas, "serialization")),
             **{
                 status: _content(text, {"$ref": _REF.format(model="Problem")})
                 for status, text in _PROBLEMS.items()
@@ -83,11 +83,11 @@ _PROBLEMS = {
     "400": "The request cannot be read.",
     "401": "The token is missing or wrong.",
     "403": "Read-only, or a request from another origin.",
-    "404": "There is no such thing.",
+    "404": "Not found.",
     "409": "The task is running.",
     "413": "Too large.",
     "415": "The body is not JSON.",
-    "422": "What was asked for does not fit.",
+    "422": "The request is not valid.",
     "503": "The database did not answer.",
 }
 

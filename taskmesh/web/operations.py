@@ -119,13 +119,13 @@ async def _stats(mesh: TaskMesh) -> Stats:
 
 @_operation("tasks.list", "GET", "/tasks")
 async def _list(mesh: TaskMesh, query: Listing) -> TaskPage:
-    """Return a page of the tasks that fit a filter."""
+    """Return a page of the tasks that match a filter."""
     return await mesh.listing.page(query.where, newest_first=query.newest_first, after=query.after, limit=query.limit)
 
 
 @_operation("tasks.count", "GET", "/tasks/count")
 async def _count(mesh: TaskMesh, query: Counting) -> Count:
-    """Count the tasks that fit a filter."""
+    """Count the tasks that match a filter."""
     return Count(count=await mesh.listing.count(query.where, at_most=query.at_most))
 
 
@@ -165,19 +165,19 @@ async def _get(mesh: TaskMesh, query: TheTask) -> Task:
 
 @_operation("task.explain", "GET", "/tasks/{name}/{key}/explain")
 async def _explain(mesh: TaskMesh, query: Asking) -> list[Explanation]:
-    """Tell which gates of the claim rule are open or shut, for one worker or every live one."""
+    """Show which gates of the claim rule are open or shut, for one worker or every live one."""
     return await mesh.explain(query.name, query.key, query.worker_id)
 
 
 @_operation("worker.explain", "GET", "/workers/{worker_id}/explain")
 async def _explain_worker(mesh: TaskMesh, query: OfWorker) -> list[Waiting]:
-    """Tell which gates are shut for one worker, of the oldest tasks that wait: grouped, the largest group first."""
+    """Show which gates keep one worker from the oldest tasks that wait: grouped, the largest group first."""
     return await mesh.inspect.explain_worker(query.worker_id, query.name)
 
 
 @_operation("task.retry", "POST", "/tasks/{name}/{key}/retry")
 async def _retry(mesh: TaskMesh, query: TheTask) -> Task:
-    """Make a finished task INIT again; a waiting one is due at once."""
+    """Run a finished task again from the start; make a waiting one due at once."""
     return await mesh.retry(query.name, query.key)
 
 
@@ -201,7 +201,7 @@ async def _set_option(mesh: TaskMesh, query: TheTask, body: OptionChange) -> Tas
 
 @_operation("task.what_if_option", "GET", "/tasks/{name}/{key}/option/what-if")
 async def _what_if_option(mesh: TaskMesh, query: WhatIfOption) -> OptionEffect:
-    """Tell what a change of a task's option would do: who could claim it then, whose run would be stopped."""
+    """Show what a change of a task's option would do: who could claim it then, whose run would be stopped."""
     return await mesh.what_if.option(query.name, query.key, **query.changes)
 
 
@@ -210,7 +210,7 @@ async def _what_if_option(mesh: TaskMesh, query: WhatIfOption) -> OptionEffect:
 
 @_operation("errors", "GET", "/errors")
 async def _errors(mesh: TaskMesh, query: WhichErrors) -> ErrorReport:
-    """Tell what fails and why: failures grouped by task name, type of error and place, the most frequent first."""
+    """Show what fails and why: failures grouped by task name, type of error and place, the most frequent first."""
     return await mesh.inspect.errors(query.name, at_most=query.at_most)
 
 
@@ -220,25 +220,25 @@ def _undo_ms(body: Bulk) -> int:
 
 @_operation("bulk.retry", "POST", "/bulk/retry")
 async def _retry_all(mesh: TaskMesh, body: Bulk) -> BulkResult:
-    """Retry every task that fits a filter."""
+    """Retry every task that matches a filter."""
     return await mesh.bulk.retry(body.where, dry_run=body.dry_run, undo_ms=_undo_ms(body))
 
 
 @_operation("bulk.cancel", "POST", "/bulk/cancel")
 async def _cancel_all(mesh: TaskMesh, body: Bulk) -> BulkResult:
-    """Cancel every unfinished task that fits a filter."""
+    """Cancel every unfinished task that matches a filter."""
     return await mesh.bulk.cancel(body.where, dry_run=body.dry_run, undo_ms=_undo_ms(body))
 
 
 @_operation("bulk.delete", "POST", "/bulk/delete")
 async def _delete_all(mesh: TaskMesh, body: Bulk) -> BulkResult:
-    """Delete every task that fits a filter."""
+    """Delete every task that matches a filter."""
     return await mesh.bulk.delete(body.where, dry_run=body.dry_run, undo_ms=_undo_ms(body))
 
 
 @_operation("bulk.purge", "POST", "/bulk/purge")
 async def _purge(mesh: TaskMesh, body: Purge) -> BulkResult:
-    """Delete every finished task that fits a filter."""
+    """Delete every finished task that matches a filter."""
     return await mesh.bulk.purge(body.where, dry_run=body.dry_run)
 
 
@@ -250,7 +250,7 @@ async def _bulk_actions(mesh: TaskMesh) -> list[BulkAction]:
 
 @_operation("bulk.undo", "POST", "/bulk/{id}/undo")
 async def _undo(mesh: TaskMesh, query: TheAction) -> UndoResult:
-    """Put back the tasks that a bulk action has changed, but for those to which something has happened since."""
+    """Undo a bulk action; tasks that have changed since stay as they are."""
     return await mesh.bulk.undo(query.id)
 
 
@@ -277,19 +277,19 @@ async def _workers(mesh: TaskMesh) -> list[WorkerInfo]:
 
 @_operation("worker.stop", "POST", "/workers/{worker_id}/stop")
 async def _stop_worker(mesh: TaskMesh, query: TheWorker, body: Stopping) -> None:
-    """Let a worker stop gracefully."""
+    """Stop a worker gracefully."""
     await mesh.stop_worker(query.worker_id, body.grace_ms)
 
 
 @_operation("worker.pause", "POST", "/workers/{worker_id}/pause")
 async def _pause_worker(mesh: TaskMesh, query: TheWorker) -> None:
-    """Let a worker claim no more."""
+    """Pause a worker: it claims nothing more."""
     await mesh.pause_worker(query.worker_id)
 
 
 @_operation("worker.resume", "POST", "/workers/{worker_id}/resume")
 async def _resume_worker(mesh: TaskMesh, query: TheWorker) -> None:
-    """Let a paused worker go on."""
+    """Resume a paused worker."""
     await mesh.resume_worker(query.worker_id)
 
 
@@ -310,14 +310,14 @@ async def _queues(mesh: TaskMesh) -> list[QueueInfo]:
 
 @_operation("queue.pause", "POST", "/queues/{queue}/pause")
 async def _pause(mesh: TaskMesh, query: TheQueue, body: Pausing) -> None:
-    """Let no worker claim from a queue any more."""
+    """Pause a queue: workers claim nothing from it."""
     until = None if body.for_ms is None else mesh.clock.now() + timedelta(milliseconds=body.for_ms)
     await mesh.pause(query.queue, reason=body.reason, until=until)
 
 
 @_operation("queue.resume", "POST", "/queues/{queue}/resume")
 async def _resume(mesh: TaskMesh, query: TheQueue) -> None:
-    """Let workers claim from a queue again."""
+    """Resume a queue: workers claim from it again."""
     await mesh.resume(query.queue)
 
 
@@ -331,7 +331,7 @@ async def _set_limit(mesh: TaskMesh, query: TheQueue, body: Limits) -> None:
 
 @_operation("queue.what_if_limit", "GET", "/queues/{queue}/limit/what-if")
 async def _what_if_limit(mesh: TaskMesh, query: WhatIfLimit) -> LimitEffect:
-    """Tell what limits would do: how many of those that wait could start now, and then."""
+    """Show what limits would do: how many waiting tasks could start now, and with the limits."""
     if query.group is not None:
         return await mesh.what_if.group_limit(query.queue, query.group, query.running)
     return await mesh.what_if.limit(
@@ -341,7 +341,7 @@ async def _what_if_limit(mesh: TaskMesh, query: WhatIfLimit) -> LimitEffect:
 
 @_operation("queue.set_group_limit", "PUT", "/queues/{queue}/group-limit")
 async def _set_group_limit(mesh: TaskMesh, query: TheQueue, body: GroupLimit) -> None:
-    """Limit one group of a queue; without `running` it is as every other group."""
+    """Limit one group of a queue; without `running`, the limit of every group applies."""
     await mesh.queues.set_group_limit(query.queue, body.group, body.running)
 
 
@@ -350,13 +350,13 @@ async def _set_group_limit(mesh: TaskMesh, query: TheQueue, body: GroupLimit) ->
 
 @_operation("schedules.list", "GET", "/schedules")
 async def _schedules(mesh: TaskMesh) -> list[ScheduleInfo]:
-    """Return all schedules, the next to tick first."""
+    """Return all schedules, the next to run first."""
     return await mesh.schedules.all()
 
 
 @_operation("schedule.declare", "PUT", "/schedules/{schedule_id}")
 async def _declare(mesh: TaskMesh, query: TheSchedule, body: Scheduling) -> ScheduleInfo:
-    """Create a schedule, or change of it what is given."""
+    """Create a schedule, or change the given fields of an existing one."""
     given = {field: getattr(body, field) for field in body.model_fields_set}
     stored = next((one for one in await mesh.schedules.all() if one.schedule_id == query.schedule_id), None)
     if stored is not None:
@@ -369,13 +369,13 @@ async def _declare(mesh: TaskMesh, query: TheSchedule, body: Scheduling) -> Sche
 
 @_operation("schedule.pause", "POST", "/schedules/{schedule_id}/pause")
 async def _pause_schedule(mesh: TaskMesh, query: TheSchedule, body: PausingSchedule) -> ScheduleInfo:
-    """Let a schedule tick no more."""
+    """Pause a schedule: it publishes nothing until it is resumed."""
     return await mesh.schedules.pause(query.schedule_id, reason=body.reason)
 
 
 @_operation("schedule.resume", "POST", "/schedules/{schedule_id}/resume")
 async def _resume_schedule(mesh: TaskMesh, query: TheSchedule) -> ScheduleInfo:
-    """Let a paused schedule tick again, from now on."""
+    """Resume a paused schedule; what it missed is not made up for."""
     return await mesh.schedules.resume(query.schedule_id)
 
 

@@ -124,7 +124,7 @@ class Published(BaseModel):
 
 
 class WhatIfOption(TheTask):
-    """Which fields of a task's option one thinks of changing."""
+    """Which changes of a task's option to try out."""
 
     changes: Annotated[Json[dict[str, Any]], Field(description="Fields of `TaskOption`, as JSON.")]
 
@@ -143,7 +143,7 @@ class OptionChange(_Request):
 
 
 class Bulk(_Request):
-    """What to do to all tasks that fit a filter."""
+    """What to do to all tasks that match a filter."""
 
     where: Where
     dry_run: bool = Field(False, description="Only count.")
@@ -194,7 +194,7 @@ class Limits(_Request):
 
 
 class WhatIfLimit(Limits, TheQueue):
-    """What one thinks of limiting a queue to; with `group`: that group, to `running`."""
+    """Limits of a queue to try out; with `group`: `running` for that group."""
 
     group: Group | None = None
 
@@ -228,6 +228,6 @@ class WhichEvents(_Request):
 
 
 class Done(BaseModel):
-    """It was done."""
+    """Done."""
 
     done: Literal[True] = True

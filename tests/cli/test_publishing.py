@@ -105,7 +105,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["publish", "a:b", "k"], "a task's name must be 1 to 100 characters"),
     (["publish", "add", "k", "--queue", "a b"], "queue's name"),
     (["publish", "add", "k", "--delay-ms", "soon"], "--delay-ms"),
-    (["publish", "add", "k", "--start-time", "soon"], "no time like"),
+    (["publish", "add", "k", "--start-time", "soon"], "not a time like"),
     (["publish", "add", "k", "--option", "priority"], "FIELD=VALUE"),
     (["publish", "add", "k", "--option", "prio=1"], "unknown"),
     (["publish", "add", "k", "--option", "worker_timeout_ms=5"], "worker_timeout_ms"),

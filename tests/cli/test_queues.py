@@ -24,8 +24,8 @@ def test_a_queue_that_nobody_has_seen_may_be_a_slip(taskmesh: Shell) -> None:
     taskmesh.done("publish", "add", "k", "--queue", "email")
     paused = taskmesh.done("pause", "emial")
     assert paused.out == "queue emial is paused\n"
-    assert paused.err == ("warning: no task, worker or setting was ever seen of a queue emial: did you mean email?\n")
-    assert taskmesh.done("limit", "nothing-like-it", "--running", "1").err.endswith("seen of a queue nothing-like-it\n")
+    assert paused.err == ("warning: no task, worker or setting names a queue emial: did you mean email?\n")
+    assert taskmesh.done("limit", "nothing-like-it", "--running", "1").err.endswith("names a queue nothing-like-it\n")
     taskmesh.worker("--worker-id", "w1", "--queues", "mail")
     for queue in ("email", "emial", "mail", "default"):
         assert taskmesh.done("resume", queue).err == "", queue

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import dedent
 
 import psutil
 import pytest
@@ -193,6 +194,22 @@ def test_a_mesh_that_cannot_be_loaded(taskmesh: Shell, target: str, status: int,
     assert told in ended.err
     assert "taskmesh/cli" not in ended.err, "only the user's own frames"
     assert ended.err.count("broken.py") == (2 if target == "broken:mesh" else 0)
+
+
+def test_handlers_run_on_uvloop_where_it_is_installed(taskmesh: Shell) -> None:
+    source = """
+        import asyncio
+        from taskmesh import TaskMesh
+        mesh = TaskMesh()
+
+        @mesh.task
+        async def which() -> str:
+            return type(asyncio.get_running_loop()).__module__
+    """
+    (taskmesh.directory / "loops.py").write_text(dedent(source))
+    taskmesh.done("publish", "which", "k")
+    taskmesh.done("worker", "loops:mesh", "--until-idle")
+    assert taskmesh.done("result", "which", "k").json == "uvloop"
 
 
 WRONG: list[list[str]] = [

@@ -40,7 +40,9 @@ def worker(
     grace_ms: Annotated[
         int, typer.Option(min=0, help="After SIGTERM: milliseconds for running tasks to finish.")
     ] = 30_000,
-    listen: Annotated[bool, typer.Option(help="Hear of new tasks by a change stream, beside the scans.")] = True,
+    listen: Annotated[
+        bool, typer.Option(help="Hear of new tasks at once by a change stream; scans go on either way.")
+    ] = True,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     log_format: Annotated[
         Literal["text", "json"],
@@ -51,7 +53,8 @@ def worker(
         typer.Option(min=1, help="Replace a process by a new one after this many tasks.", rich_help_panel=_MANY),
     ] = None,
     max_rss_mb: Annotated[
-        int | None, typer.Option(min=1, help="... or when it uses more memory than this.", rich_help_panel=_MANY)
+        int | None,
+        typer.Option(min=1, help="Replace a process that uses more than this many megabytes.", rich_help_panel=_MANY),
     ] = None,
     reload: Annotated[
         bool,
@@ -65,7 +68,7 @@ def worker(
     ] = 90_000,
     health_port: Annotated[
         int | None,
-        typer.Option(min=0, max=65_535, help="Answer /livez and /readyz here; 0: any port.", rich_help_panel=_PROBES),
+        typer.Option(min=0, max=65_535, help="Port for /livez and /readyz; 0: any free port.", rich_help_panel=_PROBES),
     ] = None,
     health_host: Annotated[
         str, typer.Option(help="On this address; 0.0.0.0 in a container.", rich_help_panel=_PROBES)
@@ -75,7 +78,7 @@ def worker(
         typer.Option(
             min=0,
             max=65_535,
-            help="Answer Prometheus at /metrics here; of several processes each takes the next port. 0: any port.",
+            help="Port for Prometheus at /metrics; each of several processes takes the next one. 0: any free port.",
             rich_help_panel=_PROBES,
         ),
     ] = None,

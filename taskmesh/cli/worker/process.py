@@ -20,7 +20,7 @@ from taskmesh.cli.connected import COMMAND_LINE_URI, CannotLoad, load_mesh
 from taskmesh.cli.worker.child import FAILED, HOPELESS, Pipe
 from taskmesh.cli.worker.endpoints import Health, Routes, metrics, probes, serve, worker_metrics
 from taskmesh.cli.worker.force_exit import ForcedExit, stop_signals
-from taskmesh.cli.worker.system import notify
+from taskmesh.cli.worker.system import loop_factory, notify
 from taskmesh.consumer import Consumer
 from taskmesh.mesh import TaskMesh
 from taskmesh.model.errors import IncompatibleCollection, InvalidOption, NotAReplicaSet, TaskMeshError, WorkerIdTaken
@@ -95,7 +95,8 @@ def run_one(options: WorkerOptions, pipe: Pipe) -> int:
         mesh = load_mesh(options.target)
         _collect_garbage_less_often()
         mesh.connect_to(options.uri, database=options.database, collection=options.collection)
-        asyncio.run(_Worker(mesh, options, pipe).run())
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            runner.run(_Worker(mesh, options, pipe).run())
     except (CannotLoad, InvalidOption, NotAReplicaSet, IncompatibleCollection, WorkerIdTaken) as error:
         if not pipe.supervised:
             raise
