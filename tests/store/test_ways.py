@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 
 from taskmesh import TaskMesh
-from taskmesh.admin import bulk
+from taskmesh.admin import listing
 from taskmesh.admin.store import index_choice
 from taskmesh.model.task import Status
 from tests.working import status_is
@@ -56,7 +56,7 @@ async def _pages(mesh: TaskMesh, where: str, *, newest_first: bool) -> list[tupl
 
 
 async def test_every_way_leads_to_the_same_tasks(shelf: TaskMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bulk, "_NEWEST_WITHIN_MS", 60_000)  # on a busy machine it would be listed by key
+    monkeypatch.setattr(listing, "_NEWEST_WITHIN_MS", 60_000)  # on a busy machine it would be listed by key
     expected: dict[str, list[tuple[str, str]]] = {}
     everything = [task async for task in shelf.find(limit=0)]
     assert len(everything) == 50
