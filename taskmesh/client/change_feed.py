@@ -21,23 +21,16 @@ from taskmesh.store import Store
 from taskmesh.store.change_stream import Change, Interest, change_from, open_stream
 from taskmesh.store.closing import CLOSE_DEADLINE_S, ended_in_time
 from taskmesh.store.driver import Document
+from taskmesh.store.server_errors import is_history_lost, offers_no_stream
 
 logger = logging.getLogger("taskmesh.feed")
 
-_HISTORY_LOST = {286, 280, 260, 136, 234, 10334}
-"""The last: an event larger than a message may be, which stands in the way for ever: the stream goes on behind it."""
-_NOT_OFFERED = {13, 40573, 40415, 59}
 _LONGEST_PAUSE_S = 5.0
 _EAGER_AWAIT_MS = 500
 _EAGER_PAUSE_S = 0.002
 _RELAXED_AWAIT_MS = 1
 _RELAXED_PAUSE_S = 0.1
 _RETRY_NOT_OFFERED_S = 60.0
-
-
-def is_history_lost(error: OperationFailure) -> bool:
-    """Whether the place of a resume token is out of reach: only a stream opened afresh goes on."""
-    return error.code in _HISTORY_LOST or error.has_error_label("NonResumableChangeStreamError")
 
 
 @dataclass(eq=False)
@@ -161,7 +154,7 @@ class Feed:
                     )
                     self._token = None
                     self._announce_gap()
-                elif error.code in _NOT_OFFERED:
+                elif offers_no_stream(error):
                     if self.offered:
                         logger.warning("the server offers no change stream (%s): relying on scans alone", error)
                     self.offered = False

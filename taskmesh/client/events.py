@@ -16,12 +16,13 @@ from typing import Any, Self
 
 from pymongo.errors import OperationFailure
 
-from taskmesh.client.change_feed import Feed, Subscription, is_history_lost
+from taskmesh.client.change_feed import Feed, Subscription
 from taskmesh.model.errors import InvalidOption
 from taskmesh.model.event import EventKind, TaskEvent
 from taskmesh.store import Store
 from taskmesh.store.change_stream import FINISHED, Change, Interest, change_from, open_stream
 from taskmesh.store.event_stamp import read_stamp
+from taskmesh.store.server_errors import is_history_lost
 
 DEFAULT_BUFFER = 10_000
 _CATCHING_UP_AWAIT_MS = 50

@@ -11,7 +11,6 @@ import time
 from collections.abc import Mapping
 from typing import Any, Protocol, Unpack
 
-from bson import ObjectId
 from pymongo.errors import PyMongoError
 
 from taskmesh.client.connection import Connection, sample
@@ -27,6 +26,7 @@ from taskmesh.store import Store
 from taskmesh.store.driver import twin_of
 from taskmesh.store.publish import Publication, Published, publish, publish_in_session
 from taskmesh.store.server_errors import is_over_deadline, is_passing
+from taskmesh.store.values import new_id
 
 PUBLISH_DEADLINE_S = 30.0
 
@@ -95,7 +95,7 @@ class Publisher:
         All are checked before any is written. `known`: the definition is that of a handler, not made of defaults.
         """
         configuration = configuration or definition.configuration
-        publish_id = ObjectId()
+        publish_id = new_id()
         publications = []
         for key, params in params_by_key.items():
             checked_key(key)

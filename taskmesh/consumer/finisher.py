@@ -15,11 +15,11 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from pymongo.errors import InvalidOperation, OperationFailure, PyMongoError
+from pymongo.errors import PyMongoError
 
 from taskmesh.store import Store
 from taskmesh.store.finish import Kind, Outcome, finish, standing
-from taskmesh.store.server_errors import is_over_deadline, is_passing
+from taskmesh.store.server_errors import is_about_the_document, is_about_us, is_over_deadline, is_passing
 
 logger = logging.getLogger("taskmesh.finisher")
 
@@ -33,10 +33,6 @@ _LONGEST_PAUSE_S = 1.0
 _LONGEST_REFUSED_PAUSE_S = 10.0
 _REFUSED_FOR_S = 300.0
 """How long an error that we do not know is taken for a passing one. Then it is the document's, and the execution FAILs."""
-_ABOUT_THE_DOCUMENT = (15, 52, 55, 57, 121, 171, 10334, 11000, 17280, 17419, 17420)
-"""Too large, nested too deeply, against a validator or an index of users: no second try fares better."""
-_ABOUT_US = (13, 18, 391, 8000)
-"""Not allowed, not logged in, over a quota: all outcomes alike have to wait until somebody mends that."""
 _MAX_REASON_CHARS = 1_000
 
 Item = tuple[Outcome, Callable[[bool], None]]
@@ -120,13 +116,13 @@ class Finisher:
                     return
             except Exception as error:  # not the database's alone: what cannot be encoded concerns one outcome too
                 refused = not is_over_deadline(error)
-                if is_passing(error) or _is_about_us(error):
+                if is_passing(error) or is_about_us(error):
                     self._tell_outage(error)
                     await asyncio.sleep(pause)
                     pause = min(pause * 2, _LONGEST_PAUSE_S)
                 elif len(todo) > 1:
                     split = True
-                elif refused and (_is_about_the_document(error) or time.monotonic() - began > _REFUSED_FOR_S):
+                elif refused and (is_about_the_document(error) or time.monotonic() - began > _REFUSED_FOR_S):
                     if todo[0][0].kind != "succeeded":
                         logger.exception("the outcome of %s cannot be recorded", todo[0][0].id)
                         self._tell(todo, recorded=False)
@@ -167,17 +163,6 @@ class Finisher:
                 "recording outcomes failed (%s: %.200s): trying again until it works", type(error).__name__, error
             )
             self._told_outage = True
-
-
-def _is_about_us(error: Exception) -> bool:
-    return isinstance(error, OperationFailure) and error.code in _ABOUT_US
-
-
-def _is_about_the_document(error: Exception) -> bool:
-    """Whether this one document cannot be written, now or later. So too if the client is closed, or cannot encode it."""
-    if isinstance(error, OperationFailure):
-        return error.code in _ABOUT_THE_DOCUMENT
-    return isinstance(error, InvalidOperation) or not isinstance(error, PyMongoError)
 
 
 def _failed_instead(outcome: Outcome, done: Callable[[bool], None], error: Exception) -> Item:

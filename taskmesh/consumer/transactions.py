@@ -34,12 +34,11 @@ from taskmesh.store.driver import maybe, settings_of
 from taskmesh.store.finish import Outcome
 from taskmesh.store.publish import Publication
 from taskmesh.store.renew import extend
-from taskmesh.store.server_errors import is_over_deadline, is_passing
+from taskmesh.store.server_errors import is_over_deadline, is_passing, is_transaction_gone
 
 _DEFAULT_LIMIT_S = 60.0
 _LEASE_BEYOND_LIMIT_S = 5.0
 _PING_AFTER_LIMIT_S = 1.0
-_TRANSACTION_GONE = (251, 290)  # NoSuchTransaction, TransactionExceededLifetimeLimitSeconds
 _TRANSIENT = "TransientTransactionError"
 _PAUSE_S = 0.05
 
@@ -320,7 +319,7 @@ async def _block(
         met = _met(error)
         if met is None:
             raise
-        if _is_gone(met) and time.monotonic() - started >= limit_s:
+        if is_transaction_gone(met) and time.monotonic() - started >= limit_s:
             raise TaskMeshError(
                 f"the server ended the transaction, which had lasted {time.monotonic() - started:.0f} s: it may last "
                 f"transactionLifetimeLimitSeconds={limit_s:.0f}; do slow work before the block"
@@ -388,10 +387,6 @@ def _met(error: BaseException) -> PyMongoError | None:
         return next((met for met in found if met.has_error_label(_TRANSIENT)), found[0] if found else None)
     origin = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return None if origin is None else _met(origin)
-
-
-def _is_gone(error: PyMongoError) -> bool:
-    return isinstance(error, OperationFailure) and error.code in _TRANSACTION_GONE
 
 
 def _lost(name: str, key: str) -> LeaseLost:

@@ -24,11 +24,11 @@ from pymongo.read_preferences import ReadPreference
 from pymongo.write_concern import WriteConcern
 
 from taskmesh.model.errors import InvalidName
+from taskmesh.store.server_errors import Code
 from taskmesh.store.uncut import Uncut, UncutCalls
 
 Document = dict[str, Any]
 MAJORITY = WriteConcern("majority")
-_BAD_VALUE = 2
 TRANSACTION: Mapping[str, Any] = {
     "read_concern": ReadConcern("local"),
     "write_concern": MAJORITY,
@@ -106,7 +106,7 @@ class Driver:
         try:
             return await maybe(self.collection(collection, majority=majority).aggregate(pipeline, **options))
         except OperationFailure as error:  # a first publication is creating the indexes at this moment
-            if "hint" not in options or error.code != _BAD_VALUE or "hint provided" not in str(error):
+            if "hint" not in options or error.code != Code.BAD_VALUE or "hint provided" not in str(error):
                 raise
         del options["hint"]
         return await self.aggregate(collection, pipeline, majority=majority, **options)

@@ -20,15 +20,13 @@ from taskmesh.store import rules
 from taskmesh.store.driver import PLAIN_CODEC, Document
 from taskmesh.store.malformed import WELL_FORMED, Strange, past_strangers
 from taskmesh.store.prepared import prepared
-from taskmesh.store.server_errors import is_over_deadline
+from taskmesh.store.server_errors import Code, is_over_deadline
 from taskmesh.store.store import Store
 
 UNFINISHED = ("INIT", "RUNNING")
 _IN_ORDER = [("task_option.priority", -1), ("next_claim_time", 1)]
 _DUE_AT_MOST = 200
 _VALUES_MS = 300
-_VALUES_TOO_LARGE = 17217
-"""The answer would not fit into a document."""
 
 
 async def get(
@@ -217,7 +215,7 @@ async def values_of(store: Store, field: str, query: Document) -> list[str] | No
     try:
         found = await store.driver.collection(store.tasks).distinct(field, query, maxTimeMS=_VALUES_MS)
     except OperationFailure as error:
-        if error.code == _VALUES_TOO_LARGE or is_over_deadline(error):
+        if error.code == Code.DISTINCT_TOO_LARGE or is_over_deadline(error):
             return None
         raise
     return sorted(value for value in found if isinstance(value, str))

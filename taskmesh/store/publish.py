@@ -24,13 +24,11 @@ from taskmesh.store.control import NOT_DELETED
 from taskmesh.store.driver import Document
 from taskmesh.store.event_stamp import stamp
 from taskmesh.store.republish import IS_RUNNING, change_pipeline, constants
+from taskmesh.store.server_errors import DOCUMENT_TOO_LARGE, Code
 from taskmesh.store.store import WRITE_DEADLINE_MS, Store
 
 LANES = 64
 """Every task sits in a lane, by its `_id`; live workers divide the lanes among themselves, so that they seldom race."""
-_DUPLICATE_KEY = 11000
-_TOO_LARGE = (10334, 17419, 17420)
-"""What the server says of a document that would have more than 16 MB."""
 _MAX_BATCH = 1_000
 _MAX_BATCH_BYTES = 8_000_000
 _MAX_IN_FLIGHT = 2
@@ -171,7 +169,7 @@ async def _insert(store: Store, publications: list[Publication], now: datetime) 
         if not failed:
             raise
         for failure in failed:
-            if failure["code"] != _DUPLICATE_KEY:
+            if failure["code"] != Code.DUPLICATE_KEY:
                 raise OperationFailure(failure["errmsg"], failure["code"], reply) from error
         return {failure["index"] for failure in failed}
     return set()
@@ -289,7 +287,7 @@ def _told_if_too_large(publication: Publication) -> Iterator[None]:
     try:
         yield
     except OperationFailure as error:
-        if error.code not in _TOO_LARGE:
+        if error.code not in DOCUMENT_TOO_LARGE:
             raise
         raise TaskTooLarge(
             f"task {publication.name!r} {publication.key!r} would be larger than the 16 MB that MongoDB stores, with new params "

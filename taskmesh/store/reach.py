@@ -11,12 +11,11 @@ from pymongo.errors import ConfigurationError, OperationFailure, PyMongoError
 
 from taskmesh.model.errors import NotAReplicaSet, TaskMeshError
 from taskmesh.store.driver import Document, core_of, settings_of
+from taskmesh.store.server_errors import Code
 from taskmesh.store.store import Store
 
 _LOOK_S = 0.1
 _DIRECTLY_MS = 2_000
-_AUTHENTICATION_FAILED = (18, 8000)
-_UNAUTHORIZED = 13
 _SRV = "mongodb+srv://"
 
 
@@ -62,13 +61,13 @@ def _refused(store: Store, error: PyMongoError) -> TaskMeshError:
             return TaskMeshError(f"the host {host!r} of the {_SRV} URI cannot be resolved: correct its name ({error})")
         return TaskMeshError(f"the MongoDB URI cannot be used: {error}")
     code = error.code if isinstance(error, OperationFailure) else None
-    if code in _AUTHENTICATION_FAILED:
+    if code in (Code.AUTHENTICATION_FAILED, Code.ATLAS_ERROR):
         user = _user_of(store)
         return TaskMeshError(
             f"the MongoDB at {hosts(store)} refuses user {user!r} with this password: correct user, password or authSource "
             "in the URI"
         )
-    if code == _UNAUTHORIZED:
+    if code == Code.UNAUTHORIZED:
         return TaskMeshError(
             f"the MongoDB at {hosts(store)} wants a user who is allowed to use database {store.driver.database.name!r}: put "
             "user, password and authSource into the URI"

@@ -22,6 +22,7 @@ from taskmesh.model.schedule import Attendance
 from taskmesh.store import rules
 from taskmesh.store.driver import CODEC, Document, find_and_update
 from taskmesh.store.publish import Publication, new_document
+from taskmesh.store.server_errors import Code
 from taskmesh.store.store import Store
 
 OUTAGE_MS = 3_000
@@ -31,7 +32,6 @@ KEPT_TICKS = 10
 _READ_GOOD_FOR_MS = 10_000
 """For how long a worker may publish ticks by what it has read of a schedule."""
 _AT_ONE_LOOK = 1_000
-_CONVERSION_FAILURE = 241
 _PERIODIC = {"_id": "periodic"}
 
 
@@ -174,7 +174,7 @@ async def _put(store: Store, publication: Publication, read_at: datetime) -> boo
     except DuplicateKeyError:  # another worker did it in the same moment
         return False
     except OperationFailure as error:
-        if error.code == _CONVERSION_FAILURE:
+        if error.code == Code.CONVERSION_FAILURE:
             return None
         raise
     return result.upserted_id is not None

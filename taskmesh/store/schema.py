@@ -16,14 +16,13 @@ from taskmesh.model import distribution
 from taskmesh.model.errors import IncompatibleCollection, NotAReplicaSet, TaskMeshError
 from taskmesh.store import reach
 from taskmesh.store.driver import Document
+from taskmesh.store.server_errors import Code
 from taskmesh.store.store import Store
 
 SCHEMA_VERSION = 1
 OLDEST_WIRE_VERSION = 17
 """The `maxWireVersion` of MongoDB 6.0: `wallTime` in change events needs it."""
 
-_NAMESPACE_EXISTS = 48
-_INDEX_CONFLICTS = (85, 86)
 
 _CREATED_WITHIN_S = 3.0
 _LOOK_AGAIN_S = 0.1
@@ -111,7 +110,7 @@ async def create(store: Store) -> None:
         try:
             await store.driver.command({"create": name})
         except (CollectionInvalid, OperationFailure) as error:
-            if isinstance(error, OperationFailure) and error.code != _NAMESPACE_EXISTS:
+            if isinstance(error, OperationFailure) and error.code != Code.NAMESPACE_EXISTS:
                 raise
     await create_indexes(store)
     await store.driver.collection(store.meta).update_one(
@@ -167,7 +166,7 @@ async def create_indexes(store: Store) -> None:
         try:
             await store.driver.command({"createIndexes": collection, "indexes": specifications})
         except OperationFailure as error:
-            if error.code in _INDEX_CONFLICTS:
+            if error.code in (Code.INDEX_OPTIONS_CONFLICT, Code.INDEX_KEY_SPECS_CONFLICT):
                 raise IncompatibleCollection(
                     f"an index of {store.driver.database.name}.{collection} is in the way of one that taskmesh needs "
                     f"({error.details and error.details.get('errmsg')}): drop it, then start again"

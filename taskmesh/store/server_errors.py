@@ -1,14 +1,19 @@
-"""Faults: which errors pass by themselves, and which are about one document."""
+"""What the server's errors mean: which pass by themselves, which are about one document, about us, or about a stream.
+
+The only place that knows their codes.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from enum import IntEnum
 from typing import TypeVar
 
 from pymongo.errors import (
     ConnectionFailure,
+    InvalidOperation,
     OperationFailure,
     PyMongoError,
     ServerSelectionTimeoutError,
@@ -18,7 +23,81 @@ from pymongo.helpers_shared import _RETRYABLE_ERROR_CODES  # the one place where
 
 T = TypeVar("T")
 
-_OVER_DEADLINE = 50
+
+class Code(IntEnum):
+    """Error codes of the server, by its own names; where it has none, by what they say."""
+
+    BAD_VALUE = 2
+    UNAUTHORIZED = 13
+    OVERFLOW = 15
+    AUTHENTICATION_FAILED = 18
+    NAMESPACE_EXISTS = 48
+    MAX_TIME_MS_EXPIRED = 50
+    DOLLAR_PREFIXED_FIELD_NAME = 52
+    INVALID_DB_REF = 55
+    DOTTED_FIELD_NAME = 57
+    COMMAND_NOT_FOUND = 59
+    INDEX_OPTIONS_CONFLICT = 85
+    INDEX_KEY_SPECS_CONFLICT = 86
+    DOCUMENT_VALIDATION_FAILURE = 121
+    CAPPED_POSITION_LOST = 136
+    CANNOT_INDEX_PARALLEL_ARRAYS = 171
+    RETRY_CHANGE_STREAM = 234
+    CONVERSION_FAILURE = 241
+    NO_SUCH_TRANSACTION = 251
+    INVALID_RESUME_TOKEN = 260
+    CHANGE_STREAM_FATAL_ERROR = 280
+    CHANGE_STREAM_HISTORY_LOST = 286
+    TRANSACTION_EXCEEDED_LIFETIME_LIMIT = 290
+    REAUTHENTICATION_REQUIRED = 391
+    ATLAS_ERROR = 8000
+    BSON_OBJECT_TOO_LARGE = 10334
+    DUPLICATE_KEY = 11000
+    DISTINCT_TOO_LARGE = 17217
+    INDEX_KEY_TOO_LONG = 17280
+    UPDATED_DOCUMENT_TOO_LARGE = 17419
+    UPDATED_DOCUMENT_TOO_LARGE_AFTER_MODIFIERS = 17420
+    UNKNOWN_FIELD_OF_STAGE = 40415
+    CHANGE_STREAM_WITHOUT_REPLICA_SET = 40573
+
+
+DOCUMENT_TOO_LARGE = frozenset(
+    {Code.BSON_OBJECT_TOO_LARGE, Code.UPDATED_DOCUMENT_TOO_LARGE, Code.UPDATED_DOCUMENT_TOO_LARGE_AFTER_MODIFIERS}
+)
+"""What the server says of a document that would have more than 16 MB."""
+_ABOUT_THE_DOCUMENT = DOCUMENT_TOO_LARGE | {
+    Code.OVERFLOW,
+    Code.DOLLAR_PREFIXED_FIELD_NAME,
+    Code.INVALID_DB_REF,
+    Code.DOTTED_FIELD_NAME,
+    Code.DOCUMENT_VALIDATION_FAILURE,
+    Code.CANNOT_INDEX_PARALLEL_ARRAYS,
+    Code.DUPLICATE_KEY,
+    Code.INDEX_KEY_TOO_LONG,
+}
+"""Too large, nested too deeply, against a validator or an index of users: no second try fares better."""
+_ABOUT_US = frozenset({Code.UNAUTHORIZED, Code.AUTHENTICATION_FAILED, Code.REAUTHENTICATION_REQUIRED, Code.ATLAS_ERROR})
+"""Not allowed, not logged in, over a quota."""
+_STREAM_HISTORY_LOST = frozenset(
+    {
+        Code.CHANGE_STREAM_HISTORY_LOST,
+        Code.CHANGE_STREAM_FATAL_ERROR,
+        Code.INVALID_RESUME_TOKEN,
+        Code.CAPPED_POSITION_LOST,
+        Code.RETRY_CHANGE_STREAM,
+        # An event larger than a message may be, which stands in the way for ever: the stream goes on behind it.
+        Code.BSON_OBJECT_TOO_LARGE,
+    }
+)
+_NO_STREAM = frozenset(
+    {
+        Code.UNAUTHORIZED,
+        Code.COMMAND_NOT_FOUND,
+        Code.UNKNOWN_FIELD_OF_STAGE,
+        Code.CHANGE_STREAM_WITHOUT_REPLICA_SET,
+    }
+)
+_TRANSACTION_GONE = frozenset({Code.NO_SUCH_TRANSACTION, Code.TRANSACTION_EXCEEDED_LIFETIME_LIMIT})
 _PATIENCE_S = 30.0
 _PAUSE_S = 0.1
 _PASSING = _RETRYABLE_ERROR_CODES | {24, 64, 79, 112, 133, 202, 246, 358, 365, 13388}
@@ -45,7 +124,34 @@ def is_over_deadline(error: BaseException) -> bool:
     Not so where it has written and only waited for the majority: smaller sets would wait as long.
     """
     waited_for_majority = isinstance(error, WriteConcernError)
-    return isinstance(error, OperationFailure) and not waited_for_majority and error.code == _OVER_DEADLINE
+    return isinstance(error, OperationFailure) and not waited_for_majority and error.code == Code.MAX_TIME_MS_EXPIRED
+
+
+def is_about_us(error: BaseException) -> bool:
+    """Whether we are not allowed, not logged in, or over a quota: then it is so for all writes alike, until it is mended."""
+    return isinstance(error, OperationFailure) and error.code in _ABOUT_US
+
+
+def is_about_the_document(error: BaseException) -> bool:
+    """Whether one document cannot be written, now or later; also if the client is closed, or cannot encode it."""
+    if isinstance(error, OperationFailure):
+        return error.code in _ABOUT_THE_DOCUMENT
+    return isinstance(error, InvalidOperation) or not isinstance(error, PyMongoError)
+
+
+def is_transaction_gone(error: BaseException) -> bool:
+    """Whether the server knows the transaction no more: it has undone it, perhaps since it lasted too long."""
+    return isinstance(error, OperationFailure) and error.code in _TRANSACTION_GONE
+
+
+def is_history_lost(error: OperationFailure) -> bool:
+    """Whether the place of a resume token is out of reach: only a stream opened afresh goes on."""
+    return error.code in _STREAM_HISTORY_LOST or error.has_error_label("NonResumableChangeStreamError")
+
+
+def offers_no_stream(error: OperationFailure) -> bool:
+    """Whether the server gives us no change stream at all."""
+    return error.code in _NO_STREAM
 
 
 async def patiently(call: Callable[[], Awaitable[T]]) -> T:

@@ -15,12 +15,13 @@ from pathlib import PurePath
 from typing import Any
 
 import bson
+from bson import ObjectId
 from bson.errors import BSONError
 from bson.raw_bson import RawBSONDocument
 from pydantic import BaseModel
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
-from taskmesh.store.driver import CODEC
+from taskmesh.store.driver import CODEC, Document
 
 MAX_BYTES = 15_000_000
 """Of params or of a result. MongoDB's limit for a whole document is 16 MB, and the rest needs room too."""
@@ -181,3 +182,18 @@ def storable(value: Any) -> tuple[Any, bool]:
         except (PydanticSerializationError, ValueError):
             return value, False
     return value, False
+
+
+def encoded(value: Document) -> bytes:
+    """Return a document as it is stored."""
+    return bson.encode(value, codec_options=CODEC)
+
+
+def decoded(data: bytes) -> Document:
+    """Read what `encoded` returned. Raises the driver's `InvalidBSON` for anything else."""
+    return bson.decode(data, CODEC)
+
+
+def new_id() -> ObjectId:
+    """Return an id that nobody else makes."""
+    return ObjectId()

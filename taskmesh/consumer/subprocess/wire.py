@@ -12,14 +12,11 @@ from contextlib import suppress
 from dataclasses import asdict, fields
 from typing import Any
 
-import bson
-
 from taskmesh.consumer.outcome import Reason, ReasonElsewhere, cleaned, reason_of
 from taskmesh.model.configuration import Configuration
 from taskmesh.model.errors import LeaseLost, Retry, Snooze, TaskFailed, TransactionConflict, delay_of
 from taskmesh.model.option import TaskOption
-from taskmesh.store.driver import CODEC
-from taskmesh.store.values import MAX_BYTES
+from taskmesh.store.values import MAX_BYTES, decoded, encoded
 
 MAX_MESSAGE_BYTES = 2 * MAX_BYTES
 _MAX_DETAIL_BYTES = 4_000
@@ -35,12 +32,12 @@ class HandlerError(Exception):
 
 def packed(kind: str, *parts: Any) -> bytes:
     """Return a message."""
-    return bson.encode({"said": [kind, *parts]}, codec_options=CODEC)
+    return encoded({"said": [kind, *parts]})
 
 
 def unpacked(message: bytes) -> list[Any]:
     """Return the kind and the parts of a message. Raises whatever it likes for what is none."""
-    said = bson.decode(message, CODEC)["said"]
+    said = decoded(message)["said"]
     if not (isinstance(said, list) and said and isinstance(said[0], str)):
         raise ValueError(f"{said!r:.200} is no message")
     return said
@@ -115,7 +112,7 @@ def _known(module: str, qualname: str) -> type | None:
 
 def _travels(value: Any) -> bool:
     try:
-        return len(bson.encode({"v": value}, codec_options=CODEC)) <= _MAX_DETAIL_BYTES
+        return len(encoded({"v": value})) <= _MAX_DETAIL_BYTES
     except Exception:  # noqa: BLE001 — whatever it is, it is no plain value
         return False
 
