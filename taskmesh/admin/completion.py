@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from taskmesh.admin.store import completion, undo
 from taskmesh.client.connection import Connection
+from taskmesh.model.worker import read_workers
 from taskmesh.store import registry, schedules
 from taskmesh.store.find import queues_in_use
 
 
 async def names(connection: Connection, prefix: str = "") -> list[str]:
     """Return the names of tasks that begin with `prefix` or that a worker knows, sorted."""
-    known = {name for worker in await registry.workers(connection.store) for name in worker.get("names", [])}
+    known = {name for worker in read_workers(await registry.workers(connection.store)) for name in worker.names}
     return sorted({*known, *await completion.names(connection.store, prefix)})
 
 

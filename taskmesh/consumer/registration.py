@@ -20,6 +20,7 @@ from taskmesh.consumer.timing import until
 from taskmesh.consumer.worker_stats import Throughput, WorkerStats
 from taskmesh.model import distribution
 from taskmesh.model.errors import InvalidOption, WorkerIdTaken
+from taskmesh.model.worker import WorkerInfo, read_workers
 from taskmesh.store import Store, registry
 from taskmesh.store.clock import ServerClock
 from taskmesh.store.driver import Document
@@ -111,7 +112,7 @@ class Registration:
         self._claimer = claimer
         self._stats = stats
         self._orders = orders
-        self.fleet: list[Document] = []
+        self.fleet: list[WorkerInfo] = []
         """The registered workers, this one among them."""
         self._wake = asyncio.Event()
         self._told_outage = False
@@ -187,17 +188,9 @@ class Registration:
 
     async def _read_fleet(self) -> None:
         """Learn who lives, and who of them does the same work."""
-        self.fleet = await registry.workers(self._store)
-        mine, queues = set(self._settings.names), self._settings.queues
-        peers = [
-            worker["_id"]
-            for worker in self.fleet
-            if worker.get("live")
-            and worker.get("state") == "running"
-            and mine & set(worker.get("names", ()))
-            and not worker.get("paused")
-            and (queues is None or worker.get("queues") is None or set(queues) & set(worker["queues"]))
-        ]
+        self.fleet = read_workers(await registry.workers(self._store))
+        names, queues = self._settings.names, self._settings.queues
+        peers = [worker.worker_id for worker in self.fleet if worker.competes_for(names, queues)]
         if self._partitions.set_workers(peers):
             logger.debug("worker %s shares its work with %d others", self._worker_id, len(peers) - 1)
 

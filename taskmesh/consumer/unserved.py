@@ -12,7 +12,7 @@ from pymongo.errors import PyMongoError
 
 from taskmesh.consumer.registration import Registration
 from taskmesh.consumer.timing import varied
-from taskmesh.model.worker import able_workers, read_workers
+from taskmesh.model.worker import able_workers
 from taskmesh.store import Store
 from taskmesh.store.find import names_in_use
 
@@ -44,9 +44,8 @@ class Unserved:
 
     async def run_once(self) -> None:
         """Tell of every name and queue of waiting tasks that no live worker runs, each once."""
-        workers = read_workers(self._registration.fleet)
         for queue, name in await names_in_use(self._store):
-            if (queue, name) in self._told or able_workers(workers, name, queue):
+            if (queue, name) in self._told or able_workers(self._registration.fleet, name, queue):
                 continue
             self._told.add((queue, name))
             logger.warning("no live worker runs tasks named %r from queue %r: they are left alone", name, queue)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from datetime import datetime
 from typing import Any
 
@@ -96,8 +97,12 @@ class WorkerInfo(BaseModel):
 
 
 def read_workers(documents: Iterable[Mapping[str, Any]]) -> list[WorkerInfo]:
-    """Read the registry; what has not described itself yet is left out."""
-    return [WorkerInfo.from_document(document) for document in documents if "names" in document and "host" in document]
+    """Read the registry; what has not described itself yet, or not as a worker does, is left out."""
+    found = []
+    for document in documents:
+        with suppress(ValueError):
+            found.append(WorkerInfo.from_document(document))
+    return found
 
 
 def able_workers(workers: Iterable[WorkerInfo], name: str, queue: str, only: Collection[str] = ()) -> list[WorkerInfo]:
