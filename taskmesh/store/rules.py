@@ -331,7 +331,8 @@ def _settle_time() -> Expression:
                 ]
             },
             {"$cond": [would_fail, lease_end, None]},
-            {"$cond": [{"$gt": [MOVES_TO, None]}, lease_end, None]},
+            # What moves with this very write is no more to be moved later.
+            {"$cond": [{"$and": [{"$gt": [MOVES_TO, None]}, {"$not": [_moves]}]}, lease_end, None]},
         ]
     }
 
