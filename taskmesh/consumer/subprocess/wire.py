@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 from taskmesh.consumer.outcome import Reason, ReasonElsewhere, cleaned, reason_of
@@ -22,7 +22,7 @@ MAX_MESSAGE_BYTES = 2 * MAX_BYTES
 _MAX_DETAIL_BYTES = 4_000
 _KINDS: tuple[type[Exception], ...] = (TaskFailed, Retry, TransactionConflict, Snooze, LeaseLost)
 """Errors that say how an execution ends."""
-_LOCAL = ("option", "tuned", "session")
+_LOCAL = ("option", "tuned", "placed", "session")
 """Fields of a configuration that travel in another form, or not at all."""
 
 
@@ -130,11 +130,14 @@ def _text(error: BaseException, otherwise: str) -> str:
 def configuration_as_data(configuration: Configuration) -> dict[str, Any]:
     """Tell the settings of a definition."""
     settings = {f.name: getattr(configuration, f.name) for f in fields(configuration) if f.name not in _LOCAL}
-    return {"option": dict(configuration.option), "tuned": list(configuration.tuned), "settings": settings}
+    option, tuned, placed = dict(configuration.option), list(configuration.tuned), list(configuration.placed)
+    return {"option": option, "tuned": tuned, "placed": placed, "settings": settings}
 
 
 def configuration_of(told: Mapping[str, Any]) -> Configuration:
     """Make them settings again, checked like those of a publisher. Raises `InvalidOption`."""
     option = TaskOption(**told["option"])
     tuned = {name: getattr(option, name) for name in told["tuned"]}
-    return Configuration(option=option).changed(**told["settings"], **tuned)
+    made = Configuration(option=option).changed(**told["settings"], **tuned)
+    # Made so, its queue and group would all seem set by the publisher: only those that the child's publisher set are.
+    return replace(made, placed={name: made.placed[name] for name in ("queue", "group") if name in told["placed"]})
