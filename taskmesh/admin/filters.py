@@ -24,7 +24,7 @@ Age = Annotated[int, Field(ge=0, le=_TEN_YEARS_MS)]
 
 
 _EXPECTED = {
-    "status": f"the status in a filter must be one of {', '.join(Status)}",
+    "status": f"the status in a filter must be one of {', '.join([*Status, *get_args(Standing)])}",
     "lost": "lost in a filter must be yes or no (True or False)",
     "older_than_ms": "the age in a filter must be from 0 to 3660d (ten years; in milliseconds where it is a number)",
     "younger_than_ms": "the age in a filter must be from 0 to 3660d (ten years; in milliseconds where it is a number)",
@@ -84,14 +84,13 @@ class TaskFilter(BaseModel):
             if name in fields:
                 raise InvalidOption(f"the filter {shown(text)} says {name} twice")
             fields[name] = value
-        fields |= _standing_in(fields)
         return cls.checked(**fields)
 
     @classmethod
     def checked(cls, **fields: Any) -> Self:
-        """Return a filter, or raise `InvalidOption`."""
+        """Return a filter, or raise `InvalidOption`. The status may also be what INIT holds: `ready` and the like."""
         try:
-            return cls(**fields)
+            return cls(**fields | _standing_in(fields))
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             field = str(first["loc"][0])
@@ -135,9 +134,9 @@ def _standing_in(fields: dict[str, Any]) -> dict[str, Any]:
     """Sort out of the statuses what INIT holds. INIT itself holds all of it."""
     words = fields.get("status", ())
     known = get_args(Standing)
-    if not (standing := tuple(word.lower() for word in words if word.lower() in known)):
+    if not (standing := tuple(word.lower() for word in words if str(word).lower() in known)):
         return {}
-    status = tuple(word for word in words if word.lower() not in known)
+    status = tuple(word for word in words if str(word).lower() not in known)
     return (
         {"status": status, "standing": ()} if "INIT" in status else {"status": (*status, "INIT"), "standing": standing}
     )

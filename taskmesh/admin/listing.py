@@ -92,8 +92,8 @@ class Listing:
         """Yield matching tasks, without their params unless asked for. `limit=0`: all.
 
         `sort`: `"key"`, `"newest"` or `"oldest"`. `after`: a key, to go on behind it (with `name` and `sort="key"`).
-        `where`: a filter, or its text (`status:FAIL error:timeout age>1h`), instead of the arguments above. Raises
-        `InvalidOption`.
+        `status`: one or several, also what INIT holds: `"ready"`, `"scheduled"`, `"retrying"`. `where`: a filter, or its text
+        (`status:FAIL error:timeout age>1h`), instead of the arguments above. Raises `InvalidOption`.
         """
         if sort not in get_args(Order):
             raise InvalidOption(f"sort is one of {', '.join(get_args(Order))}, not {sort!r}")

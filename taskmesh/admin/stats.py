@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import get_args
 
 from pydantic import BaseModel, ConfigDict
 
 from taskmesh.admin.store import task_counts
+from taskmesh.model.task import Standing
 from taskmesh.store import Store, registry
+from taskmesh.store.driver import Document
+
+_LOOKED_AT = 10_000
+"""So many tasks that wait for a time are looked at, to tell the scheduled from the retrying."""
 
 
 class Stats(BaseModel):
@@ -17,6 +23,11 @@ class Stats(BaseModel):
 
     counts: dict[str, dict[str, int]]
     """How many tasks there are, by name, then status."""
+    standing: dict[str, dict[Standing, int]] = {}
+    """What INIT holds, by name: how many are ready, scheduled, retrying. Those that wait for a time are looked at one by one,
+    10 000 of them at most, the same share of each name and queue; how many are ready is the rest of INIT."""
+    standing_at_least: tuple[str, ...] = ()
+    """Names of which more tasks wait for a time than were looked at: there are at least so many as `standing` says."""
     oldest_claimable_ms: float | None
     """For how long the oldest claimable task has been waiting, or None if none is. The number to scale workers by."""
     started_per_s: float
@@ -26,27 +37,53 @@ class Stats(BaseModel):
 
 async def read_stats(store: Store) -> Stats:
     """Count, and look at the oldest task that waits and at the fleet."""
-    counts = await read_counts(store)
+    stale = await task_counts.stale_counts(store)
+    counts = _counted(await task_counts.counts(store), stale)
+    standing, at_least = await _standing(store, counts, stale)
     now, oldest = await task_counts.oldest_claimable(store)
     live = [worker for worker in await registry.workers(store) if worker.get("live")]
     return Stats(
         counts=counts,
+        standing=standing,
+        standing_at_least=at_least,
         oldest_claimable_ms=None if oldest is None else max(0.0, (now - oldest).total_seconds() * 1000),
         started_per_s=sum(float(worker.get("started_per_s", 0)) for worker in live),
         finished_per_s=sum(float(worker.get("finished_per_s", 0)) for worker in live),
     )
 
 
-async def read_counts(store: Store, statuses: Sequence[str] | None = None) -> dict[str, dict[str, int]]:
-    """Count by name and status, from the indexes, and correct for what time alone has changed. `statuses`: only these."""
+async def read_counts(store: Store, statuses: Sequence[str]) -> dict[str, dict[str, int]]:
+    """Count by name and status, only these statuses, from the indexes, and correct for what time alone has changed."""
+    counts = _counted(await task_counts.counts(store, statuses), await task_counts.stale_counts(store))
+    return {name: {s: n for s, n in by_status.items() if s in statuses} for name, by_status in counts.items()}
+
+
+def _counted(rows: Sequence[Document], stale: Sequence[Document]) -> dict[str, dict[str, int]]:
+    """Return the counts by name and status, those whose stored status is wrong by time alone under the true one."""
     counts: dict[str, dict[str, int]] = {}
-    for row in await task_counts.counts(store, statuses):
+    for row in rows:
         counts.setdefault(str(row["_id"].get("name")), {})[str(row["_id"].get("status"))] = row["count"]
-    for row in await task_counts.stale_counts(store):
+    for row in stale:
         by_status = counts.setdefault(str(row["_id"].get("name")), {})
         for status, change in ((row["_id"].get("stored"), -row["count"]), (row["_id"].get("now"), row["count"])):
             by_status[str(status)] = by_status.get(str(status), 0) + change
-    wanted = {name: {s: n for s, n in by_status.items() if n > 0} for name, by_status in counts.items()}
-    if statuses is None:
-        return wanted
-    return {name: {s: n for s, n in by_status.items() if s in statuses} for name, by_status in wanted.items()}
+    return {name: {s: n for s, n in by_status.items() if n > 0} for name, by_status in counts.items()}
+
+
+async def _standing(
+    store: Store, counts: dict[str, dict[str, int]], stale: Sequence[Document]
+) -> tuple[dict[str, dict[Standing, int]], tuple[str, ...]]:
+    """Return what INIT holds, by name, and of which names there may be more."""
+    later = await task_counts.later(store, _LOOKED_AT)
+    for row in stale:
+        later.found[str(row["_id"].get("name")), str(row["_id"].get("standing"))] += row["count"]
+    found: dict[str, dict[Standing, int]] = {}
+    known: tuple[Standing, ...] = get_args(Standing)
+    for name in [name for name, by_status in counts.items() if by_status.get("INIT")]:
+        stand = {word: later.found[name, word] for word in known}
+        # What is not known to wait for a time is ready, if all that wait were looked at.
+        waiting = sum(stand.values()) - stand["ready"]
+        rest = 0 if later.any_name else max(0, counts[name]["INIT"] - waiting)
+        stand["ready"] = later.ready.get(name, rest)
+        found[name] = {word: n for word, n in stand.items() if n}
+    return found, tuple(sorted(found if later.any_name else set(later.ready) & set(found)))

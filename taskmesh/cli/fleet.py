@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 from pymongo.errors import PyMongoError
@@ -26,7 +26,7 @@ from taskmesh.consumer.settings import MOST_AT_ONCE
 from taskmesh.mesh import TaskMesh
 from taskmesh.model.durations import duration
 from taskmesh.model.errors import TaskMeshError
-from taskmesh.model.task import Status
+from taskmesh.model.task import Standing, Status
 from taskmesh.model.worker import WorkerInfo
 
 _NO_WORKERS = "no workers: start one with `taskmesh worker MODULE:MESH`"
@@ -125,18 +125,26 @@ async def stats(mesh: TaskMesh, as_json: Json = False, watch: Watch = None) -> N
 
 def stats_page(found: Stats) -> RenderableType:
     """Return a table of counts, and a line about speed."""
-    rows: list[list[object]] = [
-        [name, *(by_status.get(status, 0) for status in Status)] for name, by_status in sorted(found.counts.items())
-    ]
+    # A terminal has little room: of what INIT holds there is a column where there is something to tell.
+    words = [word for word in get_args(Standing) if any(by.get(word) for by in found.standing.values())]
+    rows: list[list[object]] = []
+    for name, by_status in sorted(found.counts.items()):
+        init, *others = (by_status.get(status, 0) for status in Status)
+        more = "+" if name in found.standing_at_least else ""
+        rows.append([name, init, *(f"{found.standing.get(name, {}).get(word, 0)}{more}" for word in words), *others])
     if len(rows) > 1:
-        rows.append(["all", *(sum(by.get(status, 0) for by in found.counts.values()) for status in Status)])
+        init, *others = (sum(by.get(status, 0) for by in found.counts.values()) for status in Status)
+        more = "+" if found.standing_at_least else ""
+        stand = (f"{sum(by.get(word, 0) for by in found.standing.values())}{more}" for word in words)
+        rows.append(["all", init, *stand, *others])
     lag = "–" if found.oldest_claimable_ms is None else duration(found.oldest_claimable_ms)
     speed = Text(
         f"oldest claimable {lag} · started {found.started_per_s:.1f}/s · finished {found.finished_per_s:.1f}/s"
     )
     if not rows:
         return Group(Text("no tasks", style="dim"), speed)
-    return Group(output.table(["TASKS", *Status], rows), speed)
+    init_column, *other_columns = Status
+    return Group(output.table(["TASKS", init_column, *words, *other_columns], rows), speed)
 
 
 def health(

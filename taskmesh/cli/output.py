@@ -35,6 +35,9 @@ _ENOUGH = 16
 
 STYLES = {
     "INIT": "cyan",
+    "ready": "cyan",
+    "scheduled": "cyan",
+    "retrying": "yellow",
     "RUNNING": "blue",
     "SUCCESS": "green",
     "FAIL": "red",

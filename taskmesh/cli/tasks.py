@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 from rich.console import Group, RenderableType
@@ -21,7 +21,7 @@ from taskmesh.model.durations import age
 from taskmesh.model.errors import TaskMeshError
 from taskmesh.model.event import TaskEvent
 from taskmesh.model.jsonable import jsonable
-from taskmesh.model.task import Status, Task
+from taskmesh.model.task import Standing, Status, Task
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The task's name.", autocompletion=completion.name)]
 Key = Annotated[str, typer.Argument(metavar="KEY", help="Its key.", autocompletion=completion.key)]
@@ -31,8 +31,12 @@ async def ls(
     mesh: TaskMesh,
     name: Annotated[str | None, typer.Option(help="Only tasks of this name.", autocompletion=completion.name)] = None,
     status: Annotated[
-        list[Status] | None,
-        typer.Option(case_sensitive=False, metavar="STATUS", help="Only of this status; can be given several times."),
+        list[str] | None,
+        typer.Option(
+            autocompletion=lambda: [*map(str, Status), *get_args(Standing)],
+            metavar="STATUS",
+            help="Only of this status, or of what INIT holds: ready, scheduled, retrying; can be given several times.",
+        ),
     ] = None,
     queue: Annotated[str | None, typer.Option(help="Only of this queue.", autocompletion=completion.queue)] = None,
     key_prefix: Annotated[str | None, typer.Option(help="Only keys that begin with this.")] = None,
@@ -51,7 +55,7 @@ async def ls(
     async def read() -> Listing:
         found = mesh.find(
             name,
-            status or None,
+            [word.upper() for word in status or ()] or None,
             queue,
             limit,
             key_prefix=key_prefix,
@@ -85,7 +89,7 @@ def _task_table(tasks: list[Task], *, params: bool, limit: int, by_key: bool) ->
         [
             task.name,
             task.key,
-            task.status,
+            task.standing or task.status,
             task.queue,
             task.task_option.priority,
             _failed(task),
@@ -135,7 +139,7 @@ def _task_page(task: Task) -> RenderableType:
     now = datetime.now(UTC)
     state = task.task_state
     facts: list[tuple[str, object]] = [
-        ("status", task.status),
+        ("status", f"{task.status}, {task.standing}" if task.standing else task.status),
         ("queue", task.queue if task.group is None else f"{task.queue}, group {task.group}"),
         ("created", state.create_time),
         ("start time", state.start_time),

@@ -144,6 +144,8 @@ class Task(_Stored):
     key: str
     queue: str
     status: Status
+    standing: Standing | None = None
+    """What INIT means for it, at the moment of reading; None for any other status, and for a task as its handler sees it."""
     params: dict[str, Any] | None = None
     task_option: TaskOption
     task_state: TaskState
@@ -184,9 +186,13 @@ class Task(_Stored):
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> Task:
         """Read a stored document. Raises `IncompatibleCollection` where it is not a task of ours."""
+        own = {field: value for field, value in document.items() if field in cls.OWN_FIELDS}
         extra = {field: value for field, value in document.items() if field not in cls.OWN_FIELDS}
+        state = own.get("task_state")
+        # A reading puts it there, since users may have a top-level field of this name.
+        standing = state.get("standing") if isinstance(state, dict) else None
         try:
-            return cls.model_validate({**{f: v for f, v in document.items() if f in cls.OWN_FIELDS}, "extra": extra})
+            return cls.model_validate({**own, "standing": standing, "extra": extra})
         except (ValueError, InvalidOption) as error:
             raise IncompatibleCollection(
                 f"the document {document.get('_id')!r} is no task of ours: repair or delete it ({error})"

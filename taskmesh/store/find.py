@@ -58,9 +58,15 @@ def as_read(now: rules.Expression, *, params: bool, forgotten: bool = False, kep
     return [
         *([] if forgotten else [{"$match": {"$expr": {"$not": [rules.is_forgotten(by)]}}}]),
         *([{"$set": {"forgotten": rules.is_forgotten(now)}}] if kept_for_ms else []),
-        {"$set": {"status": rules.status_on_reading(now)}},
+        *as_it_stands(now),
         *([] if params else [{"$unset": "params"}]),
     ]
+
+
+def as_it_stands(now: rules.Expression) -> list[Document]:
+    """Stages that put in what is so at the moment: the status, and in `task_state.standing` what INIT means."""
+    standing = {"$cond": [{"$eq": ["$status", "INIT"]}, rules.standing_on_reading(now), "$$REMOVE"]}
+    return [{"$set": {"status": rules.status_on_reading(now)}}, {"$set": {"task_state.standing": standing}}]
 
 
 @dataclass(slots=True, eq=False)

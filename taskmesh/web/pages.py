@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, get_args
 from urllib.parse import quote
 
 from starlette.requests import Request
@@ -23,7 +23,7 @@ from taskmesh.model.durations import milliseconds
 from taskmesh.model.errors import InvalidOption
 from taskmesh.model.jsonable import to_json
 from taskmesh.model.option import TaskOption
-from taskmesh.model.task import Status
+from taskmesh.model.task import Standing, Status
 from taskmesh.web import api
 from taskmesh.web.alerts import remarks
 from taskmesh.web.forms import do, do_selected, login, logout
@@ -79,6 +79,7 @@ async def overview(request: Request, mesh: TaskMesh) -> Response:
         "overview.html",
         stats=stats,
         totals=_totals(stats),
+        standing={word: sum(by.get(word, 0) for by in stats.standing.values()) for word in get_args(Standing)},
         remarks=remarks(stats, all_workers, pulse.queues, all_schedules),
         failures=sorted(
             ((name, counts["FAIL"]) for name, counts in stats.counts.items() if counts.get("FAIL")), key=lambda f: -f[1]

@@ -61,7 +61,7 @@ def test_tasks_as_a_table(three: Shell) -> None:
     assert header.split() == ["NAME", "KEY", "STATUS", "QUEUE", "PRIO", "FAILED", "LOST", "WORKERS", "NEXT", "CREATED"]
     assert [row.split()[:8] for row in rows] == [
         ["add", "sum", "SUCCESS", "default", "0", "0", "0", "w1"],
-        ["nap", "later", "INIT", "slow", "3", "0", "0", "–"],
+        ["nap", "later", "ready", "slow", "3", "0", "0", "–"],
         ["refuse", "no", "FAIL", "default", "0", "1", "0", "w1"],
     ]
 
@@ -222,7 +222,7 @@ def test_what_users_put_into_keys_cannot_move_the_terminals_cursor(taskmesh: She
 def test_a_pipe_gets_no_colours_and_every_row_whole(taskmesh: Shell) -> None:
     key = "k" * 400
     taskmesh.done("publish", "add", key)
-    assert f"add   {key}  INIT" in taskmesh.done("ls", COLUMNS="40").out
+    assert f"add   {key}  ready" in taskmesh.done("ls", COLUMNS="40").out
 
 
 async def test_a_listing_goes_on_while_somebody_else_creates_the_indexes(
@@ -244,7 +244,7 @@ def test_a_narrow_terminal_shows_key_and_status_whole(taskmesh: Shell, columns: 
     assert max(map(len, shown.splitlines())) <= columns
     assert header.split()[:3] == ["NAME", "KEY", "STATUS"]
     assert rows[0].split()[0] == "add"
-    assert rows[0].split()[2] == "INIT"
+    assert rows[0].split()[2] == "ready"
     begin, end = header.index("KEY"), header.index("STATUS")
     folded = rows[
         : next(at for at, row in enumerate([*rows, ""]) if (at and not row[begin:end].strip()) or "not shown" in row)
@@ -298,3 +298,35 @@ def test_a_traceback_that_retries_repeat_is_shown_once(taskmesh: Shell) -> None:
     shown = taskmesh.done("show", "lookup", "k").out
     assert shown.count("raise KeyError") == 1
     assert "w1 (3 times) failed: KeyError: 'which?'" in shown
+
+
+def test_what_init_holds_is_shown_and_asked_for(taskmesh: Shell) -> None:
+    async def publish() -> None:
+        async with TaskMesh(taskmesh.uri, database=taskmesh.database) as mesh:
+            await mesh.publish("work", "now")
+            await mesh.publish("work", "later", delay_ms=600_000)
+            await mesh.publish("work", "ended")
+            await mesh.cancel("work", "ended")
+
+    asyncio.run(publish())
+    listed = taskmesh.done("ls", "--json").json
+    assert {task["key"]: (task["status"], task["standing"]) for task in listed} == {
+        "now": ("INIT", "ready"),
+        "later": ("INIT", "scheduled"),
+        "ended": ("CANCELLED", None),
+    }
+    rows = [row.split()[1:3] for row in taskmesh.done("ls", "--by-key").out.splitlines()[1:]]
+    assert rows == [["ended", "CANCELLED"], ["later", "scheduled"], ["now", "ready"]]
+    for word, keys in (("ready", ["now"]), ("Scheduled", ["later"]), ("retrying", []), ("init", ["later", "now"])):
+        assert [task["key"] for task in taskmesh.done("ls", "--by-key", "--json", "--status", word).json] == keys, word
+    both = taskmesh.done("ls", "--by-key", "--json", "--status", "ready", "--status", "cancelled").json
+    assert [task["key"] for task in both] == ["ended", "now"]
+    assert "INIT, scheduled" in taskmesh.done("show", "work", "later").out
+    assert taskmesh.done("show", "work", "now", "--json").json["standing"] == "ready"
+    header, row, *_ = taskmesh.done("stats").out.splitlines()
+    assert dict(zip(header.split(), row.split(), strict=True)) == {
+        "TASKS": "work",
+        **{"INIT": "2", "ready": "1", "scheduled": "1"},
+        **{"RUNNING": "0", "SUCCESS": "0", "FAIL": "0", "CANCELLED": "1", "EXPIRED": "0"},
+    }
+    taskmesh.refuses("ls", "--status", "waiting", told="ready, scheduled, retrying, got 'WAITING'")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 
 from taskmesh import Status, TaskMesh, TaskOption
+from taskmesh.admin import stats as admin_stats
 from taskmesh.admin.filters import TaskFilter
+from taskmesh.admin.store import task_counts
 from tests.waiting import eventually
 from tests.web.conftest import browser
 from tests.working import working
@@ -61,7 +65,129 @@ async def test_the_list_of_tasks_says_it_and_leads_to_each(mesh: TaskMesh) -> No
         assert 'data-key="work:scheduled"' in (await client.get(f"/tasks?{by_word['scheduled']}")).text
 
 
+async def test_the_overview_counts_it_and_leads_to_each(mesh: TaskMesh) -> None:
+    await mesh.publish("work", "now")
+    await mesh.publish("work", "scheduled", delay_ms=600_000)
+    async with browser(mesh) as client:
+        page = (await client.get("/")).text
+        tiles = re.findall(r'<a class="tile (\w+)" href="/(tasks\?status=\w+)"><b>([^<]*)</b>', page)
+        assert [(word, count) for word, _, count in tiles[:4]] == [
+            ("init", "2"),
+            ("ready", "1"),
+            ("scheduled", "1"),
+            ("retrying", "0"),
+        ]
+        cells = re.findall(r'data-label="(\w+)">(?:<a href="([^"]*)">)?(?:<span class="dim">)?(\d+)', page)
+        assert [(word, count) for word, _, count in cells[:4]] == [
+            ("INIT", "2"),
+            ("ready", "1"),
+            ("scheduled", "1"),
+            ("retrying", "0"),
+        ]
+        for link in (tiles[2][1], cells[2][1].replace("&amp;", "&")):
+            listed = (await client.get(link)).text
+            assert 'data-key="work:scheduled"' in listed
+            assert 'data-key="work:now"' not in listed
+
+
 @pytest.mark.parametrize("where", ["status:waiting", "status:ready,nonsense"])
 async def test_no_other_word_is_a_status(mesh: TaskMesh, where: str) -> None:
     with pytest.raises(Exception, match="filter"):
         await mesh.listing.count(where)
+
+
+async def _three(mesh: TaskMesh) -> None:
+    """Publish three tasks of `work`: one is ready, one scheduled, and one failed and is tried again in ten minutes."""
+
+    @mesh.task(option=TaskOption(unexpected_retry_delay_ms=600_000))
+    async def work() -> None:
+        raise ValueError("no")
+
+    await work.publish("retrying")
+    async with working(mesh, "w1"):
+
+        async def waits() -> bool:
+            return (await mesh.get("work", "retrying")).standing == "retrying"
+
+        await eventually(waits)
+    await work.publish("ready")
+    await work.configure(delay_ms=600_000).publish("scheduled")
+
+
+async def test_a_task_says_what_init_means_for_it(mesh: TaskMesh) -> None:
+    await _three(mesh)
+    for word in ("ready", "scheduled", "retrying"):
+        task = await mesh.get("work", word)
+        assert (task.status, task.standing) == (Status.INIT, word)
+        assert [(task.key, task.standing) async for task in mesh.find("work", word)] == [(word, word)]
+    await mesh.cancel("work", "ready")
+    assert (await mesh.get("work", "ready")).standing is None
+    assert [task.key async for task in mesh.find("work", ["scheduled", Status.CANCELLED])] == ["ready", "scheduled"]
+
+
+async def test_a_field_of_the_users_that_is_called_standing_stays_theirs(mesh: TaskMesh) -> None:
+    await mesh.publish("work", "k")
+    await mesh.store.driver.collection(mesh.store.tasks).update_one({"_id": "work:k"}, {"$set": {"standing": "tall"}})
+    for task in (await mesh.get("work", "k"), *[task async for task in mesh.find()]):
+        assert (task.standing, task.extra) == ("ready", {"standing": "tall"})
+
+
+async def test_counts_say_what_init_holds(mesh: TaskMesh) -> None:
+    assert (await mesh.stats()).standing == {}
+    await _three(mesh)
+    await mesh.publish("named", "now", specific_worker_ids=("w9",))
+    await mesh.publish("named", "later", specific_worker_ids=("w9",), delay_ms=600_000)
+    await mesh.publisher.publish_many("other", {str(n): {} for n in range(5)}, queue="q")
+    await mesh.publish("other", "ended")
+    await mesh.cancel("other", "ended")
+    stats = await mesh.stats()
+    assert stats.standing == {
+        "work": {"ready": 1, "scheduled": 1, "retrying": 1},
+        "named": {"ready": 1, "scheduled": 1},
+        "other": {"ready": 5},
+    }
+    assert stats.standing_at_least == ()
+
+
+async def test_what_waits_for_a_time_is_counted_however_many_are_ready(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admin_stats, "_LOOKED_AT", 20)
+    await mesh.publisher.publish_many("work", {f"ready-{n}": {} for n in range(30)})
+    await mesh.publisher.publish_many("work", {f"later-{n}": {} for n in range(5)}, delay_ms=600_000)
+    stats = await mesh.stats()
+    assert (stats.standing, stats.standing_at_least) == ({"work": {"ready": 30, "scheduled": 5}}, ())
+
+
+@pytest.mark.parametrize("rows", [2_000, 0])
+@pytest.mark.parametrize("option", [{}, {"specific_worker_ids": ("w9",)}])
+async def test_where_more_wait_than_are_looked_at_the_counts_say_so(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch, rows: int, option: dict[str, Any]
+) -> None:
+    """`rows`: whether there are few enough to ask about each."""
+    monkeypatch.setattr(admin_stats, "_LOOKED_AT", 20)
+    monkeypatch.setattr(task_counts, "_MOST_ROWS", rows)
+    await mesh.publisher.publish_many("work", {f"later-{n}": {} for n in range(30)}, delay_ms=600_000, **option)
+    await mesh.publish("work", "now")
+    stats = await mesh.stats()
+    assert stats.standing_at_least == ("work",)
+    assert stats.standing["work"]["scheduled"] == 20
+    assert stats.standing["work"].get("ready", 0) == (1 if rows else 0)
+    assert stats.counts == {"work": {"INIT": 31}}
+
+
+async def test_what_a_lost_worker_held_is_counted_as_it_stands_now(mesh: TaskMesh) -> None:
+    """Its stored status is RUNNING until somebody writes it down anew."""
+    await _three(mesh)
+    over = {"task_state.worker_states": [], "status": "RUNNING"}
+    stale = {
+        "$set": {
+            **over,
+            "next_claim_time": datetime(2020, 1, 1, tzinfo=UTC),
+            "settle_time": datetime(2020, 1, 1, tzinfo=UTC),
+        }
+    }
+    await mesh.store.driver.collection(mesh.store.tasks).update_one({"_id": "work:scheduled"}, stale)
+    stats = await mesh.stats()
+    assert stats.counts == {"work": {"INIT": 3}}
+    assert stats.standing == {"work": {"ready": 1, "scheduled": 1, "retrying": 1}}

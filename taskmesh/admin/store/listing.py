@@ -29,6 +29,7 @@ from taskmesh.admin.store.index_choice import (
 )
 from taskmesh.store import rules
 from taskmesh.store.driver import Document
+from taskmesh.store.find import as_it_stands
 from taskmesh.store.server_errors import is_over_deadline
 from taskmesh.store.store import Store
 
@@ -51,7 +52,7 @@ async def find(
     after: str | None = None,
 ) -> AsyncIterator[Document]:
     """Yield the tasks that fit, as they stand now. `after`: an `_id`, to go on behind it (by key). `limit=0`: all."""
-    shape: list[Document] = [{"$set": {"status": rules.status_on_reading(store.now)}}]
+    shape = as_it_stands(store.now)
     shape += [] if params else [{"$unset": "params"}]
     behind = [] if after is None else [{"_id": {"$gt": after}}]
     async with _opened(store, which, order, limit, shape, behind, Deadline(None)) as found:

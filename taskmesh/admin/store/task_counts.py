@@ -95,7 +95,7 @@ def union_of(store: Store, questions: Sequence[list[Document]]) -> list[Document
 
 
 async def stale_counts(store: Store) -> list[Document]:
-    """Count the tasks whose stored status is wrong by time alone, by name, stored status and the true one."""
+    """Count the tasks whose stored status is wrong by time alone, by name, stored status, the true one and its standing."""
     first_lease_end = {"$min": f"{rules.ENTRIES}.ping_expire_time"}
     stale = {
         "$or": [
@@ -103,18 +103,95 @@ async def stale_counts(store: Store) -> list[Document]:
             {"status": "RUNNING", "$expr": {"$lte": [first_lease_end, store.now]}},
         ]
     }
+    now, standing = rules.status_on_reading(store.now), rules.standing_on_reading(store.now)
+    group = {"name": "$name", "stored": "$stored", "now": "$now", "standing": "$standing"}
     stages: list[Any] = [
         # What time may have changed: by two indexes.
         {"$match": stale},
         # Of each the stored status, and what the rule says now.
-        {"$project": {"name": 1, "stored": "$status", "now": rules.status_on_reading(store.now)}},
+        {"$project": {"name": 1, "stored": "$status", "now": now, "standing": standing}},
         # Only where they differ.
         {"$match": {"$expr": {"$ne": ["$stored", "$now"]}}},
         # How many moved from where to where.
-        {"$group": {"_id": {"name": "$name", "stored": "$stored", "now": "$now"}, "count": {"$sum": 1}}},
+        {"$group": {"_id": group, "count": {"$sum": 1}}},
     ]
     cursor = await store.driver.aggregate(store.tasks, stages)
     return await cursor.to_list(None)  # type: ignore[no-any-return]  # both drivers leave it untyped
+
+
+class Later(NamedTuple):
+    """What is known of the tasks that are INIT and wait for a time."""
+
+    found: Counter[tuple[str, str]]
+    """How many there are, by name and standing."""
+    ready: dict[str, int]
+    """Of names of which not all were looked at: how many are ready, as far as they were counted."""
+    any_name: bool
+    """Whether such names could not be told, as there are too many: then it may be any."""
+
+
+async def later(store: Store, at_most: int) -> Later:
+    """Count by name what INIT holds beside `ready`: in an index it stands apart, so what is ready is not read, however much.
+
+    Looks at `at_most` tasks, the same share of each name and queue (20 at least), and at as many that name their workers.
+    """
+    waits = {"status": "INIT", "next_claim_time": {"$exists": True}, "$expr": {"$gt": ["$next_claim_time", store.now]}}
+    each = {"_id": {"name": "$name", "standing": rules.standing_on_reading(store.now)}, "count": {"$sum": 1}}
+
+    async def first_of(query: Document, index: str) -> list[Document]:
+        stages: list[Document] = [{"$match": query | waits}, {"$limit": at_most}, {"$group": each}]
+        cursor = await store.driver.aggregate(store.tasks, stages, hint=index)
+        return await cursor.to_list(None)  # type: ignore[no-any-return]  # both drivers leave it untyped
+
+    waiting_rows = await rows(store, ["INIT"])
+    share = max(20, at_most // max(1, len(waiting_rows or ())))
+    # In the order of the index: only so it is certain that no planner takes the one that has what is ready in between.
+    in_order: list[Document] = [{"$sort": {"task_option.priority": -1, "next_claim_time": 1}}, {"$limit": share}]
+    questions: list[list[Document]] = [
+        [
+            {"$match": {**row._asdict(), "pinned": False, **waits}},
+            *in_order,
+            {"$group": each},
+            {"$set": {"row": told(row)}},
+        ]
+        for row in waiting_rows or ()
+    ]
+    of_rows = await _ask_each(store, questions)
+    together = [await first_of({"pinned": True}, "taskmesh_claimable_by_name")]
+    if waiting_rows is None:
+        together.append(await first_of({"pinned": False}, "taskmesh_claimable"))
+
+    # Where a limit was met, the others are unknown: those of the row, or of any row.
+    met: Counter[Row] = Counter()
+    for answer in of_rows:
+        met[Row(**answer["row"])] += answer["count"]
+    cut = {row.name for row, count in met.items() if count >= share}
+    together_met = any(sum(answer["count"] for answer in answers) >= at_most for answers in together)
+    if together_met:
+        cut |= {row.name for row in waiting_rows or ()}
+    found: Counter[tuple[str, str]] = Counter()
+    for answer in (*of_rows, *(answer for answers in together for answer in answers)):
+        found[str(answer["_id"].get("name")), str(answer["_id"].get("standing"))] += answer["count"]
+    ready = await _ready(store, [row for row in waiting_rows or () if row.name in cut], at_most)
+    return Later(found, ready, any_name=together_met and waiting_rows is None)
+
+
+async def _ready(store: Store, of: Sequence[Row], at_most: int) -> dict[str, int]:
+    """Count what could be claimed by now, by name, no further than `at_most` in each row, and without what names its workers."""
+    questions: list[list[Document]] = [
+        [
+            {"$match": {**row._asdict(), "pinned": False, **_due(store.now)}},
+            {"$sort": {"task_option.priority": -1, "next_claim_time": 1}},
+            {"$limit": at_most},
+            {"$count": "count"},
+            {"$set": {"_id": told(row)}},
+        ]
+        for row in of
+    ]
+    found = {row.name: 0 for row in of}
+    for answer in await _ask_each(store, questions):
+        found[answer["_id"]["name"]] += answer["count"]
+    return found
 
 
 async def waiting(store: Store, queues: Sequence[str], at_most: int) -> dict[str, int]:
