@@ -326,7 +326,13 @@ def test_what_init_holds_is_shown_and_asked_for(taskmesh: Shell) -> None:
     header, row, *_ = taskmesh.done("stats").out.splitlines()
     assert dict(zip(header.split(), row.split(), strict=True)) == {
         "TASKS": "work",
-        **{"INIT": "2", "ready": "1", "scheduled": "1"},
-        **{"RUNNING": "0", "SUCCESS": "0", "FAIL": "0", "CANCELLED": "1", "EXPIRED": "0"},
+        "INIT": "2",
+        "ready": "1",
+        "scheduled": "1",
+        "RUNNING": "0",
+        "SUCCESS": "0",
+        "FAIL": "0",
+        "CANCELLED": "1",
+        "EXPIRED": "0",
     }
     taskmesh.refuses("ls", "--status", "waiting", told="ready, scheduled, retrying, got 'WAITING'")
