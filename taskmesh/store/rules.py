@@ -288,8 +288,12 @@ def status_on_reading(now: Expression = NOW) -> Expression:
 
 
 def standing_on_reading(now: Expression = NOW) -> Expression:
-    """What INIT holds: `ready` (some worker may claim it now), `retrying` (it ran, and waits), `scheduled`; else null."""
-    opens = {"$max": [*task_gates(now).values(), _opens_for_some_worker]}
+    """What INIT holds: `ready` (some worker may claim it now), `retrying` (it ran, and waits), `scheduled`; else null.
+
+    The stored `next_claim_time` is the latest of the gates, absent where one never opens; to ask them again would fail on a
+    stranger's option.
+    """
+    opens = {"$ifNull": ["$next_claim_time", NEVER]}
     has_run = {"$or": [{"$gt": [FAIL_CNT, 0]}, {"$gt": [TIMEOUT_CNT, 0]}, {"$gt": ["$task_state.resume_time", None]}]}
     waits = {"$cond": [{"$lte": [opens, now]}, "ready", {"$cond": [has_run, "retrying", "scheduled"]}]}
     return {"$cond": [_ours(), with_facts(now, {"$cond": [{"$eq": [status(now), "INIT"]}, waits, None]}), None]}

@@ -179,14 +179,7 @@ async def test_where_more_wait_than_are_looked_at_the_counts_say_so(
 async def test_what_a_lost_worker_held_is_counted_as_it_stands_now(mesh: TaskMesh) -> None:
     """Its stored status is RUNNING until somebody writes it down anew."""
     await _three(mesh)
-    over = {"task_state.worker_states": [], "status": "RUNNING"}
-    stale = {
-        "$set": {
-            **over,
-            "next_claim_time": datetime(2020, 1, 1, tzinfo=UTC),
-            "settle_time": datetime(2020, 1, 1, tzinfo=UTC),
-        }
-    }
+    stale = {"$set": {"status": "RUNNING", "settle_time": datetime(2020, 1, 1, tzinfo=UTC)}}
     await mesh.store.driver.collection(mesh.store.tasks).update_one({"_id": "work:scheduled"}, stale)
     stats = await mesh.stats()
     assert stats.counts == {"work": {"INIT": 3}}

@@ -85,6 +85,8 @@ async def test_the_public_readers_go_on(mongo_uri: str, database: str, subtests:
                 assert {key: s for key, s in ours.items() if status in (None, s)}.items() <= found.items()
         assert (await mesh.get("job", "due")).key == "due"
         assert (await mesh.stats()).counts["job"]
+        assert (await mesh.stats()).standing["job"]["scheduled"] >= 2
+        assert {"due", "expired"} <= {task.key async for task in mesh.find("job", "scheduled", limit=0)}
 
 
 @pytest.mark.usefixtures("crowded")
