@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from taskmesh.store import claim, control, finish, renew, republish, rules, settle
+from taskmesh.store import claim, control, finish, publish, renew, rules, settle
 from tests.properties.mutation import ANYTHING, Mutant, changed, constant, replaced, result, sent, unguarded, written
 
 _TASK_GATES = ("unfinished", "unexpired", "started", "room", "retries left", "timeouts left", "delay asked for")
@@ -57,7 +57,7 @@ def facts() -> Iterator[tuple[str, Mutant]]:
 
 def derived() -> Iterator[tuple[str, Mutant]]:
     """What follows from the entries is not written down, or wrongly."""
-    for module in (claim, finish, renew, settle, control, republish):
+    for module in (claim, finish, renew, settle, control, publish):
         yield f"derivation skipped in {module.__name__}", _underived(module)
     yield "a refused claim derives all the same", written("claim", {"$ne": ["$_claim.refused", True]}, True)
     yield "next_claim_time of nobody in particular", replaced(rules, "_opens_for_some_worker", None)
@@ -112,7 +112,7 @@ def guards() -> Iterator[tuple[str, Mutant]]:
     yield "running tasks are retried", unguarded("retry", "$expr")
     yield "an outdated option is overwritten", unguarded("set_option", "$expr")
     yield "not_update_running updates", unguarded("publish", "$expr")
-    yield "clean and run_again disturb a running task", replaced(republish, "IS_RUNNING", {"$literal": False})
+    yield "clean and run_again disturb a running task", replaced(publish, "IS_RUNNING", {"$literal": False})
     yield "settle does not wait", unguarded("settle", "$expr")
     yield "a claim wins unseen", written("claim", {"$lte": [{"$max": ANYTHING}, ANYTHING]}, True)
 
