@@ -43,7 +43,7 @@ async def do(request: Request) -> Response:
             raise api.BadRequest("there is no such operation", 404)  # noqa: TRY301 — it becomes an answer below
         if operation.body is not None:
             given |= {
-                name: _json_field(given[name]) for name in ("params", "configuration", "changes") if name in given
+                name: _json_field(name, given[name]) for name in ("params", "configuration", "changes") if name in given
             }
         mesh = await mesh_of(request)
         with api.signed(request, mesh, operation, given):
@@ -54,11 +54,11 @@ async def do(request: Request) -> Response:
     return led_back(request, done_where, _done_text(operation.name, given, result))
 
 
-def _json_field(text: str) -> Any:
+def _json_field(name: str, text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise api.BadRequest(f"not JSON: {error}") from None
+        raise api.BadRequest(f"{name} must be JSON: {error}") from None
 
 
 def _done_text(name: str, given: dict[str, Any], result: Any) -> str:

@@ -321,7 +321,11 @@ async def test_forms_do_what_their_buttons_say(mesh: TaskMesh, client: httpx.Asy
         "good: published: work k"
     )
     assert "was there already" in await told(client, "tasks.publish", name="work", key="k", params="{}")
-    assert (await told(client, "tasks.publish", name="work", key="k2", params="{")).startswith("bad: this is no JSON")
+    for field in ("params", "configuration"):
+        said = await told(client, "tasks.publish", name="work", key="k2", **{field: "{"})
+        assert said.startswith(f"bad: {field} must be JSON: "), said
+    said = await told(client, "task.set_option", name="work", key="k", changes="{")
+    assert said.startswith("bad: changes must be JSON: "), said
     assert await told(client, "task.cancel", name="work", key="k") == "good: cancel: k"
     assert (await mesh.get("work", "k")).status == "CANCELLED"
     assert await told(client, "task.retry", name="work", key="k") == "good: retry: k"
