@@ -106,7 +106,7 @@ def _filter_of(request: Request) -> tuple[str, TaskFilter | None, str | None]:
         if given.get("key"):
             fields["key_prefix"] = given["key"]
         if statuses := [status for status in given.getlist("status") if status]:
-            fields["status"] = tuple(statuses)
+            fields |= {"status": tuple(statuses), "standing": ()}
         if given.get("older"):
             fields["older_than_ms"] = milliseconds(given["older"])
         which = TaskFilter.checked(**{**which.model_dump(exclude_defaults=True), **fields})

@@ -379,6 +379,8 @@ async def test_tasks_are_filtered_by_text_by_form_and_by_page(mesh: TaskMesh, cl
     for query in ("queue=other", "where=queue:other", "name=two&status=INIT", "where=name:two&key=b", "where=b"):
         page = await shown(client, f"/tasks?{query}")
         assert "1 task matches" in page, query
+    both = await shown(client, "/tasks?where=status:ready&status=INIT")
+    assert 'value="status:INIT"' in both, "the field of the form stands for what the text says of the status"
     page = await shown(client, "/tasks?where=colour:red", 422)
     assert 'role="alert"' in page
     await shown(client, "/tasks?after=nonsense", 422)
