@@ -443,7 +443,10 @@ async def _work_comes_while_the_worker_has_no_stream(stage: Stage, code: int) ->
 
 
 async def _until_the_worker_has_heard_of(stage: Stage, key: str) -> None:
-    """Say it again now and then: who never scans hears of nothing that happened before its stream was open."""
+    """Say it again now and then: who never scans hears of nothing that happened before its stream was open.
+
+    Said again is when it may start: a change of an option that leaves `next_claim_time` as it is wakes nobody.
+    """
 
     async def is_done() -> bool:
         return (await stage.task(key)).status is Status.SUCCESS
@@ -452,7 +455,7 @@ async def _until_the_worker_has_heard_of(stage: Stage, key: str) -> None:
         with suppress(AssertionError):
             await eventually(is_done, 5.0)
             return
-        await stage.mesh.set_option("work", key, priority=1)
+        await stage.mesh.publish("work", key, start_time=stage.mesh.clock.now(), update_existing_params=True)
     raise AssertionError(f"the worker never did {key}")
 
 
@@ -594,5 +597,16 @@ async def test_nothing_is_found_where_nothing_is_broken(
     """So what is found is due to the broken part alone."""
     async with stage(mongo_uri, database, tmp_path) as set_up:
         await play(set_up)
+        findings = await set_up.end(_PATIENCE_S)
+    assert [str(violation)[:500] for violation in findings.violations] == []
+
+
+@pytest.mark.chaos
+async def test_who_never_scans_hears_what_is_said_again(mongo_uri: str, database: str, tmp_path: Path) -> None:
+    """So no scene depends on how soon a worker's stream is open, or on how late it tells."""
+    async with stage(mongo_uri, database, tmp_path, ["scan: none"]) as set_up:
+        await set_up.publish("before")
+        set_up.worker("w1", "scans_when_told")
+        await _until_the_worker_has_heard_of(set_up, "before")
         findings = await set_up.end(_PATIENCE_S)
     assert [str(violation)[:500] for violation in findings.violations] == []
