@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from pymongo.errors import WriteConcernError
+
 from taskmesh import TaskOption
 from taskmesh.model.configuration import Configuration
 from taskmesh.store import Store, rules, schema
@@ -31,6 +33,7 @@ from taskmesh.store.control import cancel_pipeline
 from taskmesh.store.finish import Kind, Outcome, finish, report
 from taskmesh.store.publish import Publication, new_document
 from taskmesh.store.renew import ping
+from taskmesh.store.server_errors import Code
 from taskmesh.store.settle import settle
 from tests.chaos.checker import check_version
 from tests.chaos.findings import Findings
@@ -213,8 +216,13 @@ class Explorer:
             await finish(store, worker_id, ended, deadline_ms=60_000)
 
     async def _settle(self) -> None:
-        while await settle(self._stores["settled"]):  # it has a deadline, which a busy machine may miss
-            pass
+        settled = 1
+        while settled:  # it has a deadline, which a busy machine may miss, also when it waits for the majority
+            try:
+                settled = await settle(self._stores["settled"])
+            except WriteConcernError as error:
+                if error.code != Code.MAX_TIME_MS_EXPIRED:
+                    raise
 
     def _checked(self, state: State, step: Step, after: Document, now: datetime) -> State:
         """Check the promises of one write, and that it counted if, and only if, it had to."""
