@@ -167,9 +167,7 @@ class Bulk:
         who = audit.author(by)
         found = await undo.action(self._store, checked_text("action_id", action_id))
         if found is None:
-            raise InvalidOption(
-                f"there is no bulk action {action_id!r}: `taskmesh undo` and `mesh.bulk.actions()` list them"
-            )
+            raise InvalidOption(f"there is no bulk action {action_id!r}: `taskmesh undo` lists them")
         if found.get("undone_time") is not None:
             raise InvalidOption(
                 f"the {found['action']} of {found['where']!r} was undone already, at {found['undone_time']}"

@@ -60,11 +60,9 @@ _PATIENCE_MS = 10_000
 def mesh_at(uri: str | None, database: str | None, collection: str | None, patience_ms: int = _PATIENCE_MS) -> TaskMesh:
     """Return a mesh without definitions at that place. No `uri`: `TASKMESH_URI`."""
     uri = uri or os.environ.get("TASKMESH_URI")
-    return TaskMesh(
-        uri and patient_for(uri, patience_ms),
-        database=database or DEFAULT_DATABASE,
-        collection=collection or DEFAULT_COLLECTION,
-    )
+    mesh = TaskMesh(database=database or DEFAULT_DATABASE, collection=collection or DEFAULT_COLLECTION)
+    mesh.connect_to(uri and patient_for(uri, patience_ms))
+    return mesh
 
 
 def patient_for(uri: str, patience_ms: int) -> str:

@@ -197,8 +197,9 @@ class Schedules:
         why, who = checked_remark("reason", reason), audit.author(by)
         told = {"paused": True, "paused_reason": why, "paused_by": who, "pause_time": self._connection.clock.now()}
         await schedules.set_paused(self._store, checked_text("schedule_id", schedule_id, most=_LONGEST_ID_BYTES), told)
+        paused = ScheduleInfo.from_document(await self._schedule(schedule_id))
         await audit.note(self._store, "schedule.pause", who, schedule_id=schedule_id)
-        return ScheduleInfo.from_document(await self._schedule(schedule_id))
+        return paused
 
     async def resume(self, schedule_id: str, *, by: str | None = None) -> ScheduleInfo:
         """Let a paused schedule tick again, from now on: what it would have ticked meanwhile is left out.

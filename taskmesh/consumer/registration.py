@@ -23,6 +23,7 @@ from taskmesh.model.errors import InvalidOption, WorkerIdTaken
 from taskmesh.model.worker import WorkerInfo, read_workers
 from taskmesh.store import Store, registry
 from taskmesh.store.clock import ServerClock
+from taskmesh.store.closing import CLOSE_DEADLINE_S
 from taskmesh.store.driver import Document
 
 logger = logging.getLogger("taskmesh.registration")
@@ -180,7 +181,8 @@ class Registration:
         self._wake.set()
 
     async def leave(self) -> None:
-        """Say that this worker has stopped."""
+        """Say that this worker has stopped. A registration that was given up may still be on its way, and comes first."""
+        await self._store.driver.calls.ended(CLOSE_DEADLINE_S)
         try:
             await registry.heartbeat(self._store, self._worker_id, self._instance, self._description())
         except PyMongoError as error:

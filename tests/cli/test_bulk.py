@@ -50,7 +50,7 @@ def test_a_filter_is_counted_first_and_then_nothing_else_is_touched(many: Shell)
     assert many.done("delete", "--where", "name:refuse status:INIT", "--yes").out == "delete: 489 of 489 tasks\n"
     assert counts(many) == {"refuse": {"CANCELLED": 111}, "add": {"SUCCESS": 5, "INIT": 5}}
     listed = many.done("ls", "--where", "queue:slow age<1h", "--json").json
-    assert [task["key"] for task in listed] == ["w0", "w1", "w2", "w3", "w4"]
+    assert [task["key"] for task in listed] == ["w4", "w3", "w2", "w1", "w0"], "newest first"
     assert many.done("purge", "--where", "age>1h", "--yes").out.startswith("no tasks match")
     assert many.done("purge", "--all", "--dry-run").out == "116 tasks match 'status:SUCCESS,FAIL,CANCELLED,EXPIRED'\n"
     assert many.done("purge", "--all", "--yes", "--json").json["done"] == 116

@@ -84,7 +84,7 @@ async def test_hooks_of_the_mesh_are_those_of_every_consumer_that_has_none_of_it
     await job.publish("k3")
     await mesh.consumer().run(until_idle=True)
     assert len(called) == 4
-    with pytest.raises(InvalidOption, match="the hook before is a function, not 'log it'"):
+    with pytest.raises(InvalidOption, match="the hook before must be a function, got 'log it'"):
         mesh.hooks(before="log it")  # type: ignore[arg-type]
 
 

@@ -138,7 +138,7 @@ async def test_params_are_not_set_again_over_what_others_set_since(
     assert (await mesh.get("job", "k")).params == {"n": 5}
 
 
-@pytest.mark.parametrize("action", ["delete_all", "cancel_all", "retry_all"])
+@pytest.mark.parametrize("action", ["delete", "cancel", "retry"])
 async def test_a_bulk_action_that_looks_again_does_nothing_to_a_task_published_after_it(
     mesh: TaskMesh, other: TaskMesh, monkeypatch: pytest.MonkeyPatch, action: str
 ) -> None:
@@ -154,7 +154,7 @@ async def test_a_bulk_action_that_looks_again_does_nothing_to_a_task_published_a
         return await keep(*arguments)
 
     monkeypatch.setattr(undo, "keep", keep_after_a_publication)
-    done = await getattr(mesh, action)("status:INIT name:job")
+    done = await getattr(mesh.bulk, action)("status:INIT name:job")
     assert (len(rounds), done.done) == (2, 1)
     task = await mesh.get("job", "k")
     assert (task.params, task.status) == ({"n": 2}, Status.INIT)

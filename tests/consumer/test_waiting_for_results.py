@@ -143,7 +143,7 @@ async def test_an_exhausted_task_goes_after_its_retention_and_one_with_retries_l
     async with working(mesh):
 
         async def only_one_is_left() -> bool:
-            return [task["key"] async for task in tasks.find({})] == ["waits for its retry"]
+            return [task["key"] for task in await tasks.find({}).to_list(None)] == ["waits for its retry"]
 
         await eventually(only_one_is_left, what="the TTL monitor has removed the exhausted one")
     task = await mesh.get("job", "waits for its retry")
