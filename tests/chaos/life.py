@@ -106,7 +106,20 @@ async def _start(mesh: TaskMesh, life: Life, worker_id: str) -> tuple[Consumer, 
 
 async def _publish(mesh: TaskMesh, life: Life) -> None:
     """Publish of every kind; each as a user would, who tries again after an error."""
-    for key in ("plain", "flaky", "snoozes", "retries", "reports", "chains", "writes", "long", "held", "twice", "anew"):
+    for key in (
+        "plain",
+        "flaky",
+        "snoozes",
+        "retries",
+        "reports",
+        "chains",
+        "writes",
+        "long",
+        "held",
+        "twice",
+        "anew",
+        "stopped",
+    ):
         await _again(life, lambda key=key: mesh.publish("work", key))  # type: ignore[misc]  # the key is bound now
     await _again(life, lambda: mesh.publish("work", "later", delay_ms=1_500, priority=1))
     await _again(life, lambda: mesh.publish("work", "cancelled", delay_ms=3_600_000))
@@ -121,6 +134,8 @@ async def _publish(mesh: TaskMesh, life: Life) -> None:
     await _again(life, lambda: _deleted(mesh))
     await _again(life, lambda: mesh.set_option("work", "tuned", priority=7))
     await _again(life, lambda: mesh.pause("other"))
+    await eventually(lambda: life.runs["stopped"] == 1, _PATIENCE_S, what="the handler that is to be stopped has begun")
+    await _again(life, lambda: mesh.cancel("work", "stopped"))
     handle = await _again(life, lambda: mesh.publish("work", "anew"))
     await _again(life, lambda: handle.result(_PATIENCE_S))
     if life.runs["anew"] == 1:
@@ -197,6 +212,11 @@ def _define(mesh: TaskMesh, life: Life) -> None:
                 await asyncio.sleep(1.5)
             case "held" if life.runs["held"] == 1:
                 await asyncio.sleep(60)
+            case "stopped":
+                try:
+                    await asyncio.sleep(60)
+                finally:
+                    await asyncio.sleep(1.0)  # cleans up: two renewals of the place that it keeps until then
             case "chains":
                 await task.publish("work", "after")
             case "writes":

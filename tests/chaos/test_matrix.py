@@ -222,6 +222,7 @@ def _check(life: Life) -> None:
     assert set(finished.values()) == {"SUCCESS"}, finished
     assert len(finished) == len(EXPECTED_RUNS)
     assert life.statuses["cancelled"] == "CANCELLED"
+    assert (life.statuses["stopped"], life.runs["stopped"]) == ("CANCELLED", 1)
     assert life.statuses["expires"] == "EXPIRED"
     assert "deleted" not in life.statuses
     charged = {key: charged for key, charged in life.charged.items() if key in EXPECTED_RUNS}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -241,8 +241,10 @@ async def test_the_hundredth_conflict_in_a_row_is_a_failure_whichever_worker_mee
     async def has_failed() -> bool:
         return any(entry.state == "FAIL" for entry in (await handle.task()).task_state.worker_states)
 
-    async with working(mesh, "w1"), working(mesh, "w2"):
-        async with locked(client, database):
+    async with AsyncExitStack() as workers:
+        async with locked(client, database):  # before any worker: whoever comes second has the conflict
+            await workers.enter_async_context(working(mesh, "w1"))
+            await workers.enter_async_context(working(mesh, "w2"))
             await eventually(has_failed)
         task = await finished(mesh, "order", "k")
     assert task.status is Status.SUCCESS
