@@ -27,10 +27,11 @@ class Backlogs:
         self._published: dict[str, int] = {}
 
     @contextmanager
-    def database(self, name: str | None = None, count: int = 0) -> Iterator[str]:
+    def database(self, name: str | None = None, count: int = 0, *, indexes: bool = True) -> Iterator[str]:
         """A database of its own with `count` tasks of the kind `name`; dropped afterwards."""
         database = f"bench_{uuid.uuid4().hex[:12]}"
-        asyncio.run(self._prepare(database))
+        if indexes:
+            asyncio.run(self._prepare(database))
         if name is not None and count:
             self.copy(name, count, database)
         try:

@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 from pymongo import AsyncMongoClient
@@ -51,13 +52,15 @@ def _success(running_id: str) -> list[dict[str, Any]]:
     return [{"$set": {"task_state.worker_states": entries, "status": "SUCCESS", "next_claim_time": "$$REMOVE"}}]
 
 
-async def _batch(tasks: Tasks, ids: list[str]) -> int:
-    """Claim, read and finish one set."""
+async def _batch(tasks: Tasks, ids: list[str], *, reads: bool) -> int:
+    """Claim, read (unless that is left out) and finish one set."""
     running_id = secrets.token_hex(8)
     await tasks.update_many({"_id": {"$in": ids}, "status": "INIT"}, _claim(running_id))
-    held = {"_id": {"$in": ids}, "task_state.worker_states.running_id": running_id}
-    found = await tasks.find(held, _FIELDS, batch_size=10_000).to_list(None)
-    mine = [task["_id"] for task in found]
+    mine = ids
+    if reads:
+        held = {"_id": {"$in": ids}, "task_state.worker_states.running_id": running_id}
+        found = await tasks.find(held, _FIELDS, batch_size=10_000).to_list(None)
+        mine = [task["_id"] for task in found]
     entry = {"$elemMatch": {"running_id": running_id, "state": "RUNNING"}}
     done = await tasks.update_many(
         {"_id": {"$in": mine}, "status": "RUNNING", "task_state.worker_states": entry}, _success(running_id)
@@ -126,7 +129,7 @@ async def bare_set(line: Line, setting: Setting) -> None:
     """Set-based claim, find, set-based SUCCESS: `in_flight` sets of `batch` at a time."""
     ids = [f"noop:{key}" for key in range(setting["first"], setting["count"], setting["step"])]
     batches = [list(batch) for batch in _batched(ids, setting["batch"])]
-    await _loop(line, setting, setting["in_flight"], batches, _batch)
+    await _loop(line, setting, setting["in_flight"], batches, partial(_batch, reads=setting.get("reads", True)))
 
 
 async def bare_single(line: Line, setting: Setting) -> None:

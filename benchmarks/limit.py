@@ -24,6 +24,8 @@ class Variant:
     count: int
     setting: dict[str, Any] = field(default_factory=dict)
     name: str = "noop"
+    indexes: bool = True
+    """Whether the collection has taskmesh's indexes; else none but that on `_id`."""
     rates: list[float] = field(default_factory=list)
 
     @property
@@ -34,7 +36,7 @@ class Variant:
     def run(self, backlogs: Backlogs, share: float) -> float:
         """Work off one backlog, and return the rate."""
         count = max(500, int(self.count * share))
-        with backlogs.database(self.name, count) as database:
+        with backlogs.database(self.name, count, indexes=self.indexes) as database:
             each = {"uri": backlogs.uri, "database": database, **self.setting}
             settings = [
                 each | {"first": i, "step": self.processes, "count": count, "worker_id": f"w{i}"}
@@ -77,6 +79,14 @@ def bare_set_variant(processes: int, batch: int, in_flight: int) -> Variant:
         processes,
         30_000,
         {"batch": batch, "in_flight": in_flight},
+    )
+
+
+def bare_floor_variant() -> Variant:
+    """The least that MongoDB can do for a task: a claim and a SUCCESS in large sets, with no index to write and nothing read."""
+    setting = {"batch": 500, "in_flight": 3, "reads": False}
+    return Variant(
+        "bare sets, 3 × 500 in flight, no index, nothing read", "bare_set", 1, 30_000, setting, indexes=False
     )
 
 

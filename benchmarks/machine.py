@@ -16,6 +16,7 @@ import psutil
 from pymongo import MongoClient
 
 from taskmesh.embedded import Mongod
+from taskmesh.model import distribution
 
 CACHE_GB = 4.0
 
@@ -40,7 +41,7 @@ def conditions(uri: str | None = None) -> dict[str, str]:
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "pymongo": version("pymongo"),
-        "taskmesh": f"{version('taskmesh')} at {_commit()}",
+        "taskmesh": f"{distribution.release()} at {_commit()}",
     }
     if uri is not None:
         with MongoClient[dict[str, object]](uri) as client:
