@@ -12,7 +12,7 @@ from pymongo.errors import OperationFailure
 from taskmesh.client.registered import RegisteredDefinition
 from taskmesh.model.configuration import Configuration
 from taskmesh.model.worker import WorkerInfo, able_workers, known_names, read_workers
-from taskmesh.store import Store, definitions, registry
+from taskmesh.store import Store, registry
 from taskmesh.store.driver import Document
 from taskmesh.store.server_errors import is_passing, patiently
 
@@ -46,7 +46,7 @@ class Registry:
             return known
         begun = time.monotonic()
         try:
-            document = await patiently(lambda: definitions.read(self._store, name))
+            document = await patiently(lambda: registry.read_definition(self._store, name))
         except OperationFailure as error:
             if is_passing(error):
                 raise

@@ -25,8 +25,7 @@ from taskmesh.store import limits as store_limits
 from taskmesh.store.clock import ServerClock
 from taskmesh.store.driver import Document
 from taskmesh.store.find import Claimable
-from taskmesh.store.groups import scan_groups
-from taskmesh.store.limits import Booking, Wish
+from taskmesh.store.limits import Booking, Wish, scan_groups
 
 logger = logging.getLogger("taskmesh.limits")
 

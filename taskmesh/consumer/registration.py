@@ -23,8 +23,8 @@ from taskmesh.model.errors import InvalidOption, WorkerIdTaken
 from taskmesh.model.worker import WorkerInfo, read_workers
 from taskmesh.store import Store, registry
 from taskmesh.store.clock import ServerClock
-from taskmesh.store.closing import CLOSE_DEADLINE_S
 from taskmesh.store.driver import Document
+from taskmesh.store.uncut import CLOSE_DEADLINE_S
 
 logger = logging.getLogger("taskmesh.registration")
 

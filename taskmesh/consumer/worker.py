@@ -65,7 +65,7 @@ from taskmesh.consumer.worker_stats import WorkerStats
 from taskmesh.model.errors import WorkerIdTaken
 from taskmesh.store import Store
 from taskmesh.store.clock import ServerClock
-from taskmesh.store.definitions import register
+from taskmesh.store.registry import register_definitions
 from taskmesh.store.server_errors import patiently
 
 logger = logging.getLogger("taskmesh.consumer")
@@ -401,7 +401,7 @@ class Worker:
         """Tell publishers without the code which queue and option these tasks have, and what params they take."""
         definitions = {name: definition.described() for name, definition in self._definitions.items()}
         try:
-            await patiently(lambda: register(self._store, definitions))
+            await patiently(lambda: register_definitions(self._store, definitions))
         except PyMongoError as error:  # it works all the same
             logger.warning("the definitions of tasks could not be registered (%s): %.200s", type(error).__name__, error)
 

@@ -1,4 +1,4 @@
-"""Every read and write of MongoDB. See `connection` for the order in which to read the verbs."""
+"""Every read and write of MongoDB. See `store` for the order in which to read the verbs."""
 
 from taskmesh.store.store import Store
 

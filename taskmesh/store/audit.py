@@ -83,11 +83,13 @@ async def _insert(store: Store, id_: str, said: Document, times: Document | None
     # An update, since an insert has no expressions: the times are the server's.
     fields: Document = {name: {"$literal": value} for name, value in said.items()}
     fields |= {"time": store.now, "delete_time": {"$add": [store.now, KEPT_MS]}, **(times or {})}
+    # One stage: the values as they are, the times by the server's clock.
     await store.driver.collection(store.actions).update_one({"_id": id_}, [{"$set": fields}], upsert=True)
 
 
 async def end(store: Store, id_: str, done: int) -> None:
     """Write down to how many tasks it was done."""
+    # A plain update: the count alone, nothing computed.
     await store.driver.collection(store.actions).update_one({"_id": id_}, {"$set": {"done": done}})
 
 

@@ -128,7 +128,12 @@ def pipeline(store: Store, interest: Interest) -> list[Document]:
         f"{_UPDATED}.next_claim_time": 1,
         **{f"fullDocument.{field}": 1 for field in kept_of_insert},
     }
-    return [{"$match": {"$or": wanted}}, {"$project": kept}]
+    return [
+        # Only what some reader of this process wants to hear of: the server sends nothing else.
+        {"$match": {"$or": wanted}},
+        # Of each event the few fields that `change_from` reads, so that neither params nor results travel.
+        {"$project": kept},
+    ]
 
 
 def change_from(event: Document) -> Change:

@@ -114,10 +114,13 @@ def claim_pipeline(now: rules.Expression, closed_queues: Collection[str] = ()) -
         "worker_id": "$$worker_id",
         "state": "RUNNING",
         "start_time": now,
+        # The lease: as long as the task's option says at this moment.
         "ping_expire_time": {"$add": [now, "$task_option.worker_timeout_ms"]},
+        # Which requests to run again, and which params, this execution serves: those made before it.
         "wish": "$task_state.wanted",
         "params_version": "$task_state.params_version",
     }
+    # Entries whose lease ran out leave the list; `counted_losses` counts them in the same write.
     kept = {"$filter": {"input": rules.ENTRIES, "cond": {"$not": [rules.is_lost(now)]}}}
     claimed = {
         "task_state": {
@@ -125,18 +128,24 @@ def claim_pipeline(now: rules.Expression, closed_queues: Collection[str] = ()) -
                 "$task_state",
                 {"$cond": [{"$eq": ["$$lost", []]}, {}, counted_losses()]},
                 {"worker_states": {"$concatArrays": [kept, [entry]]}},
+                # Places of stopped handlers: those whose lease ran out are dropped. No such field where there was none.
                 {"$cond": [{"$gt": ["$task_state.leaving", None]}, {"leaving": "$$leaving"}, {}]},
             ]
         },
+        # Change streams tell who claimed it, and from whom it was taken over.
         "event": stamp("claimed", now, "$$worker_id", "$$lost.worker_id"),
     }
     # Who is refused changes nothing at all: what became of the task by time alone, `settle` writes down.
     refused = {"task_state": "$task_state", "event": "$event", "refused": True}
     outcome = {"$cond": [rules.all_open("$$worker_id", closed_queues, now), claimed, refused]}
     return [
+        # Ask all gates once, and keep what follows aside: both fields below depend on the same answer.
         {"$set": {"_claim": rules.with_facts(now, outcome)}},
+        # Take it over: the state with the new entry or, if a gate is shut, the state as it was.
         {"$set": {"task_state": "$_claim.task_state", "event": "$_claim.event"}},
+        # Status and times follow from the entries; a refused claim leaves them as they were.
         *rules.derivation(now, where={"$ne": ["$_claim.refused", True]}),
+        # The answer is not stored.
         {"$unset": "_claim"},
     ]
 
@@ -156,8 +165,11 @@ def counted_losses() -> rules.Expression:
         }
     }
     return {
+        # Lost in a row: what was counted, and those found now.
         "timeout_cnt": rules.TIMEOUT_CNT,
+        # Lost in the whole life of the task: nothing sets it back.
         "lost_cnt": {"$add": [{"$ifNull": ["$task_state.lost_cnt", 0]}, {"$size": "$$lost"}]},
+        # The newest losses with their times, a bounded number, so that the document stays small.
         "losses": {
             "$slice": [{"$concatArrays": [{"$ifNull": ["$task_state.losses", []]}, evidence]}, -rules.KEPT_LOSSES]
         },

@@ -3,7 +3,7 @@
 | | INIT | RUNNING | SUCCESS, FAIL, EXPIRED | CANCELLED |
 | --- | --- | --- | --- | --- |
 | cancel | CANCELLED | CANCELLED, the execution is stopped | unchanged | unchanged |
-| retry | due at once | refused: `TaskRunning` | INIT, entries and counts dropped | INIT, likewise |
+| retry | due at once | refused: `TaskRunning` | INIT, entries and counts dropped | INIT, entries and counts dropped |
 | delete | gone | gone, the execution is stopped | gone | gone |
 | set_option | changed | changed; a worker no longer named stops | changed (retention counts) | changed |
 """
@@ -47,6 +47,7 @@ async def _change(store: Store, id_: str, condition: rules.Expression, pipeline:
         return False
     change_id = ObjectId()
     query = {**repeated.unchanged_by(task, change_id), "$expr": condition}
+    # The change's own id stays in the task: by it a repetition knows that the change was made.
     stages = [*pipeline, {"$set": {"change_ids": repeated.with_change(change_id)}}]
 
     async def change() -> bool:
@@ -66,7 +67,9 @@ async def _change(store: Store, id_: str, condition: rules.Expression, pipeline:
 def cancel_pipeline(now: rules.Expression) -> list[Document]:
     """Cancel an unfinished task."""
     return [
+        # The time makes it CANCELLED; the stamp reaches the worker that has to stop the handler.
         {"$set": {"task_state": {"cancel_time": now}, "event": stamp("cancelled", now)}},
+        # Status and times follow.
         *prepared(rules.derivation, now),
     ]
 
@@ -85,12 +88,14 @@ async def retry(store: Store, id_: str) -> bool:
 def retry_pipeline(now: rules.Expression) -> list[Document]:
     """Make a task that is not running INIT again, or due at once if it is INIT."""
     waiting = rules.with_facts(now, {"$eq": [rules.status(now), "INIT"]})
+    # A task that waits keeps its entries and counts; only what delays it goes.
     due = {
         "$mergeObjects": [
             "$task_state",
             {"start_time": None, "worker_states": _without_delay(now)},
         ]
     }
+    # An expiry that has passed would end the retried task at once: it goes. One to come stays.
     expire_time = {
         "$cond": [
             {"$lte": [{"$ifNull": ["$task_state.expire_time", rules.NEVER]}, now]},
@@ -98,10 +103,14 @@ def retry_pipeline(now: rules.Expression) -> list[Document]:
             "$task_state.expire_time",
         ]
     }
+    # A finished task begins its life again: no entries, no counts.
     anew = fresh_state(now, {"start_time": None, "expire_time": expire_time})
     return [
+        # One of the two, and a stamp that wakes the workers.
         {"$set": {"task_state": {"$cond": [waiting, due, anew]}, "event": stamp("retried", now)}},
+        # No delay is left that `Retry` or `Snooze` asked for: a merge of objects cannot remove it.
         {"$unset": "task_state.resume_time"},
+        # Status and times follow.
         *prepared(rules.derivation, now),
     ]
 
@@ -116,8 +125,11 @@ def deletion_pipeline(now: rules.Expression) -> list[Document]:
     """Make a task one that no reader sees, and whose key is free; of it stay the places of handlers that are at work."""
     state = {"deleted_time": now, "worker_states": {"$literal": []}, "leaving": rules.sent_away(now)}
     return [
+        # The mark that makes every reader pass over it, and the stamp that reaches workers and waiters.
         {"$set": {"task_state": state, "event": stamp("deleted", now)}},
+        # What users stored goes now, even where the document has to stay for a handler's place.
         {"$unset": ["params", "trace"]},
+        # Status and times follow: DELETED, and removed by the TTL monitor when the last place is over.
         *prepared(rules.derivation, now),
     ]
 
@@ -170,6 +182,7 @@ async def set_option(store: Store, id_: str, changes: Document, expected: Docume
     # What is not stored is what the reader took for it: the default.
     stored = {name: {"$ifNull": [f"$task_option.{name}", {"$literal": value}]} for name, value in expected.items()}
     same: list[Document] = [{"$eq": [stored[name], {"$literal": value}]} for name, value in expected.items()]
+    # The new option, and a stamp that wakes the workers: the change may have opened a gate.
     stages = [*option_stages(changes, store.now), {"$set": {"event": stamp("option_changed", store.now)}}]
     standing = {"$not": [rules.is_forgotten(store.now)]}
     return await _change(store, id_, {"$and": [standing, *same]}, [*stages, *prepared(rules.derivation, store.now)])
@@ -189,10 +202,12 @@ def option_stages(changes: Document, now: rules.Expression) -> list[Document]:
         ]
     }
     stages: list[Document] = [
+        # These fields alone; the others stay. Values of users are literals.
         {"$set": {"task_option": {name: {"$literal": value} for name, value in changes.items()}}},
     ]
     if "specific_worker_ids" in changes:
         entries = {"$filter": {"input": rules.ENTRIES, "cond": allowed}}
         leaving = rules.sent_away(now, {"$not": [allowed]})
+        # Who may not run it any more loses the entry, and keeps the place until the handler has ended.
         stages.append({"$set": {"task_state": {"worker_states": entries, "leaving": leaving}}})
     return stages

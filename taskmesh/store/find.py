@@ -45,6 +45,7 @@ async def get(
     `kept_for_ms`: that only if it has been so for less than this, and was not deleted; the field `forgotten` tells.
     """
     stages = [
+        # The documents, by their `_id`s.
         {"$match": {"_id": {"$in": list(ids)}}},
         *as_read(store.now, params=params, forgotten=forgotten, kept_for_ms=kept_for_ms),
     ]
@@ -56,9 +57,13 @@ def as_read(now: rules.Expression, *, params: bool, forgotten: bool = False, kep
     """Stages that show documents as they stand now, without what is past its retention, and has been so for `kept_for_ms`."""
     by = {"$subtract": [now, kept_for_ms]} if kept_for_ms else now
     return [
+        # Not what is deleted, or past its retention (for so long), though the TTL monitor has not removed it yet.
         *([] if forgotten else [{"$match": {"$expr": {"$not": [rules.is_forgotten(by)]}}}]),
+        # Where that is shown for a while all the same, say so of each.
         *([{"$set": {"forgotten": rules.is_forgotten(now)}}] if kept_for_ms else []),
+        # What time alone has changed since the last write.
         *as_it_stands(now),
+        # Params may be large: only for who asked for them.
         *([] if params else [{"$unset": "params"}]),
     ]
 
@@ -66,7 +71,12 @@ def as_read(now: rules.Expression, *, params: bool, forgotten: bool = False, kep
 def as_it_stands(now: rules.Expression) -> list[Document]:
     """Stages that put in what is so at the moment: the status, and in `task_state.standing` what INIT means."""
     standing = {"$cond": [{"$eq": ["$status", "INIT"]}, rules.standing_on_reading(now), "$$REMOVE"]}
-    return [{"$set": {"status": rules.status_on_reading(now)}}, {"$set": {"task_state.standing": standing}}]
+    return [
+        # The status as it is now, where the stored one is out of date by time alone.
+        {"$set": {"status": rules.status_on_reading(now)}},
+        # Whether INIT means ready, retrying or scheduled. A stage of its own: it reads the status set above.
+        {"$set": {"task_state.standing": standing}},
+    ]
 
 
 @dataclass(slots=True, eq=False)
@@ -354,7 +364,16 @@ async def unfinished_left(
 
     async def read(query: Document) -> bool:
         tasks = store.driver.collection(store.tasks).with_options(read_concern=ReadConcern("majority"))
-        stages = [{"$match": query}, {"$project": {"left": left}}, {"$match": {"left": True}}, {"$limit": 1}]
+        stages = [
+            # What the indexes can tell: tasks that run, and those that are due.
+            {"$match": query},
+            # What only the gates can tell: whether this worker could have it, now or when what runs has ended.
+            {"$project": {"left": left}},
+            # Only what it could have.
+            {"$match": {"left": True}},
+            # One is enough to know.
+            {"$limit": 1},
+        ]
         cursor = tasks.aggregate(stages)
         cursor = await cursor if isawaitable(cursor) else cursor
         return bool(await cursor.to_list(1))

@@ -59,7 +59,9 @@ async def finish(
     stages = _given_back(outcomes, store.now) if kind in _GIVEN_BACK else _ended(outcomes, store.now)
     pipeline = [
         *stages,
+        # Tell how it ended. A conflict is told as a snooze: readers see a task that comes back later.
         {"$set": {"event": stamp("snoozed" if kind == "conflicted" else kind, store.now, {"$literal": worker_id})}},
+        # Status and times follow.
         *prepared(rules.derivation, store.now),
     ]
     reply = await store.update(query, pipeline, deadline_ms, session)
@@ -73,6 +75,7 @@ async def _note_stopped(store: Store, outcomes: Sequence[Outcome]) -> int:
     """
     pairs = [f"{outcome.id}\0{outcome.running_id}" for outcome in outcomes]
     running_ids = sorted({outcome.running_id for outcome in outcomes})
+    # The pair counts: another task of the same batch may hold the same `running_id`.
     mine = {"$in": [{"$concat": ["$_id", "\0", "$$this.running_id"]}, {"$literal": pairs}]}
     cancelled = {"$and": [{"$eq": ["$status", "CANCELLED"]}, {"$eq": ["$$this.state", "RUNNING"]}, mine]}
     ended = {
@@ -95,6 +98,7 @@ async def _note_stopped(store: Store, outcomes: Sequence[Outcome]) -> int:
             {"task_state.leaving.running_id": {"$in": running_ids}},
         ],
     }
+    # The ended entries, the places without these, and word of it where that made room.
     stages: list[Document] = [{"$set": {"task_state": {"worker_states": entries, "leaving": leaving}, "event": event}}]
     await store.update(query, [*stages, *prepared(rules.derivation, store.now)])
     return len(outcomes)
@@ -112,6 +116,7 @@ def _still_held_by(outcomes: Iterable[Outcome], now: rules.Expression) -> Docume
         }
         for running_id, ids in ids_of.items()
     ]
+    # The index finds the tasks; that the lease is not over only the server's clock can tell.
     mine = {"$and": [{"$in": ["$$this.running_id", {"$literal": list(ids_of)}]}, rules.is_live(now)]}
     live = {"$expr": {"$anyElementTrue": [{"$map": {"input": rules.ENTRIES, "in": mine}}]}}
     held = per_claim[0] if len(per_claim) == 1 else {"$or": per_claim}
@@ -137,6 +142,7 @@ def _ended(outcomes: Sequence[Outcome], now: rules.Expression) -> list[Document]
         failed = {"$map": {"input": {"$filter": {"input": rules.ENTRIES, "cond": mine}}, "in": ended}}
         task_state = {"worker_states": {"$concatArrays": [others, failed]}} | _resume_time(outcomes, now)
     task_state |= {"timeout_cnt": 0, "conflict_cnt": "$$REMOVE"} | _progress(outcomes)
+    # The ended entry, and what it sets back: an execution that came to its end was not lost.
     stages: list[Document] = [{"$set": {"task_state": task_state}}]
     if state == "FAIL":
         stages.append(_oldest_fails_dropped())
@@ -152,6 +158,7 @@ def _given_back(outcomes: Sequence[Outcome], now: rules.Expression) -> list[Docu
         state["timeout_cnt"] = 0  # its worker lives: what is lost after it is not lost in a row with what was before
         conflicts = {"$add": [{"$ifNull": ["$task_state.conflict_cnt", 0]}, 1]}
         state["conflict_cnt"] = conflicts if kind == "conflicted" else "$$REMOVE"
+    # The list without the entry, and the moment before which nobody is to come back.
     return [{"$set": {"task_state": state}}]
 
 
@@ -192,7 +199,7 @@ def _progress(outcomes: Sequence[Outcome]) -> Document:
 
 
 def _progressed(outcomes: Sequence[Outcome]) -> Document:
-    """The same, of executions that go on: they get somewhere, so it is not they who kill their workers."""
+    """The fields that progress sets while an execution goes on: it gets somewhere, so it does not kill its workers."""
     if not (fields := _progress(outcomes)):
         return {}
     got_on = {"$ne": [_own([outcome.progress for outcome in outcomes], outcomes), None]}
@@ -211,6 +218,7 @@ def _oldest_fails_dropped() -> Document:
     dropped = {
         "$add": [{"$ifNull": ["$task_state.dropped_fail_cnt", 0]}, {"$subtract": [{"$size": fails}, rules.KEPT_FAILS]}]
     }
+    # Both in one stage, which sees the list as it was: else the count would be taken of the shortened list.
     return {
         "$set": {
             "task_state.worker_states": {
@@ -248,6 +256,7 @@ def reopened_if_wished(now: rules.Expression, reopened_by: rules.Expression = "$
     wished = {"$gt": ["$task_state.wanted", None]}
     condition = {"$and": [wished, rules.with_facts(now, unserved)]}
     afresh = fresh_state(now, {"reopened_by": reopened_by})
+    # Begin anew in the very write that would have finished the task: nobody sees it finished in between.
     return {"$set": {"task_state": {"$cond": [condition, afresh, "$task_state"]}}}
 
 
@@ -271,7 +280,9 @@ async def report(store: Store, worker_id: str, outcomes: Sequence[Outcome]) -> i
     own = {"$mergeObjects": ["$$this", _own([outcome.entry for outcome in outcomes], outcomes)]}
     entries = {"$map": {"input": rules.ENTRIES, "in": {"$cond": [mine, own, "$$this"]}}}
     stages: list[Document] = [
+        # Logs go into the execution's entry, progress beside it.
         {"$set": {"task_state": {"worker_states": entries} | _progressed(outcomes)}},
+        # Readers of events and the dashboard hear of it.
         {"$set": {"event": stamp("progressed", store.now, {"$literal": worker_id})}},
     ]
     reply = await store.update(_still_held_by(outcomes, store.now), [*stages, *prepared(rules.derivation, store.now)])

@@ -9,6 +9,9 @@ of which no stream tells: one document per queue, in which workers book before t
   token; what is settled is put together in buckets of a hundredth of the window, each of which leaves with the last start
   in it. So the document is small whatever rate and window, and no window ever holds more starts than the rate.
 
+Where groups have limits, claimable tasks are looked for group by group (`scan_groups`). The ordinary scan reads tasks in the
+order of claiming: where a full group has a million tasks in front, it would read all of them to find one of another group.
+
 A booking is good until a time that the claim repeats (`booked_until`), so that a worker that was frozen in between claims
 nothing on a booking that others have written off.
 """
@@ -27,6 +30,7 @@ from pymongo.errors import DuplicateKeyError
 
 from taskmesh.store import rules
 from taskmesh.store.driver import Document, find_and_update
+from taskmesh.store.find import Claimable, read_claimable
 from taskmesh.store.store import Store
 
 BOOKED_MS = 3_000
@@ -34,6 +38,7 @@ BOOKED_MS = 3_000
 _LANDED_MS = 2_000
 """After this much longer, no claim on the booking can still be on its way (see the claimer's deadline)."""
 _CHECKED_EVERY_MS = 100
+_TASKS_PER_GROUP = 16
 _BUCKETS = 100
 """So a start counts against its rate for a hundredth of the window too long at most."""
 NO_LIMIT = 2**31 - 1
@@ -89,6 +94,7 @@ async def _change(store: Store, queue: str, changes: Document) -> None:
     document: Document = await find_and_update(
         store.driver.collection(store.limits),
         {"_id": queue},
+        # The new limits, and when: a later change has a later time, even within one millisecond.
         [{"$set": changes | {"changed": changed}}],
         dict.fromkeys((*_LIMITS, "per_ms", "changed"), 1) | {"_id": 0},
         upsert=True,
@@ -98,6 +104,7 @@ async def _change(store: Store, queue: str, changes: Document) -> None:
     changed_at = document.pop("changed")
     limits = {name: value for name, value in document.items() if value not in (None, [])}
     outdated = {"_id": queue, "limits_changed": {"$not": {"$gt": changed_at}}}
+    # A plain update of the queue's settings, which every worker's stream shows; not if a newer change was told.
     told = {"$set": {"limits": limits, "limits_changed": changed_at}}
     with contextlib.suppress(DuplicateKeyError):  # a newer change has been told already
         await store.driver.collection(store.queues).update_one(outdated, told, upsert=True)
@@ -115,6 +122,7 @@ async def book(
     document = await find_and_update(
         store.driver.collection(store.limits),
         {"_id": queue},
+        # First free what nobody uses, then book: in one update, so that nobody else takes the room in between.
         [{"$set": {"slots": _slots_without(unused)}}, *_booking(store, token, worker_id, wishes)],
         dict.fromkeys(("booked", "next_start", "full_groups", "checker", *_LIMITS), 1),
         return_document=ReturnDocument.AFTER,
@@ -138,6 +146,7 @@ def _booking(store: Store, token: str, worker_id: str, wishes: Sequence[Wish]) -
     by_group: dict[str | None, list[Document]] = {}
     for place, wish in enumerate(wishes):
         by_group.setdefault(wish.group, []).append({"id": wish.id, "g": wish.group, "i": place})
+    # The wishes by group, each with its place among all: values of users, so a literal.
     asked = {"$literal": [{"g": group, "of": of} for group, of in by_group.items()]}
     limit_of_group = _limit_of("$$ask.g")
     room_in_group = {
@@ -146,6 +155,7 @@ def _booking(store: Store, token: str, worker_id: str, wishes: Sequence[Wish]) -
             {"$size": {"$filter": {"input": "$slots", "as": "slot", "cond": {"$eq": ["$$slot.g", "$$ask.g"]}}}},
         ]
     }
+    # Of each group as many as it has room for, all in one list; without a group there is no such limit.
     within_groups = {
         "$reduce": {
             "input": {
@@ -165,6 +175,7 @@ def _booking(store: Store, token: str, worker_id: str, wishes: Sequence[Wish]) -
             "in": {"$concatArrays": ["$$value", "$$this"]},
         }
     }
+    # Groups that had no room for all that was asked.
     full_groups = {
         "$map": {
             "input": {
@@ -177,11 +188,14 @@ def _booking(store: Store, token: str, worker_id: str, wishes: Sequence[Wish]) -
             "in": "$$this.g",
         }
     }
+    # What the queue has room for: starts in this window, and executions at once.
     rate = {"$ifNull": ["$rate", NO_LIMIT]}
     rate_room = {"$subtract": [rate, {"$sum": "$starts.n"}]}
     run_room = {"$subtract": [{"$ifNull": ["$running", NO_LIMIT]}, {"$size": "$slots"}]}
     room = {"$min": [rate_room, run_room]}
+    # The best of them, in the order of the wishes.
     granted = _first({"$sortArray": {"input": "$_within", "sortBy": {"i": 1}}}, room)
+    # Slots count executions: only where a limit on these holds.
     needs_slot = {"$or": [{"$gt": ["$running", None]}, {"$lt": [_limit_of("$$this.g"), NO_LIMIT]}]}
     slots = {
         "$map": {
@@ -191,14 +205,21 @@ def _booking(store: Store, token: str, worker_id: str, wishes: Sequence[Wish]) -
     }
     count = {"$size": "$_granted"}
     leaves = {"$add": [until, {"$ifNull": ["$per_ms", 0]}]}
+    # The window is counted from the end of the booking, its latest possible start, until `confirm` knows better.
     start = [{"t": token, "n": count, "leaves": leaves}]
+    # Were some refused for want of slots? Then somebody looks, now and then, which slots are still in use.
     held_by_slots = {"$lt": [{"$min": [run_room, {"$size": "$_within"}]}, len(wishes)]}
     due_for_check = {"$lte": [{"$ifNull": ["$checked_time", rules.LONG_AGO]}, {"$subtract": [now, _CHECKED_EVERY_MS]}]}
     return [
+        # Starts whose window is over go; a missing list becomes an empty one.
         {"$set": {"starts": _in_buckets(now), "groups": _list("groups")}},
+        # What the limits of groups let through.
         {"$set": {"_within": within_groups, "full_groups": full_groups}},
+        # Of these, what the limits of the queue let through.
         {"$set": {"_granted": granted}},
+        # Whether it is this caller who has to check the slots: one in a while, whoever comes first.
         {"$set": {"_check": {"$and": [held_by_slots, due_for_check]}}},
+        # Write the booking down, and the answer to the caller beside it.
         {
             "$set": {
                 "booked": {"ids": "$_granted.id", "until": until},
@@ -215,6 +236,7 @@ def _booking(store: Store, token: str, worker_id: str, wishes: Sequence[Wish]) -
                 "checked_time": {"$cond": ["$_check", now, {"$ifNull": ["$checked_time", None]}]},
             }
         },
+        # Steps of the reckoning are not stored.
         {"$unset": ["_within", "_granted", "_check"]},
     ]
 
@@ -291,6 +313,7 @@ def booked_until(store: Store, booking: Booking) -> Document:
 async def confirm(store: Store, queue: str, token: str, unused: Collection[str]) -> None:
     """Say that the claim on a booking was answered: it has started all but the `unused`, and nothing more will follow."""
     mine = {"$eq": ["$$this.t", token]}
+    # Slots of this booking that no claim has used go; the others are good for as long as their task runs.
     used = {"$not": [{"$and": [mine, {"$in": ["$$this.id", {"$literal": list(unused)}]}]}]}
     claimed = {"$cond": [mine, {"$mergeObjects": ["$$this", {"until": rules.LONG_AGO}]}, "$$this"]}
     started = {
@@ -307,11 +330,13 @@ async def confirm(store: Store, queue: str, token: str, unused: Collection[str])
             }
         },
     }
+    # Both lists in one stage: no reader sees slots freed whose starts still count.
     await store.driver.collection(store.limits).update_one({"_id": queue}, [{"$set": fields}])
 
 
 async def free(store: Store, queue: str, slots: Collection[tuple[str, str]]) -> None:
     """Remove these slots, pairs of token and `_id`. The caller knows that no live entry answers to them."""
+    # The list without them: slots booked meanwhile stay.
     kept = [{"$set": {"slots": _slots_without(slots)}}]
     await store.driver.collection(store.limits).update_one({"_id": queue}, kept)
 
@@ -369,7 +394,9 @@ async def _adopt(store: Store, queue: str, missing: list[Document]) -> None:
         }
     }
     stages = [
+        # A missing list becomes an empty one: what follows reads both.
         {"$set": {"slots": _list("slots"), "groups": _list("groups")}},
+        # Those that are missing at this moment, behind the others.
         {"$set": {"slots": {"$concatArrays": ["$slots", added]}}},
     ]
     await store.driver.collection(store.limits).update_one({"_id": queue}, stages)
@@ -392,8 +419,52 @@ async def _live(store: Store, queue: str, ids: Sequence[str]) -> tuple[dict[tupl
     return live, now
 
 
+async def scan_groups(
+    store: Store,
+    worker_id: str,
+    queue: str,
+    names: Sequence[str],
+    full: Collection[str],
+    behind: str | None,
+    *,
+    groups: int,
+) -> tuple[list[Claimable], str | None]:
+    """Step over the groups that have no room, one look into an index by group for each that has.
+
+    Return due tasks of up to so many groups that are not `full`, and the last group seen, to go on `behind` it.
+
+    None for that group: the end was reached, begin anew.
+    """
+    found: list[Claimable] = []
+    for _ in range(groups):
+        rows = await _next_group(store, worker_id, queue, names, full, behind)
+        if not rows:
+            return found, None
+        behind = rows[0].group
+        found += [row for row in rows if row.group == behind]
+    return found, behind
+
+
+async def _next_group(
+    store: Store, worker_id: str, queue: str, names: Sequence[str], full: Collection[str], behind: str | None
+) -> list[Claimable]:
+    """Return the first tasks in the order of the index, so beginning with those of the next group."""
+    query = {
+        "queue": queue,
+        "group": {"$gt": behind or "", "$nin": sorted(full)},
+        "name": {"$in": list(names)},
+        "pinned": False,
+        "next_claim_time": {"$exists": True},
+        "$expr": {"$lte": ["$next_claim_time", store.now]},
+    }
+    order = [("group", 1), ("name", 1), ("task_option.priority", -1), ("next_claim_time", 1)]
+    hint = "taskmesh_claimable_by_group"
+    return await read_claimable(store, worker_id, query, order, limit=_TASKS_PER_GROUP, hint=hint)
+
+
 async def server_now(store: Store, queue: str) -> datetime:
     """Return the store's now, as the server has it."""
+    # Of the queue's own document, so that nothing else is read: the server's time.
     cursor = await store.driver.aggregate(store.limits, [{"$match": {"_id": queue}}, {"$project": {"now": store.now}}])
     rows = await cursor.to_list(None)
     return rows[0]["now"] if rows else rules.LONG_AGO
@@ -424,7 +495,9 @@ async def usage(store: Store, queues: Collection[str]) -> dict[str, Usage]:
     entries = {"$cond": [{"$isArray": [rules.ENTRIES]}, rules.ENTRIES, []]}
     live = {"$size": {"$filter": {"input": entries, "cond": rules.is_live(store.now)}}}
     counting: list[Document] = [
+        # What runs in these queues, by the index on status.
         {"$match": {"status": "RUNNING", "queue": {"$in": list(queues)}}},
+        # How many executions hold a lease, by queue and group.
         {"$group": {"_id": {"queue": "$queue", "group": "$group"}, "live": {"$sum": live}}},
     ]
     cursor = await store.driver.aggregate(store.tasks, counting)
@@ -434,8 +507,11 @@ async def usage(store: Store, queues: Collection[str]) -> dict[str, Usage]:
             running[row["_id"]["queue"]][group] = row["live"]
     starts = {"$filter": {"input": _list("starts"), "cond": {"$gt": ["$$this.leaves", store.now]}}}
     stages: list[Document] = [
+        # The bookings of these queues.
         {"$match": {"_id": {"$in": list(queues)}}},
+        # The starts that are still in their window.
         {"$project": {"rate": 1, "starts": starts}},
+        # How many they are, and when the first of them leaves. A stage of its own: it reads the list shortened above.
         {"$project": {"rate": 1, "used": {"$sum": "$starts.n"}, "next": {"$min": "$starts.leaves"}}},
     ]
     cursor = await store.driver.aggregate(store.limits, stages)

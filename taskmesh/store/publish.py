@@ -237,8 +237,11 @@ def _afresh(publication: Publication, now: datetime, at: rules.Expression) -> li
     new = {"$literal": new_document(publication, now)}
     state = {"$mergeObjects": [{"$getField": {"field": "task_state", "input": new}}, {"leaving": rules.sent_away(at)}]}
     return [
+        # The new document as an insert would have stored it, with the places of the old one's handlers.
         {"$replaceWith": {"$mergeObjects": [new, {"task_state": state}]}},
+        # An insert is told by the stream itself; this update by its stamp.
         {"$set": {"event": stamp("published", at)}},
+        # A new document's derived fields are right as they are, unless a place is still taken.
         *rules.derivation(at, where={"$gt": ["$task_state.leaving", None]}),
     ]
 
@@ -388,24 +391,31 @@ def constants(publication: Publication) -> Document:
 def change_pipeline(publication: Publication, now: datetime, at: rules.Expression) -> list[Document]:
     """Apply a publication to an existing task. What changes nothing leaves the document as it was, event and all."""
     configuration = publication.configuration
+    # What there was before, to tell in the end whether anything has changed.
     before: Document = {field: f"${field}" for field in ("task_option", "task_state")}
     sets_params = configuration.update_existing_params or configuration.run_again
     before["params_stay"] = {"$eq": ["$params", "$$params"]} if sets_params else True
+    # Remember it inside the document while the stages below change it.
     stages: list[Document] = [{"$set": {"_before": before}}]
     if sets_params:
+        # The new params, and the times and options that the publisher set.
         stages.append({"$set": _new_wish(publication, now)})
     if sets_params and configuration.placed:
+        # Where it is to go. It moves with the first write that finds no execution of the old place at work.
         stages.append({"$set": {"task_state.moves_to": rules.with_facts(at, _moves_to(configuration.placed))}})
     running = rules.with_facts(at, IS_RUNNING)
     if configuration.run_again:
         again = fresh_state(at, {"wanted": {"$add": [{"$ifNull": ["$task_state.wanted", 0]}, 1]}})
         one_more = {"$mergeObjects": ["$task_state", {"wanted": again["wanted"]}]}
+        # A running task is counted as wanted once more, and begins anew when it ends; any other begins anew now.
         stages.append({"$set": {"task_state": {"$cond": [running, one_more, again]}}})
     for wanted, state in ((configuration.clean_success, "SUCCESS"), (configuration.clean_failed, "FAIL")):
         if wanted:
+            # Forget the entries of this state, so that it runs again; not under the hands of a running handler.
             stages.append({"$set": {"task_state": {"$cond": [running, "$task_state", _without(state, at)]}}})
     if configuration.clean_failed:
         forgotten = {name: {"$cond": [running, f"$task_state.{name}", "$$REMOVE"]} for name in _COUNTED_AGAINST}
+        # And what was counted of its failures: a merge of objects cannot remove fields.
         stages.append({"$set": {"task_state": forgotten}})
     same = [{"$eq": [f"${field}", f"$_before.{field}"]} for field in ("task_option", "task_state")]
     unchanged = {"$and": ["$_before.params_stay", *same]}
@@ -416,7 +426,15 @@ def change_pipeline(publication: Publication, now: datetime, at: rules.Expressio
             ("change_ids", repeated.with_change(publication.publish_id)),
         )
     }
-    return [*stages, {"$set": marks}, {"$unset": "_before"}, *prepared(rules.derivation, at)]
+    return [
+        *stages,
+        # Only if something has changed: the stamp that wakes workers, and the publication's mark on the task.
+        {"$set": marks},
+        # What there was before is not stored.
+        {"$unset": "_before"},
+        # Status and times follow.
+        *prepared(rules.derivation, at),
+    ]
 
 
 def _new_wish(publication: Publication, now: datetime) -> Document:
@@ -424,6 +442,7 @@ def _new_wish(publication: Publication, now: datetime) -> Document:
     configuration = publication.configuration
     start_time = configuration.starts(now)
     version = {"$ifNull": ["$task_state.params_version", 0]}
+    # Executions note which version of the params they had: a change of params is the next one.
     state: Document = {
         "params_version": {
             "$cond": [

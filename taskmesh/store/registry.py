@@ -1,4 +1,4 @@
-"""Fleet: the registry of workers, with orders to them, and the settings of queues.
+"""Registry: the workers, with orders to them; the settings of queues; and the definitions of tasks.
 
 A worker's document is a sign of life and a letter box, nothing else: it never decides who holds a task; only leases do.
 """
@@ -6,6 +6,7 @@ A worker's document is a sign of life and a letter box, nothing else: it never d
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from datetime import datetime
 
 from pymongo import ReturnDocument
@@ -34,7 +35,12 @@ async def register(store: Store, worker_id: str, instance: str, description: Doc
     }
     with contextlib.suppress(DuplicateKeyError):
         await workers.insert_one({"_id": worker_id, "instance": instance})
-    fresh = [{"$replaceWith": {"_id": "$_id"}}, {"$set": fields}]
+    fresh = [
+        # Nothing of a predecessor under this id stays, least of all orders to it.
+        {"$replaceWith": {"_id": "$_id"}},
+        # Who it is, and when it was seen.
+        {"$set": fields},
+    ]
     return await _updated(store, {"_id": worker_id, **free}, fresh)
 
 
@@ -45,6 +51,7 @@ async def heartbeat(store: Store, worker_id: str, instance: str, description: Do
     """
     fields = _seen(store) | _literal(description)
     here = {"_id": worker_id, "instance": instance, "state": {"$ne": "stopped"}}
+    # What changes about the worker, and that it was seen, by the server's clock. Orders to it stay.
     return await _updated(store, here, [{"$set": fields}])
 
 
@@ -66,6 +73,7 @@ async def order(store: Store, worker_id: str, changes: Document) -> bool:
     fields: Document = {f"order.{name}": {"$literal": value} for name, value in changes.items()}
     fields |= {f"order_times.{name}": store.now for name in changes}
     workers = store.driver.collection(store.workers)
+    # The order, when each part of it was given, and one time for all, by which the stream announces it.
     result = await workers.update_one({"_id": worker_id}, [{"$set": fields | {"order_time": store.now}}])
     return bool(result.matched_count)
 
@@ -84,8 +92,11 @@ async def workers(store: Store) -> list[Document]:
         ]
     }
     stages = [
+        # Not those whose registration is just being made.
         {"$match": {"last_seen": {"$exists": True}}},
+        # Whether it was seen lately, by the server's clock; and that clock, from which ages are told.
         {"$set": {"live": live, "now": store.now}},
+        # By id, so that lists stay in place from one look to the next.
         {"$sort": {"_id": 1}},
     ]
     cursor = await store.driver.aggregate(store.workers, stages)
@@ -100,6 +111,7 @@ async def queues(store: Store) -> dict[str, Document]:
             {"$gt": [{"$ifNull": ["$paused_until", rules.NEVER]}, store.now]},
         ]
     }
+    # All settings as they are, but `paused` as of now: a pause may be over that nobody has taken away.
     cursor = await store.driver.aggregate(store.queues, [{"$set": {"paused": paused}}])
     return {document["_id"]: document for document in await cursor.to_list(None)}
 
@@ -113,6 +125,7 @@ async def closed_queues(store: Store) -> list[str]:
 async def set_queue(store: Store, queue: str, settings: Document) -> None:
     """Change settings of a queue, creating it if need be."""
     collection = store.driver.collection(store.queues)
+    # A plain update: nothing of it is computed.
     await collection.update_one({"_id": queue}, {"$set": settings}, upsert=True)
 
 
@@ -124,4 +137,40 @@ async def server_time(store: Store) -> datetime:
 
 async def forget(store: Store, worker_id: str, instance: str) -> None:
     """Mark a registration as that of a process which is known to be gone."""
+    # The state alone: so its id is free at once.
     await _updated(store, {"_id": worker_id, "instance": instance}, [{"$set": {"state": "stopped"}}])
+
+
+async def register_definitions(store: Store, definitions: Mapping[str, Document]) -> list[str]:
+    """Write what workers say of their tasks, for publishers without the code; return the names of those that are new or differ.
+
+    One document for each name: `queue`, `option` and, as a text, the JSON `schema` of the params (its fields begin with `$`). It
+    outlives the worker that wrote it; of two versions that of the newest start stands. Safe to repeat.
+    """
+    known = {document.pop("_id"): document for document in await _definitions(store, list(definitions))}
+    changed = [name for name, document in definitions.items() if known.get(name) != document]
+    if changed:
+        updates = [
+            {
+                "q": {"_id": name},
+                # The definition as a whole: nothing of an older version stays.
+                "u": [{"$replaceWith": {"$literal": {"_id": name, **definitions[name]}}}],
+                "upsert": True,
+            }
+            for name in changed
+        ]
+        await store.driver.command(
+            {"update": store.definitions, "updates": updates, "ordered": False, "writeConcern": {"w": "majority"}}
+        )
+    return changed
+
+
+async def read_definition(store: Store, name: str) -> Document | None:
+    """Return what is registered of the tasks of this name."""
+    found = await _definitions(store, [name])
+    return found[0] if found else None
+
+
+async def _definitions(store: Store, names: list[str]) -> list[Document]:
+    cursor = store.driver.collection(store.definitions).find({"_id": {"$in": names}})
+    return await cursor.to_list(None)  # type: ignore[no-any-return]  # both drivers leave it untyped

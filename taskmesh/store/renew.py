@@ -60,13 +60,19 @@ def keep_places(
     running_ids = sorted({running_id for _, running_id in pairs})
     mine = {"$and": [{"$in": ["$$this.running_id", {"$literal": running_ids}]}, rules.holds_its_lease(store.now)]}
     renewed = {"$mergeObjects": ["$$this", {"ping_expire_time": {"$add": [store.now, lease_ms]}}]}
+    # An entry that has ended keeps its time; one on its way out has no state.
     entry = {"$cond": [{"$and": [{"$eq": ["$$this.state", "RUNNING"]}, mine]}, renewed, "$$this"]}
     leaving = {"$map": {"input": rules.LEAVING, "in": {"$cond": [mine, renewed, "$$this"]}}}
     state = {"worker_states": _map_entries(entry), "leaving": rules.if_any(leaving)}
     of_task = {"$in": ["$$this.running_id", {"$literal": running_ids}]}
     kept = {"$anyElementTrue": [{"$map": {"input": rules.places(store.now), "in": of_task}}]}
     query = {"_id": {"$in": [id_ for id_, _ in pairs]}, "$expr": kept}
-    pipeline = [{"$set": {"task_state": state}}, *prepared(rules.derivation, store.now)]
+    pipeline = [
+        # The renewed lease, whether the place is an entry's or one on its way out.
+        {"$set": {"task_state": state}},
+        # When the task is free, and when its document may go, follow from the leases.
+        *prepared(rules.derivation, store.now),
+    ]
     run_sync(database, store.update_command(query, pipeline, deadline_ms))
     found: dict[tuple[str, str], Document] = {}
     for task in database[store.tasks].find(query, STOPPED_FIELDS):
@@ -93,7 +99,9 @@ def _renewal(store: Store, ids: list[str], running_ids: list[str], lease_ms: int
     query = {"_id": {"$in": ids}, "status": "RUNNING", "$expr": {"$anyElementTrue": [_map_entries(mine)]}}
     renewed = {"$mergeObjects": ["$$this", {"ping_expire_time": {"$add": [store.now, lease_ms]}}]}
     pipeline = [
+        # A new lease for each entry of ours that is live; the others as they are. No stamp: nobody hears of a ping.
         {"$set": {"task_state.worker_states": _map_entries({"$cond": [mine, renewed, "$$this"]})}},
+        # When the next claim is possible, and when time alone ends the task, follow from the leases.
         *prepared(rules.derivation, store.now),
     ]
     return query, pipeline

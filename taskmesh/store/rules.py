@@ -201,14 +201,18 @@ def _retry_opens(worker: Expression) -> Expression:
 
     `Retry` sets an exact time; else the option tells. Null if there is no such failure.
     """
+    # Whose failures count: everybody's, or this worker's alone.
     for_all = {"$eq": ["$task_option.unexpected_retry_delay_scope", "task"]}
     own = {"$filter": {"input": "$$fails", "cond": {"$eq": ["$$this.worker_id", worker]}}}
     delay = "$task_option.unexpected_retry_delay_ms"
     failures = {"$cond": [for_all, FAIL_CNT, {"$size": "$$counted"}]}
+    # The delay grows with each failure, up to a day, or to the delay itself where that is longer.
     growth = {"$pow": ["$task_option.unexpected_retry_backoff", {"$min": [{"$subtract": [failures, 1]}, 100]}]}
     grown = {"$min": [{"$max": [_ONE_DAY_MS, delay]}, {"$multiply": [delay, growth]}]}
+    # The share by chance was drawn when the failure was written, so that every reader computes one moment.
     by_chance = {"$multiply": ["$task_option.unexpected_retry_jitter", {"$ifNull": ["$$last.retry_jitter", 0]}]}
     ordinary = {"$add": ["$$last.fail_time", {"$toLong": {"$multiply": [grown, {"$add": [1, by_chance]}]}}]}
+    # An exact time from `Retry` comes before what the option says.
     opens = {
         "$let": {
             "vars": {"last": {"$arrayElemAt": ["$$counted", -1]}},
@@ -317,7 +321,9 @@ def is_forgotten(now: Expression = NOW) -> Expression:
 
 def _settle_time() -> Expression:
     """When the stored status becomes wrong by time alone, so that somebody has to write it down anew."""
+    # If its worker dies, this is when the last lease is over.
     lease_end = {"$max": "$$live.ping_expire_time"}
+    # Whether it is FAIL once the executions that are live now are lost.
     would_fail = {
         "$or": [
             _failed_for_good,
@@ -359,6 +365,7 @@ def derivation(now: Expression = NOW, *, where: Expression = True) -> list[Stage
     stored = {field: f"${field}" for field in ("status", "next_claim_time", "settle_time")}
     unfinished = {
         "status": "$$status",
+        # The latest gate; the creation where all stand open, so that the older task comes first.
         "next_claim_time": {"$max": ["$task_state.create_time", *task_gates(now).values(), _opens_for_some_worker]},
         "settle_time": _settle_time(),
     }
@@ -377,6 +384,7 @@ def derivation(now: Expression = NOW, *, where: Expression = True) -> list[Stage
         }
     }
     finished = {"$not": [{"$in": ["$_derived.status", ["INIT", "RUNNING"]]}]}
+    # How long to keep a finished task: by its status; null: for ever.
     retained_ms = {
         "$cond": [
             {"$eq": ["$_derived.status", "SUCCESS"]},
@@ -384,6 +392,7 @@ def derivation(now: Expression = NOW, *, where: Expression = True) -> list[Stage
             "$task_option.retain_failed_ms",
         ]
     }
+    # When it was finished first: later writes to a finished task do not prolong its retention.
     finish_time = {"$ifNull": ["$finish_time", now]}
     # The document stays for as long as it keeps a place: who publishes after it would not know of the handler at work.
     delete_time = {
@@ -394,6 +403,7 @@ def derivation(now: Expression = NOW, *, where: Expression = True) -> list[Stage
     }
     kept_for_ever = {"$and": [{"$ne": ["$_derived.status", "DELETED"]}, {"$not": [{"$gt": [retained_ms, None]}]}]}
     return [
+        # Sort out the entries once, and keep aside all that follows: every field below is read off the same facts.
         {
             "$set": {
                 "_derived": with_facts(now, facts)
@@ -401,6 +411,7 @@ def derivation(now: Expression = NOW, *, where: Expression = True) -> list[Stage
                 else {"$cond": [where, with_facts(now, facts), stored]}
             }
         },
+        # Store it, each field only where it says something: the partial indexes hold what has the field.
         {
             "$set": {
                 "status": "$_derived.status",

@@ -38,12 +38,18 @@ _PERIODIC = {"_id": "periodic"}
 async def attend(store: Store) -> Attendance:
     """Note that somebody looks after the schedules now, and tell of the last time that nobody did."""
     meta = store.driver.collection(store.meta)
-    stages = [{"$match": _PERIODIC}, {"$set": {"now": store.now, "age": {"$subtract": [store.now, "$seen"]}}}]
+    stages = [
+        # One document, in which workers note that somebody looks after the schedules.
+        {"$match": _PERIODIC},
+        # How long ago that was, by the server's clock.
+        {"$set": {"now": store.now, "age": {"$subtract": [store.now, "$seen"]}}},
+    ]
     while True:
         cursor = await store.driver.aggregate(store.meta, stages)
         found = await cursor.to_list(None)
         if not found:
             with contextlib.suppress(DuplicateKeyError):
+                # The first worker ever: no outage before it.
                 await meta.update_one(_PERIODIC, [{"$set": {"seen": store.now}}], upsert=True)
         elif 0 <= found[0]["age"] <= _SEEN_EVERY_MS:  # most of the time somebody else has just done it
             return _attendance(found[0])
@@ -56,6 +62,7 @@ async def attend(store: Store) -> Attendance:
             seen = await find_and_update(
                 meta,
                 _PERIODIC | {"seen": found[0]["seen"]},
+                # Seen now; and if nobody was for long, from when to when.
                 [{"$set": outage | {"seen": store.now}}],
                 return_document=ReturnDocument.AFTER,
             )
@@ -111,14 +118,18 @@ async def read_all(store: Store) -> list[Document]:
 async def due(store: Store) -> list[Document]:
     """Return the schedules that have ticked, and those that tick next, the next first; as many as one look can deal with."""
     ticking = {"paused": False, "next_time": {"$type": "date"}}
+    # By the index on `next_time`, the earliest first; what is left over comes with the next look.
     return await _read(store, ticking, {"$sort": {"next_time": 1}}, {"$limit": _AT_ONE_LOOK})
 
 
 async def _read(store: Store, query: Document, *stages_between: Document) -> list[Document]:
     stages = [
+        # Those asked for.
         {"$match": query},
         *stages_between,
+        # With the server's time, by which their ticks are judged.
         {"$set": {"now": store.now}},
+        # The next to tick first; those of one moment always in one order.
         {"$sort": {"next_time": 1, "_id": 1}},
     ]
     cursor = await store.driver.aggregate(store.schedules, stages)
@@ -166,7 +177,9 @@ async def _put(store: Store, publication: Publication, read_at: datetime) -> boo
     document = new_document(publication, read_at)
     fails = {"$toInt": {"$concat": ["too late for ", "$_id"]}}  # no constant: that would fail whenever it is read
     pipeline = [
+        # Fail, and so write nothing, if it was read too long ago.
         {"$set": {"_late": {"$cond": [too_late, fails, "$$REMOVE"]}}},
+        # The new task, if the key is free; else what stands there, unchanged.
         {"$replaceWith": {"$cond": [{"$eq": [{"$type": "$publish_id"}, "missing"]}, {"$literal": document}, "$$ROOT"]}},
     ]
     try:

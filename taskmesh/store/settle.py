@@ -60,6 +60,7 @@ async def _settle_part(store: Store, query: Document, ids: list[str]) -> int:
 
 async def _settle(store: Store, query: Document) -> int:
     now = store.now
+    # Entries whose lease ran out leave the list, and are counted.
     kept = {"$filter": {"input": rules.ENTRIES, "cond": {"$not": [rules.is_lost(now)]}}}
     state = {
         "$mergeObjects": [
@@ -72,8 +73,11 @@ async def _settle(store: Store, query: Document) -> int:
         "$map": {"input": {"$filter": {"input": rules.ENTRIES, "cond": rules.is_lost(now)}}, "in": "$$this.worker_id"}
     }
     pipeline = [
+        # The entries without the lost, and a stamp that tells whose they were.
         {"$set": {"task_state": rules.with_facts(now, state), "event": stamp("settled", now, lost=lost)}},
+        # If it was published to run again meanwhile, it begins anew instead of ending.
         reopened_if_wished(now),
+        # The status that time alone has brought about, and no more `settle_time`.
         *prepared(rules.derivation, now),
     ]
     reply = await store.update(query, pipeline, _DEADLINE_MS)

@@ -1,9 +1,9 @@
 """The one place that speaks to MongoDB: a `Store` holds the connection; the verbs are the modules beside this one.
 
-In the order of a task's life: `publish` `find` `claim` `lease` `finish` `control` `settle`; for who looks at many tasks
-`listing` and `bulk`; and for the rest of the fleet `watch` (change stream), `fleet` (workers, queues) and `schema`
-(collections, indexes). Every verb that changes a task is one pipeline update that ends in `rules.derivation`; one that
-puts a task there, and word of a deletion, have nothing to derive.
+In the order of a task's life: `rules`, `publish`, `find`, `claim`, `renew`, `finish`, `control`, `settle`, `limits`; for
+the rest of the fleet `change_stream`, `registry` (workers, queues, definitions), `schedules`, `audit` and `schema`
+(collections, indexes). The queries for people are in `admin/store`. Every verb that changes a task is one pipeline update
+that ends in `rules.derivation`; one that puts a task there, and word of a deletion, have nothing to derive.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pymongo.errors import PyMongoError
 
 from taskmesh.model.errors import InvalidName, TaskMeshError
 from taskmesh.store import rules
-from taskmesh.store.closing import CLOSE_DEADLINE_S, ended_in_time
 from taskmesh.store.driver import PLAIN_CODEC, Document, Driver, checked
+from taskmesh.store.uncut import CLOSE_DEADLINE_S, ended_in_time
 
 WRITE_DEADLINE_MS = 5_000
 """How long the server may work on one write of ours. An `update_many` waits at a document that an open transaction
@@ -46,7 +46,7 @@ class Store:
     def _name(self, collection: str, now: rules.Expression) -> None:
         self.now = now
         self.guarded_until = 0.0
-        """Until when, monotonic, reads leave out what is not well-formed (see `strangers`)."""
+        """Until when, monotonic, reads leave out what is not well-formed (see `malformed`)."""
         prefix = "" if collection == "tasks" else f"{collection}."
         self.tasks = collection
         self.workers = f"{prefix}workers"

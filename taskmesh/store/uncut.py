@@ -21,9 +21,10 @@ from typing import Any, TypeVar
 import anyio
 from pymongo.errors import PyMongoError
 
-from taskmesh.store.closing import CLOSE_DEADLINE_S
-
 T = TypeVar("T")
+
+CLOSE_DEADLINE_S = 5.0
+"""How long a goodbye to the server may take. A connection whose other end is frozen would wait for ever."""
 
 
 class UncutCalls:
@@ -143,3 +144,12 @@ async def _ended_though_cancelled(call: asyncio.Future[Any]) -> None:
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait((call,), timeout=left)
     call.cancel()
+
+
+async def ended_in_time(ending: Awaitable[object], deadline_s: float) -> bool:
+    """Wait for this so long, and then leave it to itself; whether it has ended. What it raises is raised here."""
+    task = asyncio.ensure_future(ending)
+    await asyncio.wait([task], timeout=deadline_s)
+    if task.done() and not task.cancelled():
+        task.result()
+    return task.done()

@@ -27,7 +27,7 @@ pytestmark = (
     pytest.mark.blocks_the_loop
 )  # the trap is armed by a blocking call of its own, just before a verb is called
 
-_OFF_THE_PATH = ("audit", "groups", "limits", "schedules")
+_OFF_THE_PATH = ("audit", "limits", "schedules")
 """Modules of verbs that have fault tests of their own (limits survive crashes: tests/fleet). An audit may fail: it is
 told, not promised."""
 _LOST_REPLY = "the reply is lost"
@@ -50,7 +50,7 @@ _ONLY_FOR: dict[str, set[str]] = {
     "DuplicateKey": {"insert"},
 }
 _ELSEWHERE = {
-    "definitions.read": "asked by who publishes by name: tests/publish/test_by_name.py",
+    "registry.read_definition": "asked by who publishes by name: tests/publish/test_by_name.py",
     "schema.check_readable": "asked by who only looks: tests/store/test_connecting.py",
     "find.fitting": "asked if on_claim has a filter: tests/consumer/test_unclaimable_head.py",
     "find.names_in_use": "asked once a minute, for tasks that nobody runs: tests/fleet/test_deploy_skew.py",
