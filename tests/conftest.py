@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 from blockbuster import BlockBuster
@@ -15,7 +14,7 @@ from taskmesh import TaskMesh
 from taskmesh.embedded import Mongod
 from tests.cli.shell import Shell, shell_in
 from tests.databases import Databases
-from tests.mongods import ThreeNodes, small_mongod, three_nodes
+from tests.mongods import ThreeNodes, quick_directory, small_mongod, three_nodes
 from tests.processes.fleet import Fleet
 from tests.turns import booting, turn
 
@@ -40,9 +39,9 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
     with ExitStack() as stack:
         wanted = any("mongod" in item.fixturenames for item in session.items if isinstance(item, pytest.Function))
         if wanted and not session.config.option.collectonly:
-            directory = stack.enter_context(TemporaryDirectory(prefix="taskmesh-tests-", ignore_cleanup_errors=True))
+            directory = stack.enter_context(quick_directory())
             with booting():
-                server = stack.enter_context(small_mongod(Path(directory)))
+                server = stack.enter_context(small_mongod(directory))
                 session.config.stash[_MONGOD] = server.initiate()
         return (yield)
 
@@ -120,26 +119,26 @@ def taskmesh(mongo_uri: str, database: str, tmp_path: Path) -> Iterator[Shell]:
 
 
 @pytest.fixture
-def own_mongod(tmp_path: Path) -> Iterator[Mongod]:
+def own_mongod() -> Iterator[Mongod]:
     """A one-node replica set of this test alone, which it may kill, suspend and start again."""
-    with small_mongod(tmp_path / "own") as server:
+    with quick_directory() as directory, small_mongod(directory / "own") as server:
         yield server.initiate()
 
 
 @pytest.fixture
-def standalone_mongod(tmp_path: Path) -> Iterator[Mongod]:
+def standalone_mongod() -> Iterator[Mongod]:
     """A server without a replica set."""
-    with small_mongod(tmp_path / "standalone", replica_set=None) as server:
+    with quick_directory() as directory, small_mongod(directory / "standalone", replica_set=None) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def replica_set(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ThreeNodes]:
+def replica_set() -> Iterator[ThreeNodes]:
     """Three servers that elect a new primary within about two seconds. Mark the test `failover`.
 
     Shared by one module: a test that stops a member starts it again.
     """
-    with three_nodes(tmp_path_factory.mktemp("replica_set")) as nodes:
+    with quick_directory() as directory, three_nodes(directory) as nodes:
         yield nodes
 
 

@@ -1,5 +1,7 @@
 """No server outlives the tests that started it: a process beside each test process kills those that are left when that is gone.
 
+Their data goes with them where it lies in memory, which nobody else would ever give back.
+
 It reads a pipe whose other end the test process alone holds, and so learns of its end however that came about. (The kernel's
 PR_SET_PDEATHSIG would do it when the *thread* ends that started the server.)
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,11 +19,14 @@ from functools import cache
 from pathlib import Path
 from typing import IO
 
+IN_MEMORY = Path("/dev/shm")
+"""Where servers of tests keep their data if they can (see `tests.mongods.quick_directory`)."""
 
-def ends_with_us(pid: int, mark: str) -> None:
-    """Have this process killed, if it is still there when ours is gone. `mark`: what stands on its command line."""
+
+def ends_with_us(pid: int, dbpath: Path) -> None:
+    """Have this server killed, if it is still there when our process is gone."""
     pipe = _pipe(os.getpid())
-    pipe.write(f"{pid} {mark}\n".encode())
+    pipe.write(f"{pid} {dbpath}\n".encode())
     pipe.flush()
 
 
@@ -43,10 +49,15 @@ def main() -> None:
     told = [line.rstrip("\n").split(" ", 1) for line in sys.stdin]
     import psutil  # noqa: PLC0415 — this process waits for hours: let it be small
 
-    for pid, mark in told:
+    for pid, dbpath in told:
         with suppress(psutil.Error, ProcessLookupError):
-            if any(mark in argument for argument in psutil.Process(int(pid)).cmdline()):  # and no stranger with its pid
+            if any(
+                dbpath in argument for argument in psutil.Process(int(pid)).cmdline()
+            ):  # and no stranger with its pid
                 os.kill(int(pid), signal.SIGKILL)  # reaches suspended ones too
+                psutil.Process(int(pid)).wait(10)
+        if Path(dbpath).is_relative_to(IN_MEMORY):
+            shutil.rmtree(dbpath, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from taskmesh.embedded import Mongod
-from tests.leftovers import ends_with_us
+from tests.leftovers import IN_MEMORY, ends_with_us
 from tests.processes.wrong_clock import clock_off
 from tests.waiting import wait_until
 
@@ -22,6 +24,23 @@ PARAMETERS: dict[str, object] = {
 QUICK_ELECTIONS = {"electionTimeoutMillis": 1_000, "heartbeatIntervalMillis": 300}
 
 
+_ENOUGH_MEMORY = 8_000_000_000
+"""Free bytes: a server of tests needs less than half of one GB, and some run at once."""
+
+
+@contextmanager
+def quick_directory() -> Iterator[Path]:
+    """Make a directory for servers: in memory if there is much of it, else on disk.
+
+    Every acknowledged write waits for the disk, milliseconds on many machines. What is written survives the end of a server,
+    also by SIGKILL, in either place.
+    """
+    quick = IN_MEMORY.is_dir() and shutil.disk_usage(IN_MEMORY).free >= _ENOUGH_MEMORY
+    place = str(IN_MEMORY) if quick else None
+    with TemporaryDirectory(prefix="taskmesh-tests-", dir=place, ignore_cleanup_errors=True) as directory:
+        yield Path(directory)
+
+
 class _MongodOfTests(Mongod):
     """One that ends with the process of the tests, and whose clock is off by `clock_s`, whenever it is started."""
 
@@ -30,7 +49,7 @@ class _MongodOfTests(Mongod):
     def _spawn(self, port: int) -> subprocess.Popen[bytes]:
         with clock_off(self.clock_s):
             process = super()._spawn(port)
-        ends_with_us(process.pid, str(self.dbpath))
+        ends_with_us(process.pid, self.dbpath)
         return process
 
 

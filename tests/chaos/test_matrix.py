@@ -11,7 +11,6 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from taskmesh.embedded import Mongod
 from tests.chaos.life import EXPECTED_FAILS, EXPECTED_RUNS, Life, live
 from tests.chaos.proxy import Proxy
 from tests.chaos.verbs import CommandsOfVerbs, verbs, watched
-from tests.mongods import small_mongod
+from tests.mongods import quick_directory, small_mongod
 
 pytestmark = (
     pytest.mark.blocks_the_loop
@@ -83,9 +82,8 @@ class Servers:
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    directory: Path = tmp_path_factory.mktemp("matrix")
-    with small_mongod(directory) as mongod:
+def servers() -> Iterator[Servers]:
+    with quick_directory() as directory, small_mongod(directory / "db") as mongod:
         mongod.initiate()
         with Proxy(mongod.port) as proxy:
             yield Servers(mongod, proxy)

@@ -15,7 +15,7 @@ import pytest
 from pymongo import MongoClient
 from pymongo.errors import PyMongoError
 
-from tests.mongods import small_mongod
+from tests.mongods import quick_directory, small_mongod
 from tests.waiting import wait_until
 
 PASSWORD = "s3cret/with@signs:"
@@ -46,10 +46,14 @@ class Secured:
 
 
 @pytest.fixture(scope="package")
-def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
+def secured() -> Iterator[Secured]:
     if shutil.which("openssl") is None:
         pytest.skip("needs openssl, to make certificates")
-    directory = tmp_path_factory.mktemp("secured")
+    with quick_directory() as directory:
+        yield from _secured(directory)
+
+
+def _secured(directory: Path) -> Iterator[Secured]:
     ca, certificate = _certificates(directory)
     key_file = directory / "key"
     key_file.write_text("the servers know each other by this")
