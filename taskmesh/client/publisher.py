@@ -137,11 +137,12 @@ class Publisher:
         """Publish, and again while the database is away, up to a deadline: a repeated publish is known by its `publish_id`."""
         give_up = time.monotonic() + PUBLISH_DEADLINE_S
         pause = 0.05
+        locked = False
         while True:
             try:
                 if self._connection.clock.stale:
                     await sample(self._connection.clock, store)
-                return await publish(store, publications, self._connection.clock.now())
+                return await publish(store, publications, self._connection.clock.now(), alone=locked)
             except PyMongoError as error:
                 locked = is_over_deadline(error)
                 if not (is_passing(error) or locked) or time.monotonic() + pause > give_up:

@@ -108,8 +108,13 @@ def lane_of(id_: str) -> int:
     return crc32(id_.encode()) % LANES
 
 
-async def publish(store: Store, publications: Sequence[Publication], now: datetime) -> list[Published]:
+async def publish(
+    store: Store, publications: Sequence[Publication], now: datetime, *, alone: bool = False
+) -> list[Published]:
     """Insert what is new, then treat what existed as each publication asks. Results in the order given.
+
+    What is published at the same moment by others in this process is inserted with it. `alone`: not this, since it has met a
+    locked key, and would hold up the others.
 
     Safe to repeat: a repeated insert of ours is known by its `publish_id`. Raises `TaskRunning` for a publication with
     `not_update_running`; of several, the others are done all the same.
@@ -120,7 +125,7 @@ async def publish(store: Store, publications: Sequence[Publication], now: dateti
 
     async def publish_batches() -> None:
         for batch in batches:
-            duplicates = await _insert(store, [publications[i] for i in batch], now)
+            duplicates = await _insert(store, [publications[i] for i in batch], now, alone=alone)
             existing = [i for place, i in enumerate(batch) if place in duplicates]
             results.update({i: _CREATED for place, i in enumerate(batch) if place not in duplicates})
             results.update(await _treat_existing(store, {i: publications[i] for i in existing}, now, refused))
@@ -153,27 +158,22 @@ def _batches(publications: Sequence[Publication]) -> Iterator[list[int]]:
         yield batch
 
 
-async def _insert(store: Store, publications: list[Publication], now: datetime) -> set[int]:
-    """Insert documents, and return the places of those whose key was there already."""
+async def _insert(store: Store, publications: list[Publication], now: datetime, *, alone: bool = False) -> set[int]:
+    """Insert documents, together with what others publish now, and return the places of those whose key was there already."""
     # Most often they share one option: worked out once, it is half of what a publish costs here.
     options = {id(option): option for publication in publications for option in (publication.configuration.option,)}
     stored = {key: option.stored() for key, option in options.items()}
     documents = [new_document(each, now, stored[id(each.configuration.option)]) for each in publications]
-    try:
-        await store.insert(documents, WRITE_DEADLINE_MS)
-    except OperationFailure as error:
-        reply = error.details or {}
-        failed = reply.get("writeErrors", [])
-        if "writeConcernError" in reply:  # whatever else it says, what was inserted may yet be rolled back
-            concern = reply["writeConcernError"]
-            raise WriteConcernError(concern.get("errmsg", ""), concern.get("code"), reply) from error
-        if not failed:
-            raise
-        for failure in failed:
-            if failure["code"] != Code.DUPLICATE_KEY:
-                raise OperationFailure(failure["errmsg"], failure["code"], reply) from error
-        return {failure["index"] for failure in failed}
-    return set()
+    size = sum(each.size + _SIZE_OF_THE_REST for each in publications)
+    reply = await store.inserts.insert(documents, size, WRITE_DEADLINE_MS, alone=alone)
+    if "writeConcernError" in reply:  # whatever else it says, what was inserted may yet be rolled back
+        concern = reply["writeConcernError"]
+        raise WriteConcernError(concern.get("errmsg", ""), concern.get("code"), reply)
+    failed = reply.get("writeErrors", [])
+    for failure in failed:
+        if failure["code"] != Code.DUPLICATE_KEY:
+            raise OperationFailure(failure["errmsg"], failure["code"], reply)
+    return {failure["index"] for failure in failed}
 
 
 async def _treat_existing(

@@ -6,6 +6,7 @@ The only place that knows their codes.
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 from collections.abc import Awaitable, Callable
 from enum import IntEnum
@@ -128,6 +129,15 @@ The server labels errors of what the driver itself may repeat, and of transactio
 many tasks, a raw command): so their errors come without a label, and have to be known by their codes.
 """
 _PASSING_LABELS = ("RetryableWriteError", "TransientTransactionError", "SystemOverloadedError", "RetryableError")
+
+
+def own_copy(error: Exception) -> Exception:
+    """Return a copy for one of several who are to be told of one error: each adds to its traceback."""
+    try:
+        copied = copy.copy(error)
+    except Exception:  # noqa: BLE001 — somebody's own class, which cannot be copied
+        return error
+    return copied.with_traceback(error.__traceback__)
 
 
 def is_passing(error: BaseException) -> bool:

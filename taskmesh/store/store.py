@@ -19,6 +19,7 @@ from pymongo.errors import PyMongoError
 from taskmesh.model.errors import InvalidName, TaskMeshError
 from taskmesh.store import rules
 from taskmesh.store.driver import PLAIN_CODEC, Document, Driver, checked
+from taskmesh.store.inserts import Inserts
 from taskmesh.store.uncut import CLOSE_DEADLINE_S, ended_in_time
 
 WRITE_DEADLINE_MS = 5_000
@@ -42,6 +43,7 @@ class Store:
         except (PyMongoInvalidName, TypeError) as error:
             raise InvalidName(f"collection must be a name that MongoDB allows, got {collection!r}: {error}") from None
         self._name(collection, now)
+        self.inserts = Inserts(self.driver, self.tasks)
 
     def _name(self, collection: str, now: rules.Expression) -> None:
         self.now = now
@@ -73,21 +75,6 @@ class Store:
             "writeConcern": {"w": "majority"},
             "maxTimeMS": deadline_ms,
         }
-
-    async def insert(self, documents: list[Document], deadline_ms: int = WRITE_DEADLINE_MS) -> None:
-        """Insert tasks. Raises `OperationFailure` with the reply for those that could not be, a duplicate for one.
-
-        A command of our own, since the driver's inserts know no deadline: one of a key that stands in somebody's open
-        transaction waits for its end (measured: 84 s). Not repeated by the driver after a network error.
-        """
-        command = {
-            "insert": self.tasks,
-            "documents": documents,
-            "ordered": False,
-            "writeConcern": {"w": "majority"},
-            "maxTimeMS": deadline_ms,
-        }
-        await self.driver.command(command)
 
     async def update(
         self,

@@ -1,0 +1,135 @@
+"""What is published at one moment in one process is inserted together, and means to each caller what it would mean alone."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from pymongo import AsyncMongoClient
+from pymongo.errors import OperationFailure
+
+from benchmarks.commands import Commands
+from taskmesh import TaskMesh, TaskRunning
+from tests.consumer.test_lost_answers import CUT_OFF, GHOST, GHOST_OF_AN_ELECTION
+from tests.faults import failing_commands
+from tests.waiting import eventually
+from tests.working import working
+
+NOT_PRIMARY = {"errorCode": 10107, "errorLabels": ["RetryableWriteError"]}
+
+
+async def test_two_hundred_publishes_at_once_are_a_few_inserts_and_each_has_its_own_answer(
+    mongo_uri: str, database: str
+) -> None:
+    commands = Commands()
+    client: AsyncMongoClient[dict[str, Any]] = AsyncMongoClient(mongo_uri, event_listeners=[commands], tz_aware=True)
+    async with client, TaskMesh(client, database=database) as mesh:
+
+        @mesh.task
+        async def job(n: int) -> None: ...
+
+        await job.publish("k17", n=-1)
+        before = commands.by_name["insert"]
+        changing = job.configure(update_existing_params=True)
+        handles = await asyncio.gather(
+            *(job.publish(f"k{n}", n=n) for n in range(200)), changing.publish("k17", n=-2), job.publish("k3", n=-3)
+        )
+
+        assert commands.by_name["insert"] - before <= 4
+        assert [handle.key for handle in handles[:200] if not handle.created] == ["k17"]
+        assert [(handle.created, handle.updated) for handle in handles[200:]] == [(False, True), (False, False)]
+        stored = {task.key: task.params["n"] async for task in mesh.find("job", params=True, limit=300)}
+        assert stored == {f"k{n}": n for n in range(200)} | {"k17": -2}
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [GHOST, GHOST_OF_AN_ELECTION, CUT_OFF, NOT_PRIMARY],
+    ids=["writeConcernError", "election", "closeConnection", "notPrimary"],
+)
+async def test_a_lost_answer_is_told_to_none_of_them_and_nothing_is_there_twice(
+    mesh: TaskMesh, mongo_uri: str, fault: dict[str, Any]
+) -> None:
+    @mesh.task
+    async def job(n: int) -> None: ...
+
+    await job.publish("there", n=0)
+    async with failing_commands(mongo_uri, ["insert"], times=3, **fault):
+        handles = await asyncio.gather(*(job.publish(f"k{n}", n=n) for n in range(60)), job.publish("there", n=1))
+    assert [handle.created for handle in handles] == [True] * 60 + [False]
+    assert len([task async for task in mesh.find("job")]) == 61
+
+
+async def test_what_the_server_refuses_of_one_is_an_error_of_that_one_alone(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def job(n: int) -> None: ...
+
+    running, go_on = asyncio.Event(), asyncio.Event()
+
+    @mesh.task
+    async def busy() -> None:
+        running.set()
+        await go_on.wait()
+
+    await busy.publish("k")
+    rule = {"params.n": {"$ne": 13}}
+    await mesh.store.driver.database.command({"collMod": "tasks", "validator": rule})
+    async with working(mesh, names=["busy"]):
+        await running.wait()
+        answers = await asyncio.gather(
+            *(job.publish(f"k{n}", n=n) for n in range(30)),
+            busy.configure(not_update_running=True, run_again=True).publish("k"),
+            return_exceptions=True,
+        )
+        go_on.set()
+    failed = {n: answer for n, answer in enumerate(answers) if isinstance(answer, BaseException)}
+    assert failed.keys() == {13, 30}
+    assert isinstance(failed[13], OperationFailure)
+    assert "Document failed validation" in str(failed[13])
+    assert isinstance(failed[30], TaskRunning)
+    assert {task.key async for task in mesh.find("job")} == {f"k{n}" for n in range(30) if n != 13}
+
+
+async def test_a_locked_key_holds_up_none_of_those_that_are_published_with_it(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def job(n: int) -> None: ...
+
+    async with mesh.store.driver.session() as session:
+        await session.start_transaction()
+        await job.configure(session=session).publish("locked", n=1)
+        waiting = asyncio.gather(*(job.publish("locked", n=n) for n in range(2)))
+        await asyncio.gather(*(job.publish(f"k{n}", n=n) for n in range(40)))
+        assert not waiting.done()
+        assert (await job.publish("later", n=1)).created
+        assert not waiting.done()
+        await session.commit_transaction()
+    assert [handle.created for handle in await waiting] == [False, False]
+
+
+async def test_who_is_cancelled_takes_no_other_with_it(mesh: TaskMesh, mongo_uri: str) -> None:
+    @mesh.task
+    async def job(n: int) -> None: ...
+
+    async with failing_commands(mongo_uri, ["insert"], blockConnection=True, blockTimeMS=300) as have_begun:
+        first = [asyncio.create_task(job.publish(f"first{n}", n=n)) for n in range(20)]
+        await have_begun()
+        second = [asyncio.create_task(job.publish(f"second{n}", n=n)) for n in range(20)]
+        await asyncio.sleep(0)
+        for publishing in (*first[::2], *second[::2]):
+            publishing.cancel()
+        answers = await asyncio.gather(*first, *second, return_exceptions=True)
+    assert all(isinstance(answer, asyncio.CancelledError) for answer in answers[::2])
+    assert all(not isinstance(answer, BaseException) and answer.created for answer in answers[1::2])
+    found = {task.key async for task in mesh.find("job")}
+    assert found >= {f"{when}{n}" for when in ("first", "second") for n in range(1, 20, 2)}
+    await eventually(lambda: not mesh.store.driver.calls._left_alone, what="nothing is left on its way")
+
+
+async def test_large_tasks_at_one_moment_are_split_into_commands_that_fit(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def job(text: str) -> None: ...
+
+    text = "x" * 3_000_000
+    handles = await asyncio.gather(*(job.publish(f"k{n}", text=text) for n in range(12)))
+    assert all(handle.created for handle in handles)
