@@ -165,7 +165,7 @@ async def _insert(store: Store, publications: list[Publication], now: datetime, 
     stored = {key: option.stored() for key, option in options.items()}
     documents = [new_document(each, now, stored[id(each.configuration.option)]) for each in publications]
     size = sum(each.size + _SIZE_OF_THE_REST for each in publications)
-    reply = await store.inserts.insert(documents, size, WRITE_DEADLINE_MS, alone=alone)
+    reply = await store.insert(documents, size, WRITE_DEADLINE_MS, alone=alone)
     if "writeConcernError" in reply:  # whatever else it says, what was inserted may yet be rolled back
         concern = reply["writeConcernError"]
         raise WriteConcernError(concern.get("errmsg", ""), concern.get("code"), reply)

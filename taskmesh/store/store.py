@@ -43,7 +43,7 @@ class Store:
         except (PyMongoInvalidName, TypeError) as error:
             raise InvalidName(f"collection must be a name that MongoDB allows, got {collection!r}: {error}") from None
         self._name(collection, now)
-        self.inserts = Inserts(self.driver, self.tasks)
+        self._inserts = Inserts(self.driver, self.tasks)
 
     def _name(self, collection: str, now: rules.Expression) -> None:
         self.now = now
@@ -75,6 +75,15 @@ class Store:
             "writeConcern": {"w": "majority"},
             "maxTimeMS": deadline_ms,
         }
+
+    async def insert(
+        self, documents: Sequence[Document], size: int, deadline_ms: int = WRITE_DEADLINE_MS, *, alone: bool = False
+    ) -> Mapping[str, Any]:
+        """Insert tasks of about `size` bytes, in one command with what others insert now, and return the reply for these.
+
+        `alone`: in a command of their own. See `Inserts`.
+        """
+        return await self._inserts.insert(documents, size, deadline_ms, alone=alone)
 
     async def update(
         self,

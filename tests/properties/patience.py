@@ -23,5 +23,7 @@ class PatientStore(Store):
     ) -> Document:
         return super().update_command(query, pipeline, max(deadline_ms, PATIENCE_MS), let)
 
-    async def insert(self, documents: list[Document], deadline_ms: int = 0) -> None:
-        await super().insert(documents, max(deadline_ms, PATIENCE_MS))
+    async def insert(
+        self, documents: Sequence[Document], size: int, deadline_ms: int = 0, *, alone: bool = False
+    ) -> Mapping[str, Any]:
+        return await super().insert(documents, size, max(deadline_ms, PATIENCE_MS), alone=alone)

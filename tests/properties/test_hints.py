@@ -93,7 +93,7 @@ async def test_t11_a_write_that_makes_a_task_claimable_is_announced(mongo_uri: s
         done = {id_: await writer.touch(id_, oracle) for id_, oracle in before.items() if int(id_[4:]) % 8}
         await settle(store)
         after = {d["_id"]: Oracle(d) for d in await store.find({}, {})}
-        await store.inserts.insert([{**documents[0], "_id": "job:last", "next_claim_time": now}], 0, 5_000)
+        await store.insert([{**documents[0], "_id": "job:last", "next_claim_time": now}], 0)
         announced = set()
         while "job:last" not in announced:
             event = await stream.next()

@@ -39,7 +39,7 @@ async def test_two_hundred_publishes_at_once_are_a_few_inserts_and_each_has_its_
         assert commands.by_name["insert"] - before <= 4
         assert [handle.key for handle in handles[:200] if not handle.created] == ["k17"]
         assert [(handle.created, handle.updated) for handle in handles[200:]] == [(False, True), (False, False)]
-        stored = {task.key: task.params["n"] async for task in mesh.find("job", params=True, limit=300)}
+        stored = {task.key: (task.params or {})["n"] async for task in mesh.find("job", params=True, limit=300)}
         assert stored == {f"k{n}": n for n in range(200)} | {"k17": -2}
 
 
