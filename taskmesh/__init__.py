@@ -47,6 +47,7 @@ from taskmesh.model.errors import (
     TaskRunning,
     TaskTooLarge,
     TransactionConflict,
+    UnstorableValue,
     WorkerIdTaken,
 )
 from taskmesh.model.event import TaskEvent
@@ -109,6 +110,7 @@ __all__ = [
     "Tick",
     "TransactionConflict",
     "UndoResult",
+    "UnstorableValue",
     "Waiting",
     "WorkerIdTaken",
     "WorkerInfo",

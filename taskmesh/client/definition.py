@@ -10,6 +10,7 @@ from typing import Any, Generic, Literal, ParamSpec, TypeVar, Unpack, cast
 from taskmesh.client.handle import TaskHandle
 from taskmesh.client.params import Params
 from taskmesh.client.publisher import Publisher
+from taskmesh.client.returns import Returns
 from taskmesh.model.configuration import Configuration, PublishSettings
 from taskmesh.model.errors import InvalidOption
 from taskmesh.model.option import TaskOption
@@ -44,6 +45,7 @@ class TaskDefinition(Generic[P, R]):
             kind = "an async function" if is_async(fn) else "a plain function"
             raise InvalidOption(f"task {name!r}: run={self.run!r} does not go with {kind}")
         self.params = Params(name, fn)
+        self.returns = Returns(f"the result of task {name!r}", fn)
         self.projection = None if projection is None else self.params.checked_projection(projection)
         self.__doc__ = fn.__doc__
         self.__name__ = getattr(fn, "__name__", name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Generic, TypeVar, cast
 
+from taskmesh.client.returns import PLAIN, Returns
 from taskmesh.client.tasks import Tasks
 from taskmesh.model.errors import TaskCancelled, TaskError, TaskExpired, TaskNotFound
 from taskmesh.model.task import Status, Task, checked_key, checked_name
@@ -14,7 +15,17 @@ R = TypeVar("R")
 class TaskHandle(Generic[R]):
     """A published task, to wait for and to ask about."""
 
-    def __init__(self, tasks: Tasks, name: str, key: str, *, created: bool, updated: bool, warnings: list[str]) -> None:
+    def __init__(
+        self,
+        tasks: Tasks,
+        name: str,
+        key: str,
+        *,
+        created: bool,
+        updated: bool,
+        warnings: list[str],
+        returns: Returns = PLAIN,
+    ) -> None:
         self.tasks = tasks
         self.name = checked_name(name)
         self.key = checked_key(key)
@@ -26,6 +37,7 @@ class TaskHandle(Generic[R]):
         """Whether an existing task was changed."""
         self.warnings = warnings
         """Why nobody could run the task when it was published."""
+        self._returns = returns
 
     async def task(self) -> Task:
         """Return the task as it stands now. Raises `TaskNotFound`."""
@@ -38,19 +50,24 @@ class TaskHandle(Generic[R]):
     async def result(self, timeout: float | None = None) -> R:
         """Wait for the task to finish, and return the value of its first SUCCESS.
 
-        `timeout` in seconds; None waits for ever. Raises `TaskError` (with `reasons`), `TaskCancelled`, `TaskExpired`,
-        `TaskNotFound` (deleted meanwhile) or `TimeoutError`.
+        It is of the type that the handler is annotated to return, where the mesh that published knows the handler; else it is
+        in plain values. `timeout` in seconds; None waits for ever. Raises `TaskError` (with `reasons`), `TaskCancelled`,
+        `TaskExpired`, `TaskNotFound` (deleted meanwhile), `TimeoutError`, or `UnstorableValue` if the annotation has changed
+        so that the stored value does not fit it.
         """
-        return cast(R, (await self._finished(timeout)).successes[0].returns)
+        return self._value(await self._finished(timeout), 0)
 
     async def results(self, timeout: float | None = None) -> dict[str, R]:
-        """Wait for the task to finish, and return the value of every worker that ran it to SUCCESS."""
+        """Wait for the task to finish, and return the value of every worker that ran it to SUCCESS. Raises as `result` does."""
         task = await self._finished(timeout)
-        return {entry.worker_id: cast(R, entry.returns) for entry in task.successes}
+        return {entry.worker_id: self._value(task, place) for place, entry in enumerate(task.successes)}
 
     async def cancel(self) -> Task:
         """Cancel the task; a finished one stays as it is. Returns it as it stands after."""
         return await self.tasks.cancel(self.name, self.key)
+
+    def _value(self, task: Task, place: int) -> R:
+        return cast(R, self._returns.read(task.successes[place].returns))
 
     async def _finished(self, timeout: float | None) -> Task:
         task = await self.tasks.finished(self.name, self.key, timeout, published=self._is_due_a_result)

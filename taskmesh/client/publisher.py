@@ -17,6 +17,7 @@ from taskmesh.client.connection import Connection, sample
 from taskmesh.client.handle import TaskHandle
 from taskmesh.client.portal import portal_loop, run_blocking
 from taskmesh.client.registered import RegisteredDefinition
+from taskmesh.client.returns import Returns
 from taskmesh.client.tasks import Tasks
 from taskmesh.client.tracing import Carrier, carrier, going_on, publishing
 from taskmesh.model.configuration import Configuration, PublishSettings
@@ -39,6 +40,10 @@ class Publishable(Protocol):
     @property
     def configuration(self) -> Configuration:
         """How it is published."""
+
+    @property
+    def returns(self) -> Returns:
+        """What its results are."""
 
     def to_store(self, params: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
         """Return checked params as they are stored, and their size in bytes. Raises `InvalidParams`, `TaskTooLarge`."""
@@ -121,6 +126,7 @@ class Publisher:
                 created=result.created,
                 updated=result.updated,
                 warnings=list(warnings),
+                returns=definition.returns,
             )
             for publication, result in zip(publications, published, strict=True)
         ]

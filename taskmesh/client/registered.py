@@ -9,6 +9,7 @@ from typing import Any
 
 from taskmesh.client.json_schema import misfits
 from taskmesh.client.params import checked_size
+from taskmesh.client.returns import PLAIN
 from taskmesh.model.configuration import Configuration
 from taskmesh.model.errors import InvalidParams
 from taskmesh.model.option import TaskOption
@@ -20,6 +21,8 @@ _MOST_MISFITS = 5
 
 class RegisteredDefinition:
     """What some worker has registered of the tasks of a name; of a name of which nobody has, the defaults."""
+
+    returns = PLAIN
 
     def __init__(self, name: str, document: Document | None) -> None:
         self.name = name

@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from taskmesh.client.publisher import Publisher
+from taskmesh.client.returns import PLAIN, Returns
 from taskmesh.consumer.tracing import ProcessSpan
 from taskmesh.model.errors import InvalidParams, LeaseLost
 from taskmesh.model.option import TaskOption
@@ -151,6 +152,8 @@ class Execution:
     """Of its transaction, if it has begun one."""
     span: ProcessSpan | None = None
     """Of its trace, if somebody traces."""
+    returns: Returns = PLAIN
+    """What its handler returns, once that is known."""
     published_before = 0
     """How many of its publications are older than its `transaction()`."""
 

@@ -145,6 +145,7 @@ class Executor:
         try:
             execution.span = process_span(execution)
             definition = self._definitions[execution.name]
+            execution.returns = definition.returns
             args, kwargs = definition.params.to_run(execution.document.get("params") or {})
             if self._before is not None or self._after is not None:
                 execution.as_task = Task.from_document(execution.document)

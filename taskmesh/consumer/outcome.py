@@ -18,15 +18,16 @@ from typing import Any, Literal
 from taskmesh.consumer.execution import Execution, Stop
 from taskmesh.consumer.logs import fields_of
 from taskmesh.consumer.timing import varied
-from taskmesh.model.errors import LeaseLost, Retry, Snooze, TaskFailed, TransactionConflict, delay_of
+from taskmesh.model.errors import LeaseLost, Retry, Snooze, TaskFailed, TransactionConflict, UnstorableValue, delay_of
 from taskmesh.store.driver import Document
 from taskmesh.store.finish import Outcome
-from taskmesh.store.values import TooLarge, Unstorable, kept
 
 logger = logging.getLogger("taskmesh.executor")
 
 _ABOUT_THE_TASK = (TaskFailed, Retry, Snooze)
 """What a handler says of its task, which holds though it says so while its worker stops."""
+_FINAL = (TaskFailed, UnstorableValue)
+"""What makes the task FAIL whatever retries are left."""
 _CONFLICTS_IN_A_ROW = 100
 """So many conflicts of `transaction()` are a failure. Waiting between them takes longer than a dead worker's locks last."""
 _FIRST_WAIT_MS, _LONGEST_WAIT_MS = 20, 1_000
@@ -105,11 +106,12 @@ def _told_to_stop(execution: Execution, told: Stop, error: BaseException | None)
 
 
 def success(execution: Execution, value: Any) -> Outcome:
-    """Return the outcome of an execution whose handler returned this: a failure, if that cannot be stored."""
+    """Return the outcome of an execution whose handler returned this: a failure for good, if that cannot be stored."""
     try:
-        entry, size = kept("returns", value, "result")
-    except (Unstorable, TooLarge) as error:
-        return failure(execution, Ending("failed", reason=unstorable_text(error)))
+        entry, size = execution.returns.kept("returns", value)
+    except UnstorableValue as error:
+        reason = cleaned(f"UnstorableValue: {error}")
+        return failure(execution, Ending("failed", reason=reason, error=error, fail_type="UnstorableValue"))
     return execution.outcome("succeeded", entry, size + 200)
 
 
@@ -119,7 +121,7 @@ def failure(execution: Execution, ending: Ending) -> Outcome:
     entry: Document = {"fail_reason": (ending.reason or "")[:MAX_REASON_CHARS], "retry_jitter": varied(1.0, 1.0) - 1.0}
     if ending.fail_type is not None:
         entry |= {"fail_type": ending.fail_type, "fail_frame": ending.fail_frame}
-    if isinstance(ending.error, TaskFailed):
+    if isinstance(ending.error, _FINAL):
         entry["final"] = True
     delay_ms = delay_of(ending.error) if isinstance(ending.error, Retry) else None
     return execution.outcome("failed", entry, 5_000, delay_ms)
@@ -129,7 +131,7 @@ def _tell(execution: Execution, ending: Ending) -> None:
     """Log a failure with its traceback: an error if no retry is left, else a warning."""
     reason = (ending.reason or "").partition("\n")[0]
     retries, most = execution.failures, execution.stored_option["max_unexpected_retries"]
-    if isinstance(ending.error, TaskFailed) or retries >= most:
+    if isinstance(ending.error, _FINAL) or retries >= most:
         level, what = logging.ERROR, "failed for good"
     else:
         level, what = logging.WARNING, f"failed and will be retried ({retries + 1} of {most})"
@@ -253,11 +255,6 @@ def _message(error: BaseException) -> str:
         return str(error)
     except Exception as second:  # noqa: BLE001 — as above
         return f"{type(error).__name__} (its text cannot be made: {type(second).__name__})"
-
-
-def unstorable_text(error: BaseException) -> str:
-    """Return the reason of an execution whose result cannot be stored."""
-    return cleaned(f"the handler's result cannot be stored: {error}")
 
 
 def cleaned(text: str) -> str:

@@ -26,7 +26,15 @@ from taskmesh.consumer.pinger import Pinger
 from taskmesh.consumer.reporter import Reporter
 from taskmesh.consumer.timing import by_chance
 from taskmesh.consumer.together import Together, commit, write
-from taskmesh.model.errors import LeaseLost, Retry, Snooze, TaskFailed, TaskMeshError, TransactionConflict
+from taskmesh.model.errors import (
+    LeaseLost,
+    Retry,
+    Snooze,
+    TaskFailed,
+    TaskMeshError,
+    TransactionConflict,
+    UnstorableValue,
+)
 from taskmesh.store import Store
 from taskmesh.store.blocking import BlockingStore, StoreAddress, run_now
 from taskmesh.store.clock import ServerClock
@@ -68,7 +76,7 @@ class Side(Protocol):
         """Take the longer lease; return how many seconds a transaction may last. Raises `LeaseLost`."""
 
     async def record(self) -> Record:
-        """Decide the outcome: nothing stops the execution any more. Raises `LeaseLost`, `TaskFailed`."""
+        """Decide the outcome: nothing stops the execution any more. Raises `LeaseLost`, `UnstorableValue`."""
 
     async def end(self, how: End) -> None:
         """Go on as before, or as an execution that is recorded. What was published in a block that conflicted is forgotten."""
@@ -197,7 +205,7 @@ class Transactions:
             )
         outcome = success(execution, execution.result)
         if outcome.kind != "succeeded":
-            raise TaskFailed(outcome.entry["fail_reason"])
+            raise UnstorableValue(outcome.entry["fail_reason"].removeprefix("UnstorableValue: "))
         return Record(self._worker_id, outcome, execution.publications, self._clock.now())
 
     def resume(self, execution: Execution) -> None:

@@ -3,6 +3,7 @@
     TaskMeshError
     ├── InvalidName, InvalidKey, InvalidParams, InvalidOption     what was asked for cannot be stored
     ├── TaskTooLarge                                              ... nor can so much of it
+    ├── UnstorableValue                                           ... nor can what a function returned
     ├── TaskNotFound, TaskRunning                                 the task is not there, or is busy
     ├── TaskError, TaskCancelled, TaskExpired                     how a task ended, raised by result()
     ├── LeaseLost                                                 this execution no longer holds its task
@@ -40,6 +41,13 @@ class InvalidOption(TaskMeshError):
 
 class TaskTooLarge(TaskMeshError):
     """A task whose document would come near MongoDB's limit of 16 MB."""
+
+
+class UnstorableValue(TaskMeshError):
+    """A value that a handler or a step returned, and that MongoDB cannot store, or that does not fit the return annotation.
+
+    Where it ends a handler, the task FAILs for good: the work would be done again for nothing.
+    """
 
 
 class TaskNotFound(TaskMeshError):

@@ -11,7 +11,9 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -161,12 +163,30 @@ def snooze_until(path: str) -> int:
 
 def return_named(kind: str) -> Any:
     values: dict[str, Any] = {
-        "set": {"deep": [{1}]},
+        "object": {"deep": [object()]},
         "lambda": lambda: None,
         "large": b"x" * 17_000_000,
         "tuple": (1, "two", b"3"),
     }
     return values[kind]
+
+
+class Unit(Enum):
+    METRE = "m"
+
+
+@dataclass
+class Measured:
+    unit: Unit
+    values: set[int]
+
+
+def measured() -> Measured:
+    return Measured(Unit.METRE, {1, 2})
+
+
+def not_a_number() -> int:
+    return "top secret"  # type: ignore[return-value]  # what is tested
 
 
 def tell_about_itself() -> dict[str, Any]:

@@ -46,7 +46,7 @@ def exclude(mesh: TaskMesh) -> Awaitable[Any]:
 
 HANDLERS: dict[str, Callable[[], Any]] = {
     "returns a value": lambda: 42,
-    "returns what cannot be stored": lambda: {"deep": {1, 2}},
+    "returns what cannot be stored, or does not fit its return annotation": lambda: {"deep": object()},
     "raises an exception": lambda: raise_it(ValueError("as asked")),
     "raises `TaskFailed`": lambda: raise_it(TaskFailed("as asked")),
     "raises `Retry`": lambda: raise_it(Retry("as asked", delay_ms=DELAY_MS)),

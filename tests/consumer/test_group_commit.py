@@ -94,7 +94,7 @@ async def test_a_result_is_what_it_was_when_it_was_returned(mesh: TaskMesh) -> N
     @mesh.task(option=ONCE)
     async def job(n: int) -> dict[str, Any]:
         await release.wait()
-        shared["n"] = n if n < 5 else {n}
+        shared["n"] = n if n < 5 else object()
         return shared
 
     handles = await job.publish_many({f"k{n}": {"n": n} for n in range(6)})
@@ -102,6 +102,6 @@ async def test_a_result_is_what_it_was_when_it_was_returned(mesh: TaskMesh) -> N
         await eventually(lambda: len(consumer.running) == 6)
         release.set()  # all end in the same turn of the loop
         assert [await handle.result(60) for handle in handles[:5]] == [{"n": n} for n in range(5)]
-        with pytest.raises(TaskError, match=r"result\.n: MongoDB cannot store a set"):
+        with pytest.raises(TaskError, match=r"result.*n.*cannot.*object"):
             await handles[5].result(60)
         await eventually(lambda: not consumer.running)

@@ -287,7 +287,7 @@ async def test_retry_and_snooze_mean_what_they_mean_elsewhere(mesh: TaskMesh, tm
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [("set", r"result\.deep\[0\].*set"), ("lambda", "result.*function"), ("large", "17000.* bytes")],
+    [("object", r"result\.deep\[0\].*object"), ("lambda", "result.*function"), ("large", "17000.* bytes")],
 )
 async def test_a_result_that_cannot_be_stored_fails_with_its_place(mesh: TaskMesh, kind: str, reason: str) -> None:
     return_named = define(mesh, handlers.return_named, option=ONCE)

@@ -258,7 +258,7 @@ async def test_a_result_that_cannot_be_stored_undoes_the_block(mesh: TaskMesh, c
     async def order() -> None:
         async with current_task().transaction() as session:
             await session.client[database]["orders"].insert_one({"n": 1}, session=session)
-            current_task().set_result({1, 2})
+            current_task().set_result({"deep": object()})
 
     async with working(mesh):
         handle = await order.publish("k")
@@ -300,7 +300,7 @@ async def test_it_works_in_a_process(mesh: TaskMesh, client: Any, database: str)
         handle = await order.publish("good", database=database, n=1)
         assert await handle.result(60) == "ordered 1"
         assert len((await handle.task()).task_state.worker_states) == 1
-        for kind, reason in (("raise", "changed my mind"), ("die", "SIGKILL"), ("set", "cannot be stored")):
+        for kind, reason in (("raise", "changed my mind"), ("die", "SIGKILL"), ("set", "does not fit")):
             handle = await order.publish(kind, database=database, n=2, ending=kind)
             with pytest.raises(TaskError, match=reason):
                 await handle.result(60)

@@ -25,19 +25,18 @@ from typing import Any
 
 from taskmesh.client.definition import TaskDefinition
 from taskmesh.client.params import Params, checked_size
+from taskmesh.client.returns import PLAIN, Returns
 from taskmesh.client.tracing import Carrier, going_on
 from taskmesh.consumer.context import BlockingTaskContext, enter
 from taskmesh.consumer.execution import checked_progress, line_of
 from taskmesh.consumer.logs import SetUp, set_up
-from taskmesh.consumer.outcome import Reason, unstorable_text
 from taskmesh.consumer.subprocess.handler_reference import HandlerRef, found
 from taskmesh.consumer.subprocess.wire import configuration_as_data, error_as_data, packed
 from taskmesh.consumer.transactions import End, Record, blocking_again, blocking_block
-from taskmesh.model.errors import LeaseLost, TaskFailed
+from taskmesh.model.errors import LeaseLost
 from taskmesh.model.option import TaskOption
 from taskmesh.model.task import checked_key, checked_name
 from taskmesh.store.blocking import BlockingStore, StoreAddress, blocking_client
-from taskmesh.store.values import TooLarge, Unstorable, size_of
 
 serving = False
 """Whether this process is such a child: it must not become a worker itself, if a script forgets to guard its main part."""
@@ -116,6 +115,8 @@ class Remote:
         self.attempt = call.attempt
         self.option = call.option
         self.result: Any = None
+        self.returns: Returns = PLAIN
+        """What the handler returns, once it is found."""
         self._connection = connection
         self._lease = lease
         self._lock = threading.Lock()
@@ -198,11 +199,7 @@ class _Side:
         return float(self._remote.ask("begin", session_id))
 
     async def record(self) -> Record:
-        try:
-            size_of(self._remote.result, "result")
-        except (Unstorable, TooLarge) as error:
-            raise TaskFailed(unstorable_text(error)) from None
-        found: Record = self._remote.ask("record", self._remote.result)
+        found: Record = self._remote.ask("record", self._remote.returns.to_store(self._remote.result))
         return found
 
     async def end(self, how: End) -> None:
@@ -269,23 +266,16 @@ def _answer(call: Call, connection: Connection, lease: Lease) -> bytes:
         set_up(*call.log)
     try:
         handler, args, kwargs = _prepared(call)
+        remote.returns = Returns(f"the result of task {call.name!r}", handler)
         enter(BlockingTaskContext(remote))
         connection.send_bytes(packed("begins"))
         with going_on(call.trace):
             value = handler(*args, **kwargs)
-        return _returned(value)
+        return packed("returned", remote.returns.to_store(value))
     except BaseException as error:  # noqa: BLE001 — whatever a handler raises, SystemExit too, is its outcome
         return packed("raised", error_as_data(error))
     finally:
         remote.end()
-
-
-def _returned(value: Any) -> bytes:
-    try:
-        size_of(value, "result")
-    except (Unstorable, TooLarge) as error:
-        return packed("raised", error_as_data(error, Reason(unstorable_text(error), None, None)))
-    return packed("returned", value)
 
 
 def _prepared(call: Call) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]:

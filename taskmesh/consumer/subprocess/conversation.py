@@ -22,6 +22,7 @@ import anyio.to_thread
 from taskmesh.client.definition import TaskDefinition
 from taskmesh.client.params import checked_size
 from taskmesh.client.publisher import Publishable
+from taskmesh.client.returns import PLAIN
 from taskmesh.consumer.execution import Execution
 from taskmesh.consumer.logs import how_it_is_set_up
 from taskmesh.consumer.outcome import reason_of
@@ -191,7 +192,7 @@ class Conversation:
             if kind in _OUTCOMES:
                 if child.saw_its_lease_end:
                     return _raising(self._lease_lost())
-                return _outcome(kind, *said)
+                return self._outcome(kind, *said)
             if kind == "begins":
                 self._begun = True
                 self._execution.begins_elsewhere()
@@ -230,6 +231,11 @@ class Conversation:
             return run_now(side.end(*said))
         raise ValueError(f"a child asked {question!r}")
 
+    def _outcome(self, kind: str, said: Any) -> Callable[[], Any]:
+        if kind == "returned":
+            return lambda: self._definition.returns.read(said)
+        return _raising(error_of(said))
+
     def _published(self, name: str, configuration: Mapping[str, Any] | None) -> Any:
         """The definition that a child means, with the settings it gave it."""
         if configuration is None:
@@ -247,18 +253,13 @@ class _Meant:
     configuration: Configuration
     definition: Publishable | None
     """What this process knows of it; None: it is defined in the child alone, which has checked the params."""
+    returns = PLAIN
 
     def to_store(self, params: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
         if self.definition is not None:
             return self.definition.to_store(params)
         stored = dict(params)
         return stored, checked_size(self.name, stored)
-
-
-def _outcome(kind: str, said: Any) -> Callable[[], Any]:
-    if kind == "returned":
-        return lambda: said
-    return _raising(error_of(said))
 
 
 def _reply(child: Child, answer: Any, refusal: Exception | None) -> None:

@@ -14,13 +14,13 @@ from typing import Any
 
 from taskmesh.consumer.outcome import Reason, ReasonElsewhere, cleaned, reason_of
 from taskmesh.model.configuration import Configuration
-from taskmesh.model.errors import LeaseLost, Retry, Snooze, TaskFailed, TransactionConflict, delay_of
+from taskmesh.model.errors import LeaseLost, Retry, Snooze, TaskFailed, TransactionConflict, UnstorableValue, delay_of
 from taskmesh.model.option import TaskOption
 from taskmesh.store.values import MAX_BYTES, decoded, encoded
 
 MAX_MESSAGE_BYTES = 2 * MAX_BYTES
 _MAX_DETAIL_BYTES = 4_000
-_KINDS: tuple[type[Exception], ...] = (TaskFailed, Retry, TransactionConflict, Snooze, LeaseLost)
+_KINDS: tuple[type[Exception], ...] = (TaskFailed, UnstorableValue, Retry, TransactionConflict, Snooze, LeaseLost)
 """Errors that say how an execution ends."""
 _LOCAL = ("option", "tuned", "placed", "session")
 """Fields of a configuration that travel in another form, or not at all."""

@@ -1,0 +1,165 @@
+"""What a function returns, on its way into the database and back: by its return annotation, or else as plain values.
+
+Of a handler it is the task's result; whatever else records what a function returned (a step) stores it by the same rules. What a
+value is turned into for MongoDB is checked to come back as the annotated type before it counts as stored.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, get_type_hints
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.errors import PydanticUserError
+from pydantic_core import PydanticSerializationError
+
+from taskmesh.model.errors import UnstorableValue
+from taskmesh.store.values import TooLarge, Unstorable, kept, size_of, storable, too_deep
+
+_PLAIN = (Any, object, None, type(None), inspect.Signature.empty)
+"""Annotations that say nothing of a value. `None` is among them: such a handler may still `set_result` in a transaction."""
+_AS_IT_IS = (str, int, float, bool, bytes, dict, list)
+"""Annotations that a value of this very type fits as it is."""
+_FORMS: tuple[dict[str, Any], ...] = (
+    {"mode": "python", "by_alias": True},  # MongoDB has types for times, bytes, UUIDs and decimals
+    {"mode": "python", "by_alias": False},  # a model whose aliases differ on the way in and on the way out
+    {"mode": "json", "by_alias": True},  # what only JSON has a form for: keys that are no texts, sets of models
+)
+_REFUSALS = (PydanticSerializationError, ValidationError, ValueError, TypeError, AttributeError, RecursionError)
+_MOST_MISFITS = 5
+
+
+class Returns:
+    """What one function returns. `label` says in errors whose value it is: "the result of task 'order'"."""
+
+    def __init__(self, label: str, fn: Callable[..., Any] | None = None) -> None:
+        self._label = label
+        self._fn = fn
+
+    def kept(self, name: str, value: Any) -> tuple[Mapping[str, Any], int]:
+        """Return a document with this one field, the value as it is stored, and its size in bytes.
+
+        Raises `UnstorableValue`. Nothing that happens to the value later changes the document.
+        """
+        found: tuple[Mapping[str, Any], int] = self._first_that_is_stored(
+            value, lambda form: kept(name, form, "result")
+        )
+        return found
+
+    def to_store(self, value: Any) -> Any:
+        """Return the value in MongoDB's types, from which `read` makes it again. Raises `UnstorableValue`."""
+
+        def checked(form: Any) -> Any:
+            size_of(form, "result")
+            return form
+
+        return self._first_that_is_stored(value, checked)
+
+    def read(self, stored: Any) -> Any:
+        """Return what was stored as the annotated type, or as it is if nothing is annotated. Raises `UnstorableValue`."""
+        adapter = self._adapter
+        if adapter is None or type(stored) is self._annotation:
+            return stored
+        try:
+            return adapter.validate_python(stored, strict=False)
+        except ValidationError as error:
+            raise UnstorableValue(
+                f"{self._label} was stored, but does not fit {self._said} (any more): {_misfits(error)}; "
+                "`(await handle.task()).successes` has it as it is stored"
+            ) from None
+
+    def _first_that_is_stored(self, value: Any, store: Callable[[Any], Any]) -> Any:
+        first: Exception | None = None
+        try:
+            for form in self._forms(value):
+                try:
+                    return store(form)
+                except Unstorable as error:
+                    first = first or error
+        except TooLarge as error:
+            raise UnstorableValue(f"{self._label} cannot be stored: {error}") from None
+        raise UnstorableValue(f"{self._label} cannot be stored: {first or 'it would not come back as it is'}") from None
+
+    def _forms(self, value: Any) -> Iterator[Any]:
+        """In which forms the value might be stored, the best one first."""
+        adapter = self._adapter
+        if adapter is None or (type(value) in _AS_IT_IS and type(value) is self._annotation):
+            yield value
+            if too_deep(value, "result") is None:
+                try:
+                    form, turned = storable(value)
+                except RecursionError:
+                    return
+                if turned:
+                    yield form
+            return
+        try:
+            valid = adapter.validate_python(value)
+        except ValidationError as error:
+            raise UnstorableValue(f"{self._label} does not fit {self._said}: {_misfits(error)}") from None
+        refusal: Exception | None = None
+        tried = False
+        for how in _FORMS:
+            try:
+                form = storable(adapter.dump_python(valid, round_trip=True, warnings=False, **how))[0]
+                if type(form) not in _AS_IT_IS or form is not valid:
+                    adapter.validate_python(form, strict=False)
+            except _REFUSALS as error:
+                refusal = refusal or error
+            else:
+                tried = True
+                yield form
+        if not tried:
+            why = _misfits(refusal) if isinstance(refusal, ValidationError) else f"{type(refusal).__name__}: {refusal}"
+            raise UnstorableValue(f"{self._label} would not come back as {self._said}: {why:.500}") from None
+
+    # --- the annotation, which is read at first use: by then the names in it exist ---
+
+    @functools.cached_property
+    def _annotation(self) -> Any:
+        fn = self._fn
+        while isinstance(fn, functools.partial):
+            fn = fn.func
+        if isinstance(fn, type):
+            return fn
+        try:
+            if fn is not None and not inspect.isroutine(inspect.unwrap(fn)):
+                fn = type(fn).__call__
+            return get_type_hints(fn, include_extras=True).get("return", Any)
+        except Exception:  # noqa: BLE001 — an annotation is anybody's code, and what cannot be read says nothing
+            return Any
+
+    @functools.cached_property
+    def _adapter(self) -> TypeAdapter[Any] | None:
+        """What checks and turns such values; None if nothing is annotated, or nothing that pydantic knows how to check."""
+        if any(self._annotation is plain for plain in _PLAIN):
+            return None
+        for config in (
+            ConfigDict(arbitrary_types_allowed=True),
+            None,
+        ):  # a model refuses it: it has a config of its own
+            try:
+                return TypeAdapter(self._annotation, config=config)
+            except (PydanticUserError, TypeError, NameError):
+                continue
+        return None
+
+    @property
+    def _said(self) -> str:
+        return f"the annotation -> {inspect.formatannotation(self._annotation)}"
+
+
+PLAIN = Returns("the value")
+"""Of a function that is not known here: plain values."""
+
+
+def _misfits(error: ValidationError) -> str:
+    """Say where it does not fit, without the values: a reason of a failure is read by more people than the result."""
+    found = error.errors(include_url=False, include_context=False)
+    told = [
+        f"{'.'.join(map(str, each['loc'])) or 'the value'}: {each['msg']} (got {type(each['input']).__name__})"
+        for each in found[:_MOST_MISFITS]
+    ]
+    return "; ".join(told + ["…"] * (len(found) > _MOST_MISFITS))

@@ -1,0 +1,235 @@
+"""What a handler returns comes back as its return annotation says; what cannot, FAILs its task once and for good."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, date, datetime, timedelta
+from decimal import Decimal
+from enum import Enum
+from pathlib import PurePosixPath
+from typing import Any, NamedTuple
+from uuid import UUID
+
+import pytest
+from pydantic import BaseModel, ConfigDict, Field, computed_field, field_serializer
+
+from taskmesh import Status, TaskError, TaskMesh, TaskOption, UnstorableValue, current_task
+from taskmesh.client.returns import Returns
+from tests.consumer import process_handlers
+from tests.working import finished, working
+
+AT_ONCE = TaskOption(unexpected_retry_delay_ms=0)
+NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)
+SOME_ID = UUID("12345678123456781234567812345678")
+
+
+class Colour(Enum):
+    RED = "red"
+
+
+@dataclass(frozen=True)
+class Line:
+    text: str
+    price: Decimal
+
+
+class Receipt(BaseModel):
+    id: UUID
+    lines: list[Line]
+    colours: set[Colour] = set()
+    made: datetime = NOON
+    within: timedelta = timedelta(seconds=90)
+    raw: bytes = b"\xff\0"
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(strict=True)
+    colour: Colour
+    corner: tuple[int, int]
+
+
+class Aliased(BaseModel):
+    model_config = ConfigDict(populate_by_name=True)
+    repo_id: int = Field(validation_alias="repoId", serialization_alias="repo-id")
+
+    @computed_field  # type: ignore[prop-decorator]  # mypy knows no decorated properties
+    @property
+    def twice(self) -> int:
+        return 2 * self.repo_id
+
+
+class Matrix:
+    """Nothing that pydantic knows."""
+
+    def __init__(self, rows: list[list[int]]) -> None:
+        self.rows = rows
+
+
+class Holding(BaseModel):
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+    matrix: Any
+
+    @field_serializer("matrix")
+    def rows(self, matrix: Any) -> Any:
+        return matrix.rows if isinstance(matrix, Matrix) else matrix
+
+
+class Place(NamedTuple):
+    x: int
+    y: float
+
+
+RECEIPT = Receipt(id=SOME_ID, lines=[Line("tea", Decimal("2.50"))], colours={Colour.RED})
+
+
+def receipt() -> Receipt:
+    return RECEIPT
+
+
+def receipt_of_a_dict() -> Receipt:
+    return {"id": str(SOME_ID), "lines": [{"text": "tea", "price": "2.50"}], "colours": ["red"]}  # type: ignore[return-value]  # what is tested
+
+
+def by_colour() -> dict[Colour, list[Line]]:
+    return {Colour.RED: [Line("tea", Decimal(1))]}
+
+
+def by_number() -> dict[int, set[Line]]:
+    return {7: {Line("tea", Decimal(1))}}
+
+
+def strict() -> Strict:
+    return Strict(colour=Colour.RED, corner=(1, 2))
+
+
+def aliased() -> Aliased:
+    return Aliased(repo_id=7)
+
+
+def place() -> Place | None:
+    return Place(1, 2.5)
+
+
+def path() -> PurePosixPath:
+    return PurePosixPath("/a/b")
+
+
+def day() -> date:
+    return date(2026, 2, 28)
+
+
+def long_decimal() -> Decimal:
+    return Decimal("3.14159265358979323846264338327950288419716939937510")
+
+
+@pytest.mark.parametrize(
+    "fn", [receipt, by_colour, by_number, strict, aliased, place, path, day, long_decimal], ids=lambda fn: fn.__name__
+)
+def test_what_is_stored_is_read_as_the_annotated_type(fn: Any) -> None:
+    returns = Returns("the result", fn)
+    value = fn()
+    back = returns.read(returns.to_store(value))
+    assert back == value
+    assert type(back) is type(value)
+
+
+async def test_a_result_comes_back_as_the_annotated_type(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def shop() -> Receipt:
+        return RECEIPT
+
+    mesh.task(receipt_of_a_dict)
+    mesh.task(by_number)
+
+    @mesh.task
+    async def held() -> Holding:
+        return Holding(matrix=Matrix([[1, 2]]))
+
+    handles = [await mesh.publish(name, "k") for name in ("shop", "receipt_of_a_dict", "by_number", "held")]
+    async with working(mesh, "w"):
+        assert await handles[0].result(60) == await handles[1].result(60) == RECEIPT
+        assert await handles[0].results(60) == {"w": RECEIPT}
+        assert await handles[2].result(60) == {7: {Line("tea", Decimal(1))}}
+        assert await handles[3].result(60) == Holding(matrix=[[1, 2]])
+        stored = (await mesh.get("shop", "k")).successes[0].returns
+    assert stored["id"] == SOME_ID, "MongoDB's own types stay"
+    assert stored["made"] == NOON
+    assert stored["colours"] == ["red"]
+
+    elsewhere = TaskMesh(mesh.connection.client, database=mesh.connection.database)
+    async with elsewhere:
+        handle = await elsewhere.publish("shop", "k")
+        assert await handle.result(60) == stored, "plain values where the handler is not known"
+
+
+async def test_without_an_annotation_plain_values_come_back(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def job():  # type: ignore[no-untyped-def]  # what is tested
+        return {"line": Line("tea", Decimal("2.5")), "colours": {Colour.RED}, "id": SOME_ID, "on": date(2026, 2, 28)}
+
+    async with working(mesh):
+        value = await (await job.publish("k")).result(60)
+    assert value == {
+        "line": {"text": "tea", "price": Decimal("2.5")},
+        "colours": ["red"],
+        "id": SOME_ID,
+        "on": "2026-02-28",
+    }
+
+
+async def test_what_does_not_fit_fails_once_and_its_value_is_not_told(mesh: TaskMesh) -> None:
+    runs: list[str] = []
+
+    @mesh.task(option=AT_ONCE)
+    async def misfit() -> Receipt:
+        runs.append("misfit")
+        return {"id": "top secret", "lines": []}  # type: ignore[return-value]  # what is tested
+
+    @mesh.task(option=AT_ONCE)
+    async def unstorable() -> Any:
+        runs.append("unstorable")
+        return {"deep": [object()]}
+
+    @mesh.task(option=AT_ONCE)
+    async def in_a_block() -> int:
+        async with current_task().transaction():
+            runs.append("in_a_block")
+            current_task().set_result("many")
+        return 1
+
+    mesh.task(process_handlers.not_a_number, run="process", option=AT_ONCE)
+    async with working(mesh):
+        for name in ("misfit", "unstorable", "in_a_block", "not_a_number"):
+            handle = await mesh.publish(name, "k")
+            with pytest.raises(TaskError, match=f"the result of task '{name}'") as caught:
+                await handle.result(60)
+            assert "top secret" not in str(caught.value)
+            task = await finished(mesh, name, "k")
+            assert (task.status, len(task.task_state.worker_states)) == (Status.FAIL, 1), "run once"
+    assert runs == ["misfit", "unstorable", "in_a_block"]
+
+
+async def test_a_child_process_returns_the_annotated_type_too(mesh: TaskMesh) -> None:
+    ended: list[Any] = []
+    measure = mesh.task(process_handlers.measured, run="process")
+    async with working(mesh, after=lambda _task, ending: ended.append(ending.value)):
+        value = await (await measure.publish("k")).result(60)
+    assert value == process_handlers.Measured(process_handlers.Unit.METRE, {1, 2})
+    assert ended == [value], "as the hook sees it"
+
+
+async def test_a_stored_result_that_fits_no_more_is_told(mesh: TaskMesh) -> None:
+    async def count() -> int:
+        return 7
+
+    async def count_of_today() -> list[str]:
+        return ["7"]
+
+    job = mesh.task(count, name="count")
+    async with working(mesh):
+        handle = await job.publish("k")
+        assert await handle.result(60) == 7
+    async with TaskMesh(mesh.connection.client, database=mesh.connection.database) as changed:
+        handle_now = await changed.task(count_of_today, name="count").publish("k")
+        with pytest.raises(UnstorableValue, match=r"does not fit the annotation -> list\[str\] \(any more\)"):
+            await handle_now.result(60)
