@@ -1,4 +1,4 @@
-"""Only the store knows the driver: elsewhere nothing of it is imported but its errors, and its codes are named once."""
+"""Only the store knows the driver: elsewhere nothing but its errors is imported. It names all codes, and explains its stages."""
 
 from __future__ import annotations
 
@@ -50,5 +50,47 @@ def test_error_codes_of_the_server_are_compared_nowhere_outside_of_the_store() -
         and node.left.attr == "code"
         and isinstance(node.left.value, ast.Name)
         and node.left.value.id == "error"
+    ]
+    assert found == []
+
+
+_STAGES = {f"${name}" for name in ("set", "match", "project", "group", "unwind", "replaceWith", "unset", "merge")} | {
+    f"${name}" for name in ("count", "limit", "sort", "unionWith", "currentOp", "collStats", "indexStats")
+}
+_SAY_IT_THEMSELVES = {"$count", "$limit", "$sort"}
+"""Behind a stage that is explained."""
+
+
+def _unexplained(path: Path) -> Iterator[int]:
+    """Lines of stages without a comment above them, or above the statement that they begin."""
+    text = path.read_text()
+    lines = text.splitlines()
+
+    def explained(line: int) -> bool:
+        return lines[line - 2].lstrip().startswith("#")
+
+    tree = ast.parse(text)
+    statement = {part: outer for outer in ast.walk(tree) if isinstance(outer, ast.stmt) for part in ast.walk(outer)}
+    for pipeline in ast.walk(tree):
+        if not isinstance(pipeline, ast.List):
+            continue
+        before = explained(statement[pipeline].lineno)
+        for element in pipeline.elts:
+            if isinstance(element, ast.Dict) and len(element.keys) == 1 and isinstance(element.keys[0], ast.Constant):
+                name = element.keys[0].value
+                if name in _STAGES:
+                    first = element is pipeline.elts[0]
+                    before = explained(element.lineno) or (before and (first or name in _SAY_IT_THEMSELVES))
+                    if not before:
+                        yield element.lineno
+
+
+def test_every_stage_of_a_pipeline_says_what_it_does() -> None:
+    rooms = (_ROOT / "store", _ROOT / "admin" / "store")
+    found = [
+        f"{path.relative_to(_ROOT)}:{line}"
+        for room in rooms
+        for path in room.glob("*.py")
+        for line in _unexplained(path)
     ]
     assert found == []

@@ -63,6 +63,7 @@ def _query(store: Store, action: Action, which: TaskFilter, batch: list[str]) ->
 async def _change(store: Store, action: Action, query: Document, batch: list[str], mark: Document) -> int:
     """Change what fits of a batch. `mark`: fields that say by which action."""
     now = store.now
+    # By this mark an action finds what it has done already.
     marking: list[Document] = [{"$set": mark}] if mark else []
     if action == "delete":
         tasks = store.driver.collection(store.tasks)

@@ -93,6 +93,7 @@ def _sorted_out(crowd: Row, at_most: int) -> list[Document]:
         {"$limit": at_most},
         # What went wrong with each: its failures, or else its losses. One row for each; one without for what has none.
         {"$project": {"key": 1, "troubles": _troubles()}},
+        # A row for each trouble, and one without for a task that has none: it counts as looked at.
         {"$unwind": {"path": "$troubles", "preserveNullAndEmptyArrays": True}},
         # One answer for all that failed alike: by text, type and place.
         {

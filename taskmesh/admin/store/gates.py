@@ -103,6 +103,7 @@ def as_if_option(changes: Document, now: rules.Expression) -> list[Document]:
         # Told is who could claim it when those whom it stops have ended: the places that they keep until then are left out.
         {"$set": {"_leaving": "$task_state.leaving"}},
         *option_stages(changes, now),
+        # The places as they were before.
         {"$set": {"task_state.leaving": "$_leaving"}},
         # The fields that follow from the option, as every update derives them.
         *rules.derivation(now),
@@ -113,10 +114,13 @@ async def read_with_losses(store: Store, id_: str) -> tuple[Document, list[str],
     """Return a task as it stands, which of its executions (`running_id`) are lost by now, and the server's time."""
     lost = {"$filter": {"input": rules.ENTRIES, "cond": rules.is_lost(store.now)}}
     stages: list[Document] = [
+        # The task.
         {"$match": {"_id": id_}},
         # Before the status is derived, so that both are of one moment; a document that is not ours may have no entries.
         {"$set": {"_lost": {"$cond": [{"$isArray": [rules.ENTRIES]}, lost, []]}, "_now": store.now}},
+        # Of these entries the id alone. A stage of its own: it reads the list made above.
         {"$set": {"_lost": "$_lost.running_id"}},
+        # The task as it stands; nothing, if no reader sees it any more.
         *as_read(store.now, params=True),
     ]
     cursor = await store.driver.aggregate(store.tasks, stages)

@@ -172,6 +172,7 @@ async def _best_index(store: Store, which: TaskFilter, part: Part, order: Order,
     if _ORDERED_BY[order] == part.index:
         return part.index  # which serves both
     if part.index != "_id_" or which.name is not None or which.key_prefix is not None:
+        # What keys alone can tell: no document is read.
         stages = [{"$match": part.known}]
         if await counted(store, stages, part.index, FEW + 1, deadline) <= FEW:
             return part.index
@@ -180,7 +181,9 @@ async def _best_index(store: Store, which: TaskFilter, part: Part, order: Order,
 
 async def counted(store: Store, stages: list[Document], index: str, at_most: int | None, deadline: Deadline) -> int:
     """Count what comes out of these stages along an index, no further than `at_most`."""
+    # No more than are asked for.
     limit: list[Document] = [] if at_most is None else [{"$limit": at_most}]
+    # And their number.
     pipeline = [*stages, *limit, {"$count": "n"}]
     cursor = await store.driver.aggregate(store.tasks, pipeline, hint=index, **deadline.options())
     return int(sum(row["n"] for row in await cursor.to_list(None)))

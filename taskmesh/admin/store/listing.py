@@ -53,6 +53,7 @@ async def find(
 ) -> AsyncIterator[Document]:
     """Yield the tasks that fit, as they stand now. `after`: an `_id`, to go on behind it (by key). `limit=0`: all."""
     shape = as_it_stands(store.now)
+    # Params may be large: only for who asked for them.
     shape += [] if params else [{"$unset": "params"}]
     behind = [] if after is None else [{"_id": {"$gt": after}}]
     async with _opened(store, which, order, limit, shape, behind, Deadline(None)) as found:
@@ -69,6 +70,7 @@ async def page(
     """
     order: Order = "newest" if newest else "key"
     begin = [] if behind is None else [_behind(behind, newest=newest)]
+    # Of each task what a row shows, worked out by the server.
     shape = [{"$project": _short(store.now)}]
     try:
         async with _opened(store, which, order, limit + 1, shape, begin, Deadline(deadline_ms)) as documents:
@@ -95,7 +97,7 @@ async def count(
             left = None if at_most is None else at_most - found
             by_keys = await _count_keys(store, which, part, left, deadline)
             if by_keys is None:
-                fitting = [{"$match": part.query}, {"$match": {"$expr": _fits(store, which)}}]
+                fitting = _fitting(store, which, part.query)
                 by_keys = await counted(store, fitting, part.index, left, deadline)
             found += by_keys
             if found == at_most:
@@ -119,20 +121,24 @@ async def _count_keys(
         "status": {"$ne": "DELETED"},
         "$expr": {"$lte": ["$delete_time", store.now]},
     }
+    # What is past its retention and not removed yet: by the keys of its own index.
     forgotten = await counted(store, [{"$match": {"$and": [past, part.known]}}], "taskmesh_delete", FEW + 1, deadline)
     if not part.stored:  # else no status of theirs is asked for
+        # And what is deleted, and keeps a handler's place.
         deleted = [{"$match": {"$and": [{"status": "DELETED"}, part.known]}}]
         forgotten += await counted(store, deleted, "taskmesh_status", FEW + 1, deadline)
     if forgotten > FEW:
         return None
     limit = None if at_most is None else at_most + forgotten
+    # All keys that fit, less these.
     return max(0, await counted(store, [{"$match": part.known}], part.index, limit, deadline) - forgotten)
 
 
 async def ids(store: Store, which: TaskFilter) -> AsyncIterator[list[str]]:
     """Yield the `_id`s of the tasks that fit, in batches; those that come to fit meanwhile perhaps too."""
     for part in await parts_of(store, which):
-        stages = [{"$match": part.query}, {"$match": {"$expr": _fits(store, which)}}, {"$project": {"_id": 1}}]
+        # Of what fits, the `_id` alone.
+        stages = [*_fitting(store, which, part.query), {"$project": {"_id": 1}}]
         cursor = await store.driver.aggregate(store.tasks, stages, batchSize=_BATCH, hint=part.index)
         try:
             while rows := await cursor.to_list(_BATCH):
@@ -141,10 +147,16 @@ async def ids(store: Store, which: TaskFilter) -> AsyncIterator[list[str]]:
             await cursor.close()
 
 
-def _fits(store: Store, which: TaskFilter) -> rules.Expression:
-    """The condition on the status. Time changes the unfinished alone, so the entries of others are not looked at."""
+def _fitting(store: Store, which: TaskFilter, query: Document) -> list[Document]:
+    """The stages that let through what fits. Time changes the unfinished alone, so the entries of others are not looked at."""
     unfinished = {"$in": ["$status", ["INIT", "RUNNING"]]}
-    return status_fits(which, {"$cond": [unfinished, rules.status_on_reading(store.now), "$status"]})
+    fits = status_fits(which, {"$cond": [unfinished, rules.status_on_reading(store.now), "$status"]})
+    return [
+        # What is stored, as the index has it.
+        {"$match": query},
+        # The status as it is by now, which no index can know.
+        {"$match": {"$expr": fits}},
+    ]
 
 
 @asynccontextmanager
@@ -162,11 +174,10 @@ async def _opened(
     try:
         for way in await ways_in_order(store, which, order, deadline):
             stages: list[Document] = [
-                # What is stored, as the index of this way has it; then the status as it is by now.
-                {"$match": {"$and": [way.query, *behind]}},
-                {"$match": {"$expr": _fits(store, which)}},
+                *_fitting(store, which, {"$and": [way.query, *behind]}),
                 # In the order of the index already, unless few fit.
                 {"$sort": _SORTS[order]},
+                # No more than are shown.
                 *([{"$limit": limit}] if limit else []),
             ]
             options = {"hint": way.index, "batchSize": min(limit or _BATCH, _BATCH), **deadline.options()}

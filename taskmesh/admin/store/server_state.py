@@ -69,6 +69,7 @@ async def oplog_window_s(store: Store) -> float | None:
 @if_allowed
 async def index_use(store: Store) -> dict[str, Document]:
     """Return the indexes of the task collection by name: `key`, and `ops` since `since`."""
+    # How often each index was used, as the server counts it.
     cursor = await store.driver.aggregate(store.tasks, [{"$indexStats": {}}], maxTimeMS=DEADLINE_MS)
     found: dict[str, Document] = {}
     for row in await cursor.to_list(None):
@@ -81,6 +82,7 @@ async def index_use(store: Store) -> dict[str, Document]:
 @if_allowed
 async def size(store: Store) -> Document:
     """Return `count`, `size` and `avgObjSize` of the task collection, from its statistics."""
+    # The collection's statistics, a row for each shard.
     cursor = await store.driver.aggregate(store.tasks, [{"$collStats": {"storageStats": {}}}], maxTimeMS=DEADLINE_MS)
     rows = await cursor.to_list(None)
     stats = [row["storageStats"] for row in rows]
@@ -132,6 +134,7 @@ async def short_leases(store: Store) -> list[str]:
         {"$limit": _LOOKED_AT},
         # Those whose lease ends before their second ping; their names.
         {"$match": {"$expr": {"$lt": [timeout, {"$multiply": [ping, 2]}]}}},
+        # Each name once, in order.
         {"$group": {"_id": "$name"}},
         {"$sort": {"_id": 1}},
     ]
@@ -146,8 +149,9 @@ async def large_tasks(store: Store, larger_than: int) -> list[Document]:
         # Some thousand unfinished tasks.
         {"$match": {"status": {"$in": ["INIT", "RUNNING"]}}},
         {"$limit": _LOOKED_AT},
-        # The largest of those that are too large.
+        # How large each is.
         {"$project": {"bytes": {"$bsonSize": "$$ROOT"}}},
+        # The largest of those that are too large.
         {"$match": {"bytes": {"$gt": larger_than}}},
         {"$sort": {"bytes": -1}},
         {"$limit": 5},
@@ -157,6 +161,7 @@ async def large_tasks(store: Store, larger_than: int) -> list[Document]:
 
 
 async def _count(store: Store, query: Document, hint: str) -> int:
+    # How many fit, no further than a thousand: more would say no more.
     stages: list[Any] = [{"$match": query}, {"$limit": 1_000}, {"$count": "n"}]
     cursor = await store.driver.aggregate(store.tasks, stages, hint=hint, maxTimeMS=DEADLINE_MS)
     rows = await cursor.to_list(None)

@@ -46,9 +46,15 @@ async def counts(store: Store, statuses: Sequence[str] | None = None) -> list[Do
         ]
         cursor = await store.driver.aggregate(store.tasks, stages, hint="taskmesh_status")
         return await cursor.to_list(None)  # type: ignore[no-any-return]  # both drivers leave it untyped
-    # The keys of one row each, counted, and which row that is.
     counting: list[list[Document]] = [
-        [{"$match": row._asdict()}, {"$count": "n"}, {"$set": {"_id": told(row)}}] for row in found_rows
+        [
+            # The keys of one row, counted.
+            {"$match": row._asdict()},
+            {"$count": "n"},
+            # Which row that is.
+            {"$set": {"_id": told(row)}},
+        ]
+        for row in found_rows
     ]
     found: Counter[tuple[str, str]] = Counter()
     for answer in await _ask_each(store, counting):
@@ -91,6 +97,7 @@ async def _ask_each(store: Store, questions: Sequence[list[Document]]) -> list[D
 def union_of(store: Store, questions: Sequence[list[Document]]) -> list[Document]:
     """Return one pipeline over the tasks that gives what all of these give."""
     first, *others = questions
+    # The other questions as branches of the first: one command for all.
     return [*first, *({"$unionWith": {"coll": store.tasks, "pipeline": other}} for other in others)]
 
 
@@ -139,7 +146,13 @@ async def later(store: Store, at_most: int) -> Later:
     each = {"_id": {"name": "$name", "standing": rules.standing_on_reading(store.now)}, "count": {"$sum": 1}}
 
     async def first_of(query: Document, index: str) -> list[Document]:
-        stages: list[Document] = [{"$match": query | waits}, {"$limit": at_most}, {"$group": each}]
+        stages: list[Document] = [
+            # What waits for a time, no further than asked for.
+            {"$match": query | waits},
+            {"$limit": at_most},
+            # How many of each name are scheduled, how many retrying.
+            {"$group": each},
+        ]
         cursor = await store.driver.aggregate(store.tasks, stages, hint=index)
         return await cursor.to_list(None)  # type: ignore[no-any-return]  # both drivers leave it untyped
 
@@ -149,9 +162,13 @@ async def later(store: Store, at_most: int) -> Later:
     in_order: list[Document] = [{"$sort": {"task_option.priority": -1, "next_claim_time": 1}}, {"$limit": share}]
     questions: list[list[Document]] = [
         [
+            # What of one row waits for a time.
             {"$match": {**row._asdict(), "pinned": False, **waits}},
+            # No further than its share.
             *in_order,
+            # How many are scheduled, how many retrying.
             {"$group": each},
+            # Which row that is.
             {"$set": {"row": told(row)}},
         ]
         for row in waiting_rows or ()
@@ -180,10 +197,12 @@ async def _ready(store: Store, of: Sequence[Row], at_most: int) -> dict[str, int
     """Count what could be claimed by now, by name, no further than `at_most` in each row, and without what names its workers."""
     questions: list[list[Document]] = [
         [
+            # What is due in one row, in the order of its index, counted no further than asked for.
             {"$match": {**row._asdict(), "pinned": False, **_due(store.now)}},
             {"$sort": {"task_option.priority": -1, "next_claim_time": 1}},
             {"$limit": at_most},
             {"$count": "count"},
+            # Which row that is.
             {"$set": {"_id": told(row)}},
         ]
         for row in of
@@ -198,18 +217,21 @@ async def waiting(store: Store, queues: Sequence[str], at_most: int) -> dict[str
     """Count the tasks of each queue that could be claimed now if it has room, no further than `at_most`."""
     questions: list[list[Document]] = [
         [
-            # What is due in one queue, in the order of the index, no further than asked for; and which queue that is.
+            # What is due in one queue, in the order of the index, counted no further than asked for.
             {"$match": {"pinned": False, "queue": queue, **_due(store.now)}},
             {"$limit": at_most},
             {"$count": "count"},
+            # Which queue that is.
             {"$set": {"_id": {"$literal": queue}}},
         ]
         for queue in queues
     ]
     # Their index begins with the workers, so no planner takes it for a queue unasked.
     pinned: list[Document] = [
+        # What is due of the tasks that name their workers, in all of these queues, no further than asked for.
         {"$match": {"pinned": True, "queue": {"$in": list(queues)}, **_due(store.now)}},
         {"$limit": max(1, at_most * len(queues))},
+        # How many in each queue.
         {"$group": {"_id": "$queue", "count": {"$sum": 1}}},
     ]
     cursor = await store.driver.aggregate(store.tasks, pinned, hint="taskmesh_claimable_by_name")
@@ -227,9 +249,10 @@ async def waiting_by_group(store: Store, queue: str, at_most: int) -> dict[str |
     found: dict[str | None, int] = {}
     for pinned, hint in ((False, "taskmesh_claimable"), (True, "taskmesh_claimable_by_name")):
         stages: list[Document] = [
-            # What is due, no further than asked for, by group.
+            # What is due, no further than asked for.
             {"$match": {"pinned": pinned, "queue": queue, **_due(store.now)}},
             {"$limit": at_most},
+            # How many in each group.
             {"$group": {"_id": "$group", "count": {"$sum": 1}}},
         ]
         cursor = await store.driver.aggregate(store.tasks, stages, hint=hint)
@@ -275,6 +298,7 @@ def _oldest_of_row(row: Row, lower: Document, now: datetime) -> list[Document]:
         {"$limit": 1},
         # Since when it is due, and where to go on below.
         {"$project": {"next_claim_time": 1, "priority": "$task_option.priority"}},
+        # Which row that is.
         {"$set": {"_id": told(row)}},
     ]
 
@@ -282,8 +306,9 @@ def _oldest_of_row(row: Row, lower: Document, now: datetime) -> list[Document]:
 async def _oldest(store: Store, query: Document, now: datetime, index: str) -> list[datetime]:
     """Return the earliest `next_claim_time` of what is due, if anything is, by reading all of it."""
     stages: list[Any] = [
-        # All of it that is due; the earliest moment among it.
+        # All of it that is due.
         {"$match": query | {"next_claim_time": {"$lte": now}}},
+        # The earliest moment among it.
         {"$group": {"_id": None, "oldest": {"$min": "$next_claim_time"}}},
     ]
     cursor = await store.driver.aggregate(store.tasks, stages, hint=index)

@@ -53,7 +53,12 @@ async def actions(store: Store, limit: int) -> list[Document]:
 
 async def action(store: Store, id_: str) -> Document | None:
     """Return one action, with whether its copies are kept still."""
-    stages: list[Document] = [{"$match": {"_id": id_}}, {"$set": {"kept": {"$gt": ["$undo_until", store.now]}}}]
+    stages: list[Document] = [
+        # The action.
+        {"$match": {"_id": id_}},
+        # Whether its copies are still there, by the server's clock.
+        {"$set": {"kept": {"$gt": ["$undo_until", store.now]}}},
+    ]
     cursor = await store.driver.aggregate(store.actions, stages)
     found = await cursor.to_list(None)
     return found[0] if found else None
@@ -116,7 +121,9 @@ async def put_back(store: Store, id_: str, action: str, batch: int = 500) -> tup
         "into": store.tasks,
         "on": "_id",
         "whenMatched": [
+            # The copy in place of the task, if nothing has happened to it since; else the task as it is.
             {"$replaceWith": {"$cond": [ours, back, "$$ROOT"]}},
+            # Status and times follow where it was put back.
             *rules.derivation(now, where={"$eq": ["$bulk_id", {"$literal": undone}]}),
         ],
         "whenNotMatched": "insert" if action == "delete" else "discard",
@@ -130,8 +137,9 @@ async def put_back(store: Store, id_: str, action: str, batch: int = 500) -> tup
         if not ids:
             return restored, seen - restored
         stages: list[Document] = [
-            # These copies, as the tasks that they were.
+            # One batch of the copies.
             {"$match": {"_id": {"$in": ids}}},
+            # Each as the task that it was.
             {"$replaceWith": "$task"},
             # Without the executions that ran: their workers have let go. With the mark by which they are known.
             {
@@ -155,6 +163,7 @@ async def put_back(store: Store, id_: str, action: str, batch: int = 500) -> tup
 
 async def forget(store: Store, id_: str) -> None:
     """Write down that an action was undone, and drop its copies."""
+    # When, by the server's clock: from then on it is not offered for undoing.
     await store.driver.collection(store.actions).update_one({"_id": id_}, [{"$set": {"undone_time": store.now}}])
     await store.driver.collection(store.undo).delete_many({"of": id_})
 
