@@ -320,10 +320,11 @@ async def _schedules(store: Store, live: list[WorkerInfo]) -> AsyncIterator[Find
 
 
 async def _tasks(store: Store) -> AsyncIterator[Finding]:
-    late, short, large = await asyncio.gather(
+    late, short, large, stranded = await asyncio.gather(
         server_state.unclaimed_leases(store, UNCLAIMED_S),
         server_state.short_leases(store),
         server_state.large_tasks(store, LARGE_TASK_BYTES),
+        server_state.stranded(store, UNCLAIMED_S),
     )
     if late:
         yield Finding(
@@ -331,6 +332,13 @@ async def _tasks(store: Store) -> AsyncIterator[Finding]:
             subject="leases",
             found=f"{_many(late)} tasks lost their worker more than {UNCLAIMED_S:.0f} s ago, and nobody has taken them over",
             remedy="is a worker alive that knows them, with free slots? `taskmesh explain NAME KEY` tells for one",
+        )
+    if stranded:
+        yield Finding(
+            level="warning",
+            subject="dependencies",
+            found=f"gate closed, nothing pending: {', '.join(stranded)} wait for tasks that are all finished, not all as SUCCESS",
+            remedy="with on_dependency_failure='wait': retry what failed, or publish again what was deleted and retry these",
         )
     if short:
         yield Finding(

@@ -9,10 +9,12 @@ from pydantic import BaseModel, ConfigDict
 
 from taskmesh.admin.queues import read_queue
 from taskmesh.admin.store.gates import Judgement, judge
+from taskmesh.model.dependency import label
 from taskmesh.model.errors import TaskNotFound
 from taskmesh.model.queue import QueueInfo
 from taskmesh.model.worker import WorkerInfo, read_workers
 from taskmesh.store import Store, registry
+from taskmesh.store.dependencies import open_edges
 from taskmesh.store.driver import Document
 from taskmesh.store.rules import NEVER
 
@@ -76,7 +78,17 @@ async def judged(
     if not found:
         raise TaskNotFound(f"there is no task {id_!r}")
     queue = await read_queue(store, found[0].task["queue"])
-    return found[0], [_explanation(found[0], n, each, workers.get(each), queue) for n, each in enumerate(asked)]
+    left = await _left_to_wait_for(store, id_) if found[0].task["waits_for"] else None
+    return found[0], [_explanation(found[0], n, each, workers.get(each), queue, left) for n, each in enumerate(asked)]
+
+
+async def _left_to_wait_for(store: Store, id_: str) -> str:
+    """Say how many unfinished tasks it waits for, and which are the first."""
+    count, first = await open_edges(store, id_)
+    if not count:
+        return "waits for nothing unfinished"
+    named = ", ".join(f"{label(task['_id'])} ({task['status']})" for task in first)
+    return f"waits for {count} unfinished: {named}{' …' if count > len(first) else ''}"
 
 
 async def explain_waiting(store: Store, ids: Sequence[str], worker_id: str) -> list[Waiting]:
@@ -103,11 +115,18 @@ async def _workers(store: Store) -> dict[str, WorkerInfo]:
 
 
 def _explanation(
-    found: Judgement, number: int, worker_id: str, worker: WorkerInfo | None, queue: QueueInfo
+    found: Judgement,
+    number: int,
+    worker_id: str,
+    worker: WorkerInfo | None,
+    queue: QueueInfo,
+    left_to_wait_for: str | None = None,
 ) -> Explanation:
     """Put into words what was judged for the worker of this number among those asked about."""
     now, opens = found.now, found.opens[number]
-    words = _words(found, number, worker_id)
+    words = _words(found, number, worker_id) | {
+        "dependencies": _dependencies(found.task["waits_for"], left_to_wait_for)
+    }
     gates = [
         Gate(
             name=name,
@@ -157,6 +176,12 @@ def _words(found: Judgement, number: int, worker_id: str) -> dict[str, str]:
         "worker allowed": f"specific_worker_ids {', '.join(option.get('specific_worker_ids', [])) or 'any'}",
         "not twice": f"{found.entries[number]} live or successful entries of {worker_id}",
     }
+
+
+def _dependencies(policy: str | None, left: str | None) -> str:
+    if policy is None:
+        return "waits for no other task"
+    return f"{left or 'waits for other tasks'}; on_dependency_failure {policy!r}"
 
 
 def _until(moment: datetime | None, now: datetime) -> str:

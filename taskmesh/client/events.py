@@ -45,7 +45,7 @@ def events_of(change: Change) -> Iterator[TaskEvent]:
     stamp = read_stamp(change.stamp)
     for worker_id in stamp.lost:
         yield event("timed_out", worker_id)
-    if stamp.kind not in ("settled", "stopped"):
+    if stamp.kind not in ("settled", "stopped", "opened"):
         yield event(stamp.kind, stamp.worker_id)
     if change.status in FINISHED:
         yield event("finished", stamp.worker_id, change.status)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, Unpack
 
 from pymongo.errors import PyMongoError
@@ -21,12 +21,12 @@ from taskmesh.client.returns import Returns
 from taskmesh.client.tasks import Tasks
 from taskmesh.client.tracing import Carrier, carrier, going_on, publishing
 from taskmesh.model.configuration import Configuration, PublishSettings
-from taskmesh.model.errors import InvalidParams, TaskMeshError
+from taskmesh.model.errors import InvalidOption, InvalidParams, TaskMeshError
 from taskmesh.model.task import checked_key, checked_name
-from taskmesh.store import Store
+from taskmesh.store import Store, dependencies
 from taskmesh.store.driver import twin_of
 from taskmesh.store.publish import Publication, Published, publish, publish_in_session
-from taskmesh.store.server_errors import is_over_deadline, is_passing
+from taskmesh.store.server_errors import is_over_deadline, is_passing, patiently
 from taskmesh.store.values import new_id
 
 PUBLISH_DEADLINE_S = 30.0
@@ -106,6 +106,7 @@ class Publisher:
             checked_key(key)
             stored, size = definition.to_store(params)
             publications.append(Publication(definition.name, key, stored, configuration, size, publish_id=publish_id))
+        _check_no_circle(publications)
         store, clock = self._connection.store, self._connection.clock
         await self._connection.create_what_is_missing()
         with publishing(definition.name, list(params_by_key), configuration.queue) as trace:
@@ -140,6 +141,16 @@ class Publisher:
             return [f"could not be checked against the workers that there are ({type(error).__name__})"]
 
     async def _published(self, store: Store, publications: list[Publication]) -> list[Published]:
+        """Publish, and see to what the tasks wait for. Raises as `publish` does, and `TaskNotFound` for what is not there."""
+        waited_for = {id_ for each in publications if (after := each.configuration.after) for id_ in after.ids}
+        if not waited_for:
+            return await self._inserted(store, publications)
+        await patiently(lambda: dependencies.check(store, waited_for))
+        published = await self._inserted(store, publications)
+        await dependencies.tell(store, [each.id for each in publications])
+        return published
+
+    async def _inserted(self, store: Store, publications: list[Publication]) -> list[Published]:
         """Publish, and again while the database is away, up to a deadline: a repeated publish is known by its `publish_id`."""
         give_up = time.monotonic() + PUBLISH_DEADLINE_S
         pause = 0.05
@@ -167,7 +178,9 @@ class Publisher:
             known = self.definitions.get(checked_name(definition))
             definition = known if known is not None else RegisteredDefinition(definition, None)
         stored, size = definition.to_store(params)
-        return Publication(definition.name, checked_key(key), stored, definition.configuration, size)
+        publication = Publication(definition.name, checked_key(key), stored, definition.configuration, size)
+        _check_no_circle([publication])
+        return publication
 
     # --- from code without an event loop ---
 
@@ -213,6 +226,16 @@ class Publisher:
         """Close what `publish_sync` opened, from code with an event loop."""
         if self._twin is not None:
             await asyncio.to_thread(self.close_sync)
+
+
+def _check_no_circle(publications: Sequence[Publication]) -> None:
+    """Raise `InvalidOption` for a task that waits for itself. It is new, so nothing that is there already waits for it."""
+    for publication in publications:
+        after = publication.configuration.after
+        if after and publication.id in after.ids:
+            raise InvalidOption(
+                f"task {publication.name!r} {publication.key!r} is in its own after: it would wait for itself; take it out"
+            )
 
 
 async def _close_twin(opening: asyncio.Task[Connection]) -> None:

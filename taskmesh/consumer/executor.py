@@ -28,6 +28,7 @@ from taskmesh.client.definition import TaskDefinition
 from taskmesh.client.publisher import Publisher
 from taskmesh.consumer.claim_queue import ClaimQueue
 from taskmesh.consumer.context import BlockingTaskContext, TaskContext, enter
+from taskmesh.consumer.dependents import Dependents
 from taskmesh.consumer.execution import FROM_OUTSIDE, Execution, Stop
 from taskmesh.consumer.executions import Executions
 from taskmesh.consumer.finisher import Finisher
@@ -70,6 +71,7 @@ class Executor:
         reporter: Reporter,
         transactions: Transactions,
         finisher: Finisher,
+        dependents: Dependents,
     ) -> None:
         self._publisher = publisher
         self._definitions = definitions
@@ -86,6 +88,7 @@ class Executor:
         self._reporter = reporter
         self._transactions = transactions
         self._finisher = finisher
+        self._dependents = dependents
         self._successes = Successes(settings.worker_id)
         self._threads = anyio.CapacityLimiter(1)
         self._processes: Processes | None = None
@@ -307,7 +310,7 @@ class Executor:
         if self._observer is not None:
             self._observer.ended(execution.name, ending.kind, time.monotonic() - execution.started)
         if execution.recorded:
-            self._successes.tell(execution)
+            self._succeeded(execution)
             self._over(execution, recorded=True)
             return
         if ending.kind == "succeeded":
@@ -337,7 +340,9 @@ class Executor:
         def over(recorded: bool) -> None:
             self._executions.recording.discard(execution)
             if outcome.kind == "succeeded" and recorded:
-                self._successes.tell(execution)
+                self._succeeded(execution)
+            elif outcome.kind == "failed" and recorded:
+                self._dependents.finished(execution.id)
             self._over(execution, recorded=recorded)
 
         if execution.handler_done is None or execution.handler_done.is_set():  # what goes on keeps its slot
@@ -348,12 +353,20 @@ class Executor:
     def _recorded_with_publications(self, execution: Execution, error: BaseException | None) -> None:
         """SUCCESS and the tasks that the handler published were recorded as one, or refused, in whatever way."""
         if error is None:
-            self._successes.tell(execution)
+            self._succeeded(execution)
+            for publication in execution.publications:
+                if publication.configuration.after:
+                    self._dependents.finished(publication.id)  # it waits for others, and is asked about now
             self._over(execution, recorded=True)
         elif isinstance(error, LeaseLost):
             self._over(execution, recorded=False)
         else:
             self._record(execution, failure(execution, failed_by(error)))
+
+    def _succeeded(self, execution: Execution) -> None:
+        """Its SUCCESS is recorded, and a majority has it."""
+        self._successes.tell(execution)
+        self._dependents.finished(execution.id)
 
     def _over(self, execution: Execution, *, recorded: bool) -> None:
         """The outcome is recorded or lost: free the slot, as soon as the handler has really ended."""

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from pymongo.errors import PyMongoError
 
 from taskmesh.consumer.claim_filter import ClaimFilter
 from taskmesh.consumer.claim_queue import ClaimQueue
 from taskmesh.consumer.claimer import Claimer
+from taskmesh.consumer.dependents import Dependents
 from taskmesh.consumer.executions import Executions
 from taskmesh.consumer.finisher import Finisher
 from taskmesh.consumer.life import Life
@@ -21,6 +24,7 @@ from taskmesh.consumer.queues import Queues
 from taskmesh.consumer.scanner import Scanner
 from taskmesh.consumer.settings import Settings
 from taskmesh.store import Store
+from taskmesh.store.dependencies import any_marks
 from taskmesh.store.find import unfinished_left
 
 logger = logging.getLogger("taskmesh.consumer")
@@ -42,6 +46,7 @@ class Idleness:
         claimer: Claimer,
         scanner: Scanner,
         finisher: Finisher,
+        dependents: Dependents,
     ) -> None:
         self._store = store
         self._settings = settings
@@ -54,6 +59,7 @@ class Idleness:
         self._claimer = claimer
         self._scanner = scanner
         self._finisher = finisher
+        self._dependents = dependents
 
     async def is_idle(self) -> bool:
         """Whether nothing runs here, nothing is on its way, and the database holds nothing that this worker may run.
@@ -77,16 +83,12 @@ class Idleness:
             return self._is_quiet()
         if self._candidates.ready_count(time.monotonic()):
             return False
-        shut_groups = self._limits.shut_groups
         try:
-            left = await unfinished_left(
-                self._store,
-                settings.worker_id,
-                settings.names,
-                settings.queues,
-                self._queues.paused | self._limits.shut_queues,
-                known_queues=self._queues.known,
-                narrowed_by={"$and": [dict(narrowed_by), {"$nor": shut_groups}]} if shut_groups else narrowed_by,
+            # Whatever is finished in between opens what waits for it: then there is a mark, or, once more, something claimable.
+            left = (
+                await self._unfinished_left(narrowed_by)
+                or await any_marks(self._store)
+                or await self._unfinished_left(narrowed_by)
             )
         except PyMongoError as error:
             logger.debug("could not ask whether anything is left: %s", error)
@@ -94,5 +96,17 @@ class Idleness:
         # What was claimed while the database was asked runs now, so that it was not seen as claimable.
         return not left and self._is_quiet() and not self._candidates.ready_count(time.monotonic())
 
+    async def _unfinished_left(self, narrowed_by: Mapping[str, Any]) -> bool:
+        settings, shut_groups = self._settings, self._limits.shut_groups
+        return await unfinished_left(
+            self._store,
+            settings.worker_id,
+            settings.names,
+            settings.queues,
+            self._queues.paused | self._limits.shut_queues,
+            known_queues=self._queues.known,
+            narrowed_by={"$and": [dict(narrowed_by), {"$nor": shut_groups}]} if shut_groups else narrowed_by,
+        )
+
     def _is_quiet(self) -> bool:
-        return not self._executions and self._claimer.idle and self._finisher.idle
+        return not self._executions and self._claimer.idle and self._finisher.idle and self._dependents.idle

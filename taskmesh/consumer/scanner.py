@@ -17,6 +17,7 @@ from pymongo.errors import PyMongoError
 from taskmesh.consumer.backup_claims import LAST_PLACE_TO_WAIT, BackupClaims
 from taskmesh.consumer.claim_filter import ClaimFilter
 from taskmesh.consumer.claim_queue import ClaimQueue
+from taskmesh.consumer.dependents import Dependents
 from taskmesh.consumer.executions import Executions
 from taskmesh.consumer.limits import Limits
 from taskmesh.consumer.listener import Listener
@@ -66,6 +67,7 @@ class Scanner:
         claim_filter: ClaimFilter,
         backup_claims: BackupClaims,
         listener: Listener,
+        dependents: Dependents,
     ) -> None:
         self._store = store
         self._worker_id = settings.worker_id
@@ -82,11 +84,12 @@ class Scanner:
         """What the hook `on_claim` says at this pass: what does not match it would be refused, like what only others may have."""
         self._backup_claims = backup_claims
         self._listener = listener
+        self._dependents = dependents
         self._refused: dict[int, Any] = {}
         """By number of the range, a cursor over what lies behind tasks that are not for me; read on a little at each pass."""
         self._read_to_the_end: set[int] = set()
         """In which of them that has been done once."""
-        self._next_settle = 0.0
+        self._next_settle = self._next_sweep = 0.0
         self._next_leases = 0.0
         self._next_help = 0.0
         self._again_soon = False
@@ -116,7 +119,13 @@ class Scanner:
         now = time.monotonic()
         if now >= self._next_settle:
             self._next_settle = now + varied(_SETTLE_EVERY_S, 0.2)
-            await settle(self._store)
+            if await settle(self._store):
+                await self._dependents.sweep(
+                    at_once=True
+                )  # nobody else tells those that wait for what time alone has finished
+        if now >= self._next_sweep:
+            self._next_sweep = now + 0.8 * SCAN_EVERY_S
+            await self._dependents.sweep()
         if not self.open or not self._names:
             return 0
         self._narrowed_by = (

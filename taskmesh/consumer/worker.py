@@ -31,6 +31,7 @@ from taskmesh.consumer.backup_claims import BackupClaims
 from taskmesh.consumer.claim_filter import ClaimFilter
 from taskmesh.consumer.claim_queue import ClaimQueue
 from taskmesh.consumer.claimer import Claimer
+from taskmesh.consumer.dependents import Dependents
 from taskmesh.consumer.executions import Executions
 from taskmesh.consumer.executor import Executor
 from taskmesh.consumer.finisher import Finisher
@@ -65,6 +66,7 @@ from taskmesh.consumer.worker_stats import WorkerStats
 from taskmesh.model.errors import WorkerIdTaken
 from taskmesh.store import Store
 from taskmesh.store.clock import ServerClock
+from taskmesh.store.closing import ended_in_time
 from taskmesh.store.registry import register_definitions
 from taskmesh.store.server_errors import patiently
 
@@ -73,6 +75,8 @@ logger = logging.getLogger("taskmesh.consumer")
 ClaimHook = Callable[["Consumer"], Mapping[str, Any] | Awaitable[Mapping[str, Any] | None] | None]
 
 _IDLE_CHECK_S = 0.1
+_TELL_WITHIN_S = 2.0
+"""How long a worker that stops goes on to open what waits for its tasks; then others do."""
 
 
 class Mesh(Protocol):
@@ -313,6 +317,7 @@ class Worker:
         self.pinger = Pinger(store, settings, self.executions, stats)
         self.reporter = Reporter(store, worker_id)
         self.finisher = Finisher(store, worker_id)
+        self.dependents = Dependents(store)
         self.transactions = Transactions(store, worker_id, clock, self.pinger, self.reporter)
         self.executor = Executor(
             mesh.publisher,
@@ -326,6 +331,7 @@ class Worker:
             self.reporter,
             self.transactions,
             self.finisher,
+            self.dependents,
         )
         self.claimer = Claimer(
             store,
@@ -370,6 +376,7 @@ class Worker:
             claim_filter,
             self.backup_claims,
             self.listener,
+            self.dependents,
         )
         # Who looks after the fleet, and the end.
         self.ticker = Ticker(store, mesh.schedules)
@@ -389,6 +396,7 @@ class Worker:
             self.claimer,
             self.scanner,
             self.finisher,
+            self.dependents,
         )
         self._stopping = Stopping(life, self.claimer, self.executions, self.finisher)
 
@@ -446,6 +454,7 @@ class Worker:
         self.scanner.open = False
         self.registration.show_soon()
         await self._stopping.wind_down(grace_ms)
+        await ended_in_time(self.dependents.drain(), _TELL_WITHIN_S)
 
     async def close(self) -> None:
         """Give everything back."""

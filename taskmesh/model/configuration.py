@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timedelta
 from typing import Any, Self
 
+from taskmesh.model.dependency import After, Dependencies, OnDependencyFailure, checked_after, checked_policy
 from taskmesh.model.errors import InvalidOption
 from taskmesh.model.ids import checked_group, shown
 from taskmesh.model.option import MAX_DURATION_MS, OptionFields, TaskOption
@@ -25,6 +26,8 @@ class PublishSettings(OptionFields, total=False):
     delay_ms: int | None
     session: Any
     group: str | None
+    after: Dependencies | None
+    on_dependency_failure: OnDependencyFailure
     update_existing_params: bool
     not_update_running: bool
     clean_success: bool
@@ -53,6 +56,10 @@ class Configuration:
     """The session of the caller's MongoDB transaction, to publish in."""
     group: str | None = None
     """The task's group, for limits by group."""
+    after: After | None = None
+    """What a new task waits for. An existing one keeps what it waits for."""
+    on_dependency_failure: OnDependencyFailure = "fail"
+    """What becomes of it when one of these ends in any other way than SUCCESS."""
     update_existing_params: bool = False
     """Of an existing task: set the new params; a running execution keeps the ones it has."""
     not_update_running: bool = False
@@ -78,6 +85,11 @@ class Configuration:
         changed = replace(self, **_checked(mine), placed={**self.placed, **placed})
         if changed.start_time is not None and changed.delay_ms is not None:
             raise InvalidOption("start_time and delay_ms were both set: use one of them")
+        if changed.after is not None and (wrong := [flag for flag in _FLAGS if getattr(changed, flag)]):
+            raise InvalidOption(
+                f"after and {wrong[0]} were both set: after says what a new task waits for, {wrong[0]} changes an existing one; "
+                "use one of them"
+            )
         if not options:
             return changed
         option = changed.option.changed(**options)
@@ -112,4 +124,8 @@ def _checked(settings: dict[str, Any]) -> dict[str, Any]:
         checked_queue(settings["queue"])
     if settings.get("group") is not None:
         checked_group(settings["group"])
+    if "after" in settings:
+        settings["after"] = checked_after(settings["after"])
+    if "on_dependency_failure" in settings:
+        checked_policy(settings["on_dependency_failure"])
     return settings

@@ -20,6 +20,7 @@ EventKind = Literal[
     "restored",
     "deleted",
     "option_changed",
+    "dependency_failed",
     "finished",
     "missed",
     "gap",

@@ -123,7 +123,7 @@ def checked_declaration(
         raise InvalidOption(f"jitter_ms is a whole number from 0 to one day, not {jitter_ms!r}")
     if not isinstance(params, Mapping):
         raise InvalidOption(f"params are a mapping by parameter name, not {params!r}")
-    if unfit := sorted({"start_time", "expire_time", "delay_ms", "session"} & set(settings)):
+    if unfit := sorted({"start_time", "expire_time", "delay_ms", "session", "after"} & set(settings)):
         raise InvalidOption(f"{', '.join(unfit)} cannot be set for every tick alike")
     timing = checked_timing(cron, interval_ms, timezone)
     return Declaration(schedule_id, name, timing, dict(params), missed, overlap, jitter_ms, dict(settings))

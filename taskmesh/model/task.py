@@ -109,6 +109,22 @@ class Leaving(_Stored):
     ping_expire_time: datetime | None = None
 
 
+class After(_Stored):
+    """What a task waits for, or has waited for, by `_id` (`name:key`)."""
+
+    ids: list[str] = []
+    params: list[list[str]] = []
+    """Pairs of a param and the `_id` of the task whose result it gets."""
+
+
+class DependencyFailure(_Stored):
+    """Why a task FAILed without having run: something that it waited for did not end as SUCCESS."""
+
+    id: str
+    reason: str
+    time: datetime
+
+
 class TaskState(_Stored):
     """What happened to a task so far."""
 
@@ -132,6 +148,10 @@ class TaskState(_Stored):
     progress: Progress | None = None
     worker_states: list[WorkerState] = []
     leaving: list[Leaving] = []
+    after: After | None = None
+    waits_for: str | None = None
+    """While its gate `dependencies` is shut: what becomes of it when one of them fails (`fail`, `wait`, `run`)."""
+    dependency_failure: DependencyFailure | None = None
 
 
 class Task(_Stored):
@@ -216,7 +236,8 @@ class Task(_Stored):
             f"{loss.worker_id}: lost: no ping until {loss.ping_expire_time} (the worker died, hung or was cut off)"
             for loss in self.task_state.losses
         ]
-        return failed + lost
+        failure = self.task_state.dependency_failure
+        return failed + lost + ([failure.reason] if failure is not None else [])
 
 
 def task_id(name: str, key: str) -> str:

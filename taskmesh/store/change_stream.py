@@ -31,6 +31,7 @@ WAKING = (
     "settled",
     "progressed",
     "stopped",
+    "opened",
 )
 """What can make a task claimable. Renewals and claims cannot."""
 STOPPING = ("cancelled", "deleted", "option_changed", "retried")
@@ -87,6 +88,7 @@ def pipeline(store: Store, interest: Interest) -> list[Document]:
             | {
                 "operationType": {"$in": ["insert", "replace"]},
                 "fullDocument.name": {"$in": sorted(interest.names)},
+                "fullDocument.next_claim_time": {"$exists": True},  # else it waits for others
                 "$expr": {"$lte": ["$fullDocument.next_claim_time", {"$add": ["$wallTime", HORIZON_OF_NEW_MS]}]},
             }
         )

@@ -15,7 +15,7 @@ import asyncio
 from bson import ObjectId
 
 from taskmesh.model.errors import TaskNotFound
-from taskmesh.store import repeated, rules
+from taskmesh.store import dependencies, repeated, rules
 from taskmesh.store.driver import Document
 from taskmesh.store.event_stamp import stamp
 from taskmesh.store.finish import fresh_state
@@ -28,7 +28,9 @@ async def cancel(store: Store, id_: str) -> bool:
     """Cancel an unfinished task; False if there is none. Raises as `_change` does."""
     now = store.now
     unfinished = rules.with_facts(now, {"$in": [rules.status(now), ["INIT", "RUNNING"]]})
-    return await _change(store, id_, unfinished, cancel_pipeline(now))
+    cancelled = await _change(store, id_, unfinished, cancel_pipeline(now))
+    await dependencies.tell(store, [id_] if cancelled else [])
+    return cancelled
 
 
 async def _standing(store: Store, id_: str) -> Document | None:
@@ -82,7 +84,9 @@ async def retry(store: Store, id_: str) -> bool:
     now = store.now
     not_running = rules.with_facts(now, {"$ne": [rules.status(now), "RUNNING"]})
     kept = {"$not": [rules.is_forgotten(now)]}
-    return await _change(store, id_, {"$and": [kept, not_running]}, retry_pipeline(now))
+    retried = await _change(store, id_, {"$and": [kept, not_running]}, retry_pipeline(now))
+    await dependencies.tell(store, [id_] if retried else [])
+    return retried
 
 
 def retry_pipeline(now: rules.Expression) -> list[Document]:
@@ -138,8 +142,9 @@ NOT_DELETED: Document = {"task_state.deleted_time": None}
 DELETED_AND_EMPTY: Document = {
     "task_state.deleted_time": {"$exists": True},
     "task_state.leaving": {"$exists": False},
+    "task_state.ask_time": {"$exists": False},
 }
-"""Nothing is left in the document that anybody needs."""
+"""Nothing is left in the document that anybody needs: no place of a handler, and no word for those that wait for the task."""
 
 
 _removing: set[asyncio.Future[bool]] = set()
@@ -171,6 +176,7 @@ async def _delete(store: Store, id_: str) -> bool:
 async def _remove(store: Store, which: Document) -> None:
     tasks = store.driver.collection(store.tasks)
     await store.update({**which, **NOT_DELETED}, deletion_pipeline(store.now))
+    await dependencies.tell(store, [which["_id"]])
     await tasks.delete_one({**which, **DELETED_AND_EMPTY})
 
 

@@ -265,9 +265,13 @@ def _wishes(entries: rules.Expression) -> rules.Expression:
 
 
 def fresh_state(now: rules.Expression, changes: Document) -> rules.Expression:
-    """`task_state` as of a task that nobody has tried, but with its times, wishes, destination and the places still taken."""
-    names = ("create_time", "start_time", "expire_time", "wanted", "params_version", "moves_to")
-    kept = {name: f"$task_state.{name}" for name in names}
+    """`task_state` as of a task that nobody has tried, but with its times, wishes, destination and the places still taken.
+
+    And with what it waits for and what waits for it: whoever waited for its dependencies, waits for them again.
+    """
+    times = ("create_time", "start_time", "expire_time", "wanted", "params_version", "moves_to")
+    links = ("after", "waits_for", "unlinked", "dependents", "ask_time")
+    kept = {name: f"$task_state.{name}" for name in (*times, *links)}
     return {**kept, "timeout_cnt": 0, "worker_states": {"$literal": []}, "leaving": rules.sent_away(now), **changes}
 
 

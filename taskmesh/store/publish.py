@@ -19,7 +19,7 @@ from pymongo.errors import OperationFailure, WriteConcernError
 
 from taskmesh.model.configuration import Configuration
 from taskmesh.model.errors import TaskRunning, TaskTooLarge
-from taskmesh.store import repeated, rules
+from taskmesh.store import dependencies, repeated, rules
 from taskmesh.store.control import NOT_DELETED
 from taskmesh.store.driver import Document
 from taskmesh.store.event_stamp import stamp
@@ -100,6 +100,11 @@ def new_document(publication: Publication, now: datetime, option: Document | Non
         document["group"] = configuration.group
     if publication.trace is not None:
         document["trace"] = publication.trace
+    if configuration.after is not None:
+        document["task_state"] |= configuration.after.stored()
+    if configuration.after:  # its gate is shut, and whoever asks next links it with what it waits for
+        document["task_state"] |= {"waits_for": configuration.on_dependency_failure, "unlinked": True, "ask_time": now}
+        del document["next_claim_time"]
     return document
 
 
@@ -235,14 +240,30 @@ def _afresh(publication: Publication, now: datetime, at: rules.Expression) -> li
     Handlers of the old one that are on their way out keep their places in the new one.
     """
     new = {"$literal": new_document(publication, now)}
-    state = {"$mergeObjects": [{"$getField": {"field": "task_state", "input": new}}, {"leaving": rules.sent_away(at)}]}
+    own = {"$getField": {"field": "task_state", "input": new}}
+    # Who has not been told yet that the old one was deleted, waits for the new one.
+    untold = {
+        "$and": [rules.HAS_DEPENDENTS, {"$gt": ["$task_state.deleted_time", None]}, {"$gt": [rules.ASK_TIME, None]}]
+    }
+    kept = {
+        "leaving": rules.sent_away(at),
+        "dependents": {"$cond": [untold, rules.DEPENDENTS, "$$REMOVE"]},
+        "ask_time": {
+            "$cond": [
+                untold,
+                rules.ASK_TIME,
+                {"$ifNull": [{"$getField": {"field": "ask_time", "input": own}}, "$$REMOVE"]},
+            ]
+        },
+    }
+    derived = {"$or": [{"$gt": ["$task_state.leaving", None]}, rules.HAS_DEPENDENTS]}
     return [
         # The new document as an insert would have stored it, with the places of the old one's handlers.
-        {"$replaceWith": {"$mergeObjects": [new, {"task_state": state}]}},
+        {"$replaceWith": {"$mergeObjects": [new, {"task_state": {"$mergeObjects": [own, kept]}}]}},
         # An insert is told by the stream itself; this update by its stamp.
         {"$set": {"event": stamp("published", at)}},
-        # A new document's derived fields are right as they are, unless a place is still taken.
-        *rules.derivation(at, where={"$gt": ["$task_state.leaving", None]}),
+        # A new document's derived fields are right as they are, unless a place is still taken, or somebody waits for it.
+        *rules.derivation(at, where=derived),
     ]
 
 
@@ -338,6 +359,9 @@ async def publish_in_session(
         cursor = tasks.find({"_id": {"$in": [*by_id]}}, {"forgotten": rules.is_forgotten(store.now)}, session=session)
         stored = {document["_id"]: document for document in await cursor.to_list(None)}
         new = [places.pop(0) for id_, places in by_id.items() if id_ not in stored]
+        waited_for = {id_ for i in new if (after := publications[i].configuration.after) for id_ in after.ids}
+        if unknown := waited_for.difference(by_id):
+            await dependencies.check(store, unknown, session)
         if new:
             await tasks.insert_many([new_document(publications[i], now) for i in new], session=session)
         results.update(dict.fromkeys(new, _CREATED))
@@ -379,7 +403,15 @@ async def _change_in_session(
 IS_RUNNING: rules.Expression = {"$and": [{"$ne": ["$$live", []]}, {"$eq": ["$status", "RUNNING"]}]}
 
 
-_COUNTED_AGAINST = ("dropped_fail_cnt", "losses", "lost_cnt", "resume_time", "reopened_by", "conflict_cnt")
+_COUNTED_AGAINST = (
+    "dropped_fail_cnt",
+    "losses",
+    "lost_cnt",
+    "resume_time",
+    "reopened_by",
+    "conflict_cnt",
+    "dependency_failure",
+)
 """What `clean_failed` forgets, beside the entries and `timeout_cnt`."""
 
 

@@ -40,6 +40,13 @@ MOVES_TO = "$task_state.moves_to"
 
 Limits count an execution where it was claimed: so the task moves with the first write, be it a claim, that finds these ended.
 """
+DEPENDENTS = "$task_state.dependents"
+"""The `_id`s of the tasks that wait for this one, or have: in it from when they were published on."""
+HAS_DEPENDENTS: Expression = {"$gt": [DEPENDENTS, []]}
+ASK_TIME = "$task_state.ask_time"
+"""The mark of a task at which something happened that concerns what waits for it, or what it waits for: since when somebody has
+to ask (`store/dependencies.py`), who then removes it. Of a finished one that is kept for its dependents: when to ask again.
+"""
 KEPT_FAILS = 32
 """FAIL entries kept in a document; older ones are only counted, so that it stays small."""
 KEPT_LOSSES = 8
@@ -115,6 +122,8 @@ _deleted = {"$gt": ["$task_state.deleted_time", None]}
 _cancelled = {"$gt": ["$task_state.cancel_time", None]}
 _succeeded = {"$gte": [{"$size": "$$done"}, "$task_option.concurrent_worker_cnt"]}
 _failed_for_good = {"$in": [True, "$$fails.final"]}
+_dependency_failed = {"$gt": ["$task_state.dependency_failure", None]}
+_waits_for_others = {"$gt": ["$task_state.waits_for", None]}
 _retries_used_up = {"$gt": [FAIL_CNT, "$task_option.max_unexpected_retries"]}
 _timeouts_used_up = {"$gt": [TIMEOUT_CNT, "$task_option.max_timeouts"]}
 
@@ -129,13 +138,14 @@ def _expired(now: Expression) -> Expression:
 def task_gates(now: Expression) -> dict[str, Expression]:
     """The gates that are the same for every worker."""
     return {
-        "unfinished": _never_if({"$or": [_deleted, _cancelled, _succeeded, _failed_for_good]}),
+        "unfinished": _never_if({"$or": [_deleted, _cancelled, _succeeded, _failed_for_good, _dependency_failed]}),
         "unexpired": _never_if(_expired(now)),
         "started": "$task_state.start_time",
         "room": _room_opens,
         "retries left": _never_if(_retries_used_up),
         "timeouts left": _never_if(_timeouts_used_up),
         "delay asked for": "$task_state.resume_time",
+        "dependencies": _never_if(_waits_for_others),
     }
 
 
@@ -278,7 +288,10 @@ def status(now: Expression) -> Expression:
                 {"case": _cancelled, "then": "CANCELLED"},
                 {"case": _succeeded, "then": "SUCCESS"},
                 {"case": {"$ne": ["$$live", []]}, "then": "RUNNING"},
-                {"case": {"$or": [_failed_for_good, _retries_used_up, _timeouts_used_up]}, "then": "FAIL"},
+                {
+                    "case": {"$or": [_failed_for_good, _retries_used_up, _timeouts_used_up, _dependency_failed]},
+                    "then": "FAIL",
+                },
                 {"case": _expired(now), "then": "EXPIRED"},
             ],
             "default": "INIT",
@@ -328,6 +341,7 @@ def _settle_time() -> Expression:
         "$or": [
             _failed_for_good,
             _retries_used_up,
+            _dependency_failed,
             {"$gt": [{"$add": [TIMEOUT_CNT, {"$size": "$$live"}]}, "$task_option.max_timeouts"]},
         ]
     }
@@ -384,6 +398,10 @@ def derivation(now: Expression = NOW, *, where: Expression = True) -> list[Stage
         }
     }
     finished = {"$not": [{"$in": ["$_derived.status", ["INIT", "RUNNING"]]}]}
+    # Somebody has to ask when a task that others wait for is finished, or is not any more; or when one is begun anew that waits.
+    was_finished = {"$not": [{"$in": [{"$ifNull": ["$status", "INIT"]}, ["INIT", "RUNNING"]]}]}
+    concerns_others = {"$or": [HAS_DEPENDENTS, {"$and": [was_finished, _waits_for_others]}]}
+    ask = {"$and": [{"$ne": [finished, was_finished]}, concerns_others]}
     # How long to keep a finished task: by its status; null: for ever.
     retained_ms = {
         "$cond": [
@@ -394,10 +412,24 @@ def derivation(now: Expression = NOW, *, where: Expression = True) -> list[Stage
     }
     # When it was finished first: later writes to a finished task do not prolong its retention.
     finish_time = {"$ifNull": ["$finish_time", now]}
+    # What others wait for is kept until none of them does; what is deleted, until they know. Then its retention begins.
+    released_time = {"$max": [finish_time, "$task_state.released_time"]}
+    kept_for_dependents = {
+        "$and": [
+            HAS_DEPENDENTS,
+            {
+                "$cond": [
+                    {"$eq": ["$_derived.status", "DELETED"]},
+                    {"$or": [ask, {"$gt": [ASK_TIME, None]}]},
+                    {"$not": [{"$gt": ["$task_state.released_time", None]}]},
+                ]
+            },
+        ]
+    }
     # The document stays for as long as it keeps a place: who publishes after it would not know of the handler at work.
     delete_time = {
         "$max": [
-            {"$cond": [{"$eq": ["$_derived.status", "DELETED"]}, now, {"$add": [finish_time, retained_ms]}]},
+            {"$cond": [{"$eq": ["$_derived.status", "DELETED"]}, now, {"$add": [released_time, retained_ms]}]},
             "$_derived.leases_end",
         ]
     }
@@ -423,10 +455,14 @@ def derivation(now: Expression = NOW, *, where: Expression = True) -> list[Stage
                     {"$and": [{"$not": [finished]}, {"$gt": ["$_derived.settle_time", None]}]}, "$_derived.settle_time"
                 ),
                 "finish_time": _present_if(finished, finish_time),
-                "delete_time": _present_if({"$and": [finished, {"$not": [kept_for_ever]}]}, delete_time),
+                "delete_time": _present_if(
+                    {"$and": [finished, {"$not": [kept_for_ever]}, {"$not": [kept_for_dependents]}]}, delete_time
+                ),
                 "queue": {"$cond": ["$_derived.moves", f"{MOVES_TO}.queue", "$queue"]},
                 "group": {"$cond": ["$_derived.moves", {"$ifNull": [f"{MOVES_TO}.group", "$$REMOVE"]}, "$group"]},
                 "task_state.moves_to": {"$cond": ["$_derived.moves", "$$REMOVE", MOVES_TO]},
+                "task_state.pending": _present_if({"$and": [{"$not": [finished]}, HAS_DEPENDENTS]}, True),
+                "task_state.ask_time": {"$cond": [ask, now, {"$ifNull": [ASK_TIME, "$$REMOVE"]}]},
                 "_derived": "$$REMOVE",
             }
         },

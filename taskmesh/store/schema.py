@@ -62,6 +62,10 @@ INDEXES: dict[str, tuple[list[tuple[str, int]], Document]] = {
     ),
     # What time alone will finish.
     "settle": ([("settle_time", 1)], {"partialFilterExpression": {"settle_time": _present}}),
+    # Is anything left that this task waits for? Unfinished tasks alone, so that a finish costs the same however many wait.
+    "pending": ([("task_state.dependents", 1)], {"partialFilterExpression": {"task_state.pending": True}}),
+    # What somebody has to ask about. Empty where no task waits for another.
+    "ask": ([("task_state.ask_time", 1)], {"partialFilterExpression": {"task_state.ask_time": _present}}),
     # Listings and counts.
     "status": ([("status", 1), ("queue", 1), ("name", 1), ("_id", 1)], {}),
     # The newest first. With `_id` for those published in the same millisecond: pages go on exactly where the last one ended.

@@ -92,8 +92,20 @@ class Reading:
         """Whether a handler raised `TaskFailed`."""
         return any(entry.get("final") for entry in self.of("FAIL"))
 
+    @property
+    def dependents(self) -> list[str]:
+        """The tasks that wait for it, or have."""
+        return self.state.get("dependents") or []
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for others."""
+        return self.state.get("waits_for") is not None
+
     def given_up(self, now: datetime) -> bool:
         """Whether it cannot succeed any more."""
+        if self.state.get("dependency_failure") is not None:
+            return True
         used_up = self.fail_cnt > self.option["max_unexpected_retries"]
         return self.failed_for_good or used_up or self.timeout_cnt(now) > self.option["max_timeouts"]
 
@@ -140,6 +152,7 @@ class Reading:
             or self.given_up(now)
             or self.expired(now)
             or len(done) >= self.room
+            or self.waits
             or worker_id in [entry["worker_id"] for entry in done]
             or (allowed and worker_id not in allowed)
         )
@@ -176,7 +189,11 @@ class Reading:
         if finish_time is not None and (self.deleted or retained_ms is not None):
             # Not before the places that it keeps are free.
             places = [entry["ping_expire_time"] for entry in (*self.live(now), *self.leaving(now))]
-            delete_time = max([now if self.deleted else finish_time + ms(retained_ms), *places])
+            begins = max(finish_time, self.state.get("released_time") or finish_time)
+            delete_time = max([now if self.deleted else begins + ms(retained_ms), *places])
+        told = self.state.get("ask_time") is None if self.deleted else self.state.get("released_time") is not None
+        if self.dependents and not told:
+            delete_time = None  # who waits for it needs it
         return {
             "status": status,
             "queue": place.get("queue"),

@@ -58,6 +58,11 @@ class Documents:
             "deleted_time": self._time(0.03),
             "worker_states": self._entries(id_),
             "leaving": self._leaving(id_),
+            "dependents": pick((None, None, None, [], ["job:x"], ["job:x", "job:y"])),
+            "waits_for": pick((None,) * 9 + ("fail", "run")),
+            "dependency_failure": pick((None,) * 9 + ({"id": "job:x", "reason": "no", "time": self.now},)),
+            "ask_time": self._time(0.1),
+            "released_time": self._time(0.1),
         }
         name, _, key = id_.partition(":")
         return {
@@ -67,6 +72,7 @@ class Documents:
             "queue": queue_of(id_),
             "params": {"n": 1},
             "lane": 1,
+            **pick(({}, {"status": "INIT"}, {"status": "SUCCESS"})),
             "task_option": option,
             "task_state": {field: value for field, value in state.items() if value is not None},
         }

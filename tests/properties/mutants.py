@@ -10,7 +10,16 @@ import pytest
 from taskmesh.store import claim, control, finish, publish, renew, rules, settle
 from tests.properties.mutation import ANYTHING, Mutant, changed, constant, replaced, result, sent, unguarded, written
 
-_TASK_GATES = ("unfinished", "unexpired", "started", "room", "retries left", "timeouts left", "delay asked for")
+_TASK_GATES = (
+    "unfinished",
+    "unexpired",
+    "started",
+    "room",
+    "retries left",
+    "timeouts left",
+    "delay asked for",
+    "dependencies",
+)
 _WORKER_GATES = ("worker allowed", "not twice", "retry delay")
 _OPEN_IN_TIME = ("started", "room", "delay asked for", "not twice", "retry delay")
 _OWN = {"$in": ["$$this.running_id", ANYTHING]}

@@ -70,6 +70,13 @@ class Oracle:
     def derive(self, now: datetime) -> None:
         """Write down what follows from the entries, as every write does."""
         reading, moves = self.reading, self.reading.moves(now)
+        was_finished = self.document.get("status", "INIT") not in ("INIT", "RUNNING")
+        finished = reading.finished(now)
+        if finished != was_finished and (reading.dependents or (was_finished and reading.waits)):
+            self.state["ask_time"] = now
+        self.state.pop("pending", None)
+        if reading.dependents and not finished:
+            self.state["pending"] = True
         self.document |= reading.derived(now)
         if moves:
             self.state["moves_to"] = None
@@ -134,7 +141,8 @@ class Oracle:
             self.drop(self.entries("SUCCESS"))
         if asked.clean_failed and not running:
             self.drop([*self.entries("FAIL"), *self.lost(now)])
-            forgotten = ("dropped_fail_cnt", "losses", "lost_cnt", "resume_time", "reopened_by", "conflict_cnt")
+            counts = ("dropped_fail_cnt", "losses", "lost_cnt", "resume_time", "reopened_by", "conflict_cnt")
+            forgotten = (*counts, "dependency_failure")
             self.state.update({"timeout_cnt": 0, **dict.fromkeys(forgotten)})
         if stripped(self.document) != stripped(before):
             self.document["event"] = ["published"]
@@ -150,7 +158,8 @@ class Oracle:
 
     def _start_afresh(self, now: datetime, **changes: Any) -> None:
         """As if nobody had tried, but with the task's times, its count of wishes and the places that are kept."""
-        kept = ("create_time", "start_time", "expire_time", "wanted", "params_version", "moves_to")
+        own = ("create_time", "start_time", "expire_time", "wanted", "params_version", "moves_to")
+        kept = (*own, "after", "waits_for", "unlinked", "dependents", "ask_time")
         times = {name: self.state.get(name) for name in kept}
         leaving = self.sent_away(now, self.entries("RUNNING"))
         self.document["task_state"] = {**times, "timeout_cnt": 0, "worker_states": [], "leaving": leaving, **changes}

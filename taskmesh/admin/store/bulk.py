@@ -10,7 +10,7 @@ from typing import Literal
 from taskmesh.admin.filters import TaskFilter
 from taskmesh.admin.store import undo
 from taskmesh.admin.store.index_choice import conditions, status_fits
-from taskmesh.store import control, rules
+from taskmesh.store import control, dependencies, rules
 from taskmesh.store.driver import Document
 from taskmesh.store.malformed import WELL_FORMED
 from taskmesh.store.store import Store
@@ -20,6 +20,7 @@ _ROUNDS = 10
 _NOTHING_AT_WORK: Document = {
     "task_state.worker_states.state": {"$ne": "RUNNING"},
     "task_state.leaving": {"$exists": False},
+    "task_state.dependents": {"$exists": False},
 }
 
 
@@ -69,9 +70,12 @@ async def _change(store: Store, action: Action, query: Document, batch: list[str
         tasks = store.driver.collection(store.tasks)
         removable = {"$or": [_NOTHING_AT_WORK, {"$nor": [WELL_FORMED]}]}
         removed = await tasks.delete_many({"$and": [query, removable]})
-        # Running executions hear of it by the word that this leaves, and keep their places.
+        # Running executions hear of it by the word that this leaves, and keep their places; so do those that wait for the task.
         reply = await store.update({"$and": [query, WELL_FORMED]}, [*marking, *control.deletion_pipeline(now)])
+        await dependencies.tell(store, batch)
         await tasks.delete_many({"_id": {"$in": batch}, **control.DELETED_AND_EMPTY})
         return int(removed.deleted_count) + int(reply["n"])
     pipeline = control.retry_pipeline(now) if action == "retry" else control.cancel_pipeline(now)
-    return int((await store.update(query, [*marking, *pipeline]))["n"])
+    count = int((await store.update(query, [*marking, *pipeline]))["n"])
+    await dependencies.tell(store, batch)
+    return count

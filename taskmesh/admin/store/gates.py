@@ -73,6 +73,7 @@ async def judge(
                 "facts": rules.with_facts(now, facts),
                 "task": {name: f"${name}" for name in _TOLD},
                 "expire_time": "$task_state.expire_time",
+                "waits_for": "$task_state.waits_for",
             }
         },
     ]
@@ -90,7 +91,7 @@ def _judgement(row: Document, gates: Sequence[str]) -> Judgement:
     of_task, workers = facts.pop("opens"), facts.pop("workers")
     return Judgement(
         now=row["now"],
-        task={**row["task"], "expire_time": row.get("expire_time")},
+        task={**row["task"], "expire_time": row.get("expire_time"), "waits_for": row.get("waits_for")},
         opens=[dict(zip(gates, of_task + worker["opens"], strict=True)) for worker in workers],
         entries=[worker["entries"] for worker in workers],
         **facts,

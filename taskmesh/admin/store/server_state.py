@@ -160,6 +160,33 @@ async def large_tasks(store: Store, larger_than: int) -> list[Document]:
     return list(await cursor.to_list(None))
 
 
+@if_allowed
+async def stranded(store: Store, by_s: float) -> list[str]:
+    """Return the `_id`s of a few tasks whose gate is shut though nothing that they wait for is unfinished, and nobody asks."""
+    just_asked = {"$gt": ["$task_state.ask_time", {"$subtract": [store.now, by_s * 1_000]}]}
+    stages: list[Document] = [
+        # Some thousand tasks that wait for others, but for those about which somebody asks at this moment.
+        {"$match": {"status": "INIT", "task_state.waits_for": {"$exists": True}}},
+        {"$limit": _LOOKED_AT},
+        {"$match": {"$expr": {"$not": [just_asked]}}},
+        # Those that nothing unfinished names.
+        {
+            "$lookup": {
+                "from": store.tasks,
+                "localField": "_id",
+                "foreignField": "task_state.dependents",
+                "pipeline": [{"$match": {"task_state.pending": True}}, {"$limit": 1}, {"$project": {"_id": 1}}],
+                "as": "left",
+            }
+        },
+        {"$match": {"left": []}},
+        {"$limit": 5},
+        {"$project": {"_id": 1}},
+    ]
+    cursor = await store.driver.aggregate(store.tasks, stages, hint="taskmesh_status", maxTimeMS=DEADLINE_MS)
+    return [str(row["_id"]) for row in await cursor.to_list(None)]
+
+
 async def _count(store: Store, query: Document, hint: str) -> int:
     # How many fit, no further than a thousand: more would say no more.
     stages: list[Any] = [{"$match": query}, {"$limit": 1_000}, {"$count": "n"}]
@@ -179,5 +206,6 @@ __all__ = [
     "past_retention",
     "short_leases",
     "size",
+    "stranded",
     "unclaimed_leases",
 ]

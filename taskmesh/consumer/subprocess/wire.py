@@ -22,7 +22,7 @@ MAX_MESSAGE_BYTES = 2 * MAX_BYTES
 _MAX_DETAIL_BYTES = 4_000
 _KINDS: tuple[type[Exception], ...] = (TaskFailed, UnstorableValue, Retry, TransactionConflict, Snooze, LeaseLost)
 """Errors that say how an execution ends."""
-_LOCAL = ("option", "tuned", "placed", "session")
+_LOCAL = ("option", "tuned", "placed", "session", "after")
 """Fields of a configuration that travel in another form, or not at all."""
 
 
@@ -131,6 +131,7 @@ def configuration_as_data(configuration: Configuration) -> dict[str, Any]:
     """Tell the settings of a definition."""
     settings = {f.name: getattr(configuration, f.name) for f in fields(configuration) if f.name not in _LOCAL}
     option, tuned, placed = dict(configuration.option), list(configuration.tuned), list(configuration.placed)
+    settings["after"] = None if configuration.after is None else configuration.after.as_data()
     return {"option": option, "tuned": tuned, "placed": placed, "settings": settings}
 
 

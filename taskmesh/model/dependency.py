@@ -1,0 +1,99 @@
+"""What a task waits for, as its publisher says it: `after=` and `on_dependency_failure=`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from taskmesh.model.errors import InvalidOption
+from taskmesh.model.ids import shown
+from taskmesh.model.task import task_id
+
+OnDependencyFailure = Literal["fail", "wait", "run"]
+_POLICIES: tuple[OnDependencyFailure, ...] = ("fail", "wait", "run")
+
+
+@runtime_checkable
+class Named(Protocol):
+    """A task that is named by its name and key: a `TaskHandle`, a member of a flow."""
+
+    # ruff: noqa: D102 — what they are stands at `TaskHandle`
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def key(self) -> str: ...
+
+
+Dependency = Named | tuple[str, str]
+"""A handle, or a pair of name and key."""
+Dependencies = Iterable[Dependency] | Mapping[str, Dependency]
+"""What `after=` takes; a mapping names for each the param that gets its result."""
+
+
+@dataclass(frozen=True, slots=True)
+class After:
+    """The tasks that a task waits for, each once, in the order given."""
+
+    ids: tuple[str, ...] = ()
+    params: Mapping[str, str] = field(default_factory=dict)
+    """By param of the handler, the `_id` of the task whose result it gets."""
+
+    def __bool__(self) -> bool:
+        return bool(self.ids)
+
+    def stored(self) -> dict[str, Any]:
+        """Return what `task_state` keeps of it."""
+        return {"after": {"ids": list(self.ids), "params": [[param, id_] for param, id_ in self.params.items()]}}
+
+    def as_data(self) -> Any:
+        """Return it as plain values, which `checked_after` takes."""
+        if self.params:
+            return {param: _parts(id_) for param, id_ in self.params.items()}
+        return [_parts(id_) for id_ in self.ids]
+
+
+def checked_after(after: Any) -> After | None:
+    """Return what `after=` means. Raises `InvalidOption`, `InvalidName`, `InvalidKey`."""
+    if after is None or isinstance(after, After):
+        return after
+    if isinstance(after, Mapping):
+        if wrong := [param for param in after if not isinstance(param, str)]:
+            raise InvalidOption(f"after must name params by str, got {shown(wrong[0])}: pass {{'param': handle}}")
+        params = {param: dependency_id(each) for param, each in after.items()}
+        return After(tuple(dict.fromkeys(params.values())), params)
+    if isinstance(after, (str, bytes, Named)) or not isinstance(after, Iterable):
+        raise InvalidOption(
+            f"after must be a list of handles or (name, key) pairs, or a dict of them by param, got {shown(after)}: "
+            "pass after=[handle]"
+        )
+    return After(tuple(dict.fromkeys(map(dependency_id, after))))
+
+
+def dependency_id(dependency: Any) -> str:
+    """Return the `_id` of a dependency. Raises `InvalidOption` for what names no task, `InvalidName`, `InvalidKey`."""
+    if isinstance(dependency, Named):
+        return task_id(dependency.name, dependency.key)
+    if isinstance(dependency, (tuple, list)) and len(dependency) == 2:
+        return task_id(*dependency)
+    raise InvalidOption(f"a dependency must be a handle or a (name, key) pair, got {shown(dependency)}")
+
+
+def checked_policy(policy: Any) -> OnDependencyFailure:
+    """Return what `on_dependency_failure=` says. Raises `InvalidOption`."""
+    for known in _POLICIES:
+        if policy == known:
+            return known
+    raise InvalidOption(f"on_dependency_failure must be 'fail', 'wait' or 'run', got {shown(policy)}")
+
+
+def label(id_: str) -> str:
+    """Return how a task is named in a message."""
+    name, _, key = id_.partition(":")
+    return f"{name!r} {key!r}"
+
+
+def _parts(id_: str) -> list[str]:
+    name, _, key = id_.partition(":")
+    return [name, key]

@@ -1,0 +1,444 @@
+"""Dependencies: tasks that wait for others, by level and not by counting.
+
+Each task names those that wait for it (`task_state.dependents`), and is `pending` as long as it is not finished. A task that
+waits has a gate that stays shut as long as `task_state.waits_for` says what becomes of it if one of the others fails. Nothing
+counts: whenever something has happened that concerns others, a mark stands in the task (`task_state.ask_time`, set by the
+derivation or by the insert), and whoever sees it asks the one question, is anything left that this task waits for, and removes
+the mark.
+
+The question is asked on the primary of what a majority has, after that has acknowledged what happened, and in no transaction:
+of two that ask at once, at least one sees both. Everything here can be done twice, by anybody, in any order. Who dies in the
+middle leaves a mark, which `sweep` finds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from pymongo.errors import OperationFailure, PyMongoError
+
+from taskmesh.model.dependency import label
+from taskmesh.model.errors import TaskNotFound
+from taskmesh.store import rules
+from taskmesh.store.driver import Document
+from taskmesh.store.event_stamp import stamp
+from taskmesh.store.malformed import WELL_FORMED
+from taskmesh.store.prepared import prepared
+from taskmesh.store.server_errors import is_over_deadline
+from taskmesh.store.store import Store
+
+logger = logging.getLogger("taskmesh.dependencies")
+
+MARKS_FOUND_AFTER_MS = 1_000
+"""So old is a mark when somebody else asks than who made it."""
+_ASKED_BY_ANOTHER_MS = 2_000
+"""For how long a sweep leaves a mark to another sweep that has just begun with it."""
+_SET = 1_000
+_MARKS_AT_ONCE = 250
+"""A task may name ten thousand others."""
+_DEADLINE_MS = 2_000
+_PART_DEADLINE_MS = 300
+_PARTS = 8
+_NAMED = 3
+_FEW = 20
+"""So many are asked about one by one; more than that, by what is unfinished."""
+_FIRST_HOLD_MS, _LONGEST_HOLD_MS = 1_000, 86_400_000
+_UNFINISHED = ["INIT", "RUNNING"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Marked:
+    """A task with a mark."""
+
+    id: str
+    status: str
+    dependents: Sequence[str]
+    waits: bool
+    after: Sequence[str]
+    """What it is not linked with yet."""
+    ask_time: datetime
+    held: bool
+    """Whether it is kept for its dependents, and was so before this mark."""
+
+    @property
+    def finished(self) -> bool:
+        return self.status not in _UNFINISHED
+
+
+async def check(store: Store, ids: Collection[str], session: Any = None) -> None:
+    """Raise `TaskNotFound` unless all these tasks are there."""
+    missing = list(ids)
+    tasks = store.driver.collection(store.tasks)
+    there = {"$expr": {"$not": [rules.is_forgotten(store.now)]}}
+    for part in _parts(list(ids)):
+        cursor = tasks.find({"_id": {"$in": part}, **there}, {"_id": 1}, batch_size=_SET, session=session)
+        found = {document["_id"] for document in await cursor.to_list(None)}
+        missing = [id_ for id_ in missing if id_ not in found]
+    if missing:
+        raise TaskNotFound(
+            f"there is no task {', '.join(map(label, missing[:_NAMED]))}{' …' if len(missing) > _NAMED else ''}, which after= "
+            "names: publish what is waited for first; nothing was published"
+        )
+
+
+async def tell(store: Store, ids: Collection[str]) -> None:
+    """Ask what the marks of these tasks want asked, and of those that this concerns in turn.
+
+    To be called when a majority has what left the marks. What cannot be done now is left to a sweep.
+    """
+    try:
+        todo = list(ids)
+        while todo:
+            concerned: set[str] = set()
+            for part in _parts(todo):
+                concerned |= await _answer(store, await _marked(store, {"_id": {"$in": part}}))
+            todo = sorted(concerned)
+    except PyMongoError as error:
+        logger.info("dependents are told a little later (%s: %.200s)", type(error).__name__, error)
+
+
+async def sweep(store: Store, after_ms: int = MARKS_FOUND_AFTER_MS) -> int:
+    """Ask for all whose mark nobody has answered for so long; return how many there were, up to a thousand."""
+    due = {
+        "task_state.ask_time": {"$exists": True},
+        "$expr": {"$lte": [rules.ASK_TIME, {"$subtract": [store.now, after_ms]}]},
+        **WELL_FORMED,
+    }
+    cursor = store.driver.collection(store.tasks).find(due, {"_id": 1}, limit=_SET, batch_size=_SET)
+    ids = [document["_id"] for document in await cursor.hint("taskmesh_ask").to_list(None)]
+    if ids:
+        # So that not every worker does the same; if this one dies, the marks are due again soon.
+        later = {"$add": [store.now, _ASKED_BY_ANOTHER_MS - MARKS_FOUND_AFTER_MS]}
+        await store.update({"_id": {"$in": ids}, **due}, [{"$set": {"task_state.ask_time": later}}], _DEADLINE_MS)
+        await tell(store, ids)
+    return len(ids)
+
+
+async def any_marks(store: Store) -> bool:
+    """Whether somebody is about to ask, so that tasks may become claimable by that."""
+    due = {"task_state.ask_time": {"$exists": True}, "$expr": {"$lte": [rules.ASK_TIME, store.now]}}
+    cursor = store.driver.collection(store.tasks, majority=True).find(due, {"_id": 1}, limit=1)
+    return bool(await cursor.hint("taskmesh_ask").to_list(1))
+
+
+async def open_edges(store: Store, id_: str) -> tuple[int, list[Document]]:
+    """Return how many unfinished tasks this one waits for, and the first few (`_id`, `status`)."""
+    which = {"task_state.pending": True, "task_state.dependents": id_}
+    tasks = store.driver.collection(store.tasks)
+    cursor = tasks.find(which, {"status": 1}, limit=_NAMED, batch_size=_NAMED)
+    first = await cursor.hint("taskmesh_pending").to_list(None)
+    return await tasks.count_documents(which, hint="taskmesh_pending"), first
+
+
+async def _marked(store: Store, query: Document) -> list[_Marked]:
+    fields = {
+        "status": 1,
+        "finish_time": 1,
+        **{f"task_state.{name}": 1 for name in ("dependents", "waits_for", "unlinked", "ask_time")},
+        "task_state.after": {"$cond": [{"$eq": ["$task_state.unlinked", True]}, "$task_state.after", "$$REMOVE"]},
+    }
+    found = await store.find({**query, "task_state.ask_time": {"$exists": True}}, fields, majority=True)
+    return [
+        _Marked(
+            id=document["_id"],
+            status=document["status"],
+            dependents=state.get("dependents", ()),
+            waits="waits_for" in state,
+            after=state["after"]["ids"] if "after" in state else (),
+            ask_time=state["ask_time"],
+            held="finish_time" in document and state["ask_time"] > document["finish_time"],
+        )
+        for document in found
+        for state in (document["task_state"],)
+    ]
+
+
+async def _answer(store: Store, marked: Sequence[_Marked]) -> set[str]:
+    """Ask what these marks want asked, and remove them; return which tasks have changed by that."""
+    concerned: set[str] = set()
+    for start in range(0, len(marked), _MARKS_AT_ONCE):
+        some = marked[start : start + _MARKS_AT_ONCE]
+        if not some:
+            break
+        done = [
+            await _link(store, [task for task in some if task.after and not task.finished]),
+            await _fail_dependents(store, some, concerned),
+            await _restore_dependents(store, some, concerned),
+        ]
+        asked = {id_ for task in some if task.finished for id_ in task.dependents}
+        asked |= {task.id for task in some if task.waits and not task.finished}
+        done += [await _ask(store, part, concerned) for part in _parts(sorted(asked))]
+        await _release(store, [task.id for task in some if task.held])
+        if all(done):
+            await _unmark(store, some)
+    return concerned
+
+
+async def _link(store: Store, waiting: Sequence[_Marked]) -> bool:
+    """Let each task that these wait for name them. What is not there (any more) will count as deleted."""
+    by_dependencies: dict[tuple[str, ...], list[str]] = {}
+    for task in waiting:
+        by_dependencies.setdefault(tuple(task.after), []).append(task.id)
+    done = True
+    for dependencies, dependents in by_dependencies.items():
+        linked = True
+        for part in _parts(dependencies):
+            linked &= await _update(store, part, {}, linking_pipeline(dependents, store.now))
+        if linked:
+            await _update(store, dependents, {}, [{"$unset": "task_state.unlinked"}])
+        done &= linked
+    return done
+
+
+def linking_pipeline(dependents: Sequence[str], now: rules.Expression) -> list[Document]:
+    """Let a task name these that wait for it: it is kept for them, if it is finished already."""
+    known = {"$cond": [{"$isArray": [rules.DEPENDENTS]}, rules.DEPENDENTS, []]}
+    later = {"$cond": [_is_finished, {"$add": [now, _FIRST_HOLD_MS]}, "$$REMOVE"]}
+    return [
+        {"$set": {"task_state.dependents": {"$setUnion": [known, {"$literal": list(dependents)}]}}},
+        {"$unset": "task_state.released_time"},
+        # One that is finished has nothing to tell them, since they ask themselves; but it is kept for them.
+        {"$set": {"task_state.ask_time": {"$ifNull": [rules.ASK_TIME, later]}}},
+        *prepared(rules.derivation, now),
+    ]
+
+
+_is_finished: rules.Expression = {"$not": [{"$in": ["$status", _UNFINISHED]}]}
+
+
+async def _fail_dependents(store: Store, marked: Sequence[_Marked], concerned: set[str]) -> bool:
+    """Where a task ended in any other way than SUCCESS: fail those that wait for it and want that."""
+    first: dict[str, str] = {}
+    ends = {task.id: task.status for task in marked if task.finished and task.status != "SUCCESS"}
+    for task in marked:
+        if task.id in ends:
+            for dependent in task.dependents:
+                first.setdefault(dependent, task.id)
+    by_dependency: dict[str, list[str]] = {}
+    for dependent, id_ in first.items():
+        by_dependency.setdefault(id_, []).append(dependent)
+    done = True
+    for id_, dependents in by_dependency.items():
+        done &= await _fail(store, dependents, id_, f"its dependency {label(id_)} ended as {ends[id_]}")
+    concerned.update(first)
+    return done
+
+
+async def _fail(store: Store, dependents: Sequence[str], dependency: str, reason: str) -> bool:
+    now = store.now
+    failure = {"id": {"$literal": dependency}, "reason": {"$literal": reason}, "time": now}
+    query = {"task_state.waits_for": "fail", "status": "INIT"}
+    pipeline = [
+        {"$set": {"task_state.dependency_failure": failure, "event": stamp("dependency_failed", now)}},
+        *prepared(rules.derivation, now),
+    ]
+    done = True
+    for part in _parts(dependents):
+        done &= await _update(store, part, query, pipeline)
+    return done
+
+
+async def _restore_dependents(store: Store, marked: Sequence[_Marked], concerned: set[str]) -> bool:
+    """Where a task is begun anew: so are those that failed because of it alone. They are asked about by their own marks."""
+    now = store.now
+    pipeline = [
+        {"$unset": "task_state.dependency_failure"},
+        {"$set": {"event": stamp("retried", now)}},
+        *prepared(rules.derivation, now),
+    ]
+    done = True
+    for task in marked:
+        if not task.finished and task.dependents:
+            query = {"task_state.dependency_failure.id": task.id, "status": "FAIL"}
+            for part in _parts(task.dependents):
+                done &= await _update(store, part, query, pipeline)
+            concerned.update(task.dependents)
+    return done
+
+
+async def _ask(store: Store, ids: Sequence[str], concerned: set[str]) -> bool:
+    """Ask which of these tasks wait for nothing unfinished any more, and open their gates, or fail them."""
+    ready = await _unblocked(store, ids)
+    succeeded = await _succeeded(store, {id_ for row in ready for id_ in row["wanted"]})
+    for row in ready:
+        row["unmet"] = [id_ for id_ in row["wanted"] if id_ not in succeeded][:_NAMED]
+    to_open = [row["_id"] for row in ready if not row["unmet"]]
+    done = await open_gates(store, to_open)
+    for row in ready:
+        if row["unmet"] and row["policy"] == "fail":
+            names = ", ".join(map(label, row["unmet"]))
+            reason = f"its dependency {names} did not end as SUCCESS, or is there no more"
+            done &= await _fail(store, [row["_id"]], row["unmet"][0], reason)
+            concerned.add(row["_id"])
+    concerned.update(to_open)
+    return done
+
+
+async def _unblocked(store: Store, ids: Sequence[str]) -> list[Document]:
+    """Return those of these tasks that wait, are linked, and of whose dependencies none is unfinished.
+
+    Of each its policy, and which tasks have to be SUCCESS for its gate to open.
+    """
+    waits = {"task_state.waits_for": {"$exists": True}, "task_state.unlinked": {"$exists": False}, "status": "INIT"}
+    wanted = {"$cond": [{"$eq": ["$task_state.waits_for", "run"]}, [], {"$ifNull": ["$task_state.after.ids", []]}]}
+    fields: Document = {"policy": "$task_state.waits_for", "wanted": wanted}
+    if len(ids) > _FEW:
+        blocked = await _blocked(store, ids)
+        return await store.find({"_id": {"$in": [i for i in ids if i not in blocked]}, **waits}, fields, majority=True)
+    stages: list[Document] = [
+        {"$match": {"_id": {"$in": list(ids)}, **waits}},
+        # One unfinished task that names it is enough: by the index of those alone, however many there are.
+        {
+            "$lookup": {
+                "from": store.tasks,
+                "localField": "_id",
+                "foreignField": "task_state.dependents",
+                "pipeline": [{"$match": {"task_state.pending": True}}, {"$limit": 1}, {"$project": {"_id": 1}}],
+                "as": "left",
+            }
+        },
+        {"$match": {"left": []}},
+        {"$project": fields},
+    ]
+    cursor = await store.driver.aggregate(store.tasks, stages, majority=True)
+    return await cursor.to_list(None)  # type: ignore[no-any-return]  # both drivers leave it untyped
+
+
+async def _blocked(store: Store, ids: Sequence[str]) -> set[str]:
+    """Return which of many tasks wait for something unfinished: all at once, from the unfinished that name any of them."""
+    asked = {"$literal": list(ids)}
+    stages: list[Document] = [
+        {"$match": {"task_state.pending": True, "task_state.dependents": {"$in": list(ids)}}},
+        # Of ten thousand that such a one may name, only those that were asked about.
+        {"$project": {"_id": 0, "dependents": {"$setIntersection": [rules.DEPENDENTS, asked]}}},
+        {"$unwind": "$dependents"},
+        {"$group": {"_id": "$dependents"}},
+    ]
+    cursor = await store.driver.aggregate(store.tasks, stages, majority=True, hint="taskmesh_pending")
+    return {row["_id"] for row in await cursor.to_list(None)}
+
+
+async def _succeeded(store: Store, ids: Collection[str]) -> set[str]:
+    found: set[str] = set()
+    for part in _parts(list(ids)):
+        query = {"_id": {"$in": list(part)}, "status": "SUCCESS"}
+        found.update(document["_id"] for document in await store.find(query, {"_id": 1}, majority=True))
+    return found
+
+
+async def open_gates(store: Store, ids: Sequence[str]) -> bool:
+    """Open the gate `dependencies` of these tasks. What is open already is left alone."""
+    now = store.now
+    query = {"task_state.waits_for": {"$exists": True}}
+    pipeline = [
+        {"$unset": "task_state.waits_for"},
+        {"$set": {"event": stamp("opened", now)}},
+        *prepared(rules.derivation, now),
+    ]
+    return await _update(store, ids, query, pipeline)
+
+
+async def _release(store: Store, held: Sequence[str]) -> None:
+    """Begin the retention of finished tasks that nobody unfinished waits for: when the last of those was finished."""
+    if not held:
+        return
+    stages: list[Document] = [
+        {"$match": {"_id": {"$in": list(held)}, "finish_time": {"$exists": True}}},
+        {"$project": {"dependents": rules.DEPENDENTS}},
+        # Those that wait for it: the end of the last, and whether one is unfinished.
+        {
+            "$lookup": {
+                "from": store.tasks,
+                "localField": "dependents",
+                "foreignField": "_id",
+                "pipeline": [
+                    {
+                        "$group": {
+                            "_id": None,
+                            "unfinished": {"$max": {"$in": ["$status", _UNFINISHED]}},
+                            "last": {"$max": "$finish_time"},
+                        }
+                    }
+                ],
+                "as": "by",
+            }
+        },
+        {"$match": {"by.unfinished": {"$ne": True}}},
+        {"$project": {"last": {"$first": "$by.last"}}},
+    ]
+    cursor = await store.driver.aggregate(store.tasks, stages, majority=True)
+    by_time: dict[datetime | None, list[str]] = {}
+    for row in await cursor.to_list(None):
+        by_time.setdefault(row.get("last"), []).append(row["_id"])
+    for last, ids in by_time.items():
+        pipeline = [{"$set": {"task_state.released_time": last or store.now}}, *prepared(rules.derivation, store.now)]
+        await _update(store, ids, {"finish_time": {"$exists": True}}, pipeline)
+
+
+async def _unmark(store: Store, marked: Sequence[_Marked]) -> None:
+    """Remove the marks that were answered, and none that came since. What is kept for its dependents is asked about again."""
+    now = store.now
+    retained_ms = {
+        "$cond": [{"$eq": ["$status", "SUCCESS"]}, "$task_option.retain_success_ms", "$task_option.retain_failed_ms"]
+    }
+    kept = {
+        "$and": [
+            _is_finished,
+            rules.HAS_DEPENDENTS,
+            {"$gt": [retained_ms, None]},
+            {"$ne": ["$status", "DELETED"]},
+            {"$not": [{"$gt": ["$task_state.released_time", None]}]},
+        ]
+    }
+    # Not more often than it has waited already, or than it would be kept anyway.
+    waited_ms = {"$divide": [{"$subtract": [now, "$finish_time"]}, 4]}
+    pause_ms = {"$min": [{"$max": [_FIRST_HOLD_MS, retained_ms, waited_ms]}, _LONGEST_HOLD_MS]}
+    ask_again = {"$add": [now, {"$toLong": pause_ms}]}
+    place = {"$indexOfArray": [{"$literal": [task.id for task in marked]}, "$_id"]}
+    answered = {"$eq": [rules.ASK_TIME, {"$arrayElemAt": [{"$literal": [task.ask_time for task in marked]}, place]}]}
+    mark = {"$cond": [answered, {"$cond": [kept, ask_again, "$$REMOVE"]}, rules.ASK_TIME]}
+    unmark: list[Document] = [{"$set": {"task_state.ask_time": mark}}]
+    deleted = [task.id for task in marked if task.status == "DELETED"]
+    if deleted:  # it may go now: that is derived
+        await _update(
+            store, deleted, {"task_state.ask_time": {"$exists": True}}, [*unmark, *prepared(rules.derivation, now)]
+        )
+    rest = [task.id for task in marked if task.status != "DELETED"]
+    await _update(store, rest, {"task_state.ask_time": {"$exists": True}}, unmark)
+
+
+async def _update(store: Store, ids: Sequence[str], query: Document, pipeline: Sequence[Document]) -> bool:
+    """Update these tasks; False if somebody's open transaction held one of them, so that a sweep has to do it again."""
+    if not ids:
+        return True
+    try:
+        await store.update({"_id": {"$in": list(ids)}, **query}, pipeline, _DEADLINE_MS)
+    except OperationFailure as error:
+        if not is_over_deadline(error):
+            raise
+    else:
+        return True
+    shuffled = random.sample(list(ids), len(ids))
+    parts = [shuffled[i::_PARTS] for i in range(min(_PARTS, len(shuffled)))]
+    return all(await asyncio.gather(*(_update_part(store, part, query, pipeline) for part in parts)))
+
+
+async def _update_part(store: Store, ids: Sequence[str], query: Document, pipeline: Sequence[Document]) -> bool:
+    try:
+        await store.update({"_id": {"$in": list(ids)}, **query}, pipeline, _PART_DEADLINE_MS)
+    except OperationFailure as error:
+        if not is_over_deadline(error):
+            raise
+        return False
+    return True
+
+
+def _parts(ids: Sequence[str]) -> Iterator[Sequence[str]]:
+    for start in range(0, len(ids), _SET):
+        yield ids[start : start + _SET]

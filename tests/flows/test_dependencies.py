@@ -1,0 +1,252 @@
+"""A task waits for others until all of them are SUCCESS; else it does what its publisher said."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from taskmesh import (
+    InvalidOption,
+    Status,
+    Task,
+    TaskError,
+    TaskFailed,
+    TaskMesh,
+    TaskNotFound,
+    TaskOption,
+    current_task,
+)
+from taskmesh.client.definition import TaskDefinition
+from taskmesh.consumer.dependents import Dependents
+from taskmesh.store import dependencies
+from tests.waiting import eventually
+from tests.working import finished, status_is, working
+
+
+def define(mesh: TaskMesh) -> tuple[TaskDefinition[Any, Any], TaskDefinition[Any, Any]]:
+    """Something to wait for, which fails as long as `broken` stands in its params, and something that waits."""
+
+    @mesh.task(option=TaskOption(max_unexpected_retries=0, max_timeouts=0))
+    async def part(n: int = 0, broken: bool = False) -> int:
+        if broken:
+            raise TaskFailed("broken")
+        return n
+
+    @mesh.task
+    async def join() -> str:
+        return "joined"
+
+    return part, join
+
+
+async def drained(mesh: TaskMesh) -> None:
+    """Run all that can be run."""
+    await mesh.consumer(worker_id="w1").run(until_idle=True)
+
+
+async def waiting_for(mesh: TaskMesh, key: str) -> Task:
+    task = await mesh.get("join", key)
+    assert (task.status, task.next_claim_time) == (Status.INIT, None)
+    return task
+
+
+async def test_a_task_runs_when_all_it_waits_for_are_success_and_explain_says_what_is_left(mesh: TaskMesh) -> None:
+    part, join = define(mesh)
+    handles = [await part.publish(f"p{n}", n=n) for n in range(5)]
+    later = await join.configure(after=handles).publish("j")
+    named = await join.configure(after=[("part", "p0"), later]).publish("pairs")
+    await waiting_for(mesh, "j")
+    [explained] = await mesh.explain("join", "j")
+    gate = next(gate for gate in explained.gates if gate.name == "dependencies")
+    assert not gate.open
+    assert "5 unfinished: 'part' 'p0' (INIT), 'part' 'p1' (INIT), 'part' 'p2' (INIT) …" in gate.reason
+    await drained(mesh)
+    assert await later.result(5) == await named.result(5) == "joined"
+    started = [(await handle.task()).task_state.worker_states[0].start_time for handle in (later, named)]
+    ended = [(await handle.task()).task_state.worker_states[0].success_time for handle in (*handles, later)]
+    assert all(end <= started[0] for end in ended[:-1] if end and started[0])
+    assert ended[-1] <= started[1]  # type: ignore[operator]
+
+
+async def test_d13_nothing_to_wait_for_is_done_at_once(mesh: TaskMesh) -> None:
+    part, join = define(mesh)
+    assert (await (await join.configure(after=[]).publish("j")).task()).next_claim_time is not None
+    done = await part.publish("done")
+    await drained(mesh)
+    assert (await (await join.configure(after=[done]).publish("after")).task()).next_claim_time is not None
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "said"),
+    [
+        ({"after": [("part", "nobody"), ("part", "there")]}, TaskNotFound, "'part' 'nobody'"),
+        ({"after": [("join", "j")]}, InvalidOption, "would wait for itself"),
+        ({"after": "part"}, InvalidOption, "must be a list"),
+        ({"after": [7]}, InvalidOption, "handle or a \\(name, key\\) pair, got 7"),
+        ({"after": [("part", "there")], "on_dependency_failure": "ignore"}, InvalidOption, "'fail', 'wait' or 'run'"),
+        ({"after": [("part", "there")], "run_again": True}, InvalidOption, "run_again"),
+    ],
+)
+async def test_what_cannot_be_waited_for_is_refused_and_nothing_is_written(
+    mesh: TaskMesh, settings: Any, error: type[Exception], said: str
+) -> None:
+    part, join = define(mesh)
+    await part.publish("there")
+    with pytest.raises(error, match=said):
+        await join.configure(**settings).publish("j")
+    with pytest.raises(TaskNotFound):
+        await mesh.get("join", "j")
+    assert "dependents" not in str(await mesh.connection.store.find({}, {}))
+
+
+ENDS = ("fail", "cancel", "expire", "lost", "delete")
+
+
+async def test_d14_however_a_dependency_ends_its_dependents_fail_wait_or_run(mesh: TaskMesh) -> None:
+    part, join = define(mesh)
+    soon = datetime.now(UTC) + timedelta(milliseconds=300)
+    await part.publish("fail", broken=True)
+    await part.publish("cancel")
+    await part.configure(expire_time=soon, start_time=soon + timedelta(hours=1)).publish("expire")
+    await part.configure(specific_worker_ids=("nobody",)).publish("lost")
+    await part.configure(start_time=soon + timedelta(hours=1)).publish("delete")
+    good = await part.publish("good")
+    for end in ENDS:
+        for policy in ("fail", "wait", "run"):
+            how: Any = {"on_dependency_failure": policy}
+            await join.configure(after=[("part", end), good], **how).publish(f"{end} {policy}")
+    # Lost for good by timeouts, by somebody that nobody ever heard of again.
+    lost = {"state": "RUNNING", "running_id": "r", "worker_id": "nobody", "start_time": soon, "ping_expire_time": soon}
+    tasks = mesh.connection.store.driver.collection("tasks")
+    states = {"status": "RUNNING", "settle_time": soon, "task_state.worker_states": [lost]}
+    await tasks.update_one({"_id": "part:lost"}, {"$set": states})
+    await mesh.cancel("part", "cancel")
+    await mesh.delete("part", "delete")
+    async with working(mesh, "w1"):
+        for end in ENDS:
+            failed = await finished(mesh, "join", f"{end} fail")
+            assert failed.status is Status.FAIL, end
+            assert f"'part' '{end}'" in failed.fail_reasons[0]
+            assert (await finished(mesh, "join", f"{end} run")).status is Status.SUCCESS, end
+            await waiting_for(mesh, f"{end} wait")
+        assert (await finished(mesh, "part", "expire")).status is Status.EXPIRED
+        assert (await finished(mesh, "part", "lost")).status is Status.FAIL
+        await mesh.retry("part", "cancel")
+        assert (await finished(mesh, "join", "cancel wait")).status is Status.SUCCESS
+
+
+async def test_a_failure_goes_down_the_line_and_a_retry_brings_back_those_that_failed_because_of_it_alone(
+    mesh: TaskMesh,
+) -> None:
+    part, join = define(mesh)
+    a, b = await part.publish("a", broken=True), await part.publish("b", broken=True)
+    first = await join.configure(after=[a]).publish("first")
+    second = await join.configure(after=[first]).publish("second")
+    both = await join.configure(after=[a, b]).publish("both")
+    async with mesh.events(name="join") as events:
+        await drained(mesh)
+        for handle in (first, second, both):
+            with pytest.raises(TaskError):
+                await handle.result(5)
+        kinds = [(await anext(events)).kind for _ in range(2)]
+    assert "dependency_failed" in kinds
+    await part.configure(update_existing_params=True).publish("a", broken=False)
+    await mesh.retry("part", "a")
+    await drained(mesh)
+    assert [await handle.status() for handle in (first, second, both)] == [Status.SUCCESS, Status.SUCCESS, Status.FAIL]
+    assert "'part' 'b'" in (await both.task()).fail_reasons[0]
+
+
+async def test_d10_two_that_finish_at_once_in_transactions_open_what_waits_for_both_without_a_sweep(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def no_sweep(*_: object, **__: object) -> None: ...
+
+    monkeypatch.setattr(Dependents, "sweep", no_sweep)
+    met = asyncio.Barrier(2)
+
+    @mesh.task
+    async def half(n: int) -> int:
+        await met.wait()
+        async with current_task().transaction():
+            current_task().set_result(n)
+        return n
+
+    _, join = define(mesh)
+    joins = []
+    for pair in range(20):
+        halves = await half.publish_many({f"{pair}.{n}": {"n": n} for n in range(2)})
+        joins.append(await join.configure(after=halves).publish(str(pair)))
+    async with working(mesh, "w1", concurrency=4):
+        for handle in joins:
+            assert await handle.result(30) == "joined"
+
+
+async def test_a_publisher_that_dies_before_it_links_its_task_is_replaced_by_a_worker(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part, join = define(mesh)
+    done, open_ = await part.publish("done"), await part.publish("open")
+    await drained(mesh)
+    await mesh.retry("part", "open")
+
+    async def die(*_: object) -> None: ...
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dependencies, "tell", die)
+        handles = [await join.configure(after=after).publish(str(len(after))) for after in ([done], [done, open_])]
+    await drained(mesh)
+    assert [await handle.result(5) for handle in handles] == ["joined", "joined"]
+
+
+async def test_d15_what_is_waited_for_is_kept_and_its_retention_begins_when_nobody_waits_any_more(
+    mesh: TaskMesh,
+) -> None:
+    part, join = define(mesh)
+    brief = part.configure(retain_success_ms=0)
+    handles = await brief.publish_many({str(n): {"n": n} for n in range(3)})
+    later = datetime.now(UTC) + timedelta(seconds=4)
+    await join.configure(after=handles, start_time=later).publish("j")
+    await drained(mesh)
+    for handle in handles:
+        task = await handle.task()
+        assert (task.status, task.delete_time) == (Status.SUCCESS, None)
+    async with working(mesh, "w1"):
+        await status_is(mesh, "join", "j", Status.SUCCESS)
+
+        async def gone() -> bool:
+            return not [task async for task in mesh.find("part")]
+
+        await eventually(gone, 30.0)
+
+
+async def test_a_handler_publishes_what_waits_for_others_with_its_success(mesh: TaskMesh) -> None:
+    part, join = define(mesh)
+
+    @mesh.task
+    async def planner() -> None:
+        task = current_task()
+        await task.publish(part, "a")
+        await task.publish(join.configure(after=[("part", "a")]), "j")
+
+    await planner.publish("p")
+    await drained(mesh)
+    assert (await mesh.get("join", "j")).status is Status.SUCCESS
+
+
+async def test_a_deleted_dependency_of_many_is_told_to_all_and_goes(mesh: TaskMesh) -> None:
+    part, join = define(mesh)
+    a = await part.configure(delay_ms=3_600_000).publish("a")
+    handles = await join.configure(after=[a]).publish_many({str(n): {} for n in range(30)})
+    await mesh.bulk.delete("name:part")
+    for handle in handles:
+        assert await handle.status() is Status.FAIL
+
+    async def gone() -> bool:
+        return not await mesh.connection.store.find({"_id": "part:a"}, {})
+
+    async with working(mesh, "w1"):
+        await eventually(gone, 30.0)
