@@ -66,7 +66,6 @@ from taskmesh.consumer.worker_stats import WorkerStats
 from taskmesh.model.errors import WorkerIdTaken
 from taskmesh.store import Store
 from taskmesh.store.clock import ServerClock
-from taskmesh.store.closing import ended_in_time
 from taskmesh.store.registry import register_definitions
 from taskmesh.store.server_errors import patiently
 
@@ -454,7 +453,8 @@ class Worker:
         self.scanner.open = False
         self.registration.show_soon()
         await self._stopping.wind_down(grace_ms)
-        await ended_in_time(self.dependents.drain(), _TELL_WITHIN_S)
+        with anyio.move_on_after(_TELL_WITHIN_S):
+            await self.dependents.drain()
 
     async def close(self) -> None:
         """Give everything back."""

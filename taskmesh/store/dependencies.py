@@ -50,6 +50,7 @@ _FEW = 20
 """So many are asked about one by one; more than that, by what is unfinished."""
 _FIRST_HOLD_MS, _LONGEST_HOLD_MS = 1_000, 86_400_000
 _UNFINISHED = ["INIT", "RUNNING"]
+_ID_ALONE = {"$project": {"_id": 1}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,7 @@ async def sweep(store: Store, after_ms: int = MARKS_FOUND_AFTER_MS) -> int:
     if ids:
         # So that not every worker does the same; if this one dies, the marks are due again soon.
         later = {"$add": [store.now, _ASKED_BY_ANOTHER_MS - MARKS_FOUND_AFTER_MS]}
+        # The mark, put off.
         await store.update({"_id": {"$in": ids}, **due}, [{"$set": {"task_state.ask_time": later}}], _DEADLINE_MS)
         await tell(store, ids)
     return len(ids)
@@ -191,6 +193,7 @@ async def _link(store: Store, waiting: Sequence[_Marked]) -> bool:
         for part in _parts(dependencies):
             linked &= await _update(store, part, {}, linking_pipeline(dependents, store.now))
         if linked:
+            # From now on a question about it finds all that it waits for.
             await _update(store, dependents, {}, [{"$unset": "task_state.unlinked"}])
         done &= linked
     return done
@@ -201,7 +204,9 @@ def linking_pipeline(dependents: Sequence[str], now: rules.Expression) -> list[D
     known = {"$cond": [{"$isArray": [rules.DEPENDENTS]}, rules.DEPENDENTS, []]}
     later = {"$cond": [_is_finished, {"$add": [now, _FIRST_HOLD_MS]}, "$$REMOVE"]}
     return [
+        # Those that it names already, and these.
         {"$set": {"task_state.dependents": {"$setUnion": [known, {"$literal": list(dependents)}]}}},
+        # Its retention, if that has begun, stands still again.
         {"$unset": "task_state.released_time"},
         # One that is finished has nothing to tell them, since they ask themselves; but it is kept for them.
         {"$set": {"task_state.ask_time": {"$ifNull": [rules.ASK_TIME, later]}}},
@@ -235,6 +240,7 @@ async def _fail(store: Store, dependents: Sequence[str], dependency: str, reason
     failure = {"id": {"$literal": dependency}, "reason": {"$literal": reason}, "time": now}
     query = {"task_state.waits_for": "fail", "status": "INIT"}
     pipeline = [
+        # Why it failed, without having run; from which its status follows.
         {"$set": {"task_state.dependency_failure": failure, "event": stamp("dependency_failed", now)}},
         *prepared(rules.derivation, now),
     ]
@@ -248,7 +254,9 @@ async def _restore_dependents(store: Store, marked: Sequence[_Marked], concerned
     """Where a task is begun anew: so are those that failed because of it alone. They are asked about by their own marks."""
     now = store.now
     pipeline = [
+        # It has not failed; its gate is shut as before.
         {"$unset": "task_state.dependency_failure"},
+        # Told as what it is.
         {"$set": {"event": stamp("retried", now)}},
         *prepared(rules.derivation, now),
     ]
@@ -292,6 +300,7 @@ async def _unblocked(store: Store, ids: Sequence[str]) -> list[Document]:
         blocked = await _blocked(store, ids)
         return await store.find({"_id": {"$in": [i for i in ids if i not in blocked]}, **waits}, fields, majority=True)
     stages: list[Document] = [
+        # Those of them that wait.
         {"$match": {"_id": {"$in": list(ids)}, **waits}},
         # One unfinished task that names it is enough: by the index of those alone, however many there are.
         {
@@ -299,11 +308,14 @@ async def _unblocked(store: Store, ids: Sequence[str]) -> list[Document]:
                 "from": store.tasks,
                 "localField": "_id",
                 "foreignField": "task_state.dependents",
-                "pipeline": [{"$match": {"task_state.pending": True}}, {"$limit": 1}, {"$project": {"_id": 1}}],
+                # By the index of what is pending, which ends at the first.
+                "pipeline": [{"$match": {"task_state.pending": True}}, {"$limit": 1}, _ID_ALONE],
                 "as": "left",
             }
         },
+        # Those for which there is none, with what has to be SUCCESS.
         {"$match": {"left": []}},
+        # (Only now, since these may be ten thousand.)
         {"$project": fields},
     ]
     cursor = await store.driver.aggregate(store.tasks, stages, majority=True)
@@ -314,10 +326,13 @@ async def _blocked(store: Store, ids: Sequence[str]) -> set[str]:
     """Return which of many tasks wait for something unfinished: all at once, from the unfinished that name any of them."""
     asked = {"$literal": list(ids)}
     stages: list[Document] = [
+        # Whatever is unfinished and names one of them, by the index of what is pending.
         {"$match": {"task_state.pending": True, "task_state.dependents": {"$in": list(ids)}}},
         # Of ten thousand that such a one may name, only those that were asked about.
         {"$project": {"_id": 0, "dependents": {"$setIntersection": [rules.DEPENDENTS, asked]}}},
+        # Each of those once.
         {"$unwind": "$dependents"},
+        # (However many unfinished ones name it.)
         {"$group": {"_id": "$dependents"}},
     ]
     cursor = await store.driver.aggregate(store.tasks, stages, majority=True, hint="taskmesh_pending")
@@ -337,7 +352,9 @@ async def open_gates(store: Store, ids: Sequence[str]) -> bool:
     now = store.now
     query = {"task_state.waits_for": {"$exists": True}}
     pipeline = [
+        # That is the gate.
         {"$unset": "task_state.waits_for"},
+        # Told to those who claim.
         {"$set": {"event": stamp("opened", now)}},
         *prepared(rules.derivation, now),
     ]
@@ -349,7 +366,9 @@ async def _release(store: Store, held: Sequence[str]) -> None:
     if not held:
         return
     stages: list[Document] = [
+        # What is finished, with those that wait or have waited for it.
         {"$match": {"_id": {"$in": list(held)}, "finish_time": {"$exists": True}}},
+        # (By `_id` alone.)
         {"$project": {"dependents": rules.DEPENDENTS}},
         # Those that wait for it: the end of the last, and whether one is unfinished.
         {
@@ -358,6 +377,7 @@ async def _release(store: Store, held: Sequence[str]) -> None:
                 "localField": "dependents",
                 "foreignField": "_id",
                 "pipeline": [
+                    # One row, or none if none is there any more.
                     {
                         "$group": {
                             "_id": None,
@@ -369,7 +389,9 @@ async def _release(store: Store, held: Sequence[str]) -> None:
                 "as": "by",
             }
         },
+        # Where none is unfinished: when the last ended.
         {"$match": {"by.unfinished": {"$ne": True}}},
+        # (Null, if none is there any more.)
         {"$project": {"last": {"$first": "$by.last"}}},
     ]
     cursor = await store.driver.aggregate(store.tasks, stages, majority=True)
@@ -377,6 +399,7 @@ async def _release(store: Store, held: Sequence[str]) -> None:
     for row in await cursor.to_list(None):
         by_time.setdefault(row.get("last"), []).append(row["_id"])
     for last, ids in by_time.items():
+        # From then on its retention runs.
         pipeline = [{"$set": {"task_state.released_time": last or store.now}}, *prepared(rules.derivation, store.now)]
         await _update(store, ids, {"finish_time": {"$exists": True}}, pipeline)
 
@@ -403,9 +426,11 @@ async def _unmark(store: Store, marked: Sequence[_Marked]) -> None:
     place = {"$indexOfArray": [{"$literal": [task.id for task in marked]}, "$_id"]}
     answered = {"$eq": [rules.ASK_TIME, {"$arrayElemAt": [{"$literal": [task.ask_time for task in marked]}, place]}]}
     mark = {"$cond": [answered, {"$cond": [kept, ask_again, "$$REMOVE"]}, rules.ASK_TIME]}
+    # The mark that was answered goes, or is put off.
     unmark: list[Document] = [{"$set": {"task_state.ask_time": mark}}]
     deleted = [task.id for task in marked if task.status == "DELETED"]
-    if deleted:  # it may go now: that is derived
+    if deleted:
+        # It may go now: that is derived.
         await _update(
             store, deleted, {"task_state.ask_time": {"$exists": True}}, [*unmark, *prepared(rules.derivation, now)]
         )

@@ -168,6 +168,7 @@ async def stranded(store: Store, by_s: float) -> list[str]:
         # Some thousand tasks that wait for others, but for those about which somebody asks at this moment.
         {"$match": {"status": "INIT", "task_state.waits_for": {"$exists": True}}},
         {"$limit": _LOOKED_AT},
+        # (Whose mark is old, or answered.)
         {"$match": {"$expr": {"$not": [just_asked]}}},
         # Those that nothing unfinished names.
         {
@@ -175,12 +176,15 @@ async def stranded(store: Store, by_s: float) -> list[str]:
                 "from": store.tasks,
                 "localField": "_id",
                 "foreignField": "task_state.dependents",
-                "pipeline": [{"$match": {"task_state.pending": True}}, {"$limit": 1}, {"$project": {"_id": 1}}],
+                # The first is enough.
+                "pipeline": [{"$match": {"task_state.pending": True}}, {"$limit": 1}],
                 "as": "left",
             }
         },
+        # A few, by name.
         {"$match": {"left": []}},
         {"$limit": 5},
+        # (And nothing else of them.)
         {"$project": {"_id": 1}},
     ]
     cursor = await store.driver.aggregate(store.tasks, stages, hint="taskmesh_status", maxTimeMS=DEADLINE_MS)
