@@ -38,14 +38,18 @@ from taskmesh.model.errors import (
     NotAReplicaSet,
     Retry,
     Snooze,
+    StepMismatch,
     TaskCancelled,
     TaskError,
     TaskExpired,
     TaskFailed,
+    TaskFinished,
     TaskMeshError,
     TaskNotFound,
     TaskRunning,
+    TaskSuspended,
     TaskTooLarge,
+    TooManySignals,
     TransactionConflict,
     UnstorableValue,
     WorkerIdTaken,
@@ -54,7 +58,7 @@ from taskmesh.model.event import TaskEvent
 from taskmesh.model.option import TaskOption
 from taskmesh.model.queue import QueueInfo, QueueLimits
 from taskmesh.model.schedule import ScheduleInfo, Tick
-from taskmesh.model.task import LogLine, Progress, Status, Task, TaskState, WorkerState
+from taskmesh.model.task import LogLine, Progress, Signal, Status, Step, SuspendedFor, Task, TaskState, WorkerState
 from taskmesh.model.worker import LeaseLeft, WorkerInfo
 
 __all__ = [
@@ -87,9 +91,13 @@ __all__ = [
     "QueueLimits",
     "Retry",
     "ScheduleInfo",
+    "Signal",
     "Snooze",
     "Stats",
     "Status",
+    "Step",
+    "StepMismatch",
+    "SuspendedFor",
     "Task",
     "TaskCancelled",
     "TaskContext",
@@ -99,6 +107,7 @@ __all__ = [
     "TaskExpired",
     "TaskFailed",
     "TaskFilter",
+    "TaskFinished",
     "TaskHandle",
     "TaskMesh",
     "TaskMeshError",
@@ -106,8 +115,10 @@ __all__ = [
     "TaskOption",
     "TaskRunning",
     "TaskState",
+    "TaskSuspended",
     "TaskTooLarge",
     "Tick",
+    "TooManySignals",
     "TransactionConflict",
     "UndoResult",
     "UnstorableValue",

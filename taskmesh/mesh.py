@@ -25,7 +25,7 @@ from taskmesh.client.events import DEFAULT_BUFFER, EventReader
 from taskmesh.client.handle import TaskHandle
 from taskmesh.client.publisher import Publisher
 from taskmesh.client.schedules import Declared, Schedules
-from taskmesh.client.tasks import Tasks
+from taskmesh.client.tasks import UNSAID, Tasks
 from taskmesh.consumer import Consumer
 from taskmesh.consumer.observer import Observer
 from taskmesh.consumer.settings import DEFAULT_STALL_LIMIT_MS, AfterHook, BeforeHook
@@ -383,13 +383,27 @@ class TaskMesh:
         """
         return await self.tasks.cancel(name, key, by=by)
 
-    async def retry(self, name: str, key: str, *, by: str | None = None) -> Task:
+    async def signal(
+        self, name: str, key: str, event: str, payload: Any = UNSAID, *, signal_id: str | None = None
+    ) -> None:
+        """Tell the task that something has happened: its handler gets `payload` from `wait_for(event)`; without one, `{}`.
+
+        A signal is kept until the handler waits for it; each is consumed once, in the order in which they came. `signal_id`: sent
+        again under the same id, it is the same signal, also when the task has finished since. Raises `TaskFinished`,
+        `TaskNotFound`, `TooManySignals` (1,000 that nobody has waited for, or 1 MB of them), `UnstorableValue`, `InvalidName`.
+        """
+        await self.tasks.signal(name, key, event, payload, signal_id=signal_id)
+
+    async def retry(self, name: str, key: str, *, fresh: bool = False, by: str | None = None) -> Task:
         """Make a finished task INIT again, its entries and counts dropped; a waiting one is due at once.
 
-        Returns the task as it stands after. `by`: who, for the audit; by default the user of this process, and its host.
+        It resumes: what its handler has recorded by `step`, `sleep` and `wait_for` stays, but for errors, and a sleep is not cut
+        short. `fresh`: it starts over, with nothing recorded and no signals. Returns the task as it stands after.
+
+        `by`: who, for the audit; by default the user of this process, and its host.
         Raises `TaskRunning`, `TaskNotFound`.
         """
-        return await self.tasks.retry(name, key, by=by)
+        return await self.tasks.retry(name, key, fresh=fresh, by=by)
 
     async def delete(self, name: str, key: str, *, by: str | None = None) -> Task:
         """Remove the task, and return it as it was. A running execution is stopped. Raises `TaskNotFound`.

@@ -12,6 +12,7 @@ from taskmesh.admin.store.gates import Judgement, judge
 from taskmesh.model.dependency import label
 from taskmesh.model.errors import TaskNotFound
 from taskmesh.model.queue import QueueInfo
+from taskmesh.model.task import SuspendedFor
 from taskmesh.model.worker import WorkerInfo, read_workers
 from taskmesh.store import Store, registry
 from taskmesh.store.dependencies import open_edges
@@ -173,6 +174,7 @@ def _words(found: Judgement, number: int, worker_id: str) -> dict[str, str]:
         "timeouts left": f"{found.timeout_cnt} lost in a row, max_timeouts {option.get('max_timeouts')}",
         "retry delay": f"{found.fail_cnt} FAIL, {delay}",
         "delay asked for": f"asked for by Retry or Snooze until {resume_time}" if resume_time else "none asked for",
+        "suspended": _suspended(task.get("suspended_for"), found),
         "worker allowed": f"specific_worker_ids {', '.join(option.get('specific_worker_ids', [])) or 'any'}",
         "not twice": f"{found.entries[number]} live or successful entries of {worker_id}",
     }
@@ -182,6 +184,14 @@ def _dependencies(policy: str | None, left: str | None) -> str:
     if policy is None:
         return "waits for no other task"
     return f"{left or 'waits for other tasks'}; on_dependency_failure {policy!r}"
+
+
+def _suspended(waits_for: Document | None, found: Judgement) -> str:
+    """Say what a suspended task waits for, while it does."""
+    until = found.opens[0]["suspended"]
+    if not waits_for or until is None or until <= found.now:
+        return "not put aside"
+    return SuspendedFor.model_validate(waits_for).sentence
 
 
 def _until(moment: datetime | None, now: datetime) -> str:

@@ -46,7 +46,16 @@ def _everywhere(
 _COMMANDS: dict[str, list[Callable[..., Any]]] = {
     "Run": [worker, serving.dev, demo, serving.web],
     "Tasks": [
-        *(publishing.publish, tasks.ls, tasks.show_task, tasks.set_option, explain.explain, tasks.result, tasks.events),
+        *(
+            publishing.publish,
+            tasks.ls,
+            tasks.show_task,
+            tasks.set_option,
+            tasks.signal,
+            explain.explain,
+            tasks.result,
+            tasks.events,
+        ),
         *(explain.errors, bulk.retry, bulk.cancel, bulk.delete, bulk.purge, bulk.undo),
     ],
     "Queues": [queues.queues, queues.pause, queues.resume, queues.limit],

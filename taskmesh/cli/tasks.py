@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 from datetime import UTC, datetime
 from typing import Annotated, Any, get_args
 
@@ -16,6 +17,7 @@ from taskmesh.admin.timeline import Bar, Timeline
 from taskmesh.cli import completion, output
 from taskmesh.cli.output import Json, Listing, Watch, nothing_found, show
 from taskmesh.client.handle import TaskHandle
+from taskmesh.client.tasks import UNSAID
 from taskmesh.mesh import TaskMesh
 from taskmesh.model.durations import age
 from taskmesh.model.errors import TaskMeshError
@@ -146,6 +148,8 @@ def _task_page(task: Task) -> RenderableType:
         ("expires", state.expire_time),
         ("cancelled", state.cancel_time),
         ("next claim", task.next_claim_time),
+        ("suspended", None if state.suspended_for is None else state.suspended_for.sentence),
+        ("signals", ", ".join(signal.event for signal in state.signals) or None),
         ("finished", task.finish_time),
         ("kept until", task.delete_time),
         ("lost", f"{state.lost_cnt} executions, {state.timeout_cnt} in a row" if state.lost_cnt else None),
@@ -159,7 +163,7 @@ def _task_page(task: Task) -> RenderableType:
     for name, value in facts:
         if value is not None:
             page.add_row(Text(output.printable(name), style="dim"), _fact(value, now))
-    return Group(page, *_entries(task, now))
+    return Group(page, *_entries(task, now), *_steps(task))
 
 
 def _fact(value: object, now: datetime) -> Text:
@@ -213,6 +217,22 @@ def _entries(task: Task, now: datetime) -> list[RenderableType]:
     return [Text(""), output.table(["WORKER", "STATE", "STARTED", "TOOK", "RESULT"], rows), *texts]
 
 
+def _steps(task: Task) -> list[RenderableType]:
+    """What its executions have recorded, in order."""
+    rows: list[list[object]] = [
+        [
+            step.name,
+            step.kind,
+            None if step.time is None else step.time.isoformat(" ", "milliseconds"),
+            step.worker_id,
+            step.attempt,
+            f"failed: {step.error}" if step.error is not None else output.one_line(step.value),
+        ]
+        for step in task.steps
+    ]
+    return [Text(""), output.table(["STEP", "KIND", "RECORDED", "WORKER", "ATTEMPT", "VALUE"], rows)] if rows else []
+
+
 def _tracebacks(task: Task) -> list[RenderableType]:
     """Each different traceback once, with who met it: retries mostly fail alike."""
     met: dict[str, list[str]] = {}
@@ -226,6 +246,27 @@ def _times(workers: list[str]) -> str:
     """Name each worker once, with how often: "w1 (3 times), w2"."""
     counts = {worker: workers.count(worker) for worker in workers}
     return ", ".join(worker if n == 1 else f"{worker} ({n} times)" for worker, n in counts.items())
+
+
+async def signal(
+    mesh: TaskMesh,
+    name: Name,
+    key: Key,
+    event: Annotated[str, typer.Argument(metavar="EVENT", help="What the handler waits for.")],
+    payload: Annotated[str | None, typer.Argument(metavar="[JSON]", help="What it gets; {} without.")] = None,
+    signal_id: Annotated[
+        str | None, typer.Option(metavar="ID", help="Sent again under the same id, it is the same signal.")
+    ] = None,
+) -> None:
+    """Send a task a signal, which its handler waits for or will wait for."""
+    given: Any = UNSAID
+    if payload is not None:
+        try:
+            given = json.loads(payload)
+        except ValueError as error:
+            raise typer.BadParameter(f"the payload must be JSON, got {payload!r:.100}: {error}") from None
+    await mesh.signal(name, key, event, given, signal_id=signal_id)
+    output.say(f"{name} {key}: signal {event} sent")
 
 
 async def set_option(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 from taskmesh.client.returns import PLAIN, Returns
-from taskmesh.client.tasks import Tasks
+from taskmesh.client.tasks import UNSAID, Tasks
 from taskmesh.model.errors import TaskCancelled, TaskError, TaskExpired, TaskNotFound
 from taskmesh.model.task import Status, Task, checked_key, checked_name
 
@@ -61,6 +61,10 @@ class TaskHandle(Generic[R]):
         """Wait for the task to finish, and return the value of every worker that ran it to SUCCESS. Raises as `result` does."""
         task = await self._finished(timeout)
         return {entry.worker_id: self._value(task, place) for place, entry in enumerate(task.successes)}
+
+    async def signal(self, event: str, payload: Any = UNSAID, *, signal_id: str | None = None) -> None:
+        """Tell the task that something has happened, for its handler's `wait_for(event)`. See `TaskMesh.signal`."""
+        await self.tasks.signal(self.name, self.key, event, payload, signal_id=signal_id)
 
     async def cancel(self) -> Task:
         """Cancel the task; a finished one stays as it is. Returns it as it stands after."""

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Unpack
+from typing import Any, Unpack
 
 from taskmesh.client.connection import Connection
-from taskmesh.model.errors import TaskNotFound, TaskRunning
+from taskmesh.client.returns import Returns
+from taskmesh.model.errors import TaskFinished, TaskNotFound, TaskRunning, TooManySignals, UnstorableValue
+from taskmesh.model.ids import checked_step_name, checked_text
 from taskmesh.model.option import OptionFields
 from taskmesh.model.task import Task, task_id
-from taskmesh.store import Store, audit, control, find
+from taskmesh.store import Store, audit, control, find, signals
+from taskmesh.store.values import encoded, new_id
+
+UNSAID: Any = object()
+"""The payload of a signal that has none."""
+_SIZE_OF_A_SIGNAL = 100
+"""About what a signal has beside its payload and its event, in bytes."""
 
 
 class Tasks:
@@ -42,13 +50,15 @@ class Tasks:
         await audit.note(self._store, "task.cancel", who, name=name, key=key)
         return task
 
-    async def retry(self, name: str, key: str, *, by: str | None = None) -> Task:
+    async def retry(self, name: str, key: str, *, fresh: bool = False, by: str | None = None) -> Task:
         """Make a finished task INIT again, its entries and counts dropped; a waiting one is due at once.
 
+        It resumes: what its handler has recorded stays, but for errors, and a sleep is not cut short. `fresh`: it starts over,
+        with nothing recorded and no signals.
         `by`: who, for the audit; by default the user of this process, and its host. Raises `TaskRunning`, `TaskNotFound`.
         """
         who = audit.author(by)
-        if not await control.retry(self._store, task_id(name, key)):
+        if not await control.retry(self._store, task_id(name, key), fresh=fresh):
             await self.get(name, key)
             raise TaskRunning(f"task {name!r} {key!r} is running: cancel it first, or publish it with run_again")
         task = await self.get(name, key)
@@ -86,6 +96,40 @@ class Tasks:
             ):
                 await audit.note(self._store, "task.set_option", who, name=name, key=key, changes=dict(changes))
                 return await self.get(name, key)
+
+    async def signal(
+        self, name: str, key: str, event: str, payload: Any = UNSAID, *, signal_id: str | None = None
+    ) -> None:
+        """Tell the task that something has happened, for its handler's `wait_for(event)`. See `TaskMesh.signal`."""
+        id_ = task_id(name, key)
+        checked_step_name("the event of a signal", event)
+        given = {} if payload is UNSAID else payload
+        if given is None:
+            raise UnstorableValue(
+                f"signal {event!r}: payload=None would be taken for a timeout: leave payload out, or send a value like False"
+            )
+        if signal_id is not None:
+            checked_text("signal_id", signal_id)
+        stored = Returns(f"the payload of signal {event!r}").to_store(given)
+        size = len(encoded({"payload": stored})) + len(event.encode()) + _SIZE_OF_A_SIGNAL
+        if size > signals.MAX_BYTES:
+            raise TooManySignals(
+                f"the payload of signal {event!r} has {size} bytes, more than the {signals.MAX_BYTES} that fit: store it "
+                "elsewhere and send a reference"
+            )
+        answer = await signals.signal(self._store, id_, event, signal_id or str(new_id()), stored, size)
+        if answer == "absent":
+            raise no_such_task(name, key)
+        if answer == "finished":
+            task = await self.get(name, key)
+            raise TaskFinished(
+                f"task {name!r} {key!r} is finished ({task.status}), so signal {event!r} would reach nobody"
+            )
+        if answer == "full":
+            raise TooManySignals(
+                f"task {name!r} {key!r} has as many signals that nobody has waited for as are kept ({signals.MAX_SIGNALS:,}, or "
+                f"{signals.MAX_BYTES:,} bytes): send {event!r} again when its handler has consumed some"
+            )
 
     async def finished(self, name: str, key: str, timeout: float | None, *, published: bool = False) -> Task:
         """Wait until the task is finished, and return it. Raises `TaskNotFound`, `TimeoutError`.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -11,6 +11,14 @@ from datetime import datetime
 from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 from taskmesh.client.definition import TaskDefinition
+from taskmesh.consumer.journal import (
+    Journal,
+    Ledger,
+    blocking_step,
+    checked_moment,
+    duration_ms,
+    step_under_way,
+)
 from taskmesh.model.option import TaskOption
 
 P = ParamSpec("P")
@@ -54,6 +62,8 @@ class Running(ExecutionFields, Protocol):
 class RunningInLoop(Running, Protocol):
     """An execution whose handler runs in the event loop."""
 
+    @property
+    def journal(self) -> Journal: ...
     def transaction(self) -> AbstractAsyncContextManager[Any]: ...
     def in_transaction(self, fn: Callable[[Any], Awaitable[Any]]) -> Awaitable[Any]: ...
 
@@ -61,6 +71,8 @@ class RunningInLoop(Running, Protocol):
 class RunningElsewhere(Running, Protocol):
     """An execution whose handler runs in a thread or a child process."""
 
+    @property
+    def ledger(self) -> Ledger: ...
     def blocking_transaction(self) -> AbstractContextManager[Any]: ...
     def blocking_in_transaction(self, fn: Callable[[Any], Any]) -> Any: ...
 
@@ -141,6 +153,56 @@ class TaskContext(_Context):
         """
         self._running.add_publication(definition, key, _named(definition, args, params))
 
+    @overload
+    def step(
+        self, name: str, fn: Callable[..., Awaitable[T]], /, *args: Any, transactional: bool, **kwargs: Any
+    ) -> Awaitable[T]: ...
+    @overload
+    def step(
+        self, name: str, fn: Callable[P, Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Awaitable[T]: ...
+    @overload
+    def step(self, name: str, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Awaitable[T]: ...
+    def step(self, name: str, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call `fn(*args, **kwargs)` once for this task, and return its value: recorded, and the same whoever resumes the task.
+
+            charge = await current_task().step("charge", charge_card, order_id)
+
+        `fn` is async, or a plain function, which runs in a thread. Its value is recorded before this returns, in the form that is
+        stored, and comes back as `fn`'s return annotation says. A recorded step counts as progress. An exception records
+        nothing and propagates; a `TaskFailed` is recorded and raised again by whoever resumes.
+
+        The second step of one name in an execution is `name#2`, and so on. Steps that run side by side need names of their own.
+        `transactional=True`: `fn` is given `session=`, and what it writes with that commits together with the record, or not at
+        all; it is called again where others write the same. A worker that is killed in it leaves its locks for up to the server's
+        `transactionLifetimeLimitSeconds` (60).
+
+        Raises `StepMismatch` where another function or other arguments are recorded under the name, `UnstorableValue`,
+        `TaskTooLarge` (a value over 1 MB), `TaskFailed` (8 MB of records), `LeaseLost`, `InvalidName`.
+        """
+        transactional = bool(kwargs.pop("transactional", False))
+        return self._running.journal.step(name, fn, args, kwargs, transactional=transactional)
+
+    async def sleep(self, name: str, /, **timedelta_parts: float) -> None:
+        """Wait for so long from the first call of this name on: `await task.sleep("cooling off", hours=24)`.
+
+        Up to a second it waits in place. Longer, the task is put aside and holds neither slot nor lease: the handler unwinds by a
+        `BaseException` (`TaskSuspended`), and is called again when the time has come. Raises `InvalidOption`, `InvalidName`.
+        """
+        await self._running.journal.sleep(name, duration_ms(timedelta_parts), None)
+
+    async def sleep_until(self, name: str, when: datetime, /) -> None:
+        """Wait until a moment, which the first call of this name fixes; a naive one is UTC. All else is told at `sleep`."""
+        await self._running.journal.sleep(name, None, checked_moment(when))
+
+    async def wait_for(self, event: str, /, timeout_ms: int | None = None) -> Any:
+        """Wait for a signal and return its payload (`{}` if it has none); None after the timeout, which the first call fixes.
+
+        A signal that was sent before is there. Each is consumed by one call, in the order in which they came. The task is put
+        aside as by `sleep`. Send one by `handle.signal(event, payload)`. Raises `InvalidOption`, `InvalidName`.
+        """
+        return await self._running.journal.wait_for(event, timeout_ms)
+
     def transaction(self) -> AbstractAsyncContextManager[Any]:
         """Return a block whose writes with its session commit together with this execution's SUCCESS, or not at all.
 
@@ -197,6 +259,31 @@ class BlockingTaskContext(_Context):
         `definition`: what `@mesh.task` returned, or a task's name. Raises `InvalidParams`, `InvalidKey`.
         """
         self._running.add_publication(definition, key, _named(definition, args, params))
+
+    @overload
+    def step(self, name: str, fn: Callable[..., T], /, *args: Any, transactional: bool, **kwargs: Any) -> T: ...
+    @overload
+    def step(self, name: str, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
+    def step(self, name: str, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call `fn(*args, **kwargs)` once for this task, and return its value: recorded, and the same whoever resumes the task.
+
+        `fn` is a plain function. With `transactional=True` its `session=` is one of a blocking client. All else is as told at
+        `TaskContext.step`.
+        """
+        transactional = bool(kwargs.pop("transactional", False))
+        return blocking_step(self._running.ledger, name, fn, args, kwargs, transactional=transactional)
+
+    def sleep(self, name: str, /, **timedelta_parts: float) -> None:
+        """Wait for so long from the first call of this name on. As told at `TaskContext.sleep`."""
+        self._running.ledger.sleep(name, duration_ms(timedelta_parts), None, step_under_way())
+
+    def sleep_until(self, name: str, when: datetime, /) -> None:
+        """Wait until a moment, which the first call of this name fixes. As told at `TaskContext.sleep`."""
+        self._running.ledger.sleep(name, None, checked_moment(when), step_under_way())
+
+    def wait_for(self, event: str, /, timeout_ms: int | None = None) -> Any:
+        """Wait for a signal and return its payload; None after the timeout. As told at `TaskContext.wait_for`."""
+        return self._running.ledger.wait_for(event, timeout_ms, step_under_way())
 
     def transaction(self) -> AbstractContextManager[Any]:
         """Return a block whose writes commit together with this execution's SUCCESS, or not at all.

@@ -10,17 +10,20 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from datetime import datetime, timedelta
 from enum import Enum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from taskmesh.client.publisher import Publisher
 from taskmesh.client.returns import PLAIN, Returns
 from taskmesh.consumer.tracing import ProcessSpan
-from taskmesh.model.errors import InvalidParams, LeaseLost
+from taskmesh.model.errors import InvalidParams, LeaseLost, TaskSuspended
 from taskmesh.model.option import TaskOption
 from taskmesh.store.clock import ServerClock
 from taskmesh.store.driver import Document
 from taskmesh.store.finish import Outcome
 from taskmesh.store.publish import Publication
+
+if TYPE_CHECKING:
+    from taskmesh.consumer.journal import Journal, Ledger
 
 LOG_LINES = 100
 LOG_LINE_CHARS = 2_000
@@ -113,8 +116,20 @@ class Blocks(Protocol):
     def again_in_thread(self, execution: Execution, fn: Callable[[Any], Any]) -> Any: ...
 
 
+class Journals(Protocol):
+    """Who keeps what executions record."""
+
+    # ruff: noqa: D102 — see `journal.Journals`
+
+    def open(self, execution: Execution) -> Journal: ...
+    def in_thread(self, execution: Execution) -> Ledger: ...
+
+
 class Runner(Protocol):
     """Who runs the handler: the executor."""
+
+    def unwind(self, execution: Execution) -> None:
+        """See to it that the handler ends, which is put aside."""
 
     def obey(self, execution: Execution) -> None:
         """Cancel the handler, which was told to stop."""
@@ -148,6 +163,8 @@ class Execution:
     """Whether `transaction()` has recorded SUCCESS already."""
     hushed = False
     """Whether nothing may be written to its task, since a `transaction()` is open that will."""
+    suspended_for: Document | None = None
+    """What it waits for, once it is put aside: whatever its handler does from then on, that is how it ends."""
     session_id: Any = None
     """Of its transaction, if it has begun one."""
     span: ProcessSpan | None = None
@@ -169,6 +186,7 @@ class Execution:
         reports: Reports,
         publisher: Publisher,
         blocks: Blocks,
+        journals: Journals,
     ) -> None:
         self.id: str = document["_id"]
         self.name: str = document["name"]
@@ -185,6 +203,8 @@ class Execution:
         self._reports = reports
         self._publisher = publisher
         self._blocks = blocks
+        self._journals = journals
+        self._journal: Journal | None = None
         self.silent_until = 0.0
         """Until when not to ping, whatever is due."""
         self.renewed(claim_sent)
@@ -287,7 +307,7 @@ class Execution:
     @property
     def cancelled(self) -> bool:
         """Whether the handler should stop. True is final: it has told the handler so, and the execution is judged by that."""
-        return self.is_told_to_stop()
+        return self.suspended_for is not None or self.is_told_to_stop()
 
     def is_told_to_stop(self) -> bool:
         """Say so, and if the lease is over decide it here and now, before the handler hears of it."""
@@ -322,9 +342,36 @@ class Execution:
             self.stop_reason = reason
             return True
 
+    # --- its journal ---
+
+    @property
+    def journal(self) -> Journal:
+        """What it has recorded; in the event loop."""
+        if self._journal is None:
+            self._journal = self._journals.open(self)
+        return self._journal
+
+    @property
+    def ledger(self) -> Ledger:
+        """The journal, for a handler that blocks in a thread."""
+        return self._journals.in_thread(self)
+
+    def suspend(self, wait: Document) -> None:
+        """Put the task aside until this has come: that is how this execution ends. In the event loop."""
+        with _lock:
+            self.suspended_for = wait
+        self.run_time.stand_still()
+        self._runner.unwind(self)
+
+    def check_goes_on(self) -> None:
+        """Raise `TaskSuspended` if it is put aside, `LeaseLost` if nothing that it writes counts any more."""
+        if self.suspended_for is not None:
+            raise TaskSuspended(self.suspended_for["kind"], self.suspended_for["name"])
+        self.check_lease()
+
     def set_progress(self, fraction: float, message: str | None) -> None:
         """Keep the newest progress; it is written soon."""
-        self.check_lease()
+        self.check_goes_on()
         share, text = checked_progress(fraction, message)
         self.progress = {"fraction": share, "message": text, "time": self._clock.now()}
         self._progress_changed = True
@@ -346,7 +393,7 @@ class Execution:
 
     def add_publication(self, definition: Any, key: str, params: Mapping[str, Any]) -> None:
         """Keep a task to be published with this execution's SUCCESS. Raises what publishing it would."""
-        self.check_lease()
+        self.check_goes_on()
         publication = self._publisher.publication_of(definition, key, params)
         if self.span is not None:
             publication.trace = self.span.carrier
@@ -364,18 +411,22 @@ class Execution:
 
     def transaction(self) -> AbstractAsyncContextManager[Any]:
         """Open a block that commits with the SUCCESS."""
+        self.check_goes_on()
         return self._blocks.in_loop(self)
 
     def blocking_transaction(self) -> AbstractContextManager[Any]:
         """Open such a block from a thread."""
+        self.check_goes_on()
         return self._blocks.in_thread(self)
 
     def in_transaction(self, fn: Callable[[Any], Awaitable[Any]]) -> Awaitable[Any]:
         """Call `fn` in such a block, again at each conflict."""
+        self.check_goes_on()
         return self._blocks.again_in_loop(self, fn)
 
     def blocking_in_transaction(self, fn: Callable[[Any], Any]) -> Any:
         """Call `fn` in such a block from a thread, again at each conflict."""
+        self.check_goes_on()
         return self._blocks.again_in_thread(self, fn)
 
     @property

@@ -32,9 +32,20 @@ from taskmesh.consumer.dependents import Dependents
 from taskmesh.consumer.execution import FROM_OUTSIDE, Execution, Stop
 from taskmesh.consumer.executions import Executions
 from taskmesh.consumer.finisher import Finisher
+from taskmesh.consumer.journal import Journals
 from taskmesh.consumer.limits import Limits
 from taskmesh.consumer.logs import fields_of
-from taskmesh.consumer.outcome import Ending, Successes, failed_by, failure, judged, snoozed, stopped, success
+from taskmesh.consumer.outcome import (
+    Ending,
+    Successes,
+    failed_by,
+    failure,
+    judged,
+    snoozed,
+    stopped,
+    success,
+    suspended,
+)
 from taskmesh.consumer.pinger import Pinger
 from taskmesh.consumer.reporter import Reporter
 from taskmesh.consumer.settings import AfterHook, Settings
@@ -51,6 +62,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("taskmesh.executor")
 
+_UNWINDS_WITHIN_S = 10.0
+"""How long a handler that is put aside may take to clean up, until it is cancelled."""
 _CANCELLED_ENDS_WITHIN_S = 10.0
 """How long a cancelled handler may take to clean up, until its outcome is recorded without it."""
 
@@ -70,6 +83,7 @@ class Executor:
         pinger: Pinger,
         reporter: Reporter,
         transactions: Transactions,
+        journals: Journals,
         finisher: Finisher,
         dependents: Dependents,
     ) -> None:
@@ -87,6 +101,7 @@ class Executor:
         self._pinger = pinger
         self._reporter = reporter
         self._transactions = transactions
+        self._journals = journals
         self._finisher = finisher
         self._dependents = dependents
         self._successes = Successes(settings.worker_id)
@@ -107,6 +122,7 @@ class Executor:
             reports=self._reporter,
             publisher=self._publisher,
             blocks=self._transactions,
+            journals=self._journals,
         )
         self._executions[execution.id] = execution
         self._executions.started += 1
@@ -129,6 +145,17 @@ class Executor:
             execution.task.cancel()
             if reason is not Stop.WORKER_STOPS:
                 self._loop.call_later(_CANCELLED_ENDS_WITHIN_S, self._go_on_without, execution)
+
+    def unwind(self, execution: Execution) -> None:
+        """Give the handler of an execution that is put aside some time to unwind; then cancel it."""
+        self._loop.call_later(_UNWINDS_WITHIN_S, self._end_unwinding, execution)
+
+    def _end_unwinding(self, execution: Execution) -> None:
+        if not execution.judged and execution.task is not None:
+            text = "the handler of task %s is put aside and goes on all the same: cancelling it"
+            logger.warning(text, execution.id, extra=fields_of(execution))
+            execution.task.cancel()
+            self._loop.call_later(_CANCELLED_ENDS_WITHIN_S, self._go_on_without, execution)
 
     def obey_soon(self, execution: Execution) -> None:
         """Cancel it, asked from any thread."""
@@ -319,6 +346,8 @@ class Executor:
             outcome = failure(execution, ending)
         elif ending.kind == "snoozed":
             outcome = snoozed(execution, ending)
+        elif ending.kind == "suspended":
+            outcome = suspended(execution)
         elif ending.kind == "released":
             outcome = execution.outcome("released", {})
         elif execution.stop_reason in FROM_OUTSIDE:

@@ -1,4 +1,4 @@
-"""The finisher: records outcomes, many at once (group commit).
+"""The finisher: records outcomes, and what goes on to be recorded while executions last, many at once (group commit).
 
 While writes are in flight the next outcomes collect, then go together; an idle consumer sends at once. An outcome leaves
 here in one of two ways: recorded, or lost, because the lease was. In between it is written again, for as long as it takes.
@@ -17,7 +17,7 @@ from typing import Any
 
 from pymongo.errors import PyMongoError
 
-from taskmesh.store import Store
+from taskmesh.store import Store, steps
 from taskmesh.store.finish import Kind, Outcome, finish, standing
 from taskmesh.store.server_errors import is_about_the_document, is_about_us, is_over_deadline, is_passing
 
@@ -109,9 +109,9 @@ class Finisher:
         while todo:
             split = False
             try:
-                if await finish(self._store, self._worker_id, [o for o, _ in todo], deadline_ms=deadline_ms) == len(
-                    todo
-                ):
+                outcomes = [outcome for outcome, _ in todo]
+                write = steps.record if outcomes[0].kind == "stepped" else finish
+                if await write(self._store, self._worker_id, outcomes, deadline_ms=deadline_ms) == len(todo):
                     self._tell(todo, recorded=True)
                     return
             except Exception as error:  # not the database's alone: what cannot be encoded concerns one outcome too
@@ -145,7 +145,8 @@ class Finisher:
     async def _still_to_do(self, todo: list[Item]) -> list[Item]:
         """Ask what became of outcomes whose write did not count for all, and return those that are still held."""
         try:
-            stands = await standing(self._store, [outcome for outcome, _ in todo])
+            ask = steps.stands if todo[0][0].kind == "stepped" else standing
+            stands = await ask(self._store, [outcome for outcome, _ in todo])
         except PyMongoError:
             return todo
         self._told_outage = False

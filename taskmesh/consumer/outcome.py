@@ -21,6 +21,7 @@ from taskmesh.consumer.timing import varied
 from taskmesh.model.errors import LeaseLost, Retry, Snooze, TaskFailed, TransactionConflict, UnstorableValue, delay_of
 from taskmesh.store.driver import Document
 from taskmesh.store.finish import Outcome
+from taskmesh.store.values import MAX_REASON_CHARS, cleaned
 
 logger = logging.getLogger("taskmesh.executor")
 
@@ -34,7 +35,6 @@ _FIRST_WAIT_MS, _LONGEST_WAIT_MS = 20, 1_000
 _WINDOW_S = 10.0
 _TOLD_SINGLY = 20
 """In each window. A busy worker would else write thousands of lines a second, and do little else."""
-MAX_REASON_CHARS = 4_000
 _FRAMES_KEPT = 8
 _CALLERS = tuple(f"/taskmesh/consumer/{name}.py" for name in ("executor", "subprocess/processes", "subprocess/child"))
 _OF_A_LIBRARY = re.compile(r"site-packages|dist-packages|/lib/python3|^<frozen")
@@ -44,7 +44,7 @@ _OF_A_LIBRARY = re.compile(r"site-packages|dist-packages|/lib/python3|^<frozen")
 class Ending:
     """How an execution ended, as the hook `after` is told."""
 
-    kind: Literal["succeeded", "failed", "snoozed", "released", "cancelled", "lost"]
+    kind: Literal["succeeded", "failed", "snoozed", "suspended", "released", "cancelled", "lost"]
     value: Any = None
     reason: str | None = None
     error: BaseException | None = None
@@ -65,6 +65,8 @@ def judged(execution: Execution, value: Any, error: BaseException | None) -> End
             text = "task %s raised after its transaction had recorded it: %r"
             logger.warning(text, execution.id, error, extra=fields_of(execution))
         return Ending("succeeded", value=execution.result)
+    if execution.suspended_for is not None and told in (None, Stop.WORKER_STOPS, Stop.TIMEOUT):
+        return Ending("suspended", reason="put aside by a sleep or a wait")
     if told is not None and not (told is Stop.WORKER_STOPS and isinstance(error, _ABOUT_THE_TASK)):
         return _told_to_stop(execution, told, error)
     if error is None:
@@ -144,6 +146,11 @@ def snoozed(execution: Execution, ending: Ending) -> Outcome:
         longest = min(_FIRST_WAIT_MS * 2.0 ** min(execution.conflicts, 10), _LONGEST_WAIT_MS)
         return execution.outcome("conflicted", {}, delay_ms=int(varied(longest, 0.5)))
     return execution.outcome("snoozed", {}, delay_ms=delay_of(ending.error) if isinstance(ending.error, Snooze) else 0)
+
+
+def suspended(execution: Execution) -> Outcome:
+    """Return the outcome of an execution that is put aside until what it waits for has come."""
+    return replace(execution.outcome("suspended", {}), step=execution.suspended_for)
 
 
 def stopped(execution: Execution) -> Outcome:
@@ -255,8 +262,3 @@ def _message(error: BaseException) -> str:
         return str(error)
     except Exception as second:  # noqa: BLE001 — as above
         return f"{type(error).__name__} (its text cannot be made: {type(second).__name__})"
-
-
-def cleaned(text: str) -> str:
-    """Return the text without what MongoDB cannot store, and not longer than is kept."""
-    return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\0")[:MAX_REASON_CHARS]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -21,11 +21,12 @@ from typing import Any, Literal, Protocol
 from pymongo.errors import OperationFailure, PyMongoError
 
 from taskmesh.consumer.execution import Execution
+from taskmesh.consumer.journal import Entry, Journal, failed, inside, returns_of, stored
 from taskmesh.consumer.outcome import success
 from taskmesh.consumer.pinger import Pinger
 from taskmesh.consumer.reporter import Reporter
 from taskmesh.consumer.timing import by_chance
-from taskmesh.consumer.together import Together, commit, write
+from taskmesh.consumer.together import Together, commit, lost, write
 from taskmesh.model.errors import (
     LeaseLost,
     Retry,
@@ -35,10 +36,10 @@ from taskmesh.model.errors import (
     TransactionConflict,
     UnstorableValue,
 )
-from taskmesh.store import Store
+from taskmesh.store import Store, steps
 from taskmesh.store.blocking import BlockingStore, StoreAddress, run_now
 from taskmesh.store.clock import ServerClock
-from taskmesh.store.driver import maybe, settings_of
+from taskmesh.store.driver import Document, maybe, settings_of
 from taskmesh.store.finish import Outcome
 from taskmesh.store.publish import Publication
 from taskmesh.store.renew import extend
@@ -119,6 +120,40 @@ class Transactions:
         """See `TaskContext.in_transaction`."""
         async with self._store.driver.session() as session:
             return await _again(self._store, session, _Here(self, execution), execution, fn, asyncio.sleep)
+
+    async def step_in_loop(
+        self,
+        execution: Execution,
+        journal: Journal,
+        entry: Entry,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Document:
+        """Call the function of a step with `session=`, and commit what it writes together with the record; return that."""
+        returns = returns_of(entry.name, fn)
+
+        async def made(session: Any) -> Document:
+            with inside(entry.name):
+                return stored(returns, await maybe(fn(*args, session=session, **kwargs)))
+
+        try:
+            async with journal.transaction(), self._store.driver.session() as session:
+                side = _StepHere(self, execution, journal, entry)
+                return await _step_again(self._store, session, side, made, asyncio.sleep)
+        except TaskFailed as error:
+            return await journal.write(entry, failed(error))
+
+    def step_in_thread(
+        self, execution: Execution, journal: Journal, entry: Entry, made: Callable[[Any], Document]
+    ) -> Document:
+        """Do so for a handler in a thread, with a session of a blocking client."""
+        caller = self.side(execution)
+        return blocking_step_again(caller.call(self._blocking_store()), self.step_side(execution, journal, entry), made)
+
+    def step_side(self, execution: Execution, journal: Journal, entry: Entry) -> _StepFromThread:
+        """The side of a transactional step, for a thread that is not the event loop's."""
+        return _StepFromThread(_StepHere(self, execution, journal, entry), self.side(execution))
 
     async def record(self, execution: Execution, outcome: Outcome) -> None:
         """Record SUCCESS and what the handler published, as one. See `Together.record`."""
@@ -280,6 +315,119 @@ class _FromThread:
         self.call(self._here.end(how))
 
 
+# --- a step whose writes commit with its record ---
+
+
+class StepSide(Protocol):
+    """The journal of an execution, as a transactional step needs it: here, or at the other end of a pipe."""
+
+    async def begin(self, session_id: Any) -> float:
+        """Write nothing else to the task, and take the longer lease; return how many seconds a transaction may last."""
+
+    async def outcome(self, fields: Document) -> tuple[str, Outcome]:
+        """Return the worker's id, and the record to write. Raises as `Journal.outcome` does."""
+
+    async def end(self, outcome: Outcome | None) -> Document:
+        """Write as before; and remember the record, if it was written."""
+
+
+class _StepHere:
+    """The side of a step in the event loop."""
+
+    def __init__(self, transactions: Transactions, execution: Execution, journal: Journal, entry: Entry) -> None:
+        self._transactions = transactions
+        self._execution = execution
+        self._journal = journal
+        self._entry = entry
+
+    async def begin(self, session_id: Any) -> float:
+        self._execution.session_id = session_id
+        return await self._transactions.begin(self._execution)
+
+    async def outcome(self, fields: Document) -> tuple[str, Outcome]:
+        return self._execution.worker_id, await self._journal.outcome(self._entry, fields)
+
+    async def end(self, outcome: Outcome | None) -> Document:
+        self._transactions.resume(self._execution)
+        return {} if outcome is None else self._journal.remember(outcome)
+
+
+class _StepFromThread:
+    """The same, called from a thread. It is held for as long as the step lasts."""
+
+    def __init__(self, here: _StepHere, caller: _FromThread) -> None:
+        self._here = here
+        self._caller = caller
+
+    async def begin(self, session_id: Any) -> float:
+        return float(self._caller.call(self._here.begin(session_id)))
+
+    async def outcome(self, fields: Document) -> tuple[str, Outcome]:
+        found: tuple[str, Outcome] = self._caller.call(self._here.outcome(fields))
+        return found
+
+    async def end(self, outcome: Outcome | None) -> Document:
+        record: Document = self._caller.call(self._here.end(outcome))
+        return record
+
+
+def blocking_step_again(store: BlockingStore, side: StepSide, made: Callable[[Any], Document]) -> Document:
+    """Make a record in a transaction on a blocking client."""
+    with store.driver.client.start_session() as session:
+        return run_now(_step_again(store, session, side, made, _sleep))
+
+
+async def _step_again(
+    store: Store,
+    session: Any,
+    side: StepSide,
+    made: Callable[[Any], Any],
+    pause: Callable[[float], Awaitable[None]],
+) -> Document:
+    """Make a record in a transaction, and write it there; again at each conflict, for as long as `in_transaction` does."""
+    give_up = time.monotonic() + _IN_PLACE_S
+    longest = _FIRST_WAIT_S
+    while True:
+        limit_s = await side.begin(session.session_id)
+        started = time.monotonic()
+        outcome: Outcome | None = None
+        record: Document = {}
+        ours = False
+        try:
+            await store.driver.start_transaction(session)
+            fields = await maybe(made(session))
+            ours = True
+            worker_id, outcome = await side.outcome(fields)
+            if not await steps.record(store, worker_id, [outcome], session=session):
+                raise lost(outcome)  # noqa: TRY301 — undoes what was begun
+            await commit(store, session, pause)
+        except BaseException as error:
+            outcome = None
+            met = _met(error)
+            _raise_if_too_long(met, error, started, limit_s)
+            conflicted = met is not None and (met.has_error_label(_TRANSIENT) or (ours and is_over_deadline(met)))
+            if not conflicted or time.monotonic() > give_up:
+                raise
+        finally:
+            try:
+                await store.driver.abort(session)
+            finally:
+                record = await side.end(outcome)
+        if outcome is not None:
+            return record
+        await pause(by_chance(longest))
+        longest = min(longest * 1.5, _LONGEST_WAIT_S)
+
+
+def _raise_if_too_long(met: PyMongoError | None, error: BaseException, started: float, limit_s: float) -> None:
+    """Raise what says so, if the server has ended the transaction since it lasted too long."""
+    if met is not None and is_transaction_gone(met) and time.monotonic() - started >= limit_s:
+        raise TaskMeshError(
+            f"the server ended the transaction, which had lasted {time.monotonic() - started:.0f} s: it may last "
+            f"transactionLifetimeLimitSeconds={limit_s:.0f}; do slow work before the block"
+        ) from error
+
+
 # --- the block itself, for all sides ---
 
 
@@ -327,11 +475,7 @@ async def _block(
         met = _met(error)
         if met is None:
             raise
-        if is_transaction_gone(met) and time.monotonic() - started >= limit_s:
-            raise TaskMeshError(
-                f"the server ended the transaction, which had lasted {time.monotonic() - started:.0f} s: it may last "
-                f"transactionLifetimeLimitSeconds={limit_s:.0f}; do slow work before the block"
-            ) from error
+        _raise_if_too_long(met, error, started, limit_s)
         if not (met.has_error_label(_TRANSIENT) or (ours and is_over_deadline(met))):
             raise
         how = "conflicted"

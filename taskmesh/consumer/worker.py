@@ -36,6 +36,7 @@ from taskmesh.consumer.executions import Executions
 from taskmesh.consumer.executor import Executor
 from taskmesh.consumer.finisher import Finisher
 from taskmesh.consumer.idleness import Idleness
+from taskmesh.consumer.journal import Journals
 from taskmesh.consumer.life import DEFAULT_GRACE_MS, Life, State
 from taskmesh.consumer.limits import Limits
 from taskmesh.consumer.listener import Listener
@@ -318,6 +319,7 @@ class Worker:
         self.finisher = Finisher(store, worker_id)
         self.dependents = Dependents(store)
         self.transactions = Transactions(store, worker_id, clock, self.pinger, self.reporter)
+        self.journals = Journals(store, self.finisher, self.transactions, clock)
         self.executor = Executor(
             mesh.publisher,
             mesh.definitions,
@@ -329,6 +331,7 @@ class Worker:
             self.pinger,
             self.reporter,
             self.transactions,
+            self.journals,
             self.finisher,
             self.dependents,
         )

@@ -2,9 +2,10 @@
 
     TaskMeshError
     ├── InvalidName, InvalidKey, InvalidParams, InvalidOption     what was asked for cannot be stored
-    ├── TaskTooLarge                                              ... nor can so much of it
+    ├── TaskTooLarge, TooManySignals                              ... nor can so much of it
     ├── UnstorableValue                                           ... nor can what a function returned
-    ├── TaskNotFound, TaskRunning                                 the task is not there, or is busy
+    ├── TaskNotFound, TaskRunning, TaskFinished                   the task is not there, is busy, or is done
+    ├── StepMismatch                                              a record was made by another step
     ├── TaskError, TaskCancelled, TaskExpired                     how a task ended, raised by result()
     ├── LeaseLost                                                 this execution no longer holds its task
     ├── WorkerIdTaken                                             another live consumer has this worker_id
@@ -56,6 +57,18 @@ class TaskNotFound(TaskMeshError):
 
 class TaskRunning(TaskMeshError):
     """The task is running, and what was asked for must not disturb a running task."""
+
+
+class TaskFinished(TaskMeshError):
+    """The task is finished, so that nothing reaches it any more."""
+
+
+class TooManySignals(TaskMeshError):
+    """The task has as many unconsumed signals as are kept: 1,000, or 1 MB of them together."""
+
+
+class StepMismatch(TaskMeshError):
+    """A step whose record was made by another function or other arguments, or that shares its name with one under way."""
 
 
 class TaskError(TaskMeshError):
@@ -122,6 +135,22 @@ class Snooze(Exception):
     def __init__(self, reason: str = "the handler snoozed", *, delay_ms: int = 1_000) -> None:
         super().__init__(reason)
         self.delay_ms = _checked_delay(delay_ms)
+
+
+class TaskSuspended(BaseException):
+    """Raised in a handler by a sleep or a wait: the task is put aside until what it waits for has come. Let it pass.
+
+    The handler unwinds (`finally` runs), and is called again from its first line when the time has come. Catching this changes
+    nothing: every further call of the task's context raises it again, and what the handler returns or raises is ignored.
+    """
+
+    def __init__(self, kind: str, name: str) -> None:
+        self.kind = kind
+        self.name = name
+        super().__init__(
+            f"the task is put aside until the {kind} {name!r} is over, and its handler is called again then: let this exception "
+            "pass; catching it changes nothing"
+        )
 
 
 class TransactionConflict(Snooze):

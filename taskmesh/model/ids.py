@@ -9,7 +9,7 @@ from __future__ import annotations
 import reprlib
 from typing import Any
 
-from taskmesh.model.errors import InvalidOption
+from taskmesh.model.errors import InvalidName, InvalidOption
 
 _MOST_CHARS = 256
 _MOST_CHARS_OF_A_REMARK = 2_000
@@ -27,6 +27,13 @@ def checked_text(what: str, text: Any, *, most: int = _MOST_CHARS) -> str:
     if not _is_storable(text) or not 1 <= len(text) <= most:
         raise InvalidOption(f"{what} must be a text of 1 to {most} characters without NUL, got {shown(text)}")
     return str(text)
+
+
+def checked_step_name(what: str, name: Any) -> str:
+    """Return the name of a step, a sleep or a signal, or raise `InvalidName`."""
+    if not _is_storable(name) or not 1 <= len(name) <= _MOST_CHARS:
+        raise InvalidName(f"{what} must be a str of 1 to {_MOST_CHARS} characters without NUL, got {shown(name)}")
+    return str(name)
 
 
 def checked_remark(what: str, text: Any) -> str | None:

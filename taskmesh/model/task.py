@@ -125,6 +125,49 @@ class DependencyFailure(_Stored):
     time: datetime
 
 
+class Step(_Stored):
+    """Something that an execution has recorded, and that no later one does again."""
+
+    kind: str
+    """`step`, `sleep`, `wait`, `start` or `join`."""
+    name: str
+    """Its name; the second of one name and kind is `name#2`."""
+    value: Any = None
+    time: datetime | None = None
+    worker_id: str | None = None
+    attempt: int | None = None
+    error: str | None = None
+    """What a step raised that failed for good."""
+    until: datetime | None = None
+    """When a sleep or a wait is over."""
+
+
+class SuspendedFor(_Stored):
+    """What a suspended task waits for."""
+
+    kind: str
+    """`sleep`, `wait` or `join`."""
+    name: str
+    until: datetime | None = None
+    """When it waits no longer; None: it waits for ever."""
+
+    @property
+    def sentence(self) -> str:
+        """What it waits for, in words."""
+        what = {"sleep": "sleeps", "wait": "waits for the signal", "join": "waits for"}.get(self.kind, "waits for")
+        until = "" if self.until is None else f" until {self.until.isoformat(' ', 'seconds')}"
+        return f"{what} {self.name!r}{until}"
+
+
+class Signal(_Stored):
+    """A signal that no handler has consumed yet."""
+
+    event: str
+    id: str
+    payload: Any = None
+    time: datetime | None = None
+
+
 class TaskState(_Stored):
     """What happened to a task so far."""
 
@@ -134,6 +177,8 @@ class TaskState(_Stored):
     cancel_time: datetime | None = None
     resume_time: datetime | None = None
     """Set by `Retry` and `Snooze`: no worker claims the task before."""
+    suspended_for: SuspendedFor | None = None
+    """What the task waits for, put aside by its handler; None for one that is not suspended."""
     timeout_cnt: int = 0
     """Executions lost in a row."""
     lost_cnt: int = 0
@@ -152,6 +197,9 @@ class TaskState(_Stored):
     waits_for: str | None = None
     """While its gate `dependencies` is shut: what becomes of it when one of them fails (`fail`, `wait`, `run`)."""
     dependency_failure: DependencyFailure | None = None
+    signals: list[Signal] = []
+    """Signals that have come and were not waited for yet, the oldest first."""
+    steps: list[Step] = Field(default=[], exclude=True, repr=False)
 
 
 class Task(_Stored):
@@ -217,6 +265,13 @@ class Task(_Stored):
             raise IncompatibleCollection(
                 f"the document {document.get('_id')!r} is no task of ours: repair or delete it ({error})"
             ) from error
+
+    @property
+    def steps(self) -> list[Step]:
+        """What its executions have recorded, in order: steps, sleeps, waits. Not read by listings."""
+        waits = self.task_state.suspended_for
+        under_way = None if waits is None else (waits.kind, waits.name)
+        return [step for step in self.task_state.steps if step.time is not None and (step.kind, step.name) != under_way]
 
     @property
     def successes(self) -> list[WorkerState]:

@@ -23,6 +23,8 @@ WAKING = (
     "failed",
     "released",
     "snoozed",
+    "suspended",
+    "signalled",
     "retried",
     "restored",
     "published",

@@ -17,9 +17,22 @@ from taskmesh.store.event_stamp import stamp
 from taskmesh.store.prepared import prepared
 from taskmesh.store.store import Store
 
+LOADED_WITH_CLAIM_BYTES = 256_000
+"""Records of more than this together are not read with the claim, but when the handler first asks for one."""
 _ENTRY_FIELDS = {"task_state.worker_states.running_id": 1, "task_state.worker_states.state": 1}
 _STATE_FIELDS = {
-    f"task_state.{field}": 1 for field in ("dropped_fail_cnt", "lost_cnt", "conflict_cnt", "progress", "params_version")
+    f"task_state.{field}": 1
+    for field in ("dropped_fail_cnt", "lost_cnt", "conflict_cnt", "progress", "params_version", "steps_bytes")
+}
+_FEW_STEPS: Document = {
+    # What was recorded comes with the claim, so that to resume costs no reading; unless it is much (see `steps`).
+    "task_state.steps": {
+        "$cond": [
+            {"$lte": ["$task_state.steps_bytes", LOADED_WITH_CLAIM_BYTES]},
+            {"$ifNull": ["$task_state.steps", "$$REMOVE"]},
+            "$$REMOVE",
+        ]
+    }
 }
 CLAIMED_FIELDS: Document = {
     "name": 1,
@@ -29,6 +42,7 @@ CLAIMED_FIELDS: Document = {
     "trace": 1,
     **_ENTRY_FIELDS,
     **_STATE_FIELDS,
+    **_FEW_STEPS,
 }
 WHOLE_FIELDS: Document = dict.fromkeys(
     ("name", "key", "queue", "group", "status", "task_option", "task_state", "trace"), 1

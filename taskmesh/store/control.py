@@ -76,29 +76,33 @@ def cancel_pipeline(now: rules.Expression) -> list[Document]:
     ]
 
 
-async def retry(store: Store, id_: str) -> bool:
+async def retry(store: Store, id_: str, *, fresh: bool = False) -> bool:
     """Make a finished task INIT again, a waiting one due at once; False if it is running or there is none.
 
-    Raises as `_change` does.
+    What it has recorded stays, but for errors. `fresh`: it begins as if nobody had tried. Raises as `_change` does.
     """
     now = store.now
     not_running = rules.with_facts(now, {"$ne": [rules.status(now), "RUNNING"]})
     kept = {"$not": [rules.is_forgotten(now)]}
-    retried = await _change(store, id_, {"$and": [kept, not_running]}, retry_pipeline(now))
+    pipeline = retry_pipeline(now, fresh=fresh)
+    retried = await _change(store, id_, {"$and": [kept, not_running]}, pipeline)
     await dependencies.tell(store, [id_] if retried else [])
     return retried
 
 
-def retry_pipeline(now: rules.Expression) -> list[Document]:
-    """Make a task that is not running INIT again, or due at once if it is INIT."""
-    waiting = rules.with_facts(now, {"$eq": [rules.status(now), "INIT"]})
+def retry_pipeline(now: rules.Expression, *, fresh: bool = False) -> list[Document]:
+    """Make a task that is not running INIT again, or due at once if it is INIT and not suspended."""
+    recorded = {} if fresh else values_kept()
+    waiting: rules.Expression = rules.with_facts(now, {"$eq": [rules.status(now), "INIT"]})
     # A task that waits keeps its entries and counts; only what delays it goes.
     due = {
         "$mergeObjects": [
             "$task_state",
-            {"start_time": None, "worker_states": _without_delay(now)},
+            {"start_time": None, "worker_states": _without_delay(now), **recorded},
         ]
     }
+    if fresh:
+        waiting = False
     # An expiry that has passed would end the retried task at once: it goes. One to come stays.
     expire_time = {
         "$cond": [
@@ -107,8 +111,8 @@ def retry_pipeline(now: rules.Expression) -> list[Document]:
             "$task_state.expire_time",
         ]
     }
-    # A finished task begins its life again: no entries, no counts.
-    anew = fresh_state(now, {"start_time": None, "expire_time": expire_time})
+    # A finished task begins its life again: no entries, no counts; what it has recorded it need not do again.
+    anew = fresh_state(now, {"start_time": None, "expire_time": expire_time, **recorded})
     return [
         # One of the two, and a stamp that wakes the workers.
         {"$set": {"task_state": {"$cond": [waiting, due, anew]}, "event": stamp("retried", now)}},
@@ -117,6 +121,14 @@ def retry_pipeline(now: rules.Expression) -> list[Document]:
         # Status and times follow.
         *prepared(rules.derivation, now),
     ]
+
+
+def values_kept() -> Document:
+    """The fields of `task_state` with what executions have recorded, but for errors, and with what was signalled."""
+    kept = {"$filter": {"input": rules.STEPS, "cond": {"$not": [{"$gt": ["$$this.error", None]}]}}}
+    recorded = {"steps": kept, "steps_bytes": {"$sum": {"$map": {"input": kept, "in": "$$this.size"}}}}
+    fields: Document = {name: {"$cond": [rules.BEGUN, value, "$$REMOVE"]} for name, value in recorded.items()}
+    return fields | {name: {"$ifNull": [f"$task_state.{name}", "$$REMOVE"]} for name in ("signals", "signals_bytes")}
 
 
 def _without_delay(now: rules.Expression) -> rules.Expression:
@@ -132,7 +144,7 @@ def deletion_pipeline(now: rules.Expression) -> list[Document]:
         # The mark that makes every reader pass over it, and the stamp that reaches workers and waiters.
         {"$set": {"task_state": state, "event": stamp("deleted", now)}},
         # What users stored goes now, even where the document has to stay for a handler's place.
-        {"$unset": ["params", "trace"]},
+        {"$unset": ["params", "trace", "task_state.steps", "task_state.signals"]},
         # Status and times follow: DELETED, and removed by the TTL monitor when the last place is over.
         *prepared(rules.derivation, now),
     ]

@@ -69,13 +69,17 @@ def as_read(now: rules.Expression, *, params: bool, forgotten: bool = False, kep
 
 
 def as_it_stands(now: rules.Expression) -> list[Document]:
-    """Stages that put in what is so at the moment: the status, and in `task_state.standing` what INIT means."""
-    standing = {"$cond": [{"$eq": ["$status", "INIT"]}, rules.standing_on_reading(now), "$$REMOVE"]}
+    """Stages that put in what is so at the moment: the status, in `task_state` what INIT means and what is waited for."""
+    is_init = {"$eq": ["$status", "INIT"]}
+    standing = {"$cond": [is_init, rules.standing_on_reading(now), "$$REMOVE"]}
+    suspended = {"$and": [is_init, {"$gt": ["$task_state.suspended_until", now]}]}
+    waits_for = {"$cond": [suspended, "$task_state.suspended_for", "$$REMOVE"]}
     return [
         # The status as it is now, where the stored one is out of date by time alone.
         {"$set": {"status": rules.status_on_reading(now)}},
-        # Whether INIT means ready, retrying or scheduled. A stage of its own: it reads the status set above.
-        {"$set": {"task_state.standing": standing}},
+        # Whether INIT means ready, retrying or scheduled. A stage of its own: it reads the status set above. What is waited for
+        # stays stored when it has come, and is then no more than the last that was.
+        {"$set": {"task_state.standing": standing, "task_state.suspended_for": waits_for}},
     ]
 
 

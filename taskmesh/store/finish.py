@@ -16,8 +16,9 @@ from taskmesh.store.event_stamp import stamp
 from taskmesh.store.prepared import prepared
 from taskmesh.store.store import WRITE_DEADLINE_MS, Store
 
-Kind = Literal["succeeded", "failed", "released", "snoozed", "conflicted", "stopped"]
-_GIVEN_BACK: tuple[Kind, ...] = ("released", "snoozed", "conflicted")
+Kind = Literal["succeeded", "failed", "released", "snoozed", "suspended", "conflicted", "stopped", "stepped"]
+"""`stepped` is no end: the execution goes on, and has recorded something (`store.steps`)."""
+_GIVEN_BACK: tuple[Kind, ...] = ("released", "snoozed", "suspended", "conflicted")
 _STATE_OF: dict[Kind, str] = {"succeeded": "SUCCESS", "failed": "FAIL", "stopped": "FAIL"}
 
 
@@ -32,7 +33,11 @@ class Outcome:
     """Fields for the worker's entry: `returns`, `fail_reason`, `fail_type`, `fail_frame`, `final`, `retry_jitter`, `logs`.
     Checked to be storable."""
     delay_ms: int | None = None
-    """Of `Retry` and `Snooze`: no worker claims the task before this has passed."""
+    """Of `Retry` and `Snooze`: no worker claims the task before this has passed. Of a record: when what it waits for is over."""
+    step: Document | None = None
+    """`stepped`: the record. `suspended`: what is waited for: `id` of its record, `kind`, `name`, and of a signal `event`."""
+    lease_ms: int = 0
+    """`stepped`: how long the lease is to last from then on, at least."""
     progress: Document | None = None
     size: int = 0
     """About how many bytes `entry` needs, so that a batch stays within one message."""
@@ -48,14 +53,14 @@ async def finish(
 ) -> int:
     """Record outcomes of one kind; return how many counted. If fewer than given, ask `recorded` and `held`.
 
-    Eligible: the entry with this `running_id` is live and the task RUNNING. Writes: the entry (`released`, `snoozed` and
-    `conflicted` remove it), `resume_time`, `timeout_cnt`, `conflict_cnt`, the derived fields; re-opens the task if `run_again`
-    was asked for meanwhile.
+    Eligible: the entry with this `running_id` is live and the task RUNNING. Writes: the entry (`released`, `snoozed`,
+    `suspended` and `conflicted` remove it), `resume_time`, `suspended_until`, `suspended_for`, `timeout_cnt`, `conflict_cnt`,
+    the derived fields; re-opens the task if `run_again` was asked for meanwhile.
     """
     kind = outcomes[0].kind
     if kind == "stopped":
         return await _note_stopped(store, outcomes)
-    query = _still_held_by(outcomes, store.now)
+    query = still_held_by(outcomes, store.now)
     stages = _given_back(outcomes, store.now) if kind in _GIVEN_BACK else _ended(outcomes, store.now)
     pipeline = [
         *stages,
@@ -82,7 +87,7 @@ async def _note_stopped(store: Store, outcomes: Sequence[Outcome]) -> int:
         "$mergeObjects": [
             "$$this",
             {"state": "FAIL", "fail_time": store.now},
-            _own([o.entry for o in outcomes], outcomes),
+            own([o.entry for o in outcomes], outcomes),
         ]
     }
     entries = {"$map": {"input": rules.ENTRIES, "in": {"$cond": [cancelled, ended, "$$this"]}}}
@@ -104,7 +109,7 @@ async def _note_stopped(store: Store, outcomes: Sequence[Outcome]) -> int:
     return len(outcomes)
 
 
-def _still_held_by(outcomes: Iterable[Outcome], now: rules.Expression) -> Document:
+def still_held_by(outcomes: Iterable[Outcome], now: rules.Expression) -> Document:
     """Match each task with its own `running_id` only; several claims may be in one batch."""
     ids_of: dict[str, list[str]] = {}
     for outcome in outcomes:
@@ -128,11 +133,11 @@ def _ended(outcomes: Sequence[Outcome], now: rules.Expression) -> list[Document]
     state = _STATE_OF[outcomes[0].kind]
     moment = "success_time" if state == "SUCCESS" else "fail_time"
     fields: Document = {"state": state, moment: now}
-    updates: list[rules.Expression] = ["$$this", fields, _own([outcome.entry for outcome in outcomes], outcomes)]
+    updates: list[rules.Expression] = ["$$this", fields, own([outcome.entry for outcome in outcomes], outcomes)]
     if any(outcome.delay_ms is not None for outcome in outcomes):
-        updates.append({"retry_time": {"$ifNull": [_asked_for(outcomes, now), "$$REMOVE"]}})
+        updates.append({"retry_time": {"$ifNull": [asked_for(outcomes, now), "$$REMOVE"]}})
     ended = {"$mergeObjects": updates}
-    mine = _held_entry(outcomes)
+    mine = held_entry(outcomes)
     task_state: Document
     if state == "SUCCESS":
         mapped = {"$map": {"input": rules.ENTRIES, "in": {"$cond": [mine, ended, "$$this"]}}}
@@ -146,28 +151,50 @@ def _ended(outcomes: Sequence[Outcome], now: rules.Expression) -> list[Document]
     stages: list[Document] = [{"$set": {"task_state": task_state}}]
     if state == "FAIL":
         stages.append(_oldest_fails_dropped())
-    return [*stages, reopened_if_wished(now, _own([outcome.running_id for outcome in outcomes], outcomes))]
+    return [*stages, reopened_if_wished(now, own([outcome.running_id for outcome in outcomes], outcomes))]
 
 
 def _given_back(outcomes: Sequence[Outcome], now: rules.Expression) -> list[Document]:
     """Remove the entries, as if the claim had not been: nothing is counted."""
-    others = {"$filter": {"input": rules.ENTRIES, "cond": {"$not": [_held_entry(outcomes)]}}}
+    others = {"$filter": {"input": rules.ENTRIES, "cond": {"$not": [held_entry(outcomes)]}}}
     state: Document = {"worker_states": others} | _resume_time(outcomes, now) | _progress(outcomes)
     kind = outcomes[0].kind
     if kind != "released":
         state["timeout_cnt"] = 0  # its worker lives: what is lost after it is not lost in a row with what was before
         conflicts = {"$add": [{"$ifNull": ["$task_state.conflict_cnt", 0]}, 1]}
         state["conflict_cnt"] = conflicts if kind == "conflicted" else "$$REMOVE"
+    if kind == "suspended":
+        state |= _suspended(outcomes, now)
     # The list without the entry, and the moment before which nobody is to come back.
     return [{"$set": {"task_state": state}}]
 
 
-def _held_entry(outcomes: Iterable[Outcome]) -> rules.Expression:
+def _suspended(outcomes: Sequence[Outcome], now: rules.Expression) -> Document:
+    """Shut the gate until what is waited for has come: for ever, or until the time that its record has fixed.
+
+    A signal that has come since the execution looked for it is seen here, in the same update: the gate stays open.
+    """
+    waits = [outcome.step or {} for outcome in outcomes]
+    mine = {
+        "$filter": {"input": rules.STEPS, "cond": {"$eq": ["$$this.id", own([w.get("id") for w in waits], outcomes)]}}
+    }
+    until = {"$getField": {"field": "until", "input": {"$ifNull": [{"$first": mine}, {}]}}}
+    events = {"$map": {"input": rules.SIGNALS, "in": "$$this.event"}}
+    arrived = {"$in": [own([wait.get("event") for wait in waits], outcomes), events]}
+    told = own([{name: wait[name] for name in ("kind", "name", "event") if name in wait} for wait in waits], outcomes)
+    return {
+        "suspended_until": {"$cond": [arrived, now, {"$ifNull": [until, rules.NEVER]}]},
+        "suspended_for": {"$mergeObjects": [told, {"until": {"$ifNull": [until, "$$REMOVE"]}}]},
+    }
+
+
+def held_entry(outcomes: Iterable[Outcome]) -> rules.Expression:
+    """Whether the entry `$$this` is that of one of these executions."""
     running_ids = sorted({outcome.running_id for outcome in outcomes})
     return {"$and": [{"$eq": ["$$this.state", "RUNNING"]}, {"$in": ["$$this.running_id", {"$literal": running_ids}]}]}
 
 
-def _own(values: Sequence[Any], outcomes: Sequence[Outcome]) -> rules.Expression:
+def own(values: Sequence[Any], outcomes: Sequence[Outcome]) -> rules.Expression:
     """The one of `values` that belongs to the document at hand. User data, so never but inside `$literal`."""
     if all(value == values[0] and type(value) is type(values[0]) for value in values):
         if values[0] in ({}, {"returns": None}, None):
@@ -178,31 +205,31 @@ def _own(values: Sequence[Any], outcomes: Sequence[Outcome]) -> rules.Expression
     return {"$arrayElemAt": [{"$literal": list(values)}, {"$indexOfArray": [{"$literal": ids}, "$_id"]}]}
 
 
-def _asked_for(outcomes: Sequence[Outcome], now: rules.Expression) -> rules.Expression:
+def asked_for(outcomes: Sequence[Outcome], now: rules.Expression) -> rules.Expression:
     """The moment before which `Retry` or `Snooze` wants nobody to come back; null for what did not ask."""
-    return {"$add": [now, _own([outcome.delay_ms for outcome in outcomes], outcomes)]}
+    return {"$add": [now, own([outcome.delay_ms for outcome in outcomes], outcomes)]}
 
 
 def _resume_time(outcomes: Sequence[Outcome], now: rules.Expression) -> Document:
     """The latest such moment so far: how another worker's execution ends must not shorten it."""
     if all(outcome.delay_ms is None for outcome in outcomes):
         return {}
-    latest = {"$max": ["$task_state.resume_time", _asked_for(outcomes, now)]}
+    latest = {"$max": ["$task_state.resume_time", asked_for(outcomes, now)]}
     return {"resume_time": {"$ifNull": [latest, "$$REMOVE"]}}
 
 
 def _progress(outcomes: Sequence[Outcome]) -> Document:
     if all(outcome.progress is None for outcome in outcomes):
         return {}
-    own = _own([outcome.progress for outcome in outcomes], outcomes)
-    return {"progress": {"$ifNull": [own, {"$ifNull": ["$task_state.progress", "$$REMOVE"]}]}}
+    newest = own([outcome.progress for outcome in outcomes], outcomes)
+    return {"progress": {"$ifNull": [newest, {"$ifNull": ["$task_state.progress", "$$REMOVE"]}]}}
 
 
 def _progressed(outcomes: Sequence[Outcome]) -> Document:
     """The fields that progress sets while an execution goes on: it gets somewhere, so it does not kill its workers."""
     if not (fields := _progress(outcomes)):
         return {}
-    got_on = {"$ne": [_own([outcome.progress for outcome in outcomes], outcomes), None]}
+    got_on = {"$ne": [own([outcome.progress for outcome in outcomes], outcomes), None]}
     return fields | {"timeout_cnt": {"$cond": [got_on, 0, "$task_state.timeout_cnt"]}}
 
 
@@ -267,7 +294,8 @@ def _wishes(entries: rules.Expression) -> rules.Expression:
 def fresh_state(now: rules.Expression, changes: Document) -> rules.Expression:
     """`task_state` as of a task that nobody has tried, but with its times, wishes, destination and the places still taken.
 
-    And with what it waits for and what waits for it: whoever waited for its dependencies, waits for them again.
+    And with what it waits for and what waits for it: whoever waited for its dependencies, waits for them again. What was recorded
+    and signalled is dropped with the rest.
     """
     times = ("create_time", "start_time", "expire_time", "wanted", "params_version", "moves_to")
     links = ("after", "waits_for", "unlinked", "dependents", "ask_time")
@@ -280,16 +308,16 @@ async def report(store: Store, worker_id: str, outcomes: Sequence[Outcome]) -> i
 
     Progress starts `timeout_cnt` anew. Logs do not: what a handler logs before it kills its worker gets it nowhere.
     """
-    mine = _held_entry(outcomes)
-    own = {"$mergeObjects": ["$$this", _own([outcome.entry for outcome in outcomes], outcomes)]}
-    entries = {"$map": {"input": rules.ENTRIES, "in": {"$cond": [mine, own, "$$this"]}}}
+    mine = held_entry(outcomes)
+    with_news = {"$mergeObjects": ["$$this", own([outcome.entry for outcome in outcomes], outcomes)]}
+    entries = {"$map": {"input": rules.ENTRIES, "in": {"$cond": [mine, with_news, "$$this"]}}}
     stages: list[Document] = [
         # Logs go into the execution's entry, progress beside it.
         {"$set": {"task_state": {"worker_states": entries} | _progressed(outcomes)}},
         # Readers of events and the dashboard hear of it.
         {"$set": {"event": stamp("progressed", store.now, {"$literal": worker_id})}},
     ]
-    reply = await store.update(_still_held_by(outcomes, store.now), [*stages, *prepared(rules.derivation, store.now)])
+    reply = await store.update(still_held_by(outcomes, store.now), [*stages, *prepared(rules.derivation, store.now)])
     return int(reply["n"])
 
 

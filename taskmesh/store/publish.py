@@ -20,7 +20,7 @@ from pymongo.errors import OperationFailure, WriteConcernError
 from taskmesh.model.configuration import Configuration
 from taskmesh.model.errors import TaskRunning, TaskTooLarge
 from taskmesh.store import dependencies, repeated, rules
-from taskmesh.store.control import NOT_DELETED
+from taskmesh.store.control import NOT_DELETED, values_kept
 from taskmesh.store.driver import Document
 from taskmesh.store.event_stamp import stamp
 from taskmesh.store.finish import fresh_state
@@ -403,6 +403,8 @@ async def _change_in_session(
 IS_RUNNING: rules.Expression = {"$and": [{"$ne": ["$$live", []]}, {"$eq": ["$status", "RUNNING"]}]}
 
 
+RECORDED = ("steps", "steps_bytes", "signals", "signals_bytes", "suspended_until", "suspended_for")
+"""What executions have recorded and others have signalled: gone where a task starts over."""
 _COUNTED_AGAINST = (
     "dropped_fail_cnt",
     "losses",
@@ -445,7 +447,19 @@ def change_pipeline(publication: Publication, now: datetime, at: rules.Expressio
         if wanted:
             # Forget the entries of this state, so that it runs again; not under the hands of a running handler.
             stages.append({"$set": {"task_state": {"$cond": [running, "$task_state", _without(state, at)]}}})
+    if configuration.clean_success:
+        # A task that had succeeded starts over, with nothing recorded.
+        succeeded = {"$in": ["SUCCESS", "$_before.task_state.worker_states.state"]}
+        over = {"$and": [succeeded, {"$not": [running]}]}
+        dropped = {name: {"$cond": [over, "$$REMOVE", f"$task_state.{name}"]} for name in RECORDED}
+        stages.append({"$set": {"task_state": dropped}})
     if configuration.clean_failed:
+        # A failure that was recorded is forgotten like the entries; values stay.
+        forgets = {"$and": [rules.BEGUN, {"$not": [running]}]}
+        kept = {
+            name: {"$cond": [forgets, values_kept()[name], f"$task_state.{name}"]} for name in ("steps", "steps_bytes")
+        }
+        stages.append({"$set": {"task_state": kept}})
         forgotten = {name: {"$cond": [running, f"$task_state.{name}", "$$REMOVE"]} for name in _COUNTED_AGAINST}
         # And what was counted of its failures: a merge of objects cannot remove fields.
         stages.append({"$set": {"task_state": forgotten}})

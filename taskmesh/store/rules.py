@@ -47,6 +47,10 @@ ASK_TIME = "$task_state.ask_time"
 """The mark of a task at which something happened that concerns what waits for it, or what it waits for: since when somebody has
 to ask (`store/dependencies.py`), who then removes it. Of a finished one that is kept for its dependents: when to ask again.
 """
+STEPS: Expression = {"$ifNull": ["$task_state.steps", []]}
+"""What executions have recorded: values of steps, sleeps, waits. A field beside it, `steps_bytes`, is there from the first on."""
+SIGNALS: Expression = {"$ifNull": ["$task_state.signals", []]}
+"""The signals that nobody has consumed yet, in the order in which they came; `signals_bytes` is their size."""
 KEPT_FAILS = 32
 """FAIL entries kept in a document; older ones are only counted, so that it stays small."""
 KEPT_LOSSES = 8
@@ -128,8 +132,12 @@ _retries_used_up = {"$gt": [FAIL_CNT, "$task_option.max_unexpected_retries"]}
 _timeouts_used_up = {"$gt": [TIMEOUT_CNT, "$task_option.max_timeouts"]}
 
 
+BEGUN = {"$gt": ["$task_state.steps_bytes", None]}
+"""Whether an execution has recorded anything: then the task has started, and `expire_time` binds it no more."""
+
+
 def _expired(now: Expression) -> Expression:
-    return {"$lte": [{"$ifNull": ["$task_state.expire_time", NEVER]}, now]}
+    return {"$and": [{"$lte": [{"$ifNull": ["$task_state.expire_time", NEVER]}, now]}, {"$not": [BEGUN]}]}
 
 
 # --- gates -----------------------------------------------------------------------------------------------------------
@@ -146,6 +154,7 @@ def task_gates(now: Expression) -> dict[str, Expression]:
         "timeouts left": _never_if(_timeouts_used_up),
         "delay asked for": "$task_state.resume_time",
         "dependencies": _never_if(_waits_for_others),
+        "suspended": "$task_state.suspended_until",
     }
 
 
@@ -349,7 +358,7 @@ def _settle_time() -> Expression:
         "$min": [
             {
                 "$cond": [
-                    {"$gt": ["$task_state.expire_time", None]},
+                    {"$and": [{"$gt": ["$task_state.expire_time", None]}, {"$not": [BEGUN]}]},
                     {"$max": ["$task_state.expire_time", lease_end]},
                     None,
                 ]

@@ -26,6 +26,7 @@ from taskmesh.store.driver import CODEC, Document
 MAX_BYTES = 15_000_000
 """Of params or of a result. MongoDB's limit for a whole document is 16 MB, and the rest needs room too."""
 
+MAX_REASON_CHARS = 4_000
 MAX_DEPTH = 150
 """Levels of dicts and lists in params or in a result. MongoDB's limit for a whole document is 180, the rest needs some too."""
 _COUNTED_DEPTH = 1_000
@@ -182,6 +183,11 @@ def storable(value: Any) -> tuple[Any, bool]:
         except (PydanticSerializationError, ValueError):
             return value, False
     return value, False
+
+
+def cleaned(text: str) -> str:
+    """Return the text without what MongoDB cannot store, and not longer than a reason is kept."""
+    return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\0")[:MAX_REASON_CHARS]
 
 
 def encoded(value: Document) -> bytes:

@@ -43,9 +43,12 @@ from taskmesh.web.requests import (
     Publishing,
     PublishingMany,
     Purge,
+    Retrying,
     Scheduling,
+    Signalling,
     Stopping,
     TheAction,
+    TheEvent,
     TheQueue,
     TheSchedule,
     TheTask,
@@ -176,15 +179,22 @@ async def _explain_worker(mesh: TaskMesh, query: OfWorker) -> list[Waiting]:
 
 
 @_operation("task.retry", "POST", "/tasks/{name}/{key}/retry")
-async def _retry(mesh: TaskMesh, query: TheTask) -> Task:
-    """Run a finished task again from the start; make a waiting one due at once."""
-    return await mesh.retry(query.name, query.key)
+async def _retry(mesh: TaskMesh, query: Retrying) -> Task:
+    """Run a finished task again; make a waiting one due at once. What it has recorded it does not do again, unless `fresh`."""
+    return await mesh.retry(query.name, query.key, fresh=query.fresh)
 
 
 @_operation("task.cancel", "POST", "/tasks/{name}/{key}/cancel")
 async def _cancel(mesh: TaskMesh, query: TheTask) -> Task:
     """Cancel a task; a finished one stays as it is."""
     return await mesh.cancel(query.name, query.key)
+
+
+@_operation("task.signal", "POST", "/tasks/{name}/{key}/signals/{event}")
+async def _signal(mesh: TaskMesh, query: TheEvent, body: Signalling) -> None:
+    """Send a task a signal, which its handler waits for or will wait for."""
+    payload = {} if "payload" not in body.model_fields_set else {"payload": body.payload}
+    await mesh.signal(query.name, query.key, query.event, signal_id=body.signal_id, **payload)
 
 
 @_operation("task.delete", "DELETE", "/tasks/{name}/{key}")

@@ -36,6 +36,27 @@ class TheTask(_Request):
     key: Key
 
 
+class TheEvent(TheTask):
+    """Which event of a signal to which task."""
+
+    event: Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=r"^[^\x00]+$")]
+
+
+class Retrying(TheTask):
+    """Which task to retry, and how."""
+
+    fresh: bool = False
+    """Start over, with nothing recorded and no signals."""
+
+
+class Signalling(_Request):
+    """What a signal says. Without a payload it is `{}`."""
+
+    payload: Any = None
+    signal_id: Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=r"^[^\x00]+$")] | None = None
+    """Sent again under the same id, it is the same signal."""
+
+
 class TheAction(_Request):
     """Which bulk action."""
 

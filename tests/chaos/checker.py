@@ -18,7 +18,7 @@ from tests.chaos.versions import Document, Version
 
 _MAY_DROP_SUCCESS = ("retried", "published", "deleted", "succeeded", "failed")
 """The last two re-open a task for which `run_again` was asked meanwhile."""
-_MAY_DROP_LIVE = ("released", "snoozed")
+_MAY_DROP_LIVE = ("released", "snoozed", "suspended")
 _MAY_SEND_AWAY = ("retried", "published", "deleted", "option_changed")
 """What may stop a handler: it keeps its place."""
 _CLOCK_STEP = timedelta(seconds=1)
@@ -140,7 +140,7 @@ def _check_claim(findings: Findings, id_: str, old: Reading, new: Reading, write
     findings.check("C1", id_, len(live) + len(done) < old.room, f"{write} into {live} {done}")
     mine = [entry for entry in (*live, *done) if entry["worker_id"] == worker_id]
     findings.check("C2", id_, not mine, f"{write} though it has {mine}")
-    for moment in (state.get("start_time"), state.get("resume_time")):
+    for moment in (state.get("start_time"), state.get("resume_time"), state.get("suspended_until")):
         findings.check("G1", id_, moment is None or moment <= now, f"{write} before {moment}")
     findings.check("G2", id_, not old.expired(now), f"{write} after {state.get('expire_time')}")
     allowed = option["specific_worker_ids"]
@@ -207,7 +207,7 @@ def _may_change(old: Reading, before: Document, after: Document, write: Write) -
 def _check_counts(findings: Findings, id_: str, old: Reading, new: Reading, write: Write) -> None:
     """What a write adds to the counts of failures and losses."""
     counted = {name: new.state.get(name, 0) - old.state.get(name, 0) for name in ("timeout_cnt", "lost_cnt")}
-    if write.kind in ("released", "snoozed"):
+    if write.kind in ("released", "snoozed", "suspended"):
         costs = any(n > 0 for n in counted.values()) or new.fail_cnt != old.fail_cnt
         costs = costs or (write.kind == "released" and any(counted.values()))
         findings.check("R1", id_, not costs, f"{write} counted {counted}, FAILs {old.fail_cnt} to {new.fail_cnt}")

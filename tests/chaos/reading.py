@@ -85,7 +85,12 @@ class Reading:
     def expired(self, now: datetime) -> bool:
         """Whether it may not start any more."""
         expire_time = self.state.get("expire_time")
-        return expire_time is not None and expire_time <= now
+        return expire_time is not None and expire_time <= now and not self.begun
+
+    @property
+    def begun(self) -> bool:
+        """Whether an execution has recorded a step, a sleep or a wait."""
+        return self.state.get("steps_bytes") is not None
 
     @property
     def failed_for_good(self) -> bool:
@@ -158,7 +163,7 @@ class Reading:
         )
         if never:
             return NEVER
-        times = [self.state.get("start_time"), self.state.get("resume_time")]
+        times = [self.state.get(name) for name in ("start_time", "resume_time", "suspended_until")]
         times += [entry["ping_expire_time"] for entry in at_work if entry["worker_id"] == worker_id]
         over = len(at_work) + len(done) - self.room
         if over >= 0:
@@ -177,7 +182,10 @@ class Reading:
         # `create_time` shuts no gate: it is the publisher's idea of the server's time, which may be a little ahead.
         workers = self.option["specific_worker_ids"] or [ANYBODY_ELSE]
         opens = max(self.state["create_time"], min(self.claim_time(id_, now) for id_ in workers))
-        ends = [self.state.get("expire_time"), *(entry["ping_expire_time"] for entry in self.live(now))]
+        ends = [
+            None if self.begun else self.state.get("expire_time"),
+            *(entry["ping_expire_time"] for entry in self.live(now)),
+        ]
         settles = [end for end in sorted(end for end in ends if end is not None) if self.finished(end)]
         if self.state.get("moves_to") is not None and not self.moves(now):
             settles = sorted([*settles, max(entry["ping_expire_time"] for entry in self.live(now))])

@@ -76,13 +76,13 @@ def any_lease_will_do(replace: Replace) -> None:
         running = {"$elemMatch": {"running_id": outcomes[0].running_id, "state": "RUNNING"}}
         return {"_id": {"$in": [outcome.id for outcome in outcomes]}, "task_state.worker_states": running}
 
-    replace(finish, "_still_held_by", held)
+    replace(finish, "still_held_by", held)
 
 
 def whoever_runs_it_has_ended(replace: Replace) -> None:
     """Outcomes are written by the task alone, as engines without a fencing token do."""
-    replace(finish, "_still_held_by", lambda outcomes, _: {"_id": {"$in": [o.id for o in outcomes]}})
-    replace(finish, "_held_entry", lambda _: {"$eq": ["$$this.state", "RUNNING"]})
+    replace(finish, "still_held_by", lambda outcomes, _: {"_id": {"$in": [o.id for o in outcomes]}})
+    replace(finish, "held_entry", lambda _: {"$eq": ["$$this.state", "RUNNING"]})
 
 
 def pings_revive(replace: Replace) -> None:

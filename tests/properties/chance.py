@@ -7,12 +7,13 @@ from datetime import datetime
 from random import Random
 from typing import Any
 
-from tests.chaos.reading import ms
+from tests.chaos.reading import NEVER, ms
 from tests.properties.oracle import Document, Oracle
 from tests.properties.world import QUEUES, WORKERS, Held, Operation, World
 
 FLAGS = ("update_existing_params", "not_update_running", "clean_success", "clean_failed", "run_again")
-ENDINGS = ("succeeded", "failed", "released", "snoozed", "conflicted")
+ENDINGS = ("succeeded", "failed", "released", "snoozed", "suspended", "conflicted")
+EVENTS = ("paid", "$x")
 _SHARE_OF_THE_WORLDS = 0.55
 _OF_THE_WORLD = {"advance": 8, "settle": 2, "sweep": 1}
 _OF_TASKS = {
@@ -21,6 +22,9 @@ _OF_TASKS = {
     "publish": 14,
     "ping": 4,
     "report": 4,
+    "step": 3,
+    "wait": 3,
+    "signal": 4,
     "set_option": 4,
     "retry": 3,
     "cancel": 3,
@@ -42,6 +46,7 @@ LABELS = frozenset(
         *(f"finish {ending}" for ending in ENDINGS),
         *(f"publish {flag}" for flag in FLAGS),
         "publish elsewhere",
+        *("retry fresh", "wait with a value", "step that fails", "step with a time"),
         *("publish created", "publish in session", "finish Retry", "finish TaskFailed", "claim of several"),
     ]
 )
@@ -64,6 +69,13 @@ def labels(operation: Operation) -> Iterator[str]:
         yield from ["publish elsewhere"] * (
             bool(given["placed"]) and bool({"update_existing_params", "run_again"} & given["flags"])
         )
+    if operation.kind == "retry":
+        yield from ["retry fresh"] * given["fresh"]
+    if operation.kind == "wait":
+        yield from ["wait with a value"] * (given["timeout_ms"] is None)
+    if operation.kind == "step":
+        yield from ["step that fails"] * any(record.get("error") is not None for record in given["records"])
+        yield from ["step with a time"] * any(delay is not None for delay in given["delays"])
     if operation.kind == "claim":
         yield from ["claim of several"] * (len(given["tasks"]) > 1)
 
@@ -87,13 +99,15 @@ class Chance:
         kind = self._kind(_OF_TASKS)
         if self._holding(world, group):
             further = 5 if self._able(world, group) else 0  # what several do to one task at once is the hardest
-            kinds = (kind, "finish", "ping", "report", "cancel", "claim")
-            kind = self.random.choices(kinds, (5, 4, 1, 1, 1, further))[0]
+            kinds = (kind, "finish", "ping", "report", "cancel", "step", "wait", "claim")
+            kind = self.random.choices(kinds, (5, 4, 1, 1, 1, 2, 2, further))[0]
         elif self._stopping(world, group) and self.random.random() < 0.6:
             shares = {"note_stopped": 4, "keep_place": 2, "retry": 2, "publish": 2}
             kind = self._kind(shares | dict.fromkeys(("finish", "report", "ping", "delete", "claim"), 1))
         elif not self._able(world, group) and self.random.random() < 0.4:
-            kind = self.random.choice(("publish", "publish", "publish", "retry"))  # where nothing goes on
+            kind = self.random.choice(
+                ("publish", "publish", "publish", "retry", "signal", "signal")
+            )  # where nothing goes on
         arguments = getattr(self, f"_{kind}")(world, group)
         return None if arguments is None else Operation(kind, arguments)
 
@@ -172,7 +186,7 @@ class Chance:
         first = self._held(world, group)
         if first is None:
             return None
-        ending = self.random.choices(ENDINGS, (4, 6, 1, 2, 1))[0]
+        ending = self.random.choices(ENDINGS, (4, 6, 1, 2, 3, 1))[0]
         if self._others_run(world, first) and self.random.random() < 0.4:
             ending = "snoozed"  # several ask for a delay: which of them counts?
         others = [h for h in self._known(world, group) if h.worker_id == first.worker_id and h.id != first.id]
@@ -183,7 +197,71 @@ class Chance:
             delays = [self.random.choice((0, 2_000, 6_000)) for _ in held]
         if ending == "failed" and self.random.random() < 0.3:
             delays[0] = None
-        return {"ending": ending, "held": held, "fields": fields, "delays": delays}
+        waits = [self._suspension(world, h) for h in held] if ending == "suspended" else None
+        return {"ending": ending, "held": held, "fields": fields, "delays": delays, "waits": waits}
+
+    def _suspension(self, world: World, held: Held) -> Document:
+        """What an execution waits for: mostly a sleep or a wait that it has recorded."""
+        document = world.oracles[held.id].document
+        known = (document["task_state"].get("steps") if document else None) or []
+        recorded = [record for record in known if record["kind"] != "step"]
+        if recorded and self.random.random() < 0.9:
+            record = self.random.choice(recorded)
+            told = {name: record[name] for name in ("id", "kind", "name")}
+            return told | ({"event": record["name"]} if record["kind"] == "wait" else {})
+        event = self.random.choice(EVENTS)
+        return {"id": f"wait:9:{event}", "kind": "wait", "name": event, "event": event}
+
+    def _step(self, world: World, group: list[str]) -> Document | None:
+        first = self._held(world, group)
+        if first is None:
+            return None
+        others = [h for h in self._known(world, group) if h.worker_id == first.worker_id and h.id != first.id]
+        further = self.random.sample(others, min(len(others), self.random.choice((0, 0, 1))))
+        held = list({h.id: h for h in (first, *further)}.values())
+        sleeps = self.random.random() < 0.5
+        return {
+            "held": held,
+            "records": [self._record("sleep" if sleeps else "step") for _ in held],
+            "delays": [self.random.choice((0, 1_000, 4_000)) if sleeps else None for _ in held],
+            "lease_ms": self.random.choice((1_000, 3_000, 5_000)),
+        }
+
+    def _record(self, kind: str) -> Document:
+        name = self.random.choice(("a", "b", "$c"))
+        record: Document = {"id": f"{kind}:1:{name}", "kind": kind, "name": name, "size": self.random.choice((10, 20))}
+        if kind == "step":
+            failed = self.random.random() < 0.2
+            value = self.random.choice((None, 1, "$x", {"$literal": {"a.b": 1}}))
+            record |= {"error": {"message": "no"}} if failed else {"value": value, "fingerprint": "f"}
+        return record
+
+    def _wait(self, world: World, group: list[str]) -> Document | None:
+        held = self._held(world, group)
+        event, number = self.random.choice(EVENTS), self.random.choice((1, 1, 2))
+        return (
+            None
+            if held is None
+            else {
+                "held": held,
+                "record": {"id": f"wait:{number}:{event}", "kind": "wait", "name": event, "size": 10},
+                "event": event,
+                "timeout_ms": self.random.choice((None, None, 0, 2_000)),
+                "lease_ms": self.random.choice((1_000, 3_000, 5_000)),
+            }
+        )
+
+    def _signal(self, world: World, group: list[str]) -> Document:
+        """Mostly to one that is there, now and then with an id that was used before."""
+        there = [id_ for id_ in group if world.oracles[id_].document is not None] or group
+        self.serial += 1
+        return {
+            "task": self.random.choice(there if self.random.random() < 0.9 else group),
+            "event": self.random.choice(EVENTS),
+            "signal_id": f"s{self.serial}" if self.random.random() < 0.8 else f"s{self.random.randrange(self.serial)}",
+            "payload": self.random.choice(({}, 7, "$x", {"$literal": 1})),
+            "size": self.random.choice((10, 10, 400_000)),
+        }
 
     @staticmethod
     def _others_run(world: World, held: Held) -> bool:
@@ -210,7 +288,10 @@ class Chance:
     def _cancel(self, _: World, group: list[str]) -> Document:
         return {"task": self.random.choice(group)}
 
-    _retry = _delete = _cancel
+    _delete = _cancel
+
+    def _retry(self, _: World, group: list[str]) -> Document:
+        return {"task": self.random.choice(group), "fresh": self.random.random() < 0.2}
 
     def _set_option(self, _: World, group: list[str]) -> Document:
         option = self._option()
@@ -256,8 +337,9 @@ def _edges(oracle: Oracle) -> Iterator[datetime]:
     if document is None:
         return
     state = oracle.state
-    times = [state.get(name) for name in ("start_time", "expire_time", "resume_time")]
+    times = [state.get(name) for name in ("start_time", "expire_time", "resume_time", "suspended_until")]
+    times += [record.get("until") for record in state.get("steps") or []]
     times += [document.get(name) for name in ("next_claim_time", "settle_time", "delete_time")]
     times += [entry["ping_expire_time"] for entry in (*oracle.entries("RUNNING"), *(state.get("leaving") or []))]
     times += [oracle.reading.retry_time(worker) for worker in WORKERS]
-    yield from (time for time in times if time is not None)
+    yield from (time for time in times if time is not None and time < NEVER)

@@ -7,7 +7,7 @@ from datetime import datetime
 from random import Random
 from typing import Any
 
-from tests.chaos.reading import ms
+from tests.chaos.reading import NEVER, ms
 from tests.properties.oracle import Document, Oracle
 from tests.properties.world import QUEUES, WORKERS, queue_of
 
@@ -51,6 +51,8 @@ class Documents:
             "expire_time": self._time(0.2),
             "cancel_time": self._time(0.05),
             "resume_time": self._time(0.2),
+            "suspended_until": pick((None, None, None, None, NEVER, *(self._time(1.0) for _ in range(3)))),
+            "steps_bytes": pick((None, None, None, 0, 10)),
             "timeout_cnt": pick((0, 0, 0, 1, 2)),
             "dropped_fail_cnt": pick((None, None, None, 1, 2)),
             "wanted": pick((None, None, 1, 2)),

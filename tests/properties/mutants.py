@@ -19,9 +19,10 @@ _TASK_GATES = (
     "timeouts left",
     "delay asked for",
     "dependencies",
+    "suspended",
 )
 _WORKER_GATES = ("worker allowed", "not twice", "retry delay")
-_OPEN_IN_TIME = ("started", "room", "delay asked for", "not twice", "retry delay")
+_OPEN_IN_TIME = ("started", "room", "delay asked for", "suspended", "not twice", "retry delay")
 _OWN = {"$in": ["$$this.running_id", ANYTHING]}
 """How the verbs of an execution find their entry."""
 
@@ -205,7 +206,7 @@ def _conflicts_stay(query: Any, pipeline: Any) -> tuple[Any, Any]:
 def _last_delay(outcomes: Any, now: Any) -> Any:
     if all(outcome.delay_ms is None for outcome in outcomes):
         return {}
-    last = {"$ifNull": [finish._asked_for(outcomes, now), "$task_state.resume_time", "$$REMOVE"]}
+    last = {"$ifNull": [finish.asked_for(outcomes, now), "$task_state.resume_time", "$$REMOVE"]}
     return {"resume_time": last}
 
 

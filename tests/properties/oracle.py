@@ -19,6 +19,7 @@ from tests.chaos.reading import NEVER, Reading, ms, stripped
 Document = dict[str, Any]
 Entries = list[Document]
 KEPT_FAILS, KEPT_LOSSES = 32, 8
+RECORDED = ("steps", "steps_bytes", "signals", "signals_bytes", "suspended_until", "suspended_for")
 
 
 class Oracle:
@@ -138,8 +139,11 @@ class Oracle:
             if not running:
                 self._start_afresh(now)
         if asked.clean_success and not running:
+            if any(entry["state"] == "SUCCESS" for entry in before["task_state"]["worker_states"]):
+                self.state.update(dict.fromkeys(RECORDED))
             self.drop(self.entries("SUCCESS"))
         if asked.clean_failed and not running:
+            self.state.update(self._values())
             self.drop([*self.entries("FAIL"), *self.lost(now)])
             counts = ("dropped_fail_cnt", "losses", "lost_cnt", "resume_time", "reopened_by", "conflict_cnt")
             forgotten = (*counts, "dependency_failure")
@@ -225,7 +229,15 @@ class Oracle:
         self.stamp(now, "progressed", entry["worker_id"])
         return True
 
-    def finish(self, kind: str, running_id: str, fields: Document, delay_ms: int | None, now: datetime) -> bool:
+    def finish(
+        self,
+        kind: str,
+        running_id: str,
+        fields: Document,
+        delay_ms: int | None,
+        now: datetime,
+        step: Document | None = None,
+    ) -> bool:
         """False if the execution had lost the task; but `stopped` only notes the end of one that was stopped from outside."""
         if kind == "stopped":
             return self.document is not None and self._note_stopped(running_id, fields, now)
@@ -246,6 +258,8 @@ class Oracle:
                 self.drop(droppable)
                 self.state["worker_states"] += droppable[surplus:]
                 self.state["dropped_fail_cnt"] = (self.state.get("dropped_fail_cnt") or 0) + surplus
+        if kind == "suspended":
+            self._suspend(step or {}, now)
         if kind != "released":  # its worker lives, so what it lost before was not lost in a row with what comes
             self.state["timeout_cnt"] = 0
             conflicts = (self.state.get("conflict_cnt") or 0) + 1
@@ -254,6 +268,86 @@ class Oracle:
             self._reopen_if_wished(now, running_id)
         self.stamp(now, "snoozed" if kind == "conflicted" else kind, entry["worker_id"])
         return True
+
+    def _suspend(self, wait: Document, now: datetime) -> None:
+        """Shut the gate, unless a signal that would open it is there."""
+        known = next((record for record in self.state.get("steps") or [] if record["id"] == wait.get("id")), None)
+        until = known.get("until") if known else None
+        arrived = any(signal["event"] == wait.get("event") for signal in self.state.get("signals") or [])
+        self.state["suspended_until"] = now if arrived else until or NEVER
+        told = {name: wait[name] for name in ("kind", "name", "event") if name in wait}
+        self.state["suspended_for"] = told | {"until": until}
+
+    def record(self, running_id: str, record: Document, delay_ms: int | None, lease_ms: int, now: datetime) -> bool:
+        """Add a record, once; it renews the lease, and counts as progress."""
+        entry = self.held(running_id, now)
+        if entry is None or any(known["id"] == record["id"] for known in self.state.get("steps") or []):
+            return False
+        until = {} if delay_ms is None else {"until": now + ms(delay_ms)}
+        self._keep([*(self.state.get("steps") or []), {**record, "time": now, **until}], entry, lease_ms, now)
+        self.state["timeout_cnt"] = 0
+        self.stamp(now, "step_recorded", entry["worker_id"])
+        return True
+
+    def _keep(self, steps: Entries, entry: Document, lease_ms: int, now: datetime) -> None:
+        self.state.update(steps=steps, steps_bytes=sum(record["size"] for record in steps))
+        entry["ping_expire_time"] = max(entry["ping_expire_time"], now + ms(lease_ms))
+
+    def take_signal(
+        self, running_id: str, record: Document, event: str, timeout_ms: int | None, lease_ms: int, now: datetime
+    ) -> Document | None:
+        """Look whether what is waited for has come, and return the record of that; None if the lease is lost."""
+        if (entry := self.held(running_id, now)) is None:
+            return None
+        steps: Entries = self.state.get("steps") or []
+        known = next((each for each in steps if each["id"] == record["id"]), None)
+        if known is not None and known.get("time") is not None:
+            return known
+        ends = None if timeout_ms is None else now + ms(timeout_ms)
+        until = known.get("until") if known is not None else ends
+        signals: Entries = self.state.get("signals") or []
+        oldest = next((signal for signal in signals if signal["event"] == event), None)
+        made = {**record, "until": until}
+        if oldest is not None:
+            made |= {"value": oldest["payload"], "signal_id": oldest["id"], "time": now}
+            made["size"] += oldest["size"]
+            self.state["signals"] = [signal for signal in signals if signal is not oldest]
+            self.state["signals_bytes"] -= oldest["size"]
+        elif until is not None and until <= now:
+            made |= {"value": None, "time": now}
+        self._keep([*(each for each in steps if each is not known), made], entry, lease_ms, now)
+        if made.get("time") is not None:
+            self.state["timeout_cnt"] = 0
+            self.stamp(now, "step_recorded", entry["worker_id"])
+        else:
+            self.derive(now)
+        return made
+
+    def signal(self, event: str, signal_id: str, payload: Any, size: int, now: datetime) -> str:
+        """Put a signal into the mailbox, and wake who waits for it."""
+        if self.document is None or self.forgotten(now):
+            return "absent"
+        signals: Entries = self.state.get("signals") or []
+        consumed = [record.get("signal_id") for record in self.state.get("steps") or []]
+        if signal_id in [*consumed, *(signal["id"] for signal in signals)]:
+            return "known"
+        if self.finished(now):
+            return "finished"
+        if len(signals) >= 1_000 or (self.state.get("signals_bytes") or 0) + size > 1_000_000:
+            return "full"
+        sent = {"event": event, "id": signal_id, "payload": payload, "size": size, "time": now}
+        self.state.update(signals=[*signals, sent], signals_bytes=(self.state.get("signals_bytes") or 0) + size)
+        waits_for = (self.state.get("suspended_for") or {}).get("event")
+        if (self.state.get("suspended_until") or now) > now and waits_for == event:
+            self.state["suspended_until"] = now
+        self.stamp(now, "signalled")
+        return "sent"
+
+    def _values(self) -> Document:
+        """What was recorded, but for errors."""
+        kept = [record for record in self.state.get("steps") or [] if record.get("error") is None]
+        begun = {"steps": kept, "steps_bytes": sum(record["size"] for record in kept)}
+        return begun if self.reading.begun else {}
 
     def _note_stopped(self, running_id: str, fields: Document, now: datetime) -> bool:
         cancelled = self.entries("RUNNING") if self.document["status"] == "CANCELLED" else []
@@ -286,16 +380,19 @@ class Oracle:
         self.stamp(now, "cancelled")
         return True
 
-    def retry(self, now: datetime) -> bool:
+    def retry(self, now: datetime, *, fresh: bool = False) -> bool:
         if self.document is None or self.forgotten(now) or self.status(now) == "RUNNING":
             return False
-        if self.status(now) == "INIT":
-            self.state.update(start_time=None, resume_time=None)
+        kept = {} if fresh else self._values()
+        if self.status(now) == "INIT" and not fresh:
+            self.state.update(start_time=None, resume_time=None, **kept)
             for entry in self.entries("FAIL"):
                 entry["retry_time"] = now
         else:
             expire_time = None if self.expired(now) else self.state.get("expire_time")
-            self._start_afresh(now, start_time=None, expire_time=expire_time)
+            if not fresh:
+                kept |= {name: self.state.get(name) for name in ("signals", "signals_bytes")}
+            self._start_afresh(now, start_time=None, expire_time=expire_time, **kept)
         self.stamp(now, "retried")
         return True
 
@@ -316,7 +413,7 @@ class Oracle:
             return False
         if not self.reading.deleted:
             leaving = self.sent_away(now, self.entries("RUNNING"))
-            self.state.update(deleted_time=now, worker_states=[], leaving=leaving)
+            self.state.update(deleted_time=now, worker_states=[], leaving=leaving, steps=None, signals=None)
             del self.document["params"]
             self.stamp(now, "deleted")
             if not leaving:

@@ -21,7 +21,7 @@ from taskmesh.admin.store.task_counts import counts, stale_counts
 from taskmesh.model.configuration import Configuration
 from taskmesh.model.errors import TaskRunning
 from taskmesh.model.option import TaskOption
-from taskmesh.store import Store, control, rules, schema
+from taskmesh.store import Store, control, rules, schema, signals, steps
 from taskmesh.store.claim import CLAIMED_FIELDS, claim, claim_one, won
 from taskmesh.store.event_stamp import read_stamp
 from taskmesh.store.find import ScanRange, get, scan, unfinished_left
@@ -221,15 +221,61 @@ class World:
         expected = self.oracles[held.id].report(held.running_id, copy.deepcopy(entry), progress, self.now)
         return [(int(expected), await report(self.store, held.worker_id, [outcome]))]
 
-    async def _finish(
-        self, ending: Any, held: list[Held], fields: list[Document], delays: list[int | None]
+    async def _step(
+        self, held: list[Held], records: list[Document], delays: list[int | None], lease_ms: int
     ) -> list[tuple[Any, Any]]:
+        """Record something, for each execution of another task."""
         outcomes = [
-            Outcome(h.id, h.running_id, ending, dict(entry), delay_ms=delay)
-            for h, entry, delay in zip(held, fields, delays, strict=True)
+            Outcome(h.id, h.running_id, "stepped", delay_ms=delay, step=_made(h, record), lease_ms=lease_ms)
+            for h, record, delay in zip(held, records, delays, strict=True)
         ]
         expected = sum(
-            self.oracles[o.id].finish(ending, o.running_id, dict(o.entry), o.delay_ms, self.now) for o in outcomes
+            self.oracles[o.id].record(o.running_id, copy.deepcopy(o.step or {}), o.delay_ms, lease_ms, self.now)
+            for o in outcomes
+        )
+        actual = await steps.record(self.store, held[0].worker_id, outcomes)
+        fates = await steps.stands(self.store, outcomes)
+        return [(expected, actual), *((self._fate_of_step(outcome), fate) for outcome, fate in fates.items())]
+
+    def _fate_of_step(self, outcome: Outcome) -> str:
+        oracle, made = self.oracles[outcome.id], outcome.step or {}
+        if oracle.document is None:
+            return "lost"
+        known = next((each for each in oracle.state.get("steps") or () if each["id"] == made["id"]), None)
+        if known is not None:
+            return "recorded" if known["running_id"] == outcome.running_id else "lost"
+        return "held" if oracle.held(outcome.running_id, self.now) else "lost"
+
+    async def _wait(
+        self, held: Held, record: Document, event: str, timeout_ms: int | None, lease_ms: int
+    ) -> list[tuple[Any, Any]]:
+        made = _made(held, record)
+        outcome = Outcome(held.id, held.running_id, "stepped", step=made, lease_ms=lease_ms)
+        oracle = self.oracles[held.id]
+        expected = oracle.take_signal(held.running_id, copy.deepcopy(made), event, timeout_ms, lease_ms, self.now)
+        actual = await steps.take_signal(self.store, outcome, event, timeout_ms)
+        return [(stripped(expected), stripped(actual))]
+
+    async def _signal(self, task: str, event: str, signal_id: str, payload: Any, size: int) -> list[tuple[Any, Any]]:
+        expected = self.oracles[task].signal(event, signal_id, payload, size, self.now)
+        actual = await signals.signal(self.store, task, event, signal_id, payload, size)
+        return [(expected == "sent", actual == "sent"), (expected, actual)]
+
+    async def _finish(
+        self,
+        ending: Any,
+        held: list[Held],
+        fields: list[Document],
+        delays: list[int | None],
+        waits: list[Document | None] | None = None,
+    ) -> list[tuple[Any, Any]]:
+        outcomes = [
+            Outcome(h.id, h.running_id, ending, dict(entry), delay_ms=delay, step=wait)
+            for h, entry, delay, wait in zip(held, fields, delays, waits or [None] * len(held), strict=True)
+        ]
+        expected = sum(
+            self.oracles[o.id].finish(ending, o.running_id, dict(o.entry), o.delay_ms, self.now, o.step)
+            for o in outcomes
         )
         actual = await finish(self.store, held[0].worker_id, outcomes)
         fates = await standing(self.store, outcomes)
@@ -246,7 +292,7 @@ class World:
         entry = next((e for e in oracle.state["worker_states"] if e["running_id"] == outcome.running_id), None)
         if entry is None:
             known = (
-                outcome.kind in ("released", "snoozed", "conflicted")
+                outcome.kind in ("released", "snoozed", "suspended", "conflicted")
                 or oracle.state.get("reopened_by") == outcome.running_id
             )
             return "recorded" if known else "lost"
@@ -263,8 +309,9 @@ class World:
     async def _cancel(self, task: str) -> list[tuple[Any, Any]]:
         return [(self.oracles[task].cancel(self.now), await control.cancel(self.store, task))]
 
-    async def _retry(self, task: str) -> list[tuple[Any, Any]]:
-        return [(self.oracles[task].retry(self.now), await control.retry(self.store, task))]
+    async def _retry(self, task: str, fresh: bool = False) -> list[tuple[Any, Any]]:
+        expected = self.oracles[task].retry(self.now, fresh=fresh)
+        return [(expected, await control.retry(self.store, task, fresh=fresh))]
 
     async def _delete(self, task: str) -> list[tuple[Any, Any]]:
         return [(self.oracles[task].delete(self.now), await control.delete(self.store, task))]
@@ -383,6 +430,11 @@ class World:
             if oracle.document is not None and not oracle.reading.deleted:
                 expected[oracle.status(self.now)] += 1
         self._same("counts", expected, tally)
+
+
+def _made(held: Held, record: Document) -> Document:
+    """A record as this execution writes it."""
+    return {**record, "worker_id": held.worker_id, "running_id": held.running_id, "attempt": 1}
 
 
 def image(document: Document) -> Document:

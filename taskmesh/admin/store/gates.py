@@ -74,6 +74,7 @@ async def judge(
                 "task": {name: f"${name}" for name in _TOLD},
                 "expire_time": "$task_state.expire_time",
                 "waits_for": "$task_state.waits_for",
+                "suspended_for": "$task_state.suspended_for",
             }
         },
     ]
@@ -91,7 +92,7 @@ def _judgement(row: Document, gates: Sequence[str]) -> Judgement:
     of_task, workers = facts.pop("opens"), facts.pop("workers")
     return Judgement(
         now=row["now"],
-        task={**row["task"], "expire_time": row.get("expire_time"), "waits_for": row.get("waits_for")},
+        task={**row["task"], **{name: row.get(name) for name in ("expire_time", "waits_for", "suspended_for")}},
         opens=[dict(zip(gates, of_task + worker["opens"], strict=True)) for worker in workers],
         entries=[worker["entries"] for worker in workers],
         **facts,

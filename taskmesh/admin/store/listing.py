@@ -53,8 +53,8 @@ async def find(
 ) -> AsyncIterator[Document]:
     """Yield the tasks that fit, as they stand now. `after`: an `_id`, to go on behind it (by key). `limit=0`: all."""
     shape = as_it_stands(store.now)
-    # Params may be large: only for who asked for them.
-    shape += [] if params else [{"$unset": "params"}]
+    # A listing shows neither what was recorded nor what was signalled, of many tasks that is much; params for who asked for them.
+    shape += [{"$unset": ["task_state.steps", "task_state.signals", *([] if params else ["params"])]}]
     behind = [] if after is None else [{"_id": {"$gt": after}}]
     async with _opened(store, which, order, limit, shape, behind, Deadline(None)) as found:
         async for document in found:

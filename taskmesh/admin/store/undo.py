@@ -27,6 +27,7 @@ _STATE = [
     "$change_ids",
     "$task_option",
     *(f"$task_state.{field}" for field in ("start_time", "expire_time", "cancel_time", "resume_time", "wanted")),
+    *(f"$task_state.{field}" for field in ("steps_bytes", "signals_bytes", "suspended_until")),
     *(f"{rules.ENTRIES}.{field}" for field in ("running_id", "state", "retry_time")),
 ]
 """What has to be as it was copied: all that a publish, a claim, an outcome or another action changes."""

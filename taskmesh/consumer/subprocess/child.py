@@ -31,12 +31,14 @@ from taskmesh.consumer.context import BlockingTaskContext, enter
 from taskmesh.consumer.execution import checked_progress, line_of
 from taskmesh.consumer.logs import SetUp, set_up
 from taskmesh.consumer.subprocess.handler_reference import HandlerRef, found
-from taskmesh.consumer.subprocess.wire import configuration_as_data, error_as_data, packed
-from taskmesh.consumer.transactions import End, Record, blocking_again, blocking_block
-from taskmesh.model.errors import LeaseLost
+from taskmesh.consumer.subprocess.wire import PutAside, configuration_as_data, error_as_data, packed
+from taskmesh.consumer.transactions import End, Record, blocking_again, blocking_block, blocking_step_again
+from taskmesh.model.errors import LeaseLost, TaskSuspended
 from taskmesh.model.option import TaskOption
 from taskmesh.model.task import checked_key, checked_name
 from taskmesh.store.blocking import BlockingStore, StoreAddress, blocking_client
+from taskmesh.store.driver import Document
+from taskmesh.store.finish import Outcome
 
 serving = False
 """Whether this process is such a child: it must not become a worker itself, if a script forgets to guard its main part."""
@@ -159,6 +161,11 @@ class Remote:
         """Keep the result for the end of a `transaction()`."""
         self.result = value
 
+    @property
+    def ledger(self) -> RemoteLedger:
+        """The execution's journal, which is in the parent."""
+        return RemoteLedger(self)
+
     @contextmanager
     def blocking_transaction(self) -> Iterator[Any]:
         """Open a block that commits with the SUCCESS, on a client of this process's own."""
@@ -179,6 +186,8 @@ class Remote:
                 raise LeaseLost(f"task {self.name!r} {self.key!r}: this execution has ended already")
             self._connection.send_bytes(packed(question, *arguments))
             answer, error = self._connection.recv()
+        if isinstance(error, PutAside):
+            raise TaskSuspended(error.kind, error.name)
         if error is not None:
             raise error
         return answer
@@ -187,6 +196,54 @@ class Remote:
         """Say no more: the next thing that the parent hears is the outcome."""
         with self._lock:
             self._over = True
+
+
+class RemoteLedger:
+    """The journal of the execution, with the real one in the parent."""
+
+    def __init__(self, remote: Remote) -> None:
+        self._remote = remote
+
+    def begin_step(self, name: str, made_by: str, outer: str | None) -> tuple[str, Document | None]:
+        """Return its id, and what is recorded of it; None if it is to be done now."""
+        id_, record = self._remote.ask("begin_step", name, made_by, outer)
+        return id_, record
+
+    def end_step(self, id_: str, fields: Document | None) -> Document | None:
+        """Record it, if there is something to be recorded."""
+        record: Document | None = self._remote.ask("end_step", id_, fields)
+        return record
+
+    def in_transaction(self, id_: str, fn: Callable[[Any], Document]) -> Document:
+        """Do it in a transaction that the record commits with, on a client of this process's own."""
+        return blocking_step_again(_store_at(self._remote.ask("address")), _StepSide(self._remote, id_), fn)
+
+    def sleep(self, name: str, ms: int | None, when: datetime | None, outer: str | None) -> None:
+        """See `BlockingTaskContext.sleep`."""
+        self._remote.ask("sleep", name, ms, when, outer)
+
+    def wait_for(self, event: str, timeout_ms: int | None, outer: str | None) -> Any:
+        """See `BlockingTaskContext.wait_for`."""
+        return self._remote.ask("wait_for", event, timeout_ms, outer)
+
+
+class _StepSide:
+    """The side of a `transactions.StepSide` that is in the parent."""
+
+    def __init__(self, remote: Remote, id_: str) -> None:
+        self._remote = remote
+        self._id = id_
+
+    async def begin(self, session_id: Any) -> float:
+        return float(self._remote.ask("step_begins", self._id, session_id))
+
+    async def outcome(self, fields: Document) -> tuple[str, Outcome]:
+        found: tuple[str, Outcome] = self._remote.ask("step_outcome", self._id, fields)
+        return found
+
+    async def end(self, outcome: Outcome | None) -> Document:
+        record: Document = self._remote.ask("step_ends", self._id, outcome is not None)
+        return record
 
 
 class _Side:

@@ -29,11 +29,12 @@ from taskmesh.consumer.outcome import reason_of
 from taskmesh.consumer.subprocess.child import Call
 from taskmesh.consumer.subprocess.handler_reference import reference
 from taskmesh.consumer.subprocess.processes import MAX_ENDING_S, Child, Processes
-from taskmesh.consumer.subprocess.wire import configuration_of, error_of
+from taskmesh.consumer.subprocess.wire import PutAside, configuration_of, error_of
 from taskmesh.consumer.transactions import Transactions
 from taskmesh.model.configuration import Configuration
-from taskmesh.model.errors import LeaseLost, TaskMeshError
+from taskmesh.model.errors import LeaseLost, TaskMeshError, TaskSuspended
 from taskmesh.store.blocking import run_now
+from taskmesh.store.finish import Outcome
 
 _STARTS_TRIED = 3
 _OUTCOMES = ("returned", "raised")
@@ -64,6 +65,8 @@ class Conversation:
         self._child: Child | None = None
         self._killed = False
         self._begun = False
+        self._step_outcome: Outcome | None = None
+        """What a transactional step of the child is about to record."""
 
     async def outcome(self) -> Any:
         """Run the handler in a child, and return or raise what it does. Cancellation kills the child.
@@ -204,6 +207,8 @@ class Conversation:
             refusal: Exception | None = None
             try:
                 answer = self._answer(kind, said)
+            except TaskSuspended as error:
+                refusal = PutAside(error.kind, error.name)
             except Exception as error:  # noqa: BLE001 — it is raised where it was asked for, in the child
                 refusal = error
             _reply(child, answer, refusal)
@@ -221,6 +226,10 @@ class Conversation:
             return execution.add_publication(self._published(definition, configuration), key, params)
         if question == "address":
             return pickle.dumps(self._transactions.address())
+        if question in ("begin_step", "end_step", "sleep", "wait_for"):
+            return getattr(execution.ledger, question)(*said)
+        if question.startswith("step_"):
+            return self._answer_of_step(question, *said)
         side = self._transactions.side(execution)
         if question == "begin":
             return run_now(side.begin(*said))
@@ -229,6 +238,19 @@ class Conversation:
             return run_now(side.record())
         if question == "end":
             return run_now(side.end(*said))
+        raise ValueError(f"a child asked {question!r}")
+
+    def _answer_of_step(self, question: str, id_: str, said: Any) -> Any:
+        """Answer what a transactional step of the child asks."""
+        execution = self._execution
+        side = self._transactions.step_side(execution, execution.journal, execution.journal.begun(id_))
+        if question == "step_begins":
+            return run_now(side.begin(said))
+        if question == "step_outcome":
+            worker_id, self._step_outcome = run_now(side.outcome(said))
+            return worker_id, self._step_outcome
+        if question == "step_ends":
+            return run_now(side.end(self._step_outcome if said else None))
         raise ValueError(f"a child asked {question!r}")
 
     def _outcome(self, kind: str, said: Any) -> Callable[[], Any]:

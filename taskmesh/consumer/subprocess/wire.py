@@ -12,11 +12,11 @@ from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from typing import Any
 
-from taskmesh.consumer.outcome import Reason, ReasonElsewhere, cleaned, reason_of
+from taskmesh.consumer.outcome import Reason, ReasonElsewhere, reason_of
 from taskmesh.model.configuration import Configuration
 from taskmesh.model.errors import LeaseLost, Retry, Snooze, TaskFailed, TransactionConflict, UnstorableValue, delay_of
 from taskmesh.model.option import TaskOption
-from taskmesh.store.values import MAX_BYTES, decoded, encoded
+from taskmesh.store.values import MAX_BYTES, cleaned, decoded, encoded
 
 MAX_MESSAGE_BYTES = 2 * MAX_BYTES
 _MAX_DETAIL_BYTES = 4_000
@@ -28,6 +28,15 @@ _LOCAL = ("option", "tuned", "placed", "session", "after")
 
 class HandlerError(Exception):
     """Stands for an error that was raised in a child process, and whose class is not known here."""
+
+
+class PutAside(Exception):
+    """Tells a child process that its execution is put aside; raised there as `TaskSuspended`."""
+
+    def __init__(self, kind: str, name: str) -> None:
+        super().__init__(kind, name)
+        self.kind = kind
+        self.name = name
 
 
 def packed(kind: str, *parts: Any) -> bytes:

@@ -1,0 +1,70 @@
+"""Fingerprints: which function with which arguments made a record, so that a record is never taken for another step's."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import date, time, timedelta
+from decimal import Decimal
+from enum import Enum
+from pathlib import PurePath
+from typing import Any
+from uuid import UUID
+
+from pydantic import BaseModel
+
+_PLAIN = (bool, int, float, complex, Decimal, bytes, date, time, timedelta, UUID, PurePath)
+_DEEPEST = 50
+_ARGUMENTS_CHARS = 16
+
+
+def fingerprint(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Return the function's qualified name, and a hash of its arguments: the same in every process and from run to run.
+
+    Of an argument that has no value of its own (a client, a connection, a lock) only the type counts.
+    """
+    called: Any = fn
+    while isinstance(called, functools.partial):
+        args, kwargs, called = (*called.args, *args), {**called.keywords, **kwargs}, called.func
+    name = getattr(called, "__qualname__", None) or type(called).__qualname__
+    digest = hashlib.sha256()
+    for part in _parts([list(args), dict(kwargs)], _DEEPEST):
+        digest.update(part.encode("utf-8", "surrogatepass") + b"\0")
+    return f"{name}({digest.hexdigest()[:_ARGUMENTS_CHARS]})"
+
+
+def _parts(value: Any, depth: int) -> Iterator[str]:
+    """Yield the value as texts. What looks alike in MongoDB is alike here: an argument may come from a record."""
+    if value is None or isinstance(value, str):
+        yield f"{type(value).__name__}:{value}"
+    elif isinstance(value, Enum):
+        yield from _parts(value.value, depth)
+    elif isinstance(value, _PLAIN):
+        yield f"{type(value).__name__}:{value!r}"
+    elif depth == 0:
+        yield "…"
+    elif isinstance(value, Mapping):
+        yield "{"
+        for key in sorted(value, key=repr):
+            yield from _parts(key, depth - 1)
+            yield from _parts(value[key], depth - 1)
+        yield "}"
+    elif isinstance(value, (list, tuple)):
+        yield "["
+        for part in value:
+            yield from _parts(part, depth - 1)
+        yield "]"
+    elif isinstance(value, (set, frozenset)):
+        yield "{"
+        yield from sorted(
+            "\0".join(_parts(part, depth - 1)) for part in value
+        )  # a set's order differs between processes
+        yield "}"
+    elif isinstance(value, BaseModel):
+        yield from _parts({name: getattr(value, name) for name in type(value).model_fields}, depth - 1)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from _parts({field.name: getattr(value, field.name) for field in dataclasses.fields(value)}, depth - 1)
+    else:
+        yield f"<{type(value).__qualname__}>"

@@ -1,0 +1,636 @@
+"""The journal: what an execution does once and for all, and what it waits for. `current_task().step`, `sleep`, `wait_for`.
+
+A handler is called again from its first line after every end but SUCCESS. What it has recorded in its journal it is given
+instead of doing it again. A record is written before `step` returns, fenced like an outcome; different executions' records of
+one moment go as one set update (`finisher`).
+
+To wait for long it suspends: the state of the execution says so from then on, whatever the handler does; steps under way are
+recorded first; the handler unwinds; and its outcome is that the task is put aside. In that update the server looks once more
+whether what is waited for has come: nothing that comes in between is lost.
+
+If the process dies before a record is written, the step runs again; after it, never. If it dies while it suspends, the lease
+runs out, and the handler comes to the same wait again, whose end was fixed at the first call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import anyio
+import anyio.to_thread
+from pymongo.errors import PyMongoError
+
+from taskmesh.client.returns import Returns
+from taskmesh.consumer.fingerprint import fingerprint
+from taskmesh.model.errors import (
+    InvalidOption,
+    LeaseLost,
+    StepMismatch,
+    TaskFailed,
+    TaskMeshError,
+    TaskSuspended,
+    TaskTooLarge,
+)
+from taskmesh.model.ids import checked_step_name
+from taskmesh.store import Store, steps
+from taskmesh.store.driver import Document, restored
+from taskmesh.store.finish import Outcome
+from taskmesh.store.server_errors import is_over_deadline, is_passing, patiently
+from taskmesh.store.values import cleaned, decoded, encoded
+
+if TYPE_CHECKING:
+    from taskmesh.consumer.execution import Execution
+    from taskmesh.consumer.finisher import Finisher
+    from taskmesh.consumer.transactions import Transactions
+    from taskmesh.store.clock import ServerClock
+
+MAX_VALUE_BYTES = 1_000_000
+MAX_RECORDS_BYTES = 8_000_000
+_SIZE_OF_THE_REST = 300
+"""About what a record has beside its value, in bytes."""
+_IN_PLACE_S = 1.0
+"""What takes no longer is waited for in place."""
+_LONGEST_MS = 10 * 366 * 86_400_000
+_PAUSE_S = 0.05
+
+_inside: ContextVar[str | None] = ContextVar("taskmesh step under way", default=None)
+"""The step whose function is running: in there nothing else may be recorded."""
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """One call of a handler that is to be recorded."""
+
+    kind: str
+    name: str
+    """As it is shown: the second of one name is `name#2`."""
+    given: str
+    id: str
+    fingerprint: str | None
+    refused: Exception | None = None
+    """Why it cannot be made, raised when it is awaited."""
+
+
+class Journals:
+    """The journals of one consumer's executions."""
+
+    def __init__(self, store: Store, finisher: Finisher, transactions: Transactions, clock: ServerClock) -> None:
+        self.store = store
+        self.finisher = finisher
+        self.transactions = transactions
+        self.clock = clock
+        self.loop = asyncio.get_running_loop()
+        self.threads = anyio.CapacityLimiter(1)
+        """As many as there are plain functions of steps at work: the slots of the consumer are the limit."""
+        self.at_work = 0
+
+    def open(self, execution: Execution) -> Journal:
+        """Return a new journal, of one execution."""
+        return Journal(self, execution)
+
+    def in_thread(self, execution: Execution) -> InThread:
+        """Return what a handler in a thread writes its journal by."""
+        return InThread(self, execution)
+
+
+class Journal:
+    """What one execution has recorded, and what those before it had. Belongs to the event loop."""
+
+    def __init__(self, journals: Journals, execution: Execution) -> None:
+        self._journals = journals
+        self._execution = execution
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self._pending: dict[tuple[str, str], Entry] = {}
+        self._under_way: set[Entry] = set()
+        """Steps whose functions run: a suspension waits for their records."""
+        self._begun: dict[str, Entry] = {}
+        """Steps of a handler that blocks, by their ids."""
+        self._changed = asyncio.Event()
+        self._suspending = False
+        self._records: dict[str, Document] | None = None
+        self._bytes = 0
+        self._loading = asyncio.Lock()
+        self._exclusive = asyncio.Lock()
+        """Held by whoever writes to the task: a transactional step while its transaction lasts."""
+        self._in_transaction = False
+
+    # --- what a handler in the event loop calls ---
+
+    def step(
+        self, name: str, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, transactional: bool
+    ) -> Awaitable[Any]:
+        """See `TaskContext.step`. The name's number is taken here and now, before anything is awaited."""
+        return self._step(self.step_entry(name, fn, args, kwargs), fn, args, kwargs, transactional=transactional)
+
+    async def _step(
+        self,
+        entry: Entry,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        transactional: bool,
+    ) -> Any:
+        returns = returns_of(entry.name, fn)
+        try:
+            record = await self.look_up(entry)
+            if record is None and transactional:
+                transactions = self._journals.transactions
+                record = await transactions.step_in_loop(self._execution, self, entry, fn, args, kwargs)
+            elif record is None:
+                try:
+                    with inside(entry.name):
+                        value = await self._called(fn, args, kwargs)
+                except TaskFailed as error:
+                    record = await self.write(entry, failed(error))
+                else:
+                    record = await self.write(entry, stored(returns, value))
+            return value_of(record, returns)
+        finally:
+            self.leave(entry)
+
+    async def begin_step(self, name: str, made_by: str, outer: str | None) -> tuple[str, Document | None]:
+        """Note that a handler that blocks asks for a step; return its id, and what is recorded of it."""
+        entry = self.entry("step", name, made_by, outer=outer)
+        try:
+            record = await self.look_up(entry)
+        except BaseException:
+            self.leave(entry)
+            raise
+        self._begun[entry.id] = entry
+        return entry.id, record
+
+    def begun(self, id_: str) -> Entry:
+        """Return the step of this id that is under way."""
+        return self._begun[id_]
+
+    async def end_step(self, id_: str, fields: Document | None) -> Document | None:
+        """Record what has come of such a step; with nothing to record, it has not come to its end."""
+        entry = self._begun[id_]
+        if fields is None:
+            self._over(entry)
+            return None
+        try:
+            return await self.write(entry, fields)
+        finally:
+            self._over(entry)
+
+    def _over(self, entry: Entry) -> None:
+        self._begun.pop(entry.id, None)
+        self.leave(entry)
+
+    async def _called(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call the function of a step; a plain one in a thread, as a plain handler is."""
+        if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None)):  # noqa: B004  # the method itself is asked
+            return await fn(*args, **kwargs)
+        journals = self._journals
+        journals.at_work += 1
+        journals.threads.total_tokens = max(journals.threads.total_tokens, journals.at_work)
+        running = journals.loop.create_task(
+            anyio.to_thread.run_sync(lambda: fn(*args, **kwargs), limiter=journals.threads)
+        )
+        try:
+            value = await asyncio.shield(running)
+        except asyncio.CancelledError:
+            await asyncio.wait([running])  # nothing reaches a thread: its end is the end of this execution
+            raise
+        finally:
+            journals.at_work -= 1
+        return await value if inspect.isawaitable(value) else value
+
+    async def sleep(self, name: str, ms: int | None, when: datetime | None, outer: str | None = None) -> None:
+        """See `TaskContext.sleep` and `sleep_until`: one of the two is given. `outer`: the step that it is asked for in."""
+        entry = self.entry("sleep", name, outer=outer)
+        try:
+            record = await self.look_up(entry)
+            if record is None:
+                record = await self.write(entry, {} if when is None else {"until": when}, delay_ms=ms)
+                if ms is not None:
+                    record["until"] = self._journals.clock.now() + timedelta(milliseconds=ms)
+        finally:
+            self.leave(entry)
+        left_s = (record["until"] - self._journals.clock.now()).total_seconds()
+        if 0 < left_s <= _IN_PLACE_S:
+            await asyncio.sleep(left_s)
+        elif left_s > 0:
+            await self.suspend({"id": entry.id, "kind": "sleep", "name": entry.name})
+
+    async def wait_for(self, event: str, timeout_ms: int | None, outer: str | None = None) -> Any:
+        """See `TaskContext.wait_for`."""
+        entry = self.entry("wait", event, outer=outer)
+        try:
+            record = await self.look_up(entry)
+            if record is None or record.get("time") is None:
+                record = await self._take_signal(entry, event, timeout_ms)
+        finally:
+            self.leave(entry)
+        if record.get("time") is None:
+            await self.suspend({"id": entry.id, "kind": "wait", "name": entry.name, "event": event})
+        return record["value"]
+
+    # --- a record: asked for, written ---
+
+    def step_entry(self, name: str, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Entry:
+        """Note that a step is asked for. Raises nothing: what is wrong is raised where it is awaited."""
+        if not callable(fn):
+            entry = self.entry("step", name)
+            entry.refused = entry.refused or not_callable(name, fn)
+            return entry
+        return self.entry("step", name, fingerprint(fn, args, kwargs))
+
+    def entry(self, kind: str, name: str, made_by: str | None = None, *, outer: str | None = None) -> Entry:
+        """Note that something is asked for, and take the number of its name."""
+        try:
+            checked_step_name("the event of a signal" if kind == "wait" else f"the name of a {kind}", name)
+            self._check_place(outer or _inside.get())
+        except TaskMeshError as error:
+            return Entry(kind, str(name), "", "", made_by, error)
+        self._counts[kind, name] += 1
+        number = self._counts[kind, name]
+        shown = name if number == 1 else f"{name}#{number}"
+        entry = Entry(kind, shown, name, steps.record_id(kind, number, name), made_by)
+        other = self._pending.get((kind, name))
+        if other is not None:
+            entry.refused = StepMismatch(
+                f"{self._label}: two of its {kind}s named {name!r} are under way at once ({other.fingerprint or other.name} and "
+                f"{made_by or shown}), so their records could be exchanged: give each a name of its own, like "
+                f'f"{name}-{{i}}"'
+            )
+        else:
+            self._pending[kind, name] = entry
+        return entry
+
+    async def look_up(self, entry: Entry) -> Document | None:
+        """Return what is recorded of it; None if it is to be done now. Raises what makes it impossible."""
+        self._check()
+        if entry.refused is not None:
+            raise entry.refused
+        while self._suspending:  # until it is known whether the execution goes on
+            self._changed.clear()
+            await self._changed.wait()
+            self._check()
+        record = (await self._read()).get(entry.id)
+        if record is None:
+            self._under_way.add(entry)
+            return None
+        if entry.kind == "step" and record.get("fingerprint") != entry.fingerprint:
+            raise StepMismatch(
+                f"{self._label}: the step {entry.name!r} was recorded of {record.get('fingerprint')}, and is asked for as "
+                f"{entry.fingerprint} (a function, and a hash of its arguments): give the new step another name, or start over "
+                "with retry(…, fresh=True)"
+            )
+        return record
+
+    async def _read(self) -> dict[str, Document]:
+        """The records, which came with the claim unless they are many."""
+        async with self._loading:
+            if self._records is None:
+                execution, state = self._execution, self._execution.document["task_state"]
+                found = state.get("steps")
+                if found is None and state.get("steps_bytes"):
+                    found = await patiently(lambda: steps.read(self._journals.store, execution.id))
+                self._records = {record["id"]: restored(record) for record in found or ()}
+                self._bytes = sum(record["size"] for record in self._records.values())
+            return self._records
+
+    async def write(self, entry: Entry, fields: Document, *, delay_ms: int | None = None) -> Document:
+        """Record it; return the record. Raises `LeaseLost`, `TaskTooLarge`, and `TaskFailed` when there are too many."""
+        async with self._exclusive:
+            outcome = await self.outcome(entry, fields, delay_ms=delay_ms)
+            answer: asyncio.Future[bool] = self._journals.loop.create_future()
+            self._journals.finisher.add(outcome, partial(_tell, answer))
+            if not await answer:
+                await self._refused(outcome)
+            return self.remember(outcome)
+
+    @asynccontextmanager
+    async def transaction(self) -> AsyncIterator[None]:
+        """Write nothing else to the task while the block lasts: it would undo the block's transaction."""
+        async with self._exclusive:
+            self._in_transaction = True
+            try:
+                yield
+            finally:
+                self._in_transaction = False
+
+    async def outcome(self, entry: Entry, fields: Document, *, delay_ms: int | None = None) -> Outcome:
+        """Return what is to be written: the record, with who made it. Raises as `write` does."""
+        execution = self._execution
+        if execution.judged:
+            raise LeaseLost(f"{self._label}: this execution has ended, so it records nothing any more")
+        size = await self._checked_size(entry, fields)
+        made: Document = {"id": entry.id, "kind": entry.kind, "name": entry.name, **fields, "size": size}
+        if entry.fingerprint is not None:
+            made["fingerprint"] = entry.fingerprint
+        made |= {
+            "worker_id": execution.worker_id,
+            "running_id": execution.running_id,
+            "attempt": execution.attempt,
+        }
+        lease_ms = int(execution.stored_option["worker_timeout_ms"])
+        return Outcome(
+            execution.id, execution.running_id, "stepped", step=made, lease_ms=lease_ms, delay_ms=delay_ms, size=size
+        )
+
+    async def _checked_size(self, entry: Entry, fields: Document) -> int:
+        value_size = len(encoded(fields))
+        if value_size > MAX_VALUE_BYTES:
+            raise TaskTooLarge(
+                f"{self._label}: the value of the {entry.kind} {entry.name!r} has {value_size} bytes, more than the "
+                f"{MAX_VALUE_BYTES} that fit: store it elsewhere and return a reference"
+            )
+        size = value_size + _SIZE_OF_THE_REST + 2 * len(entry.name.encode())
+        await self._read()
+        if self._bytes + size > MAX_RECORDS_BYTES:
+            raise TaskFailed(
+                f"with the {entry.kind} {entry.name!r} the records of {self._label} would have {self._bytes + size} bytes, more "
+                f"than the {MAX_RECORDS_BYTES} that fit together: return references from steps, or pass work on to other tasks"
+            )
+        return size
+
+    async def _refused(self, outcome: Outcome) -> None:
+        """The record was not written: say why."""
+        stands = await patiently(lambda: steps.stands(self._journals.store, [outcome]))
+        if stands[outcome] == "held":
+            raise TaskFailed(
+                f"{self._label}: MongoDB refuses the record {outcome.step['name'] if outcome.step else ''!r}: the task would be "
+                "too large with it: return references from steps, and pass references in params"
+            )
+        if stands[outcome] == "lost":
+            raise self.lost()
+
+    def lost(self) -> LeaseLost:
+        """Return the error of an execution that has lost its task."""
+        return LeaseLost(f"{self._label}: the lease was lost, so this execution records nothing any more")
+
+    def remember(self, outcome: Outcome) -> Document:
+        """Keep what has been written, and return it."""
+        record = dict(outcome.step or {})
+        if self._records is not None:
+            self._bytes += record["size"]
+            self._records[record["id"]] = record
+        return record
+
+    def leave(self, entry: Entry) -> None:
+        """It is over, in whatever way."""
+        if self._pending.get((entry.kind, entry.given)) is entry:
+            del self._pending[entry.kind, entry.given]
+        self._under_way.discard(entry)
+        self._changed.set()
+
+    async def _take_signal(self, entry: Entry, event: str, timeout_ms: int | None) -> Document:
+        """Look for the signal, again while the database only falters: what the server has done it tells the next time."""
+        if timeout_ms is not None:
+            checked_ms("timeout_ms", timeout_ms)
+        async with self._exclusive:
+            outcome = await self.outcome(entry, {})
+            while True:
+                try:
+                    record = await steps.take_signal(self._journals.store, outcome, event, timeout_ms)
+                except PyMongoError as error:
+                    falters = is_passing(error) or is_over_deadline(error)
+                    if not falters or time.monotonic() >= self._execution.lease_until:
+                        raise
+                    await asyncio.sleep(_PAUSE_S)
+                else:
+                    break
+        if record is None:
+            raise self.lost()
+        known = await self._read()
+        self._bytes += record["size"] - known.get(entry.id, {}).get("size", 0)
+        known[entry.id] = record
+        return record
+
+    # --- suspension ---
+
+    async def suspend(self, wait: Document) -> None:
+        """Put the task aside, as soon as the steps under way are recorded. Raises `TaskSuspended`, always."""
+        while self._suspending:
+            self._changed.clear()
+            await self._changed.wait()
+            self._check()
+        self._suspending = True
+        try:
+            while self._under_way:
+                self._changed.clear()
+                await self._changed.wait()
+            self._execution.check_lease()
+            self._execution.suspend(wait)
+        finally:
+            self._suspending = False
+            self._changed.set()
+        raise TaskSuspended(wait["kind"], wait["name"])
+
+    def _check(self) -> None:
+        """Raise what keeps this execution from recording anything, and from waiting."""
+        execution = self._execution
+        execution.check_goes_on()
+        if (workers := execution.stored_option["concurrent_worker_cnt"]) > 1:
+            raise TaskMeshError(
+                f"{self._label}: steps, sleeps and waits need concurrent_worker_cnt=1, and it is {workers}: several workers "
+                "would take each other's records for their own"
+            )
+        if (execution.hushed and not self._in_transaction) or execution.recorded:
+            raise TaskMeshError(
+                f"{self._label}: nothing can be recorded or waited for inside transaction() or after it: do so before, or use "
+                "step(…, transactional=True)"
+            )
+
+    def _check_place(self, outer: str | None) -> None:
+        if outer is not None:
+            raise TaskMeshError(
+                f"{self._label}: a step, sleep or wait was asked for inside the step {outer!r}: what a step does is recorded as "
+                "one; call it from the handler"
+            )
+
+    @property
+    def _label(self) -> str:
+        return f"task {self._execution.name!r} {self._execution.key!r}"
+
+
+def _tell(answer: asyncio.Future[bool], recorded: bool) -> None:
+    if not answer.done():  # else whoever waited for it was cancelled
+        answer.set_result(recorded)
+
+
+# --- for the event loop, threads and child processes alike ---
+
+
+@contextmanager
+def inside(name: str) -> Iterator[None]:
+    """The function of this step runs in the block."""
+    token = _inside.set(name)
+    try:
+        yield
+    finally:
+        _inside.reset(token)
+
+
+def returns_of(name: str, fn: Any) -> Returns:
+    """Return what the function of a step returns."""
+    return Returns(f"the value of step {name!r}", fn if callable(fn) else None)
+
+
+def stored(returns: Returns, value: Any) -> Document:
+    """Return the value as a field of a record, as it will be read by whoever resumes. Raises `UnstorableValue`."""
+    return decoded(encoded({"value": returns.to_store(value)}))
+
+
+def failed(error: TaskFailed) -> Document:
+    """Return the field of a record that says that a step failed for good."""
+    return {"error": cleaned(str(error) or "TaskFailed")}
+
+
+def value_of(record: Document, returns: Returns) -> Any:
+    """Return what a step returns whose record this is, or raise what it raised."""
+    if (error := record.get("error")) is not None:
+        raise TaskFailed(error)
+    return returns.read(record["value"])
+
+
+def not_callable(name: str, fn: Any) -> TypeError:
+    """Return the error for what cannot be called."""
+    hint = (
+        ": pass the function and its arguments, step(name, fn, *args), not its call" if inspect.isawaitable(fn) else ""
+    )
+    return TypeError(f"step {name!r}: fn must be callable, got {type(fn).__name__}{hint}")
+
+
+def checked_ms(what: str, ms: Any) -> int:
+    """Return milliseconds, or raise `InvalidOption`."""
+    if isinstance(ms, bool) or not isinstance(ms, int) or not 0 <= ms <= _LONGEST_MS:
+        raise InvalidOption(
+            f"{what} must be a whole number of milliseconds from 0 to {_LONGEST_MS} (ten years), got {ms!r:.100}"
+        )
+    return ms
+
+
+def duration_ms(parts: Mapping[str, Any]) -> int:
+    """Return how long the parts of a `timedelta` are together. Raises `InvalidOption`."""
+    try:
+        ms = timedelta(**parts) / timedelta(milliseconds=1)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidOption(f"sleep() takes parts of a timedelta, like hours=24, got {parts!r:.100}: {error}") from None
+    if not parts or not 0 <= ms <= _LONGEST_MS:
+        raise InvalidOption(f"sleep() takes a time of 0 to ten years, like hours=24, got {parts!r:.100}")
+    return round(ms)
+
+
+def checked_moment(when: Any) -> datetime:
+    """Return the moment in UTC, as it is stored, or raise `InvalidOption`. A naive one is UTC."""
+    if not isinstance(when, datetime):
+        raise InvalidOption(f"sleep_until() takes a datetime, got {when!r:.100}")
+    moment = when.replace(tzinfo=UTC) if when.tzinfo is None else when.astimezone(UTC)
+    return moment.replace(microsecond=moment.microsecond // 1000 * 1000)
+
+
+class Ledger(Protocol):
+    """A journal, for a handler that blocks: in a thread here, or at the other end of a pipe."""
+
+    # ruff: noqa: D102 — each is the `Journal`'s method of its name
+
+    def begin_step(self, name: str, made_by: str, outer: str | None) -> tuple[str, Document | None]: ...
+    def end_step(self, id_: str, fields: Document | None) -> Document | None: ...
+    def in_transaction(self, id_: str, fn: Callable[[Any], Document]) -> Document: ...
+    def sleep(self, name: str, ms: int | None, when: datetime | None, outer: str | None) -> None: ...
+    def wait_for(self, event: str, timeout_ms: int | None, outer: str | None) -> Any: ...
+
+
+def blocking_step(
+    ledger: Ledger,
+    name: str,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    transactional: bool,
+) -> Any:
+    """See `BlockingTaskContext.step`."""
+    returns = returns_of(name, fn)
+    if not callable(fn) or inspect.iscoroutinefunction(fn):
+        raise not_callable(name, fn)
+    id_, record = ledger.begin_step(name, fingerprint(fn, args, kwargs), _inside.get())
+
+    def made(**session: Any) -> Document:
+        with inside(name):
+            return stored(returns, fn(*args, **kwargs, **session))
+
+    written = False
+    try:
+        if record is None and transactional:
+            try:
+                record = ledger.in_transaction(id_, lambda session: made(session=session))
+            except TaskFailed as error:
+                record = ledger.end_step(id_, failed(error))
+            written = True
+        elif record is None:
+            try:
+                fields = made()
+            except TaskFailed as error:
+                fields = failed(error)
+            record = ledger.end_step(id_, fields)
+            written = True
+    finally:
+        if not written:
+            ledger.end_step(id_, None)
+    return value_of(record or {}, returns)
+
+
+class InThread:
+    """The journal of an execution whose handler runs in a thread."""
+
+    def __init__(self, journals: Journals, execution: Execution) -> None:
+        self._journals = journals
+        self._execution = execution
+
+    def _do(self, doing: Callable[[Journal], Awaitable[Any]]) -> Any:
+        """Do it in the event loop, and wait."""
+
+        async def do() -> Any:
+            return await doing(self._execution.journal)
+
+        doing_it = do()
+        try:
+            running = asyncio.run_coroutine_threadsafe(doing_it, self._journals.loop)
+        except RuntimeError:  # the loop is closed, and nobody will ever run it
+            doing_it.close()
+            raise
+        return running.result()
+
+    def begin_step(self, name: str, made_by: str, outer: str | None) -> tuple[str, Document | None]:
+        """Return its id, and what is recorded of it; None if it is to be done now."""
+        found: tuple[str, Document | None] = self._do(lambda journal: journal.begin_step(name, made_by, outer))
+        return found
+
+    def end_step(self, id_: str, fields: Document | None) -> Document | None:
+        """Record it, if there is something to be recorded."""
+        record: Document | None = self._do(lambda journal: journal.end_step(id_, fields))
+        return record
+
+    def in_transaction(self, id_: str, fn: Callable[[Any], Document]) -> Document:
+        """Do it in a transaction that the record commits with."""
+        journal = self._execution.journal
+        return self._journals.transactions.step_in_thread(self._execution, journal, journal.begun(id_), fn)
+
+    def sleep(self, name: str, ms: int | None, when: datetime | None, outer: str | None) -> None:
+        """See `BlockingTaskContext.sleep`."""
+        self._do(lambda journal: journal.sleep(name, ms, when, outer))
+
+    def wait_for(self, event: str, timeout_ms: int | None, outer: str | None) -> Any:
+        """See `BlockingTaskContext.wait_for`."""
+        return self._do(lambda journal: journal.wait_for(event, timeout_ms, outer))
+
+
+def step_under_way() -> str | None:
+    """Return the name of the step whose function runs here, if one does."""
+    return _inside.get()

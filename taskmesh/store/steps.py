@@ -1,0 +1,186 @@
+"""Steps: what an execution records while it goes on, and the signals that it consumes.
+
+A record stands in the task itself, in the order in which they were made: so it arrives with the claim, whoever resumes the
+task. It is written once, by the execution that holds the lease, and counts as progress. Fields of a record:
+
+| field | says |
+| --- | --- |
+| `id` | kind, number and name: unique in the task |
+| `kind` | `step`, `sleep`, `wait`, `start` or `join` |
+| `name` | its name; the second of one name is `name#2` |
+| `value`, or `error` | what came of it; with neither, a wait has not come to its end |
+| `fingerprint` | which function with which arguments made it |
+| `until` | when a sleep or a wait is over |
+| `signal_id` | which signal a wait has consumed |
+| `time`, `worker_id`, `running_id`, `attempt` | when it was recorded, and by which execution |
+| `size` | about how many bytes it has; `task_state.steps_bytes` is the sum |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pymongo import ReturnDocument
+
+from taskmesh.store import rules
+from taskmesh.store.driver import CODEC, Document, find_and_update
+from taskmesh.store.event_stamp import stamp
+from taskmesh.store.finish import Outcome, asked_for, held_entry, own, still_held_by
+from taskmesh.store.prepared import prepared
+from taskmesh.store.store import WRITE_DEADLINE_MS, Store
+
+
+def record_id(kind: str, number: int, name: str) -> str:
+    """Return the id of a record."""
+    return f"{kind}:{number}:{name}"
+
+
+async def record(
+    store: Store,
+    worker_id: str,
+    outcomes: Sequence[Outcome],
+    *,
+    session: Any = None,
+    deadline_ms: int = WRITE_DEADLINE_MS,
+) -> int:
+    """Add a record to each of these tasks, all different; return how many counted. If fewer than given, ask `stands`.
+
+    Eligible: the execution's entry is live, the task RUNNING, and no record has this id. Writes: the record, `steps_bytes`,
+    `timeout_cnt`, the lease (renewed by `lease_ms`), the derived fields.
+    """
+    now = store.now
+    records = [outcome.step or {} for outcome in outcomes]
+    size = own([made["size"] for made in records], outcomes)
+    query = still_held_by(outcomes, now)
+    known = {
+        "$in": [own([made["id"] for made in records], outcomes), {"$map": {"input": rules.STEPS, "in": "$$this.id"}}]
+    }
+    query["$expr"] = {"$and": [query["$expr"], {"$not": [known]}]}
+    until = {} if all(outcome.delay_ms is None for outcome in outcomes) else {"until": asked_for(outcomes, now)}
+    made = {"$mergeObjects": [own(records, outcomes), {"time": now}, _present(until)]}
+    state = {
+        "steps": {"$concatArrays": [rules.STEPS, [made]]},
+        "steps_bytes": {"$add": [_bytes, size]},
+        "timeout_cnt": 0,
+        "worker_states": _renewed(outcomes, now),
+    }
+    stages: list[Document] = [
+        # The record, behind the others; the lease lasts from now on as long as after a ping.
+        {"$set": {"task_state": state, "event": stamp("step_recorded", now, {"$literal": worker_id})}},
+        *prepared(rules.derivation, now),
+    ]
+    reply = await store.update(query, stages, deadline_ms, session)
+    return int(reply["n"])
+
+
+_bytes: rules.Expression = {"$ifNull": ["$task_state.steps_bytes", 0]}
+
+
+def _present(fields: Document) -> Document:
+    return {name: {"$ifNull": [value, "$$REMOVE"]} for name, value in fields.items()}
+
+
+def _renewed(outcomes: Sequence[Outcome], now: rules.Expression) -> rules.Expression:
+    """The entries; the executions' own with a lease that lasts `lease_ms` from now, if it did not last longer already."""
+    later = {"$add": [now, own([outcome.lease_ms for outcome in outcomes], outcomes)]}
+    longer = {"$mergeObjects": ["$$this", {"ping_expire_time": {"$max": ["$$this.ping_expire_time", later]}}]}
+    return {"$map": {"input": rules.ENTRIES, "in": {"$cond": [held_entry(outcomes), longer, "$$this"]}}}
+
+
+async def stands(store: Store, outcomes: Sequence[Outcome]) -> dict[Outcome, Literal["recorded", "held", "lost"]]:
+    """Tell what became of records whose write was not answered, or did not count for all: see `finish.standing`."""
+    running_ids = {"$literal": sorted({outcome.running_id for outcome in outcomes})}
+    mine = {"$and": [{"$in": ["$$this.running_id", running_ids]}, rules.is_live(store.now)]}
+    fields: Document = {
+        "status": 1,
+        "task_state.steps.id": 1,
+        "task_state.steps.running_id": 1,
+        "held": {"$map": {"input": {"$filter": {"input": rules.ENTRIES, "cond": mine}}, "in": "$$this.running_id"}},
+    }
+    found = await store.find({"_id": {"$in": [outcome.id for outcome in outcomes]}}, fields, majority=True)
+    tasks = {task["_id"]: task for task in found}
+    return {outcome: _stands(outcome, tasks.get(outcome.id)) for outcome in outcomes}
+
+
+def _stands(outcome: Outcome, task: Document | None) -> Literal["recorded", "held", "lost"]:
+    if task is None or outcome.step is None:
+        return "lost"
+    made = next((each for each in task["task_state"].get("steps") or () if each["id"] == outcome.step["id"]), None)
+    if made is not None:
+        return "recorded" if made.get("running_id") == outcome.running_id else "lost"
+    return "held" if task["status"] == "RUNNING" and outcome.running_id in task["held"] else "lost"
+
+
+async def read(store: Store, id_: str) -> list[Document]:
+    """Return the records of a task, in order."""
+    found = await store.find({"_id": id_}, {"task_state.steps": 1}, codec=CODEC)
+    return list(found[0]["task_state"].get("steps") or ()) if found else []
+
+
+async def take_signal(store: Store, outcome: Outcome, event: str, timeout_ms: int | None) -> Document | None:
+    """Look whether what a wait waits for has come, and return its record as it stands after; None: the lease is lost.
+
+    In one update: the oldest signal of this event is moved into the record; or the record's deadline is over, which is
+    recorded; or there is nothing yet, and the record keeps when the wait ends. Safe to repeat: what has come stays.
+
+    Eligible: the execution's entry is live, the task RUNNING. Writes: the record, `steps_bytes`, `signals`, `signals_bytes`,
+    `timeout_cnt`, the lease, the derived fields.
+    """
+    now, made = store.now, outcome.step or {}
+    id_ = {"$literal": made["id"]}
+    oldest = {"$first": {"$filter": {"input": rules.SIGNALS, "cond": {"$eq": ["$$this.event", {"$literal": event}]}}}}
+    known = {"$first": {"$filter": {"input": rules.STEPS, "cond": {"$eq": ["$$this.id", id_]}}}}
+    ends = None if timeout_ms is None else {"$add": [now, timeout_ms]}
+    until = {"$cond": [{"$gt": ["$_wait.known", None]}, "$_wait.known.until", ends]}
+    over = {"$and": [{"$gt": ["$_until", None]}, {"$lte": ["$_until", now]}]}
+    came = {"$gt": ["$_wait.oldest", None]}
+    decided = {"$or": [came, over]}
+    value = {"$cond": [came, "$_wait.oldest.payload", None]}
+    of_signal = {"value": value, "signal_id": {"$cond": [came, "$_wait.oldest.id", "$$REMOVE"]}, "time": now}
+    ended = {"$cond": [decided, of_signal, {}]}
+    size = {"$add": [{"$literal": made["size"]}, {"$cond": [came, "$_wait.oldest.size", 0]}]}
+    kept = {"until": {"$ifNull": ["$_until", "$$REMOVE"]}, "size": size}
+    others = {"$filter": {"input": rules.STEPS, "cond": {"$ne": ["$$this.id", id_]}}}
+    signals = {"$filter": {"input": rules.SIGNALS, "cond": {"$ne": ["$$this.id", "$_wait.oldest.id"]}}}
+    size_before = {"$ifNull": ["$_wait.known.size", 0]}
+    state: Document = {
+        "steps": {"$concatArrays": [others, [{"$mergeObjects": [{"$literal": made}, kept, ended]}]]},
+        "steps_bytes": {"$add": [_bytes, {"$subtract": [size, size_before]}]},
+        "signals": {"$cond": [came, signals, {"$ifNull": ["$task_state.signals", "$$REMOVE"]}]},
+        "signals_bytes": {
+            "$cond": [
+                came,
+                {"$subtract": ["$task_state.signals_bytes", "$_wait.oldest.size"]},
+                {"$ifNull": ["$task_state.signals_bytes", "$$REMOVE"]},
+            ]
+        },
+        "timeout_cnt": {"$cond": [decided, 0, "$task_state.timeout_cnt"]},
+        "worker_states": _renewed([outcome], now),
+    }
+    is_over = {"$gt": ["$_wait.known.time", None]}
+    changes = {
+        name: {"$cond": [is_over, {"$ifNull": [f"$task_state.{name}", "$$REMOVE"]}, new]} for name, new in state.items()
+    }
+    told = stamp("step_recorded", now, {"$literal": made["worker_id"]})
+    unsaid = {"$ifNull": ["$event", "$$REMOVE"]}
+    stages: list[Document] = [
+        # What is known of this wait, the oldest signal that would end it, and then when it ends by itself.
+        {"$set": {"_wait": {"known": known, "oldest": oldest}}},
+        {"$set": {"_until": until}},
+        # What came of it; a wait that has ended before stays as it is.
+        {"$set": {"task_state": changes, "event": {"$cond": [{"$and": [{"$not": [is_over]}, decided]}, told, unsaid]}}},
+        {"$unset": ["_wait", "_until"]},
+        *prepared(rules.derivation, now),
+    ]
+    fields = {"record": {"$first": {"$filter": {"input": rules.STEPS, "cond": {"$eq": ["$$this.id", id_]}}}}}
+    # The driver's own method: of a raw command's reply it would not decode nested Decimals.
+    document = await find_and_update(
+        store.driver.collection(store.tasks),
+        still_held_by([outcome], now),
+        stages,
+        projection=fields,
+        return_document=ReturnDocument.AFTER,
+        maxTimeMS=WRITE_DEADLINE_MS,
+    )
+    return None if document is None else document["record"]
