@@ -50,7 +50,6 @@ from taskmesh.consumer.pinger import Pinger
 from taskmesh.consumer.reporter import Reporter
 from taskmesh.consumer.settings import AfterHook, Settings
 from taskmesh.consumer.tracing import process_span
-from taskmesh.consumer.transactions import Transactions
 from taskmesh.model.errors import LeaseLost
 from taskmesh.model.task import Task
 from taskmesh.store.clock import ServerClock
@@ -82,7 +81,6 @@ class Executor:
         limits: Limits,
         pinger: Pinger,
         reporter: Reporter,
-        transactions: Transactions,
         journals: Journals,
         finisher: Finisher,
         dependents: Dependents,
@@ -100,7 +98,7 @@ class Executor:
         self._limits = limits
         self._pinger = pinger
         self._reporter = reporter
-        self._transactions = transactions
+        self._transactions = journals.transactions
         self._journals = journals
         self._finisher = finisher
         self._dependents = dependents

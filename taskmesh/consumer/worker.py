@@ -330,7 +330,6 @@ class Worker:
             self.limits,
             self.pinger,
             self.reporter,
-            self.transactions,
             self.journals,
             self.finisher,
             self.dependents,
