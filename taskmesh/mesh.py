@@ -13,7 +13,7 @@ from taskmesh.admin.explain import Explanation
 from taskmesh.admin.filters import TaskFilter
 from taskmesh.admin.fleet import Fleet
 from taskmesh.admin.inspection import Inspection
-from taskmesh.admin.listing import Listing
+from taskmesh.admin.listing import Listing, filter_from
 from taskmesh.admin.queues import LimitFields, Queues
 from taskmesh.admin.stats import Stats
 from taskmesh.admin.store.index_choice import Order
@@ -28,14 +28,23 @@ from taskmesh.client.schedules import Declared, Schedules
 from taskmesh.client.tasks import UNSAID, Tasks
 from taskmesh.consumer import Consumer
 from taskmesh.consumer.observer import Observer
-from taskmesh.consumer.settings import DEFAULT_STALL_LIMIT_MS, AfterHook, BeforeHook
+from taskmesh.consumer.settings import (
+    DEFAULT_STALL_LIMIT_MS,
+    AfterHook,
+    BeforeHook,
+    Settings,
+    checked_concurrency,
+    checked_names,
+    checked_queues,
+    worker_id_or_new,
+)
 from taskmesh.consumer.worker import ClaimHook
 from taskmesh.model.configuration import Configuration, PublishSettings
 from taskmesh.model.errors import InvalidOption
 from taskmesh.model.option import OptionFields, TaskOption
 from taskmesh.model.queue import checked_queue
-from taskmesh.model.schedule import Missed, Overlap
-from taskmesh.model.task import Status, Task, checked_key
+from taskmesh.model.schedule import Missed, Overlap, checked_declaration
+from taskmesh.model.task import Status, Task, checked_key, checked_name
 from taskmesh.model.worker import WorkerInfo
 from taskmesh.store import Store
 from taskmesh.store.clock import ServerClock
@@ -251,19 +260,21 @@ class TaskMesh:
         task is kept for a minute at least, as its key is what makes it unique. `by`: who, for the audit; without it nothing is
         written there, as code declares its schedules at each start. Raises `InvalidOption`.
         """
-        return self.schedules.every(
+        name = checked_name(name.name if isinstance(name, TaskDefinition) else name)
+        Configuration().changed(**configuration)
+        declaration = checked_declaration(
             name,
+            checked_key(name if schedule_id is None else schedule_id),
             cron=cron,
             interval_ms=interval_ms,
             timezone=timezone,
-            params=params,
-            schedule_id=schedule_id,
+            params={} if params is None else params,
             missed=missed,
             overlap=overlap,
             jitter_ms=jitter_ms,
-            by=by,
-            **configuration,
+            settings=dict(configuration),
         )
+        return self.schedules.declare(declaration, by=by)
 
     # --- running ---
 
@@ -304,19 +315,18 @@ class TaskMesh:
         whose exception is logged. `observer`: who measures it, like `metrics.WorkerMetrics`. `stall_limit_ms`: for how long the
         event loop may stand still before its pings are given up. Raises `InvalidOption`.
         """
-        consumer = Consumer(
-            self,
-            worker_id=worker_id,
-            concurrency=concurrency,
-            names=names,
-            queues=queues,
+        settings = Settings(
+            worker_id=worker_id_or_new(worker_id),
+            names=checked_names(self.definitions, names),
+            queues=checked_queues(queues),
+            concurrency=checked_concurrency(concurrency),
             listen=listen,
-            on_claim=on_claim or self._hooks.get("on_claim"),
             before=before or self._hooks.get("before"),
             after=after or self._hooks.get("after"),
             observer=observer,
             stall_limit_ms=stall_limit_ms,
         )
+        consumer = Consumer(self, settings, on_claim or self._hooks.get("on_claim"))
         self.connection.consumers.add(consumer)
         return consumer
 
@@ -350,15 +360,15 @@ class TaskMesh:
         after: str | None = None,
         where: str | TaskFilter | None = None,
     ) -> AsyncIterator[Task]:
-        """Yield matching tasks, without their params unless asked for. `limit=0`: all.
+        """Yield matching tasks, without their params unless asked for. `limit`: 100 by default; 0: all.
 
-        `sort`: `"key"`, `"newest"` or `"oldest"`. `after`: a key, to go on behind it (with `name` and `sort="key"`).
-        `where`: a filter, or its text (`status:FAIL error:timeout age>1h`), instead of the arguments above. Raises
-        `InvalidOption`.
+        `status`: one or several; also what INIT holds: `"ready"`, `"scheduled"`, `"retrying"`. `key_prefix`: how the key begins.
+        `sort`: `"key"` (by name and key), `"newest"` or `"oldest"`. `after`: a key, to go on behind it (with a name, and
+        `sort="key"`). `where`: a filter, or its text (`status:FAIL error:timeout age>1h`), instead of `name`, `status`, `queue`
+        and `key_prefix`. Raises `InvalidOption`, `InvalidName`, `InvalidKey`.
         """
-        return self.listing.find(
-            name, status, queue, limit, key_prefix=key_prefix, sort=sort, params=params, after=after, where=where
-        )
+        which = filter_from(where, name, status, queue, key_prefix)
+        return self.listing.find(which, limit=limit, sort=sort, params=params, after=after)
 
     async def explain(self, name: str, key: str, worker_id: str | None = None) -> list[Explanation]:
         """Tell, for one worker or every live one, which gates of the claim rule are open or shut, why, and until when.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from datetime import datetime
+from typing import TypedDict, Unpack
 
 from pydantic import BaseModel, ConfigDict
 
@@ -76,6 +77,19 @@ class UndoResult(BaseModel):
     """How many tasks were left as they are, since something has happened to them: claimed, published anew."""
 
 
+class BulkOptions(TypedDict, total=False):
+    """How a bulk action is done."""
+
+    dry_run: bool
+    """Only count the tasks; False by default."""
+    progress: Callable[[int], None] | None
+    """Is told how many tasks are done, batch by batch."""
+    by: str | None
+    """Who, for the list of `actions`; by default the user of this process, and its host."""
+    undo_ms: int
+    """For how long `undo` can put the tasks back; an hour by default, and each is copied aside. 0: it cannot."""
+
+
 class Bulk:
     """What can be done to many tasks at once."""
 
@@ -86,50 +100,29 @@ class Bulk:
     def _store(self) -> Store:
         return self._connection.store
 
-    async def retry(
-        self,
-        where: str | TaskFilter,
-        *,
-        dry_run: bool = False,
-        progress: Callable[[int], None] | None = None,
-        by: str | None = None,
-        undo_ms: int = UNDO_MS,
-    ) -> BulkResult:
+    async def retry(self, where: str | TaskFilter, **options: Unpack[BulkOptions]) -> BulkResult:
         """Make every task that fits INIT again (waiting ones due at once); running ones are left alone.
 
-        `where`: a `TaskFilter`, or its text: `status:FAIL name:resize error:timeout age>1h`. `progress` is told how many
-        are done, batch by batch. `by`: who, for the list of `actions`; by default the user of this process, and its host.
-        `undo_ms`: for so long `undo` can put the tasks back (an hour by default; each is copied aside); 0: it cannot. Raises
-        `InvalidOption` for an empty filter: say what is meant.
+        `where`: a `TaskFilter`, or its text: `status:FAIL name:resize error:timeout age>1h`. `dry_run`: only count them.
+        `progress`: is told how many are done, batch by batch. `by`: who, for the list of `actions`; by default the user of this
+        process, and its host. `undo_ms`: for how long `undo` can put the tasks back (an hour by default; each is copied aside);
+        0: it cannot. Raises `InvalidOption`, also for an empty filter: it would mean every task.
         """
-        return await self._act("retry", _narrow(where), dry_run, progress, by=by, undo_ms=undo_ms)
+        return await self._act("retry", _narrow(where), **options)
 
-    async def cancel(
-        self,
-        where: str | TaskFilter,
-        *,
-        dry_run: bool = False,
-        progress: Callable[[int], None] | None = None,
-        by: str | None = None,
-        undo_ms: int = UNDO_MS,
-    ) -> BulkResult:
-        """Cancel every unfinished task that fits; others are not counted either. The rest as in `retry`.
+    async def cancel(self, where: str | TaskFilter, **options: Unpack[BulkOptions]) -> BulkResult:
+        """Cancel every unfinished task that fits; finished ones are not counted either. Options as in `retry`.
 
-        Raises `InvalidOption` also for a filter that asks for finished tasks.
+        Raises `InvalidOption`, also for an empty filter, and for one that asks for finished tasks.
         """
-        return await self._act("cancel", cancellable(_narrow(where)), dry_run, progress, by=by, undo_ms=undo_ms)
+        return await self._act("cancel", cancellable(_narrow(where)), **options)
 
-    async def delete(
-        self,
-        where: str | TaskFilter,
-        *,
-        dry_run: bool = False,
-        progress: Callable[[int], None] | None = None,
-        by: str | None = None,
-        undo_ms: int = UNDO_MS,
-    ) -> BulkResult:
-        """Delete every task that fits; running executions are stopped. The rest as in `retry`."""
-        return await self._act("delete", _narrow(where), dry_run, progress, by=by, undo_ms=undo_ms)
+    async def delete(self, where: str | TaskFilter, **options: Unpack[BulkOptions]) -> BulkResult:
+        """Delete every task that fits; running executions are stopped. Options as in `retry`.
+
+        Raises `InvalidOption`, also for an empty filter.
+        """
+        return await self._act("delete", _narrow(where), **options)
 
     async def purge(
         self,
@@ -150,7 +143,8 @@ class Bulk:
         which = which.model_copy(update={"status": which.status or FINISHED})
         if not dry_run and (settled := await settle(self._store)):
             logger.info("settled %d tasks that time alone had finished", settled)
-        return await self._act("delete", which, dry_run, progress, called="purge", by=by)
+        options: BulkOptions = {"dry_run": dry_run, "progress": progress, "by": by, "undo_ms": 0}
+        return await self._act("delete", which, called="purge", **options)
 
     async def actions(self, limit: int = 20) -> list[BulkAction]:
         """Return what was done to many tasks at once within the last month, the newest first."""
@@ -187,12 +181,12 @@ class Bulk:
         self,
         action: bulk.Action,
         which: TaskFilter,
-        dry_run: bool,
-        progress: Callable[[int], None] | None,
         *,
         called: str | None = None,
+        dry_run: bool = False,
+        progress: Callable[[int], None] | None = None,
         by: str | None = None,
-        undo_ms: int = 0,
+        undo_ms: int = UNDO_MS,
     ) -> BulkResult:
         name, where, who = called or action, str(which), audit.author(by)
         matched = await listing.count(self._store, which) or 0

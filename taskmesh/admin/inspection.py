@@ -5,7 +5,7 @@ from __future__ import annotations
 from taskmesh.admin.doctor import Finding, examine
 from taskmesh.admin.error_groups import ErrorReport, read_errors
 from taskmesh.admin.explain import Explanation, Waiting, explain, explain_waiting
-from taskmesh.admin.listing import Listing
+from taskmesh.admin.listing import Listing, filter_from
 from taskmesh.admin.stats import Stats, read_stats
 from taskmesh.admin.timeline import Timeline, read_timeline
 from taskmesh.client.connection import Connection
@@ -43,7 +43,7 @@ class Inspection:
 
         `name`: only of these tasks. `at_most`: how many are looked at.
         """
-        which = self._listing.find(name, Status.INIT, limit=at_most, sort="oldest")
+        which = self._listing.find(filter_from(None, name, Status.INIT), limit=at_most, sort="oldest")
         ids = [task_id(task.name, task.key) async for task in which]
         return await explain_waiting(self._store, ids, checked_worker_id(worker_id))
 

@@ -78,42 +78,24 @@ class Listing:
 
     async def find(
         self,
-        name: str | None = None,
-        status: Status | str | Sequence[Status | str] | None = None,
-        queue: str | None = None,
-        limit: int = 100,
+        which: TaskFilter | None,
         *,
-        key_prefix: str | None = None,
+        limit: int = 100,
         sort: Order = "key",
         params: bool = False,
         after: str | None = None,
-        where: str | TaskFilter | None = None,
     ) -> AsyncIterator[Task]:
-        """Yield matching tasks, without their params unless asked for. `limit=0`: all.
+        """Yield the tasks that fit a filter (None: no task does), without their params unless asked for. `limit=0`: all.
 
-        `sort`: `"key"`, `"newest"` or `"oldest"`. `after`: a key, to go on behind it (with `name` and `sort="key"`).
-        `status`: one or several, also what INIT holds: `"ready"`, `"scheduled"`, `"retrying"`. `where`: a filter, or its text
-        (`status:FAIL error:timeout age>1h`), instead of the arguments above. Raises `InvalidOption`.
+        `sort`: `"key"` (by name and key), `"newest"` or `"oldest"`. `after`: a key, to go on behind it, with a filter that names
+        the task's name and `sort="key"`. Raises `InvalidOption`.
         """
         if sort not in get_args(Order):
-            raise InvalidOption(f"sort is one of {', '.join(get_args(Order))}, not {sort!r}")
-        if where is None:
-            if status is not None and not status:
-                return  # none of no statuses
-            statuses = () if status is None else (status,) if isinstance(status, str) else tuple(status)
-            which = TaskFilter.checked(
-                name=None if name is None else checked_name(name),
-                status=statuses,
-                queue=queue,
-                key_prefix=key_prefix or None,
-            )
-        elif (name, status, queue, key_prefix, after) != (None,) * 5:
-            raise InvalidOption("`where` says which tasks are meant: leave name, status, queue and the like out")
-        else:
-            which = TaskFilter.parse(where) if isinstance(where, str) else where
-        behind = None if after is None else task_id("" if name is None else name, after)
-        documents = listing.find(self._store, which, order=sort, limit=limit, params=params, after=behind)
-        async for document in documents:
+            raise InvalidOption(f"sort must be one of {', '.join(get_args(Order))}, got {sort!r}")
+        if which is None:
+            return
+        behind = None if after is None else task_id(which.name or "", after)
+        async for document in listing.find(self._store, which, order=sort, limit=limit, params=params, after=behind):
             task = _readable(document)
             if task is not None:
                 yield task
@@ -210,6 +192,25 @@ def _summary(document: dict[str, Any]) -> TaskSummary | None:
     except ValueError:  # a stranger's document
         logger.warning("the document %r is no task of ours, and skipped", document.get("_id"))
         return None
+
+
+def filter_from(
+    where: str | TaskFilter | None,
+    name: str | None = None,
+    status: Status | str | Sequence[Status | str] | None = None,
+    queue: str | None = None,
+    key_prefix: str | None = None,
+) -> TaskFilter | None:
+    """Return the filter that `where` is, or that these arguments make; None for none of no statuses. Raises `InvalidOption`."""
+    if where is None:
+        if status is not None and not status:
+            return None
+        statuses = () if status is None else (status,) if isinstance(status, str) else tuple(status)
+        name = None if name is None else checked_name(name)
+        return TaskFilter.checked(name=name, status=statuses, queue=queue, key_prefix=key_prefix or None)
+    if (name, status, queue, key_prefix) != (None,) * 4:
+        raise InvalidOption("where already says which tasks are meant: leave name, status, queue and key_prefix out")
+    return filter_of(where)
 
 
 def filter_of(where: str | TaskFilter) -> TaskFilter:

@@ -6,28 +6,25 @@ import asyncio
 import logging
 from collections.abc import Generator, Mapping
 from datetime import datetime, timedelta
-from typing import Any, Unpack
+from typing import Any
 
 from taskmesh.client.connection import Connection
 from taskmesh.client.definition import TaskDefinition
 from taskmesh.client.handle import TaskHandle
 from taskmesh.client.params import checked_size
 from taskmesh.client.publisher import Publisher
-from taskmesh.model.configuration import Configuration, PublishSettings
+from taskmesh.model.configuration import Configuration
 from taskmesh.model.errors import InvalidOption, TaskNotFound
 from taskmesh.model.ids import checked_remark, checked_text
 from taskmesh.model.schedule import (
     KEY_KEPT_MS,
     Declaration,
-    Missed,
-    Overlap,
     ScheduleInfo,
-    checked_declaration,
     key_of,
     stored,
     timing_of,
 )
-from taskmesh.model.task import checked_key, checked_name
+from taskmesh.model.task import checked_key
 from taskmesh.store import Store, audit, schedules
 from taskmesh.store.driver import Document
 from taskmesh.store.publish import Publication
@@ -81,51 +78,11 @@ class Schedules:
         for declaration in self._declarations.values():
             await self.store(declaration)
 
-    def every(
-        self,
-        name: str | TaskDefinition[Any, Any],
-        *,
-        cron: str | None = None,
-        interval_ms: int | None = None,
-        timezone: str = "UTC",
-        params: Mapping[str, Any] | None = None,
-        schedule_id: str | None = None,
-        missed: Missed = "latest",
-        overlap: Overlap = "allow",
-        jitter_ms: int = 0,
-        by: str | None = None,
-        **configuration: Unpack[PublishSettings],
-    ) -> Declared:
-        """Publish a task periodically: each tick once, whichever and however many workers run.
-
-        Called before the mesh connects, the schedule is stored when it does; afterwards at once, and it may be awaited. To
-        declare it again changes it, and leaves alone what is not changed: it goes on, or stays paused.
-
-        `cron`: five fields (or six, with seconds in front), in `timezone`; see `ticks` on daylight saving. `interval_ms`:
-        counted from the first declaration. `schedule_id`: the name, by default; a task with several schedules needs one
-        for each. `missed`: of the ticks while no worker lived, publish none (`skip`), only the `latest`, or `all`.
-        `overlap="skip"`: leave out a tick while the task of the tick before is not finished. `jitter_ms`: each task starts
-        up to this much later, so that not everything starts at the full hour. The rest as in `configure`; but a tick's
-        task is kept for a minute at least, as its key is what makes it unique. `by`: who, for the audit; without it nothing is
-        written there, as code declares its schedules at each start. Raises `InvalidOption`.
-        """
-        name = checked_name(name.name if isinstance(name, TaskDefinition) else name)
-        id_ = checked_key(name if schedule_id is None else schedule_id)
+    def declare(self, declaration: Declaration, *, by: str | None = None) -> Declared:
+        """Keep a declaration until the mesh connects, or store it at once if it is connected. See `TaskMesh.every`."""
+        id_ = declaration.schedule_id
         if len(id_.encode()) > _LONGEST_ID_BYTES:
             raise InvalidOption(f"a schedule_id has at most {_LONGEST_ID_BYTES} bytes, {id_[:40]!r}… has more")
-        Configuration().changed(**configuration)
-        declaration = checked_declaration(
-            name,
-            id_,
-            cron=cron,
-            interval_ms=interval_ms,
-            timezone=timezone,
-            params={} if params is None else params,
-            missed=missed,
-            overlap=overlap,
-            jitter_ms=jitter_ms,
-            settings=dict(configuration),
-        )
         declared = Declared(self, declaration, checked_remark("by", by) or audit.acting.get())
         if self._is_connected_here():
             declared.store_soon()

@@ -15,7 +15,7 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
 import anyio
@@ -40,7 +40,6 @@ from taskmesh.consumer.journal import Journals
 from taskmesh.consumer.life import DEFAULT_GRACE_MS, Life, State
 from taskmesh.consumer.limits import Limits
 from taskmesh.consumer.listener import Listener
-from taskmesh.consumer.observer import Observer
 from taskmesh.consumer.partitions import Partitions
 from taskmesh.consumer.pinger import Pinger
 from taskmesh.consumer.queues import Queues
@@ -48,14 +47,8 @@ from taskmesh.consumer.registration import Commanded, Orders, Registration
 from taskmesh.consumer.reporter import Reporter
 from taskmesh.consumer.scanner import Scanner
 from taskmesh.consumer.settings import (
-    DEFAULT_STALL_LIMIT_MS,
-    AfterHook,
-    BeforeHook,
     Settings,
     checked_concurrency,
-    checked_names,
-    checked_queues,
-    worker_id_or_new,
 )
 from taskmesh.consumer.signals import handled_by
 from taskmesh.consumer.stopping import Stopping, unless_it_takes_too_long
@@ -104,30 +97,11 @@ class Consumer:
     def __init__(
         self,
         mesh: Mesh,
-        *,
-        worker_id: str | None = None,
-        concurrency: int = 100,
-        names: Sequence[str] | None = None,
-        queues: Sequence[str] | None = None,
-        listen: bool = True,
+        settings: Settings,
         on_claim: ClaimHook | None = None,
-        before: BeforeHook | None = None,
-        after: AfterHook | None = None,
-        stall_limit_ms: int = DEFAULT_STALL_LIMIT_MS,
-        observer: Observer | None = None,
     ) -> None:
         self._mesh = mesh
-        self._settings = Settings(
-            worker_id=worker_id_or_new(worker_id),
-            names=checked_names(mesh.definitions, names),
-            queues=checked_queues(queues),
-            concurrency=checked_concurrency(concurrency),
-            listen=listen,
-            before=before,
-            after=after,
-            stall_limit_ms=stall_limit_ms,
-            observer=observer,
-        )
+        self._settings = settings
         self._life = Life()
         self._claim_filter = ClaimFilter(on_claim, self)
         self.worker_id = self._settings.worker_id
