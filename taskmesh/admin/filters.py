@@ -147,7 +147,7 @@ def _field(word: str) -> tuple[str, Any]:
     if word.lower() in _JOINS:
         raise InvalidOption(
             f"a filter has no {word}: all of its conditions have to hold, so write them one after the other, like "
-            f"'name:resize status:FAIL,CANCELLED'; a key that begins with {word!r} is asked for by key:{word}"
+            f"'name:resize status:FAIL,CANCELLED'; to ask for keys that begin with {word!r}, write key:{word}"
         )
     match = _TOKEN.match(word)
     if match is None:
@@ -163,11 +163,11 @@ def _field(word: str) -> tuple[str, Any]:
         return "key_prefix", value
     if field == "lost" and sign == ":":
         if value not in ("yes", "no"):
-            raise InvalidOption(f"lost: is yes or no, not {value!r}")
+            raise InvalidOption(f"lost: must be yes or no, got {value!r}")
         return "lost", value == "yes"
     if field in ("http", "https") or sign != ":":
         return "key_prefix", word
     raise InvalidOption(
-        f"a filter knows name: status: queue: group: key: error: worker: lost: and age> age<, not {field}{sign}; "
-        f"a key that begins so is asked for by key:{shlex.quote(word)}"
+        f"a filter has no field {field}{sign}: use name: status: queue: group: key: error: worker: lost: age> or age<; to ask "
+        f"for keys that begin with {word!r}, write key:{shlex.quote(word)}"
     )

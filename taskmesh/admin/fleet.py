@@ -32,7 +32,7 @@ class Fleet:
         `by`: who, for the audit; by default the user of this process, and its host.
         """
         if isinstance(grace_ms, bool) or not isinstance(grace_ms, int) or grace_ms < 0:
-            raise InvalidOption(f"grace_ms is a number of milliseconds, 0 or more, not {grace_ms!r}")
+            raise InvalidOption(f"grace_ms must be a number of milliseconds, 0 or more, got {grace_ms!r}")
         await self._order("worker.stop", by, worker_id, {"stop_grace_ms": grace_ms})
 
     async def pause_worker(self, worker_id: str, *, by: str | None = None) -> None:

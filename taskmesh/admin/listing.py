@@ -175,7 +175,7 @@ class _Cursor:
                 (id_,) = place
                 place = [_text(id_)]
         except (ValueError, TypeError, OverflowError):
-            raise InvalidOption(f"after={text!r} is no place where a page ended: begin anew without it") from None
+            raise InvalidOption(f"after={text!r} is not where a page ended: start again without it") from None
         return cls(newest is True, place)
 
 
@@ -190,7 +190,7 @@ def _summary(document: dict[str, Any]) -> TaskSummary | None:
     try:
         return TaskSummary.model_validate(document)
     except ValueError:  # a stranger's document
-        logger.warning("the document %r is no task of ours, and skipped", document.get("_id"))
+        logger.warning("the document %r is not a taskmesh task: skipped", document.get("_id"))
         return None
 
 

@@ -73,7 +73,7 @@ def checked_limits(
 ) -> dict[str, int | None]:
     """Return what a queue is to be limited to, `per_ms` with its default. Raises `InvalidOption`."""
     if per_ms is not None and rate is None:
-        raise InvalidOption(f"per_ms={per_ms!r} says nothing without rate: set both, or none")
+        raise InvalidOption(f"per_ms={per_ms!r} has no meaning without rate: set both or neither")
     if rate is not None and per_ms is None:
         per_ms = _DEFAULT_WINDOW_MS
     return {
@@ -93,7 +93,9 @@ def _whole(name: str, value: Any, least: int, most: int) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise InvalidOption(f"{name} is a whole number from {least} to {most}, or None for no limit, not {value!r}")
+        raise InvalidOption(
+            f"{name} must be a whole number from {least} to {most}, or None for no limit, got {value!r}"
+        )
     return value
 
 

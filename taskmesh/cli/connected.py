@@ -183,7 +183,7 @@ def load_mesh(target: str) -> TaskMesh:
             raise CannotLoad(f"module {module_name!r} has no {path!r}; {_meshes_in(module_name)}")
         found = getattr(found, name)
     if not isinstance(found, TaskMesh):
-        raise CannotLoad(f"{target!r} is a {type(found).__name__}, no TaskMesh; {_meshes_in(module_name)}")
+        raise CannotLoad(f"{target!r} is a {type(found).__name__}, not a TaskMesh; {_meshes_in(module_name)}")
     if not found.definitions:
         raise CannotLoad(
             f"the mesh {target!r} defines no tasks: let {module_name!r} import the modules that define them"

@@ -104,13 +104,13 @@ def publish(
         raise typer.BadParameter("--timeout says how long to --wait")
     if from_file is not None:
         if key is not None:
-            raise typer.BadParameter("KEY and --from-file exclude each other: each line of the file has its key")
+            raise typer.BadParameter("give either KEY or --from-file: each line of the file has its own key")
         tasks = dict(_read_lines(from_file))
 
         async def use(mesh: TaskMesh) -> None:
             await _publish_all(mesh, name, tasks, configuration, as_json=as_json)
     elif key is None:
-        raise typer.BadParameter("a KEY is missing (or --from-file)")
+        raise typer.BadParameter("KEY is missing: give a key, or --from-file")
     else:
         task = _object(params)
 
@@ -179,9 +179,9 @@ def _read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         except ValueError as error:
             raise typer.BadParameter(f"{path}, line {number} is not JSON: {error}") from None
         if not isinstance(task, dict) or not isinstance(task.get("key"), str) or task.keys() - {"key", "params"}:
-            raise typer.BadParameter(f'{path}, line {number}: an object with "key" and "params" is wanted')
+            raise typer.BadParameter(f'{path}, line {number}: expected an object with "key" and "params"')
         if task["key"] in seen:
-            raise typer.BadParameter(f"{path}, line {number}: the key {task['key']!r} was there before")
+            raise typer.BadParameter(f"{path}, line {number}: the key {task['key']!r} occurs twice")
         seen.add(task["key"])
         yield task["key"], task.get("params") or {}
 
@@ -194,7 +194,7 @@ def _object(text: str | None) -> dict[str, Any]:
     except ValueError as error:
         raise typer.BadParameter(f"the params are not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise InvalidParams(f"the params are a JSON object by parameter name, not {text}")
+        raise InvalidParams(f"params must be a JSON object by parameter name, got {text}")
     return value
 
 

@@ -51,7 +51,7 @@ def dev(
                     os.kill(server.pid, 0)
                 except ProcessLookupError:
                     raise EmbeddedUnavailable(
-                        f"the MongoDB in {str(server.directory)!r} has ended by itself: see data/mongod.log there"
+                        f"the MongoDB in {str(server.directory)!r} ended unexpectedly: see data/mongod.log there"
                     ) from None
 
 

@@ -40,7 +40,7 @@ class TaskDefinition(Generic[P, R]):
         self.configuration = configuration
         self.run: Run = run or ("async" if is_async(fn) else "thread")
         if self.run not in ("async", "thread", "process"):
-            raise InvalidOption(f"run is 'async', 'thread' or 'process', not {run!r}")
+            raise InvalidOption(f"run must be 'async', 'thread' or 'process', got {run!r}")
         if (self.run == "async") != is_async(fn):
             kind = "an async function" if is_async(fn) else "a plain function"
             raise InvalidOption(f"task {name!r}: run={self.run!r} does not go with {kind}")

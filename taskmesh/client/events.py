@@ -241,5 +241,5 @@ class _Place:
         """Read a token back. Raises `InvalidOption` for what is none."""
         data, _, skip = str(token).partition("+")
         if not data or set(data) - set("0123456789ABCDEFabcdef") or not (skip or "0").isdecimal():
-            raise InvalidOption(f"after={token!r} is not the token of an event: pass what an event's `token` was")
+            raise InvalidOption(f"after={token!r} is not the token of an event: pass an event's `token`")
         return cls(data, int(skip or 0))

@@ -75,7 +75,7 @@ class Params:
     def to_run(self, stored: Any) -> tuple[list[Any], dict[str, Any]]:
         """Return the arguments to call the handler with. Raises `InvalidParams` for what does not fit (any more)."""
         if not isinstance(stored, dict):
-            raise InvalidParams(f"task {self._name!r}: the stored params are no document but {stored!r}")
+            raise InvalidParams(f"task {self._name!r}: the stored params must be a document, got {stored!r}")
         params = self._validated(stored, "at execution")
         return [params.pop(name) for name in self._positional if name in params], params
 
@@ -89,7 +89,7 @@ class Params:
     def checked_projection(self, wanted: Any) -> list[str]:
         """Return which params are to be loaded. Raises `InvalidOption` unless the handler can be called with these alone."""
         if isinstance(wanted, str) or not all(isinstance(path, str) and path for path in wanted) or not wanted:
-            raise InvalidOption(f"projection is a list of names of params, None for all, not {wanted!r}")
+            raise InvalidOption(f"projection must be a list of parameter names, or None for all, got {wanted!r}")
         loaded = {path.partition(".")[0] for path in wanted}  # a part of one can be meant
         taken = {
             p.name: p for p in self._signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)

@@ -39,7 +39,7 @@ class RegisteredDefinition:
         """Return params as they are stored, and their size. Raises `InvalidParams` for what does not fit the handler."""
         if params is not None and not isinstance(params, Mapping):
             raise InvalidParams(
-                f"task {self.name!r}: params are a mapping by parameter name, not {type(params).__name__}"
+                f"task {self.name!r}: params must be a mapping by parameter name, got {type(params).__name__}"
             )
         stored = dict(params or {})
         size = checked_size(self.name, stored)

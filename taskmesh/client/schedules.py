@@ -82,7 +82,7 @@ class Schedules:
         """Keep a declaration until the mesh connects, or store it at once if it is connected. See `TaskMesh.every`."""
         id_ = declaration.schedule_id
         if len(id_.encode()) > _LONGEST_ID_BYTES:
-            raise InvalidOption(f"a schedule_id has at most {_LONGEST_ID_BYTES} bytes, {id_[:40]!r}… has more")
+            raise InvalidOption(f"schedule_id must have at most {_LONGEST_ID_BYTES} bytes, got {id_[:40]!r}…")
         declared = Declared(self, declaration, checked_remark("by", by) or audit.acting.get())
         if self._is_connected_here():
             declared.store_soon()
@@ -209,5 +209,5 @@ class Schedules:
         id_ = checked_text("schedule_id", schedule_id, most=_LONGEST_ID_BYTES)
         schedule = await schedules.read(self._store, id_)
         if schedule is None:
-            raise TaskNotFound(f"there is no schedule {schedule_id!r}: `taskmesh schedules` lists those that there are")
+            raise TaskNotFound(f"there is no schedule {schedule_id!r}: `taskmesh schedules` lists them")
         return schedule

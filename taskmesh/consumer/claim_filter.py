@@ -25,7 +25,7 @@ class ClaimFilter:
         if isinstance(answer, Awaitable):
             answer = await answer
         if answer is not None and not isinstance(answer, Mapping):
-            raise TypeError(f"on_claim returns a filter on task documents, or None, not {answer!r}")
+            raise TypeError(f"on_claim must return a filter on task documents or None, got {answer!r}")
         return answer
 
     async def current(self) -> Mapping[str, Any] | None:

@@ -308,7 +308,7 @@ def _named(definition: TaskDefinition[..., Any] | str, args: tuple[Any, ...], pa
     if not args:
         return params
     if isinstance(definition, str):
-        raise TypeError("params of a task that is named must be given by keyword")
+        raise TypeError("a task that is published by name takes its params by keyword")
     return definition.params.named(args, params)
 
 

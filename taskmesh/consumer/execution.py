@@ -501,7 +501,7 @@ class Execution:
 def checked_progress(fraction: object, message: object) -> tuple[float, str | None]:
     """Return them as they can be stored. Raises `InvalidParams`."""
     if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 <= fraction <= 1:
-        raise InvalidParams(f"progress goes from 0 to 1, not {fraction!r}")
+        raise InvalidParams(f"progress must be from 0 to 1, got {fraction!r}")
     return float(fraction), None if message is None else line_of(message)
 
 

@@ -154,7 +154,7 @@ class Listener:
             return
         queue, moment = task.get("queue"), task.get("next_claim_time")
         if not isinstance(queue, str) or not isinstance(moment, datetime):
-            logger.warning("the document %.200r is no task of ours: left alone", change.id)
+            logger.warning("the document %.200r is not a taskmesh task: left alone", change.id)
             return
         if self._from is not None and queue not in self._from:
             return

@@ -53,7 +53,7 @@ def worker_id_or_new(worker_id: str | None) -> str:
 def checked_concurrency(concurrency: int) -> int:
     """Return the number, or raise `InvalidOption`."""
     if isinstance(concurrency, bool) or not isinstance(concurrency, int) or not 1 <= concurrency <= MOST_AT_ONCE:
-        raise InvalidOption(f"concurrency is a whole number from 1 to {MOST_AT_ONCE}, not {concurrency!r}")
+        raise InvalidOption(f"concurrency must be a whole number from 1 to {MOST_AT_ONCE}, got {concurrency!r}")
     return concurrency
 
 
@@ -63,7 +63,7 @@ def checked_names(defined: Iterable[str], names: Sequence[str] | None) -> list[s
     if names is None:
         return known
     if isinstance(names, str):
-        raise InvalidOption(f"names is a list of tasks' names, not a text: write [{names!r}]")
+        raise InvalidOption(f"names must be a list of task names, got a str: write [{names!r}]")
     if unknown := sorted({checked_name(name) for name in names} - set(known)):
         raise InvalidOption(f"no handler is defined for {', '.join(unknown)}; there are: {', '.join(known) or 'none'}")
     return sorted(names)
@@ -74,5 +74,5 @@ def checked_queues(queues: Sequence[str] | None) -> list[str] | None:
     if queues is None:
         return None
     if isinstance(queues, str):
-        raise InvalidOption(f"queues is a list of queues' names, not a text: write [{queues!r}]")
+        raise InvalidOption(f"queues must be a list of queue names, got a str: write [{queues!r}]")
     return [checked_queue(queue) for queue in queues]

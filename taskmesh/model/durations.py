@@ -36,7 +36,7 @@ def milliseconds(text: str) -> int:
     match = _WRITTEN.match(text)
     if match is None:
         raise InvalidOption(
-            f"a duration is a number with its unit, one of {', '.join(_MS)}, like 90s or 2d; not {text!r}"
+            f"a duration must be a number with its unit, one of {', '.join(_MS)}, like 90s or 2d, got {text!r}"
         )
     return round(float(match.group(1)) * _MS[match.group(2)])
 

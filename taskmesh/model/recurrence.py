@@ -79,18 +79,18 @@ def checked_timing(cron: Any, interval_ms: Any, timezone: Any) -> Timing:
     """Return the timing, or raise `InvalidOption`."""
     if (cron is None) == (interval_ms is None):
         raise InvalidOption(
-            f"a periodic task has either cron or interval_ms, not cron={cron!r}, interval_ms={interval_ms!r}"
+            f"a periodic task needs either cron or interval_ms, got cron={cron!r}, interval_ms={interval_ms!r}"
         )
     zone = _zone(timezone)
     if interval_ms is not None:
         whole = isinstance(interval_ms, int) and not isinstance(interval_ms, bool)
         if not whole or not MIN_INTERVAL_MS <= interval_ms <= _MAX_INTERVAL_MS:
             raise InvalidOption(
-                f"interval_ms is a whole number from {MIN_INTERVAL_MS} to ten years, not {interval_ms!r}"
+                f"interval_ms must be a whole number from {MIN_INTERVAL_MS} to ten years, got {interval_ms!r}"
             )
         return Timing(None, interval_ms, timezone)
     if not isinstance(cron, str):
-        raise InvalidOption(f"cron is a text like '*/5 * * * *', not {cron!r}")
+        raise InvalidOption(f"cron must be a str like '*/5 * * * *', got {cron!r}")
     cronsim = _cronsim()
     try:
         cronsim.CronSim(cron, datetime(2026, 1, 1, tzinfo=zone))

@@ -116,15 +116,15 @@ def checked_declaration(
 ) -> Declaration:
     """Return the declaration, or raise `InvalidOption`."""
     if missed not in ("skip", "latest", "all"):
-        raise InvalidOption(f"missed is 'skip', 'latest' or 'all', not {missed!r}")
+        raise InvalidOption(f"missed must be 'skip', 'latest' or 'all', got {missed!r}")
     if overlap not in ("allow", "skip"):
-        raise InvalidOption(f"overlap is 'allow' or 'skip', not {overlap!r}")
+        raise InvalidOption(f"overlap must be 'allow' or 'skip', got {overlap!r}")
     if isinstance(jitter_ms, bool) or not isinstance(jitter_ms, int) or not 0 <= jitter_ms <= 86_400_000:
-        raise InvalidOption(f"jitter_ms is a whole number from 0 to one day, not {jitter_ms!r}")
+        raise InvalidOption(f"jitter_ms must be a whole number from 0 to one day, got {jitter_ms!r}")
     if not isinstance(params, Mapping):
-        raise InvalidOption(f"params are a mapping by parameter name, not {params!r}")
+        raise InvalidOption(f"params must be a mapping by parameter name, got {params!r}")
     if unfit := sorted({"start_time", "expire_time", "delay_ms", "session", "after"} & set(settings)):
-        raise InvalidOption(f"{', '.join(unfit)} cannot be set for every tick alike")
+        raise InvalidOption(f"{', '.join(unfit)} cannot be set for a schedule: it would be the same for every tick")
     timing = checked_timing(cron, interval_ms, timezone)
     return Declaration(schedule_id, name, timing, dict(params), missed, overlap, jitter_ms, dict(settings))
 

@@ -263,7 +263,7 @@ class Task(_Stored):
             return cls.model_validate({**own, "standing": standing, "extra": extra})
         except (ValueError, InvalidOption) as error:
             raise IncompatibleCollection(
-                f"the document {document.get('_id')!r} is no task of ours: repair or delete it ({error})"
+                f"the document {document.get('_id')!r} is not a taskmesh task: repair or delete it ({error})"
             ) from error
 
     @property
@@ -312,7 +312,7 @@ def checked_name(name: str) -> str:
 def checked_key(key: str) -> str:
     """Return `key`, or raise `InvalidKey`."""
     if not isinstance(key, str):
-        raise InvalidKey(f"a key is a text, not {type(key).__name__} {shown(key)}: pass str(…) of it")
+        raise InvalidKey(f"key must be a str, got {type(key).__name__} {shown(key)}: pass str(…) of it")
     try:
         size = len(key.encode())
     except UnicodeEncodeError:
@@ -323,6 +323,6 @@ def checked_key(key: str) -> str:
         begins = key if size <= 80 else key[:60] + "…"
         why = "is empty" if size == 0 else "has a NUL" if "\0" in key else f"has {size} bytes"
         raise InvalidKey(
-            f"a key has 1 to {_MAX_KEY_BYTES} bytes and no NUL, but {begins!r} {why}: use a shorter one or a hash of it"
+            f"key must have 1 to {_MAX_KEY_BYTES} bytes and no NUL, but {begins!r} {why}: use a shorter one or a hash of it"
         )
     return key

@@ -77,7 +77,7 @@ class Driver:
         if not isinstance(client, (AsyncIOMotorClient, AsyncMongoClient)):
             raise TypeError(
                 f"client must be a MongoDB URI, a pymongo.AsyncMongoClient or a motor AsyncIOMotorClient, "
-                f"not {type(client).__name__}"
+                f"got {type(client).__name__}"
             )
         try:
             self.database = own_database(client, database)

@@ -49,7 +49,7 @@ async def _name(store: Store, query: Document, error: Exception) -> None:
     tasks = store.driver.collection(store.tasks)
     cursor = tasks.find({"$and": [query, {"$nor": [WELL_FORMED]}]}, {"_id": 1}, limit=_NAMED)
     ids = [document["_id"] for document in await cursor.to_list(_NAMED)]
-    logger.warning("these documents are no tasks of ours, and passed over: %s (%.200s)", ids, error)
+    logger.warning("passing over documents that are not taskmesh tasks: %s (%.200s)", ids, error)
 
 
 def _number(least: float, most: float, *, optional: bool = False) -> Document:

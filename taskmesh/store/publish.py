@@ -302,7 +302,7 @@ async def _change_existing(store: Store, publication: Publication, now: datetime
         ):
             raise _is_running(publication)
     raise TaskRunning(
-        f"task {publication.name!r} {publication.key!r} is created and deleted by others again and again: publish it when "
+        f"task {publication.name!r} {publication.key!r} keeps being created and deleted by others: publish it when "
         "they have ended"
     )
 

@@ -243,7 +243,7 @@ async def perform(mesh: TaskMesh, operation: Operation, given: dict[str, Any]) -
     query = {name: value for name, value in given.items() if name in operation.query.model_fields}
     body = {name: value for name, value in given.items() if name not in operation.query.model_fields}
     if operation.body is None and body:
-        raise BadRequest(f"unknown: {', '.join(sorted(body))}")
+        raise BadRequest(f"unknown fields: {', '.join(sorted(body))}")
     return await operation.perform(
         mesh,
         validated(operation.query, query),

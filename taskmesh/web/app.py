@@ -51,7 +51,9 @@ def create_app(
     """
     token = None if token is None else token.strip()  # a file or a secret often ends with a newline
     if token is not None and len(token) < SHORTEST_TOKEN:
-        raise InvalidOption(f"a token has at least {SHORTEST_TOKEN} characters: make one by `openssl rand -hex 32`")
+        raise InvalidOption(
+            f"a token must have at least {SHORTEST_TOKEN} characters: make one by `openssl rand -hex 32`"
+        )
     connection = Connection(mesh)
     pulse = Pulse(connection)
 

@@ -82,7 +82,7 @@ async def do_selected(request: Request) -> Response:
         where = next((value for name, value in fields if name == "back"), where)
         action = next((value for name, value in fields if name == "action"), "")
         if action not in ("retry", "cancel", "delete"):
-            raise api.BadRequest(f"the actions are retry, cancel and delete, not {action!r}")  # noqa: TRY301 — answered below
+            raise api.BadRequest(f"action must be retry, cancel or delete, got {action!r}")  # noqa: TRY301 — answered below
         mesh = await mesh_of(request)
         operation = OPERATIONS[f"task.{action}"]
         selected = [value.partition(":") for name, value in fields if name == "task"]

@@ -174,7 +174,7 @@ async def bulk(request: Request, mesh: TaskMesh) -> Response:
     if not action:
         return rendered(request, "actions.html", actions=await mesh.bulk.actions(), noted=await mesh.audit.actions())
     if action not in ("retry", "cancel", "delete"):
-        raise api.BadRequest(f"the actions are retry, cancel and delete, not {action!r}", 404)
+        raise api.BadRequest(f"action must be retry, cancel or delete, got {action!r}", 404)
     text, which, problem = _filter_of(request)
     if which is None:
         raise InvalidOption(problem or "")

@@ -63,10 +63,10 @@ WRONG: list[tuple[list[str], str]] = [
     (["retry", "add", "k", "--where", "status:FAIL"], "NAME KEY, or --where"),
     (["retry", "add", "k", "--dry-run"], "--dry-run counts"),
     (["cancel", "--where", "", "--yes"], "an empty filter means every task"),
-    (["delete", "--where", "colour:red"], "a filter knows"),
+    (["delete", "--where", "colour:red"], "a filter has no field colour:"),
     (["delete", "--where", "status:RED"], "status"),
-    (["purge", "--where", "status:INIT", "--yes"], "only finished tasks are purged"),
-    (["cancel", "--where", "status:FAIL", "--yes"], "only unfinished tasks are cancelled"),
+    (["purge", "--where", "status:INIT", "--yes"], "only finished tasks can be purged"),
+    (["cancel", "--where", "status:FAIL", "--yes"], "only unfinished tasks can be cancelled"),
     (["ls", "--where", "name:a", "--queue", "q"], "leave name, status, queue"),
 ]
 

@@ -85,9 +85,9 @@ FILTERS: list[tuple[str, str]] = [
     ),
     ("name:", "the name in a filter must be a text of 1 to 512 characters, got ''"),
     ("age>9999d", "the age in a filter must be from 0 to 3660d"),
-    ("age>soon", "a duration is a number with its unit"),
-    ("lost:maybe", "lost: is yes or no, not 'maybe'"),
-    ("colour:red", "a filter knows name:"),
+    ("age>soon", "a duration must be a number with its unit"),
+    ("lost:maybe", "lost: must be yes or no, got 'maybe'"),
+    ("colour:red", "a filter has no field colour:"),
 ]
 
 

@@ -100,7 +100,7 @@ def test_a_port_that_is_taken_is_told(taskmesh: Shell) -> None:
         for more in ([], ["--processes", "2"]):
             ended = taskmesh("worker", "app:mesh", "--health-port", str(taken.getsockname()[1]), *more)
             assert ended.status == 1
-            assert "nothing can be answered at 127.0.0.1" in ended.err
+            assert "cannot listen on 127.0.0.1" in ended.err
             assert "Traceback" not in ended.err
 
 

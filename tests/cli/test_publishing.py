@@ -91,17 +91,17 @@ def test_a_mistake_in_a_file_is_named_and_nothing_is_written(taskmesh: Shell, su
         with subtests.test(line=line):
             ended = taskmesh("publish", "add", "--from-file", "-", typed=f'{{"key": "first"}}\n{line}\n')
             assert ended.status == 2
-            assert "line 2" in ended.err or "a key has 1 to 512 bytes" in ended.err
+            assert "line 2" in ended.err or "key must have 1 to 512 bytes" in ended.err
             assert taskmesh.done("ls", "--json").json == []
 
 
 WRONG: list[tuple[list[str], str]] = [
     (["publish"], "NAME"),
-    (["publish", "add"], "a KEY is missing"),
-    (["publish", "add", "k", "--from-file", "f"], "exclude each other"),
+    (["publish", "add"], "KEY is missing"),
+    (["publish", "add", "k", "--from-file", "f"], "give either KEY or --from-file"),
     (["publish", "add", "k", "{"], "not JSON"),
     (["publish", "add", "k", "[1]"], "JSON object"),
-    (["publish", "add", ""], "a key has 1 to 512 bytes"),
+    (["publish", "add", ""], "key must have 1 to 512 bytes"),
     (["publish", "a:b", "k"], "a task's name must be 1 to 100 characters"),
     (["publish", "add", "k", "--queue", "a b"], "queue's name"),
     (["publish", "add", "k", "--delay-ms", "soon"], "--delay-ms"),

@@ -174,7 +174,7 @@ def test_it_takes_the_modules_own_place_unless_told_otherwise(taskmesh: Shell) -
         ("app..x:mesh", 2, "is a path, not the name of a module"),
         ("nowhere:mesh", 1, "there is no module 'nowhere'"),
         ("app:other", 1, "has no 'other'; what it has: app:mesh"),
-        ("app:add", 1, "is a TaskDefinition, no TaskMesh"),
+        ("app:add", 1, "is a TaskDefinition, not a TaskMesh"),
         ("empty:mesh", 1, "defines no tasks"),
         ("broken:mesh", 1, "ZeroDivisionError: division by zero"),
         ("lacking:mesh", 1, "No module named 'not_installed'"),

@@ -325,7 +325,7 @@ async def test_what_current_task_refuses_is_raised_in_the_handler(mesh: TaskMesh
     bad_progress = define(mesh, handlers.bad_progress, option=ONCE)
     async with working(mesh):
         handle = await bad_progress.publish("k")
-        with pytest.raises(TaskError, match="progress goes from 0 to 1"):
+        with pytest.raises(TaskError, match="progress must be from 0 to 1"):
             await handle.result(60)
 
 

@@ -69,8 +69,8 @@ def takes_anything(path: str, **more: Any) -> None: ...
     [
         (takes_both, ["path"], "leaves out size: give it a default, or load it"),
         (takes_both, ["path", "size", "colour"], "names colour, which it does not take"),
-        (takes_both, "path", "a list of names"),
-        (takes_both, [], "a list of names"),
+        (takes_both, "path", "a list of parameter names"),
+        (takes_both, [], "a list of parameter names"),
         (takes_anything, ["colour"], "leaves out path"),
     ],
 )

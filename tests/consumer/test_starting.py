@@ -93,7 +93,7 @@ async def test_a_stop_is_heard_while_the_stream_does_not_open(mongo_uri: str, da
 @pytest.mark.parametrize("setting", ["queues", "names"])
 async def test_a_text_in_place_of_a_list_of_names_is_refused(mesh: TaskMesh, setting: str) -> None:
     _job(mesh)
-    with pytest.raises(InvalidOption, match=rf"{setting} is a list of .*, not a text: write \['job'\]"):
+    with pytest.raises(InvalidOption, match=rf"{setting} must be a list of .*, got a str: write \['job'\]"):
         mesh.consumer(**{setting: "job"})  # type: ignore[arg-type]  # that is the point
 
 

@@ -53,7 +53,7 @@ async def test_cancel_and_delete_by_filter(mesh: TaskMesh) -> None:
     assert (await mesh.bulk.cancel("name:work", dry_run=True)).matched == 2, "finished ones stay as they are"
     cancelled = await mesh.bulk.cancel("name:work")
     assert (cancelled.matched, cancelled.done) == (2, 2)
-    with pytest.raises(InvalidOption, match="only unfinished tasks are cancelled, not SUCCESS"):
+    with pytest.raises(InvalidOption, match="only unfinished tasks can be cancelled, got SUCCESS"):
         await mesh.bulk.cancel("name:work status:SUCCESS")
     assert await keys(mesh, Status.CANCELLED) == {"wait1", "wait2"}
     assert (await mesh.bulk.delete("name:work key:bad")).done == 2

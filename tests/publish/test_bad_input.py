@@ -55,9 +55,9 @@ BAD_KEYS: list[Any] = [
     ("k" * 513, "has 513 bytes"),
     ("ü" * 257, "has 514 bytes"),
     ("half \ud800 a pair", "half a surrogate pair"),
-    (17, "not int 17"),
-    (b"k", "not bytes"),
-    (None, "not NoneType None"),
+    (17, "must be a str, got int 17"),
+    (b"k", "must be a str, got bytes"),
+    (None, "must be a str, got NoneType None"),
 ]
 
 
@@ -156,7 +156,7 @@ async def test_params_that_hold_themselves_are_refused(mesh: TaskMesh) -> None:
 
 
 async def test_params_that_are_no_mapping_are_refused(mesh: TaskMesh) -> None:
-    with pytest.raises(InvalidParams, match="params are a mapping by parameter name, not list"):
+    with pytest.raises(InvalidParams, match="params must be a mapping by parameter name, got list"):
         await mesh.publish("unknown", "k", [1, 2])  # type: ignore[arg-type]  # that is the point
 
 
@@ -279,7 +279,7 @@ async def test_a_bad_setting_is_refused(
 async def test_bad_arguments_of_a_consumer_are_refused(mesh: TaskMesh, resize: TaskDefinition[..., Any]) -> None:
     assert resize.name == "resize"
     for concurrency in (0, -1, 1.5, True, "2"):
-        with pytest.raises(InvalidOption, match="concurrency is a whole number from 1"):
+        with pytest.raises(InvalidOption, match="concurrency must be a whole number from 1"):
             mesh.consumer(concurrency=concurrency)  # type: ignore[arg-type]  # that is the point
     for worker_id in ("", "w" * 257, "a\nb", 5):
         with pytest.raises(InvalidOption, match="worker_id must be a printable text of 1 to 256 characters"):

@@ -126,14 +126,14 @@ def _listed(option: str, text: str | None) -> list[str] | None:
         return None
     found = [name.strip() for name in text.split(",") if name.strip()]
     if not found:
-        raise typer.BadParameter(f"{option} names nothing: leave it out for all")
+        raise typer.BadParameter(f"{option} is empty: leave it out to take all")
     return found
 
 
 def _set_up_logging(level: str, format_: logs.Format) -> None:
     number = logging.getLevelNamesMapping().get(level.upper())
     if number is None:
-        raise typer.BadParameter(f"--log-level {level!r}: debug, info, warning or error is wanted")
+        raise typer.BadParameter(f"--log-level must be debug, info, warning or error, got {level!r}")
     # Nothing, if the user's module sets logging up itself: that happens later, and replaces ours with force=True.
     logs.set_up(number, format_)
 

@@ -77,7 +77,7 @@ async def serve(host: str, port: int, routes: Routes) -> asyncio.Server:
     try:
         return await asyncio.start_server(answer, host, port, limit=_LONGEST_REQUEST)
     except OSError as error:
-        raise TaskMeshError(f"nothing can be answered at {host}:{port}: {error}") from None
+        raise TaskMeshError(f"cannot listen on {host}:{port}: {error}") from None
 
 
 async def _response(request: str, routes: Routes) -> bytes:

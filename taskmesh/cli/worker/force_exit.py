@@ -91,7 +91,7 @@ class ForcedExit:
                     if self._signals > 1:
                         self._at = min(self._at, time.monotonic() + STUCK_DEADLINE_S)
                     heard(number)
-        logger.warning("something goes on after the stop: the process ends without it")
+        logger.warning("something still runs after the stop: exiting without it")
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(self._status())

@@ -102,7 +102,7 @@ def _imported(module: str, file: str | None) -> ModuleType:
     # Loaded in the parent from a place that no path leads to, as test runners and plug-in systems do.
     spec = importlib.util.spec_from_file_location(module, file)
     if spec is None or spec.loader is None:
-        raise ModuleNotFoundError(f"there is no module {module!r}, and {file} is no Python file", name=module)
+        raise ModuleNotFoundError(f"there is no module {module!r}, and {file} is not a Python file", name=module)
     loaded = sys.modules[module] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(loaded)
     return loaded

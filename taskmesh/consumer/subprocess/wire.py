@@ -48,7 +48,7 @@ def unpacked(message: bytes) -> list[Any]:
     """Return the kind and the parts of a message. Raises whatever it likes for what is none."""
     said = decoded(message)["said"]
     if not (isinstance(said, list) and said and isinstance(said[0], str)):
-        raise ValueError(f"{said!r:.200} is no message")
+        raise ValueError(f"{said!r:.200} is not a message")
     return said
 
 
