@@ -20,7 +20,7 @@ from pymongo import AsyncMongoClient
 from pymongo.asynchronous.collection import AsyncCollection
 from pymongo.write_concern import WriteConcern
 
-from benchmarks.worker import Line, Role, Setting
+from benchmarks.line import Line, Role, Setting
 
 Tasks = AsyncCollection[dict[str, Any]]
 _FIELDS = {"name": 1, "key": 1, "queue": 1, "params": 1}

@@ -11,7 +11,7 @@ from typing import Any
 from pymongo import AsyncMongoClient
 
 from benchmarks.commands import Commands
-from benchmarks.worker import Line, Role, Setting
+from benchmarks.line import Line, Role, Setting
 from taskmesh import Consumer, TaskDefinition, TaskMesh, TaskOption, current_task
 
 HEARTBEAT = TaskOption(ping_interval_ms=1_000, worker_timeout_ms=3_000)

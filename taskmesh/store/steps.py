@@ -167,10 +167,13 @@ async def take_signal(store: Store, outcome: Outcome, event: str, timeout_ms: in
     stages: list[Document] = [
         # What is known of this wait, the oldest signal that would end it, and then when it ends by itself.
         {"$set": {"_wait": {"known": known, "oldest": oldest}}},
+        # A stage of its own: it reads what was found above.
         {"$set": {"_until": until}},
         # What came of it; a wait that has ended before stays as it is.
         {"$set": {"task_state": changes, "event": {"$cond": [{"$and": [{"$not": [is_over]}, decided]}, told, unsaid]}}},
+        # What was found is not stored.
         {"$unset": ["_wait", "_until"]},
+        # Status and times follow.
         *prepared(rules.derivation, now),
     ]
     fields = {"record": {"$first": {"$filter": {"input": rules.STEPS, "cond": {"$eq": ["$$this.id", id_]}}}}}
