@@ -41,9 +41,10 @@ _LOCKED_PAUSES_S = 0.1, 3.0
 """The first and the longest, for a task whose claim was not through by the deadline: a slow server is over it soon, a
 transaction may take a minute."""
 _REFUSED_PAUSES_S = 1.0, 30.0
-"""The same for a task whose claim met another error: its document is spoilt, most likely."""
+"""The first and the longest pause for a task whose claim met another error: its document is spoilt, most likely."""
 _HELD_OFF_PAUSES_S = 0.1, 5.0
-"""The same for all claims, while each meets the same error: that is not about documents (a right revoked, a bad filter)."""
+"""The first and the longest pause of all claims, while each meets one error that is not about documents (a right revoked,
+a bad filter)."""
 _SPENT_SHARE = 0.2
 """How much of a lease may be over when its execution starts: a set waits for a locked document with its time frozen."""
 _CONFIRMED_WITHIN_S = 5.0

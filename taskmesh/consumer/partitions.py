@@ -46,7 +46,7 @@ class Partitions:
         return self._place[lane] if isinstance(lane, int) and 0 <= lane < LANES else 0
 
     def place_of(self, id_: str) -> int:
-        """Return the same for the lane of a task."""
+        """Return how many workers come before this one in the lane of a task."""
         return self._place[lane_of(id_)]
 
 

@@ -289,7 +289,7 @@ class _Here:
 
 
 class _FromThread:
-    """The same, called from a thread."""
+    """A transaction of a handler that runs in a thread: each call goes through the event loop."""
 
     def __init__(self, here: _Here, loop: asyncio.AbstractEventLoop) -> None:
         self._here = here
@@ -353,7 +353,7 @@ class _StepHere:
 
 
 class _StepFromThread:
-    """The same, called from a thread. It is held for as long as the step lasts."""
+    """A step of a handler that runs in a thread. The thread is held for as long as the step lasts."""
 
     def __init__(self, here: _StepHere, caller: _FromThread) -> None:
         self._here = here

@@ -17,7 +17,8 @@ from taskmesh.store.store import Store
 HORIZON_MS = 2_000
 """Tasks due later than this are not announced: the scan, which looks ahead, finds them in time."""
 HORIZON_OF_NEW_MS = 7_000
-"""The same for new tasks: they may be the first in their queue, which the scan does not know of for some seconds."""
+"""New tasks due later than this are not announced. It is longer than for others: they may be the first in their queue,
+which the scan does not know of for some seconds."""
 
 WAKING = (
     "failed",

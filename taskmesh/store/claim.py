@@ -85,7 +85,7 @@ async def claim_one(
     narrowed_by: Mapping[str, Any] | None = None,
     deadline_ms: int = 2_000,
 ) -> Document | None:
-    """Claim one task and return it, or None: the same as `claim` and `won`, in one round trip where a set is one task."""
+    """Claim one task and return it, or None: what `claim` and `won` do, in one round trip where a set is one task."""
     # The driver's own method: of a raw command's reply it would not decode nested Decimals.
     document: Document | None = await find_and_update(
         store.driver.collection(store.tasks),

@@ -62,7 +62,7 @@ CODEC: CodecOptions[Document] = CodecOptions(
     type_registry=TypeRegistry([_DecimalCodec()]),
 )
 PLAIN_CODEC: CodecOptions[Document] = CODEC.with_options(type_registry=TypeRegistry([_DecimalEncoder()]))
-"""The same for reading what has no values of users in it, or whose values are `restored` by the reader.
+"""`CODEC` for reading what has no values of users in it, or whose values are `restored` by the reader.
 
 With a decoder of ours, however seldom it is needed, PyMongo decodes a reply in Python, one document at a time: that was a
 quarter of all that a busy consumer did (measured).

@@ -34,7 +34,7 @@ INDEXES: dict[str, tuple[list[tuple[str, int]], Document]] = {
         [("queue", 1), ("name", 1), ("task_option.priority", -1), ("next_claim_time", 1), ("lane", 1)],
         {"partialFilterExpression": {"pinned": False, "next_claim_time": _present}},
     ),
-    # The same for tasks that name their workers: they starve nobody, and nobody starves them.
+    # What can be claimed by the workers that it names: such tasks starve nobody, and nobody starves them.
     "claimable_by_name": (
         [
             ("task_option.specific_worker_ids", 1),
@@ -45,7 +45,7 @@ INDEXES: dict[str, tuple[list[tuple[str, int]], Document]] = {
         ],
         {"partialFilterExpression": {"pinned": True, "next_claim_time": _present}},
     ),
-    # The same once more, by group: where groups have limits, the full ones are stepped over. Empty without groups.
+    # What can be claimed by anybody, by group: where groups have limits, the full ones are stepped over. Empty without groups.
     "claimable_by_group": (
         [("queue", 1), ("group", 1), ("name", 1), ("task_option.priority", -1), ("next_claim_time", 1)],
         {"partialFilterExpression": {"group": _present, "pinned": False, "next_claim_time": _present}},

@@ -57,7 +57,7 @@ class Sample:
     wait_ms: tuple[float, float] | None
     """From publish to claim, median and 95th percentile, of what was seen lately."""
     run_ms: tuple[float, float] | None
-    """The same from claim to finish."""
+    """From claim to finish, median and 95th percentile, of what was seen lately."""
 
 
 class Pulse:
