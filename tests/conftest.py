@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Generator, Iterator
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -142,18 +143,25 @@ def replica_set() -> Iterator[ThreeNodes]:
         yield nodes
 
 
-@pytest.fixture(autouse=True)
-def _the_event_loop_is_never_blocked(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a test in which code of taskmesh makes a blocking call while an event loop runs in its thread."""
-    if request.node.get_closest_marker("blocks_the_loop"):
-        yield
-        return
+@cache
+def _guard() -> BlockBuster:
+    """Make the guard once: finding all that can block takes 20 ms of computing, and most tests take little more."""
     guard = BlockBuster("taskmesh")
     for call in guard.functions.values():
         # Once in a client's life PyMongo looks whether it runs in a container: a stat of one local file.
         call.can_block_in("pymongo/pool_options.py", "get_container_env_info")
         # Once in a process's life for each time zone: a small local file, kept from then on. So the import of cronsim.
         call.can_block_in("taskmesh/model/recurrence.py", {"_zone", "_cronsim"})
+    return guard
+
+
+@pytest.fixture(autouse=True)
+def _the_event_loop_is_never_blocked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test in which code of taskmesh makes a blocking call while an event loop runs in its thread."""
+    if request.node.get_closest_marker("blocks_the_loop"):
+        yield
+        return
+    guard = _guard()
     guard.activate()
     try:
         yield
