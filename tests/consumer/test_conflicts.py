@@ -62,7 +62,7 @@ async def move(session: Any, database: str) -> None:
 async def test_transfers_between_few_accounts_all_succeed_once_and_none_is_charged(
     mesh: TaskMesh, client: Any, database: str, in_place: bool
 ) -> None:
-    accounts, transfers = 4, 60
+    accounts, transfers = 4, 30
 
     @mesh.task(option=ONCE)
     async def transfer(n: int, giver: int, taker: int) -> Any:

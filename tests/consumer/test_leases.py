@@ -56,13 +56,13 @@ async def test_m3_running_ids_are_unique_per_task_among_all_workers(mesh: TaskMe
         task = current_task()
         ids = seen.setdefault(task.key, [])
         ids.append(task.running_id)
-        if len(ids) < 25:
+        if len(ids) < 10:
             raise Snooze
 
-    await job.publish_many({f"k{i}": {} for i in range(40)})
+    await job.publish_many({f"k{i}": {} for i in range(20)})
     async with working(mesh), working(mesh):
-        await eventually(lambda: len(seen) == 40 and all(len(ids) == 25 for ids in seen.values()))
-    assert all(len(set(ids)) == 25 for ids in seen.values())
+        await eventually(lambda: len(seen) == 20 and all(len(ids) == 10 for ids in seen.values()))
+    assert all(len(set(ids)) == 10 for ids in seen.values())
 
 
 @pytest.mark.lasting

@@ -42,11 +42,11 @@ async def _end(mesh: TaskMesh, key: str, ending: str) -> None:
         await asyncio.sleep(0.05)
 
 
-@pytest.mark.parametrize("count", [1_000, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [300, pytest.param(20_000, marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning")
 async def test_t32_no_slot_leaks_however_handlers_end(mesh: TaskMesh, count: int) -> None:
     chance = random.Random(32)
-    endings = ["return", *RAISED] * 10 + ["late", "delete", "cancel"]
+    endings = ["return", *RAISED] * 3 + ["late", "delete", "cancel"]
     seen: dict[str, str] = {}
 
     @mesh.task(option=QUICK)

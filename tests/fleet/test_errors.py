@@ -100,7 +100,7 @@ async def test_failures_that_differ_in_unquoted_names_alone_are_one_group_by_typ
 
     for definition in (send, pack):
         await definition.publish_many({name: {"to": name} for name in names})
-    async with working(mesh, "w1"):
+    async with working(mesh, "w1", concurrency=1):  # and so one child
         for key in names:
             await finished(mesh, "send", key)
             await finished(mesh, "pack", key)

@@ -26,9 +26,9 @@ async def test_no_more_than_running_run_at_once_over_all_consumers(mesh: TaskMes
         return n
 
     await mesh.set_limit("narrow", running=3)
-    await work.publish_many({f"k{n}": {"n": n} for n in range(60)})
+    await work.publish_many({f"k{n}": {"n": n} for n in range(30)})
     async with all_working(mesh, ["w1", "w2", "w3"], concurrency=10):
-        await all_finished(mesh, "work", 60)
+        await all_finished(mesh, "work", 30)
     assert most_running(await starts_of(mesh, "work")) == 3
 
 

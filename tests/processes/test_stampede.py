@@ -23,7 +23,7 @@ async def test_t14_few_claims_are_lost_however_many_processes_share_a_backlog(
     workers = fleet.start_many(processes, concurrency=100)
     await eventually(lambda: _know_each_other(documents), what="every worker knows of all others")
     await mesh.pause("default")
-    count = 5_000
+    count = 2_500
     await work.publish_many({f"k{number}": {} for number in range(count)})
     await mesh.resume("default")
     await eventually(lambda: documents.count_documents({"status": "SUCCESS"}) == count, 60.0)
