@@ -20,6 +20,7 @@ _LEASE = TaskOption(
     ping_interval_ms=400, worker_timeout_ms=120_000, unexpected_retry_delay_ms=50, max_unexpected_retries=5
 )
 _PATIENCE_S = 60.0
+_FURTHER = 100
 
 
 @dataclass
@@ -49,8 +50,12 @@ async def live(
     listener: monitoring.CommandListener | None = None,
     *,
     armed: Callable[[], None] | None = None,
+    complete: Callable[[], bool] = lambda: True,
 ) -> Life:
-    """Live through it all. `armed` is called when the fleet works, to begin with the faults."""
+    """Live through it all. `armed` is called when the fleet works, to begin with the faults.
+
+    `complete`: whether everything has happened that was to; until then, there is more to do for the fleet.
+    """
     life = Life()
     client: Any = AsyncMongoClient(uri, appname="taskmesh", event_listeners=[listener] if listener else [])
     mesh = TaskMesh(client, database=database)
@@ -60,7 +65,7 @@ async def live(
     try:
         await _again(life, mesh.connect)
         try:
-            await _work(mesh, life)
+            await _work(mesh, life, complete)
         finally:
             await mesh.close()
     finally:
@@ -68,7 +73,7 @@ async def live(
     return life
 
 
-async def _work(mesh: TaskMesh, life: Life) -> None:
+async def _work(mesh: TaskMesh, life: Life, complete: Callable[[], bool]) -> None:
     consumers, running = await _start(mesh, life, "first")
     try:
         await _publish(mesh, life)
@@ -85,6 +90,10 @@ async def _work(mesh: TaskMesh, life: Life) -> None:
         await eventually(
             lambda: _are_done(mesh, life, ["last", "held"]), _PATIENCE_S, what="the second has done the rest"
         )
+        for number in range(_FURTHER):
+            if complete():
+                break
+            await _one_more(mesh, life, f"further-{number}")
         await _read(mesh, life)
         assert not running.done(), "the consumer goes on"
     finally:
@@ -176,6 +185,25 @@ async def _all_tasks(mesh: TaskMesh) -> dict[str, str]:
     return {task.key: task.status.value async for task in mesh.find(limit=0)}
 
 
+async def _one_more(mesh: TaskMesh, life: Life, key: str) -> None:
+    """Publish a task, and wait until it is done."""
+    await _again(life, lambda: mesh.publish("work", key))
+    await eventually(lambda: _are_done(mesh, life, [key]), _PATIENCE_S, what=f"{key} is done")
+
+
+async def _until_renewed_twice(mesh: TaskMesh, life: Life, key: str) -> None:
+    """Wait until the lease of a task's one entry was made longer twice."""
+    ends: set[Any] = set()
+
+    async def renewed() -> bool:
+        query, fields = {"name": "work", "key": key}, {"task_state.worker_states.ping_expire_time": 1}
+        task = await _again(life, lambda: mesh.store.driver.collection("tasks").find_one(query, fields))
+        ends.update(entry["ping_expire_time"] for entry in task["task_state"]["worker_states"])
+        return len(ends) > 2
+
+    await eventually(renewed, _PATIENCE_S, what="the place was kept twice")
+
+
 async def _read(mesh: TaskMesh, life: Life) -> None:
     for task in await _again(life, lambda: _listed(mesh)):
         life.statuses[task.key] = task.status.value
@@ -216,7 +244,7 @@ def _define(mesh: TaskMesh, life: Life) -> None:
                 try:
                     await asyncio.sleep(60)
                 finally:
-                    await asyncio.sleep(1.0)  # cleans up: two renewals of the place that it keeps until then
+                    await _until_renewed_twice(mesh, life, task.key)  # cleans up, and keeps its place until then
             case "chains":
                 await task.publish("work", "after")
             case "writes":

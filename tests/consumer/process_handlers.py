@@ -294,13 +294,15 @@ def move(session: Any, database: str) -> None:
     accounts.update_one({"_id": "b"}, {"$inc": {"cents": 1}}, session=session)
 
 
-def half_if_told() -> str:
-    """Return early, with half of the work done, as soon as the first attempt is told to stop."""
+def half_if_told(door: str) -> str:
+    """Work until there is a file `door`; return early, with half of the work done, as soon as it is told to stop."""
     task = current_blocking_task()
     task.progress(0.1)
-    while task.attempt == 1 and not task.cancelled:
+    while not Path(door).exists():
+        if task.cancelled:
+            return "half"
         time.sleep(0.001)
-    return "half" if task.attempt == 1 else "whole"
+    return "whole"
 
 
 def tell_deadline_after(seconds: float) -> list[Any]:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from datetime import timedelta
-
-import pytest
 
 from taskmesh import Status, Task, TaskMesh, TaskOption
 from taskmesh.consumer.partitions import Partitions
@@ -31,7 +28,6 @@ def keys_in_lanes_of(worker_id: str, other: str) -> list[str]:
     return [key for key in map(str, range(BACKLOG)) if lanes.own and lane_of(f"step:{key}") in lanes.own]
 
 
-@pytest.mark.timed
 async def test_a_lost_task_is_taken_over_in_time_though_a_backlog_waits(mesh: TaskMesh) -> None:
     @mesh.task(option=SHORT_LEASE)
     async def step() -> None:
@@ -50,7 +46,10 @@ async def test_a_lost_task_is_taken_over_in_time_though_a_backlog_waits(mesh: Ta
     start_time = task.task_state.worker_states[0].start_time
     assert lease_end is not None
     assert start_time is not None
-    assert lease_end <= start_time <= lease_end + timedelta(seconds=2.5)
+    assert lease_end <= start_time
+    meanwhile = {"task_state.worker_states.start_time": {"$gt": lease_end, "$lt": start_time}}
+    # Counted in others that went before: 200 of them begin in a second at most, and fewer on a busy machine.
+    assert await mesh.store.driver.collection("tasks").count_documents(meanwhile) < 500
 
 
 async def test_a_task_in_the_lane_of_a_busy_worker_does_not_wait_for_the_end_of_the_backlog(mesh: TaskMesh) -> None:
