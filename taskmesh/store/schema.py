@@ -101,7 +101,7 @@ async def check_server(store: Store) -> Document:
 async def create(store: Store) -> None:
     """Create what is missing. Raises `IncompatibleCollection`; safe to run from many processes at once."""
     await check_version(store)
-    for name in (
+    wanted = (
         store.tasks,
         store.workers,
         store.queues,
@@ -110,7 +110,9 @@ async def create(store: Store) -> None:
         store.actions,
         store.undo,
         store.definitions,
-    ):
+    )
+    existing = await _collections(store)
+    for name in (name for name in wanted if name not in existing):
         try:
             await store.driver.command({"create": name})
         except (CollectionInvalid, OperationFailure) as error:
@@ -120,6 +122,13 @@ async def create(store: Store) -> None:
     await store.driver.collection(store.meta).update_one(
         {"_id": "schema"}, {"$setOnInsert": {"version": SCHEMA_VERSION, "create_time": datetime.now(UTC)}}, upsert=True
     )
+
+
+async def _collections(store: Store) -> set[str]:
+    """Return the names of the collections that are there: one question, where each creation would be refused."""
+    # Of those that this user may use: so everybody may ask.
+    reply = await store.driver.command({"listCollections": 1, "nameOnly": True, "authorizedCollections": True})
+    return {collection["name"] for collection in reply["cursor"]["firstBatch"]}
 
 
 async def check_readable(store: Store) -> None:
