@@ -250,4 +250,5 @@ def _define(mesh: TaskMesh, life: Life) -> None:
             case "writes":
                 async with task.transaction() as session:
                     await mesh.store.driver.database["effects"].insert_one({"_id": task.running_id}, session=session)
+                    task.set_result(task.key)
         return str(task.key)
