@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -43,6 +44,8 @@ class WarmProcess:
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
+        self.ended_at: float | None = None
+        """When (monotonic, the clock of the whole machine) it was gone, as its parent saw: a test's process may be late."""
         self._ended = threading.Event()
 
     def poll(self) -> int | None:
@@ -70,8 +73,9 @@ class WarmProcess:
         """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
-    def end(self, status: int) -> None:
-        """Note how it ended; the server says so."""
+    def end(self, status: int, at: float) -> None:
+        """Note how and when it ended; the server says so."""
+        self.ended_at = at
         self.returncode = os.waitstatus_to_exitcode(status)
         self._ended.set()
 
@@ -104,13 +108,13 @@ class _Server:
     def _listen(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            pid, status = json.loads(line)
+            pid, status, now = json.loads(line)
             if status is None:
                 self._children[pid] = WarmProcess(pid)
                 self._newest = pid
                 self._started.release()
             else:
-                self._children.pop(pid).end(status)
+                self._children.pop(pid).end(status, now)
 
 
 @cache
@@ -185,7 +189,7 @@ def _serve() -> Callable[[], None]:
 
 
 def _tell(pid: int, status: int | None) -> None:
-    os.write(1, json.dumps([pid, status]).encode() + b"\n")
+    os.write(1, json.dumps([pid, status, time.monotonic()]).encode() + b"\n")
 
 
 def _child(order: Mapping[str, Any]) -> Callable[[], None]:

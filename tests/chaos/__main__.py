@@ -8,6 +8,7 @@ their names in tests/processes/broken.py, `;` between them; the run should then 
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import random
 import sys
@@ -44,6 +45,8 @@ def main() -> int:
         say(f"taken out of the engine: {'; '.join(broken)}")
     clock_s = random.Random(seed).choice(_CLOCKS_S) if FAKETIME.exists() else 0.0
     say(f"the servers' clocks are {clock_s:+g} s off")
+    # The witnesses keep millions of objects: looking through them all, again and again, would hold up every thread for seconds.
+    gc.disable()
     with cluster(directory / "cluster", clocks_s=[clock_s] * 3) as servers:
         world = World(servers.uri, directory, seed, broken=broken)
         with world:

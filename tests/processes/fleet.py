@@ -99,7 +99,8 @@ class Worker:
     def _reap(self) -> None:
         """A thread of its own waits for the end, so that its time is known, and no zombie holds the worker's id."""
         self.process.wait()
-        self.gone = time.monotonic()
+        ended_at = self.process.ended_at if isinstance(self.process, warm.WarmProcess) else None
+        self.gone = ended_at or time.monotonic()
 
 
 @dataclass
