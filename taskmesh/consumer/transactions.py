@@ -102,6 +102,7 @@ class Transactions:
         self._together = Together(store, worker_id, clock)
         self._loop = asyncio.get_running_loop()
         self._limit_s: float | None = None
+        self._opening = asyncio.Lock()
         self._blocking: BlockingStore | None = None
         self._closing: Any = None
 
@@ -183,11 +184,12 @@ class Transactions:
         return StoreAddress(settings_of(driver.client), driver.database.name, self._store.tasks)
 
     async def _blocking_store(self) -> BlockingStore:
-        if self._blocking is None:
-            database = await asyncio.to_thread(self._store.driver.sync_database)
-            self._blocking = BlockingStore(database.client, database.name, self._store.tasks, self._store.now)
-            self._closing = database.client
-        return self._blocking
+        async with self._opening:  # several threads may be the first
+            if self._blocking is None:
+                database = await asyncio.to_thread(self._store.driver.sync_database)
+                self._blocking = BlockingStore(database.client, database.name, self._store.tasks, self._store.now)
+                self._closing = database.client
+            return self._blocking
 
     async def close(self) -> None:
         """Close the blocking client, if there is one of ours."""
