@@ -95,6 +95,13 @@ def _happenings(task: Task, bars: Iterable[Bar]) -> list[Happening]:
         if entry.fail_time is not None:
             reason = (entry.fail_reason or "").partition("\n")[0]
             found.append(Happening(entry.fail_time, f"FAIL: {reason}" if reason else "FAIL", entry.worker_id))
+    found += [
+        Happening(
+            step.time, f"{step.kind} {step.name} {'failed' if step.error is not None else 'recorded'}", step.worker_id
+        )
+        for step in task.steps
+        if step.time is not None
+    ]
     if state.progress is not None:
         said = f"progress {state.progress.fraction:.0%} {state.progress.message or ''}".strip()
         found.append(Happening(state.progress.time, said))

@@ -70,6 +70,10 @@ class TaskHandle(Generic[R]):
         """Cancel the task; a finished one stays as it is. Returns it as it stands after."""
         return await self.tasks.cancel(self.name, self.key)
 
+    def read(self, stored: Any) -> R:
+        """Return a result of this task as the type that it is annotated with. Raises `UnstorableValue`."""
+        return cast(R, self._returns.read(stored))
+
     def _value(self, task: Task, place: int) -> R:
         return cast(R, self._returns.read(task.successes[place].returns))
 

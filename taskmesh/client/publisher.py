@@ -17,7 +17,7 @@ from taskmesh.client.connection import Connection, sample
 from taskmesh.client.handle import TaskHandle
 from taskmesh.client.portal import portal_loop, run_blocking
 from taskmesh.client.registered import RegisteredDefinition
-from taskmesh.client.returns import Returns
+from taskmesh.client.returns import PLAIN, Returns
 from taskmesh.client.tasks import Tasks
 from taskmesh.client.tracing import Carrier, carrier, going_on, publishing
 from taskmesh.model.configuration import Configuration, PublishSettings
@@ -181,6 +181,19 @@ class Publisher:
         publication = Publication(definition.name, checked_key(key), stored, definition.configuration, size)
         _check_no_circle([publication])
         return publication
+
+    def handle_of(self, definition: Publishable | str, publication: Publication, *, created: bool) -> TaskHandle[Any]:
+        """Return the handle of what a handler has started."""
+        known = self.definitions.get(definition) if isinstance(definition, str) else definition
+        return TaskHandle(
+            self._tasks,
+            publication.name,
+            publication.key,
+            created=created,
+            updated=False,
+            warnings=[],
+            returns=PLAIN if known is None else known.returns,
+        )
 
     # --- from code without an event loop ---
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from datetime import datetime
 from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 from taskmesh.client.definition import TaskDefinition
+from taskmesh.client.handle import TaskHandle
 from taskmesh.consumer.journal import (
     Journal,
     Ledger,
@@ -19,6 +20,7 @@ from taskmesh.consumer.journal import (
     duration_ms,
     step_under_way,
 )
+from taskmesh.model.errors import TaskError
 from taskmesh.model.option import TaskOption
 
 P = ParamSpec("P")
@@ -203,6 +205,48 @@ class TaskContext(_Context):
         """
         return await self._running.journal.wait_for(event, timeout_ms)
 
+    @overload
+    async def start(
+        self, definition: TaskDefinition[P, T], key: str, /, *args: P.args, **params: P.kwargs
+    ) -> TaskHandle[T]: ...
+    @overload
+    async def start(
+        self,
+        definition: TaskDefinition[..., Any] | str,
+        key: str,
+        /,
+        *args: Any,
+        detached: bool = False,
+        params: Mapping[str, Any] | None = None,
+        **named: Any,
+    ) -> TaskHandle[Any]: ...
+    async def start(
+        self, definition: TaskDefinition[..., Any] | str, key: str, /, *args: Any, **named: Any
+    ) -> TaskHandle[Any]:
+        """Start a child of this task, now and once, and return its handle: for `results`, or to leave alone.
+
+            parts = [await task.start(pack, f"{order}-{i}", n=i) for i in range(3)]
+
+        It is published together with a record in this task, or not at all. If this task is cancelled or fails, what it has
+        started and is not finished is cancelled, unless `detached`. A handler with a param named `detached` or `params` gets all
+        of them by `params={…}`. Raises `InvalidKey` for a key that somebody else has published, `InvalidParams`, `LeaseLost`.
+        """
+        detached, params = bool(named.pop("detached", False)), named.pop("params", None)
+        given = dict(params) if params is not None else _named(definition, args, named)
+        return await self._running.journal.start(definition, key, given, detached=detached)
+
+    @overload
+    async def results(self, handles: Sequence[TaskHandle[T]], /) -> list[T]: ...
+    @overload
+    async def results(self, handles: Sequence[TaskHandle[T]], /, *, return_errors: bool) -> list[T | TaskError]: ...
+    async def results(self, handles: Sequence[TaskHandle[Any]], /, *, return_errors: bool = False) -> list[Any]:
+        """Wait until these children are finished, and return their values in order. The task is put aside as by `sleep`.
+
+        A child that did not succeed raises `TaskError`, or with `return_errors=True` stands as that error in its place. It is the
+        same after a retry: values stay with the children, which are kept until this task is finished.
+        """
+        return await self._running.journal.results(handles, return_errors=return_errors)
+
     def transaction(self) -> AbstractAsyncContextManager[Any]:
         """Return a block whose writes with its session commit together with this execution's SUCCESS, or not at all.
 
@@ -284,6 +328,48 @@ class BlockingTaskContext(_Context):
     def wait_for(self, event: str, /, timeout_ms: int | None = None) -> Any:
         """Wait for a signal and return its payload; None after the timeout. As told at `TaskContext.wait_for`."""
         return self._running.ledger.wait_for(event, timeout_ms, step_under_way())
+
+    @overload
+    def start(
+        self, definition: TaskDefinition[P, T], key: str, /, *args: P.args, **params: P.kwargs
+    ) -> TaskHandle[T]: ...
+    @overload
+    def start(
+        self,
+        definition: TaskDefinition[..., Any] | str,
+        key: str,
+        /,
+        *args: Any,
+        detached: bool = False,
+        params: Mapping[str, Any] | None = None,
+        **named: Any,
+    ) -> TaskHandle[Any]: ...
+    def start(
+        self, definition: TaskDefinition[..., Any] | str, key: str, /, *args: Any, **named: Any
+    ) -> TaskHandle[Any]:
+        """Start a child of this task, now and once, and return its handle: for `results`, or to leave alone.
+
+            parts = [task.start(pack, f"{order}-{i}", n=i) for i in range(3)]
+
+        It is published together with a record in this task, or not at all. If this task is cancelled or fails, what it has
+        started and is not finished is cancelled, unless `detached`. A handler with a param named `detached` or `params` gets all
+        of them by `params={…}`. Raises `InvalidKey` for a key that somebody else has published, `InvalidParams`, `LeaseLost`.
+        """
+        detached, params = bool(named.pop("detached", False)), named.pop("params", None)
+        given = dict(params) if params is not None else _named(definition, args, named)
+        return self._running.ledger.start(definition, key, given, detached=detached)
+
+    @overload
+    def results(self, handles: Sequence[TaskHandle[T]], /) -> list[T]: ...
+    @overload
+    def results(self, handles: Sequence[TaskHandle[T]], /, *, return_errors: bool) -> list[T | TaskError]: ...
+    def results(self, handles: Sequence[TaskHandle[Any]], /, *, return_errors: bool = False) -> list[Any]:
+        """Wait until these children are finished, and return their values in order. The task is put aside as by `sleep`.
+
+        A child that did not succeed raises `TaskError`, or with `return_errors=True` stands as that error in its place. It is the
+        same after a retry: values stay with the children, which are kept until this task is finished.
+        """
+        return self._running.ledger.results(handles, return_errors=return_errors)
 
     def transaction(self) -> AbstractContextManager[Any]:
         """Return a block whose writes commit together with this execution's SUCCESS, or not at all.

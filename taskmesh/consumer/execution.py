@@ -201,7 +201,7 @@ class Execution:
         self._clock = clock
         self._runner = runner
         self._reports = reports
-        self._publisher = publisher
+        self.publisher = publisher
         self._blocks = blocks
         self._journals = journals
         self._journal: Journal | None = None
@@ -394,7 +394,7 @@ class Execution:
     def add_publication(self, definition: Any, key: str, params: Mapping[str, Any]) -> None:
         """Keep a task to be published with this execution's SUCCESS. Raises what publishing it would."""
         self.check_goes_on()
-        publication = self._publisher.publication_of(definition, key, params)
+        publication = self.publisher.publication_of(definition, key, params)
         if self.span is not None:
             publication.trace = self.span.carrier
         with _lock:

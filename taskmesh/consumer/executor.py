@@ -368,7 +368,7 @@ class Executor:
             self._executions.recording.discard(execution)
             if outcome.kind == "succeeded" and recorded:
                 self._succeeded(execution)
-            elif outcome.kind == "failed" and recorded:
+            elif outcome.kind in ("failed", "suspended") and recorded:
                 self._dependents.finished(execution.id)
             self._over(execution, recorded=recorded)
 

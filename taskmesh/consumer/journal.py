@@ -36,19 +36,22 @@ from taskmesh.model.errors import (
     InvalidOption,
     LeaseLost,
     StepMismatch,
+    TaskError,
     TaskFailed,
     TaskMeshError,
     TaskSuspended,
     TaskTooLarge,
 )
 from taskmesh.model.ids import checked_step_name
-from taskmesh.store import Store, steps
+from taskmesh.store import Store, children, steps
+from taskmesh.store.dependencies import linking_pipeline
 from taskmesh.store.driver import Document, restored
 from taskmesh.store.finish import Outcome
 from taskmesh.store.server_errors import is_over_deadline, is_passing, patiently
 from taskmesh.store.values import cleaned, decoded, encoded
 
 if TYPE_CHECKING:
+    from taskmesh.client.handle import TaskHandle
     from taskmesh.consumer.execution import Execution
     from taskmesh.consumer.finisher import Finisher
     from taskmesh.consumer.transactions import Transactions
@@ -237,6 +240,75 @@ class Journal:
         if record.get("time") is None:
             await self.suspend({"id": entry.id, "kind": "wait", "name": entry.name, "event": event})
         return record["value"]
+
+    # --- children ---
+
+    async def start(self, definition: Any, key: str, params: Mapping[str, Any], *, detached: bool) -> TaskHandle[Any]:
+        """See `TaskContext.start`."""
+        self._check()
+        self._check_place(_inside.get())
+        publisher = self._execution.publisher
+        publication = publisher.publication_of(definition, key, params)
+        publication.parent, publication.detached = self._execution.id, detached
+        entry = Entry("start", publication.id, publication.id, steps.record_id("start", 1, publication.id), None)
+        created = False
+        try:
+            if await self.look_up(entry) is None:
+                await self._journals.transactions.start_child(self, entry, publication)
+                created = True
+        finally:
+            self.leave(entry)
+        return publisher.handle_of(definition, publication, created=created)
+
+    async def results(self, handles: Sequence[Started], *, return_errors: bool) -> list[Any]:
+        """See `TaskContext.results`."""
+        entry = self.entry("join", "results")
+        ids = [f"{handle.name}:{handle.key}" for handle in handles]
+        try:
+            record = await self.look_up(entry)
+            known = await self._read()
+            for handle, id_ in zip(handles, ids, strict=True):
+                if steps.record_id("start", 1, id_) not in known:
+                    raise TaskMeshError(
+                        f"{self._label}: results() takes what start() returned, and {handle!r} was not started by this task: "
+                        "wait for other tasks by after="
+                    )
+            if record is None and (left := await self._unfinished(ids)):
+                self.leave(entry)
+                count = f"{left} task{'' if left == 1 else 's'}"
+                await self.suspend({"id": entry.id, "kind": "join", "name": count})
+            found = await patiently(lambda: children.ends(self._journals.store, ids))
+            if record is None:
+                errors = [[id_, text] for id_ in dict.fromkeys(ids) if (text := error_of(id_, found.get(id_)))]
+                record = await self.write(entry, {"value": errors, "error": errors[0][1]} if errors else {"value": []})
+        finally:
+            self.leave(entry)
+        failed_ones: dict[str, str] = dict(record["value"])
+        values: list[Any] = []
+        for handle, id_ in zip(handles, ids, strict=True):
+            if id_ in failed_ones or id_ not in found:
+                text = failed_ones.get(id_) or error_of(id_, None) or ""
+                error = TaskError(text, list(found.get(id_, {}).get("reasons", ())))
+                if not return_errors:
+                    raise error
+                values.append(error)
+            else:
+                values.append(handle.read(found[id_].get("value")))
+        return values
+
+    async def _unfinished(self, ids: Sequence[str]) -> int:
+        """Let the children name this task as one that waits for them; then count which it has to wait for."""
+        store, execution = self._journals.store, self._execution
+        if not await patiently(lambda: children.unfinished(store, ids)):
+            return 0
+        linking = linking_pipeline([execution.id], store.now)
+        await patiently(lambda: children.link(store, ids, execution.id, linking))
+        return await patiently(lambda: children.unfinished(store, ids))
+
+    @property
+    def lease_until(self) -> float:
+        """Until when (monotonic) its writes count."""
+        return self._execution.lease_until
 
     # --- a record: asked for, written ---
 
@@ -498,6 +570,17 @@ def value_of(record: Document, returns: Returns) -> Any:
     return returns.read(record["value"])
 
 
+def error_of(id_: str, end: Document | None) -> str | None:
+    """Say how a child ended that did not succeed; None if it did."""
+    name, _, key = id_.partition(":")
+    if end is None:
+        return f"the child {name!r} {key!r} is there no more: it was deleted"
+    if end["status"] == "SUCCESS":
+        return None
+    reasons = "; ".join(reason.partition("\n")[0] for reason in end["reasons"])
+    return cleaned(f"the child {name!r} {key!r} ended as {end['status']}{': ' + reasons if reasons else ''}")
+
+
 def not_callable(name: str, fn: Any) -> TypeError:
     """Return the error for what cannot be called."""
     hint = (
@@ -534,6 +617,18 @@ def checked_moment(when: Any) -> datetime:
     return moment.replace(microsecond=moment.microsecond // 1000 * 1000)
 
 
+class Started(Protocol):
+    """What `start` returned: a `TaskHandle`, or its name in the process that talks to a child process."""
+
+    # ruff: noqa: D102 — each is the handle's property or method of its name
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def key(self) -> str: ...
+    def read(self, stored: Any) -> Any: ...
+
+
 class Ledger(Protocol):
     """A journal, for a handler that blocks: in a thread here, or at the other end of a pipe."""
 
@@ -542,6 +637,8 @@ class Ledger(Protocol):
     def begin_step(self, name: str, made_by: str, outer: str | None) -> tuple[str, Document | None]: ...
     def end_step(self, id_: str, fields: Document | None) -> Document | None: ...
     def in_transaction(self, id_: str, fn: Callable[[Any], Document]) -> Document: ...
+    def start(self, definition: Any, key: str, params: Mapping[str, Any], *, detached: bool) -> TaskHandle[Any]: ...
+    def results(self, handles: Sequence[Started], *, return_errors: bool) -> list[Any]: ...
     def sleep(self, name: str, ms: int | None, when: datetime | None, outer: str | None) -> None: ...
     def wait_for(self, event: str, timeout_ms: int | None, outer: str | None) -> Any: ...
 
@@ -621,6 +718,16 @@ class InThread:
         """Do it in a transaction that the record commits with."""
         journal = self._execution.journal
         return self._journals.transactions.step_in_thread(self._execution, journal, journal.begun(id_), fn)
+
+    def start(self, definition: Any, key: str, params: Mapping[str, Any], *, detached: bool) -> TaskHandle[Any]:
+        """See `BlockingTaskContext.start`."""
+        handle: TaskHandle[Any] = self._do(lambda journal: journal.start(definition, key, params, detached=detached))
+        return handle
+
+    def results(self, handles: Sequence[Started], *, return_errors: bool) -> list[Any]:
+        """See `BlockingTaskContext.results`."""
+        values: list[Any] = self._do(lambda journal: journal.results(handles, return_errors=return_errors))
+        return values
 
     def sleep(self, name: str, ms: int | None, when: datetime | None, outer: str | None) -> None:
         """See `BlockingTaskContext.sleep`."""

@@ -28,6 +28,7 @@ from taskmesh.consumer.reporter import Reporter
 from taskmesh.consumer.timing import by_chance
 from taskmesh.consumer.together import Together, commit, lost, write
 from taskmesh.model.errors import (
+    InvalidKey,
     LeaseLost,
     Retry,
     Snooze,
@@ -36,12 +37,12 @@ from taskmesh.model.errors import (
     TransactionConflict,
     UnstorableValue,
 )
-from taskmesh.store import Store, steps
+from taskmesh.store import Store, children, steps
 from taskmesh.store.blocking import BlockingStore, StoreAddress, run_now
 from taskmesh.store.clock import ServerClock
 from taskmesh.store.driver import Document, maybe, settings_of
 from taskmesh.store.finish import Outcome
-from taskmesh.store.publish import Publication
+from taskmesh.store.publish import Publication, publish_in_session
 from taskmesh.store.renew import extend
 from taskmesh.store.server_errors import is_over_deadline, is_passing, is_transaction_gone
 
@@ -144,6 +145,39 @@ class Transactions:
                 return await _step_again(self._store, session, side, made, asyncio.sleep)
         except TaskFailed as error:
             return await journal.write(entry, failed(error))
+
+    async def start_child(self, journal: Journal, entry: Entry, publication: Publication) -> Document:
+        """Insert a child and record it in its parent, as one; return the record. Raises `InvalidKey`, `LeaseLost`."""
+        longest = _FIRST_WAIT_S
+        while True:
+            async with journal.transaction(), self._store.driver.session() as session:
+                outcome = await journal.outcome(entry, {})
+                try:
+                    await self._store.driver.start_transaction(session)
+                    there, parent = await children.parent_of(self._store, publication.id, session)
+                    if there and parent != publication.parent:
+                        raise InvalidKey(
+                            f"task {publication.name!r} {publication.key!r} is there already and was not started by "
+                            f"{publication.parent!r}, so it cannot be its child: start it under another key"
+                        )
+                    if not there:
+                        await publish_in_session(self._store, [publication], self._clock.now(), session)
+                    if not await steps.record(self._store, self._worker_id, [outcome], session=session):
+                        raise lost(outcome)
+                    await commit(self._store, session, asyncio.sleep)
+                except PyMongoError as error:
+                    falters = error.has_error_label(_TRANSIENT) or is_passing(error) or is_over_deadline(error)
+                    if not falters or time.monotonic() >= journal.lease_until:
+                        raise
+                except LeaseLost:
+                    stands = await steps.stands(self._store, [outcome])  # perhaps an answer was lost, not the lease
+                    if stands[outcome] != "recorded":
+                        raise
+                    return journal.remember(outcome)
+                else:
+                    return journal.remember(outcome)
+            await asyncio.sleep(by_chance(longest))
+            longest = min(longest * 1.5, _LONGEST_WAIT_S)
 
     def step_in_thread(
         self, execution: Execution, journal: Journal, entry: Entry, made: Callable[[Any], Document]

@@ -199,7 +199,8 @@ class TaskState(_Stored):
     dependency_failure: DependencyFailure | None = None
     signals: list[Signal] = []
     """Signals that have come and were not waited for yet, the oldest first."""
-    steps: list[Step] = Field(default=[], exclude=True, repr=False)
+    steps: list[Step] = []
+    """All records, also of waits that have not come to their end; see `Task.steps`."""
 
 
 class Task(_Stored):

@@ -18,7 +18,7 @@ from taskmesh.model.errors import TaskNotFound
 from taskmesh.store import dependencies, repeated, rules
 from taskmesh.store.driver import Document
 from taskmesh.store.event_stamp import stamp
-from taskmesh.store.finish import fresh_state
+from taskmesh.store.finish import cancel_pipeline, fresh_state
 from taskmesh.store.prepared import prepared
 from taskmesh.store.server_errors import patiently
 from taskmesh.store.store import Store
@@ -64,16 +64,6 @@ async def _change(store: Store, id_: str, condition: rules.Expression, pipeline:
         return repeated.is_changed_by(found[0], change_id)
 
     return await patiently(change)
-
-
-def cancel_pipeline(now: rules.Expression) -> list[Document]:
-    """Cancel an unfinished task."""
-    return [
-        # The time makes it CANCELLED; the stamp reaches the worker that has to stop the handler.
-        {"$set": {"task_state": {"cancel_time": now}, "event": stamp("cancelled", now)}},
-        # Status and times follow.
-        *prepared(rules.derivation, now),
-    ]
 
 
 async def retry(store: Store, id_: str, *, fresh: bool = False) -> bool:

@@ -25,7 +25,7 @@ from pymongo.errors import OperationFailure, PyMongoError
 
 from taskmesh.model.dependency import label
 from taskmesh.model.errors import TaskNotFound
-from taskmesh.store import rules
+from taskmesh.store import children, rules
 from taskmesh.store.driver import Document
 from taskmesh.store.event_stamp import stamp
 from taskmesh.store.malformed import WELL_FORMED
@@ -64,6 +64,7 @@ class _Marked:
     after: Sequence[str]
     """What it is not linked with yet."""
     ask_time: datetime
+    has_children: bool
     held: bool
     """Whether it is kept for its dependents, and was so before this mark."""
 
@@ -142,7 +143,7 @@ async def _marked(store: Store, query: Document) -> list[_Marked]:
     fields = {
         "status": 1,
         "finish_time": 1,
-        **{f"task_state.{name}": 1 for name in ("dependents", "waits_for", "unlinked", "ask_time")},
+        **{f"task_state.{name}": 1 for name in ("dependents", "waits_for", "unlinked", "ask_time", "has_children")},
         "task_state.after": {"$cond": [{"$eq": ["$task_state.unlinked", True]}, "$task_state.after", "$$REMOVE"]},
     }
     found = await store.find({**query, "task_state.ask_time": {"$exists": True}}, fields, majority=True)
@@ -154,6 +155,7 @@ async def _marked(store: Store, query: Document) -> list[_Marked]:
             waits="waits_for" in state,
             after=state["after"]["ids"] if "after" in state else (),
             ask_time=state["ask_time"],
+            has_children="has_children" in state,
             held="finish_time" in document and state["ask_time"] > document["finish_time"],
         )
         for document in found
@@ -173,6 +175,9 @@ async def _answer(store: Store, marked: Sequence[_Marked]) -> set[str]:
             await _fail_dependents(store, some, concerned),
             await _restore_dependents(store, some, concerned),
         ]
+        # What was started by a task that did not succeed is not wanted any more.
+        childless = [task.id for task in some if task.has_children and task.finished and task.status != "SUCCESS"]
+        concerned.update(await children.cancel(store, childless) if childless else ())
         asked = {id_ for task in some if task.finished for id_ in task.dependents}
         asked |= {task.id for task in some if task.waits and not task.finished}
         done += [await _ask(store, part, concerned) for part in _parts(sorted(asked))]
@@ -354,11 +359,19 @@ async def open_gates(store: Store, ids: Sequence[str]) -> bool:
     pipeline = [
         # That is the gate.
         {"$unset": "task_state.waits_for"},
+        # A handler that was put aside until its children are finished may go on.
+        {"$set": {"task_state.suspended_until": {"$cond": [_joins, now, {"$ifNull": [_suspended_until, "$$REMOVE"]}]}}},
         # Told to those who claim.
         {"$set": {"event": stamp("opened", now)}},
         *prepared(rules.derivation, now),
     ]
     return await _update(store, ids, query, pipeline)
+
+
+_suspended_until = "$task_state.suspended_until"
+_joins: rules.Expression = {
+    "$and": [{"$gt": [_suspended_until, None]}, {"$eq": ["$task_state.suspended_for.kind", "join"]}]
+}
 
 
 async def _release(store: Store, held: Sequence[str]) -> None:
@@ -369,7 +382,7 @@ async def _release(store: Store, held: Sequence[str]) -> None:
         # What is finished, with those that wait or have waited for it.
         {"$match": {"_id": {"$in": list(held)}, "finish_time": {"$exists": True}}},
         # (By `_id` alone.)
-        {"$project": {"dependents": rules.DEPENDENTS}},
+        {"$project": {"dependents": {"$concatArrays": [{"$ifNull": [rules.DEPENDENTS, []]}, ["$task_state.parent"]]}}},
         # Those that wait for it: the end of the last, and whether one is unfinished.
         {
             "$lookup": {

@@ -182,7 +182,13 @@ def _suspended(outcomes: Sequence[Outcome], now: rules.Expression) -> Document:
     events = {"$map": {"input": rules.SIGNALS, "in": "$$this.event"}}
     arrived = {"$in": [own([wait.get("event") for wait in waits], outcomes), events]}
     told = own([{name: wait[name] for name in ("kind", "name", "event") if name in wait} for wait in waits], outcomes)
-    return {
+    # Who waits for children waits as for any dependencies: the gate shuts, and the mark has somebody ask whether any is left.
+    joins = {"$eq": [own([wait.get("kind") for wait in waits], outcomes), "join"]}
+    gate = {
+        "waits_for": {"$cond": [joins, "run", {"$ifNull": ["$task_state.waits_for", "$$REMOVE"]}]},
+        "ask_time": {"$cond": [joins, now, {"$ifNull": [rules.ASK_TIME, "$$REMOVE"]}]},
+    }
+    return gate | {
         "suspended_until": {"$cond": [arrived, now, {"$ifNull": [until, rules.NEVER]}]},
         "suspended_for": {"$mergeObjects": [told, {"until": {"$ifNull": [until, "$$REMOVE"]}}]},
     }
@@ -291,6 +297,16 @@ def _wishes(entries: rules.Expression) -> rules.Expression:
     return {"$map": {"input": entries, "in": {"$ifNull": ["$$this.wish", 0]}}}
 
 
+def cancel_pipeline(now: rules.Expression) -> list[Document]:
+    """Cancel an unfinished task."""
+    return [
+        # The time makes it CANCELLED; the stamp reaches the worker that has to stop the handler.
+        {"$set": {"task_state": {"cancel_time": now}, "event": stamp("cancelled", now)}},
+        # Status and times follow.
+        *prepared(rules.derivation, now),
+    ]
+
+
 def fresh_state(now: rules.Expression, changes: Document) -> rules.Expression:
     """`task_state` as of a task that nobody has tried, but with its times, wishes, destination and the places still taken.
 
@@ -298,7 +314,7 @@ def fresh_state(now: rules.Expression, changes: Document) -> rules.Expression:
     and signalled is dropped with the rest.
     """
     times = ("create_time", "start_time", "expire_time", "wanted", "params_version", "moves_to")
-    links = ("after", "waits_for", "unlinked", "dependents", "ask_time")
+    links = ("after", "waits_for", "unlinked", "dependents", "ask_time", "parent", "detached", "has_children")
     kept = {name: f"$task_state.{name}" for name in (*times, *links)}
     return {**kept, "timeout_cnt": 0, "worker_states": {"$literal": []}, "leaving": rules.sent_away(now), **changes}
 

@@ -50,6 +50,10 @@ class Publication:
     trace: Document | None = None
     publish_id: ObjectId = field(default_factory=ObjectId)
     """By which a repeated publish is known. Tasks that are published by one call may share it."""
+    parent: str | None = None
+    """The task whose handler starts it."""
+    detached: bool = False
+    """Whether it goes on when that is cancelled or fails."""
     sent_to: Document | None = None
     """The existing task to which a change was sent whose answer is missing: it is repeated for no other."""
 
@@ -100,6 +104,9 @@ def new_document(publication: Publication, now: datetime, option: Document | Non
         document["group"] = configuration.group
     if publication.trace is not None:
         document["trace"] = publication.trace
+    if publication.parent is not None:
+        detached = {"detached": True} if publication.detached else {}
+        document["task_state"] |= {"parent": publication.parent, "pending": True, **detached}
     if configuration.after is not None:
         document["task_state"] |= configuration.after.stored()
     if configuration.after:  # its gate is shut, and whoever asks next links it with what it waits for

@@ -42,7 +42,8 @@ Limits count an execution where it was claimed: so the task moves with the first
 """
 DEPENDENTS = "$task_state.dependents"
 """The `_id`s of the tasks that wait for this one, or have: in it from when they were published on."""
-HAS_DEPENDENTS: Expression = {"$gt": [DEPENDENTS, []]}
+HAS_DEPENDENTS: Expression = {"$or": [{"$gt": [DEPENDENTS, []]}, {"$gt": ["$task_state.parent", None]}]}
+"""Whether somebody waits for it, or has; the handler that has started it (`parent`) may ask for its result at any time."""
 ASK_TIME = "$task_state.ask_time"
 """The mark of a task at which something happened that concerns what waits for it, or what it waits for: since when somebody has
 to ask (`store/dependencies.py`), who then removes it. Of a finished one that is kept for its dependents: when to ask again.
@@ -409,7 +410,8 @@ def derivation(now: Expression = NOW, *, where: Expression = True) -> list[Stage
     finished = {"$not": [{"$in": ["$_derived.status", ["INIT", "RUNNING"]]}]}
     # Somebody has to ask when a task that others wait for is finished, or is not any more; or when one is begun anew that waits.
     was_finished = {"$not": [{"$in": [{"$ifNull": ["$status", "INIT"]}, ["INIT", "RUNNING"]]}]}
-    concerns_others = {"$or": [HAS_DEPENDENTS, {"$and": [was_finished, _waits_for_others]}]}
+    has_children = {"$eq": ["$task_state.has_children", True]}
+    concerns_others = {"$or": [HAS_DEPENDENTS, has_children, {"$and": [was_finished, _waits_for_others]}]}
     ask = {"$and": [{"$ne": [finished, was_finished]}, concerns_others]}
     # How long to keep a finished task: by its status; null: for ever.
     retained_ms = {

@@ -70,6 +70,8 @@ INDEXES: dict[str, tuple[list[tuple[str, int]], Document]] = {
     "status": ([("status", 1), ("queue", 1), ("name", 1), ("_id", 1)], {}),
     # The newest first. With `_id` for those published in the same millisecond: pages go on exactly where the last one ended.
     "newest": ([("task_state.create_time", 1), ("_id", 1)], {}),
+    # What a handler has started.
+    "children": ([("task_state.parent", 1)], {"partialFilterExpression": {"task_state.parent": _present}}),
     # Retention.
     "delete": ([("delete_time", 1)], {"expireAfterSeconds": 0, "partialFilterExpression": {"delete_time": _present}}),
 }

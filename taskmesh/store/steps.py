@@ -70,6 +70,9 @@ async def record(
         {"$set": {"task_state": state, "event": stamp("step_recorded", now, {"$literal": worker_id})}},
         *prepared(rules.derivation, now),
     ]
+    if outcomes[0].step and outcomes[0].step["kind"] == "start":
+        # From the first child on its end concerns others.
+        stages.insert(0, {"$set": {"task_state.has_children": True}})
     reply = await store.update(query, stages, deadline_ms, session)
     return int(reply["n"])
 

@@ -32,17 +32,20 @@ MAX_BODY_BYTES = 20_000_000
 _STATUS: dict[type[BaseException], int] = {
     errors.TaskNotFound: 404,
     errors.TaskRunning: 409,
+    errors.TaskFinished: 409,
     errors.TaskTooLarge: 413,
+    errors.TooManySignals: 413,
+    errors.UnstorableValue: 422,
     errors.InvalidName: 422,
     errors.InvalidKey: 422,
     errors.InvalidParams: 422,
     errors.InvalidOption: 422,
 }
 _KEEP_ALIVE_S = 15.0
-_ANY_TEXT = re.compile(r"{(key|worker_id|schedule_id)}")
+_ANY_TEXT = re.compile(r"{(key|worker_id|schedule_id|event)}")
 """What may hold a slash. One that is not encoded is taken for part of it, unless the longer address is that of an operation."""
 _TOLD = (
-    *("name", "key", "queue", "group", "worker_id", "schedule_id", "id", "where"),
+    *("name", "key", "queue", "group", "worker_id", "schedule_id", "id", "where", "event"),
     *("changes", "concurrency", "running", "rate", "per_ms", "group_running", "for_ms", "cron", "interval_ms"),
 )
 _LONGEST_TOLD = 1_000

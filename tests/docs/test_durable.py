@@ -37,3 +37,11 @@ async def test_an_order_is_charged_once_waits_and_is_shipped(mesh: TaskMesh) -> 
         await due_now(mesh, "order-7")
         assert await namespace["handle"].result(60) == "shipped for ann"
     assert done == ["charged 7", "shipped 7 receipt"]
+
+
+async def test_a_parcel_waits_for_its_boxes(mesh: TaskMesh) -> None:
+    namespace: dict[str, Any] = {"mesh": mesh, "current_task": current_task}
+    await run(EXAMPLES["children"].in_place, namespace, DOCUMENT)
+    handle = await namespace["parcel"].publish("p", boxes=2)
+    async with working(mesh, "w1"):
+        assert await handle.result(60) == ["box 0", "box 1"]

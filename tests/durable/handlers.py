@@ -86,3 +86,15 @@ def move(database: str, key: str, n: int, *, session: Any) -> None:
     accounts.update_one({"_id": "ada"}, {"$inc": {"cents": -1}}, session=session)
     accounts.update_one({"_id": "bob"}, {"$inc": {"cents": 1}}, session=session)
     session.client[database]["moves"].insert_one({"key": key, "n": n}, session=session)
+
+
+def leaf(n: int) -> str:
+    """Be a child."""
+    return f"leaf {n}"
+
+
+def with_children() -> list[Any]:
+    """Start two children by name, and wait for them."""
+    task = current_blocking_task()
+    parts = [task.start("leaf", f"l{n}", n=n) for n in range(2)]
+    return task.results(parts)

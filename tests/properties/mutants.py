@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from taskmesh.store import claim, control, finish, publish, renew, rules, settle
+from taskmesh.store import claim, control, finish, publish, renew, rules, settle, steps
 from tests.properties.mutation import ANYTHING, Mutant, changed, constant, replaced, result, sent, unguarded, written
 
 _TASK_GATES = (
@@ -171,6 +171,48 @@ def verbs() -> Iterator[tuple[str, Mutant]]:
 _UNCOUNTED = ("task_state.dropped_fail_cnt", "task_state.nothing")
 _DROPPABLE = ({"$ne": ["$$this.final", True]}, True)
 _LEASE = ("$task_option.worker_timeout_ms", "$task_option.ping_interval_ms")
+
+
+def records() -> Iterator[tuple[str, Mutant]]:
+    """What executions record, what they wait for, and what others signal."""
+    yield "a record of a lease that ran out counts", sent("write_record", _recorded_by_anybody)
+    yield "a record is written twice", sent("write_record", lambda q, p: (changed(q, _UNKNOWN, True), p))
+    yield "a record renews no lease", written("write_record", {"$max": ANYTHING}, "$$this.ping_expire_time")
+    yield "a record is no progress", written("write_record", "timeout_cnt", "nothing")
+    yield "a signal of a known id comes twice", unguarded("signal", "task_state.signals.id")
+    yield "a signal that was consumed comes again", unguarded("signal", "task_state.steps.signal_id")
+    yield "a signal wakes nobody", written("signal", "suspended_until", "nothing")
+    yield "a signal wakes whoever waits", written("signal", {"$eq": [_WAITS_FOR, ANYTHING]}, True)
+    yield "a full mailbox takes more", sent("signal", lambda q, p: (changed(q, 1_000_000, 9_000_000), p))
+    yield "a finished task takes signals", sent("signal", lambda q, p: (changed(q, ["INIT", "RUNNING"], _ANY), p))
+    yield "who suspends does not look for signals", result(finish, "_suspended", {"$in": ANYTHING}, False)
+    yield "who suspends does so for ever", result(finish, "_suspended", {"$getField": ANYTHING}, None)
+    yield "a wait forgets when it ends", _wait("$_wait.known.until", None)
+    yield "a wait leaves the signal that it took", _wait({"$ne": ["$$this.id", "$_wait.oldest.id"]}, True)
+    yield "a wait that is over takes another signal", _wait({"$gt": ["$_wait.known.time", None]}, False)
+    yield "a wait is never over", _wait({"$lte": ["$_until", ANYTHING]}, False)
+    yield "retry forgets what was recorded", replaced(control, "values_kept", dict)
+    yield "retry keeps errors", result(control, "values_kept", {"$not": [{"$gt": ["$$this.error", None]}]}, True)
+    yield "expire_time binds what has begun", replaced(rules, "BEGUN", {"$literal": False})
+
+
+_UNKNOWN = {"$not": [{"$in": [ANYTHING, {"$map": ANYTHING}]}]}
+_WAITS_FOR = "$task_state.suspended_for.event"
+_ANY = ["INIT", "RUNNING", "SUCCESS", "FAIL", "CANCELLED", "EXPIRED"]
+
+
+def _recorded_by_anybody(query: Any, pipeline: Any) -> tuple[Any, Any]:
+    return changed(query, {"$anyElementTrue": ANYTHING}, True), pipeline
+
+
+def _wait(old: Any, new: Any) -> Mutant:
+    """A change to what a wait writes."""
+    original = steps.find_and_update
+
+    async def mutated(collection: Any, query: Any, stages: Any, **options: Any) -> Any:
+        return await original(collection, query, changed(list(stages), old, new), **options)
+
+    return replaced(steps, "find_and_update", mutated)
 
 
 def _renewed_too_briefly(patch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,10 @@ _OPERATIONS = int(os.environ.get("OPERATIONS", "8000"))
 """Enough for the most hidden; most are found among the first hundred."""
 
 MUTANTS = dict(
-    chain(mutants.gates(), mutants.facts(), mutants.derived(), mutants.places(), mutants.guards(), mutants.verbs())
+    chain(
+        *(mutants.gates(), mutants.facts(), mutants.derived(), mutants.places()),
+        *(mutants.guards(), mutants.verbs(), mutants.records()),
+    )
 )
 
 

@@ -21,7 +21,7 @@ from taskmesh.admin.store.task_counts import counts, stale_counts
 from taskmesh.model.configuration import Configuration
 from taskmesh.model.errors import TaskRunning
 from taskmesh.model.option import TaskOption
-from taskmesh.store import Store, control, rules, schema, signals, steps
+from taskmesh.store import Store, control, rules, schema
 from taskmesh.store.claim import CLAIMED_FIELDS, claim, claim_one, won
 from taskmesh.store.event_stamp import read_stamp
 from taskmesh.store.find import ScanRange, get, scan, unfinished_left
@@ -29,6 +29,9 @@ from taskmesh.store.finish import Outcome, finish, report, standing
 from taskmesh.store.publish import Publication, publish, publish_in_session
 from taskmesh.store.renew import keep_places, ping, still_held
 from taskmesh.store.settle import settle
+from taskmesh.store.signals import signal
+from taskmesh.store.steps import record as write_record
+from taskmesh.store.steps import stands, take_signal
 from tests.chaos.reading import ANYBODY_ELSE, NEVER, ms, stripped
 from tests.properties.oracle import Document, Oracle
 from tests.properties.patience import PATIENCE_MS, PatientStore
@@ -233,8 +236,8 @@ class World:
             self.oracles[o.id].record(o.running_id, copy.deepcopy(o.step or {}), o.delay_ms, lease_ms, self.now)
             for o in outcomes
         )
-        actual = await steps.record(self.store, held[0].worker_id, outcomes)
-        fates = await steps.stands(self.store, outcomes)
+        actual = await write_record(self.store, held[0].worker_id, outcomes)
+        fates = await stands(self.store, outcomes)
         return [(expected, actual), *((self._fate_of_step(outcome), fate) for outcome, fate in fates.items())]
 
     def _fate_of_step(self, outcome: Outcome) -> str:
@@ -253,12 +256,12 @@ class World:
         outcome = Outcome(held.id, held.running_id, "stepped", step=made, lease_ms=lease_ms)
         oracle = self.oracles[held.id]
         expected = oracle.take_signal(held.running_id, copy.deepcopy(made), event, timeout_ms, lease_ms, self.now)
-        actual = await steps.take_signal(self.store, outcome, event, timeout_ms)
+        actual = await take_signal(self.store, outcome, event, timeout_ms)
         return [(stripped(expected), stripped(actual))]
 
     async def _signal(self, task: str, event: str, signal_id: str, payload: Any, size: int) -> list[tuple[Any, Any]]:
         expected = self.oracles[task].signal(event, signal_id, payload, size, self.now)
-        actual = await signals.signal(self.store, task, event, signal_id, payload, size)
+        actual = await signal(self.store, task, event, signal_id, payload, size)
         return [(expected == "sent", actual == "sent"), (expected, actual)]
 
     async def _finish(

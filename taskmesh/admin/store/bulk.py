@@ -12,6 +12,7 @@ from taskmesh.admin.store import undo
 from taskmesh.admin.store.index_choice import conditions, status_fits
 from taskmesh.store import control, dependencies, rules
 from taskmesh.store.driver import Document
+from taskmesh.store.finish import cancel_pipeline
 from taskmesh.store.malformed import WELL_FORMED
 from taskmesh.store.store import Store
 
@@ -75,7 +76,7 @@ async def _change(store: Store, action: Action, query: Document, batch: list[str
         await dependencies.tell(store, batch)
         await tasks.delete_many({"_id": {"$in": batch}, **control.DELETED_AND_EMPTY})
         return int(removed.deleted_count) + int(reply["n"])
-    pipeline = control.retry_pipeline(now) if action == "retry" else control.cancel_pipeline(now)
+    pipeline = control.retry_pipeline(now) if action == "retry" else cancel_pipeline(now)
     count = int((await store.update(query, [*marking, *pipeline]))["n"])
     await dependencies.tell(store, batch)
     return count

@@ -24,16 +24,18 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from taskmesh.client.definition import TaskDefinition
+from taskmesh.client.handle import TaskHandle
 from taskmesh.client.params import Params, checked_size
 from taskmesh.client.returns import PLAIN, Returns
 from taskmesh.client.tracing import Carrier, going_on
 from taskmesh.consumer.context import BlockingTaskContext, enter
 from taskmesh.consumer.execution import checked_progress, line_of
+from taskmesh.consumer.journal import Started
 from taskmesh.consumer.logs import SetUp, set_up
 from taskmesh.consumer.subprocess.handler_reference import HandlerRef, found
 from taskmesh.consumer.subprocess.wire import PutAside, configuration_as_data, error_as_data, packed
 from taskmesh.consumer.transactions import End, Record, blocking_again, blocking_block, blocking_step_again
-from taskmesh.model.errors import LeaseLost, TaskSuspended
+from taskmesh.model.errors import LeaseLost, TaskError, TaskSuspended
 from taskmesh.model.option import TaskOption
 from taskmesh.model.task import checked_key, checked_name
 from taskmesh.store.blocking import BlockingStore, StoreAddress, blocking_client
@@ -217,6 +219,31 @@ class RemoteLedger:
     def in_transaction(self, id_: str, fn: Callable[[Any], Document]) -> Document:
         """Do it in a transaction that the record commits with, on a client of this process's own."""
         return blocking_step_again(_store_at(self._remote.ask("address")), _StepSide(self._remote, id_), fn)
+
+    def start(self, definition: Any, key: str, params: Mapping[str, Any], *, detached: bool) -> TaskHandle[Any]:
+        """Start a child of the task. Its handle here serves `results` alone: this process has no connection of its own."""
+        returns = PLAIN
+        if isinstance(definition, TaskDefinition):
+            name, returns = definition.name, definition.returns
+            stored, _ = definition.params.to_store(params)
+            created = self._remote.ask(
+                "start", name, configuration_as_data(definition.configuration), checked_key(key), stored, detached
+            )
+        else:
+            name, stored = checked_name(definition), dict(params)
+            checked_size(name, stored)
+            created = self._remote.ask("start", name, None, checked_key(key), stored, detached)
+        nowhere: Any = None
+        return TaskHandle(nowhere, name, key, created=bool(created), updated=False, warnings=[], returns=returns)
+
+    def results(self, handles: Sequence[Started], *, return_errors: bool) -> list[Any]:
+        """Wait for children, and return their values."""
+        pairs = [[handle.name, handle.key] for handle in handles]
+        found = self._remote.ask("results", pairs, return_errors)
+        return [
+            value if isinstance(value, TaskError) else handle.read(value)
+            for handle, value in zip(handles, found, strict=True)
+        ]
 
     def sleep(self, name: str, ms: int | None, when: datetime | None, outer: str | None) -> None:
         """See `BlockingTaskContext.sleep`."""

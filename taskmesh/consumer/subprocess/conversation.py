@@ -38,6 +38,9 @@ from taskmesh.store.finish import Outcome
 
 _STARTS_TRIED = 3
 _OUTCOMES = ("returned", "raised")
+_OF_THE_JOURNAL = frozenset(
+    ["begin_step", "end_step", "sleep", "wait_for", "start", "results", "step_begins", "step_outcome", "step_ends"]
+)
 
 
 class ProcessDied(Exception):
@@ -226,10 +229,8 @@ class Conversation:
             return execution.add_publication(self._published(definition, configuration), key, params)
         if question == "address":
             return pickle.dumps(self._transactions.address())
-        if question in ("begin_step", "end_step", "sleep", "wait_for"):
-            return getattr(execution.ledger, question)(*said)
-        if question.startswith("step_"):
-            return self._answer_of_step(question, *said)
+        if question in _OF_THE_JOURNAL:
+            return self._answer_of_journal(question, said)
         side = self._transactions.side(execution)
         if question == "begin":
             return run_now(side.begin(*said))
@@ -239,6 +240,19 @@ class Conversation:
         if question == "end":
             return run_now(side.end(*said))
         raise ValueError(f"a child asked {question!r}")
+
+    def _answer_of_journal(self, question: str, said: list[Any]) -> Any:
+        """Answer what the child asks of the execution's journal."""
+        ledger = self._execution.ledger
+        if question == "start":
+            name, configuration, key, params, detached = said
+            return ledger.start(self._published(name, configuration), key, params, detached=detached).created
+        if question == "results":
+            pairs, return_errors = said
+            return ledger.results([_Started(*pair) for pair in pairs], return_errors=return_errors)
+        if question.startswith("step_"):
+            return self._answer_of_step(question, *said)
+        return getattr(ledger, question)(*said)
 
     def _answer_of_step(self, question: str, id_: str, said: Any) -> Any:
         """Answer what a transactional step of the child asks."""
@@ -265,6 +279,17 @@ class Conversation:
         settings = configuration_of(configuration)
         definition = self._definition.publisher.definitions.get(name)
         return _Meant(name, settings, definition)
+
+
+@dataclass(frozen=True)
+class _Started:
+    """A child that the handler has started, named by the process that it runs in, which reads its value."""
+
+    name: str
+    key: str
+
+    def read(self, stored: Any) -> Any:
+        return stored
 
 
 @dataclass

@@ -1,0 +1,249 @@
+"""Children: started once, kept until their parent is finished, and waited for without a slot."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from taskmesh import (
+    InvalidKey,
+    Status,
+    TaskError,
+    TaskMesh,
+    TaskOption,
+    current_task,
+)
+from tests.durable import handlers
+from tests.durable.test_suspension import at_rest, suspended
+from tests.working import finished, status_is, working
+
+AGAIN = TaskOption(unexpected_retry_delay_ms=0)
+
+
+async def test_a_handler_starts_children_once_and_gets_their_values_in_order(mesh: TaskMesh) -> None:
+    created: list[list[bool]] = []
+
+    @mesh.task
+    async def pack(n: int) -> timedelta:
+        return timedelta(seconds=n)
+
+    @mesh.task(option=AGAIN)
+    async def order() -> list[float]:
+        task = current_task()
+        parts = [await task.start(pack, f"{task.key}-{n}", n=n) for n in range(3)]
+        created.append([part.created for part in parts])
+        boxes = await task.results(parts)
+        if task.attempt == 1:
+            raise ValueError("after the results")
+        return [box.total_seconds() for box in boxes]
+
+    handle = await order.publish("1")
+    async with working(mesh, "w1", names=["order"]) as consumer:
+        task = await suspended(mesh, "order", "1")
+        await at_rest(consumer)
+        waits_for = task.task_state.suspended_for
+        assert waits_for is not None
+        assert (waits_for.kind, waits_for.name) == ("join", "3 tasks")
+        assert task.status is Status.INIT
+        async with working(mesh, "w2", names=["pack"]):
+            assert await handle.result(60) == [0.0, 1.0, 2.0]
+    assert created[0] == [True, True, True]
+    assert not any(any(each) for each in created[1:])
+    assert [step.kind for step in (await handle.task()).steps] == ["start", "start", "start", "join"]
+
+
+async def test_d13_no_children_are_done_at_once(mesh: TaskMesh) -> None:
+    """sidekiq#5903: an empty batch was never called back."""
+
+    @mesh.task
+    async def work() -> list[Any]:
+        return await current_task().results([])
+
+    handle = await work.publish("1")
+    async with working(mesh, "w1"):
+        assert await handle.result(60) == []
+
+
+async def test_d26_waiting_parents_block_nobody_three_deep_with_one_slot(mesh: TaskMesh) -> None:
+    """absurd: a parent that waited in its children's own queue held the only slot."""
+
+    @mesh.task
+    async def tree(depth: int) -> int:
+        task = current_task()
+        if depth == 0:
+            return 1
+        parts = [await task.start("tree", f"{task.key}.{n}", depth=depth - 1) for n in range(3)]
+        return sum(await task.results(parts))
+
+    handle = await tree.publish("t", depth=3)
+    async with working(mesh, "w1", concurrency=1):
+        assert await handle.result(90) == 27
+
+
+async def test_a_child_that_fails_raises_the_same_error_after_a_retry(mesh: TaskMesh) -> None:
+    errors: list[str] = []
+
+    @mesh.task(option=TaskOption(max_unexpected_retries=0))
+    async def pack(n: int) -> int:
+        if n == 1:
+            raise ValueError("torn")
+        return n
+
+    @mesh.task(option=AGAIN)
+    async def order() -> list[Any]:
+        task = current_task()
+        parts = [await task.start(pack, f"p{n}", n=n) for n in range(3)]
+        try:
+            await task.results(parts)
+        except TaskError as error:
+            errors.append(str(error))
+        if task.attempt == 1:
+            raise ValueError("again")
+        found = await task.results(parts, return_errors=True)
+        return [str(value) if isinstance(value, TaskError) else value for value in found]
+
+    handle = await order.publish("1")
+    async with working(mesh, "w1"):
+        first, second, third = await handle.result(60)
+    assert (first, third) == (0, 2)
+    assert "torn" in second
+    assert len(set(errors)) == 1
+    assert len(errors) >= 2
+
+
+async def test_d20_children_are_cancelled_with_their_parent_but_for_detached_ones_and_strangers(mesh: TaskMesh) -> None:
+    """Temporal#2829 #2390: orphans ran on, or an unrelated task was hit."""
+    refused: list[str] = []
+
+    @mesh.task
+    async def pack() -> None: ...
+
+    @mesh.task
+    async def order() -> None:
+        task = current_task()
+        own = await task.start(pack, "own")
+        await task.start(pack, "alone", detached=True)
+        try:
+            await task.start(pack, "stranger")
+        except InvalidKey as error:
+            refused.append(str(error))
+        await task.results([own])
+
+    await pack.publish("stranger")
+    handle = await order.publish("1")
+    async with working(mesh, "w1", names=["order"]):
+        await suspended(mesh, "order", "1")
+        await handle.cancel()
+        await status_is(mesh, "pack", "own", Status.CANCELLED)
+        assert (await mesh.get("pack", "alone")).status is Status.INIT
+        assert (await mesh.get("pack", "stranger")).status is Status.INIT
+    assert len(refused) == 1
+    assert "'stranger' is there already" in refused[0]
+
+
+async def test_children_of_a_parent_that_fails_are_cancelled(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def pack() -> None: ...
+
+    @mesh.task(option=TaskOption(max_unexpected_retries=0))
+    async def order() -> None:
+        await current_task().start(pack, "own")
+        raise ValueError("no")
+
+    await order.publish("1")
+    async with working(mesh, "w1", names=["order"]):
+        assert (await finished(mesh, "order", "1")).status is Status.FAIL
+        await status_is(mesh, "pack", "own", Status.CANCELLED)
+
+
+async def test_only_the_children_that_are_awaited_are_waited_for(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def pack(n: int) -> int:
+        return n if n == 0 else int(await current_task().wait_for("go"))
+
+    @mesh.task
+    async def order() -> list[int]:
+        task = current_task()
+        quick, slow = [await task.start(pack, f"p{n}", n=n) for n in range(2)]
+        first = await task.results([quick])
+        await mesh.signal("pack", "p1", "go", 7, signal_id="once")
+        return first + await task.results([slow])
+
+    handle = await order.publish("1")
+    async with working(mesh, "w1"):
+        assert await handle.result(60) == [0, 7]
+
+
+async def test_children_are_kept_until_their_parent_is_finished(mesh: TaskMesh) -> None:
+    """BullMQ#1778 #1099: a result was gone because retention had removed the child."""
+
+    @mesh.task(option=TaskOption(retain_success_ms=0))
+    async def pack() -> str:
+        return "packed"
+
+    @mesh.task
+    async def order() -> list[str]:
+        task = current_task()
+        part = await task.start(pack, "p")
+        await task.wait_for("go")
+        return await task.results([part])
+
+    handle = await order.publish("1")
+    async with working(mesh, "w1"):
+        await suspended(mesh, "order", "1")
+        await status_is(mesh, "pack", "p", Status.SUCCESS)
+        await handle.signal("go")
+        assert await handle.result(60) == ["packed"]
+
+
+async def test_what_was_not_started_here_is_not_waited_for(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def other() -> None: ...
+
+    stranger = await other.publish("1")
+
+    @mesh.task(option=TaskOption(max_unexpected_retries=0))
+    async def work() -> None:
+        await current_task().results([stranger])
+
+    handle = await work.publish("1")
+    async with working(mesh, "w1", names=["work"]):
+        with pytest.raises(TaskError, match="was not started by this task"):
+            await handle.result(60)
+
+
+async def test_d21_the_parent_stays_small_whatever_its_children_return(mesh: TaskMesh) -> None:
+    runs: list[int] = []
+
+    @mesh.task
+    async def pack(n: int) -> str:
+        return f"{n:05}" * 1_000
+
+    @mesh.task(option=AGAIN)
+    async def order() -> int:
+        task = current_task()
+        runs.append(task.attempt)
+        parts = [await task.start(pack, f"p{n}", n=n) for n in range(60)]
+        values = await task.results(parts)
+        if task.attempt < 3:
+            raise ValueError("again")
+        return sum(map(len, values))
+
+    handle = await order.publish("1")
+    async with working(mesh, "w1"):
+        assert await handle.result(90) == 300_000
+    assert max(runs) == 3
+    tasks = mesh.store.driver.collection(mesh.store.tasks)
+    cursor = tasks.find({"_id": "order:1"}, {"size": {"$bsonSize": "$$ROOT"}})
+    assert (await cursor.to_list(1))[0]["size"] < 30_000
+
+
+@pytest.mark.parametrize("where", ["thread", "process"])
+async def test_plain_handlers_start_children_with_the_same_names(mesh: TaskMesh, where: Any) -> None:
+    work = mesh.task(handlers.with_children, name="work", run=where, option=AGAIN)
+    mesh.task(handlers.leaf, name="leaf")
+    handle = await work.publish("1")
+    async with working(mesh, "w1"):
+        assert await handle.result(60) == ["leaf 0", "leaf 1"]
