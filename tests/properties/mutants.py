@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from taskmesh.store import claim, control, finish, publish, renew, rules, settle, steps
+from taskmesh.store import claim, control, driver, finish, publish, renew, rules, settle, steps
 from tests.properties.mutation import ANYTHING, Mutant, changed, constant, replaced, result, sent, unguarded, written
 
 _TASK_GATES = (
@@ -207,7 +207,7 @@ def _recorded_by_anybody(query: Any, pipeline: Any) -> tuple[Any, Any]:
 
 def _wait(old: Any, new: Any) -> Mutant:
     """A change to what a wait writes."""
-    original = steps.find_and_update
+    original = driver.find_and_update
 
     async def mutated(collection: Any, query: Any, stages: Any, **options: Any) -> Any:
         return await original(collection, query, changed(list(stages), old, new), **options)
