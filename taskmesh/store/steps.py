@@ -85,10 +85,16 @@ def _present(fields: Document) -> Document:
 
 
 def _renewed(outcomes: Sequence[Outcome], now: rules.Expression) -> rules.Expression:
-    """The entries; the executions' own with a lease that lasts `lease_ms` from now, if it did not last longer already."""
-    later = {"$add": [now, own([outcome.lease_ms for outcome in outcomes], outcomes)]}
-    longer = {"$mergeObjects": ["$$this", {"ping_expire_time": {"$max": ["$$this.ping_expire_time", later]}}]}
-    return {"$map": {"input": rules.ENTRIES, "in": {"$cond": [held_entry(outcomes), longer, "$$this"]}}}
+    """The entries; the executions' own with a lease that lasts `lease_ms` from now, if a quarter of that is over or more.
+
+    (More often, each record would move the task in every index that knows when a lease ends.)
+    """
+    leases = [outcome.lease_ms for outcome in outcomes]
+    later = {"$add": [now, own(leases, outcomes)]}
+    aged = {"$lte": ["$$this.ping_expire_time", {"$add": [now, own([ms - ms // 4 for ms in leases], outcomes)]}]}
+    longer = {"$mergeObjects": ["$$this", {"ping_expire_time": later}]}
+    mine = {"$and": [held_entry(outcomes), aged]}
+    return {"$map": {"input": rules.ENTRIES, "in": {"$cond": [mine, longer, "$$this"]}}}
 
 
 async def stands(store: Store, outcomes: Sequence[Outcome]) -> dict[Outcome, Literal["recorded", "held", "lost"]]:

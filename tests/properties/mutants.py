@@ -177,7 +177,8 @@ def records() -> Iterator[tuple[str, Mutant]]:
     """What executions record, what they wait for, and what others signal."""
     yield "a record of a lease that ran out counts", sent("write_record", _recorded_by_anybody)
     yield "a record is written twice", sent("write_record", lambda q, p: (changed(q, _UNKNOWN, True), p))
-    yield "a record renews no lease", written("write_record", {"$max": ANYTHING}, "$$this.ping_expire_time")
+    yield "a record renews no lease", written("write_record", {"$mergeObjects": ["$$this", ANYTHING]}, "$$this")
+    yield "a record renews every lease", written("write_record", {"$lte": [_LEASE_ENDS, ANYTHING]}, True)
     yield "a record is no progress", written("write_record", "timeout_cnt", "nothing")
     yield "a signal of a known id comes twice", unguarded("signal", "task_state.signals.id")
     yield "a signal that was consumed comes again", unguarded("signal", "task_state.steps.signal_id")
@@ -197,6 +198,7 @@ def records() -> Iterator[tuple[str, Mutant]]:
 
 
 _UNKNOWN = {"$not": [{"$in": [ANYTHING, {"$map": ANYTHING}]}]}
+_LEASE_ENDS = "$$this.ping_expire_time"
 _WAITS_FOR = "$task_state.suspended_for.event"
 _ANY = ["INIT", "RUNNING", "SUCCESS", "FAIL", "CANCELLED", "EXPIRED"]
 

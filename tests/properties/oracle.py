@@ -291,7 +291,8 @@ class Oracle:
 
     def _keep(self, steps: Entries, entry: Document, lease_ms: int, now: datetime) -> None:
         self.state.update(steps=steps, steps_bytes=sum(record["size"] for record in steps))
-        entry["ping_expire_time"] = max(entry["ping_expire_time"], now + ms(lease_ms))
+        if entry["ping_expire_time"] <= now + ms(lease_ms - lease_ms // 4):
+            entry["ping_expire_time"] = now + ms(lease_ms)
 
     def take_signal(
         self, running_id: str, record: Document, event: str, timeout_ms: int | None, lease_ms: int, now: datetime
