@@ -158,13 +158,13 @@ class TaskContext(_Context):
     @overload
     def step(
         self, name: str, fn: Callable[..., Awaitable[T]], /, *args: Any, transactional: bool, **kwargs: Any
-    ) -> Awaitable[T]: ...
+    ) -> Coroutine[Any, Any, T]: ...
     @overload
     def step(
         self, name: str, fn: Callable[P, Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs
-    ) -> Awaitable[T]: ...
+    ) -> Coroutine[Any, Any, T]: ...
     @overload
-    def step(self, name: str, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Awaitable[T]: ...
+    def step(self, name: str, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, T]: ...
     def step(self, name: str, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call `fn(*args, **kwargs)` once for this task, and return its value: recorded, and the same whoever resumes the task.
 
@@ -211,15 +211,14 @@ class TaskContext(_Context):
     ) -> TaskHandle[T]: ...
     @overload
     async def start(
-        self,
-        definition: TaskDefinition[..., Any] | str,
-        key: str,
-        /,
-        *args: Any,
-        detached: bool = False,
-        params: Mapping[str, Any] | None = None,
-        **named: Any,
-    ) -> TaskHandle[Any]: ...
+        self, definition: TaskDefinition[..., T], key: str, /, *args: Any, detached: bool, **params: Any
+    ) -> TaskHandle[T]: ...
+    @overload
+    async def start(
+        self, definition: TaskDefinition[..., T], key: str, /, *, params: Mapping[str, Any], detached: bool = False
+    ) -> TaskHandle[T]: ...
+    @overload
+    async def start(self, definition: str, key: str, /, **params: Any) -> TaskHandle[Any]: ...
     async def start(
         self, definition: TaskDefinition[..., Any] | str, key: str, /, *args: Any, **named: Any
     ) -> TaskHandle[Any]:
@@ -335,15 +334,14 @@ class BlockingTaskContext(_Context):
     ) -> TaskHandle[T]: ...
     @overload
     def start(
-        self,
-        definition: TaskDefinition[..., Any] | str,
-        key: str,
-        /,
-        *args: Any,
-        detached: bool = False,
-        params: Mapping[str, Any] | None = None,
-        **named: Any,
-    ) -> TaskHandle[Any]: ...
+        self, definition: TaskDefinition[..., T], key: str, /, *args: Any, detached: bool, **params: Any
+    ) -> TaskHandle[T]: ...
+    @overload
+    def start(
+        self, definition: TaskDefinition[..., T], key: str, /, *, params: Mapping[str, Any], detached: bool = False
+    ) -> TaskHandle[T]: ...
+    @overload
+    def start(self, definition: str, key: str, /, **params: Any) -> TaskHandle[Any]: ...
     def start(
         self, definition: TaskDefinition[..., Any] | str, key: str, /, *args: Any, **named: Any
     ) -> TaskHandle[Any]:

@@ -18,7 +18,7 @@ import asyncio
 import inspect
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -131,7 +131,7 @@ class Journal:
 
     def step(
         self, name: str, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, transactional: bool
-    ) -> Awaitable[Any]:
+    ) -> Coroutine[Any, Any, Any]:
         """See `TaskContext.step`. The name's number is taken here and now, before anything is awaited."""
         return self._step(self.step_entry(name, fn, args, kwargs), fn, args, kwargs, transactional=transactional)
 

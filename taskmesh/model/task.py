@@ -154,9 +154,10 @@ class SuspendedFor(_Stored):
     @property
     def sentence(self) -> str:
         """What it waits for, in words."""
-        what = {"sleep": "sleeps", "wait": "waits for the signal", "join": "waits for"}.get(self.kind, "waits for")
         until = "" if self.until is None else f" until {self.until.isoformat(' ', 'seconds')}"
-        return f"{what} {self.name!r}{until}"
+        if self.kind == "join":
+            return f"waits for {self.name} that it has started{until}"
+        return f"{'sleeps' if self.kind == 'sleep' else 'waits for the signal'} {self.name!r}{until}"
 
 
 class Signal(_Stored):

@@ -23,6 +23,7 @@ class Handlers:
     """The definitions, for publishing."""
 
     journey: TaskDefinition[Any, list[int]]
+    family: TaskDefinition[Any, int]
 
 
 def define(mesh: TaskMesh, directory: Path | None = None) -> Handlers:
@@ -51,7 +52,22 @@ def define(mesh: TaskMesh, directory: Path | None = None) -> Handlers:
                 await task.sleep("nap", milliseconds=1_100)
         return found
 
-    return Handlers(journey)
+    @mesh.task(option=SHORT_LEASE)
+    async def child(n: int) -> int:
+        await asyncio.sleep(0.02)
+        return n
+
+    @mesh.task(option=SHORT_LEASE)
+    async def family() -> int:
+        """Start children and wait for them, twice."""
+        task = current_task()
+        total = 0
+        for half in range(2):
+            parts = [await task.start(child, f"{task.key}-{half}-{n}", n=n) for n in range(3)]
+            total += sum(await task.results(parts))
+        return total
+
+    return Handlers(journey, family)
 
 
 def in_a_process(directory: str) -> str:

@@ -15,6 +15,7 @@ from taskmesh import (
     TaskOption,
     current_task,
 )
+from taskmesh.consumer.dependents import Dependents
 from tests.durable import handlers
 from tests.durable.test_suspension import at_rest, suspended
 from tests.working import finished, status_is, working
@@ -238,6 +239,24 @@ async def test_d21_the_parent_stays_small_whatever_its_children_return(mesh: Tas
     tasks = mesh.store.driver.collection(mesh.store.tasks)
     cursor = tasks.find({"_id": "order:1"}, {"size": {"$bsonSize": "$$ROOT"}})
     assert (await cursor.to_list(1))[0]["size"] < 30_000
+
+
+async def test_a_wake_that_nobody_told_is_found_again(mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """trigger.dev#1171: the child finished, whoever should have told its parent died, and the parent waited for ever."""
+    monkeypatch.setattr(Dependents, "finished", lambda *_: None)
+
+    @mesh.task
+    async def pack() -> int:
+        return 1
+
+    @mesh.task
+    async def order() -> list[int]:
+        task = current_task()
+        return await task.results([await task.start(pack, "p")])
+
+    handle = await order.publish("1")
+    async with working(mesh, "w1"):
+        assert await handle.result(60) == [1]
 
 
 @pytest.mark.parametrize("where", ["thread", "process"])

@@ -68,6 +68,26 @@ async def test_d8_a_zombie_records_nothing(mesh: TaskMesh, fleet: Fleet) -> None
     assert await mesh.store.driver.collection("tasks").find_one({"_id": "journey:1"}) == before
 
 
+@pytest.mark.slow
+async def test_d20_families_are_complete_whoever_is_killed(mesh: TaskMesh, fleet: Fleet) -> None:
+    """Kill -9 around `start` and `results`: no child is missing, none is there twice, and every parent gets its values."""
+    handlers = define(mesh)
+    handles = await handlers.family.publish_many({f"f{n}": {} for n in range(20)})
+    chance = random.Random(20)
+    living = [fleet.start(handlers="tests.durable.handlers", concurrency=10) for _ in range(2)]
+    for _ in range(8):
+        wait_until(lambda: all("ready" in worker.told for worker in living), what="both are at work")
+        await asyncio.sleep(0.4 * chance.random())  # the moment of a kill is what the test is about
+        victim = living.pop(0)
+        victim.kill()
+        living.append(fleet.start(victim.worker_id, handlers="tests.durable.handlers", concurrency=10))
+    for handle in handles:
+        assert await handle.result(90) == 6
+        kinds = [step.kind for step in (await handle.task()).steps]
+        assert (kinds.count("start"), kinds.count("join")) == (6, 2)
+    assert await mesh.listing.count("name:child") == 120
+
+
 GHOST: dict[str, Any] = {"writeConcernError": {"code": 64, "errmsg": "waiting for replication timed out"}}
 CUT_OFF: dict[str, Any] = {"closeConnection": True}
 

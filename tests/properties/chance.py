@@ -206,7 +206,8 @@ class Chance:
         known = (document["task_state"].get("steps") if document else None) or []
         recorded = [record for record in known if record["kind"] != "step"]
         if recorded and self.random.random() < 0.9:
-            record = self.random.choice(recorded)
+            timed = [record for record in recorded if record.get("until") is not None]
+            record = self.random.choice(timed if timed and self.random.random() < 0.7 else recorded)
             told = {name: record[name] for name in ("id", "kind", "name")}
             return told | ({"event": record["name"]} if record["kind"] == "wait" else {})
         event = self.random.choice(EVENTS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any, assert_type
 
@@ -11,6 +12,7 @@ from taskmesh import (
     Ending,
     Task,
     TaskContext,
+    TaskError,
     TaskEvent,
     TaskHandle,
     TaskMesh,
@@ -42,6 +44,45 @@ def shrink(path: str) -> int:
     task.progress(0.5)
     task.publish(resize, "again", path=path, width=2)
     return len(path)
+
+
+async def charge(order: str, *, cents: int) -> bytes:
+    return order.encode() * cents
+
+
+def weigh(order: str) -> float:
+    return float(order)
+
+
+async def move(order: str, session: object) -> int:
+    return int(order) if session else 0
+
+
+@mesh.task
+async def order(key: str) -> None:
+    task = current_task()
+    assert_type(await task.step("charge", charge, key, cents=5), bytes)
+    assert_type(await task.step("weigh", weigh, key), float)
+    assert_type(await task.step("move", move, key, transactional=True), int)
+    await task.sleep("cooling off", hours=24, minutes=5)
+    approval = await task.wait_for("approved", timeout_ms=1_000)
+    parts = [await task.start(shrink, f"{key}-{n}", path="a") for n in range(3)]
+    assert_type(parts, list[TaskHandle[int]])
+    assert_type(await task.results(parts), list[int])
+    assert_type(await task.results(parts, return_errors=True), list[int | TaskError])
+    assert_type(await task.start(shrink, "alone", path="a", detached=True), TaskHandle[int])
+    assert_type(await task.start(shrink, "other", params={"path": "a"}), TaskHandle[int])
+    await asyncio.gather(*(asyncio.create_task(task.step(f"w-{n}", weigh, key)) for n in range(2)))
+    assert approval
+
+
+@mesh.task
+def plain_order(key: str) -> None:
+    task = current_blocking_task()
+    assert_type(task.step("weigh", weigh, key), float)
+    task.sleep("cooling off", hours=24)
+    task.wait_for("approved")
+    assert_type(task.results([task.start(shrink, "a", path="a")]), list[int])
 
 
 def on_claim(consumer: Consumer) -> Mapping[str, Any] | None:

@@ -14,6 +14,8 @@ async def resize(path: str, width: int = 200) -> int:
     await current_task().progress("half")  # refused
     await current_task().publish(resize, "k", path=1)  # refused
     await current_task().publish(resize, "k", paht="a")  # refused
+    await current_task().step("s", len, 5)  # refused
+    await current_task().start(resize, "k", path=5)  # refused
     return width + len(path)
 
 
