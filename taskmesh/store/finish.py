@@ -34,13 +34,13 @@ class Outcome:
     Checked to be storable."""
     delay_ms: int | None = None
     """Of `Retry` and `Snooze`: no worker claims the task before this has passed. Of a record: when what it waits for is over."""
+    progress: Document | None = None
+    size: int = 0
+    """About how many bytes `entry` needs, so that a batch stays within one message."""
     step: Document | None = None
     """`stepped`: the record. `suspended`: what is waited for: `id` of its record, `kind`, `name`, and of a signal `event`."""
     lease_ms: int = 0
     """`stepped`: how long the lease is to last from then on, at least."""
-    progress: Document | None = None
-    size: int = 0
-    """About how many bytes `entry` needs, so that a batch stays within one message."""
 
 
 async def finish(

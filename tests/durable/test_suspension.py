@@ -261,6 +261,27 @@ async def test_d3_who_swallows_a_suspension_is_put_aside_all_the_same(
     assert after in ([], ["met again", "met again"])
 
 
+async def test_d3_a_plain_handler_that_swallows_it_is_put_aside_all_the_same(mesh: TaskMesh) -> None:
+    after: list[str] = []
+
+    @mesh.task(option=TaskOption(max_unexpected_retries=0))
+    def work() -> str:
+        task = current_blocking_task()
+        with suppress(BaseException):
+            task.sleep("a", hours=1)
+        after.append(f"cancelled {task.cancelled}")
+        with suppress(TaskSuspended):
+            task.step("b", after.append, "step")
+        return "success"
+
+    await work.publish("1")
+    async with working(mesh, "w1") as consumer:
+        task = await suspended(mesh, "work", "1")
+        await at_rest(consumer)
+    assert (task.status, task.task_state.worker_states) == (Status.INIT, [])
+    assert after == ["cancelled True"]
+
+
 async def test_d4_steps_under_way_are_recorded_before_the_task_is_put_aside(mesh: TaskMesh) -> None:
     """Measured: a sibling was cut off in the middle."""
     calls: list[str] = []
