@@ -33,8 +33,5 @@ INVARIANTS = {
     "X1": "what a handler writes in transaction() is there exactly if its SUCCESS is",
     "X2": "what a handler publishes is there exactly if its SUCCESS is",
     "X3": "a conflict inside transaction() is charged to nobody, but the hundredth in a row",
-    "W1": "what an execution has recorded is written once, by whoever holds the lease, and never done again",
-    "W2": "a signal that was acknowledged is consumed once, and wakes whoever waits for it",
-    "W3": "a child is there exactly if its parent has recorded it, and is kept until the parent is finished",
     "O1": "events tell of every task what happened, in that order, or say that some may be missing",
 }

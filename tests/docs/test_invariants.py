@@ -14,6 +14,7 @@ from tests.docs.examples import ROOT
 from tests.docs.tables import Row, table
 
 ROWS = table("docs/invariants.md", "", "promise", "held by", "attacked by")
+DURABLE = table("docs/invariants.md", "", "of durable work", "held by", "attacked by")
 TRAPS = table("docs/reliability.md", "trap", "what goes wrong", "test")
 _REFERENCE = re.compile(r"`([^`]+)`")
 _GATE = re.compile(r"\*([^*]+)\*")
@@ -23,7 +24,7 @@ def test_every_invariant_has_its_row_and_every_row_its_invariant() -> None:
     assert [row[""] for row in ROWS] == list(INVARIANTS)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[""])
+@pytest.mark.parametrize("row", [*ROWS, *DURABLE], ids=lambda row: row[""])
 def test_what_holds_it_is_there(row: Row) -> None:
     references = [name for name in _REFERENCE.findall(row["held by"]) if "." in name]
     assert references or re.match(r"[A-Z]\d", row["held by"]), "it names code, or another invariant"
@@ -33,7 +34,7 @@ def test_what_holds_it_is_there(row: Row) -> None:
     assert set(_GATE.findall(row["held by"])) <= gates
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[""])
+@pytest.mark.parametrize("row", [*ROWS, *DURABLE], ids=lambda row: row[""])
 def test_what_attacks_it_is_there(row: Row) -> None:
     _check_tests(_REFERENCE.findall(row["attacked by"]))
 
