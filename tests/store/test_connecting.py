@@ -52,7 +52,7 @@ async def test_what_is_no_client_is_refused() -> None:
         await TaskMesh(17).connect()
     with (
         MongoClient[Tasks]("mongodb://127.0.0.1:1", connect=False) as client,
-        pytest.raises(TypeError, match="not MongoClient"),
+        pytest.raises(TypeError, match="got MongoClient"),
     ):
         await TaskMesh(client).connect()
 
