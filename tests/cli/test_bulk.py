@@ -19,9 +19,13 @@ def many(taskmesh: Shell) -> Shell:
 
 async def _filled(mesh: TaskMesh) -> None:
     async with defined(mesh):
-        await mesh.definitions["refuse"].publish_many({f"f{n}": {"why": "it rained"} for n in range(600)})
+        await mesh.definitions["refuse"].publish("f0", why="it rained")
         await mesh.definitions["add"].publish_many({f"a{n}": {"a": n, "b": 1} for n in range(5)})
         await mesh.consumer().run(until_idle=True)
+        # More than one batch of a bulk action: one has really failed, and the others are its likes.
+        tasks = mesh.store.driver.collection("tasks")
+        failed = await tasks.find_one({"_id": "refuse:f0"})
+        await tasks.insert_many([failed | {"_id": f"refuse:f{n}", "key": f"f{n}"} for n in range(1, 600)])
         await (
             mesh.definitions["add"].configure(queue="slow").publish_many({f"w{n}": {"a": n, "b": 1} for n in range(5)})
         )
