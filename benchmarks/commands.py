@@ -21,7 +21,7 @@ class Commands(CommandListener):
         self.claims_tried = 0
         self.claims_won = 0
         self._sizes = sizes
-        self._claims: dict[int, int] = {}
+        self._claims: set[int] = set()
 
     def started(self, event: CommandStartedEvent) -> None:
         if event.command_name in _NOT_WORK:
@@ -29,18 +29,19 @@ class Commands(CommandListener):
         self.by_name[event.command_name] += 1
         if self._sizes:
             self.bytes_sent += len(bson.encode(event.command))
-        if event.command_name == "update" and (tried := claimed_ids(event.command)):
-            self.claims_tried += tried
-            self._claims[event.request_id] = tried
+        if event.command_name == "update" and is_claim(event.command):
+            self.claims_tried += claimed_ids(event.command)
+            self._claims.add(event.request_id)
 
     def succeeded(self, event: CommandSucceededEvent) -> None:
         if self._sizes and event.command_name not in _NOT_WORK:
             self.bytes_received += len(bson.encode(event.reply))
-        if self._claims.pop(event.request_id, None) is not None:
+        if event.request_id in self._claims:
+            self._claims.remove(event.request_id)
             self.claims_won += event.reply["nModified"]
 
     def failed(self, event: CommandFailedEvent) -> None:
-        self._claims.pop(event.request_id, None)
+        self._claims.discard(event.request_id)
 
     @property
     def total(self) -> int:
@@ -59,10 +60,23 @@ class Commands(CommandListener):
 
 
 def claimed_ids(command: Any) -> int:
-    """How many tasks an update tries to claim; 0 if it is none: only a claim asks for both unfinished statuses."""
-    for update in command.get("updates", ()):
-        query = update["q"]
-        query = query.get("$and", [query])[0]
-        if query.get("status") == {"$in": ["INIT", "RUNNING"]} and "$in" in (query.get("_id") or {}):
-            return len(query["_id"]["$in"])
-    return 0
+    """How many tasks an update tries to claim, as far as they were not tried by the update before it; 0 if it is no claim."""
+    return sum(len(query["_id"]["$in"]) for query in _claims(command) if query["status"] == "INIT")
+
+
+def is_claim(command: Any) -> bool:
+    """Whether an update claims: only a claim asks for what is INIT, or for both unfinished statuses."""
+    return bool(_claims(command))
+
+
+def _claims(command: Any) -> list[Any]:
+    queries = [_first(_first(update["q"])) for update in command.get("updates", ())]
+    return [
+        query
+        for query in queries
+        if query.get("status") in ("INIT", {"$in": ["INIT", "RUNNING"]}) and "$in" in (query.get("_id") or {})
+    ]
+
+
+def _first(query: Any) -> Any:
+    return query.get("$and", [query])[0]

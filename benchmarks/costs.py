@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 
 from benchmarks.backlog import Backlogs
+from benchmarks.commands import is_claim
 from benchmarks.crew import crew, wait_for
 from benchmarks.limit import Variant, bare_floor_variant, engine_variant
 from benchmarks.tables import Answer, Goal, median
@@ -135,8 +136,10 @@ def _profile(backlogs: Backlogs, way: Variant, count: int) -> dict[str, tuple[fl
 def _kind(operation: dict[str, Any]) -> str:
     command = operation.get("command", {})
     if operation["op"] == "update":
-        status = command.get("q", {}).get("status")
-        return _CLAIM if status == {"$in": ["INIT", "RUNNING"]} else _FINISH if status == "RUNNING" else "others"
+        if is_claim({"updates": [command]}):
+            return _CLAIM
+        query = command.get("q", {})
+        return _FINISH if query.get("$and", [query])[0].get("status") == "RUNNING" else "others"
     query = command.get("filter") or command.get("originatingCommand", operation.get("originatingCommand", {})).get(
         "filter", {}
     )

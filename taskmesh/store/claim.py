@@ -11,7 +11,7 @@ from typing import Any
 
 from pymongo import ReturnDocument
 
-from taskmesh.store import rules
+from taskmesh.store import plain, rules
 from taskmesh.store.driver import CODEC, PLAIN_CODEC, Document, find_and_update, restored
 from taskmesh.store.event_stamp import stamp
 from taskmesh.store.prepared import prepared
@@ -47,6 +47,38 @@ CLAIMED_FIELDS: Document = {
 WHOLE_FIELDS: Document = dict.fromkeys(
     ("name", "key", "queue", "group", "status", "task_option", "task_state", "trace"), 1
 )
+_RUNNING_ID = "task_state.worker_states.running_id"
+_KNOWN_OF_UNTRIED = {
+    # Asked for by `_untried`.
+    "status",
+    "task_state.worker_states",
+    "task_state.timeout_cnt",
+    "task_state.start_time",
+    *(
+        f"task_option.{name}"
+        for name in (
+            "concurrent_worker_cnt",
+            "specific_worker_ids",
+            "worker_timeout_ms",
+            "max_unexpected_retries",
+            "max_timeouts",
+        )
+    ),
+    # Written as the rule would, or left as they are.
+    "task_state",
+    "task_state.create_time",
+    "task_state.wanted",
+    "task_state.params_version",
+    "event",
+    "queue",
+    "group",
+    "next_claim_time",
+    "settle_time",
+    # Without an entry the rule does not look at these.
+    *(f"task_option.unexpected_retry_{name}" for name in ("delay_ms", "delay_scope", "backoff", "jitter")),
+    "task_option.retain_success_ms",
+    "task_option.retain_failed_ms",
+}
 
 
 async def claim(
@@ -65,13 +97,18 @@ async def claim(
     `timeout_cnt`, `lost_cnt`, `losses` (for the leases found run out), the derived fields. Not repeatable blindly: after an
     error ask `won`.
     """
+    variables = _claiming(worker_id, running_id)
+    untried = _plain_candidates({"$in": list(ids)}, closed_queues, narrowed_by, store.now)
     command = store.update_command(
-        _candidates({"$in": list(ids)}, narrowed_by),
-        prepared(claim_pipeline, store.now, tuple(sorted(closed_queues))),
-        deadline_ms,
-        _claiming(worker_id, running_id),
+        untried, prepared(plain_claim_pipeline, store.now), deadline_ms, variables, hint="_id_"
     )
-    return int((await store.driver.command(command))["nModified"])
+    count = int((await store.driver.command(command))["nModified"])
+    if count < len(ids):
+        rest = {"$and": [_candidates({"$in": list(ids)}, narrowed_by), {_RUNNING_ID: {"$ne": running_id}}]}
+        pipeline = prepared(claim_pipeline, store.now, tuple(sorted(closed_queues)))
+        command = store.update_command(rest, pipeline, deadline_ms, variables)
+        count += int((await store.driver.command(command))["nModified"])
+    return count
 
 
 async def claim_one(
@@ -85,20 +122,27 @@ async def claim_one(
     narrowed_by: Mapping[str, Any] | None = None,
     deadline_ms: int = 2_000,
 ) -> Document | None:
-    """Claim one task and return it, or None: what `claim` and `won` do, in one round trip where a set is one task."""
-    # The driver's own method: of a raw command's reply it would not decode nested Decimals.
-    document: Document | None = await find_and_update(
-        store.driver.collection(store.tasks),
-        _candidates(id_, narrowed_by),
-        prepared(claim_pipeline, store.now, tuple(sorted(closed_queues))),
-        let=_claiming(worker_id, running_id),
-        projection=fields,
-        return_document=ReturnDocument.AFTER,
-        maxTimeMS=deadline_ms,
+    """Claim one task and return it, or None: what `claim` and `won` do, in one round trip where nobody has tried it."""
+    forms = (
+        (_plain_candidates(id_, closed_queues, narrowed_by, store.now), prepared(plain_claim_pipeline, store.now)),
+        (_candidates(id_, narrowed_by), prepared(claim_pipeline, store.now, tuple(sorted(closed_queues)))),
     )
-    if document is None:
-        return None
-    return document if any(e["running_id"] == running_id for e in document["task_state"]["worker_states"]) else None
+    for query, pipeline in forms:
+        # The driver's own method: of a raw command's reply it would not decode nested Decimals.
+        document: Document | None = await find_and_update(
+            store.driver.collection(store.tasks),
+            query,
+            pipeline,
+            let=_claiming(worker_id, running_id),
+            projection=fields,
+            return_document=ReturnDocument.AFTER,
+            maxTimeMS=deadline_ms,
+        )
+        if document is not None and any(
+            entry["running_id"] == running_id for entry in document["task_state"]["worker_states"]
+        ):
+            return document
+    return None
 
 
 def _candidates(ids: Any, narrowed_by: Mapping[str, Any] | None) -> Document:
@@ -110,20 +154,58 @@ def _candidates(ids: Any, narrowed_by: Mapping[str, Any] | None) -> Document:
     return {"$and": [query, dict(narrowed_by)]} if narrowed_by else query
 
 
+def _plain_candidates(
+    ids: Any, closed_queues: Collection[str], narrowed_by: Mapping[str, Any] | None, now: rules.Expression
+) -> Document:
+    """Match what nobody has tried and nothing holds back: what `plain_claim_pipeline` may claim."""
+    conditions: list[Any] = [{"_id": ids, "status": "INIT"}, prepared(_untried, now)]
+    if closed_queues:
+        conditions.append({"queue": {"$nin": sorted(closed_queues)}})
+    return {"$and": [*conditions, dict(narrowed_by)] if narrowed_by else conditions}
+
+
+def _untried(now: rules.Expression) -> Document:
+    """The conditions under which all gates are open to every worker, but for a closed queue."""
+    return {
+        **plain.ALONE,
+        "task_option.specific_worker_ids": {"$size": 0},
+        "task_option.worker_timeout_ms": {"$gt": 0},
+        "task_option.max_unexpected_retries": {"$gte": 0},
+        # One lease may run out without finishing the task, so that no `settle_time` comes of the claim.
+        "task_option.max_timeouts": {"$gte": 1},
+        "task_state.worker_states": {"$size": 0},
+        "task_state.timeout_cnt": 0,
+        # Whatever else the rule asks about.
+        **plain.without_others(claim_pipeline(now), _KNOWN_OF_UNTRIED),
+        "$expr": {"$lte": ["$task_state.start_time", now]},
+    }
+
+
 def _claiming(worker_id: str, running_id: str) -> Document:
-    """The variables of `claim_pipeline`."""
+    """The variables of both pipelines."""
     return {"worker_id": {"$literal": worker_id}, "running_id": {"$literal": running_id}}
 
 
-def claim_pipeline(now: rules.Expression, closed_queues: Collection[str] = ()) -> list[Document]:
-    """Append the entry if all gates are open, and drop those whose lease ran out: that is the preemption.
+def plain_claim_pipeline(now: rules.Expression) -> list[Document]:
+    """What `claim_pipeline` comes to for what is `_untried`: the entry, and the fields that follow from it."""
+    entry = _entry(now)
+    return [
+        {
+            "$set": {
+                # The entry, the only one.
+                "task_state.worker_states": [entry],
+                "event": stamp("claimed", now, "$$worker_id"),
+                # It runs; there is room for another worker when the lease ends, and nothing that time alone would do.
+                "status": "RUNNING",
+                "next_claim_time": {"$max": ["$task_state.create_time", entry["ping_expire_time"]]},
+                "settle_time": "$$REMOVE",
+            }
+        }
+    ]
 
-    Who claims, and as what, is said by the variables `$$worker_id` and `$$running_id`.
 
-    The gates are asked here and not in the query: the server takes four times as long to read an expression there
-    (measured: half a millisecond a command), and the facts are sorted out once for both.
-    """
-    entry = {
+def _entry(now: rules.Expression) -> Document:
+    return {
         "running_id": "$$running_id",
         "worker_id": "$$worker_id",
         "state": "RUNNING",
@@ -134,6 +216,16 @@ def claim_pipeline(now: rules.Expression, closed_queues: Collection[str] = ()) -
         "wish": "$task_state.wanted",
         "params_version": "$task_state.params_version",
     }
+
+
+def claim_pipeline(now: rules.Expression, closed_queues: Collection[str] = ()) -> list[Document]:
+    """Append the entry if all gates are open, and drop those whose lease ran out: that is the preemption.
+
+    Who claims, and as what, is said by the variables `$$worker_id` and `$$running_id`.
+
+    The gates are asked here and not in the query: the server takes four times as long to read an expression there
+    (measured: half a millisecond a command), and the facts are sorted out once for both.
+    """
     # Entries whose lease ran out leave the list; `counted_losses` counts them in the same write.
     kept = {"$filter": {"input": rules.ENTRIES, "cond": {"$not": [rules.is_lost(now)]}}}
     claimed = {
@@ -141,7 +233,7 @@ def claim_pipeline(now: rules.Expression, closed_queues: Collection[str] = ()) -
             "$mergeObjects": [
                 "$task_state",
                 {"$cond": [{"$eq": ["$$lost", []]}, {}, counted_losses()]},
-                {"worker_states": {"$concatArrays": [kept, [entry]]}},
+                {"worker_states": {"$concatArrays": [kept, [_entry(now)]]}},
                 # Places of stopped handlers: those whose lease ran out are dropped. No such field where there was none.
                 {"$cond": [{"$gt": ["$task_state.leaving", None]}, {"leaving": "$$leaving"}, {}]},
             ]

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from taskmesh.store import rules
+from taskmesh.store import plain, rules
 from taskmesh.store.driver import Document
 from taskmesh.store.event_stamp import stamp
 from taskmesh.store.prepared import prepared
@@ -20,6 +20,37 @@ Kind = Literal["succeeded", "failed", "released", "snoozed", "suspended", "confl
 """`stepped` is no end: the execution goes on, and has recorded something (`store.steps`)."""
 _GIVEN_BACK: tuple[Kind, ...] = ("released", "snoozed", "suspended", "conflicted")
 _STATE_OF: dict[Kind, str] = {"succeeded": "SUCCESS", "failed": "FAIL", "stopped": "FAIL"}
+_KNOWN_OF_SINGLE = {
+    # Asked for by `_single`.
+    "status",
+    "task_option.concurrent_worker_cnt",
+    "task_state.worker_states",
+    # Written as the rule would, or left as they are.
+    "task_state",
+    "task_state.timeout_cnt",
+    "task_state.conflict_cnt",
+    "task_state.progress",
+    "task_option.retain_success_ms",
+    "event",
+    "queue",
+    "group",
+    "next_claim_time",
+    "settle_time",
+    # Of a task that is finished the rule does not look at these.
+    *(f"task_state.{name}" for name in ("create_time", "start_time", "expire_time", "resume_time", "params_version")),
+    *(f"task_state.{name}" for name in ("dropped_fail_cnt", "lost_cnt", "losses")),
+    *(f"task_option.unexpected_retry_{name}" for name in ("delay_ms", "delay_scope", "backoff", "jitter")),
+    *(
+        f"task_option.{name}"
+        for name in (
+            "specific_worker_ids",
+            "worker_timeout_ms",
+            "max_unexpected_retries",
+            "max_timeouts",
+            "retain_failed_ms",
+        )
+    ),
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -60,6 +91,11 @@ async def finish(
     kind = outcomes[0].kind
     if kind == "stopped":
         return await _note_stopped(store, outcomes)
+    counted = 0
+    if kind == "succeeded":
+        counted = await _finish_plain(store, worker_id, outcomes, session, deadline_ms)
+        if counted == len(outcomes):
+            return counted
     query = still_held_by(outcomes, store.now)
     stages = _given_back(outcomes, store.now) if kind in _GIVEN_BACK else _ended(outcomes, store.now)
     pipeline = [
@@ -70,7 +106,73 @@ async def finish(
         *prepared(rules.derivation, store.now),
     ]
     reply = await store.update(query, pipeline, deadline_ms, session)
+    return counted + int(reply["n"])
+
+
+async def _finish_plain(
+    store: Store, worker_id: str, outcomes: Sequence[Outcome], session: Any, deadline_ms: int
+) -> int:
+    """Record SUCCESS where the execution is the only one of its task: what the whole form comes to there."""
+    now = store.now
+    held = [
+        {"_id": {"$in": ids}, "task_state.worker_states": _at_work(running_id)}
+        for running_id, ids in _ids_by_claim(outcomes).items()
+    ]
+    query = {
+        "$and": [
+            {"_id": {"$in": [outcome.id for outcome in outcomes]}, "status": "RUNNING"},
+            *(held if len(held) == 1 else [{"$or": held}]),
+            prepared(_single, now),
+        ]
+    }
+    retained_ms = "$task_option.retain_success_ms"
+    ended = [{"$arrayElemAt": [rules.ENTRIES, 0]}, {"state": "SUCCESS", "success_time": now}]
+    pipeline = [
+        {
+            "$set": {
+                # The entry is a SUCCESS, and the counters that it ends start anew.
+                "task_state": {
+                    "worker_states": [{"$mergeObjects": [*ended, _own([o.entry for o in outcomes], outcomes)]}],
+                    "timeout_cnt": 0,
+                    "conflict_cnt": "$$REMOVE",
+                    **_progress(outcomes),
+                },
+                "event": stamp("succeeded", now, {"$literal": worker_id}),
+                # The task is finished, and is kept for as long as its option says.
+                "status": "SUCCESS",
+                "next_claim_time": "$$REMOVE",
+                "settle_time": "$$REMOVE",
+                "finish_time": now,
+                "delete_time": {"$cond": [{"$gt": [retained_ms, None]}, {"$add": [now, retained_ms]}, "$$REMOVE"]},
+            }
+        }
+    ]
+    reply = await store.update(query, pipeline, deadline_ms, session, hint="_id_")
     return int(reply["n"])
+
+
+def _single(now: rules.Expression) -> Document:
+    """The conditions under which the SUCCESS of a task's only entry finishes it; that this is RUNNING is asked beside."""
+    whole = [*_ended([Outcome("", "", "succeeded")], now), *rules.derivation(now)]
+    return {
+        **plain.ALONE,
+        "task_state.worker_states": {"$size": 1},
+        # Whatever else the rule asks about.
+        **plain.without_others(whole, _KNOWN_OF_SINGLE),
+        "$expr": {"$gt": [{"$arrayElemAt": [f"{rules.ENTRIES}.ping_expire_time", 0]}, now]},
+    }
+
+
+def _ids_by_claim(outcomes: Iterable[Outcome]) -> dict[str, list[str]]:
+    """The tasks by `running_id`; several claims may be in one batch."""
+    ids_of: dict[str, list[str]] = {}
+    for outcome in outcomes:
+        ids_of.setdefault(outcome.running_id, []).append(outcome.id)
+    return ids_of
+
+
+def _at_work(running_id: str) -> Document:
+    return {"$elemMatch": {"running_id": running_id, "state": "RUNNING"}}
 
 
 async def _note_stopped(store: Store, outcomes: Sequence[Outcome]) -> int:
@@ -110,18 +212,11 @@ async def _note_stopped(store: Store, outcomes: Sequence[Outcome]) -> int:
 
 
 def still_held_by(outcomes: Iterable[Outcome], now: rules.Expression) -> Document:
-    """Match each task with its own `running_id` only; several claims may be in one batch."""
-    ids_of: dict[str, list[str]] = {}
-    for outcome in outcomes:
-        ids_of.setdefault(outcome.running_id, []).append(outcome.id)
+    """Match each task with its own `running_id` only."""
+    ids_of = _ids_by_claim(outcomes)
     per_claim = [
-        {
-            "_id": {"$in": ids},
-            "task_state.worker_states": {"$elemMatch": {"running_id": running_id, "state": "RUNNING"}},
-        }
-        for running_id, ids in ids_of.items()
+        {"_id": {"$in": ids}, "task_state.worker_states": _at_work(running_id)} for running_id, ids in ids_of.items()
     ]
-    # The index finds the tasks; that the lease is not over only the server's clock can tell.
     mine = {"$and": [{"$in": ["$$this.running_id", {"$literal": list(ids_of)}]}, rules.is_live(now)]}
     live = {"$expr": {"$anyElementTrue": [{"$map": {"input": rules.ENTRIES, "in": mine}}]}}
     held = per_claim[0] if len(per_claim) == 1 else {"$or": per_claim}

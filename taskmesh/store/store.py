@@ -66,11 +66,16 @@ class Store:
         pipeline: Sequence[Mapping[str, Any]],
         deadline_ms: int = WRITE_DEADLINE_MS,
         let: Document | None = None,
+        hint: str | None = None,
     ) -> Document:
-        """The command of a set-based update of tasks: each document atomically, the set not. `let`: its variables."""
+        """The command of a set-based update of tasks: each document atomically, the set not.
+
+        `let`: its variables. `hint`: the index to find the tasks by, where the server might try others.
+        """
+        statement: Document = {"q": query, "u": pipeline, "multi": True}
         return {
             "update": self.tasks,
-            "updates": [{"q": query, "u": pipeline, "multi": True}],
+            "updates": [statement if hint is None else statement | {"hint": hint}],
             "let": let or {},
             "writeConcern": {"w": "majority"},
             "maxTimeMS": deadline_ms,
@@ -92,6 +97,7 @@ class Store:
         deadline_ms: int = WRITE_DEADLINE_MS,
         session: Any = None,
         constants: Document | None = None,
+        hint: str | None = None,
     ) -> Document:
         """Update all tasks that match, and return the reply with `n` (matched) and `nModified`.
 
@@ -99,7 +105,7 @@ class Store:
 
         Not repeated by the driver after a network error: the caller asks by `running_id` what happened.
         """
-        command = self.update_command(query, pipeline, deadline_ms)
+        command = self.update_command(query, pipeline, deadline_ms, hint=hint)
         if constants is not None:
             command["updates"][0]["c"] = constants
         if session is not None and session.in_transaction:

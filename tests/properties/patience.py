@@ -20,8 +20,9 @@ class PatientStore(Store):
         pipeline: Sequence[Mapping[str, Any]],
         deadline_ms: int = 0,
         let: Document | None = None,
+        hint: str | None = None,
     ) -> Document:
-        return super().update_command(query, pipeline, max(deadline_ms, PATIENCE_MS), let)
+        return super().update_command(query, pipeline, max(deadline_ms, PATIENCE_MS), let, hint)
 
     async def insert(
         self, documents: Sequence[Document], size: int, deadline_ms: int = 0, *, alone: bool = False

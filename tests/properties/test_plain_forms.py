@@ -1,0 +1,157 @@
+"""The short forms of claim and SUCCESS do to the tasks that they take exactly what the whole forms do, and take most plain ones.
+
+On documents that differ from a plain task in few things, so that each thing is what alone keeps a short form away.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from random import Random
+from typing import Any
+
+import pytest
+
+from taskmesh.store import Store, finish, rules
+from taskmesh.store.claim import claim
+from taskmesh.store.finish import Outcome
+from tests.chaos.reading import ms
+from tests.properties.documents import Documents
+from tests.properties.oracle import Document, Oracle
+from tests.properties.patience import PatientStore
+
+SEED = os.environ.get("SEED", "taskmesh")
+_COUNT = 500
+_LIKELY_PLAIN = 0.9
+BEGIN = datetime(2030, 1, 1, tzinfo=UTC)
+_RUNNING_ID = "r"
+
+
+@asynccontextmanager
+async def _store(uri: str, database: str, collection: str) -> AsyncIterator[Store]:
+    store = PatientStore(uri, database, collection, now=BEGIN)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+def _nearly_plain(*, claimed: bool) -> list[Document]:
+    """Random documents in which most things are as in a task that nobody has tried, or that runs for the first time."""
+    random = Random(f"{SEED} {claimed}")
+    documents = list(Documents(SEED, BEGIN).draw(_COUNT))
+    for document in documents:
+        option, state = document["task_option"], document["task_state"]
+        plain_option = {"concurrent_worker_cnt": 1, "specific_worker_ids": [], "max_timeouts": 5}
+        option |= {name: value for name, value in plain_option.items() if random.random() < _LIKELY_PLAIN}
+        entry = {"running_id": _RUNNING_ID, "worker_id": "w1", "state": "RUNNING", "start_time": BEGIN - ms(1_000)}
+        lease_end = BEGIN + ms(random.choice((-1, 0, 1, 2_000, 2_000, 2_000)))
+        plain_state = {"worker_states": [entry | {"ping_expire_time": lease_end}] if claimed else [], "timeout_cnt": 0}
+        for name in list(state):
+            if name != "create_time" and random.random() < _LIKELY_PLAIN:
+                if name in plain_state:
+                    state[name] = plain_state[name]
+                else:
+                    del state[name]
+        Oracle(document).derive(BEGIN)
+    return [{name: value for name, value in document.items() if value is not None} for document in documents]
+
+
+async def _filled(store: Store, documents: list[Document]) -> dict[str, Document]:
+    await store.driver.collection(store.tasks).insert_many(documents)
+    return await _documents(store)
+
+
+async def _documents(store: Store) -> dict[str, Document]:
+    return {document["_id"]: document for document in await store.find({}, {})}
+
+
+def _whole_only(patch: pytest.MonkeyPatch, store: Store) -> None:
+    """Make the store's short forms, which name the index to use, take nothing."""
+    command = store.update_command
+
+    def whole(query: Document, *arguments: Any, **options: Any) -> Document:
+        return command({"_id": {"$in": []}} if options.get("hint") else query, *arguments, **options)
+
+    patch.setattr(store, "update_command", whole)
+
+
+async def test_a_claim_of_untried_tasks_is_the_claim_by_the_whole_rule(
+    mongo_uri: str, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents = _nearly_plain(claimed=False)
+    async with _store(mongo_uri, database, "short") as short, _store(mongo_uri, database, "whole") as whole:
+        before = await _filled(short, documents)
+        await _filled(whole, documents)
+        _whole_only(monkeypatch, whole)
+        ids, closed = list(before), ["odd"]
+        counts = [await claim(store, ids, "w1", _RUNNING_ID, closed_queues=closed) for store in (short, whole)]
+        after = await _documents(short)
+        assert counts[0] == counts[1]
+        assert after == await _documents(whole)
+
+    assert len([id_ for id_ in ids if after[id_] != before[id_]]) == counts[0]
+    assert _COUNT / 8 < counts[0] < _COUNT * 7 / 8
+
+
+async def test_the_success_of_a_single_execution_is_the_success_by_the_whole_rule(
+    mongo_uri: str, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents = _nearly_plain(claimed=True)
+    async with _store(mongo_uri, database, "short") as short, _store(mongo_uri, database, "whole") as whole:
+        before = await _filled(short, documents)
+        await _filled(whole, documents)
+        _whole_only(monkeypatch, whole)
+        outcomes = [
+            Outcome(id_, _RUNNING_ID, "succeeded", {"returns": n}, progress={"fraction": 1.0} if n % 2 else None)
+            for n, id_ in enumerate(before)
+        ]
+        counts = [await finish.finish(store, "w1", outcomes) for store in (short, whole)]
+        after = await _documents(short)
+        assert counts[0] == counts[1]
+        assert after == await _documents(whole)
+    assert _COUNT / 8 < counts[0] < _COUNT * 7 / 8
+
+
+async def test_short_forms_take_the_plain_tasks_and_no_others(
+    mongo_uri: str, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with _store(mongo_uri, database, "tasks") as store:
+        state: Document = {
+            "create_time": BEGIN,
+            "start_time": None,
+            "expire_time": None,
+            "timeout_cnt": 0,
+            "worker_states": [],
+        }
+        option = next(Documents(SEED, BEGIN).draw(1))["task_option"]
+        option |= {"concurrent_worker_cnt": 1, "specific_worker_ids": [], "max_timeouts": 5}
+        plain = {"_id": "job:plain", "queue": "q", "pinned": False, "task_option": option, "task_state": state}
+        gated = plain | {"_id": "job:gated", "task_state": state | {"suspended": BEGIN + ms(1)}}
+        for document in (plain, gated):
+            Oracle(document).derive(BEGIN)
+        await _filled(store, [plain, gated])
+
+        # A gate that the short form knows nothing of.
+        gates = rules.task_gates
+        monkeypatch.setattr(rules, "task_gates", lambda now: gates(now) | {"not suspended": "$task_state.suspended"})
+        sent: list[Document] = []
+        command = store.update_command
+
+        def noted(query: Document, *arguments: Any, **options: Any) -> Document:
+            sent.append(query)
+            return command(query, *arguments, **options)
+
+        monkeypatch.setattr(store, "update_command", noted)
+        ids = ["job:plain", "job:gated"]
+        assert await claim(store, ids, "w1", "r1") == 1
+        assert {id_ for id_, task in (await _documents(store)).items() if task["status"] == "RUNNING"} == {"job:plain"}
+        assert len(sent) == 2, "what the short form left was not asked for by the whole rule"
+
+        sent.clear()
+        assert await finish.finish(store, "w1", [Outcome("job:plain", "r1", "succeeded", {"returns": None})]) == 1
+        assert len(sent) == 1, "a single execution's SUCCESS took the whole form"
+        store.now = BEGIN + ms(1)
+        assert await claim(store, ["job:gated"], "w1", "r2") == 1
