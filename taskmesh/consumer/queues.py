@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable
+from datetime import datetime
 
 from taskmesh.consumer.claim_queue import ClaimQueue
 from taskmesh.consumer.limits import Limits
@@ -66,12 +67,12 @@ class Queues:
             if self._due is not None:
                 self._due.add(queue)
 
-    async def look_for_due(self, now: float) -> None:
-        """Ask in which queues something is due: the others are not looked at, so they cost nothing, however many they are."""
+    async def look_for_due(self, now: float, until: datetime) -> None:
+        """Ask in which queues something is due by then: the others are not looked at, and cost nothing, however many they are."""
         if self._due is None and now < self._next_probe:
             return
         self._next_probe = now + _PROBE_EVERY_S
-        due, all_of_them = await queues_due(self._store, self._names, LOOK_AHEAD_MS)
+        due, all_of_them = await queues_due(self._store, self._names, until)
         if self._fixed:
             due &= self._known.keys()
         elif not all_of_them and now >= self._next_look_at_all:

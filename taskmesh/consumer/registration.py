@@ -24,6 +24,7 @@ from taskmesh.model.worker import WorkerInfo, read_workers
 from taskmesh.store import Store, registry
 from taskmesh.store.clock import ServerClock
 from taskmesh.store.driver import Document
+from taskmesh.store.schema import INDEX_GENERATION
 from taskmesh.store.uncut import CLOSE_DEADLINE_S
 
 logger = logging.getLogger("taskmesh.registration")
@@ -202,6 +203,7 @@ class Registration:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "version": RELEASE,
+            "indexes": INDEX_GENERATION,
             "names": settings.names,
             "queues": settings.queues,
             "concurrency": settings.concurrency,

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, timedelta
 from typing import Any
 
 from pymongo.errors import PyMongoError
@@ -30,8 +31,9 @@ from taskmesh.store.clock import ServerClock
 from taskmesh.store.find import (
     Claimable,
     ScanRange,
-    claimable_from,
+    Sort,
     fitting,
+    judged,
     open_scan,
     scan,
     scan_leases,
@@ -45,6 +47,7 @@ SCAN_EVERY_S = 1.0
 _SETTLE_EVERY_S = 2.0
 _MAX_COMBINATIONS = 150
 """Of names × queues in one query; above about 200 the server sorts in memory instead of merging index ranges."""
+_FOR_ANYBODY: tuple[Sort, ...] = ("waiting", "shared")
 _PAGE_OF_REFUSED = 500
 _PAGE_BESIDE = 200
 _PATIENCE_S = 0.2
@@ -85,9 +88,9 @@ class Scanner:
         self._backup_claims = backup_claims
         self._listener = listener
         self._dependents = dependents
-        self._refused: dict[int, Any] = {}
-        """By number of the range, a cursor over what lies behind tasks that are not for me; read on a little at each pass."""
-        self._read_to_the_end: set[int] = set()
+        self._refused: dict[tuple[int, Sort], Any] = {}
+        """By number of the range and sort, a cursor over what lies behind tasks not for me; read on a little at each pass."""
+        self._read_to_the_end: set[tuple[int, Sort]] = set()
         """In which of them that has been done once."""
         self._next_settle = self._next_sweep = 0.0
         self._next_leases = 0.0
@@ -132,7 +135,7 @@ class Scanner:
             await self._claim_filter.current() or {}
         )  # None: nothing is claimed for now, whatever is found
         self._candidates.begin_scan()
-        await self._queues.look_for_due(now)
+        await self._queues.look_for_due(now, self._horizon)
         brought = 0
         self._candidates.unread = False
         for number, what in self._ranges(self._partitions.own):
@@ -163,7 +166,12 @@ class Scanner:
             for names in _parts_of(self._names, names_at_once):
                 number += 1
                 if self._queues.is_any_due(looked_at):
-                    yield number, ScanRange(names, looked_at, lanes, LOOK_AHEAD_MS)
+                    yield number, ScanRange(names, looked_at, lanes, self._horizon)
+
+    @property
+    def _horizon(self) -> datetime:
+        """How far scans look, by the server's clock."""
+        return self._clock.now() + timedelta(milliseconds=LOOK_AHEAD_MS)
 
     async def _want_hints(self, wanted: bool) -> None:
         """Under a backlog the stream is not asked for new work; when it is worked off, a scan closes the gap."""
@@ -171,17 +179,17 @@ class Scanner:
             self._candidates.order_scan()
 
     async def _scan(self, number: int, what: ScanRange) -> int:
-        rows = await scan(self._store, self._worker_id, what, self._page)
-        named = (
-            await scan(self._store, self._worker_id, what, self._page, pinned=True)
-            if what.lanes == self._partitions.own
-            else []
-        )
-        brought = sum(self._backup_claims.offer(row) for row in await self._fitting([*named, *rows]))
-        if len(rows) == self._page or len(named) == self._page:
+        brought, full = 0, []
+        for sort in ("named", *_FOR_ANYBODY) if what.lanes == self._partitions.own else _FOR_ANYBODY:
+            rows = await scan(self._store, self._worker_id, what, self._page, sort)
+            brought += sum(self._backup_claims.offer(row) for row in await self._fitting(rows))
+            full += [sort] if len(rows) == self._page else []
+        if full:
             self._candidates.unread = True
             if not brought and not self._candidates.ready_count(time.monotonic()):
-                brought += await self._read_behind_refused(number, what)
+                for sort in full:
+                    if sort in _FOR_ANYBODY:
+                        brought += await self._read_behind_refused((number, sort), what)
         return brought
 
     async def _fitting(self, rows: list[Claimable]) -> list[Claimable]:
@@ -197,6 +205,8 @@ class Scanner:
         for _, what in self._ranges(None):
             leases = await scan_leases(self._store, self._worker_id, what, _PAGE_BESIDE)
             brought += sum(self._backup_claims.offer(row, overdue=True) for row in await self._fitting(leases))
+            shared = await scan(self._store, self._worker_id, what, _PAGE_BESIDE, "shared")
+            brought += sum(map(self._backup_claims.offer, await self._fitting(shared)))
         return brought
 
     async def _help_others(self, now: float) -> int:
@@ -213,7 +223,12 @@ class Scanner:
             return 0
         self._next_help = now + 0.8 * SCAN_EVERY_S
         limit = max(_PAGE_BESIDE, min(2 * free, self._page))
-        found = [row for _, what in self._ranges(None) for row in await scan(self._store, self._worker_id, what, limit)]
+        found = [
+            row
+            for _, what in self._ranges(None)
+            for sort in _FOR_ANYBODY
+            for row in await scan(self._store, self._worker_id, what, limit, sort)
+        ]
         rows = [row for row in await self._fitting(found) if self._clock.monotonic(row.next_claim_time) <= now]
         heads: dict[int, str] = {}
         for row in rows:
@@ -232,19 +247,20 @@ class Scanner:
                 brought += self._backup_claims.offer(row, place=0)
         return brought
 
-    async def _read_behind_refused(self, number: int, what: ScanRange) -> int:
+    async def _read_behind_refused(self, place: tuple[int, Sort], what: ScanRange) -> int:
         """A whole page that I may not have stands in front: read on behind it; to the end at first, then a page at each pass."""
         self._candidates.unread = False  # the next page comes with the next pass, not at once
         brought = 0
-        if number not in self._refused:
-            self._refused[number] = await open_scan(self._store, self._worker_id, what)
+        if place not in self._refused:
+            self._refused[place] = await open_scan(self._store, self._worker_id, what, place[1])
         while not brought:
-            rows: list[Any] = await self._refused[number].to_list(_PAGE_OF_REFUSED)
-            brought = sum(map(self._backup_claims.offer, await self._fitting([claimable_from(row) for row in rows])))
-            if len(rows) < _PAGE_OF_REFUSED:
-                await self._refused.pop(number).close()
-                self._read_to_the_end.add(number)
-            if number in self._read_to_the_end:
+            found: list[Any] = await self._refused[place].to_list(_PAGE_OF_REFUSED)
+            rows = await judged(self._store, self._worker_id, found)
+            brought = sum(map(self._backup_claims.offer, await self._fitting(rows)))
+            if len(found) < _PAGE_OF_REFUSED:
+                await self._refused.pop(place).close()
+                self._read_to_the_end.add(place)
+            if place in self._read_to_the_end:
                 break
         return brought
 

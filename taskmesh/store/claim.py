@@ -10,10 +10,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from pymongo import ReturnDocument
+from pymongo.errors import OperationFailure
 
 from taskmesh.store import plain, rules
 from taskmesh.store.driver import CODEC, PLAIN_CODEC, Document, find_and_update, restored
 from taskmesh.store.event_stamp import stamp
+from taskmesh.store.malformed import note_refusal
 from taskmesh.store.prepared import prepared
 from taskmesh.store.store import Store
 
@@ -107,7 +109,11 @@ async def claim(
         rest = {"$and": [_candidates({"$in": list(ids)}, narrowed_by), {_RUNNING_ID: {"$ne": running_id}}]}
         pipeline = prepared(claim_pipeline, store.now, tuple(sorted(closed_queues)))
         command = store.update_command(rest, pipeline, deadline_ms, variables)
-        count += int((await store.driver.command(command))["nModified"])
+        try:
+            count += int((await store.driver.command(command))["nModified"])
+        except OperationFailure as error:
+            note_refusal(store, error)
+            raise
     return count
 
 
@@ -128,16 +134,20 @@ async def claim_one(
         (_candidates(id_, narrowed_by), prepared(claim_pipeline, store.now, tuple(sorted(closed_queues)))),
     )
     for query, pipeline in forms:
-        # The driver's own method: of a raw command's reply it would not decode nested Decimals.
-        document: Document | None = await find_and_update(
-            store.driver.collection(store.tasks),
-            query,
-            pipeline,
-            let=_claiming(worker_id, running_id),
-            projection=fields,
-            return_document=ReturnDocument.AFTER,
-            maxTimeMS=deadline_ms,
-        )
+        try:
+            # The driver's own method: of a raw command's reply it would not decode nested Decimals.
+            document: Document | None = await find_and_update(
+                store.driver.collection(store.tasks),
+                query,
+                pipeline,
+                let=_claiming(worker_id, running_id),
+                projection=fields,
+                return_document=ReturnDocument.AFTER,
+                maxTimeMS=deadline_ms,
+            )
+        except OperationFailure as error:
+            note_refusal(store, error)
+            raise
         if document is not None and any(
             entry["running_id"] == running_id for entry in document["task_state"]["worker_states"]
         ):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from inspect import isawaitable
 from math import isfinite
-from typing import Any
+from typing import Any, Literal
 
 from pymongo.errors import OperationFailure
 from pymongo.read_concern import ReadConcern
@@ -25,6 +25,9 @@ from taskmesh.store.store import Store
 
 UNFINISHED = ("INIT", "RUNNING")
 _IN_ORDER = [("task_option.priority", -1), ("next_claim_time", 1)]
+_KEY_FIELDS = dict.fromkeys(
+    ("_id", "queue", "group", "next_claim_time", "task_option.priority", "event", "settle_time"), 1
+)
 _DUE_AT_MOST = 200
 _VALUES_MS = 300
 
@@ -99,6 +102,13 @@ class Claimable:
     group: str | None = None
 
 
+Sort = Literal["waiting", "shared", "named"]
+"""What a scan looks for: what waits for anybody; what is at work and has room for more workers; what names this worker.
+
+Each has an index of its own, so that none starves the others.
+"""
+
+
 @dataclass(slots=True, frozen=True)
 class ScanRange:
     """What a scan looks at: task names, queues, lanes (None: all), up to a time."""
@@ -106,37 +116,75 @@ class ScanRange:
     names: Sequence[str]
     queues: Sequence[str]
     lanes: Sequence[int] | None
-    horizon_ms: int
+    until: datetime
+    """By the server's clock, as well as the worker knows it: what may be claimed, the claim decides."""
 
 
-async def scan(store: Store, worker_id: str, what: ScanRange, limit: int, *, pinned: bool = False) -> list[Claimable]:
-    """Return the first tasks by (priority, next_claim_time) that some worker may claim by now or soon.
+async def scan(store: Store, worker_id: str, what: ScanRange, limit: int, sort: Sort = "waiting") -> list[Claimable]:
+    """Return the first tasks of this sort by (priority, next_claim_time) that some worker may claim by then."""
+    query = _scan_query(worker_id, what, sort)
+    if sort != "waiting":
+        hint = "taskmesh_shared" if sort == "shared" else None
+        return await read_claimable(store, worker_id, query, _IN_ORDER, limit=limit, hint=hint)
 
-    `pinned`: those for this worker by name (an index of their own, so that neither starves the other).
+    async def read(query: Document) -> list[Claimable]:
+        cursor = _keys_in_order(store, query, limit=limit, batch_size=min(limit, 1000))
+        return await judged(store, worker_id, await cursor.to_list(None))
+
+    return await past_strangers(store, query, read)
+
+
+async def open_scan(store: Store, worker_id: str, what: ScanRange, sort: Sort = "waiting") -> Any:
+    """Open a cursor over all such tasks, to read on in batches, which `judged` turns into what they are."""
+    query = {"$and": [_scan_query(worker_id, what, sort), WELL_FORMED]}
+    return _keys_in_order(store, query, sort, batch_size=1000)
+
+
+def _keys_in_order(store: Store, query: Document, sort: Sort = "waiting", **options: int) -> Any:
+    cursor = store.driver.collection(store.tasks, PLAIN_CODEC).find(query, _KEY_FIELDS, **options)
+    return cursor.sort(_IN_ORDER).hint(f"taskmesh_{sort}")
+
+
+async def judged(store: Store, worker_id: str, found: Sequence[Document]) -> list[Claimable]:
+    """Return what a scan has found, in its order; the rule is asked only about what somebody has touched, or may expire.
+
+    Of a task that nobody has touched since it was published the index tells all, so that no document is read for it.
+    Raises `Strange`.
     """
-    query = _scan_query(store, worker_id, what, pinned=pinned)
-    return await read_claimable(store, worker_id, query, _IN_ORDER, limit=limit)
+    if odd := [task["_id"] for task in found if not isinstance(task["_id"], str)]:
+        raise Strange(f"the document {odd[0]!r}")
+    asked = [task["_id"] for task in found if not _is_untouched(task)]
+    known = {row.id: row for row in await look_up(store, worker_id, asked)} if asked else {}
+    rows = [_untouched(task) if _is_untouched(task) else known.get(task["_id"]) for task in found]
+    return [row for row in rows if row is not None]
 
 
-async def open_scan(store: Store, worker_id: str, what: ScanRange) -> Any:
-    """Open a cursor over all such tasks that name no worker, to read on in batches."""
-    query = {"$and": [_scan_query(store, worker_id, what, pinned=False), WELL_FORMED]}
-    fields = prepared(claimable_fields, store.now, worker_id)
-    return store.driver.collection(store.tasks, PLAIN_CODEC).find(query, fields, batch_size=1000).sort(_IN_ORDER)
+def _is_untouched(task: Document) -> bool:
+    """Whether nobody has written to the task, and nothing will become of it by time alone."""
+    return task.get("event") is None and task.get("settle_time") is None
 
 
-def _scan_query(store: Store, worker_id: str, what: ScanRange, *, pinned: bool) -> Document:
+def _untouched(task: Document) -> Claimable:
+    option = task.get("task_option")
+    priority = option.get("priority") if isinstance(option, dict) else None
+    return claimable_from(task | {"priority": priority, "fail_cnt": 0, "claim_time": None})
+
+
+def _scan_query(worker_id: str, what: ScanRange, sort: Sort) -> Document:
     query: Document = {
-        "pinned": pinned,
+        "pinned": sort == "named",
         "queue": {"$in": list(what.queues)},
         "name": {"$in": list(what.names)},
-        "$expr": {"$lte": ["$next_claim_time", {"$add": [store.now, what.horizon_ms]}]},
+        "next_claim_time": {"$type": "date", "$lte": what.until},
     }
-    if pinned:
+    if sort == "named":
         query["task_option.specific_worker_ids"] = worker_id
-    elif what.lanes is not None:
-        query["lane"] = {"$in": list(what.lanes)}
-    query["next_claim_time"] = {"$exists": True}
+    else:
+        query["status"] = "INIT" if sort == "waiting" else "RUNNING"
+        if what.lanes is not None:
+            query["lane"] = {"$in": list(what.lanes)}
+    if sort == "shared":
+        query["task_option.concurrent_worker_cnt"] = {"$gt": 1}
     return query
 
 
@@ -148,13 +196,13 @@ async def fitting(store: Store, found: Sequence[Claimable], narrowed_by: Mapping
 
 
 async def scan_leases(store: Store, worker_id: str, what: ScanRange, limit: int) -> list[Claimable]:
-    """Return RUNNING tasks with room for a worker by now or soon: above all those whose lease runs out."""
+    """Return RUNNING tasks for one worker each whose lease has run out by then. The others are `shared`, or `named`."""
     query: Document = {
         "status": "RUNNING",
         "queue": {"$in": list(what.queues)},
         "name": {"$in": list(what.names)},
-        "next_claim_time": {"$exists": True},
-        "$expr": {"$lte": ["$next_claim_time", {"$add": [store.now, what.horizon_ms]}]},
+        "next_claim_time": {"$type": "date", "$lte": what.until},
+        "task_option.concurrent_worker_cnt": {"$lte": 1},
     }
     return await read_claimable(store, worker_id, query, [("next_claim_time", 1)], limit=limit, hint="taskmesh_leases")
 
@@ -242,22 +290,31 @@ async def values_of(store: Store, field: str, query: Document) -> list[str] | No
 
 
 async def queues_due(
-    store: Store, names: Collection[str], horizon_ms: int = 0, *, majority: bool = False
+    store: Store, names: Collection[str], until: datetime | None = None, *, majority: bool = False
 ) -> tuple[set[str], bool]:
-    """Return the queues in which tasks of these names come due by then, and whether these are all of them.
+    """Return the queues in which tasks of these names come due by then (None: now), and whether these are all of them.
 
-    One look, whatever the number of queues: nothing but keys of what is due is read, and no more than `_DUE_AT_MOST`.
+    Two looks, whatever the number of queues: at what waits, of which nothing but keys is read, and at leases that run out;
+    no more than `_DUE_AT_MOST` of either.
     """
-    query = {
-        "next_claim_time": {"$type": "date"},
-        "$expr": {"$lte": ["$next_claim_time", {"$add": [store.now, horizon_ms]}]},
-    }
-    tasks = store.driver.collection(store.tasks, PLAIN_CODEC)
-    tasks = tasks.with_options(read_concern=ReadConcern("majority")) if majority else tasks
-    cursor = tasks.find(query, {"_id": 0, "queue": 1, "name": 1}, limit=_DUE_AT_MOST, batch_size=_DUE_AT_MOST + 1)
-    rows = await cursor.sort([("next_claim_time", 1)]).hint("taskmesh_due").to_list(_DUE_AT_MOST)
-    queues = [row.get("queue") for row in rows if row.get("name") in names]
-    return {queue for queue in queues if isinstance(queue, str)}, len(rows) < _DUE_AT_MOST
+    due: Document = {"next_claim_time": {"$type": "date"}}
+    if until is None:
+        due["$expr"] = {"$lte": ["$next_claim_time", store.now]}
+    else:
+        due["next_claim_time"]["$lte"] = until
+    # The queue without a bound lets the index step from one queue and name to the next.
+    running = {"status": "RUNNING", "queue": {"$gte": ""}, "name": {"$in": list(names)}, **due}
+    queues: set[str] = set()
+    all_of_them = True
+    for query, hint in (({"status": "INIT", **due}, "taskmesh_waiting_due"), (running, "taskmesh_leases")):
+        tasks = store.driver.collection(store.tasks, PLAIN_CODEC)
+        tasks = tasks.with_options(read_concern=ReadConcern("majority")) if majority else tasks
+        cursor = tasks.find(query, {"_id": 0, "queue": 1, "name": 1}, limit=_DUE_AT_MOST, batch_size=_DUE_AT_MOST + 1)
+        cursor = cursor.hint(hint) if hint == "taskmesh_leases" else cursor.sort([("next_claim_time", 1)]).hint(hint)
+        rows = await cursor.to_list(_DUE_AT_MOST)
+        queues.update(row["queue"] for row in rows if row.get("name") in names and isinstance(row.get("queue"), str))
+        all_of_them &= len(rows) < _DUE_AT_MOST
+    return queues, all_of_them
 
 
 async def queues_in_use(store: Store, statuses: Iterable[str] = UNFINISHED) -> list[str]:
@@ -351,7 +408,7 @@ async def unfinished_left(
     place = {"queue": {"$in": sorted(looked_at.difference(closed_queues))}, "name": {"$in": list(names)}}
     due = {
         **place,
-        "next_claim_time": {"$exists": True},
+        "next_claim_time": {"$type": "date"},
         "$expr": {"$lte": ["$next_claim_time", store.now]},
     }
     query: Document = {

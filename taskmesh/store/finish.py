@@ -132,7 +132,7 @@ async def _finish_plain(
             "$set": {
                 # The entry is a SUCCESS, and the counters that it ends start anew.
                 "task_state": {
-                    "worker_states": [{"$mergeObjects": [*ended, _own([o.entry for o in outcomes], outcomes)]}],
+                    "worker_states": [{"$mergeObjects": [*ended, own([o.entry for o in outcomes], outcomes)]}],
                     "timeout_cnt": 0,
                     "conflict_cnt": "$$REMOVE",
                     **_progress(outcomes),

@@ -44,6 +44,12 @@ async def past_strangers(store: Store, query: Document, read: Callable[[Document
     return await read({"$and": [query, WELL_FORMED]})
 
 
+def note_refusal(store: Store, error: OperationFailure) -> None:
+    """Pass over what is not well-formed for a minute, if that may be why a claim failed: scans of keys judge no task."""
+    if not (is_passing(error) or is_over_deadline(error)):
+        store.guarded_until = time.monotonic() + _GUARDED_S
+
+
 async def _name(store: Store, query: Document, error: Exception) -> None:
     """Say which documents are in the way."""
     tasks = store.driver.collection(store.tasks)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
@@ -16,6 +17,7 @@ from taskmesh.model import distribution
 from taskmesh.model.errors import IncompatibleCollection, NotAReplicaSet, TaskMeshError
 from taskmesh.store import reach
 from taskmesh.store.driver import Document
+from taskmesh.store.registry import LIVE_MS
 from taskmesh.store.server_errors import Code
 from taskmesh.store.store import Store
 
@@ -28,11 +30,37 @@ _CREATED_WITHIN_S = 3.0
 _LOOK_AGAIN_S = 0.1
 
 _present = {"$exists": True}
+_WAITS: Document = {"status": "INIT", "next_claim_time": {"$type": "date"}}
 INDEXES: dict[str, tuple[list[tuple[str, int]], Document]] = {
-    # What can be claimed by anybody, in the order of claiming. Finished tasks are not in it.
-    "claimable": (
+    # What waits and may be claimed by anybody, in the order of claiming. What is claimed leaves it, and costs no more here.
+    # Behind the lane, whatever a scan asks of a task that nobody has tried: it reads no document.
+    "waiting": (
+        [
+            ("queue", 1),
+            ("name", 1),
+            ("task_option.priority", -1),
+            ("next_claim_time", 1),
+            ("lane", 1),
+            ("status", 1),
+            ("pinned", 1),
+            ("group", 1),
+            ("event", 1),
+            ("settle_time", 1),
+            ("_id", 1),
+        ],
+        {"partialFilterExpression": _WAITS | {"pinned": False}},
+    ),
+    # What is at work and has room for more workers, in the same order. Empty where each task is for one worker.
+    "shared": (
         [("queue", 1), ("name", 1), ("task_option.priority", -1), ("next_claim_time", 1), ("lane", 1)],
-        {"partialFilterExpression": {"pinned": False, "next_claim_time": _present}},
+        {
+            "partialFilterExpression": {
+                "status": "RUNNING",
+                "pinned": False,
+                "task_option.concurrent_worker_cnt": {"$gt": 1},
+                "next_claim_time": _present,
+            }
+        },
     ),
     # What can be claimed by the workers that it names: such tasks starve nobody, and nobody starves them.
     "claimable_by_name": (
@@ -55,10 +83,10 @@ INDEXES: dict[str, tuple[list[tuple[str, int]], Document]] = {
         [("queue", 1), ("name", 1), ("next_claim_time", 1)],
         {"partialFilterExpression": {"status": "RUNNING", "next_claim_time": _present}},
     ),
-    # What comes due next, in whatever queue: where nothing is due, one look tells.
-    "due": (
-        [("next_claim_time", 1), ("queue", 1), ("name", 1)],
-        {"partialFilterExpression": {"next_claim_time": {"$type": "date"}}},
+    # What comes due next, in whatever queue: where nothing is due, one look tells, and reads no document.
+    "waiting_due": (
+        [("next_claim_time", 1), ("queue", 1), ("name", 1), ("status", 1)],
+        {"partialFilterExpression": _WAITS},
     ),
     # What time alone will finish.
     "settle": ([("settle_time", 1)], {"partialFilterExpression": {"settle_time": _present}}),
@@ -75,6 +103,10 @@ INDEXES: dict[str, tuple[list[tuple[str, int]], Document]] = {
     # Retention.
     "delete": ([("delete_time", 1)], {"expireAfterSeconds": 0, "partialFilterExpression": {"delete_time": _present}}),
 }
+REPLACED = ("claimable", "due")
+"""Indexes of older releases that a claim has to write in vain. They stay for as long as a worker lives that looks for them."""
+INDEX_GENERATION = 2
+"""Told by every worker that does without what is `REPLACED`."""
 WORKER_INDEXES: dict[str, tuple[list[tuple[str, int]], Document]] = {
     "delete": ([("delete_time", 1)], {"expireAfterSeconds": 0}),
 }
@@ -121,6 +153,7 @@ async def create(store: Store) -> None:
             if isinstance(error, OperationFailure) and error.code != Code.NAMESPACE_EXISTS:
                 raise
     await create_indexes(store)
+    await _drop_replaced(store)
     await store.driver.collection(store.meta).update_one(
         {"_id": "schema"}, {"$setOnInsert": {"version": SCHEMA_VERSION, "create_time": datetime.now(UTC)}}, upsert=True
     )
@@ -187,3 +220,23 @@ async def create_indexes(store: Store) -> None:
                     f"({error.details and error.details.get('errmsg')}): drop it, then start again"
                 ) from error
             raise
+
+
+async def _drop_replaced(store: Store) -> None:
+    """Drop the indexes that no worker looks for any more. Left to whoever connects later, if this user may not."""
+    tasks = store.driver.collection(store.tasks)
+    found = {f"taskmesh_{name}" for name in REPLACED} & set(await tasks.index_information())
+    if not found or await _is_needed_by_older_workers(store):
+        return
+    for name in sorted(found):
+        with suppress(OperationFailure):  # another has just dropped it
+            await tasks.drop_index(name)
+
+
+async def _is_needed_by_older_workers(store: Store) -> bool:
+    older = {
+        "indexes": {"$not": {"$gte": INDEX_GENERATION}},
+        "state": {"$ne": "stopped"},
+        "$expr": {"$gte": ["$last_seen", {"$subtract": [store.now, LIVE_MS]}]},
+    }
+    return await store.driver.collection(store.workers).find_one(older, {"_id": 1}) is not None

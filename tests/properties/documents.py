@@ -75,6 +75,7 @@ class Documents:
             "params": {"n": 1},
             "lane": 1,
             **pick(({}, {"status": "INIT"}, {"status": "SUCCESS"})),
+            "event": "published\x1f0\x1f",
             "task_option": option,
             "task_state": {field: value for field, value in state.items() if value is not None},
         }

@@ -16,11 +16,11 @@ from taskmesh.admin.filters import TaskFilter
 from taskmesh.admin.store.listing import find
 from taskmesh.store import Store, rules, schema
 from taskmesh.store.claim import claim, claim_one, won
-from taskmesh.store.find import ScanRange, look_up, scan
+from taskmesh.store.find import ScanRange, look_up
 from tests.chaos.reading import ANYBODY_ELSE, ms, stripped
 from tests.properties.documents import Documents, renamed, without_key
 from tests.properties.oracle import Document, Oracle
-from tests.properties.world import BEGIN, QUEUES, STATUSES, WORKERS, image, shown
+from tests.properties.world import BEGIN, QUEUES, STATUSES, WORKERS, all_found, image, shown
 
 SEED = os.environ.get("SEED", "taskmesh")
 _COUNT = 2_000
@@ -142,12 +142,10 @@ async def test_t11_a_batch_of_claims_wins_what_each_would_win_alone_and_leaves_t
 async def test_t11_whatever_can_be_claimed_is_found_by_the_scan_and_by_its_place_in_time(shelf: Shelf) -> None:
     for later in _LATER_MS:
         shelf.later(later)
-        what = ScanRange(["job"], QUEUES, None, 0)
+        what = ScanRange(["job"], QUEUES, None, shelf.now)
         for worker in WORKERS:
             expected = {id_ for id_, oracle in shelf.oracles.items() if oracle.may_claim(worker, shelf.now)}
-            rows = [
-                row for pinned in (False, True) for row in await scan(shelf.store, worker, what, _COUNT, pinned=pinned)
-            ]
+            rows = await all_found(shelf.store, worker, what)
             assert {row.id for row in rows if (row.claim_time or BEGIN - ms(7_000)) <= shelf.now} == expected
             assert all(row.next_claim_time <= shelf.now for row in rows)
             looked_up = {row.id: row.claim_time for row in await look_up(shelf.store, worker, list(expected))}

@@ -13,9 +13,10 @@ from taskmesh import Status, TaskFilter, TaskMesh
 from taskmesh.admin.explain import explain
 from taskmesh.admin.store.listing import find
 from taskmesh.admin.store.task_counts import counts, oldest_claimable, stale_counts
-from taskmesh.store.find import ScanRange, get, look_up, queues_in_use, scan, unfinished_left
+from taskmesh.store.find import ScanRange, get, look_up, queues_in_use, unfinished_left
 from tests.properties.life import BEGIN, Life
 from tests.properties.strangers import strangers
+from tests.properties.world import all_found
 
 _CANNOT_INDEX_PARALLEL_ARRAYS = 171
 DUE, LOST, EXPIRED = "job:due", "job:lost", "job:expired"
@@ -51,8 +52,8 @@ async def test_settle_goes_on(crowded: Life) -> None:
 
 
 async def test_scan_and_look_up_go_on(crowded: Life) -> None:
-    what = ScanRange(["job"], ["default"], None, 0)
-    found = [row for pinned in (False, True) for row in await scan(crowded.store, "w9", what, 10_000, pinned=pinned)]
+    what = ScanRange(["job"], ["default"], None, crowded.now)
+    found = await all_found(crowded.store, "w9", what)
     assert DUE in {row.id for row in found}
     rows = await look_up(crowded.store, "w9", [DUE, *(row.id for row in found)])
     assert DUE in {row.id for row in rows}

@@ -24,7 +24,7 @@ from taskmesh.model.option import TaskOption
 from taskmesh.store import Store, control, rules, schema
 from taskmesh.store.claim import CLAIMED_FIELDS, claim, claim_one, won
 from taskmesh.store.event_stamp import read_stamp
-from taskmesh.store.find import ScanRange, get, scan, unfinished_left
+from taskmesh.store.find import Claimable, ScanRange, Sort, get, scan, scan_leases, unfinished_left
 from taskmesh.store.finish import Outcome, finish, report, standing
 from taskmesh.store.publish import Publication, publish, publish_in_session
 from taskmesh.store.renew import keep_places, ping, still_held
@@ -407,8 +407,8 @@ class World:
 
     async def _scan(self, turn: int) -> None:
         worker = WORKERS[turn // 2 % 3]
-        what = ScanRange(["job"], QUEUES, None, 0)
-        found = [row for pinned in (False, True) for row in await scan(self.store, worker, what, 100, pinned=pinned)]
+        what = ScanRange(["job"], QUEUES, None, self.now)
+        found = await all_found(self.store, worker, what)
         due = {id_ for id_, oracle in self.oracles.items() if oracle.may_claim(worker, self.now)}
         claimable = {row.id for row in found if row.claim_time is None or row.claim_time <= self.now}
         self._same(f"what a scan offers {worker}", due, claimable)
@@ -438,6 +438,13 @@ class World:
 def _made(held: Held, record: Document) -> Document:
     """A record as this execution writes it."""
     return {**record, "worker_id": held.worker_id, "running_id": held.running_id, "attempt": 1}
+
+
+async def all_found(store: Store, worker: str, what: ScanRange) -> list[Claimable]:
+    """What the scans of a worker find, all together."""
+    sorts: tuple[Sort, ...] = ("waiting", "shared", "named")
+    found = [row for sort in sorts for row in await scan(store, worker, what, 10_000, sort)]
+    return found + await scan_leases(store, worker, what, 10_000)
 
 
 def image(document: Document) -> Document:

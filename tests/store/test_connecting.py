@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from taskmesh import IncompatibleCollection, NotAReplicaSet, TaskMesh, TaskMeshE
 from taskmesh.embedded import Mongod
 from taskmesh.store.schema import INDEXES
 from tests.waiting import eventually
+from tests.working import working
 
 Tasks = dict[str, Any]
 
@@ -64,6 +66,29 @@ async def test_many_meshes_connect_at_once_and_the_indexes_are_there(mongo_uri: 
     with MongoClient[Tasks](mongo_uri) as client:
         assert set(client[database]["tasks"].index_information()) == {"_id_"} | {f"taskmesh_{n}" for n in INDEXES}
         assert client[database]["meta"].find_one({"_id": "schema"}) is not None
+
+
+async def test_indexes_of_an_older_release_go_when_its_last_worker_has_gone(mongo_uri: str, database: str) -> None:
+    """Workers of both releases run side by side during a deployment, and each finds the indexes that it looks for."""
+    with MongoClient[Tasks](mongo_uri) as client:
+        tasks, workers = client[database]["tasks"], client[database]["workers"]
+        waiting = {"pinned": False, "next_claim_time": {"$exists": True}}
+        keys = [("queue", 1), ("name", 1), ("task_option.priority", -1), ("next_claim_time", 1), ("lane", 1)]
+        tasks.create_index(keys, name="taskmesh_claimable", partialFilterExpression=waiting)
+        workers.insert_one({"_id": "older", "state": "running", "version": "0.1.0", "last_seen": datetime.now(UTC)})
+        ours = {"_id_"} | {f"taskmesh_{name}" for name in INDEXES}
+
+        async with TaskMesh(mongo_uri, database=database) as mesh:
+            assert set(tasks.index_information()) == ours | {"taskmesh_claimable"}
+
+            @mesh.task
+            async def job() -> None: ...
+
+            async with working(mesh, "newer"):  # it needs none of the older indexes, and says so
+                await eventually(lambda: workers.count_documents({"_id": "newer"}) == 1, what="it is registered")
+                workers.update_one({"_id": "older"}, {"$set": {"state": "stopped"}})
+                async with TaskMesh(mongo_uri, database=database):
+                    assert set(tasks.index_information()) == ours
 
 
 async def test_m29_an_index_that_is_in_the_way_is_a_clear_error_at_start(mongo_uri: str, database: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from taskmesh.store import rules
 from taskmesh.store.driver import Document
-from taskmesh.store.find import values_of
+from taskmesh.store.find import UNFINISHED, values_of
 from taskmesh.store.registry import closed_queues, server_time
 from taskmesh.store.store import Store
 
@@ -142,7 +142,7 @@ async def later(store: Store, at_most: int) -> Later:
 
     Looks at `at_most` tasks, the same share of each name and queue (20 at least), and at as many that name their workers.
     """
-    waits = {"status": "INIT", "next_claim_time": {"$exists": True}, "$expr": {"$gt": ["$next_claim_time", store.now]}}
+    waits = {"status": "INIT", "next_claim_time": {"$type": "date"}, "$expr": {"$gt": ["$next_claim_time", store.now]}}
     each = {"_id": {"name": "$name", "standing": rules.standing_on_reading(store.now)}, "count": {"$sum": 1}}
 
     async def first_of(query: Document, index: str) -> list[Document]:
@@ -176,7 +176,7 @@ async def later(store: Store, at_most: int) -> Later:
     of_rows = await _ask_each(store, questions)
     together = [await first_of({"pinned": True}, "taskmesh_claimable_by_name")]
     if waiting_rows is None:
-        together.append(await first_of({"pinned": False}, "taskmesh_claimable"))
+        together.append(await first_of({"pinned": False}, "taskmesh_waiting"))
 
     # Where a limit was met, the others are unknown: those of the row, or of any row.
     met: Counter[Row] = Counter()
@@ -218,13 +218,14 @@ async def waiting(store: Store, queues: Sequence[str], at_most: int) -> dict[str
     questions: list[list[Document]] = [
         [
             # What is due in one queue, in the order of the index, counted no further than asked for.
-            {"$match": {"pinned": False, "queue": queue, **_due(store.now)}},
+            {"$match": {"status": status, "pinned": False, "queue": queue, **_due(store.now)}},
             {"$limit": at_most},
             {"$count": "count"},
             # Which queue that is.
             {"$set": {"_id": {"$literal": queue}}},
         ]
         for queue in queues
+        for status in UNFINISHED
     ]
     # Their index begins with the workers, so no planner takes it for a queue unasked.
     pinned: list[Document] = [
@@ -247,10 +248,14 @@ async def waiting_by_group(store: Store, queue: str, at_most: int) -> dict[str |
     Of pinned and of other tasks no more than `at_most` each.
     """
     found: dict[str | None, int] = {}
-    for pinned, hint in ((False, "taskmesh_claimable"), (True, "taskmesh_claimable_by_name")):
+    for which, hint in (
+        ({"status": "INIT", "pinned": False}, "taskmesh_waiting"),
+        ({"status": "RUNNING", "pinned": False}, "taskmesh_leases"),
+        ({"pinned": True}, "taskmesh_claimable_by_name"),
+    ):
         stages: list[Document] = [
             # What is due, no further than asked for.
-            {"$match": {"pinned": pinned, "queue": queue, **_due(store.now)}},
+            {"$match": {**which, "queue": queue, **_due(store.now)}},
             {"$limit": at_most},
             # How many in each group.
             {"$group": {"_id": "$group", "count": {"$sum": 1}}},
@@ -263,7 +268,7 @@ async def waiting_by_group(store: Store, queue: str, at_most: int) -> dict[str |
 
 def _due(now: rules.Expression) -> Document:
     """What can be claimed by now; a bound of the indexes, so that what waits for later is not read."""
-    return {"next_claim_time": {"$exists": True}, "$expr": {"$lte": ["$next_claim_time", now]}}
+    return {"next_claim_time": {"$type": "date"}, "$expr": {"$lte": ["$next_claim_time", now]}}
 
 
 async def oldest_claimable(store: Store) -> tuple[datetime, datetime | None]:
@@ -285,14 +290,14 @@ async def oldest_claimable(store: Store) -> tuple[datetime, datetime | None]:
         if not left or not all(isinstance(answer.get("priority"), (int, float)) for answer in answers):
             break
     if left or waiting_rows is None:  # very many priorities, or a stranger's among them
-        found += await _oldest(store, {"pinned": False, **open_}, now, "taskmesh_claimable")
+        found += await _oldest(store, {"status": "INIT", "pinned": False, **open_}, now, "taskmesh_waiting")
     return now, min((time for time in found if isinstance(time, datetime)), default=None)
 
 
 def _oldest_of_row(row: Row, lower: Document, now: datetime) -> list[Document]:
     return [
         # What is due in the row, of the priorities that were not looked at yet.
-        {"$match": {**row._asdict(), "pinned": False, "next_claim_time": {"$lte": now}, **lower}},
+        {"$match": {**row._asdict(), "pinned": False, "next_claim_time": {"$type": "date", "$lte": now}, **lower}},
         # The first by the index's order: of the highest of these priorities, the oldest.
         {"$sort": {"task_option.priority": -1, "next_claim_time": 1}},
         {"$limit": 1},
@@ -307,7 +312,7 @@ async def _oldest(store: Store, query: Document, now: datetime, index: str) -> l
     """Return the earliest `next_claim_time` of what is due, if anything is, by reading all of it."""
     stages: list[Any] = [
         # All of it that is due.
-        {"$match": query | {"next_claim_time": {"$lte": now}}},
+        {"$match": query | {"next_claim_time": {"$type": "date", "$lte": now}}},
         # The earliest moment among it.
         {"$group": {"_id": None, "oldest": {"$min": "$next_claim_time"}}},
     ]
