@@ -1,7 +1,7 @@
 """Plain tasks: what a task must not have, so that a short form of a verb does to it what the whole rule would do.
 
 Most claims meet a task that nobody has tried, most SUCCESSes a task with one execution. For these the rule comes to a few
-fields, and writing them directly costs the server half (docs/decisions/0014-less-of-the-server.md). A short form names the fields
+fields, and writing them directly costs the server half (docs/decisions/0015-less-of-the-server.md). A short form names the fields
 that it takes into account; every other field that the whole form reads has to be absent. So a gate that is added to the rule,
 and a field that it reads, send the tasks that have it to the whole form, with nothing to be changed here.
 """
