@@ -33,10 +33,12 @@ def _head(template: dict[str, Any], kind: str, number: int) -> dict[str, Any]:
             option |= {"unexpected_retry_delay_scope": "worker", "unexpected_retry_delay_ms": 3_600_000}
             fail = {"state": "FAIL", "fail_time": datetime.now(UTC), "fail_reason": "", "retry_jitter": 0.0}
             state["worker_states"] = [entry | fail]
+            document["event"] = "failed\x1f0\x1fme"
         case "done by me":
             option["concurrent_worker_cnt"] = 2
             success = {"state": "SUCCESS", "success_time": datetime.now(UTC), "returns": None}
             state["worker_states"] = [entry | success]
+            document["event"] = "succeeded\x1f0\x1fme"
         case "paused queue":
             document["queue"] = "shut"
     return document
