@@ -235,7 +235,7 @@ def _logs_count_too(outcomes: Any) -> Any:
 
 def _timeouts_go_on(kind: str) -> Callable[[Any, Any], tuple[Any, Any]]:
     def go_on(query: Any, pipeline: Any) -> tuple[Any, Any]:
-        if kind in repr(pipeline[-3]):
+        if kind in repr(pipeline[-3:-2]):  # the stage that says what happened; a short form has one stage
             del pipeline[0]["$set"]["task_state"]["timeout_cnt"]
         return query, pipeline
 
