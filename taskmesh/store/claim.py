@@ -200,6 +200,7 @@ def plain_claim_pipeline(now: rules.Expression) -> list[Document]:
     """What `claim_pipeline` comes to for what is `_untried`: the entry, and the fields that follow from it."""
     entry = _entry(now)
     return [
+        # All of it at once: the rule has nothing to sort out.
         {
             "$set": {
                 # The entry, the only one.

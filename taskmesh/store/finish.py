@@ -128,6 +128,7 @@ async def _finish_plain(
     retained_ms = "$task_option.retain_success_ms"
     ended = [{"$arrayElemAt": [rules.ENTRIES, 0]}, {"state": "SUCCESS", "success_time": now}]
     pipeline = [
+        # All of it at once: the rule has nothing to sort out.
         {
             "$set": {
                 # The entry is a SUCCESS, and the counters that it ends start anew.
