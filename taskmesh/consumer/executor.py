@@ -368,7 +368,7 @@ class Executor:
             self._executions.recording.discard(execution)
             if outcome.kind == "succeeded" and recorded:
                 self._succeeded(execution)
-            elif outcome.kind in ("failed", "suspended") and recorded:
+            elif recorded and (outcome.kind == "failed" or (outcome.step or {}).get("kind") == "join"):
                 self._dependents.finished(execution.id)
             self._over(execution, recorded=recorded)
 

@@ -29,7 +29,7 @@ async def _waiting(mesh: TaskMesh) -> None:
 async def test_the_page_and_rest_tell_the_steps_and_what_is_waited_for_and_take_signals(mesh: TaskMesh) -> None:
     await _waiting(mesh)
     async with browser(mesh) as client:
-        page = (await client.get("/tasks/order/7")).text
+        page = (await client.get("/task", params={"name": "order", "key": "7"})).text
         assert "waits for the signal" in page
         assert "charge" in page
         assert "500" in page
