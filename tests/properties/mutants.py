@@ -34,9 +34,14 @@ def gates() -> Iterator[tuple[str, Mutant]]:
         yield f"{gate}: never open", _gate(gate, lambda _: rules.NEVER)
         if gate in _OPEN_IN_TIME:
             yield f"{gate}: a millisecond early", _gate(gate, lambda opens: {"$subtract": [opens, 1]})
-            yield f"{gate}: a millisecond late", _gate(gate, lambda opens: {"$add": [opens, 1]})
+            yield f"{gate}: a millisecond late", _gate(gate, _a_millisecond_late)
     yield "queue: always open", replaced(rules, "queue_gate", lambda _: {"queue": None})
     yield "queue: never open", replaced(rules, "queue_gate", lambda _: {"queue": rules.NEVER})
+
+
+def _a_millisecond_late(opens: Any) -> Any:
+    """But not later than never, which no date can say."""
+    return {"$cond": [{"$lt": [opens, rules.NEVER]}, {"$add": [opens, 1]}, opens]}
 
 
 def _gate(name: str, change: Callable[[Any], Any]) -> Mutant:
