@@ -43,6 +43,8 @@ class Returns:
 
         Raises `UnstorableValue`. Nothing that happens to the value later changes the document.
         """
+        if value is None and self._adapter is None:
+            return kept(name, value, "result")
         found: tuple[Mapping[str, Any], int] = self._first_that_is_stored(
             value, lambda form: kept(name, form, "result")
         )

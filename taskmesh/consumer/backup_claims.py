@@ -1,7 +1,7 @@
 """What becomes of a task that a scan has found: this worker tries it, or lets another go first and is its backup.
 
-A backup looks a moment later, and tries the task only if it is still there. Many are looked at in one query, so whoever comes
-second in a lane costs the server next to nothing.
+A backup looks a moment later, and tries the task only if it is still there and there is room for it here. Many are looked at in
+one query, so whoever comes second in a lane costs the server next to nothing.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import heapq
 import logging
 import time
+from collections import deque
 
 from pymongo.errors import PyMongoError
 
@@ -31,6 +32,8 @@ AFTER_S = 0.05
 LAST_PLACE_TO_WAIT = 5
 _TOGETHER_S = 0.02
 _LIMIT = 10_000
+_PAGE = 200
+"""So many are looked at together, though there is room for fewer: most are gone by then."""
 _FAR_S = 2 * LOOK_AHEAD_MS / 1000
 
 
@@ -55,6 +58,8 @@ class BackupClaims:
         self._limits = limits
         self._partitions = partitions
         self._due: list[tuple[float, str, bool]] = []
+        self._for_room: deque[str] = deque()
+        """What has been due for a while, to be looked at when there is room for it here."""
         self._wake = asyncio.Event()
 
     def offer(self, row: Claimable, *, place: int | None = None, overdue: bool = False) -> bool:
@@ -96,7 +101,7 @@ class BackupClaims:
 
     def add(self, id_: str, due: float, place: int, *, overdue: bool = False) -> None:
         """Look at the task when it has been due for a while. With too many at once, the scan has to find them."""
-        if len(self._due) < _LIMIT:
+        if len(self._due) + len(self._for_room) < _LIMIT:
             heapq.heappush(self._due, (due + place * AFTER_S, id_, overdue))
             self._wake.set()
 
@@ -107,25 +112,47 @@ class BackupClaims:
             await until(self._wake, await self.run_once())
 
     async def run_once(self) -> float | None:
-        """Look at all that is due, in one query, if anything is; return how long to wait for the next."""
-        pause = self._pause()
-        if pause is not None and pause <= 0:
-            await self._look()
-            pause = self._pause()
-        return pause
-
-    def _pause(self) -> float | None:
-        return self._due[0][0] + _TOGETHER_S - time.monotonic() if self._due else None
-
-    async def _look(self) -> None:
+        """Look, in one query, at all that is due and may be taken; return how long to wait for the next."""
         now = time.monotonic()
-        overdue: dict[str, bool] = {}
+        overdue: set[str] = set()
         while self._due and self._due[0][0] <= now:
             _, id_, is_overdue = heapq.heappop(self._due)
-            overdue[id_] = is_overdue
+            if is_overdue:
+                overdue.add(id_)
+            else:
+                self._for_room.append(id_)
+        room = self._room(now)
+        others = [self._for_room.popleft() for _ in range(min(_PAGE, len(self._for_room)))] if room > 0 else []
+        if overdue or others:
+            await self._look(others, overdue, room)
+        if self._for_room:
+            return AFTER_S if self._room(time.monotonic()) <= 0 else 0.0
+        return max(0.0, self._due[0][0] + _TOGETHER_S - time.monotonic()) if self._due else None
+
+    def _room(self, now: float) -> int:
+        """How many tasks could begin here beside those that are claimed, or about to be.
+
+        Who is full leaves a task to the worker whose it is, full or not: two that take from one line lose half of their claims
+        to each other, and neither is done any sooner.
+        """
+        candidates = self._candidates
+        if candidates.more:  # of its own, which a scan is about to bring
+            return 0
+        return self._executions.free_slots - len(candidates.being_claimed) - candidates.ready_count(now)
+
+    async def _look(self, others: list[str], overdue: set[str], room: int) -> None:
         try:
-            for row in await look_up(self._store, self._worker_id, sorted(overdue)):
-                if self.offer(row, place=0, overdue=overdue[row.id]):  # nobody else has it
-                    self._candidates.ready.set()
+            rows = await look_up(self._store, self._worker_id, sorted({*others, *overdue}))
         except PyMongoError as error:
-            logger.debug("no look at %d tasks (%s): the scan will find them", len(overdue), type(error).__name__)
+            left = len(others) + len(overdue)
+            logger.debug("no look at %d tasks (%s): the scan will find them", left, type(error).__name__)
+            return
+        later = []
+        # From the end of the line, since the worker whose they are takes from its head.
+        for row in sorted(rows, key=lambda row: row.next_claim_time, reverse=True):
+            if row.id not in overdue and room <= 0:
+                later.append(row.id)
+            elif self.offer(row, place=0, overdue=row.id in overdue):  # nobody else has it
+                self._candidates.ready.set()
+                room -= 1
+        self._for_room.extendleft(later)

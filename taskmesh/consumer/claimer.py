@@ -265,13 +265,15 @@ class Claimer:
     def _begin(self, documents: list[Document], running_id: str, sent: float, took: float) -> None:
         """Start what was won; give back leases of which the claim itself, which `took` so long, has left too little."""
         self.won += len(documents)
+        to_start = []
         for document in documents:
             self._candidates.forgive(document["_id"])
             lease_s = document["task_option"]["worker_timeout_ms"] / 1000
             if took > _SPENT_SHARE * lease_s or not self._life.claims:
                 self._finisher.release(document["_id"], running_id)
             else:
-                self._executor.start(document, running_id, sent)
+                to_start.append(document)
+        self._executor.start(to_start, running_id, sent)
 
     async def _resolve(self, ids: list[str], running_id: str, sent: float, *, passing: bool) -> set[str]:
         """After an error, find out what the claim had won, and begin that."""

@@ -76,6 +76,9 @@ class RunTime:
             self._timer = None
 
 
+UNLIMITED = RunTime(None)
+"""Of all executions that may take as long as they like: it never counts."""
+
 FROM_OUTSIDE = frozenset([Stop.CANCELLED, Stop.DELETED, Stop.NOT_ALLOWED, Stop.BEGUN_ANEW])
 """Somebody has stopped it: what it does counts no more, but while its handler is at work it keeps its place in the task."""
 
@@ -153,6 +156,9 @@ class Execution:
 
     Belongs to the event loop, but for two things: the lease, which the pinger's thread renews, and the decision whether it was
     told to stop before it ended, which is taken under the lock.
+
+    There are thousands a second, and most of them log nothing, publish nothing and are never stopped: what such an execution
+    does not need is its class's.
     """
 
     elsewhere: Elsewhere | None = None
@@ -173,6 +179,39 @@ class Execution:
     """What its handler returns, once that is known."""
     published_before = 0
     """How many of its publications are older than its `transaction()`."""
+    publications: list[Publication] | tuple[()] = ()
+    run_time = UNLIMITED
+    """How long it may still take."""
+    task: asyncio.Task[Any] | None = None
+    """What runs the handler after its first step, until that has really ended."""
+    concluding: asyncio.Task[Any] | None = None
+    """What brings it to its outcome where that takes time after it is judged."""
+    silent_until = 0.0
+    """Until when not to ping, whatever is due."""
+    stop_reason: Stop | None = None
+    """Why it was told to stop, if it was: see `tell_to_stop`."""
+    handler_running = False
+    hook_running = False
+    """Whether `after` is, which nothing stops but the end of the worker."""
+    judged = False
+    """Whether it is said how it ended: what its handler still does counts no more."""
+    ended = False
+    """Whether its outcome is decided, so that nothing can stop it any more: it is judged, or its transaction commits."""
+    handler_done: asyncio.Event | None = None
+    """Set when the handler has really ended, if that may be later: a thread, or what ignores its cancellation."""
+    progress: Document | None = None
+    result: Any = None
+    as_task: Any = None
+    """The `Task` that hooks are shown."""
+    recorded_or_lost = False
+    """Whether its outcome is recorded, or lost with the lease: so that its lease is of no interest any more."""
+    _option: TaskOption | None = None
+    _journal: Journal | None = None
+    _logs: deque[Document] | None = None
+    _log_bytes = 0
+    _dropped_logs = 0
+    _logs_changed = False
+    _progress_changed = False
 
     def __init__(
         self,
@@ -196,7 +235,6 @@ class Execution:
         self.running_id = running_id
         self.document = document
         self.stored_option: Document = document["task_option"]
-        self._option: TaskOption | None = None
         self.started = time.monotonic()
         self._clock = clock
         self._runner = runner
@@ -204,36 +242,9 @@ class Execution:
         self.publisher = publisher
         self._blocks = blocks
         self._journals = journals
-        self._journal: Journal | None = None
-        self.silent_until = 0.0
-        """Until when not to ping, whatever is due."""
         self.renewed(claim_sent)
-        self.run_time = RunTime(self.stored_option.get("run_timeout_ms"))
-        self.task: asyncio.Task[Any] | None = None
-        """What runs the handler, until that has really ended."""
-        self.concluding: asyncio.Task[Any] | None = None
-        """What brings it to its outcome where that takes time after it is judged."""
-        self.stop_reason: Stop | None = None
-        """Why it was told to stop, if it was: see `tell_to_stop`."""
-        self.handler_running = False
-        self.hook_running = False
-        """Whether `after` is, which nothing stops but the end of the worker."""
-        self.judged = False
-        """Whether it is said how it ended: what its handler still does counts no more."""
-        self.ended = False
-        """Whether its outcome is decided, so that nothing can stop it any more: it is judged, or its transaction commits."""
-        self.handler_done: asyncio.Event | None = None
-        """Set when the handler has really ended, if that may be later: a thread, or what ignores its cancellation."""
-        self._logs: deque[Document] | None = None
-        self._log_bytes = self._dropped_logs = 0
-        self.progress: Document | None = None
-        self._logs_changed = self._progress_changed = False
-        self.publications: list[Publication] = []
-        self.result: Any = None
-        self.as_task: Any = None
-        """The `Task` that hooks are shown."""
-        self.recorded_or_lost = False
-        """Whether its outcome is recorded, or lost with the lease: so that its lease is of no interest any more."""
+        if (limit_ms := self.stored_option.get("run_timeout_ms")) is not None:
+            self.run_time = RunTime(limit_ms)
 
     # --- the lease ---
 
@@ -403,7 +414,10 @@ class Execution:
                     f"task {self.name!r} {self.key!r}: this execution has ended, so it publishes nothing any more: publish "
                     f"before the handler returns, and before the end of its transaction()"
                 )
-            self.publications.append(publication)
+            if isinstance(self.publications, tuple):
+                self.publications = [publication]
+            else:
+                self.publications.append(publication)
 
     def set_result(self, value: Any) -> None:
         """Keep the result for the end of a `transaction()`."""

@@ -2,9 +2,10 @@
 
     check params → before → run the handler → judge how it ended → after → hand the outcome to the finisher
 
-Async handlers run in the event loop, each in an asyncio task of its own; plain functions in threads; `run="process"` in
-processes of their own. A handler's end, whatever it is, concerns its own execution alone. It is judged in the moment of the
-handler's end, before others can change what it returned; and if the asyncio task is over without that, by its done callback.
+Async handlers run in the event loop, each in an asyncio task of its own, whose first step comes at once; plain functions in
+threads; `run="process"` in processes of their own. A handler's end, whatever it is, concerns its own execution alone. It is
+judged in the moment of the handler's end, before others can change what it returned; and if the asyncio task is over without
+that, by its done callback.
 
 If the process dies before the outcome is recorded, the lease runs out and the task runs again.
 """
@@ -17,7 +18,7 @@ import inspect
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ from taskmesh.consumer.dependents import Dependents
 from taskmesh.consumer.execution import FROM_OUTSIDE, Execution, Stop
 from taskmesh.consumer.executions import Executions
 from taskmesh.consumer.finisher import Finisher
+from taskmesh.consumer.first_step import FirstSteps
 from taskmesh.consumer.journal import Journals
 from taskmesh.consumer.limits import Limits
 from taskmesh.consumer.logs import fields_of
@@ -88,6 +90,7 @@ class Executor:
         self._publisher = publisher
         self._definitions = definitions
         self._loop = asyncio.get_running_loop()
+        self._first_steps = FirstSteps(self._loop)
         self._worker_id = settings.worker_id
         self._before = settings.before
         self._after = settings.after
@@ -108,8 +111,18 @@ class Executor:
 
     # --- start and stop ---
 
-    def start(self, document: Document, running_id: str, claim_sent: float) -> None:
-        """Begin to execute a claimed task."""
+    def start(self, documents: Sequence[Document], running_id: str, claim_sent: float) -> None:
+        """Begin to execute claimed tasks. All of them are known before a handler runs: one may block the loop for long."""
+        for execution in [self._known(document, running_id, claim_sent) for document in documents]:
+            task = self._first_steps.begun(self._handle(execution), f"task {execution.id}")
+            if not task.done():
+                execution.task = task
+                task.add_done_callback(partial(self._task_is_over, execution))
+            elif not execution.judged:  # an error of our own
+                self._handler_ended(execution, None, _error_of(task))
+
+    def _known(self, document: Document, running_id: str, claim_sent: float) -> Execution:
+        """Make it an execution that holds a slot, and whose lease is renewed."""
         execution = Execution(
             document,
             running_id,
@@ -125,8 +138,7 @@ class Executor:
         self._executions[execution.id] = execution
         self._executions.started += 1
         self._pinger.expect(execution.ping_every_s)
-        execution.task = self._loop.create_task(self._handle(execution), name=f"task {execution.id}")
-        execution.task.add_done_callback(partial(self._task_is_over, execution))
+        return execution
 
     def obey(self, execution: Execution) -> None:
         """Cancel the handler of an execution that was told to stop."""
@@ -169,7 +181,7 @@ class Executor:
     # --- the pipeline ---
 
     async def _handle(self, execution: Execution) -> None:
-        """Run the handler, with what comes before it."""
+        """Run the handler, with what comes before it: in one coroutine, since there are thousands a second."""
         try:
             execution.span = process_span(execution)
             definition = self._definitions[execution.name]
@@ -180,7 +192,19 @@ class Executor:
             self._count_run_time(execution)
             if self._before is not None:
                 await self._call_before(execution, self._before(execution.as_task))
-            value = await self._call(execution, definition, args, kwargs)
+            execution.handler_running = True
+            if execution.stop_reason is not None:
+                raise asyncio.CancelledError  # noqa: TRY301 — as if at the handler's first line
+            if definition.run == "async":
+                enter(TaskContext(execution))
+                self._tell_start(execution)
+                value = await definition.fn(*args, **kwargs)
+            elif definition.run == "thread":
+                value = await self._call_in_thread(execution, definition, args, kwargs)
+            else:
+                self._tell_start(execution)
+                execution.run_time.stand_still()  # until the child has started, and its handler begins
+                value = await self._call_in_process(execution, definition, args, kwargs)
         except BaseException as error:  # noqa: BLE001 — whatever a handler raises ends its own execution and nothing else
             self._handler_ended(execution, None, error)
         else:
@@ -189,12 +213,12 @@ class Executor:
     def _task_is_over(self, execution: Execution, task: asyncio.Task[None]) -> None:
         """See to it that the handler's end is judged, whatever became of its asyncio task: nothing bypasses this."""
         if execution.task is not None:
-            error = None if task.cancelled() else task.exception()
-            self._handler_ended(execution, None, error or asyncio.CancelledError())
+            self._handler_ended(execution, None, _error_of(task))
 
     def _handler_ended(self, execution: Execution, value: Any, error: BaseException | None) -> None:
         """Judge how the handler ended, unless that was done without it."""
         execution.task = None
+        execution.handler_running = False
         execution.run_time.stand_still()
         if not execution.judged:
             self._finish(execution, judged(execution, value, error))
@@ -235,26 +259,6 @@ class Executor:
         execution.handler_running = True
         try:
             await _maybe(called)
-        finally:
-            execution.handler_running = False
-
-    async def _call(
-        self, execution: Execution, definition: TaskDefinition[Any, Any], args: list[Any], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run the handler."""
-        execution.handler_running = True
-        try:
-            if execution.stop_reason is not None:
-                raise asyncio.CancelledError  # as if at its first line
-            if definition.run == "async":
-                enter(TaskContext(execution))
-                self._tell_start(execution)
-                return await definition.fn(*args, **kwargs)
-            if definition.run == "thread":
-                return await self._call_in_thread(execution, definition, args, kwargs)
-            self._tell_start(execution)
-            execution.run_time.stand_still()  # until the child has started, and its handler begins
-            return await self._call_in_process(execution, definition, args, kwargs)
         finally:
             execution.handler_running = False
 
@@ -439,6 +443,12 @@ class Executor:
         self._executions.freed.set()
         self._limits.slot_freed()
         self._candidates.ready.set()
+
+
+def _error_of(task: asyncio.Task[None]) -> BaseException:
+    """Return what ended a task that has not judged its execution."""
+    error = None if task.cancelled() else task.exception()
+    return error or asyncio.CancelledError()
 
 
 async def _set(event: asyncio.Event) -> None:

@@ -54,6 +54,9 @@ class Ending:
     """Of a failure by an error: file, line and function where it was raised."""
 
 
+_SUCCEEDED = Ending("succeeded")
+
+
 def judged(execution: Execution, value: Any, error: BaseException | None) -> Ending:
     """Judge what a handler returned, or what it (or a check before it) raised: it counts, unless it was told to stop before.
 
@@ -70,7 +73,7 @@ def judged(execution: Execution, value: Any, error: BaseException | None) -> End
     if told is not None and not (told is Stop.WORKER_STOPS and isinstance(error, _ABOUT_THE_TASK)):
         return _told_to_stop(execution, told, error)
     if error is None:
-        return Ending("succeeded", value=value)
+        return _SUCCEEDED if value is None else Ending("succeeded", value=value)
     if isinstance(error, LeaseLost):
         return Ending("lost", reason=Stop.LEASE_LOST.value, error=error)
     if isinstance(error, asyncio.CancelledError):
