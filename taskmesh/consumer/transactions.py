@@ -320,7 +320,7 @@ class _Here:
             self._execution.recorded = True
             return
         if how == "conflicted":
-            self._execution.publications = self._execution.publications[: self._execution.published_before]
+            self._execution.publications = list(self._execution.publications[: self._execution.published_before])
         self._transactions.resume(self._execution)
 
 

@@ -66,13 +66,13 @@ def dies_before_the_handler() -> None:
 @part
 def dies_in_the_handler() -> None:
     """It dies a moment after the handler has started."""
-    call = Executor._call
+    handle = Executor._handle
 
-    async def call_and_die(*arguments: Any) -> Any:
+    async def handle_and_die(*arguments: Any) -> Any:
         asyncio.get_running_loop().call_later(0.1, _die)
-        return await call(*arguments)
+        return await handle(*arguments)
 
-    replace(Executor, "_call", call_and_die)
+    replace(Executor, "_handle", handle_and_die)
 
 
 @part
