@@ -18,7 +18,16 @@ from typing import Any, Literal
 from taskmesh.consumer.execution import Execution, Stop
 from taskmesh.consumer.logs import fields_of
 from taskmesh.consumer.timing import varied
-from taskmesh.model.errors import LeaseLost, Retry, Snooze, TaskFailed, TransactionConflict, UnstorableValue, delay_of
+from taskmesh.model.errors import (
+    LeaseLost,
+    Retry,
+    Snooze,
+    StepMismatch,
+    TaskFailed,
+    TransactionConflict,
+    UnstorableValue,
+    delay_of,
+)
 from taskmesh.store.driver import Document
 from taskmesh.store.finish import Outcome
 from taskmesh.store.values import MAX_REASON_CHARS, cleaned
@@ -31,6 +40,8 @@ _FINAL = (TaskFailed, UnstorableValue)
 """What makes the task FAIL whatever retries are left."""
 _CONFLICTS_IN_A_ROW = 100
 """So many conflicts of `transaction()` are a failure. Waiting between them takes longer than a dead worker's locks last."""
+_MISMATCH_WAITS_MS = 5_000
+"""So long, or for its retry delay where that is longer, a task waits whose code does not fit its records."""
 _FIRST_WAIT_MS, _LONGEST_WAIT_MS = 20, 1_000
 _WINDOW_S = 10.0
 _TOLD_SINGLY = 20
@@ -87,9 +98,19 @@ def judged(execution: Execution, value: Any, error: BaseException | None) -> End
         met = f"TransactionConflict: {execution.conflicts + 1} executions in a row met one"
         remedy = "make what is in transaction() shorter, or let fewer of these tasks run at once"
         return replace(failed_by(error), reason=f"{met}: {remedy}\n{error}")
+    if isinstance(error, (Snooze, StepMismatch)):
+        return _put_off(execution, error)
+    return failed_by(error)
+
+
+def _put_off(execution: Execution, error: Snooze | StepMismatch) -> Ending:
+    """How an execution ended that snoozes; or whose code does not fit the task's records: it waits, uncharged, for code that does."""
     if isinstance(error, Snooze):
         return Ending("snoozed", reason=reason_of(error).text, error=error)
-    return failed_by(error)
+    delay_ms = max(_MISMATCH_WAITS_MS, int(execution.stored_option["unexpected_retry_delay_ms"]))
+    text = "task %s is put off for %g s, and nothing is charged: %s"
+    logger.error(text, execution.id, delay_ms / 1_000, error, extra=fields_of(execution))
+    return Ending("snoozed", reason=reason_of(error).text, error=Snooze(str(error), delay_ms=delay_ms))
 
 
 def failed_by(error: BaseException) -> Ending:

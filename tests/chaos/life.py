@@ -31,6 +31,8 @@ class Life:
     runs: Counter[str] = field(default_factory=Counter)
     charged: dict[str, tuple[int, int]] = field(default_factory=dict)
     """By key: losses and failures that the tasks were charged."""
+    steps: Counter[str] = field(default_factory=Counter)
+    """How often each step's function ran: again only where a fault took its record away."""
     effects: int = 0
     """What handlers wrote in `transaction()`."""
     asked_anew: int = 0
@@ -41,6 +43,7 @@ class Life:
 
 EXPECTED_RUNS = {"plain": 1, "twice": 1, "flaky": 2, "retries": 2, "reports": 1, "chains": 1, "after": 1, "writes": 1}
 EXPECTED_RUNS |= {"long": 1, "later": 1, "limited-0": 1, "limited-1": 1, "last": 1, "anew": 2, "snoozes": 2}
+EXPECTED_RUNS |= {"child": 1, "joined": 1}  # a handler starts the one; the other waits for it
 EXPECTED_FAILS = {"flaky": 1, "retries": 1}
 
 
@@ -143,6 +146,12 @@ async def _publish(mesh: TaskMesh, life: Life) -> None:
     await _again(life, lambda: _deleted(mesh))
     await _again(life, lambda: mesh.set_option("work", "tuned", priority=7))
     await _again(life, lambda: mesh.pause("other"))
+    await _again(life, lambda: mesh.publish("journey", "journey"))
+    await _again(life, lambda: mesh.publish("work", "joined", after=[("journey", "journey")]))
+    await _again(life, lambda: mesh.signal("journey", "journey", "go", {"by": "us"}, signal_id="once"))
+    await _again(life, lambda: mesh.publish("journey", "given-up", {"gives_up": True}))
+    await eventually(lambda: _is_there(mesh, life, "orphan"), _PATIENCE_S, what="who is given up has started its child")
+    await _again(life, lambda: mesh.cancel("journey", "given-up"))
     await eventually(lambda: life.runs["stopped"] == 1, _PATIENCE_S, what="the handler that is to be stopped has begun")
     await _again(life, lambda: mesh.cancel("work", "stopped"))
     handle = await _again(life, lambda: mesh.publish("work", "anew"))
@@ -178,7 +187,12 @@ async def _again(life: Life, call: Callable[[], Awaitable[T]]) -> T:
 async def _are_done(mesh: TaskMesh, life: Life, keys: list[str]) -> bool:
     tasks = await _again(life, lambda: _all_tasks(mesh))
     left = [key for key in keys if tasks.get(key) != "SUCCESS"]
-    return not left and tasks.get("expires") == "EXPIRED" and life.runs["anew"] >= 2
+    by_others = tasks.get("expires") == "EXPIRED" and tasks.get("orphan") == "CANCELLED"
+    return not left and by_others and life.runs["anew"] >= 2
+
+
+async def _is_there(mesh: TaskMesh, life: Life, key: str) -> bool:
+    return key in await _again(life, lambda: _all_tasks(mesh))
 
 
 async def _all_tasks(mesh: TaskMesh) -> dict[str, str]:
@@ -220,6 +234,27 @@ async def _listed(mesh: TaskMesh) -> list[Any]:
 
 
 def _define(mesh: TaskMesh, life: Life) -> None:
+    _define_work(mesh, life)
+
+    def count() -> int:
+        life.steps["number"] += 1
+        return life.steps["number"]
+
+    @mesh.task(option=_LEASE)
+    async def journey(gives_up: bool = False) -> str:
+        task = current_task()
+        if gives_up:
+            orphan = await task.start("work", "orphan", ms=3_600_000)
+            await task.results([orphan])
+        number: int = await task.step("number", count)
+        await task.sleep("nap", seconds=1.1)
+        signal = await task.wait_for("go")
+        child = await task.start("work", "child")
+        [value] = await task.results([child])
+        return f"{number}: {value} by {signal['by']}"
+
+
+def _define_work(mesh: TaskMesh, life: Life) -> None:
     @mesh.task(option=_LEASE)
     async def work(ms: int = 0) -> str:
         task = current_task()

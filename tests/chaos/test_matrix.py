@@ -50,6 +50,10 @@ _ONLY_FOR: dict[str, set[str]] = {
 }
 _ELSEWHERE = {
     "registry.read_definition": "asked by who publishes by name: tests/publish/test_by_name.py",
+    "dependencies.any_marks": "asked with until_idle: tests/consumer/test_when_it_runs.py",
+    "dependencies.open_edges": "asked by explain, of what waits for others",
+    "steps.read": "asked where records are too many to come with the claim: tests/durable",
+    "steps.stands": "asked after a fault, so here after every one at steps.record",
     "schema.check_readable": "asked by who only looks: tests/store/test_connecting.py",
     "find.fitting": "asked if on_claim has a filter: tests/consumer/test_unclaimable_head.py",
     "find.judged": "part of a scan; it asks by find.look_up, which is here",
@@ -227,5 +231,8 @@ def _check(life: Life) -> None:
     assert (life.statuses["stopped"], life.runs["stopped"]) == ("CANCELLED", 1)
     assert life.statuses["expires"] == "EXPIRED"
     assert "deleted" not in life.statuses
+    assert (life.statuses["journey"], life.charged["journey"]) == ("SUCCESS", (0, 0)), life.told
+    assert (life.statuses["given-up"], life.statuses["orphan"]) == ("CANCELLED", "CANCELLED")
+    assert life.steps == {"number": 1}, "what is recorded does not run again"
     charged = {key: charged for key, charged in life.charged.items() if key in EXPECTED_RUNS}
     assert charged == {key: (0, EXPECTED_FAILS.get(key, 0)) for key in EXPECTED_RUNS}
