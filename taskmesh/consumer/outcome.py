@@ -104,7 +104,7 @@ def judged(execution: Execution, value: Any, error: BaseException | None) -> End
 
 
 def _put_off(execution: Execution, error: Snooze | StepMismatch) -> Ending:
-    """How an execution ended that snoozes; or whose code does not fit the task's records: it waits, uncharged, for code that does."""
+    """How an execution ended that snoozes; or whose code does not fit the task's records: it waits, uncharged."""
     if isinstance(error, Snooze):
         return Ending("snoozed", reason=reason_of(error).text, error=error)
     delay_ms = max(_MISMATCH_WAITS_MS, int(execution.stored_option["unexpected_retry_delay_ms"]))
