@@ -78,7 +78,9 @@ async def test_an_idle_worker_sends_as_little_with_many_queues_as_with_one(
     async with counted(mongo_uri, database) as (job, mesh, commands):
         await _in_queues(job, queues, delay_ms=3_600_000)
         sent = await _sent_while_idle(mesh, commands)
-    assert sent["find tasks"] <= 3 * _SCANS, sent  # what waits, what runs out, what others wait for
+    assert sent["find tasks"] <= 3 * (_SCANS + 1), (
+        sent
+    )  # what waits, runs out, others wait for; a pass more may have begun
     assert sent.total() <= 12 * _SCANS, sent
 
 
@@ -86,7 +88,9 @@ async def test_an_idle_worker_of_many_queues_by_name_sends_as_little(mongo_uri: 
     async with counted(mongo_uri, database) as (job, mesh, commands):
         await _in_queues(job, 20, delay_ms=3_600_000)
         sent = await _sent_while_idle(mesh, commands, queues=[f"q{n:04}" for n in range(QUEUES)])
-    assert sent["find tasks"] <= 3 * _SCANS, sent  # what waits, what runs out, what others wait for
+    assert sent["find tasks"] <= 3 * (_SCANS + 1), (
+        sent
+    )  # what waits, runs out, others wait for; a pass more may have begun
 
 
 @pytest.mark.timed
