@@ -33,13 +33,14 @@ from taskmesh.consumer.settings import (
     AfterHook,
     BeforeHook,
     Settings,
+    all_labels,
     checked_concurrency,
     checked_names,
     checked_queues,
     worker_id_or_new,
 )
 from taskmesh.consumer.worker import ClaimHook
-from taskmesh.model.configuration import Configuration, PublishSettings
+from taskmesh.model.configuration import Configuration, PublishSettings, checked_needs
 from taskmesh.model.errors import InvalidOption
 from taskmesh.model.option import OptionFields, TaskOption
 from taskmesh.model.queue import checked_queue
@@ -60,6 +61,7 @@ class TaskSettings(TypedDict, total=False):
     name: str | None
     queue: str
     option: TaskOption | None
+    needs: Mapping[str, Any] | None
     run: Run | None
     projection: Sequence[str] | None
     cron: str | None
@@ -198,6 +200,7 @@ class TaskMesh:
         name: str | None = None,
         queue: str = "default",
         option: TaskOption | None = _DEFAULT_OPTION,
+        needs: Mapping[str, Any] | None = None,
         run: Run | None = None,
         projection: Sequence[str] | None = None,
         cron: str | None = None,
@@ -206,7 +209,8 @@ class TaskMesh:
     ) -> Any:
         """Define a task: a decorator, with or without arguments.
 
-        `name`: the function's, by default. `queue`: `"default"`. `option`: a `TaskOption`. `run`: `"async"`, `"thread"` (the
+        `name`: the function's, by default. `queue`: `"default"`. `option`: a `TaskOption`. `needs`: the labels that
+        a worker must have to run it, each of the same value and type. `run`: `"async"`, `"thread"` (the
         default for plain functions) or `"process"`. `projection`: load only these params at execution; the others keep
         their defaults. `cron`, `interval_ms`, `timezone`: run it periodically, with the defaults of its params; `every` can
         say more. Raises `InvalidOption`.
@@ -219,7 +223,9 @@ class TaskMesh:
             raise InvalidOption(f"option must be a TaskOption, got {option!r}")
 
         def define(function: Any) -> TaskDefinition[Any, Any]:
-            configuration = Configuration(queue=checked_queue(queue), option=option or _DEFAULT_OPTION)
+            configuration = Configuration(
+                queue=checked_queue(queue), option=option or _DEFAULT_OPTION, needs=checked_needs(needs)
+            )
             definition: TaskDefinition[Any, Any] = TaskDefinition(
                 self.publisher, function, name or function.__name__, configuration, run, projection
             )
@@ -297,6 +303,7 @@ class TaskMesh:
         concurrency: int = 100,
         names: Sequence[str] | None = None,
         queues: Sequence[str] | None = None,
+        labels: Mapping[str, Any] | None = None,
         listen: bool = True,
         on_claim: ClaimHook | None = None,
         before: BeforeHook | None = None,
@@ -307,7 +314,8 @@ class TaskMesh:
         """Return a consumer of this mesh's tasks, to be run once.
 
         `worker_id`: `host-pid-random` by default. `concurrency`: how many executions at once. `names`: the tasks that it runs,
-        all by default. `queues`: where it takes them from, everywhere by default. `listen=False`: it scans only, and opens no
+        all by default. `queues`: where it takes them from, everywhere by default. `labels`: what tasks may need of
+        it, values by name; `host` is among them. `listen=False`: it scans only, and opens no
         change stream.
 
         Hooks, plain or async; those of `mesh.hooks` unless given here: `on_claim(consumer)` returns a filter on task documents,
@@ -317,6 +325,7 @@ class TaskMesh:
         """
         settings = Settings(
             worker_id=worker_id_or_new(worker_id),
+            labels=all_labels(labels),
             names=checked_names(self.definitions, names),
             queues=checked_queues(queues),
             concurrency=checked_concurrency(concurrency),
@@ -354,6 +363,7 @@ class TaskMesh:
         queue: str | None = None,
         limit: int = 100,
         *,
+        tags: str | Sequence[str] | None = None,
         key_prefix: str | None = None,
         sort: Order = "key",
         params: bool = False,
@@ -364,10 +374,10 @@ class TaskMesh:
 
         `status`: one or several; also what INIT holds: `"ready"`, `"scheduled"`, `"retrying"`. `key_prefix`: how the key begins.
         `sort`: `"key"` (by name and key), `"newest"` or `"oldest"`. `after`: a key, to go on behind it (with a name, and
-        `sort="key"`). `where`: a filter, or its text (`status:FAIL error:timeout age>1h`), instead of `name`, `status`, `queue`
-        and `key_prefix`. Raises `InvalidOption`, `InvalidName`, `InvalidKey`.
+        `sort="key"`). `where`: a filter, or its text (`status:FAIL error:timeout age>1h`), instead of `name`, `status`, `queue`,
+        `key_prefix` and `tags`, of which a task has to have all. Raises `InvalidOption`, `InvalidName`, `InvalidKey`.
         """
-        which = filter_from(where, name, status, queue, key_prefix)
+        which = filter_from(where, name, status, queue, key_prefix, tags)
         return self.listing.find(which, limit=limit, sort=sort, params=params, after=after)
 
     async def explain(self, name: str, key: str, worker_id: str | None = None) -> list[Explanation]:

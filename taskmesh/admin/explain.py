@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
@@ -13,7 +14,7 @@ from taskmesh.model.dependency import label
 from taskmesh.model.errors import TaskNotFound
 from taskmesh.model.queue import QueueInfo
 from taskmesh.model.task import SuspendedFor
-from taskmesh.model.worker import WorkerInfo, read_workers
+from taskmesh.model.worker import Claimant, WorkerInfo, read_workers
 from taskmesh.store import Store, registry
 from taskmesh.store.dependencies import open_edges
 from taskmesh.store.driver import Document
@@ -75,7 +76,7 @@ async def judged(
     workers = await _workers(store)
     live = [worker.worker_id for worker in workers.values() if worker.live]
     asked = [worker_id] if worker_id is not None else live or [NO_WORKER]
-    found = await judge(store, [id_], asked, as_if)
+    found = await judge(store, [id_], [_claimant(each, workers) for each in asked], as_if)
     if not found:
         raise TaskNotFound(f"there is no task {id_!r}")
     queue = await read_queue(store, found[0].task["queue"])
@@ -97,7 +98,7 @@ async def explain_waiting(store: Store, ids: Sequence[str], worker_id: str) -> l
     worker = (await _workers(store)).get(worker_id)
     queues: dict[str, QueueInfo] = {}
     groups: dict[tuple[str, ...], list[tuple[str, list[Gate]]]] = {}
-    for found in await judge(store, ids, [worker_id]):
+    for found in await judge(store, ids, [Claimant(worker_id) if worker is None else worker.claimant]):
         task = found.task
         queue = queues[task["queue"]] = queues.get(task["queue"]) or await read_queue(store, task["queue"])
         shut = [gate for gate in _explanation(found, 0, worker_id, worker, queue).gates if not gate.open]
@@ -109,6 +110,10 @@ async def explain_waiting(store: Store, ids: Sequence[str], worker_id: str) -> l
         for (name, *names), tasks in groups.items()
     ]
     return sorted(waiting, key=lambda each: -each.tasks)
+
+
+def _claimant(worker_id: str, workers: Mapping[str, WorkerInfo]) -> Claimant:
+    return workers[worker_id].claimant if worker_id in workers else Claimant(worker_id)
 
 
 async def _workers(store: Store) -> dict[str, WorkerInfo]:
@@ -125,7 +130,7 @@ def _explanation(
 ) -> Explanation:
     """Put into words what was judged for the worker of this number among those asked about."""
     now, opens = found.now, found.opens[number]
-    words = _words(found, number, worker_id) | {
+    words = _words(found, number, worker_id, worker) | {
         "dependencies": _dependencies(found.task["waits_for"], left_to_wait_for)
     }
     gates = [
@@ -156,7 +161,7 @@ def _explanation(
     )
 
 
-def _words(found: Judgement, number: int, worker_id: str) -> dict[str, str]:
+def _words(found: Judgement, number: int, worker_id: str, worker: WorkerInfo | None) -> dict[str, str]:
     """Return, for each gate, which values the server compared."""
     task, option = found.task, found.task.get("task_option", {})
     leaving = ", ".join(sorted(found.leaving))
@@ -176,6 +181,7 @@ def _words(found: Judgement, number: int, worker_id: str) -> dict[str, str]:
         "delay asked for": f"asked for by Retry or Snooze until {resume_time}" if resume_time else "none asked for",
         "suspended": _suspended(task.get("suspended_for"), found),
         "worker allowed": f"specific_worker_ids {', '.join(option.get('specific_worker_ids', [])) or 'any'}",
+        "labels": _needs(task.get("needs"), worker),
         "not twice": f"{found.entries[number]} live or successful entries of {worker_id}",
     }
 
@@ -192,6 +198,13 @@ def _suspended(waits_for: Document | None, found: Judgement) -> str:
     if not waits_for or until is None or until <= found.now:
         return "not put aside"
     return SuspendedFor.model_validate(waits_for).sentence
+
+
+def _needs(needs: Any, worker: WorkerInfo | None) -> str:
+    if not needs:
+        return "it needs none"
+    has = "are not known" if worker is None else f"are {', '.join(worker.claimant.labels)}"
+    return f"it needs {', '.join(map(str, needs))}; the worker's {has}"
 
 
 def _until(moment: datetime | None, now: datetime) -> str:

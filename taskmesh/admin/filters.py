@@ -33,6 +33,7 @@ _EXPECTED = {
     for field, said in (
         ("name", "the name"),
         ("queue", "the queue"),
+        ("tags", "a tag"),
         ("group", "the group"),
         ("key_prefix", "the key"),
         ("error", "the error"),
@@ -56,6 +57,8 @@ class TaskFilter(BaseModel):
     """Of those that are INIT only these: `status:ready`, `status:scheduled`, `status:retrying`."""
     queue: Text | None = None
     group: Text | None = None
+    tags: tuple[Text, ...] = ()
+    """It has all of these."""
     key_prefix: Text | None = None
     error: Text | None = None
     """A part of the reason of a failure, upper or lower case."""
@@ -71,7 +74,7 @@ class TaskFilter(BaseModel):
     def parse(cls, text: str) -> Self:
         """Read a filter from text. Raises `InvalidOption`.
 
-        `name: status: queue: group: key: error: worker:` with a value (in quotes if it has spaces), `lost:yes`, `lost:no`,
+        `name: status: queue: group: tag: key: error: worker:` with a value (in quotes if it has spaces), `lost:yes`, `lost:no`,
         `age>1h`, `age<5m`; a word alone is the beginning of a key. Several statuses are separated by commas.
         """
         try:
@@ -81,6 +84,8 @@ class TaskFilter(BaseModel):
         fields: dict[str, Any] = {}
         for word in words:
             name, value = _field(word)
+            if name == "tags":
+                value = (*fields.pop("tags", ()), *value)
             if name in fields:
                 raise InvalidOption(f"the filter {shown(text)} says {name} twice")
             fields[name] = value
@@ -114,6 +119,7 @@ class TaskFilter(BaseModel):
             )
             if value is not None
         ]
+        parts += [f"tag:{shlex.quote(tag)}" for tag in self.tags]
         parts += [f"age>{written(self.older_than_ms)}"] if self.older_than_ms is not None else []
         parts += [f"age<{written(self.younger_than_ms)}"] if self.younger_than_ms is not None else []
         return " ".join(parts)
@@ -159,6 +165,8 @@ def _field(word: str) -> tuple[str, Any]:
         return "status", tuple(part.upper() for part in value.split(","))
     if field in ("name", "queue", "group", "error", "worker") and sign == ":":
         return field, value
+    if field == "tag" and sign == ":":
+        return "tags", (value,)
     if field == "key" and sign == ":":
         return "key_prefix", value
     if field == "lost" and sign == ":":
@@ -168,6 +176,6 @@ def _field(word: str) -> tuple[str, Any]:
     if field in ("http", "https") or sign != ":":
         return "key_prefix", word
     raise InvalidOption(
-        f"a filter has no field {field}{sign}: use name: status: queue: group: key: error: worker: lost: age> or age<; to ask "
-        f"for keys that begin with {word!r}, write key:{shlex.quote(word)}"
+        f"a filter has no field {field}{sign}: use name: status: queue: group: tag: key: error: worker: lost: age> or age<; to "
+        f"ask for keys that begin with {word!r}, write key:{shlex.quote(word)}"
     )

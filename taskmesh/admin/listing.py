@@ -200,6 +200,7 @@ def filter_from(
     status: Status | str | Sequence[Status | str] | None = None,
     queue: str | None = None,
     key_prefix: str | None = None,
+    tags: str | Sequence[str] | None = None,
 ) -> TaskFilter | None:
     """Return the filter that `where` is, or that these arguments make; None for none of no statuses. Raises `InvalidOption`."""
     if where is None:
@@ -207,9 +208,12 @@ def filter_from(
             return None
         statuses = () if status is None else (status,) if isinstance(status, str) else tuple(status)
         name = None if name is None else checked_name(name)
-        return TaskFilter.checked(name=name, status=statuses, queue=queue, key_prefix=key_prefix or None)
-    if (name, status, queue, key_prefix) != (None,) * 4:
-        raise InvalidOption("where already says which tasks are meant: leave name, status, queue and key_prefix out")
+        wanted = () if tags is None else (tags,) if isinstance(tags, str) else tuple(tags)
+        return TaskFilter.checked(name=name, status=statuses, queue=queue, key_prefix=key_prefix or None, tags=wanted)
+    if (name, status, queue, key_prefix, tags) != (None,) * 5:
+        raise InvalidOption(
+            "where already says which tasks are meant: leave name, status, queue, key_prefix and tags out"
+        )
     return filter_of(where)
 
 

@@ -38,6 +38,10 @@ def publish(
     ] = None,
     queue: Annotated[str | None, typer.Option(help="Its queue.", rich_help_panel=_HOW)] = None,
     group: Annotated[str | None, typer.Option(help="Its group, for limits.", rich_help_panel=_HOW)] = None,
+    tag: Annotated[
+        list[str] | None,
+        typer.Option(help="A tag to find it by; can be given several times.", rich_help_panel=_HOW),
+    ] = None,
     delay_ms: Annotated[
         int | None, typer.Option(help="Start no sooner than this many milliseconds from now.", rich_help_panel=_HOW)
     ] = None,
@@ -86,6 +90,7 @@ def publish(
     given: dict[str, Any] = {
         "queue": queue,
         "group": group,
+        "tags": tag or None,
         "delay_ms": delay_ms,
         "start_time": _time("--start-time", start_time),
         "expire_time": _time("--expire-time", expire_time),

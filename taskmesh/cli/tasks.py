@@ -23,6 +23,7 @@ from taskmesh.model.durations import age
 from taskmesh.model.errors import TaskMeshError
 from taskmesh.model.event import TaskEvent
 from taskmesh.model.jsonable import jsonable
+from taskmesh.model.labels import words
 from taskmesh.model.task import Standing, Status, Task
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The task's name.", autocompletion=completion.name)]
@@ -41,6 +42,9 @@ async def ls(
         ),
     ] = None,
     queue: Annotated[str | None, typer.Option(help="Only of this queue.", autocompletion=completion.queue)] = None,
+    tag: Annotated[
+        list[str] | None, typer.Option(help="Only tasks with this tag; can be given several times: all of them.")
+    ] = None,
     key_prefix: Annotated[str | None, typer.Option(help="Only keys that begin with this.")] = None,
     where: Annotated[
         str | None,
@@ -60,6 +64,7 @@ async def ls(
             [word.upper() for word in status or ()] or None,
             queue,
             limit,
+            tags=tag or None,
             key_prefix=key_prefix,
             sort="key" if by_key else "newest",
             params=params,
@@ -67,7 +72,7 @@ async def ls(
         )
         tasks = [task async for task in found]
         if not tasks:
-            filtered = name or status or queue or key_prefix or where
+            filtered = name or status or queue or tag or key_prefix or where
             return nothing_found(mesh, "no tasks match" if filtered else "no tasks", [])
         return Listing(
             [task_json(task) for task in tasks], _task_table(tasks, params=params, limit=limit, by_key=by_key)
@@ -155,6 +160,8 @@ def _task_page(task: Task) -> RenderableType:
         ("lost", f"{state.lost_cnt} executions, {state.timeout_cnt} in a row" if state.lost_cnt else None),
         ("progress", _progress(task)),
         ("option", _changed_option(task)),
+        ("tags", ", ".join(task.tags) or None),
+        ("needs", ", ".join(words(task.needs)) or None),
         ("params", task.params),
         *((name, value) for name, value in task.extra.items()),
     ]
@@ -192,13 +199,12 @@ def _entries(task: Task, now: datetime) -> list[RenderableType]:
     texts: list[RenderableType] = _tracebacks(task)
     for entry in task.task_state.worker_states:
         end = entry.success_time or entry.fail_time
-        lasted = None if entry.start_time is None else (end or now) - entry.start_time
         rows.append(
             [
                 entry.worker_id,
                 entry.state,
-                None if entry.start_time is None else entry.start_time.isoformat(" ", "milliseconds"),
-                None if lasted is None else f"{lasted.total_seconds():.3f} s",
+                _moment(entry.start_time),
+                _lasted(entry.start_time, end or now),
                 output.one_line(entry.returns)
                 if entry.state == "SUCCESS"
                 else (entry.fail_reason or "").partition("\n")[0],
@@ -209,7 +215,13 @@ def _entries(task: Task, now: datetime) -> list[RenderableType]:
             for line in entry.logs
         ]
     rows += [
-        [loss.worker_id, "LOST", loss.start_time, None, "no ping: died, hung or was cut off"]
+        [
+            loss.worker_id,
+            "LOST",
+            _moment(loss.start_time),
+            _lasted(loss.start_time, loss.ping_expire_time),
+            "no ping: died, hung or was cut off",
+        ]
         for loss in task.task_state.losses
     ]
     if not rows:
@@ -231,6 +243,14 @@ def _steps(task: Task) -> list[RenderableType]:
         for step in task.steps
     ]
     return [Text(""), output.table(["STEP", "KIND", "RECORDED", "WORKER", "ATTEMPT", "VALUE"], rows)] if rows else []
+
+
+def _moment(time: datetime | None) -> str | None:
+    return None if time is None else time.isoformat(" ", "milliseconds")
+
+
+def _lasted(start: datetime | None, end: datetime | None) -> str | None:
+    return None if start is None or end is None else f"{(end - start).total_seconds():.3f} s"
 
 
 def _tracebacks(task: Task) -> list[RenderableType]:

@@ -13,6 +13,7 @@ from taskmesh.client.publisher import Publisher
 from taskmesh.client.returns import Returns
 from taskmesh.model.configuration import Configuration, PublishSettings
 from taskmesh.model.errors import InvalidOption
+from taskmesh.model.labels import words
 from taskmesh.model.option import TaskOption
 from taskmesh.model.task import checked_key, checked_name
 
@@ -68,10 +69,11 @@ class TaskDefinition(Generic[P, R]):
     def configure(self, **configuration: Unpack[PublishSettings]) -> TaskDefinition[P, R]:
         """Return the same definition with other settings.
 
-        Every field of `TaskOption`, and: `queue`; `group`; `start_time` (not before), `expire_time` (not after: what has
-        not started by then becomes EXPIRED), `delay_ms`; `session` (publish inside the caller's transaction); and for a
-        key that exists already `update_existing_params`, `not_update_running`, `clean_success`, `clean_failed`,
-        `run_again`. Raises `InvalidOption`.
+        Every field of `TaskOption`, and: `queue`; `group`; `tags` (words to find it by); `fields` (your own, at the top of the
+        document: for `Task.extra`, hooks, `current_task().extra` and filters of `on_claim`); `start_time` (not before),
+        `expire_time` (not after: what has not started by then becomes EXPIRED), `delay_ms`; `session` (publish inside the
+        caller's transaction); and for a key that exists already `update_existing_params`, `not_update_running`,
+        `clean_success`, `clean_failed`, `run_again`. Raises `InvalidOption`.
         """
         changed = object.__new__(type(self))
         changed.__dict__.update(self.__dict__, configuration=self.configuration.changed(**configuration))
@@ -106,11 +108,13 @@ class TaskDefinition(Generic[P, R]):
         return cast("TaskHandle[R]", self.publisher.publish_all_sync(self, {key: named})[0])
 
     def described(self) -> dict[str, Any]:
-        """Return what a worker registers of the task, for publishers without the code: queue, option, the params' schema."""
+        """Return what a worker registers of the task, for publishers without its code."""
         schema = self.params.json_schema()
         text = None if schema is None else json.dumps(schema, sort_keys=True)
         known = text is not None and len(text) <= _LONGEST_SCHEMA
-        return {"queue": self.queue, "option": self.option.stored(), "schema": text if known else None}
+        described = {"queue": self.queue, "option": self.option.stored(), "schema": text if known else None}
+        needs = self.configuration.needs
+        return described | ({"needs": words(needs)} if needs else {})
 
     def __repr__(self) -> str:
         return f"<TaskDefinition {self.name!r} queue={self.queue!r} run={self.run!r}>"

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 
+from taskmesh.model.configuration import Configuration
 from taskmesh.model.errors import InvalidOption, InvalidParams, TaskTooLarge
 from taskmesh.store.values import TooLarge, Unstorable, size_of, storable, too_deep
 
@@ -136,6 +138,21 @@ def checked_size(name: str, params: dict[str, Any]) -> int:
         return size_of(params, "params")
     except Unstorable as error:
         raise InvalidParams(f"task {name!r}: {error}") from None
+    except TooLarge as error:
+        raise TaskTooLarge(f"task {name!r}: {error}") from None
+
+
+def with_stored_fields(name: str, configuration: Configuration) -> tuple[Configuration, int]:
+    """Return the configuration with its `fields` in MongoDB's types, and their size. Raises `InvalidOption`, `TaskTooLarge`."""
+    if not configuration.fields:
+        return configuration, 0
+    try:
+        if refusal := too_deep(configuration.fields, "fields"):
+            raise refusal
+        stored = storable(dict(configuration.fields))[0]
+        return replace(configuration, fields=stored), size_of(stored, "fields")
+    except Unstorable as error:
+        raise InvalidOption(f"task {name!r}: {error}") from None
     except TooLarge as error:
         raise TaskTooLarge(f"task {name!r}: {error}") from None
 

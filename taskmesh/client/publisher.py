@@ -15,6 +15,7 @@ from pymongo.errors import PyMongoError
 
 from taskmesh.client.connection import Connection, sample
 from taskmesh.client.handle import TaskHandle
+from taskmesh.client.params import with_stored_fields
 from taskmesh.client.portal import portal_loop, run_blocking
 from taskmesh.client.registered import RegisteredDefinition
 from taskmesh.client.returns import PLAIN, Returns
@@ -99,12 +100,13 @@ class Publisher:
 
         All are checked before any is written. `known`: the definition is that of a handler, not made of defaults.
         """
-        configuration = configuration or definition.configuration
+        configuration, size_of_fields = with_stored_fields(definition.name, configuration or definition.configuration)
         publish_id = new_id()
         publications = []
         for key, params in params_by_key.items():
             checked_key(key)
             stored, size = definition.to_store(params)
+            size += size_of_fields
             publications.append(Publication(definition.name, key, stored, configuration, size, publish_id=publish_id))
         _check_no_circle(publications)
         store, clock = self._connection.store, self._connection.clock
@@ -178,7 +180,8 @@ class Publisher:
             known = self.definitions.get(checked_name(definition))
             definition = known if known is not None else RegisteredDefinition(definition, None)
         stored, size = definition.to_store(params)
-        publication = Publication(definition.name, checked_key(key), stored, definition.configuration, size)
+        configuration, size_of_fields = with_stored_fields(definition.name, definition.configuration)
+        publication = Publication(definition.name, checked_key(key), stored, configuration, size + size_of_fields)
         _check_no_circle([publication])
         return publication
 

@@ -12,6 +12,7 @@ from taskmesh.client.params import checked_size
 from taskmesh.client.returns import PLAIN
 from taskmesh.model.configuration import Configuration
 from taskmesh.model.errors import InvalidParams
+from taskmesh.model.labels import from_words
 from taskmesh.model.option import TaskOption
 from taskmesh.store.driver import Document
 from taskmesh.store.values import storable
@@ -32,7 +33,8 @@ class RegisteredDefinition:
         if document is not None:
             # A worker of another release may have options that this one does not know.
             option = {field: value for field, value in document["option"].items() if field in TaskOption.model_fields}
-            self.configuration = Configuration(queue=document["queue"], option=TaskOption(**option))
+            needs = from_words(document.get("needs") or ())
+            self.configuration = Configuration(queue=document["queue"], option=TaskOption(**option), needs=needs)
             self._schema = json.loads(document["schema"]) if document.get("schema") else True
 
     def to_store(self, params: Mapping[str, Any] | None) -> tuple[dict[str, Any], int]:

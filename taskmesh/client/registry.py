@@ -11,6 +11,7 @@ from pymongo.errors import OperationFailure
 
 from taskmesh.client.registered import RegisteredDefinition
 from taskmesh.model.configuration import Configuration
+from taskmesh.model.labels import words
 from taskmesh.model.worker import WorkerInfo, able_workers, known_names, read_workers
 from taskmesh.store import Store, registry
 from taskmesh.store.driver import Document
@@ -107,10 +108,15 @@ class Registry:
             found.append(f"no live worker runs tasks named {name!r} from queue {configuration.queue!r}")
         if knowing and named and not able_workers(knowing, name, configuration.queue, only=named):
             found.append(f"none of specific_worker_ids ({', '.join(named)}) is a live worker that runs {name!r}")
+        needs = words(configuration.needs)
+        if knowing and needs and not able_workers(knowing, name, configuration.queue, needs=needs):
+            found.append(f"no live worker that runs {name!r} has the labels that it needs: {', '.join(needs)}")
         wanted = configuration.option.concurrent_worker_cnt
-        if named and wanted > len(set(named)):
+        # One name may stand for all processes of a supervisor.
+        most = max(len(set(named)), len(able_workers(knowing, name, configuration.queue, only=named)))
+        if named and wanted > most:
             found.append(
-                f"it can never finish: concurrent_worker_cnt={wanted} different workers, of {len(set(named))} specific_worker_ids"
+                f"it can never finish: concurrent_worker_cnt={wanted} different workers, of {most} that specific_worker_ids names"
             )
         queue = self._queues.get(configuration.queue)
         if queue is not None and queue.get("paused"):

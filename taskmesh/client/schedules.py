@@ -11,7 +11,7 @@ from typing import Any
 from taskmesh.client.connection import Connection
 from taskmesh.client.definition import TaskDefinition
 from taskmesh.client.handle import TaskHandle
-from taskmesh.client.params import checked_size
+from taskmesh.client.params import checked_size, with_stored_fields
 from taskmesh.client.publisher import Publisher
 from taskmesh.model.configuration import Configuration
 from taskmesh.model.errors import InvalidOption, TaskNotFound
@@ -105,15 +105,17 @@ class Schedules:
         definition = self._definitions.get(declaration.name)
         params = dict(declaration.params)
         fields = stored(declaration, params)
+        settings, _ = with_stored_fields(declaration.name, Configuration().changed(**declaration.settings))
+        if settings.fields:
+            fields["settings"]["fields"] = settings.fields
         if definition is not None:
             fields["params"], _ = definition.params.to_store(params)
-            fields["base"] = {"queue": definition.queue, **definition.option.stored()}
+            fields["base"] = _base(definition.configuration)
         else:
             registered = await self._publisher.registered(declaration.name)
             fields["params"], _ = registered.to_store(params)
             if registered.found:
-                known = registered.configuration
-                fields["base"] = {"queue": known.queue, **known.option.stored()}
+                fields["base"] = _base(registered.configuration)
 
         def first_time(now: datetime) -> datetime | None:
             return declaration.timing.after(now, now)
@@ -211,3 +213,9 @@ class Schedules:
         if schedule is None:
             raise TaskNotFound(f"there is no schedule {schedule_id!r}: `taskmesh schedules` lists them")
         return schedule
+
+
+def _base(configuration: Configuration) -> Document:
+    """How the tasks of a schedule are published where their definition is not known."""
+    needs = {"needs": dict(configuration.needs)} if configuration.needs else {}
+    return {"queue": configuration.queue, **configuration.option.stored(), **needs}

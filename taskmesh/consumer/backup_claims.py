@@ -20,6 +20,7 @@ from taskmesh.consumer.limits import Limits
 from taskmesh.consumer.partitions import Partitions
 from taskmesh.consumer.queues import LOOK_AHEAD_MS
 from taskmesh.consumer.timing import until
+from taskmesh.model.worker import Claimant
 from taskmesh.store import Store
 from taskmesh.store.clock import ServerClock
 from taskmesh.store.find import Claimable, look_up
@@ -43,7 +44,7 @@ class BackupClaims:
     def __init__(
         self,
         store: Store,
-        worker_id: str,
+        me: Claimant,
         clock: ServerClock,
         candidates: ClaimQueue,
         executions: Executions,
@@ -51,7 +52,7 @@ class BackupClaims:
         partitions: Partitions,
     ) -> None:
         self._store = store
-        self._worker_id = worker_id
+        self._me = me
         self._clock = clock
         self._candidates = candidates
         self._executions = executions
@@ -142,7 +143,7 @@ class BackupClaims:
 
     async def _look(self, others: list[str], overdue: set[str], room: int) -> None:
         try:
-            rows = await look_up(self._store, self._worker_id, sorted({*others, *overdue}))
+            rows = await look_up(self._store, self._me, sorted({*others, *overdue}))
         except PyMongoError as error:
             left = len(others) + len(overdue)
             logger.debug("no look at %d tasks (%s): the scan will find them", left, type(error).__name__)

@@ -73,7 +73,7 @@ class Claimer:
         """`params_of`: which params each task wants to be given; None: all."""
         self._store = store
         self._settings = settings
-        self._worker_id = settings.worker_id
+        self._me = settings.claimant
         self._whole_state = settings.before is not None or settings.after is not None
         self._observer = settings.observer
         self._candidates = candidates
@@ -229,9 +229,9 @@ class Claimer:
         }
         if len(ids) == 1:
             fields = fields_of_claimed(self._params_of.get(ids[0].partition(":")[0]), whole_state=self._whole_state)
-            document = await claim_one(self._store, ids[0], self._worker_id, running_id, fields=fields, **settings)
+            document = await claim_one(self._store, ids[0], self._me, running_id, fields=fields, **settings)
             return [document] if document is not None else [], time.monotonic() - sent
-        count = await claim(self._store, ids, self._worker_id, running_id, **settings)
+        count = await claim(self._store, ids, self._me, running_id, **settings)
         took = time.monotonic() - sent
         return await self._read_won(ids, running_id, sent, count) if count else [], took
 

@@ -52,6 +52,8 @@ class Running(ExecutionFields, Protocol):
     @property
     def option(self) -> TaskOption: ...
     @property
+    def extra(self) -> Mapping[str, Any]: ...
+    @property
     def deadline(self) -> datetime | None: ...
     @property
     def cancelled(self) -> bool: ...
@@ -112,6 +114,11 @@ class _Context:
     def option(self) -> TaskOption:
         """The task's option, as of the claim."""
         return self._running.option
+
+    @property
+    def extra(self) -> Mapping[str, Any]:
+        """Fields that are not taskmesh's, at the top of the task's document: those of `configure(fields=…)`, and of others."""
+        return self._running.extra
 
     @property
     def deadline(self) -> datetime | None:

@@ -17,6 +17,8 @@ from taskmesh.client.returns import PLAIN, Returns
 from taskmesh.consumer.tracing import ProcessSpan
 from taskmesh.model.errors import InvalidParams, LeaseLost, TaskSuspended
 from taskmesh.model.option import TaskOption
+from taskmesh.model.task import Task
+from taskmesh.model.worker import Claimant
 from taskmesh.store.clock import ServerClock
 from taskmesh.store.driver import Document
 from taskmesh.store.finish import Outcome
@@ -83,7 +85,7 @@ FROM_OUTSIDE = frozenset([Stop.CANCELLED, Stop.DELETED, Stop.NOT_ALLOWED, Stop.B
 """Somebody has stopped it: what it does counts no more, but while its handler is at work it keeps its place in the task."""
 
 
-def why_stopped(task: Document | None, running_id: str, worker_id: str) -> Stop | None:
+def why_stopped(task: Document | None, running_id: str, worker: Claimant) -> Stop | None:
     """Why this execution has to stop, by its task as it stands now (None: gone); None if it holds the task."""
     if task is None or task["task_state"].get("deleted_time") is not None:
         return Stop.DELETED
@@ -94,7 +96,7 @@ def why_stopped(task: Document | None, running_id: str, worker_id: str) -> Stop 
     if mine == ["RUNNING"] and task["status"] in ("INIT", "RUNNING"):  # a lease that is over its worker knows of
         return None
     allowed = task["task_option"]["specific_worker_ids"]
-    if allowed and worker_id not in allowed:
+    if not worker.is_allowed(allowed):
         return Stop.NOT_ALLOWED
     if any(entry["running_id"] == running_id for entry in state.get("leaving") or ()):
         return Stop.BEGUN_ANEW
@@ -291,6 +293,11 @@ class Execution:
         if self._option is None:
             self._option = TaskOption(**self.stored_option)
         return self._option
+
+    @property
+    def extra(self) -> Mapping[str, Any]:
+        """The fields of its task that are not taskmesh's, as of the claim."""
+        return {name: value for name, value in self.document.items() if name not in Task.OWN_FIELDS}
 
     @property
     def attempt(self) -> int:

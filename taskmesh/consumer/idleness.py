@@ -100,7 +100,7 @@ class Idleness:
         settings, shut_groups = self._settings, self._limits.shut_groups
         return await unfinished_left(
             self._store,
-            settings.worker_id,
+            settings.claimant,
             settings.names,
             settings.queues,
             self._queues.paused | self._limits.shut_queues,

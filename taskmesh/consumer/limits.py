@@ -64,6 +64,7 @@ class Limits:
     ) -> None:
         self._store = store
         self._worker_id = settings.worker_id
+        self._me = settings.claimant
         self._names = settings.names
         self._clock = clock
         self._candidates = candidates
@@ -272,7 +273,7 @@ class Limits:
             full = [group for shut, group in self.full_groups if shut == queue and group is not None]
             rows, self._behind[queue] = await scan_groups(
                 self._store,
-                self._worker_id,
+                self._me,
                 queue,
                 self._names,
                 full,

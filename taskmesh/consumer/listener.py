@@ -61,6 +61,7 @@ class Listener:
         self._feed = feed
         self._store = store
         self._worker_id = settings.worker_id
+        self._me = settings.claimant
         self._names = frozenset(settings.names)
         self._from = frozenset(settings.queues) if settings.queues is not None else None
         """The queues that this worker takes tasks from; None: all."""
@@ -128,6 +129,8 @@ class Listener:
                 self._heard_of_new(change)
             elif change.operation == "update" and change.stamp is not None:
                 self._heard_of_update(change)
+            elif change.operation == "delete":
+                self._heard_of_end(change)
             elif change.operation in ("drop", "rename"):
                 self._dropped = True
                 self._something.set()
@@ -161,7 +164,7 @@ class Listener:
         self._queues.heard_of(queue)
         option = task.get("task_option", {})
         named = option.get("specific_worker_ids", [])
-        if named and self._worker_id not in named:
+        if not self._me.is_allowed(named) or not self._me.has(task.get("needs") or ()):
             return
         place = 0 if named else self._partitions.place(task.get("lane"))
         if place > _LAST_PLACE_TO_TRY:
@@ -208,14 +211,8 @@ class Listener:
 
     def _heard_of_update(self, change: Change) -> None:
         assert change.stamp is not None
-        kind = read_stamp(change.stamp).kind
-        if kind in STOPPING and change.id in self._executions:
-            # It may be late, and be about an execution that has ended: what is true of this one, the task says.
-            self._concerned.add(change.id)
-            self._something.set()
-        elif kind in STOPPING and change.id in self._candidates.being_claimed:
-            self._concerned.add(change.id)  # the claim may have come before this, and its answer not yet
-            self._something.set()
+        if read_stamp(change.stamp).kind in STOPPING:
+            self._heard_of_end(change)
         if (
             change.next_claim_time is not None
             and isinstance(change.id, str)
@@ -223,6 +220,17 @@ class Listener:
         ):
             self._candidates.came_back(change.id)
             self._woken.add(change.id)
+            self._something.set()
+
+    def _heard_of_end(self, change: Change) -> None:
+        """Something may have ended an execution that is here. The claim may have come before it, and its answer not yet.
+
+        It may be late, and be about an execution that has ended: what is true of this one, the task says.
+        """
+        if isinstance(change.id, str) and (
+            change.id in self._executions or change.id in self._candidates.being_claimed
+        ):
+            self._concerned.add(change.id)
             self._something.set()
 
     async def run_once(self) -> None:
@@ -254,7 +262,7 @@ class Listener:
 
     async def _look_at_woken(self, ids: list[str]) -> None:
         """Learn of tasks that became claimable again what their place in the queue depends on."""
-        for row in await look_up(self._store, self._worker_id, ids):
+        for row in await look_up(self._store, self._me, ids):
             if row.claim_time == NEVER or (self._from is not None and row.queue not in self._from):
                 continue
             place = 0 if row.named else self._partitions.place_of(row.id)
@@ -270,7 +278,7 @@ class Listener:
         }
         for execution in executions:
             task = found.get(execution.id)
-            reason = why_stopped(task, execution.running_id, self._worker_id)
+            reason = why_stopped(task, execution.running_id, self._me)
             if reason is None:
                 assert task is not None
                 self._pinger.option_changed(execution, task["task_option"])

@@ -51,6 +51,7 @@ class Pinger:
     ) -> None:
         """Made in the loop that is watched."""
         self._store = store
+        self._me = settings.claimant
         self._loop = asyncio.get_running_loop()
         self._stall_limit_s = settings.stall_limit_ms / 1000
         self._executions = executions
@@ -257,9 +258,7 @@ class Pinger:
                 self._give_up(execution)
                 continue
             execution.renewed(sent)
-            if not execution.leaving and (
-                reason := why_stopped(tasks[pair], execution.running_id, execution.worker_id)
-            ):
+            if not execution.leaving and (reason := why_stopped(tasks[pair], execution.running_id, self._me)):
                 self._tell(execution, reason)
 
     def _split(self, database: Any, executions: list[Execution]) -> None:

@@ -206,6 +206,7 @@ class Registration:
             "indexes": INDEX_GENERATION,
             "names": settings.names,
             "queues": settings.queues,
+            "labels": settings.labels,
             "concurrency": settings.concurrency,
             "running": len(executions),
             "started": executions.started,

@@ -73,7 +73,7 @@ class Scanner:
         dependents: Dependents,
     ) -> None:
         self._store = store
-        self._worker_id = settings.worker_id
+        self._me = settings.claimant
         self._names = settings.names
         self._page = max(1_000, min(5_000, 4 * settings.concurrency))
         self._clock = clock
@@ -181,7 +181,7 @@ class Scanner:
     async def _scan(self, number: int, what: ScanRange) -> int:
         brought, full = 0, []
         for sort in ("named", *_FOR_ANYBODY) if what.lanes == self._partitions.own else _FOR_ANYBODY:
-            rows = await scan(self._store, self._worker_id, what, self._page, sort)
+            rows = await scan(self._store, self._me, what, self._page, sort)
             brought += sum(self._backup_claims.offer(row) for row in await self._fitting(rows))
             full += [sort] if len(rows) == self._page else []
         if full:
@@ -203,9 +203,9 @@ class Scanner:
         self._next_leases = now + 0.8 * SCAN_EVERY_S
         brought = 0
         for _, what in self._ranges(None):
-            leases = await scan_leases(self._store, self._worker_id, what, _PAGE_BESIDE)
+            leases = await scan_leases(self._store, self._me, what, _PAGE_BESIDE)
             brought += sum(self._backup_claims.offer(row, overdue=True) for row in await self._fitting(leases))
-            shared = await scan(self._store, self._worker_id, what, _PAGE_BESIDE, "shared")
+            shared = await scan(self._store, self._me, what, _PAGE_BESIDE, "shared")
             brought += sum(map(self._backup_claims.offer, await self._fitting(shared)))
         return brought
 
@@ -227,7 +227,7 @@ class Scanner:
             row
             for _, what in self._ranges(None)
             for sort in _FOR_ANYBODY
-            for row in await scan(self._store, self._worker_id, what, limit, sort)
+            for row in await scan(self._store, self._me, what, limit, sort)
         ]
         rows = [row for row in await self._fitting(found) if self._clock.monotonic(row.next_claim_time) <= now]
         heads: dict[int, str] = {}
@@ -252,10 +252,10 @@ class Scanner:
         self._candidates.unread = False  # the next page comes with the next pass, not at once
         brought = 0
         if place not in self._refused:
-            self._refused[place] = await open_scan(self._store, self._worker_id, what, place[1])
+            self._refused[place] = await open_scan(self._store, self._me, what, place[1])
         while not brought:
             found: list[Any] = await self._refused[place].to_list(_PAGE_OF_REFUSED)
-            rows = await judged(self._store, self._worker_id, found)
+            rows = await judged(self._store, self._me, found)
             brought = sum(map(self._backup_claims.offer, await self._fitting(rows)))
             if len(found) < _PAGE_OF_REFUSED:
                 await self._refused.pop(place).close()

@@ -7,13 +7,16 @@ import secrets
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from taskmesh.consumer.observer import Observer
 from taskmesh.consumer.outcome import Ending
 from taskmesh.model.errors import InvalidOption
 from taskmesh.model.ids import checked_worker_id
+from taskmesh.model.labels import HOST, checked_labels
 from taskmesh.model.queue import checked_queue
 from taskmesh.model.task import Task, checked_name
+from taskmesh.model.worker import Claimant
 
 DEFAULT_STALL_LIMIT_MS = 60_000
 MOST_AT_ONCE = 1_000_000
@@ -27,6 +30,7 @@ class Settings:
     """What one consumer was told."""
 
     worker_id: str
+    labels: dict[str, Any]
     names: list[str]
     """The tasks that it runs."""
     queues: list[str] | None
@@ -41,6 +45,16 @@ class Settings:
     """Who measures it."""
     instance: str = field(default_factory=lambda: secrets.token_hex(6))
     """Tells this run from any other under the same worker id."""
+
+    @property
+    def claimant(self) -> Claimant:
+        """The worker as the claim rule sees it."""
+        return Claimant.labelled(self.worker_id, self.labels)
+
+
+def all_labels(labels: Any) -> dict[str, Any]:
+    """Return a worker's labels: those given, and its host. Raises `InvalidOption`."""
+    return {HOST: socket.gethostname(), **checked_labels("labels", labels)}
 
 
 def worker_id_or_new(worker_id: str | None) -> str:

@@ -323,7 +323,7 @@ class Worker:
         )
         # Who finds tasks.
         self.backup_claims = BackupClaims(
-            store, worker_id, clock, self.candidates, self.executions, self.limits, self.partitions
+            store, settings.claimant, clock, self.candidates, self.executions, self.limits, self.partitions
         )
         orders = Orders(store, settings, consumer)
         self.listener = Listener(

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timedelta
 from typing import Any, Self
 
 from taskmesh.model.dependency import After, Dependencies, OnDependencyFailure, checked_after, checked_policy
 from taskmesh.model.errors import InvalidOption
-from taskmesh.model.ids import checked_group, shown
+from taskmesh.model.ids import checked_group, checked_text, shown
+from taskmesh.model.labels import checked_labels
 from taskmesh.model.option import MAX_DURATION_MS, OptionFields, TaskOption
 from taskmesh.model.queue import checked_queue
+from taskmesh.model.task import Task
 from taskmesh.model.times import checked_time
 
+_MOST_TAGS = 50
+_MOST_FIELDS = 100
 _FLAGS = ("update_existing_params", "not_update_running", "clean_success", "clean_failed", "run_again")
 
 
@@ -28,6 +32,9 @@ class PublishSettings(OptionFields, total=False):
     group: str | None
     after: Dependencies | None
     on_dependency_failure: OnDependencyFailure
+    tags: Collection[str]
+    fields: Mapping[str, Any]
+    needs: Mapping[str, Any]
     update_existing_params: bool
     not_update_running: bool
     clean_success: bool
@@ -60,6 +67,12 @@ class Configuration:
     """What a new task waits for. An existing one keeps what it waits for."""
     on_dependency_failure: OnDependencyFailure = "fail"
     """What becomes of it when one of these ends in any other way than SUCCESS."""
+    tags: tuple[str, ...] | None = None
+    """Words by which the task is found; None: none, and those of an existing task stay."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """The publisher's own fields at the top of the task's document."""
+    needs: Mapping[str, Any] = field(default_factory=dict)
+    """Labels that a worker must have to run it. Those of an existing task stay as they are."""
     update_existing_params: bool = False
     """Of an existing task: set the new params; a running execution keeps the ones it has."""
     not_update_running: bool = False
@@ -93,12 +106,19 @@ class Configuration:
         if not options:
             return changed
         option = changed.option.changed(**options)
-        stored = option.stored()
-        return replace(changed, option=option, tuned={**changed.tuned, **{name: stored[name] for name in options}})
+        before, stored = changed.option.stored(), option.stored()
+        # What follows from what was set is set with it.
+        tuned = {name: value for name, value in stored.items() if name in options or value != before[name]}
+        return replace(changed, option=option, tuned={**changed.tuned, **tuned})
 
     def starts(self, now: datetime) -> datetime | None:
         """When a task that is published now may be claimed first; None: at once, or as it was."""
         return self.start_time if self.delay_ms is None else now + timedelta(milliseconds=self.delay_ms)
+
+    @property
+    def marks(self) -> dict[str, Any]:
+        """Tags and fields that this publisher set, as they are stored at the top of a task's document."""
+        return {**self.fields, **({"tags": list(self.tags)} if self.tags is not None else {})}
 
     @property
     def changes_existing(self) -> bool:
@@ -128,4 +148,34 @@ def _checked(settings: dict[str, Any]) -> dict[str, Any]:
         settings["after"] = checked_after(settings["after"])
     if "on_dependency_failure" in settings:
         checked_policy(settings["on_dependency_failure"])
-    return settings
+    marks: dict[str, Callable[[Any], Any]] = {"tags": checked_tags, "fields": checked_fields, "needs": checked_needs}
+    return settings | {name: checked(settings[name]) for name, checked in marks.items() if name in settings}
+
+
+def checked_needs(needs: Any) -> dict[str, Any]:
+    """Return what tasks need of a worker; or raise `InvalidOption`."""
+    return checked_labels("needs", needs)
+
+
+def checked_tags(tags: Any) -> tuple[str, ...] | None:
+    """Return tags, each once; or raise `InvalidOption`."""
+    if tags is None:
+        return None
+    if isinstance(tags, (str, bytes, Mapping)) or not isinstance(tags, Collection) or len(tags) > _MOST_TAGS:
+        raise InvalidOption(f"tags must be a list of up to {_MOST_TAGS} texts, got {shown(tags)}")
+    return tuple(dict.fromkeys(checked_text("a tag", tag) for tag in tags))
+
+
+def checked_fields(own: Any) -> dict[str, Any]:
+    """Return fields for the top of a task's document; or raise `InvalidOption` for names that are ours, or that cannot be."""
+    if not isinstance(own, Mapping) or len(own) > _MOST_FIELDS:
+        raise InvalidOption(f"fields must be a mapping of up to {_MOST_FIELDS} values by name, got {shown(own)}")
+    for name in own:
+        checked_text("the name of a field", name)
+        if name in Task.OWN_FIELDS:
+            raise InvalidOption(f"fields: {name!r} is a field of taskmesh's own: give it another name")
+        if name[0] in "_$" or "." in name:
+            raise InvalidOption(
+                f"fields: the name {name!r} must not begin with '_' or '$', nor have a '.': give it another name"
+            )
+    return dict(own)

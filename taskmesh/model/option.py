@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from taskmesh.model.errors import InvalidOption
 from taskmesh.model.ids import shown
 
+_DEFAULT_PING_MS = 30_000
 MAX_DURATION_MS = 10 * 366 * 86_400_000
 """The longest duration that can be set: ten years."""
 
@@ -59,9 +60,9 @@ class TaskOption(BaseModel):
     specific_worker_ids: Annotated[tuple[WorkerId, ...], Field(max_length=1000, strict=False)] = ()
     """Only these workers may run the task. Empty: any."""
 
-    ping_interval_ms: Annotated[int, Field(ge=1, le=MAX_DURATION_MS)] = 30_000
+    ping_interval_ms: Annotated[int, Field(ge=1, le=MAX_DURATION_MS)] = _DEFAULT_PING_MS
     """How often the executing worker renews its lease, and at the latest when 60 % of it are over. The default costs two
-    writes a minute."""
+    writes a minute; where only `worker_timeout_ms` is given, and less than a minute, it is half of that."""
 
     worker_timeout_ms: Annotated[int, Field(ge=2, le=MAX_DURATION_MS)] = 60_000
     """How long a lease lasts without a ping; then others may preempt. Must be more than `ping_interval_ms`,
@@ -95,10 +96,15 @@ class TaskOption(BaseModel):
     """How long a FAIL, CANCELLED or EXPIRED task is kept, and its key taken. None: for ever."""
 
     def __init__(self, **fields: Unpack[OptionFields]) -> None:
+        derived = "worker_timeout_ms" in fields and "ping_interval_ms" not in fields
+        if derived and isinstance(timeout_ms := fields["worker_timeout_ms"], int):
+            fields["ping_interval_ms"] = max(1, min(_DEFAULT_PING_MS, timeout_ms // 2))
         try:
             super().__init__(**fields)
         except ValidationError as error:
             raise InvalidOption(_explained(error)) from None
+        if derived:  # nobody has set it: it follows `worker_timeout_ms` further on
+            self.model_fields_set.discard("ping_interval_ms")
 
     @model_validator(mode="after")
     def _a_lease_outlives_its_ping(self) -> Self:
@@ -111,7 +117,7 @@ class TaskOption(BaseModel):
 
     def changed(self, **fields: Any) -> TaskOption:
         """Return a copy with `fields` changed, checked as a whole. Raises `InvalidOption`."""
-        return TaskOption(**{**dict(self), **fields})
+        return TaskOption(**{**{name: getattr(self, name) for name in self.model_fields_set}, **fields})
 
     def stored(self) -> dict[str, Any]:
         """Return the option as it is stored with a task."""

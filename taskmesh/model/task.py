@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from taskmesh.model.errors import IncompatibleCollection, InvalidKey, InvalidName, InvalidOption
 from taskmesh.model.ids import shown
+from taskmesh.model.labels import from_words
 from taskmesh.model.option import TaskOption
 
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,100}\Z")
@@ -223,6 +224,10 @@ class Task(_Stored):
     finish_time: datetime | None = None
     delete_time: datetime | None = None
     group: str | None = None
+    tags: list[str] = []
+    """By which it is found; set by `configure(tags=…)`."""
+    needs: dict[str, Any] = {}
+    """Labels that a worker must have to run it."""
     extra: dict[str, Any] = Field(default_factory=dict)
 
     OWN_FIELDS: ClassVar[frozenset[str]] = frozenset(
@@ -239,6 +244,8 @@ class Task(_Stored):
             "finish_time",
             "delete_time",
             "group",
+            "tags",
+            "needs",
             "settle_time",
             "pinned",
             "lane",
@@ -258,6 +265,8 @@ class Task(_Stored):
         """Read a stored document. Raises `IncompatibleCollection` where it is not a task of ours."""
         own = {field: value for field, value in document.items() if field in cls.OWN_FIELDS}
         extra = {field: value for field, value in document.items() if field not in cls.OWN_FIELDS}
+        if "needs" in own:
+            own["needs"] = from_words(own["needs"] if isinstance(own["needs"], list) else ())
         state = own.get("task_state")
         # A reading puts it there, since users may have a top-level field of this name.
         standing = state.get("standing") if isinstance(state, dict) else None

@@ -2,12 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
+
+from taskmesh.model.labels import WORKER, words
+
+
+@dataclass(frozen=True, slots=True)
+class Claimant:
+    """Who claims, as the claim rule sees a worker."""
+
+    id: str
+    parent: str | None = None
+    """The id before its number, of one of several processes: `specific_worker_ids` may name that too."""
+    labels: tuple[str, ...] = ()
+    """Its labels, as they are stored."""
+
+    @classmethod
+    def labelled(cls, worker_id: str, labels: Mapping[str, Any]) -> Claimant:
+        """Return the worker of this id that has these labels."""
+        parent = labels.get(WORKER)
+        return cls(worker_id, parent if isinstance(parent, str) else None, tuple(words(labels)))
+
+    @property
+    def names(self) -> list[str]:
+        """By which `specific_worker_ids` may name it."""
+        return [self.id] if self.parent is None else [self.id, self.parent]
+
+    def is_allowed(self, named: Collection[str]) -> bool:
+        """Whether a task with these `specific_worker_ids` is for this worker."""
+        return not named or any(name in named for name in self.names)
+
+    def has(self, needs: Iterable[str]) -> bool:
+        """Whether it has all labels that a task needs."""
+        return all(need in self.labels for need in needs)
 
 
 class LeaseLeft(BaseModel):
@@ -38,6 +71,8 @@ class WorkerInfo(BaseModel):
     concurrency: int
     running: int
     last_seen: datetime
+    labels: dict[str, Any] = {}
+    """What tasks may need of it; `host` is among them."""
     paused: bool = False
     start_time: datetime | None = None
     started: int = 0
@@ -62,6 +97,11 @@ class WorkerInfo(BaseModel):
     def runs(self, name: str, queue: str) -> bool:
         """Whether it has the handler of these tasks and takes from that queue; whether it is live is not asked."""
         return name in self.names and self.takes_from(queue)
+
+    @property
+    def claimant(self) -> Claimant:
+        """The worker as the claim rule sees it."""
+        return Claimant.labelled(self.worker_id, self.labels)
 
     def takes_from(self, queue: str) -> bool:
         """Whether it takes tasks from that queue."""
@@ -105,12 +145,16 @@ def read_workers(documents: Iterable[Mapping[str, Any]]) -> list[WorkerInfo]:
     return found
 
 
-def able_workers(workers: Iterable[WorkerInfo], name: str, queue: str, only: Collection[str] = ()) -> list[WorkerInfo]:
-    """Return the live workers that run tasks of this name from this queue, and are allowed to.
+def able_workers(
+    workers: Iterable[WorkerInfo], name: str, queue: str, only: Collection[str] = (), needs: Sequence[str] = ()
+) -> list[WorkerInfo]:
+    """Return the live workers that run tasks of this name from this queue, are allowed to, and have what they need.
 
-    `only`: the task's `specific_worker_ids`; empty: any worker is allowed. A paused worker counts: it will go on.
+    `only`: the task's `specific_worker_ids`; empty: any worker is allowed. `needs`: labels as they are stored. A paused worker
+    counts: it will go on.
     """
-    return [w for w in workers if w.live and w.runs(name, queue) and (not only or w.worker_id in only)]
+    running = [worker for worker in workers if worker.live and worker.runs(name, queue)]
+    return [worker for worker in running if worker.claimant.is_allowed(only) and worker.claimant.has(needs)]
 
 
 def known_names(workers: Iterable[WorkerInfo]) -> set[str]:

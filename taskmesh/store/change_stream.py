@@ -105,6 +105,8 @@ def pipeline(store: Store, interest: Interest) -> list[Document]:
         )
     if interest.control:
         wanted.append(tasks | {f"{_UPDATED}.event": starting_with(STOPPING)})
+        # Documents that somebody removes past us; most are the TTL monitor's, in bursts, and small.
+        wanted.append(tasks | {"operationType": "delete"})
         wanted.append({"ns.coll": store.queues})
         wanted.append({"ns.coll": store.workers, f"{_UPDATED}.order_time": {"$exists": True}})
     if interest.finished:
@@ -120,6 +122,7 @@ def pipeline(store: Store, interest: Interest) -> list[Document]:
         "next_claim_time",
         "pinned",
         "lane",
+        "needs",
         "task_option.priority",
         "task_option.specific_worker_ids",
     )

@@ -12,6 +12,8 @@ from typing import Any
 from pymongo import ReturnDocument
 from pymongo.errors import OperationFailure
 
+from taskmesh.model.task import Task
+from taskmesh.model.worker import Claimant
 from taskmesh.store import plain, rules
 from taskmesh.store.driver import CODEC, PLAIN_CODEC, Document, find_and_update, restored
 from taskmesh.store.event_stamp import stamp
@@ -47,8 +49,15 @@ CLAIMED_FIELDS: Document = {
     **_FEW_STEPS,
 }
 WHOLE_FIELDS: Document = dict.fromkeys(
-    ("name", "key", "queue", "group", "status", "task_option", "task_state", "trace"), 1
+    ("name", "key", "queue", "group", "tags", "needs", "status", "task_option", "task_state", "trace"), 1
 )
+_ME = rules.Me("$$worker_id", "$$parent", "$$labels")
+_OWN = {"$in": ["$$this.k", {"$literal": sorted(Task.OWN_FIELDS)}]}
+_EXTRA = "_extra"
+_EXTRA_FIELDS: Document = {
+    # Users' own fields at the top, whose names nobody knows here. Under one name, until they are read.
+    _EXTRA: {"$arrayToObject": {"$filter": {"input": {"$objectToArray": "$$ROOT"}, "cond": {"$not": [_OWN]}}}}
+}
 _RUNNING_ID = "task_state.worker_states.running_id"
 _KNOWN_OF_UNTRIED = {
     # Asked for by `_untried`.
@@ -86,7 +95,7 @@ _KNOWN_OF_UNTRIED = {
 async def claim(
     store: Store,
     ids: Sequence[str],
-    worker_id: str,
+    worker: Claimant | str,
     running_id: str,
     *,
     closed_queues: Collection[str] = (),
@@ -99,7 +108,7 @@ async def claim(
     `timeout_cnt`, `lost_cnt`, `losses` (for the leases found run out), the derived fields. Not repeatable blindly: after an
     error ask `won`.
     """
-    variables = _claiming(worker_id, running_id)
+    variables = _claiming(worker, running_id)
     untried = _plain_candidates({"$in": list(ids)}, closed_queues, narrowed_by, store.now)
     command = store.update_command(
         untried, prepared(plain_claim_pipeline, store.now), deadline_ms, variables, hint="_id_"
@@ -120,7 +129,7 @@ async def claim(
 async def claim_one(
     store: Store,
     id_: str,
-    worker_id: str,
+    worker: Claimant | str,
     running_id: str,
     *,
     fields: Document,
@@ -140,7 +149,7 @@ async def claim_one(
                 store.driver.collection(store.tasks),
                 query,
                 pipeline,
-                let=_claiming(worker_id, running_id),
+                let=_claiming(worker, running_id),
                 projection=fields,
                 return_document=ReturnDocument.AFTER,
                 maxTimeMS=deadline_ms,
@@ -151,6 +160,7 @@ async def claim_one(
         if document is not None and any(
             entry["running_id"] == running_id for entry in document["task_state"]["worker_states"]
         ):
+            document.update(document.pop(_EXTRA, {}))
             return document
     return None
 
@@ -191,9 +201,10 @@ def _untried(now: rules.Expression) -> Document:
     }
 
 
-def _claiming(worker_id: str, running_id: str) -> Document:
+def _claiming(worker: Claimant | str, running_id: str) -> Document:
     """The variables of both pipelines."""
-    return {"worker_id": {"$literal": worker_id}, "running_id": {"$literal": running_id}}
+    me = rules.Me.literally(worker)
+    return {"worker_id": me.id, "parent": me.parent, "labels": me.labels, "running_id": {"$literal": running_id}}
 
 
 def plain_claim_pipeline(now: rules.Expression) -> list[Document]:
@@ -219,6 +230,7 @@ def _entry(now: rules.Expression) -> Document:
     return {
         "running_id": "$$running_id",
         "worker_id": "$$worker_id",
+        "parent": {"$ifNull": ["$$parent", "$$REMOVE"]},
         "state": "RUNNING",
         "start_time": now,
         # The lease: as long as the task's option says at this moment.
@@ -232,7 +244,7 @@ def _entry(now: rules.Expression) -> Document:
 def claim_pipeline(now: rules.Expression, closed_queues: Collection[str] = ()) -> list[Document]:
     """Append the entry if all gates are open, and drop those whose lease ran out: that is the preemption.
 
-    Who claims, and as what, is said by the variables `$$worker_id` and `$$running_id`.
+    Who claims, and as what, is said by the variables `$$worker_id`, `$$parent`, `$$labels` and `$$running_id`.
 
     The gates are asked here and not in the query: the server takes four times as long to read an expression there
     (measured: half a millisecond a command), and the facts are sorted out once for both.
@@ -254,7 +266,7 @@ def claim_pipeline(now: rules.Expression, closed_queues: Collection[str] = ()) -
     }
     # Who is refused changes nothing at all: what became of the task by time alone, `settle` writes down.
     refused = {"task_state": "$task_state", "event": "$event", "refused": True}
-    outcome = {"$cond": [rules.all_open("$$worker_id", closed_queues, now), claimed, refused]}
+    outcome = {"$cond": [rules.all_open(_ME, closed_queues, now), claimed, refused]}
     return [
         # Ask all gates once, and keep what follows aside: both fields below depend on the same answer.
         {"$set": {"_claim": rules.with_facts(now, outcome)}},
@@ -315,13 +327,16 @@ async def won(
         fields = fields_of_claimed(wanted_params, whole_state=whole_state)
         query = {"_id": {"$in": group}, "task_state.worker_states.running_id": running_id}
         found += await store.find(query, fields, majority=majority, codec=CODEC if whole_state else PLAIN_CODEC)
-    if not whole_state:
-        for document in found:
+    for document in found:
+        document.update(document.pop(_EXTRA, {}))
+        if not whole_state:
             document["params"] = restored(document.get("params"))
+            for name in document.keys() - Task.OWN_FIELDS:
+                document[name] = restored(document[name])
     return found
 
 
 def fields_of_claimed(wanted_params: Sequence[str] | None, *, whole_state: bool) -> Document:
     """What is read of a claimed task."""
     params = {"params": 1} if wanted_params is None else {f"params.{name}": 1 for name in wanted_params}
-    return (WHOLE_FIELDS if whole_state else CLAIMED_FIELDS) | params
+    return (WHOLE_FIELDS if whole_state else CLAIMED_FIELDS) | params | _EXTRA_FIELDS

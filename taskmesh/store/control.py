@@ -207,6 +207,7 @@ def option_stages(changes: Document, now: rules.Expression) -> list[Document]:
             {"$not": [rules.is_live(now)]},
             {"$eq": ["$task_option.specific_worker_ids", []]},
             {"$in": ["$$this.worker_id", "$task_option.specific_worker_ids"]},
+            {"$in": [{"$ifNull": ["$$this.parent", None]}, "$task_option.specific_worker_ids"]},
         ]
     }
     stages: list[Document] = [

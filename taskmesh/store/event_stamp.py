@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from datetime import datetime
 
 from taskmesh.store import rules
 
@@ -39,6 +40,11 @@ def stamp(
             {"$reduce": {"input": lost, "initialValue": "", "in": {"$concat": ["$$value", _SEPARATOR, "$$this"]}}}
         )
     return {"$concat": parts}
+
+
+def stamped(kind: str, now: datetime) -> str:
+    """A stamp as it is stored: for a document that is inserted, where the server evaluates nothing."""
+    return f"{kind}{_SEPARATOR}{int(now.timestamp() * 1000)}{_SEPARATOR}"
 
 
 def read_stamp(text: str) -> Stamp:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from pymongo.errors import OperationFailure
 from pymongo.read_concern import ReadConcern
 
+from taskmesh.model.worker import Claimant
 from taskmesh.store import rules
 from taskmesh.store.driver import PLAIN_CODEC, Document
 from taskmesh.store.malformed import WELL_FORMED, Strange, past_strangers
@@ -120,23 +121,25 @@ class ScanRange:
     """By the server's clock, as well as the worker knows it: what may be claimed, the claim decides."""
 
 
-async def scan(store: Store, worker_id: str, what: ScanRange, limit: int, sort: Sort = "waiting") -> list[Claimable]:
+async def scan(
+    store: Store, worker: Claimant | str, what: ScanRange, limit: int, sort: Sort = "waiting"
+) -> list[Claimable]:
     """Return the first tasks of this sort by (priority, next_claim_time) that some worker may claim by then."""
-    query = _scan_query(worker_id, what, sort)
+    query = _scan_query(worker, what, sort)
     if sort != "waiting":
         hint = "taskmesh_shared" if sort == "shared" else None
-        return await read_claimable(store, worker_id, query, _IN_ORDER, limit=limit, hint=hint)
+        return await read_claimable(store, worker, query, _IN_ORDER, limit=limit, hint=hint)
 
     async def read(query: Document) -> list[Claimable]:
         cursor = _keys_in_order(store, query, limit=limit, batch_size=min(limit, 1000))
-        return await judged(store, worker_id, await cursor.to_list(None))
+        return await judged(store, worker, await cursor.to_list(None))
 
     return await past_strangers(store, query, read)
 
 
-async def open_scan(store: Store, worker_id: str, what: ScanRange, sort: Sort = "waiting") -> Any:
+async def open_scan(store: Store, worker: Claimant | str, what: ScanRange, sort: Sort = "waiting") -> Any:
     """Open a cursor over all such tasks, to read on in batches, which `judged` turns into what they are."""
-    query = {"$and": [_scan_query(worker_id, what, sort), WELL_FORMED]}
+    query = {"$and": [_scan_query(worker, what, sort), WELL_FORMED]}
     return _keys_in_order(store, query, sort, batch_size=1000)
 
 
@@ -145,7 +148,7 @@ def _keys_in_order(store: Store, query: Document, sort: Sort = "waiting", **opti
     return cursor.sort(_IN_ORDER).hint(f"taskmesh_{sort}")
 
 
-async def judged(store: Store, worker_id: str, found: Sequence[Document]) -> list[Claimable]:
+async def judged(store: Store, worker: Claimant | str, found: Sequence[Document]) -> list[Claimable]:
     """Return what a scan has found, in its order; the rule is asked only about what somebody has touched, or may expire.
 
     Of a task that nobody has touched since it was published the index tells all, so that no document is read for it.
@@ -154,7 +157,7 @@ async def judged(store: Store, worker_id: str, found: Sequence[Document]) -> lis
     if odd := [task["_id"] for task in found if not isinstance(task["_id"], str)]:
         raise Strange(f"the document {odd[0]!r}")
     asked = [task["_id"] for task in found if not _is_untouched(task)]
-    known = {row.id: row for row in await look_up(store, worker_id, asked)} if asked else {}
+    known = {row.id: row for row in await look_up(store, worker, asked)} if asked else {}
     rows = [_untouched(task) if _is_untouched(task) else known.get(task["_id"]) for task in found]
     return [row for row in rows if row is not None]
 
@@ -170,7 +173,7 @@ def _untouched(task: Document) -> Claimable:
     return claimable_from(task | {"priority": priority, "fail_cnt": 0, "claim_time": None})
 
 
-def _scan_query(worker_id: str, what: ScanRange, sort: Sort) -> Document:
+def _scan_query(worker: Claimant | str, what: ScanRange, sort: Sort) -> Document:
     query: Document = {
         "pinned": sort == "named",
         "queue": {"$in": list(what.queues)},
@@ -178,7 +181,7 @@ def _scan_query(worker_id: str, what: ScanRange, sort: Sort) -> Document:
         "next_claim_time": {"$type": "date", "$lte": what.until},
     }
     if sort == "named":
-        query["task_option.specific_worker_ids"] = worker_id
+        query["task_option.specific_worker_ids"] = _any_of(worker)
     else:
         query["status"] = "INIT" if sort == "waiting" else "RUNNING"
         if what.lanes is not None:
@@ -188,6 +191,12 @@ def _scan_query(worker_id: str, what: ScanRange, sort: Sort) -> Document:
     return query
 
 
+def _any_of(worker: Claimant | str) -> Any:
+    """Match one of the names by which a task may name this worker."""
+    names = (Claimant(worker) if isinstance(worker, str) else worker).names
+    return names[0] if len(names) == 1 else {"$in": names}
+
+
 async def fitting(store: Store, found: Sequence[Claimable], narrowed_by: Mapping[str, Any]) -> list[Claimable]:
     """Return those of the tasks found that match a filter."""
     query = {"$and": [{"_id": {"$in": [row.id for row in found]}}, dict(narrowed_by)]}
@@ -195,7 +204,7 @@ async def fitting(store: Store, found: Sequence[Claimable], narrowed_by: Mapping
     return [row for row in found if row.id in ids]
 
 
-async def scan_leases(store: Store, worker_id: str, what: ScanRange, limit: int) -> list[Claimable]:
+async def scan_leases(store: Store, worker: Claimant | str, what: ScanRange, limit: int) -> list[Claimable]:
     """Return RUNNING tasks for one worker each whose lease has run out by then. The others are `shared`, or `named`."""
     query: Document = {
         "status": "RUNNING",
@@ -204,18 +213,18 @@ async def scan_leases(store: Store, worker_id: str, what: ScanRange, limit: int)
         "next_claim_time": {"$type": "date", "$lte": what.until},
         "task_option.concurrent_worker_cnt": {"$lte": 1},
     }
-    return await read_claimable(store, worker_id, query, [("next_claim_time", 1)], limit=limit, hint="taskmesh_leases")
+    return await read_claimable(store, worker, query, [("next_claim_time", 1)], limit=limit, hint="taskmesh_leases")
 
 
-async def look_up(store: Store, worker_id: str, ids: Sequence[str]) -> list[Claimable]:
+async def look_up(store: Store, worker: Claimant | str, ids: Sequence[str]) -> list[Claimable]:
     """Tell the same of these tasks, whatever their queue: used for hints that carry the `_id` alone."""
     query = {"_id": {"$in": list(ids)}, "next_claim_time": {"$exists": True}}
-    return await read_claimable(store, worker_id, query, [("_id", 1)])
+    return await read_claimable(store, worker, query, [("_id", 1)])
 
 
 async def read_claimable(
     store: Store,
-    worker_id: str,
+    worker: Claimant | str,
     query: Document,
     sort: Sequence[tuple[str, int]],
     *,
@@ -226,7 +235,7 @@ async def read_claimable(
 
     async def read(query: Document) -> list[Claimable]:
         cursor = store.driver.collection(store.tasks, PLAIN_CODEC).find(
-            query, prepared(claimable_fields, store.now, worker_id), limit=limit, batch_size=min(limit or 1000, 1000)
+            query, prepared(claimable_fields, store.now, worker), limit=limit, batch_size=min(limit or 1000, 1000)
         )
         cursor = cursor.sort(list(sort)) if hint is None else cursor.sort(list(sort)).hint(hint)
         return [claimable_from(document) for document in await cursor.to_list(None)]
@@ -234,7 +243,7 @@ async def read_claimable(
     return await past_strangers(store, query, read)
 
 
-def claimable_fields(now: rules.Expression, worker_id: str) -> Document:
+def claimable_fields(now: rules.Expression, worker: Claimant | str) -> Document:
     """Return the projection that `claimable_from` reads."""
     return {
         "queue": 1,
@@ -242,7 +251,7 @@ def claimable_fields(now: rules.Expression, worker_id: str) -> Document:
         "next_claim_time": 1,
         "priority": "$task_option.priority",
         "fail_cnt": rules.with_facts(now, rules.FAIL_CNT),
-        "claim_time": rules.claim_time(worker_id, now),
+        "claim_time": rules.claim_time(worker, now),
         "pinned": 1,
     }
 
@@ -385,7 +394,7 @@ async def _names_in(store: Store, status: str, queue: str) -> list[tuple[str, st
 
 async def unfinished_left(
     store: Store,
-    worker_id: str,
+    worker: Claimant | str,
     names: Sequence[str],
     queues: Sequence[str] | None,
     closed_queues: Collection[str] = (),
@@ -415,13 +424,13 @@ async def unfinished_left(
         "$or": [
             {"status": "RUNNING", **place},
             {"status": "INIT", "pinned": False, **due},
-            {"status": "INIT", "pinned": True, "task_option.specific_worker_ids": worker_id, **due},
+            {"status": "INIT", "pinned": True, "task_option.specific_worker_ids": _any_of(worker), **due},
         ]
     }
     if narrowed_by:
         query = {"$and": [query, dict(narrowed_by)]}
-    running = rules.with_facts(store.now, {"$and": [{"$ne": ["$$live", []]}, rules.may_become_claimable(worker_id)]})
-    left = {"$or": [running, rules.claimable(worker_id, closed_queues, store.now)]}
+    running = rules.with_facts(store.now, {"$and": [{"$ne": ["$$live", []]}, rules.may_become_claimable(worker)]})
+    left = {"$or": [running, rules.claimable(worker, closed_queues, store.now)]}
 
     async def read(query: Document) -> bool:
         tasks = store.driver.collection(store.tasks).with_options(read_concern=ReadConcern("majority"))

@@ -28,6 +28,7 @@ from bson import ObjectId
 from pymongo import ReturnDocument
 from pymongo.errors import DuplicateKeyError
 
+from taskmesh.model.worker import Claimant
 from taskmesh.store import rules
 from taskmesh.store.driver import Document, find_and_update
 from taskmesh.store.find import Claimable, read_claimable
@@ -421,7 +422,7 @@ async def _live(store: Store, queue: str, ids: Sequence[str]) -> tuple[dict[tupl
 
 async def scan_groups(
     store: Store,
-    worker_id: str,
+    worker: Claimant | str,
     queue: str,
     names: Sequence[str],
     full: Collection[str],
@@ -437,7 +438,7 @@ async def scan_groups(
     """
     found: list[Claimable] = []
     for _ in range(groups):
-        rows = await _next_group(store, worker_id, queue, names, full, behind)
+        rows = await _next_group(store, worker, queue, names, full, behind)
         if not rows:
             return found, None
         behind = rows[0].group
@@ -446,7 +447,7 @@ async def scan_groups(
 
 
 async def _next_group(
-    store: Store, worker_id: str, queue: str, names: Sequence[str], full: Collection[str], behind: str | None
+    store: Store, worker: Claimant | str, queue: str, names: Sequence[str], full: Collection[str], behind: str | None
 ) -> list[Claimable]:
     """Return the first tasks in the order of the index, so beginning with those of the next group."""
     query = {
@@ -459,7 +460,7 @@ async def _next_group(
     }
     order = [("group", 1), ("name", 1), ("task_option.priority", -1), ("next_claim_time", 1)]
     hint = "taskmesh_claimable_by_group"
-    return await read_claimable(store, worker_id, query, order, limit=_TASKS_PER_GROUP, hint=hint)
+    return await read_claimable(store, worker, query, order, limit=_TASKS_PER_GROUP, hint=hint)
 
 
 async def server_now(store: Store, queue: str) -> datetime:

@@ -19,10 +19,11 @@ from pymongo.errors import OperationFailure, WriteConcernError
 
 from taskmesh.model.configuration import Configuration
 from taskmesh.model.errors import TaskRunning, TaskTooLarge
+from taskmesh.model.labels import words
 from taskmesh.store import dependencies, repeated, rules
 from taskmesh.store.control import NOT_DELETED, values_kept
 from taskmesh.store.driver import Document
-from taskmesh.store.event_stamp import stamp
+from taskmesh.store.event_stamp import stamp, stamped
 from taskmesh.store.finish import fresh_state
 from taskmesh.store.prepared import prepared
 from taskmesh.store.server_errors import DOCUMENT_TOO_LARGE, Code
@@ -112,6 +113,11 @@ def new_document(publication: Publication, now: datetime, option: Document | Non
     if configuration.after:  # its gate is shut, and whoever asks next links it with what it waits for
         document["task_state"] |= {"waits_for": configuration.on_dependency_failure, "unlinked": True, "ask_time": now}
         del document["next_claim_time"]
+    if configuration.needs:
+        # The stamp says to scans that the index does not tell all of it: whether a worker may have it, the rule does.
+        document |= {"needs": words(configuration.needs), "event": stamped("published", now)}
+    if marks := configuration.marks:
+        document |= {name: value for name, value in marks.items() if name != "tags" or value}
     return document
 
 
@@ -435,6 +441,9 @@ def change_pipeline(publication: Publication, now: datetime, at: rules.Expressio
     # What there was before, to tell in the end whether anything has changed.
     before: Document = {field: f"${field}" for field in ("task_option", "task_state")}
     sets_params = configuration.update_existing_params or configuration.run_again
+    marked = configuration.marks if sets_params else {}
+    if marked:
+        before["marks"] = {name: f"${name}" for name in marked}
     before["params_stay"] = {"$eq": ["$params", "$$params"]} if sets_params else True
     # Remember it inside the document while the stages below change it.
     stages: list[Document] = [{"$set": {"_before": before}}]
@@ -471,6 +480,7 @@ def change_pipeline(publication: Publication, now: datetime, at: rules.Expressio
         # And what was counted of its failures: a merge of objects cannot remove fields.
         stages.append({"$set": {"task_state": forgotten}})
     same = [{"$eq": [f"${field}", f"$_before.{field}"]} for field in ("task_option", "task_state")]
+    same += [{"$eq": [f"${name}", f"$_before.marks.{name}"]} for name in marked]
     unchanged = {"$and": ["$_before.params_stay", *same]}
     marks = {
         name: {"$cond": [unchanged, {"$ifNull": [f"${name}", "$$REMOVE"]}, value]}
@@ -510,6 +520,9 @@ def _new_wish(publication: Publication, now: datetime) -> Document:
     if configuration.expire_time is not None or configuration.run_again:
         state["expire_time"] = configuration.expire_time
     changes: Document = {"params": "$$params", "task_state": state}
+    changes |= {name: {"$literal": value} for name, value in configuration.marks.items()}
+    if configuration.tags == ():
+        changes["tags"] = "$$REMOVE"
     if publication.trace is not None:
         changes["trace"] = {"$literal": publication.trace}
     if configuration.tuned:

@@ -15,8 +15,11 @@ literal in tests, which so move time on the real database.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
+
+from taskmesh.model.worker import Claimant
 
 Expression = Any
 """A MongoDB aggregation expression."""
@@ -159,20 +162,43 @@ def task_gates(now: Expression) -> dict[str, Expression]:
     }
 
 
-def worker_gates(me: Expression) -> dict[str, Expression]:
-    """The gates that ask who is claiming: `me` is an expression that gives the worker's id."""
+@dataclass(frozen=True, slots=True)
+class Me:
+    """Who is claiming, in expressions that give what a `Claimant` has."""
+
+    id: Expression
+    parent: Expression = None
+    labels: Expression = ()
+
+    @classmethod
+    def literally(cls, worker: Claimant | str) -> Me:
+        """Return the expressions for this worker; one of whom only the id is known has no labels."""
+        claimant = Claimant(worker) if isinstance(worker, str) else worker
+        return cls({"$literal": claimant.id}, {"$literal": claimant.parent}, {"$literal": list(claimant.labels)})
+
+
+def worker_gates(me: Me | Expression) -> dict[str, Expression]:
+    """The gates that ask who is claiming: `me` is an expression that gives the worker's id, or all that is asked of it."""
+    me = me if isinstance(me, Me) else Me(me)
     return {
         "worker allowed": _never_if(
             {
                 "$and": [
                     {"$ne": ["$task_option.specific_worker_ids", []]},
-                    {"$not": [{"$in": [me, "$task_option.specific_worker_ids"]}]},
+                    {"$not": [{"$in": [me.id, "$task_option.specific_worker_ids"]}]},
+                    {"$not": [{"$in": [me.parent, "$task_option.specific_worker_ids"]}]},
                 ]
             }
         ),
-        "not twice": _own_entry_ends(me),
-        "retry delay": _retry_opens(me),
+        "labels": _never_if({"$and": [{"$gt": ["$needs", None]}, {"$not": [_has_all_of(me.labels)]}]}),
+        "not twice": _own_entry_ends(me.id),
+        "retry delay": _retry_opens(me.id),
     }
+
+
+def _has_all_of(labels: Expression) -> Expression:
+    """Nothing is needed that is not among these labels. A stranger's `needs` may be no list."""
+    return {"$and": [{"$isArray": ["$needs"]}, {"$setIsSubset": ["$needs", labels]}]}
 
 
 def queue_gate(closed_queues: Iterable[str]) -> dict[str, Expression]:
@@ -261,23 +287,23 @@ _opens_for_some_worker: Expression = {
 }
 
 
-def claim_time(worker_id: str, now: Expression = NOW) -> Expression:
+def claim_time(worker: Claimant | str, now: Expression = NOW) -> Expression:
     """When this worker may claim the task, as things stand: null (at once), a time, or `NEVER`."""
-    gates = {**task_gates(now), **worker_gates({"$literal": worker_id})}
+    gates = {**task_gates(now), **worker_gates(Me.literally(worker))}
     return with_facts(now, {"$max": list(gates.values())})
 
 
-def claimable(worker_id: str, closed_queues: Iterable[str] = (), now: Expression = NOW) -> Expression:
+def claimable(worker: Claimant | str, closed_queues: Iterable[str] = (), now: Expression = NOW) -> Expression:
     """Whether this worker may claim the task now."""
-    return with_facts(now, all_open({"$literal": worker_id}, closed_queues, now))
+    return with_facts(now, all_open(Me.literally(worker), closed_queues, now))
 
 
-def may_become_claimable(worker_id: str) -> Expression:
+def may_become_claimable(worker: Claimant | str) -> Expression:
     """Whether the worker is allowed and has not had its SUCCESS: no gate of its own stays shut. Inside `with_facts`."""
-    return {"$not": [{"$in": [NEVER, list(worker_gates({"$literal": worker_id}).values())]}]}
+    return {"$not": [{"$in": [NEVER, list(worker_gates(Me.literally(worker)).values())]}]}
 
 
-def all_open(me: Expression, closed_queues: Iterable[str], now: Expression) -> Expression:
+def all_open(me: Me | Expression, closed_queues: Iterable[str], now: Expression) -> Expression:
     """Whether all gates are open to the worker `me`. To be evaluated inside `with_facts`."""
     gates = {**task_gates(now), **worker_gates(me)}
     closed = list(closed_queues)

@@ -96,6 +96,8 @@ INDEXES: dict[str, tuple[list[tuple[str, int]], Document]] = {
     "ask": ([("task_state.ask_time", 1)], {"partialFilterExpression": {"task_state.ask_time": _present}}),
     # Listings and counts.
     "status": ([("status", 1), ("queue", 1), ("name", 1), ("_id", 1)], {}),
+    # Tasks by their tags. Empty without tags.
+    "tags": ([("tags", 1), ("_id", 1)], {"partialFilterExpression": {"tags": _present}}),
     # The newest first. With `_id` for those published in the same millisecond: pages go on exactly where the last one ended.
     "newest": ([("task_state.create_time", 1), ("_id", 1)], {}),
     # What a handler has started.

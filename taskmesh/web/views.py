@@ -85,6 +85,12 @@ def copied_settings(task: Task, published: TaskOption) -> str:
     settings: dict[str, Any] = {"queue": task.queue}
     if task.group is not None:
         settings["group"] = task.group
+    if task.tags:
+        settings["tags"] = task.tags
+    if task.needs:
+        settings["needs"] = task.needs
+    if task.extra:
+        settings["fields"] = task.extra
     option = task.task_option
     settings |= {
         name: getattr(option, name)

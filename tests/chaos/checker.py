@@ -145,6 +145,8 @@ def _check_claim(findings: Findings, id_: str, old: Reading, new: Reading, write
     findings.check("G2", id_, not old.expired(now), f"{write} after {state.get('expire_time')}")
     allowed = option["specific_worker_ids"]
     findings.check("G3", id_, not allowed or worker_id in allowed, f"{write}, allowed are {allowed}")
+    needs = old.document.get("needs")
+    findings.check("G3", id_, not needs, f"{write}, which needs {needs}: no worker here has such labels")
     open_ = not old.deleted and not old.cancelled and len(done) < old.room and not old.failed_for_good
     findings.check("G4", id_, open_, f"{write} of a task that is {old.status(now)}")
     retry_time = old.retry_time(worker_id)

@@ -11,7 +11,7 @@ INVARIANTS = {
     "F3": "name, key, and time of creation of a task never change",
     "G1": "no execution starts before start_time, or before a delay that a handler asked for is over",
     "G2": "no execution starts after expire_time",
-    "G3": "only workers that are allowed claim a task",
+    "G3": "only workers that are allowed, and that have the labels it needs, claim a task",
     "G4": "a finished or cancelled task is not claimed",
     "G5": "the retry delay is kept",
     "G6": "nothing starts from a queue that has been paused for longer than its workers need to hear of it",

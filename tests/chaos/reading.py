@@ -5,7 +5,7 @@ The rule in plain Python, from API.md and the design, without the engine's code.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -147,8 +147,10 @@ class Reading:
         jitter = 1 + self.option["unexpected_retry_jitter"] * last.get("retry_jitter", 0)
         return last["fail_time"] + ms(grown * jitter)  # type: ignore[no-any-return]
 
-    def claim_time(self, worker_id: str, now: datetime) -> datetime:
-        """From when on this worker may claim the task if nobody touches it, or `NEVER`."""
+    def claim_time(
+        self, worker_id: str, now: datetime, *, parent: str | None = None, labels: Collection[str] | None = ()
+    ) -> datetime:
+        """From when on this worker may claim the task if nobody touches it, or `NEVER`. `labels`: None: whatever is needed."""
         done, at_work = self.of("SUCCESS"), [*self.live(now), *self.leaving(now)]
         allowed = self.option["specific_worker_ids"]
         never = (
@@ -159,7 +161,8 @@ class Reading:
             or len(done) >= self.room
             or self.waits
             or worker_id in [entry["worker_id"] for entry in done]
-            or (allowed and worker_id not in allowed)
+            or (allowed and worker_id not in allowed and parent not in allowed)
+            or (labels is not None and not set(self.document.get("needs") or ()) <= set(labels))
         )
         if never:
             return NEVER
@@ -181,7 +184,7 @@ class Reading:
         finished = self.finished(now)
         # `create_time` shuts no gate: it is the publisher's idea of the server's time, which may be a little ahead.
         workers = self.option["specific_worker_ids"] or [ANYBODY_ELSE]
-        opens = max(self.state["create_time"], min(self.claim_time(id_, now) for id_ in workers))
+        opens = max(self.state["create_time"], min(self.claim_time(id_, now, labels=None) for id_ in workers))
         ends = [
             None if self.begun else self.state.get("expire_time"),
             *(entry["ping_expire_time"] for entry in self.live(now)),

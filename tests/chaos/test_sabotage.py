@@ -142,6 +142,16 @@ async def _is_meant_for_another_meanwhile(stage: Stage) -> None:
     await stage.cancel()
 
 
+async def _it_needs_a_label_meanwhile(stage: Stage) -> None:
+    stage.worker("w1", WAITS)
+    await stage.publish(ends="CANCELLED")
+    await stage.until("w1 wants to claim")
+    tasks = stage.mesh.store.driver.collection(stage.mesh.store.tasks)
+    await tasks.update_one({"_id": "work:victim"}, {"$set": {"needs": ["gpu=true"]}})
+    await stage.let("w1")
+    await stage.cancel()
+
+
 async def _one_tries_twice(stage: Stage) -> None:
     stage.worker("w1", "claims_again")
     await stage.publish(concurrent_worker_cnt=2)
@@ -533,6 +543,7 @@ SCENES = [
     Scene("gate timeouts left", "B2", _is_lost_for_the_last_time_meanwhile),
     Scene("gate delay asked for", "G1", _snoozes_meanwhile),
     Scene("gate worker allowed", "G3", _is_meant_for_another_meanwhile),
+    Scene("gate labels", "G3", _it_needs_a_label_meanwhile),
     Scene("gate not twice", "C2", _one_tries_twice),
     Scene("gate retry delay", "G5", _fails_and_is_to_wait_meanwhile),
     Scene("gate queue", "G6", _its_queue_is_paused_meanwhile),

@@ -189,6 +189,10 @@ def not_a_number() -> int:
     return "top secret"  # type: ignore[return-value]  # what is tested
 
 
+def extra_of_it() -> dict[str, Any]:
+    return dict(current_task().extra)
+
+
 def tell_about_itself() -> dict[str, Any]:
     task = current_blocking_task()
     task.log("the first line")

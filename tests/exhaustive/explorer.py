@@ -66,6 +66,8 @@ class Model:
     expires: int | None = None
     """The tick of `expire_time`."""
     option: Mapping[str, Any] = field(default_factory=dict)
+    needs: Mapping[str, Any] = field(default_factory=dict)
+    """Labels, of which no worker has any."""
 
     @property
     def worker_ids(self) -> list[str]:
@@ -144,6 +146,7 @@ class Explorer:
                 option=self._option,
                 start_time=_time_of(self._model.starts),
                 expire_time=_time_of(self._model.expires),
+                needs=self._model.needs,
             ),
         )
         document = new_document(publication, BEGIN)

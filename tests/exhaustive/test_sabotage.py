@@ -22,6 +22,7 @@ SABOTAGE: dict[str, tuple[str, Model]] = {
     "gate timeouts left": ("B2", Model(1, 2, 3, option={"max_timeouts": 0})),
     "gate delay asked for": ("G1", Model(1, 2, 1, snoozed=True)),
     "gate worker allowed": ("G3", Model(2, 1, 1, option={"specific_worker_ids": ("w1",)})),
+    "gate labels": ("G3", Model(1, 1, 1, needs={"gpu": True})),
     "gate not twice": ("C2", Model(1, 2, 1, option={"concurrent_worker_cnt": 2})),
     "gate retry delay": ("G5", _ONE),
     "fencing by lease": ("F1", _ONE),

@@ -334,6 +334,7 @@ GATES: dict[str, Break] = {
     "gate timeouts left": without_gate_and_status("timeouts left"),
     "gate delay asked for": without_gate("delay asked for"),
     "gate worker allowed": without_gate("worker allowed"),
+    "gate labels": without_gate("labels"),
     "gate not twice": without_gate("not twice"),
     "gate retry delay": without_gate("retry delay"),
     "gate queue": without_gate("queue"),

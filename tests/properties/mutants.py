@@ -22,6 +22,7 @@ _TASK_GATES = (
     "suspended",
 )
 _WORKER_GATES = ("worker allowed", "not twice", "retry delay")
+"""But *labels*: the worlds of this suite have none; `test_claim_rule` asks for them."""
 _OPEN_IN_TIME = ("started", "room", "delay asked for", "suspended", "not twice", "retry delay")
 _OWN = {"$in": ["$$this.running_id", ANYTHING]}
 """How the verbs of an execution find their entry."""

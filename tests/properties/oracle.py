@@ -63,10 +63,10 @@ class Oracle:
     def finished(self, now: datetime) -> bool:
         return self.reading.finished(now)
 
-    def claim_time(self, worker_id: str, now: datetime) -> datetime:
+    def claim_time(self, worker_id: str, now: datetime, **who: Any) -> datetime:
         """From when on this worker may claim the task, as things stand, or `NEVER`."""
         created: datetime = self.state["create_time"]
-        return max(created, self.reading.claim_time(worker_id, now))
+        return max(created, self.reading.claim_time(worker_id, now, **who))
 
     def derive(self, now: datetime) -> None:
         """Write down what follows from the entries, as every write does."""

@@ -14,6 +14,8 @@ import pytest
 
 from taskmesh.admin.filters import TaskFilter
 from taskmesh.admin.store.listing import find
+from taskmesh.model.labels import words
+from taskmesh.model.worker import Claimant
 from taskmesh.store import Store, rules, schema
 from taskmesh.store.claim import claim, claim_one, won
 from taskmesh.store.find import ScanRange, look_up
@@ -108,6 +110,49 @@ async def test_t11_when_a_worker_may_claim_is_what_the_oracle_says(shelf: Shelf)
             },
             {id_: row["elsewhere"] for id_, row in found.items()},
         )
+
+
+async def test_what_a_task_needs_and_whom_it_names_shuts_it_for_others(shelf: Shelf) -> None:
+    """Labels are compared with their types; who is one of several processes may be named by the id of them all."""
+    tasks = shelf.store.driver.collection(shelf.store.tasks)
+    needs = [
+        words(each)
+        for each in ({"gpu": True}, {"gpu": 1}, {"gpu": True, "zone": "$a"}, {"n": 1.0, "deep": [{"$x": None}]})
+    ]
+    for n, needed in enumerate([*needs, []]):
+        ids = list(shelf.oracles)[n::6]
+        await tasks.update_many({"_id": {"$in": ids}}, {"$set": {"needs": needed}})
+        for id_ in ids:
+            shelf.oracles[id_].document["needs"] = needed
+    claimants = [
+        Claimant("w1"),
+        Claimant.labelled("w1", {"gpu": True, "host": "h"}),
+        Claimant.labelled("w4", {"worker": "w1", "gpu": 1, "zone": "$a"}),
+        Claimant.labelled("w3", {"worker": "w2", "gpu": True, "zone": "$a", "n": 1.0, "deep": [{"$x": None}]}),
+    ]
+    shelf.later(1_000)
+    fields = {f"time{n}": rules.claim_time(each, shelf.now) for n, each in enumerate(claimants)}
+    found = {row["_id"]: row for row in await shelf.store.find({}, fields)}
+    created = BEGIN - ms(7_000)
+    for n, each in enumerate(claimants):
+        times = {
+            id_: oracle.claim_time(each.id, shelf.now, parent=each.parent, labels=each.labels)
+            for id_, oracle in shelf.oracles.items()
+        }
+        assert not differing(times, {id_: max(created, row[f"time{n}"] or created) for id_, row in found.items()})
+        due = {id_ for id_, time in times.items() if time <= shelf.now}
+        await shelf.store.driver.collection("copies").drop()
+        await tasks.aggregate([{"$out": "copies"}])
+        copies = Store(shelf.store.driver.client, shelf.store.driver.database.name, "copies", now=shelf.now)
+        assert len(due) == await claim(copies, list(found), each, "r1", deadline_ms=60_000) > 0
+        assert {d["_id"] for d in await won(copies, found, "r1", {}, whole_state=True)} == due
+
+
+async def test_a_stranger_s_needs_are_nobody_s(shelf: Shelf) -> None:
+    tasks = shelf.store.driver.collection(shelf.store.tasks)
+    for needs in (True, "gpu=true", {"gpu": True}, 7):
+        await tasks.update_many({}, {"$set": {"needs": needs}})
+        assert await claim(shelf.store, list(shelf.oracles), Claimant.labelled("w1", {"gpu": True}), "r1") == 0
 
 
 async def test_t11_a_batch_of_claims_wins_what_each_would_win_alone_and_leaves_the_rest_untouched(shelf: Shelf) -> None:

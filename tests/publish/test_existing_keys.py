@@ -275,3 +275,14 @@ async def test_a_task_that_fails_meanwhile_is_tried_again_in_its_new_queue(mesh:
 
 def _on(setting: str) -> dict[str, Any]:
     return {setting: True}
+
+
+async def test_the_ping_interval_follows_from_the_timeout_alone(mesh: TaskMesh) -> None:
+    assert TaskOption().ping_interval_ms == TaskOption(worker_timeout_ms=600_000).ping_interval_ms == 30_000
+    short = TaskOption(worker_timeout_ms=5_000)
+    assert (short.ping_interval_ms, short.changed(worker_timeout_ms=3_000).ping_interval_ms) == (2_500, 1_500)
+    assert TaskOption(worker_timeout_ms=2).ping_interval_ms == 1
+    await mesh.publish("job", "k")
+    await mesh.publish("job", "k", worker_timeout_ms=5_000, update_existing_params=True)
+    option = (await mesh.get("job", "k")).task_option
+    assert (option.worker_timeout_ms, option.ping_interval_ms) == (5_000, 2_500)

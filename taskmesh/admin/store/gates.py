@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from taskmesh.model.worker import Claimant
 from taskmesh.store import rules
 from taskmesh.store.control import option_stages
 from taskmesh.store.driver import Document
 from taskmesh.store.find import as_read
 from taskmesh.store.store import Store
 
-_TOLD = ("name", "key", "queue", "group", "status", "settle_time", "task_option")
+_TOLD = ("name", "key", "queue", "group", "needs", "status", "settle_time", "task_option")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +44,15 @@ class Judgement:
 
 
 async def judge(
-    store: Store, ids: Sequence[str], workers: Sequence[str], as_if: Sequence[Document] = ()
+    store: Store, ids: Sequence[str], workers: Sequence[Claimant], as_if: Sequence[Document] = ()
 ) -> list[Judgement]:
     """Return how the rule judges each of these tasks that is there. `as_if`: as these stages would change it."""
     now = store.now
-    of_task, of_worker = rules.task_gates(now), rules.worker_gates("$$worker")
+    me = rules.Me("$$worker.id", "$$worker.parent", "$$worker.labels")
+    of_task, of_worker = rules.task_gates(now), rules.worker_gates(me)
+    asked = [{"id": w.id, "parent": w.parent, "labels": list(w.labels)} for w in workers]
     taking_part = {"$concatArrays": ["$$live.worker_id", "$$leaving.worker_id", "$$done.worker_id"]}
-    mine = {"$filter": {"input": taking_part, "cond": {"$eq": ["$$this", "$$worker"]}}}
+    mine = {"$filter": {"input": taking_part, "cond": {"$eq": ["$$this", me.id]}}}
     for_worker = {"opens": _moments(of_worker), "entries": {"$size": mine}}
     facts = {
         "status": rules.status(now),
@@ -59,7 +62,7 @@ async def judge(
         "fail_cnt": rules.FAIL_CNT,
         "timeout_cnt": rules.TIMEOUT_CNT,
         "opens": _moments(of_task),
-        "workers": {"$map": {"input": {"$literal": list(workers)}, "as": "worker", "in": for_worker}},
+        "workers": {"$map": {"input": {"$literal": asked}, "as": "worker", "in": for_worker}},
     }
     stages: list[Document] = [
         # The tasks that are asked about, but for those that no reader sees any more.

@@ -68,6 +68,8 @@ def unindexed(which: TaskFilter, now: rules.Expression) -> Document:
         computed.append({"$or": [{"$ne": [rules.status_on_reading(now), "INIT"]}, stands]})
     if which.group is not None:
         query["group"] = which.group
+    if which.tags:
+        query["tags"] = {"$all": list(which.tags)}
     entry: Document = {}
     if which.worker is not None:
         entry["worker_id"] = which.worker
@@ -90,7 +92,15 @@ def status_fits(which: TaskFilter, status: rules.Expression) -> rules.Expression
 
 def is_indexed(which: TaskFilter) -> bool:
     """Whether name, key, queue and status are all that the filter asks for: what indexes know."""
-    others = (which.group, which.error, which.worker, which.lost, which.older_than_ms, which.younger_than_ms)
+    others = (
+        which.tags or None,
+        which.group,
+        which.error,
+        which.worker,
+        which.lost,
+        which.older_than_ms,
+        which.younger_than_ms,
+    )
     return not which.standing and all(other is None for other in others)
 
 
@@ -137,6 +147,8 @@ async def parts_of(store: Store, which: TaskFilter) -> list[Part]:
         asked = [stored, *name, *queue, *span]
         if "settle_time" in stored:
             index, known = "taskmesh_settle", [stored]
+        elif which.tags:  # whatever else is asked for: those of a tag are seldom many
+            index, known = "taskmesh_tags", [{"tags": which.tags[0]}]
         elif stored:
             index, known = "taskmesh_status", asked
         else:

@@ -18,6 +18,7 @@ from taskmesh.cli.worker.supervisor import Supervisor
 from taskmesh.consumer import logs
 from taskmesh.consumer.settings import checked_concurrency
 from taskmesh.model.ids import checked_worker_id
+from taskmesh.model.labels import checked_labels, label_of
 
 _MANY = "Several processes"
 _PROBES = "Probes and metrics"
@@ -34,6 +35,12 @@ def worker(
     worker_id: Annotated[str | None, typer.Option(help="Its id; of several processes ID-1, ID-2, …")] = None,
     queues: Annotated[str | None, typer.Option(metavar="A,B", help="Only from these queues.")] = None,
     names: Annotated[str | None, typer.Option(metavar="A,B", help="Only tasks of these names.")] = None,
+    label: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE", help="A label that tasks may need: gpu=true (JSON, else a text); several times."
+        ),
+    ] = None,
     until_idle: Annotated[
         bool, typer.Option("--until-idle", help="End when nothing it may run is claimable or running.")
     ] = False,
@@ -105,6 +112,7 @@ def worker(
         concurrency=checked_concurrency(concurrency),
         queues=_listed("--queues", queues),
         names=_listed("--names", names),
+        labels=checked_labels("labels", dict(map(label_of, label or ()))),
         until_idle=until_idle,
         grace_ms=grace_ms,
         listen=listen,
@@ -144,7 +152,7 @@ def _supervise(
     base = options.worker_id or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
     ids = [f"{base}-{number}" for number in range(1, processes + 1)]
     supervisor = Supervisor(
-        {worker_id: options.command(worker_id, place) for place, worker_id in enumerate(ids)},
+        {worker_id: options.command(worker_id, place, base) for place, worker_id in enumerate(ids)},
         environment=options.environment(),
         grace_ms=options.grace_ms,
         max_rss_mb=max_rss_mb,

@@ -24,6 +24,8 @@ from taskmesh.cli.worker.system import loop_factory, notify
 from taskmesh.consumer import Consumer
 from taskmesh.mesh import TaskMesh
 from taskmesh.model.errors import IncompatibleCollection, InvalidOption, NotAReplicaSet, TaskMeshError, WorkerIdTaken
+from taskmesh.model.labels import WORKER
+from taskmesh.model.labels import words as label_words
 
 logger = logging.getLogger("taskmesh.worker")
 
@@ -50,6 +52,7 @@ class WorkerOptions:
     concurrency: int
     queues: list[str] | None
     names: list[str] | None
+    labels: dict[str, Any]
     until_idle: bool
     grace_ms: int
     listen: bool
@@ -61,8 +64,8 @@ class WorkerOptions:
     metrics: tuple[str, int] | None
     """Host and port of the metrics; of several children each takes the next port."""
 
-    def command(self, worker_id: str, place: int = 0) -> list[str]:
-        """Return the command line of child number `place`, which does the same under this id.
+    def command(self, worker_id: str, place: int, base: str) -> list[str]:
+        """Return the command line of child number `place`, which does the same under this id. `base`: the id of them all.
 
         The URI travels by environment.
         """
@@ -71,6 +74,8 @@ class WorkerOptions:
         words += ["--log-level", self.log_level, "--log-format", self.log_format]
         for name, values in (("--queues", self.queues), ("--names", self.names)):
             words += [name, ",".join(values)] if values is not None else []
+        for label in label_words({WORKER: base, **self.labels}):
+            words += ["--label", label]
         if self.metrics is not None:
             host, port = self.metrics
             words += ["--metrics-host", host, "--metrics-port", str(port + place if port else 0)]
@@ -153,6 +158,7 @@ class _Worker:
                 concurrency=options.concurrency,
                 names=options.names,
                 queues=options.queues,
+                labels=options.labels,
                 listen=options.listen,
                 observer=self._measured,
             )

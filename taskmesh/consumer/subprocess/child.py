@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from multiprocessing.connection import Connection
 from typing import Any
@@ -60,6 +60,7 @@ class Call:
     running_id: str
     attempt: int
     option: TaskOption
+    extra: Mapping[str, Any] = field(default_factory=dict)
     trace: Carrier | None = None
     """Where the execution is in its trace."""
     log: SetUp | None = None
@@ -118,6 +119,7 @@ class Remote:
         self.running_id = call.running_id
         self.attempt = call.attempt
         self.option = call.option
+        self.extra = call.extra
         self.result: Any = None
         self.returns: Returns = PLAIN
         """What the handler returns, once it is found."""

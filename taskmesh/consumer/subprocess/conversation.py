@@ -185,6 +185,7 @@ class Conversation:
             running_id=execution.running_id,
             attempt=execution.attempt,
             option=execution.option,
+            extra=execution.extra,
             trace=execution.span.carrier if execution.span is not None else None,
             log=how_it_is_set_up(),
         )
