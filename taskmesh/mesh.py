@@ -113,7 +113,8 @@ class TaskMesh:
         """What a change would do, told without making it."""
         self.audit = Audit(self.connection)
         """Who did what to single things; each verb writes it down."""
-        self._hooks: Hooks = {}
+        self.hooks_of_consumers: Hooks = {}
+        """The hooks that `hooks` has set."""
 
     # --- connecting ---
 
@@ -294,7 +295,7 @@ class TaskMesh:
         given: Hooks = {"on_claim": on_claim, "before": before, "after": after}
         if wrong := [name for name, hook in given.items() if hook is not None and not callable(hook)]:
             raise InvalidOption(f"the hook {wrong[0]} must be a function, got {dict(given)[wrong[0]]!r}")
-        self._hooks = given
+        self.hooks_of_consumers = given
 
     def consumer(
         self,
@@ -330,12 +331,12 @@ class TaskMesh:
             queues=checked_queues(queues),
             concurrency=checked_concurrency(concurrency),
             listen=listen,
-            before=before or self._hooks.get("before"),
-            after=after or self._hooks.get("after"),
+            before=before or self.hooks_of_consumers.get("before"),
+            after=after or self.hooks_of_consumers.get("after"),
             observer=observer,
             stall_limit_ms=stall_limit_ms,
         )
-        consumer = Consumer(self, settings, on_claim or self._hooks.get("on_claim"))
+        consumer = Consumer(self, settings, on_claim or self.hooks_of_consumers.get("on_claim"))
         self.connection.consumers.add(consumer)
         return consumer
 

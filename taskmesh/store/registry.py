@@ -132,7 +132,7 @@ async def set_queue(store: Store, queue: str, settings: Document) -> None:
 async def server_time(store: Store) -> datetime:
     """Return the server's clock."""
     hello = await store.driver.admin({"hello": 1})
-    return hello["localTime"]  # type: ignore[no-any-return]
+    return hello["localTime"] + store.ahead  # type: ignore[no-any-return]
 
 
 async def forget(store: Store, worker_id: str, instance: str) -> None:

@@ -9,6 +9,7 @@ that ends in `rules.derivation`; one that puts a task there, and word of a delet
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 from bson.codec_options import CodecOptions
@@ -47,6 +48,8 @@ class Store:
 
     def _name(self, collection: str, now: rules.Expression) -> None:
         self.now = now
+        self.ahead = timedelta(0)
+        """How far `move_on` has moved it."""
         self.guarded_until = 0.0
         """Until when, monotonic, reads leave out what is not well-formed (see `malformed`)."""
         prefix = "" if collection == "tasks" else f"{collection}."
@@ -59,6 +62,11 @@ class Store:
         self.undo = f"{prefix}undo"
         self.definitions = f"{prefix}definitions"
         self.meta = f"{prefix}meta"
+
+    def move_on(self, step: timedelta) -> None:
+        """Let "now" be so much later for whatever is asked of the database here: for tests, which so need not sleep."""
+        self.ahead += step
+        self.now = {"$add": ["$$NOW", round(self.ahead.total_seconds() * 1000)]}
 
     def update_command(
         self,

@@ -1,0 +1,253 @@
+"""Test your own handlers, on a real MongoDB, without sleeping: a plugin for pytest that is registered by asking for it.
+
+    # conftest.py
+    pytest_plugins = ["taskmesh.testing"]
+
+    # test_orders.py
+    async def test_an_order_is_shipped(mesh):
+        await order.publish("o-1", id="o-1")
+        assert [task.name for task in await drain(mesh)] == ["order"]
+        advance(mesh, hours=24)
+        assert [task.name for task in await drain(mesh)] == ["remind"]
+
+The fixture `mesh` is the mesh that the ini option `taskmesh_app` names (`app:mesh`), or one without tasks; it is connected to an
+empty database of an embedded MongoDB that all tests of the session share (extra `taskmesh[embedded]`), or of the server that
+`TASKMESH_TEST_URI` names. Async tests run by anyio's plugin or by pytest-asyncio; a plain test gets the mesh unconnected, as a
+command of your own would. `worker` runs the mesh's tasks in the background while the test lasts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import os
+import secrets
+import sys
+from collections.abc import AsyncIterator, Iterator
+from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from pymongo import MongoClient
+
+from taskmesh.cli.connected import load_mesh
+from taskmesh.consumer import Consumer
+from taskmesh.consumer.outcome import Ending
+from taskmesh.mesh import TaskMesh
+from taskmesh.model.errors import TaskNotFound
+from taskmesh.model.task import Task
+from taskmesh.store.driver import maybe
+
+pytest_asyncio: Any
+try:
+    pytest_asyncio = importlib.import_module("pytest_asyncio")
+except ImportError:  # an async plugin that need not be there
+    pytest_asyncio = None
+
+__all__ = ["advance", "drain", "published"]
+
+_LOOK_EVERY_S = 0.05
+_GONE_AFTER_S = 5.0
+
+
+# --- what a test calls ---
+
+
+async def drain(mesh: TaskMesh) -> list[Task]:
+    """Run all that is due, and what that publishes, until nothing is left; return the task of each execution, in order.
+
+    Each as it stands in the end, so that one which was tried twice is there twice. What is due later (retries, delays, schedules)
+    is left: `advance` makes it due. The hooks of `mesh.hooks` are called as ever.
+    """
+    ran: list[Task] = []
+    after = mesh.hooks_of_consumers.get("after")
+
+    async def note(task: Task, ending: Ending) -> None:
+        ran.append(task)
+        if after is not None:
+            await maybe(after(task, ending))
+
+    await mesh.consumer(after=note, listen=False).run(until_idle=True)
+    ids = {(task.name, task.key) for task in ran}
+    now: dict[tuple[str, str], Task] = {}
+    for id_ in ids:
+        with contextlib.suppress(TaskNotFound):  # deleted meanwhile, or past its retention: as its handler saw it
+            now[id_] = await mesh.get(*id_)
+    return [now.get((task.name, task.key), task) for task in ran]
+
+
+def advance(mesh: TaskMesh, **by: float) -> None:
+    """Move the mesh's idea of now: `advance(mesh, hours=1)`, with the words of `timedelta`. Nothing sleeps.
+
+    What other processes think is not changed, nor is what MongoDB does by itself: it removes no finished task sooner.
+    """
+    step = timedelta(**by)
+    if step < timedelta(0):
+        raise ValueError(f"time goes on and never back: advance() got {by}")
+    mesh.store.move_on(step)
+    mesh.clock.move_on(step)
+
+
+async def published(mesh: TaskMesh, name: str | None = None) -> list[Task]:
+    """Return the tasks that there are, of this name or of all, in the order in which they were published; with their params."""
+    return [task async for task in mesh.find(name, sort="oldest", params=True, limit=0)]
+
+
+# --- fixtures ---
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Register the ini option."""
+    parser.addini("taskmesh_app", "MODULE:MESH: the mesh that the fixture `mesh` is; without it, one without tasks.")
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """Where async tests run by anyio's plugin: on asyncio, as MongoDB's drivers need it."""
+    return "asyncio"
+
+
+@pytest.fixture(scope="session")
+def taskmesh_uri() -> Iterator[str]:
+    """The server that all tests share: an embedded MongoDB of this session, or what `TASKMESH_TEST_URI` names."""
+    if uri := os.environ.get("TASKMESH_TEST_URI"):
+        yield uri
+        return
+    from taskmesh.embedded import attach  # noqa: PLC0415 — an extra
+
+    with (
+        TemporaryDirectory(prefix="taskmesh-testing-", ignore_cleanup_errors=True) as directory,
+        attach(Path(directory), cache_gb=0.25) as server,
+    ):
+        yield server.uri
+
+
+@pytest.fixture
+def taskmesh_database(taskmesh_uri: str) -> Iterator[str]:
+    """The name of an empty database, which is dropped after the test."""
+    name = f"test_{secrets.token_hex(6)}"
+    yield name
+    with MongoClient[dict[str, Any]](taskmesh_uri) as client:
+        client.drop_database(name)
+
+
+@pytest.fixture
+def _unconnected(request: pytest.FixtureRequest, taskmesh_uri: str, taskmesh_database: str) -> Iterator[TaskMesh]:
+    target = request.config.getini("taskmesh_app")
+    if not target:
+        yield TaskMesh(taskmesh_uri, database=taskmesh_database)
+        return
+    with _importable(request.config.rootpath):
+        mesh = load_mesh(target)
+    connection, definitions = mesh.connection, dict(mesh.definitions)
+    client, database = connection.client, connection.database
+    mesh.connect_to(taskmesh_uri, database=taskmesh_database)
+    yield mesh
+    mesh.connect_to(client, database=database)
+    mesh.definitions.clear()
+    mesh.definitions.update(definitions)  # what a test defined is its own
+
+
+@contextlib.contextmanager
+def _importable(directory: Path) -> Iterator[None]:
+    """Find modules in the project's directory too, as `taskmesh worker` does."""
+    if str(directory) not in sys.path:
+        sys.path.insert(0, str(directory))
+    yield
+
+
+async def _connected(mesh: TaskMesh) -> AsyncIterator[TaskMesh]:
+    async with mesh:
+        yield mesh
+
+
+async def _at_work(mesh: TaskMesh) -> AsyncIterator[TestWorker]:
+    worker = TestWorker(mesh)
+    running = asyncio.create_task(worker.run())
+    try:
+        yield worker
+    finally:
+        running.cancel()
+        await asyncio.wait([running], timeout=_GONE_AFTER_S)
+
+
+@pytest.fixture
+async def _mesh_of_anyio(_unconnected: TaskMesh) -> AsyncIterator[TaskMesh]:
+    async for mesh in _connected(_unconnected):
+        yield mesh
+
+
+@pytest.fixture
+async def _worker_of_anyio(mesh: TaskMesh) -> AsyncIterator[TestWorker]:
+    async for worker in _at_work(mesh):
+        yield worker
+
+
+if pytest_asyncio is not None:
+
+    async def _mesh_in_its_loop(_unconnected: TaskMesh) -> AsyncIterator[TaskMesh]:
+        async for mesh in _connected(_unconnected):
+            yield mesh
+
+    async def _worker_in_its_loop(mesh: TaskMesh) -> AsyncIterator[TestWorker]:
+        async for worker in _at_work(mesh):
+            yield worker
+
+    _mesh_of_asyncio = pytest_asyncio.fixture(_mesh_in_its_loop, name="_mesh_of_asyncio")
+    _worker_of_asyncio = pytest_asyncio.fixture(_worker_in_its_loop, name="_worker_of_asyncio")
+
+
+@pytest.fixture
+def mesh(request: pytest.FixtureRequest) -> TaskMesh:
+    """The mesh of `taskmesh_app`, or one without tasks, on an empty database."""
+    found: TaskMesh = request.getfixturevalue(_variant(request, "_mesh") or "_unconnected")
+    return found
+
+
+@pytest.fixture
+def worker(request: pytest.FixtureRequest) -> TestWorker:
+    """A worker of `mesh` in the background, which takes up what the test defines."""
+    variant = _variant(request, "_worker")
+    if variant is None:
+        raise pytest.UsageError("the fixture `worker` is for async tests: in a plain one, call drain(mesh)")
+    found: TestWorker = request.getfixturevalue(variant)
+    return found
+
+
+def _variant(request: pytest.FixtureRequest, name: str) -> str | None:
+    """Which of the fixtures is made in the event loop of the test; None: it has none."""
+    function = getattr(request, "function", None)
+    if not asyncio.iscoroutinefunction(function):
+        return None
+    if "anyio_backend" in request.fixturenames or pytest_asyncio is None:
+        return f"{name}_of_anyio"
+    return f"{name}_of_asyncio"
+
+
+class TestWorker:
+    """A worker for the tasks that are defined by now; a new one when there are more."""
+
+    __test__ = False  # pytest: no tests are in it
+
+    def __init__(self, mesh: TaskMesh) -> None:
+        self._mesh = mesh
+        self.consumer: Consumer | None = None
+        """The one that runs, if there are tasks to run."""
+
+    async def run(self) -> None:
+        """Run for ever."""
+        while True:
+            while not self._mesh.definitions:  # noqa: ASYNC110 — nobody tells that a task was defined
+                await asyncio.sleep(_LOOK_EVERY_S)
+            known = set(self._mesh.definitions)
+            self.consumer = self._mesh.consumer()
+            running = asyncio.create_task(self.consumer.run())
+            try:
+                while set(self._mesh.definitions) == known and not running.done():  # noqa: ASYNC110 — the same
+                    await asyncio.sleep(_LOOK_EVERY_S)
+            finally:
+                self.consumer.begin_stop(grace_ms=0)
+                await running
