@@ -21,11 +21,13 @@ from taskmesh.admin.filters import TaskFilter
 from taskmesh.admin.stats import Stats
 from taskmesh.admin.what_if import LimitEffect, OptionEffect
 from taskmesh.client.definition import TaskDefinition
+from taskmesh.client.flows import Flow
 from taskmesh.client.handle import TaskHandle
 from taskmesh.consumer import Consumer
 from taskmesh.consumer.context import BlockingTaskContext, TaskContext, current_blocking_task, current_task
 from taskmesh.consumer.outcome import Ending
 from taskmesh.mesh import TaskMesh
+from taskmesh.model.dependency import FromDependency
 from taskmesh.model.errors import (
     EmbeddedUnavailable,
     ExtraMissing,
@@ -55,10 +57,23 @@ from taskmesh.model.errors import (
     WorkerIdTaken,
 )
 from taskmesh.model.event import TaskEvent
+from taskmesh.model.flow import FlowStatus, FlowTask
 from taskmesh.model.option import TaskOption
 from taskmesh.model.queue import QueueInfo, QueueLimits
 from taskmesh.model.schedule import ScheduleInfo, Tick
-from taskmesh.model.task import LogLine, Progress, Signal, Status, Step, SuspendedFor, Task, TaskState, WorkerState
+from taskmesh.model.stage import Next
+from taskmesh.model.task import (
+    LogLine,
+    Progress,
+    Signal,
+    Stage,
+    Status,
+    Step,
+    SuspendedFor,
+    Task,
+    TaskState,
+    WorkerState,
+)
 from taskmesh.model.worker import LeaseLeft, WorkerInfo
 
 __all__ = [
@@ -73,6 +88,10 @@ __all__ = [
     "Explanation",
     "ExtraMissing",
     "Finding",
+    "Flow",
+    "FlowStatus",
+    "FlowTask",
+    "FromDependency",
     "Gate",
     "IncompatibleCollection",
     "InvalidKey",
@@ -83,6 +102,7 @@ __all__ = [
     "LeaseLost",
     "LimitEffect",
     "LogLine",
+    "Next",
     "NotAReplicaSet",
     "NotedAction",
     "OptionEffect",
@@ -93,6 +113,7 @@ __all__ = [
     "ScheduleInfo",
     "Signal",
     "Snooze",
+    "Stage",
     "Stats",
     "Status",
     "Step",

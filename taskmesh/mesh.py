@@ -22,6 +22,7 @@ from taskmesh.client.change_feed import Feed
 from taskmesh.client.connection import Connection
 from taskmesh.client.definition import Run, TaskDefinition
 from taskmesh.client.events import DEFAULT_BUFFER, EventReader
+from taskmesh.client.flows import Flow, Flows
 from taskmesh.client.handle import TaskHandle
 from taskmesh.client.publisher import Publisher
 from taskmesh.client.schedules import Declared, Schedules
@@ -42,6 +43,7 @@ from taskmesh.consumer.settings import (
 from taskmesh.consumer.worker import ClaimHook
 from taskmesh.model.configuration import Configuration, PublishSettings, checked_needs
 from taskmesh.model.errors import InvalidOption
+from taskmesh.model.flow import FlowStatus
 from taskmesh.model.option import OptionFields, TaskOption
 from taskmesh.model.queue import checked_queue
 from taskmesh.model.schedule import Missed, Overlap, checked_declaration
@@ -99,6 +101,9 @@ class TaskMesh:
         """Publishing by name: many at once, and what workers have registered of a task."""
         self.schedules = Schedules(self.connection, self.publisher, self.definitions)
         """Periodic tasks: list, pause, resume, trigger and remove them."""
+        self.flows = Flows(self.connection, self.publisher, self.tasks)
+        """Flows: tasks that are published as a whole."""
+        self.tasks.flows = self.flows
         self.listing = Listing(self.connection)
         """Many tasks: find, count and page through them."""
         self.bulk = Bulk(self.connection)
@@ -352,6 +357,17 @@ class TaskMesh:
         """
         params_by_key = {checked_key(key): {} if params is None else params}
         return (await self.publisher.publish_many(name, params_by_key, **configuration))[0]
+
+    def flow(self, key: str) -> Flow:
+        """Return a flow to add tasks to in its `async with` block, at whose end they are published as a whole. See `Flow`."""
+        return Flow(self.flows, key)
+
+    async def flow_status(self, key: str) -> FlowStatus:
+        """Return how far a flow has come: counts, progress, members and edges; with `result`, `cancel` and `retry`.
+
+        Raises `TaskNotFound`.
+        """
+        return await self.flows.status(key)
 
     async def get(self, name: str, key: str) -> Task:
         """Return the task as it stands now, params and all. Raises `TaskNotFound`."""

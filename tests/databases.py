@@ -30,6 +30,7 @@ _AS_MADE = {
     "schedules": _named(schema.SCHEDULE_INDEXES),
     "actions": _named(schema.ACTION_INDEXES),
     "undo": _named(schema.UNDO_INDEXES),
+    "flows": _named(schema.FLOW_INDEXES),
 } | dict.fromkeys(("queues", "limits", "definitions", "meta"), _ID)
 
 

@@ -172,6 +172,9 @@ def _words(found: Judgement, number: int, worker_id: str, worker: WorkerInfo | N
     return {
         "unfinished": f"stored status {task.get('status')}, {found.done} of {wanted} SUCCESS",
         "unexpired": f"expire_time {task['expire_time'] or 'not set'}",
+        "flow": "its flow is not published to the end"
+        if found.opens[number]["flow"]
+        else "in no flow that is being published",
         "started": f"start_time {found.opens[number]['started'] or 'not set'}",
         "room": f"{len(found.running_on)} running{on_their_way_out} and {found.done} succeeded, "
         f"concurrent_worker_cnt is {wanted}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, Unpack, cast
 
 from taskmesh.client.handle import TaskHandle
@@ -15,10 +15,12 @@ from taskmesh.model.configuration import Configuration, PublishSettings
 from taskmesh.model.errors import InvalidOption
 from taskmesh.model.labels import words
 from taskmesh.model.option import TaskOption
+from taskmesh.model.queue import checked_queue
 from taskmesh.model.task import checked_key, checked_name
 
 P = ParamSpec("P")
 R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 Run = Literal["async", "thread", "process"]
 _LONGEST_SCHEMA = 100_000
 
@@ -48,6 +50,7 @@ class TaskDefinition(Generic[P, R]):
         self.params = Params(name, fn)
         self.returns = Returns(f"the result of task {name!r}", fn)
         self.projection = None if projection is None else self.params.checked_projection(projection)
+        self._on_queue: dict[str, TaskDefinition[..., Any]] = {}
         self.__doc__ = fn.__doc__
         self.__name__ = getattr(fn, "__name__", name)
         self.__wrapped__ = fn
@@ -55,6 +58,38 @@ class TaskDefinition(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Call the handler's function, here and now."""
         return self.fn(*args, **kwargs)
+
+    def on_queue(self, queue: str, *, run: Run | None = None) -> Callable[[F], F]:
+        """Give the tasks of this name that are in `queue` a handler of its own: a decorator. See `Next`.
+
+            @video.on_queue("encode")
+            async def encode(path: str) -> str: ...
+
+        Raises `InvalidOption` for what is no queue, or has one already.
+        """
+        checked_queue(queue)
+
+        def add(fn: F) -> F:
+            if queue in self._on_queue:
+                raise InvalidOption(
+                    f"task {self.name!r} has a handler for queue {queue!r} already: give each queue one"
+                )
+            settings = self.configuration.changed(queue=queue)
+            handler: TaskDefinition[..., Any] = TaskDefinition(self.publisher, fn, self.name, settings, run)
+            self._on_queue[queue] = handler
+            self.returns.by_queue[queue] = handler.returns
+            return fn
+
+        return add
+
+    def on(self, queue: str) -> TaskDefinition[..., Any]:
+        """Return what runs the tasks of this name in `queue`: the handler that `on_queue` gave it, or this."""
+        return self._on_queue.get(queue, self)
+
+    @property
+    def queues(self) -> list[str]:
+        """Where its tasks go first, and where `on_queue` has given them handlers."""
+        return list(dict.fromkeys([self.queue, *self._on_queue]))
 
     @property
     def queue(self) -> str:
@@ -72,16 +107,21 @@ class TaskDefinition(Generic[P, R]):
         Every field of `TaskOption`, and: `queue`; `group`; `tags` (words to find it by); `fields` (your own, at the top of the
         document: for `Task.extra`, hooks, `current_task().extra` and filters of `on_claim`); `start_time` (not before),
         `expire_time` (not after: what has not started by then becomes EXPIRED), `delay_ms`; `session` (publish inside the
-        caller's transaction); and for a key that exists already `update_existing_params`, `not_update_running`,
+        caller's transaction); `after` (what a new task waits for: handles or `(name, key)` pairs, or a dict that says which
+        param gets whose result) and `on_dependency_failure` (`"fail"`, `"wait"`, `"run"`: if one of them ends in any other
+        way than SUCCESS); and for a key that exists already `update_existing_params`, `not_update_running`,
         `clean_success`, `clean_failed`, `run_again`. Raises `InvalidOption`.
         """
         changed = object.__new__(type(self))
         changed.__dict__.update(self.__dict__, configuration=self.configuration.changed(**configuration))
         return changed
 
-    def to_store(self, params: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-        """Return checked params in MongoDB's types, and their size in bytes. Raises `InvalidParams`, `TaskTooLarge`."""
-        return self.params.to_store(params)
+    def to_store(self, params: Mapping[str, Any], fed: Iterable[str] = ()) -> tuple[dict[str, Any], int]:
+        """Return checked params in MongoDB's types, and their size in bytes. Raises `InvalidParams`, `TaskTooLarge`.
+
+        `fed`: those that come from dependencies.
+        """
+        return self.on(self.queue).params.to_store(params, fed)
 
     async def publish(self, key: str, /, *args: P.args, **params: P.kwargs) -> TaskHandle[R]:
         """Publish one task under `key`, once: a key that is there already is left as it is, unless configured.

@@ -7,6 +7,7 @@ from typing import Any, Generic, TypeVar, cast
 from taskmesh.client.returns import PLAIN, Returns
 from taskmesh.client.tasks import UNSAID, Tasks
 from taskmesh.model.errors import TaskCancelled, TaskError, TaskExpired, TaskNotFound
+from taskmesh.model.flow import FlowStatus
 from taskmesh.model.task import Status, Task, checked_key, checked_name
 
 R = TypeVar("R")
@@ -38,6 +39,14 @@ class TaskHandle(Generic[R]):
         self.warnings = warnings
         """Why nobody could run the task when it was published."""
         self._returns = returns
+
+    def is_published(self, *, created: bool) -> None:
+        """Note that the flow whose member it is was published."""
+        self.created = self._is_due_a_result = created
+
+    async def flow(self) -> FlowStatus:
+        """Return how far the flow has come that the task is a member of (of several, the newest). Raises `TaskNotFound`."""
+        return await self.tasks.flows.of(self.name, self.key)
 
     async def task(self) -> Task:
         """Return the task as it stands now. Raises `TaskNotFound`."""
@@ -75,7 +84,7 @@ class TaskHandle(Generic[R]):
         return cast(R, self._returns.read(stored))
 
     def _value(self, task: Task, place: int) -> R:
-        return cast(R, self._returns.read(task.successes[place].returns))
+        return cast(R, self._returns.of_queue(task.queue).read(task.successes[place].returns))
 
     async def _finished(self, timeout: float | None) -> Task:
         task = await self.tasks.finished(self.name, self.key, timeout, published=self._is_due_a_result)

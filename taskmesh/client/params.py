@@ -7,7 +7,7 @@ always change together.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, get_type_hints
 
@@ -16,6 +16,7 @@ from pydantic.errors import PydanticUserError
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 
 from taskmesh.model.configuration import Configuration
+from taskmesh.model.dependency import FromDependency
 from taskmesh.model.errors import InvalidOption, InvalidParams, TaskTooLarge
 from taskmesh.store.values import TooLarge, Unstorable, size_of, storable, too_deep
 
@@ -44,8 +45,10 @@ class Params:
         self._positional = [p.name for p in self._signature.parameters.values() if p.kind is p.POSITIONAL_ONLY]
         self._open_ended = any(p.kind is p.VAR_KEYWORD for p in self._signature.parameters.values())
         self._fn = fn
-        self._model: type[BaseModel] | None = None
+        self._models: dict[frozenset[str], type[BaseModel]] = {}
+        """By the params that are left out, since they come from dependencies."""
         self._names: list[tuple[str, str]] = []
+        self._marked: dict[str, FromDependency] | None = None
 
     def named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return positional and keyword arguments by name."""
@@ -61,13 +64,44 @@ class Params:
                 named |= named.pop(parameter.name, {})
         return named
 
-    def to_store(self, params: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-        """Return checked params in MongoDB's types, and their size in bytes. Raises `InvalidParams`, `TaskTooLarge`."""
+    @property
+    def from_dependencies(self) -> Mapping[str, FromDependency]:
+        """The params that are annotated to come from what the task waits for."""
+        if self._marked is None:
+            self._marked = {}
+            for name in self._signature.parameters:
+                for mark in getattr(self._hints().get(name), "__metadata__", ()):
+                    if isinstance(mark, FromDependency) or mark is FromDependency:
+                        self._marked[name] = mark if isinstance(mark, FromDependency) else FromDependency()
+        return self._marked
+
+    def is_optional(self, name: str) -> bool:
+        """Whether the handler can be called without it."""
+        parameter = self._signature.parameters.get(name)
+        return parameter is not None and parameter.default is not parameter.empty
+
+    def _hints(self) -> dict[str, Any]:
+        return get_type_hints(self._fn, include_extras=True)
+
+    def to_store(self, params: Mapping[str, Any], fed: Iterable[str] = ()) -> tuple[dict[str, Any], int]:
+        """Return checked params in MongoDB's types, and their size in bytes. Raises `InvalidParams`, `TaskTooLarge`.
+
+        `fed`: those that come from dependencies, beside what is annotated so.
+        """
+        left_out = frozenset([*fed, *self.from_dependencies])
+        if given := sorted(left_out.intersection(params)):
+            raise InvalidParams(
+                f"task {self._name!r}: {', '.join(given)} comes from a dependency: leave it out of the params"
+            )
+        if not self._open_ended and (unknown := sorted(left_out.difference(self._signature.parameters))):
+            raise InvalidParams(
+                f"task {self._name!r} takes {self._signature}: after names {', '.join(unknown)}, which is no parameter of it"
+            )
         if refusal := too_deep(params, "params"):  # what comes now goes from level to level by itself
             raise InvalidParams(f"task {self._name!r}: {refusal}")
-        checked = self._validated(params, "at publish")
+        checked = self._validated(params, "at publish", left_out)
         stored, turned = storable(checked)
-        if turned and self._validated(stored, "at publish") != checked:
+        if turned and self._validated(stored, "at publish", left_out) != checked:
             raise InvalidParams(
                 f"task {self._name!r}: {_lossy(checked, stored)} would not come back from MongoDB as it is: annotate the "
                 "parameter with its type, or pass plain values"
@@ -84,7 +118,7 @@ class Params:
     def json_schema(self) -> dict[str, Any] | None:
         """Return what the handler takes, for publishers without its code; None if its annotations cannot be read here."""
         try:
-            return (self._model or self._build_model()).model_json_schema(schema_generator=_Schema)
+            return self._model(frozenset(self.from_dependencies)).model_json_schema(schema_generator=_Schema)
         except (NameError, TypeError, PydanticUserError):
             return None
 
@@ -106,30 +140,36 @@ class Params:
             )
         return list(wanted)
 
-    def _validated(self, params: Mapping[str, Any], when: str) -> dict[str, Any]:
-        model = self._model or self._build_model()
+    def _validated(
+        self, params: Mapping[str, Any], when: str, left_out: frozenset[str] = frozenset()
+    ) -> dict[str, Any]:
         try:
-            valid = model.model_validate(params)
+            valid = self._model(left_out).model_validate(params)
         except ValidationError as error:
             raise InvalidParams(f"task {self._name!r} takes {self._signature}; {when} {_explained(error)}") from None
-        values = {name: getattr(valid, attribute) for attribute, name in self._names}
+        values = {name: getattr(valid, attribute) for attribute, name in self._names if name not in left_out}
         return values | valid.model_extra if valid.model_extra else values
 
-    def _build_model(self) -> type[BaseModel]:
-        """Make a model of the signature; at first use, when the names in the annotations exist."""
-        hints = get_type_hints(self._fn, include_extras=True)
+    def _model(self, left_out: frozenset[str]) -> type[BaseModel]:
+        """Return a model of the signature without these; made at first use, when the names in the annotations exist."""
+        if left_out not in self._models:
+            self._models[left_out] = self._build_model(left_out)
+        return self._models[left_out]
+
+    def _build_model(self, left_out: frozenset[str]) -> type[BaseModel]:
+        hints = self._hints()
         fields: dict[str, Any] = {}
-        self._names.clear()
+        self._names = []
         for i, parameter in enumerate(self._signature.parameters.values()):
             if parameter.kind is parameter.VAR_KEYWORD:
                 continue
             default = ... if parameter.default is parameter.empty else parameter.default
             # Numbered attributes, so that no parameter can clash with a method of the model.
-            fields[f"p{i}"] = (hints.get(parameter.name, Any), Field(default, alias=parameter.name))
             self._names.append((f"p{i}", parameter.name))
+            if parameter.name not in left_out:
+                fields[f"p{i}"] = (hints.get(parameter.name, Any), Field(default, alias=parameter.name))
         config = ConfigDict(extra="allow" if self._open_ended else "forbid", arbitrary_types_allowed=True)
-        self._model = create_model(f"{self._name}_params", __config__=config, **fields)
-        return self._model
+        return create_model(f"{self._name}_params", __config__=config, **fields)
 
 
 def checked_size(name: str, params: dict[str, Any]) -> int:

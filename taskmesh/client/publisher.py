@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, Unpack
 
 from pymongo.errors import PyMongoError
@@ -46,7 +46,7 @@ class Publishable(Protocol):
     def returns(self) -> Returns:
         """What its results are."""
 
-    def to_store(self, params: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+    def to_store(self, params: Mapping[str, Any], fed: Iterable[str] = ()) -> tuple[dict[str, Any], int]:
         """Return checked params as they are stored, and their size in bytes. Raises `InvalidParams`, `TaskTooLarge`."""
 
 
@@ -105,7 +105,7 @@ class Publisher:
         publications = []
         for key, params in params_by_key.items():
             checked_key(key)
-            stored, size = definition.to_store(params)
+            stored, size = definition.to_store(params, configuration.fed)
             size += size_of_fields
             publications.append(Publication(definition.name, key, stored, configuration, size, publish_id=publish_id))
         _check_no_circle(publications)
@@ -179,7 +179,7 @@ class Publisher:
         if isinstance(definition, str):
             known = self.definitions.get(checked_name(definition))
             definition = known if known is not None else RegisteredDefinition(definition, None)
-        stored, size = definition.to_store(params)
+        stored, size = definition.to_store(params, definition.configuration.fed)
         configuration, size_of_fields = with_stored_fields(definition.name, definition.configuration)
         publication = Publication(definition.name, checked_key(key), stored, configuration, size + size_of_fields)
         _check_no_circle([publication])

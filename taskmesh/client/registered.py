@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Any
 
@@ -37,7 +37,7 @@ class RegisteredDefinition:
             self.configuration = Configuration(queue=document["queue"], option=TaskOption(**option), needs=needs)
             self._schema = json.loads(document["schema"]) if document.get("schema") else True
 
-    def to_store(self, params: Mapping[str, Any] | None) -> tuple[dict[str, Any], int]:
+    def to_store(self, params: Mapping[str, Any] | None, fed: Iterable[str] = ()) -> tuple[dict[str, Any], int]:
         """Return params as they are stored, and their size. Raises `InvalidParams` for what does not fit the handler."""
         if params is not None and not isinstance(params, Mapping):
             raise InvalidParams(
@@ -45,6 +45,9 @@ class RegisteredDefinition:
             )
         stored = dict(params or {})
         size = checked_size(self.name, stored)
-        if found := list(islice(misfits(storable(stored)[0], self._schema), _MOST_MISFITS)):
+        schema = self._schema
+        if isinstance(schema, dict):  # what comes from dependencies is not to be given
+            schema = {**schema, "required": [name for name in schema.get("required", ()) if name not in set(fed)]}
+        if found := list(islice(misfits(storable(stored)[0], schema), _MOST_MISFITS)):
             raise InvalidParams(f"task {self.name!r}, as its workers have registered it: {'; '.join(found)}")
         return stored, size

@@ -9,13 +9,15 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, get_type_hints
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 from pydantic_core import PydanticSerializationError
 
 from taskmesh.model.errors import UnstorableValue
+from taskmesh.model.stage import Next
 from taskmesh.store.values import TooLarge, Unstorable, kept, size_of, storable, too_deep
 
 _PLAIN = (Any, object, None, type(None), inspect.Signature.empty)
@@ -37,6 +39,12 @@ class Returns:
     def __init__(self, label: str, fn: Callable[..., Any] | None = None) -> None:
         self._label = label
         self._fn = fn
+        self.by_queue: dict[str, Returns] = {}
+        """What the handlers of single queues return."""
+
+    def of_queue(self, queue: str) -> Returns:
+        """Return what the handler of this queue returns."""
+        return self.by_queue.get(queue, self)
 
     def kept(self, name: str, value: Any) -> tuple[Mapping[str, Any], int]:
         """Return a document with this one field, the value as it is stored, and its size in bytes.
@@ -129,7 +137,7 @@ class Returns:
         try:
             if fn is not None and not inspect.isroutine(inspect.unwrap(fn)):
                 fn = type(fn).__call__
-            return get_type_hints(fn, include_extras=True).get("return", Any)
+            return _without_next(get_type_hints(fn, include_extras=True).get("return", Any))
         except Exception:  # noqa: BLE001 — an annotation is anybody's code, and what cannot be read says nothing
             return Any
 
@@ -151,6 +159,15 @@ class Returns:
     @property
     def _said(self) -> str:
         return f"the annotation -> {inspect.formatannotation(self._annotation)}"
+
+
+def _without_next(annotation: Any) -> Any:
+    """The annotation of what is stored: `Next` says where the task goes on, and is no result."""
+    if annotation is Next:
+        return Any
+    if get_origin(annotation) in (Union, UnionType) and Next in get_args(annotation):
+        return Union[tuple(part for part in get_args(annotation) if part is not Next)]  # noqa: UP007 — of parts that are not known here
+    return annotation
 
 
 PLAIN = Returns("the value")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Unpack
+from typing import Any, Protocol, Unpack
 
 from taskmesh.client.connection import Connection
 from taskmesh.client.returns import Returns
 from taskmesh.model.errors import TaskFinished, TaskNotFound, TaskRunning, TooManySignals, UnstorableValue
+from taskmesh.model.flow import FlowStatus
 from taskmesh.model.ids import checked_step_name, checked_text
 from taskmesh.model.option import OptionFields
 from taskmesh.model.task import Task, task_id
@@ -20,8 +21,18 @@ _SIZE_OF_A_SIGNAL = 100
 """About what a signal has beside its payload and its event, in bytes."""
 
 
+class FlowsOfTasks(Protocol):
+    """Who knows flows."""
+
+    async def of(self, name: str, key: str) -> FlowStatus:
+        """Return the newest flow that a task is a member of. Raises `TaskNotFound`."""
+
+
 class Tasks:
     """What can be asked and done about a task by its name and key."""
+
+    flows: FlowsOfTasks
+    """Set by the mesh, whose flows are made of tasks."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

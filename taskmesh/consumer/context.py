@@ -68,6 +68,7 @@ class RunningInLoop(Running, Protocol):
 
     @property
     def journal(self) -> Journal: ...
+    async def dependencies(self) -> dict[tuple[str, str], Any]: ...
     def transaction(self) -> AbstractAsyncContextManager[Any]: ...
     def in_transaction(self, fn: Callable[[Any], Awaitable[Any]]) -> Awaitable[Any]: ...
 
@@ -77,6 +78,7 @@ class RunningElsewhere(Running, Protocol):
 
     @property
     def ledger(self) -> Ledger: ...
+    def blocking_dependencies(self) -> dict[tuple[str, str], Any]: ...
     def blocking_transaction(self) -> AbstractContextManager[Any]: ...
     def blocking_in_transaction(self, fn: Callable[[Any], Any]) -> Any: ...
 
@@ -253,6 +255,14 @@ class TaskContext(_Context):
         """
         return await self._running.journal.results(handles, return_errors=return_errors)
 
+    async def dependencies(self) -> dict[tuple[str, str], Any]:
+        """Return the results of the tasks that this one has waited for, by `(name, key)`, in the order of `after`.
+
+        Each is of the type that its handler is annotated to return, where this process knows the handler. Of one that did not
+        end as SUCCESS (`on_dependency_failure="run"`) it is a `TaskError`, returned and not raised.
+        """
+        return await self._running.dependencies()
+
     def transaction(self) -> AbstractAsyncContextManager[Any]:
         """Return a block whose writes with its session commit together with this execution's SUCCESS, or not at all.
 
@@ -375,6 +385,15 @@ class BlockingTaskContext(_Context):
         same after a retry: values stay with the children, which are kept until this task is finished.
         """
         return self._running.ledger.results(handles, return_errors=return_errors)
+
+    def dependencies(self) -> dict[tuple[str, str], Any]:
+        """Return the results of the tasks that this one has waited for, by `(name, key)`, in the order of `after`.
+
+        Each is of the type that its handler is annotated to return, where this worker knows the handler; in a child process
+        it is in plain values. Of one that did not end as SUCCESS (`on_dependency_failure="run"`) it is a `TaskError`, returned
+        and not raised.
+        """
+        return self._running.blocking_dependencies()
 
     def transaction(self) -> AbstractContextManager[Any]:
         """Return a block whose writes commit together with this execution's SUCCESS, or not at all.

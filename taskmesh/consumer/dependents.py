@@ -11,7 +11,7 @@ import logging
 
 from pymongo.errors import PyMongoError
 
-from taskmesh.store import Store
+from taskmesh.store import Store, flows
 from taskmesh.store.dependencies import MARKS_FOUND_AFTER_MS, sweep, tell
 
 logger = logging.getLogger("taskmesh.dependents")
@@ -27,6 +27,7 @@ class Dependents:
         self._store = store
         self._finished: set[str] = set()
         self._telling: asyncio.Task[None] | None = None
+        self._sweeping = False
 
     def finished(self, id_: str) -> None:
         """Tell those that wait for this task, whose outcome is recorded; nothing to do if there are none."""
@@ -37,7 +38,7 @@ class Dependents:
     @property
     def idle(self) -> bool:
         """Whether nobody is to be told."""
-        return self._telling is None
+        return self._telling is None and not self._sweeping
 
     async def drain(self) -> None:
         """Wait until all that was finished so far is told."""
@@ -46,10 +47,15 @@ class Dependents:
 
     async def sweep(self, *, at_once: bool = False) -> None:
         """Ask where others have left a mark, a second ago or longer; `at_once`: or just now."""
+        self._sweeping = True
         try:
             await sweep(self._store, 0 if at_once else MARKS_FOUND_AFTER_MS)
+            if not at_once:
+                await flows.sweep(self._store)
         except PyMongoError as error:  # what waits, waits for the next sweep; the scan goes on
             logger.info("a sweep for dependents failed (%s: %.200s)", type(error).__name__, error)
+        finally:
+            self._sweeping = False
 
     async def _tell(self) -> None:
         try:

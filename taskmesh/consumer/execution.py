@@ -130,6 +130,15 @@ class Journals(Protocol):
     def in_thread(self, execution: Execution) -> Ledger: ...
 
 
+class Waited(Protocol):
+    """Who reads the results of what a task has waited for."""
+
+    # ruff: noqa: D102 — what each does stands at `DependencyResults`
+
+    async def of(self, id_: str) -> dict[tuple[str, str], Any]: ...
+    def in_thread(self, id_: str, *, plain: bool = False) -> dict[tuple[str, str], Any]: ...
+
+
 class Runner(Protocol):
     """Who runs the handler: the executor."""
 
@@ -228,6 +237,7 @@ class Execution:
         publisher: Publisher,
         blocks: Blocks,
         journals: Journals,
+        waited: Waited,
     ) -> None:
         self.id: str = document["_id"]
         self.name: str = document["name"]
@@ -244,6 +254,7 @@ class Execution:
         self.publisher = publisher
         self._blocks = blocks
         self._journals = journals
+        self._waited = waited
         self.renewed(claim_sent)
         if (limit_ms := self.stored_option.get("run_timeout_ms")) is not None:
             self.run_time = RunTime(limit_ms)
@@ -316,6 +327,18 @@ class Execution:
         """When `run_timeout_ms` is over, by the server's clock."""
         left = self.run_time.left_s
         return None if left is None else self._clock.now() + timedelta(seconds=left)
+
+    async def dependencies(self) -> dict[tuple[str, str], Any]:
+        """See `TaskContext.dependencies`."""
+        return await self._waited.of(self.id)
+
+    def blocking_dependencies(self) -> dict[tuple[str, str], Any]:
+        """See `BlockingTaskContext.dependencies`."""
+        return self._waited.in_thread(self.id)
+
+    def dependencies_for_a_child(self) -> dict[tuple[str, str], Any]:
+        """Return the same in plain values: a child process may not know the types."""
+        return self._waited.in_thread(self.id, plain=True)
 
     @property
     def leaving(self) -> bool:

@@ -29,6 +29,7 @@ from taskmesh.client.definition import TaskDefinition
 from taskmesh.client.publisher import Publisher
 from taskmesh.consumer.claim_queue import ClaimQueue
 from taskmesh.consumer.context import BlockingTaskContext, TaskContext, enter
+from taskmesh.consumer.dependency_results import DependencyResults
 from taskmesh.consumer.dependents import Dependents
 from taskmesh.consumer.execution import FROM_OUTSIDE, Execution, Stop
 from taskmesh.consumer.executions import Executions
@@ -43,6 +44,7 @@ from taskmesh.consumer.outcome import (
     failed_by,
     failure,
     judged,
+    moved,
     snoozed,
     stopped,
     success,
@@ -53,6 +55,7 @@ from taskmesh.consumer.reporter import Reporter
 from taskmesh.consumer.settings import AfterHook, Settings
 from taskmesh.consumer.tracing import process_span
 from taskmesh.model.errors import LeaseLost
+from taskmesh.model.stage import Next
 from taskmesh.model.task import Task
 from taskmesh.store.clock import ServerClock
 from taskmesh.store.driver import Document
@@ -86,6 +89,8 @@ class Executor:
         journals: Journals,
         finisher: Finisher,
         dependents: Dependents,
+        *,
+        dependency_results: DependencyResults,
     ) -> None:
         self._publisher = publisher
         self._definitions = definitions
@@ -105,6 +110,7 @@ class Executor:
         self._journals = journals
         self._finisher = finisher
         self._dependents = dependents
+        self._dependency_results = dependency_results
         self._successes = Successes(settings.worker_id)
         self._threads = anyio.CapacityLimiter(1)
         self._processes: Processes | None = None
@@ -134,6 +140,7 @@ class Executor:
             publisher=self._publisher,
             blocks=self._transactions,
             journals=self._journals,
+            waited=self._dependency_results,
         )
         self._executions[execution.id] = execution
         self._executions.started += 1
@@ -184,8 +191,9 @@ class Executor:
         """Run the handler, with what comes before it: in one coroutine, since there are thousands a second."""
         try:
             execution.span = process_span(execution)
-            definition = self._definitions[execution.name]
+            definition = self._definitions[execution.name].on(execution.queue)
             execution.returns = definition.returns
+            await self._dependency_results.feed(definition.params, execution.document)
             args, kwargs = definition.params.to_run(execution.document.get("params") or {})
             if self._before is not None or self._after is not None:
                 execution.as_task = Task.from_document(execution.document)
@@ -205,6 +213,8 @@ class Executor:
                 self._tell_start(execution)
                 execution.run_time.stand_still()  # until the child has started, and its handler begins
                 value = await self._call_in_process(execution, definition, args, kwargs)
+            if isinstance(value, Next):
+                raise value  # noqa: TRY301 — returned or raised, it says the same
         except BaseException as error:  # noqa: BLE001 — whatever a handler raises ends its own execution and nothing else
             self._handler_ended(execution, None, error)
         else:
@@ -350,6 +360,8 @@ class Executor:
             outcome = snoozed(execution, ending)
         elif ending.kind == "suspended":
             outcome = suspended(execution)
+        elif ending.kind == "moved" and isinstance(ending.error, Next):
+            outcome = moved(execution, self._definitions[execution.name].on(ending.error.queue), ending.error)
         elif ending.kind == "released":
             outcome = execution.outcome("released", {})
         elif execution.stop_reason in FROM_OUTSIDE:

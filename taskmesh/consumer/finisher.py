@@ -123,7 +123,7 @@ class Finisher:
                 elif len(todo) > 1:
                     split = True
                 elif refused and (is_about_the_document(error) or time.monotonic() - began > _REFUSED_FOR_S):
-                    if todo[0][0].kind != "succeeded":
+                    if todo[0][0].kind not in ("succeeded", "moved"):
                         logger.exception("the outcome of %s cannot be recorded", todo[0][0].id)
                         self._tell(todo, recorded=False)
                         return

@@ -15,26 +15,30 @@ import traceback
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from taskmesh.client.definition import TaskDefinition
 from taskmesh.consumer.execution import Execution, Stop
 from taskmesh.consumer.logs import fields_of
 from taskmesh.consumer.timing import varied
 from taskmesh.model.errors import (
+    InvalidParams,
     LeaseLost,
     Retry,
     Snooze,
     StepMismatch,
     TaskFailed,
+    TaskTooLarge,
     TransactionConflict,
     UnstorableValue,
     delay_of,
 )
+from taskmesh.model.stage import Next, checked_next
 from taskmesh.store.driver import Document
 from taskmesh.store.finish import Outcome
 from taskmesh.store.values import MAX_REASON_CHARS, cleaned
 
 logger = logging.getLogger("taskmesh.executor")
 
-_ABOUT_THE_TASK = (TaskFailed, Retry, Snooze)
+_ABOUT_THE_TASK = (TaskFailed, Retry, Snooze, Next)
 """What a handler says of its task, which holds though it says so while its worker stops."""
 _FINAL = (TaskFailed, UnstorableValue)
 """What makes the task FAIL whatever retries are left."""
@@ -55,7 +59,7 @@ _OF_A_LIBRARY = re.compile(r"site-packages|dist-packages|/lib/python3|^<frozen")
 class Ending:
     """How an execution ended, as the hook `after` is told."""
 
-    kind: Literal["succeeded", "failed", "snoozed", "suspended", "released", "cancelled", "lost"]
+    kind: Literal["succeeded", "failed", "snoozed", "suspended", "moved", "released", "cancelled", "lost"]
     value: Any = None
     reason: str | None = None
     error: BaseException | None = None
@@ -89,28 +93,38 @@ def judged(execution: Execution, value: Any, error: BaseException | None) -> End
         return Ending("lost", reason=Stop.LEASE_LOST.value, error=error)
     if isinstance(error, asyncio.CancelledError):
         return Ending("failed", reason="CancelledError: the handler was cancelled, and not by taskmesh", error=error)
-    if isinstance(error, (Retry, Snooze)):
+    if isinstance(error, (Retry, Snooze, Next)):
         try:
-            delay_of(error)
+            _check(error)
         except Exception as refusal:  # noqa: BLE001 — an attribute of a handler's own class may be anything
             return failed_by(refusal)
     if isinstance(error, TransactionConflict) and execution.conflicts + 1 >= _CONFLICTS_IN_A_ROW:
         met = f"TransactionConflict: {execution.conflicts + 1} executions in a row met one"
         remedy = "make what is in transaction() shorter, or let fewer of these tasks run at once"
         return replace(failed_by(error), reason=f"{met}: {remedy}\n{error}")
-    if isinstance(error, (Snooze, StepMismatch)):
+    if isinstance(error, (Snooze, StepMismatch, Next)):
         return _put_off(execution, error)
     return failed_by(error)
 
 
-def _put_off(execution: Execution, error: Snooze | StepMismatch) -> Ending:
-    """How an execution ended that snoozes; or whose code does not fit the task's records: it waits, uncharged."""
+def _put_off(execution: Execution, error: Snooze | StepMismatch | Next) -> Ending:
+    """How it ended if it snoozes, goes on elsewhere, or if its code does not fit the task's records: it waits, uncharged."""
+    if isinstance(error, Next):
+        return Ending("moved", reason=reason_of(error).text, error=error)
     if isinstance(error, Snooze):
         return Ending("snoozed", reason=reason_of(error).text, error=error)
     delay_ms = max(_MISMATCH_WAITS_MS, int(execution.stored_option["unexpected_retry_delay_ms"]))
     text = "task %s is put off for %g s, and nothing is charged: %s"
     logger.error(text, execution.id, delay_ms / 1_000, error, extra=fields_of(execution))
     return Ending("snoozed", reason=reason_of(error).text, error=Snooze(str(error), delay_ms=delay_ms))
+
+
+def _check(error: Retry | Snooze | Next) -> None:
+    """Raise what is wrong with what the handler asks for."""
+    if isinstance(error, Next):
+        checked_next(error)
+    else:
+        delay_of(error)
 
 
 def failed_by(error: BaseException) -> Ending:
@@ -175,6 +189,21 @@ def snoozed(execution: Execution, ending: Ending) -> Outcome:
 def suspended(execution: Execution) -> Outcome:
     """Return the outcome of an execution that is put aside until what it waits for has come."""
     return replace(execution.outcome("suspended", {}), step=execution.suspended_for)
+
+
+def moved(execution: Execution, to: TaskDefinition[Any, Any], error: Next) -> Outcome:
+    """Return the outcome of an execution whose task goes on in another queue, where `to` runs it.
+
+    A failure, if its params do not fit there.
+    """
+    entry: Document = {"queue": error.queue}
+    size = 0
+    if error.params is not None:
+        try:
+            entry["params"], size = to.params.to_store(error.params)
+        except (InvalidParams, TaskTooLarge) as refusal:
+            return failure(execution, failed_by(refusal))
+    return execution.outcome("moved", entry, size + 200)
 
 
 def stopped(execution: Execution) -> Outcome:
@@ -248,7 +277,7 @@ def reason_of(error: BaseException) -> Reason:
     # What called the handler is the same for every failure, and says nothing about this one.
     ours = [i for i, frame in enumerate(frames) if _path(frame).endswith(_CALLERS)]
     own = frames[ours[-1] + 1 if ours else 0 :]
-    if isinstance(error, (TaskFailed, Retry, Snooze)):
+    if isinstance(error, _ABOUT_THE_TASK):
         text = _message(error) or type(error).__name__
     else:
         text = _summary(error)[: MAX_REASON_CHARS // 2]

@@ -37,6 +37,7 @@ from taskmesh.model.errors import (
     TransactionConflict,
     UnstorableValue,
 )
+from taskmesh.model.stage import Next
 from taskmesh.store import Store, children, steps
 from taskmesh.store.blocking import BlockingStore, StoreAddress, run_now
 from taskmesh.store.clock import ServerClock
@@ -568,7 +569,7 @@ def _met(error: BaseException) -> PyMongoError | None:
     """
     if isinstance(error, PyMongoError):
         return error
-    if isinstance(error, (TaskFailed, Retry, Snooze)):
+    if isinstance(error, (TaskFailed, Retry, Snooze, Next)):
         return None
     if isinstance(error, BaseExceptionGroup):
         found = [met for part in error.exceptions if (met := _met(part)) is not None]

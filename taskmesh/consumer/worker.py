@@ -31,6 +31,7 @@ from taskmesh.consumer.backup_claims import BackupClaims
 from taskmesh.consumer.claim_filter import ClaimFilter
 from taskmesh.consumer.claim_queue import ClaimQueue
 from taskmesh.consumer.claimer import Claimer
+from taskmesh.consumer.dependency_results import DependencyResults
 from taskmesh.consumer.dependents import Dependents
 from taskmesh.consumer.executions import Executions
 from taskmesh.consumer.executor import Executor
@@ -284,7 +285,7 @@ class Worker:
         self.candidates = ClaimQueue(settings)
         self.partitions = Partitions(worker_id)
         self.limits = Limits(store, settings, clock, self.candidates, self.executions)
-        usual_queues = ["default", *(definition.configuration.queue for definition in definitions.values())]
+        usual_queues = ["default", *(queue for definition in definitions.values() for queue in definition.queues)]
         self.queues = Queues(store, settings, self.candidates, self.limits, usual_queues)
         # From the claim to the outcome.
         stats = WorkerStats()
@@ -307,6 +308,7 @@ class Worker:
             self.journals,
             self.finisher,
             self.dependents,
+            dependency_results=DependencyResults(store, mesh.definitions),
         )
         self.claimer = Claimer(
             store,
@@ -319,7 +321,10 @@ class Worker:
             life,
             self.executor,
             self.finisher,
-            params_of={name: definition.projection for name, definition in definitions.items()},
+            params_of={
+                name: definition.projection if len(definition.queues) == 1 else None
+                for name, definition in definitions.items()
+            },
         )
         # Who finds tasks.
         self.backup_claims = BackupClaims(

@@ -121,6 +121,11 @@ class Configuration:
         return {**self.fields, **({"tags": list(self.tags)} if self.tags is not None else {})}
 
     @property
+    def fed(self) -> tuple[str, ...]:
+        """The params that get results of what the task waits for."""
+        return () if self.after is None else tuple(self.after.params)
+
+    @property
     def changes_existing(self) -> bool:
         """Whether an existing task is to be touched, or at least looked at."""
         return any(getattr(self, flag) for flag in _FLAGS)

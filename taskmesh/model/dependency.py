@@ -33,6 +33,28 @@ Dependencies = Iterable[Dependency] | Mapping[str, Dependency]
 
 
 @dataclass(frozen=True, slots=True)
+class FromDependency:
+    """Marks a handler's param that gets the result of a task that its own waits for: `Annotated[Report, FromDependency]`.
+
+    Without a name the task has to wait for exactly one other. With `name` and `key`, it is the result of that one.
+    """
+
+    name: str | None = None
+    key: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.name is None) != (self.key is None):
+            raise InvalidOption("FromDependency takes a name and a key, or neither: FromDependency('load', 'part-1')")
+        if self.name is not None and self.key is not None:
+            task_id(self.name, self.key)
+
+    @property
+    def id(self) -> str | None:
+        """The `_id` of the task that it names; None: of the only one."""
+        return None if self.name is None or self.key is None else task_id(self.name, self.key)
+
+
+@dataclass(frozen=True, slots=True)
 class After:
     """The tasks that a task waits for, each once, in the order given."""
 

@@ -60,7 +60,7 @@ class TaskRunning(TaskMeshError):
 
 
 class TaskFinished(TaskMeshError):
-    """The task is finished, so that nothing reaches it any more."""
+    """The task, or the flow, is finished: what was asked for needs one that is not."""
 
 
 class TooManySignals(TaskMeshError):

@@ -24,6 +24,7 @@ EventKind = Literal[
     "deleted",
     "option_changed",
     "dependency_failed",
+    "moved",
     "finished",
     "missed",
     "gap",

@@ -170,6 +170,19 @@ class Signal(_Stored):
     time: datetime | None = None
 
 
+class Stage(_Stored):
+    """A stage of a task that went on in another queue (`Next`)."""
+
+    queue: str
+    params: dict[str, Any] | None = None
+    worker_id: str
+    running_id: str
+    start_time: datetime | None = None
+    end_time: datetime
+    steps: list[Step] = []
+    """What it had recorded."""
+
+
 class TaskState(_Stored):
     """What happened to a task so far."""
 
@@ -196,6 +209,10 @@ class TaskState(_Stored):
     worker_states: list[WorkerState] = []
     leaving: list[Leaving] = []
     after: After | None = None
+    stages: list[Stage] = []
+    """What the task did before it went on in its present queue; the newest hundred."""
+    flow: str | None = None
+    """While its gate `flow` is shut: the flow whose publication has not come to its end."""
     waits_for: str | None = None
     """While its gate `dependencies` is shut: what becomes of it when one of them fails (`fail`, `wait`, `run`)."""
     dependency_failure: DependencyFailure | None = None
@@ -283,6 +300,11 @@ class Task(_Stored):
         waits = self.task_state.suspended_for
         under_way = None if waits is None else (waits.kind, waits.name)
         return [step for step in self.task_state.steps if step.time is not None and (step.kind, step.name) != under_way]
+
+    @property
+    def stages(self) -> list[Stage]:
+        """The stages before this one, the first of them first: each ended with `Next`."""
+        return self.task_state.stages
 
     @property
     def successes(self) -> list[WorkerState]:

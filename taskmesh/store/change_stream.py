@@ -35,9 +35,10 @@ WAKING = (
     "progressed",
     "stopped",
     "opened",
+    "moved",
 )
 """What can make a task claimable. Renewals and claims cannot."""
-STOPPING = ("cancelled", "deleted", "option_changed", "retried")
+STOPPING = ("cancelled", "deleted", "option_changed", "retried", "moved")
 """What an execution of the task has to hear of."""
 FINISHED = ("SUCCESS", "FAIL", "CANCELLED", "EXPIRED")
 

@@ -44,6 +44,7 @@ CLAIMED_FIELDS: Document = {
     "queue": 1,
     "task_option": 1,
     "trace": 1,
+    "task_state.after.params": 1,
     **_ENTRY_FIELDS,
     **_STATE_FIELDS,
     **_FEW_STEPS,

@@ -108,9 +108,21 @@ def retry_pipeline(now: rules.Expression, *, fresh: bool = False) -> list[Docume
         {"$set": {"task_state": {"$cond": [waiting, due, anew]}, "event": stamp("retried", now)}},
         # No delay is left that `Retry` or `Snooze` asked for: a merge of objects cannot remove it.
         {"$unset": "task_state.resume_time"},
+        # What waits for others is linked with them anew, and asked about: one may have been deleted and published again.
+        {
+            "$set": {
+                "task_state.unlinked": {"$cond": [_waits, True, {"$ifNull": ["$task_state.unlinked", "$$REMOVE"]}]},
+                "task_state.ask_time": {"$cond": [_waits, now, {"$ifNull": [rules.ASK_TIME, "$$REMOVE"]}]},
+            }
+        },
         # Status and times follow.
         *prepared(rules.derivation, now),
     ]
+
+
+_waits: rules.Expression = {
+    "$and": [{"$in": ["$task_state.waits_for", ["fail", "wait"]]}, {"$gt": ["$task_state.after", None]}]
+}
 
 
 def values_kept() -> Document:

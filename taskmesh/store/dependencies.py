@@ -25,7 +25,7 @@ from pymongo.errors import OperationFailure, PyMongoError
 
 from taskmesh.model.dependency import label
 from taskmesh.model.errors import TaskNotFound
-from taskmesh.store import children, rules
+from taskmesh.store import children, find, rules
 from taskmesh.store.driver import Document
 from taskmesh.store.event_stamp import stamp
 from taskmesh.store.malformed import WELL_FORMED
@@ -60,9 +60,12 @@ class _Marked:
     id: str
     status: str
     dependents: Sequence[str]
-    waits: bool
+    policy: str | None
+    """Of one that waits for others: what becomes of it if one of them fails."""
+    linked: bool
+    """Whether all that it waits for name it."""
     after: Sequence[str]
-    """What it is not linked with yet."""
+    """What it waits for, if it does."""
     ask_time: datetime
     has_children: bool
     held: bool
@@ -139,12 +142,23 @@ async def open_edges(store: Store, id_: str) -> tuple[int, list[Document]]:
     return await tasks.count_documents(which, hint="taskmesh_pending"), first
 
 
+async def waited_for(store: Store, id_: str) -> list[Document]:
+    """Return what this task waits for or has waited for, as it stands, in that order; of what is gone the `_id` alone."""
+    found = await store.find({"_id": id_}, {"ids": "$task_state.after.ids"})
+    ids: list[str] = (found[0].get("ids") or []) if found else []
+    tasks: dict[str, Document] = {}
+    for part in _parts(ids):
+        read = find.get(store, part, params=False, majority=True, forgotten=True)
+        tasks |= {task["_id"]: task for task in await read if task["status"] != "DELETED"}
+    return [tasks.get(each, {"_id": each}) for each in ids]
+
+
 async def _marked(store: Store, query: Document) -> list[_Marked]:
     fields = {
         "status": 1,
         "finish_time": 1,
         **{f"task_state.{name}": 1 for name in ("dependents", "waits_for", "unlinked", "ask_time", "has_children")},
-        "task_state.after": {"$cond": [{"$eq": ["$task_state.unlinked", True]}, "$task_state.after", "$$REMOVE"]},
+        "task_state.after": {"$cond": [{"$gt": ["$task_state.waits_for", None]}, "$task_state.after", "$$REMOVE"]},
     }
     found = await store.find({**query, "task_state.ask_time": {"$exists": True}}, fields, majority=True)
     return [
@@ -152,7 +166,8 @@ async def _marked(store: Store, query: Document) -> list[_Marked]:
             id=document["_id"],
             status=document["status"],
             dependents=state.get("dependents", ()),
-            waits="waits_for" in state,
+            policy=state.get("waits_for"),
+            linked="unlinked" not in state,
             after=state["after"]["ids"] if "after" in state else (),
             ask_time=state["ask_time"],
             has_children="has_children" in state,
@@ -171,15 +186,18 @@ async def _answer(store: Store, marked: Sequence[_Marked]) -> set[str]:
         if not some:
             break
         done = [
-            await _link(store, [task for task in some if task.after and not task.finished]),
+            await _link(store, [task for task in some if task.after and not task.linked and not task.finished]),
             await _fail_dependents(store, some, concerned),
+            await _fail_waiting(
+                store, [task for task in some if task.policy == "fail" and not task.finished], concerned
+            ),
             await _restore_dependents(store, some, concerned),
         ]
         # What was started by a task that did not succeed is not wanted any more.
         childless = [task.id for task in some if task.has_children and task.finished and task.status != "SUCCESS"]
         concerned.update(await children.cancel(store, childless) if childless else ())
         asked = {id_ for task in some if task.finished for id_ in task.dependents}
-        asked |= {task.id for task in some if task.waits and not task.finished}
+        asked |= {task.id for task in some if task.policy is not None and not task.finished}
         done += [await _ask(store, part, concerned) for part in _parts(sorted(asked))]
         await _release(store, [task.id for task in some if task.held])
         if all(done):
@@ -240,6 +258,25 @@ async def _fail_dependents(store: Store, marked: Sequence[_Marked], concerned: s
     return done
 
 
+async def _fail_waiting(store: Store, waiting: Sequence[_Marked], concerned: set[str]) -> bool:
+    """Fail those of which a dependency had ended badly before they were linked with it, or is gone: nobody else tells them."""
+    good: set[str] = set()
+    for part in _parts(list({id_ for task in waiting for id_ in task.after})):
+        query = {"_id": {"$in": part}, "status": {"$in": [*_UNFINISHED, "SUCCESS"]}}
+        good.update(document["_id"] for document in await store.find(query, {"_id": 1}, majority=True))
+    done = True
+    for task in waiting:
+        if bad := [id_ for id_ in task.after if id_ not in good]:
+            done &= await _fail(store, [task.id], bad[0], _did_not_succeed(bad))
+            concerned.add(task.id)
+    return done
+
+
+def _did_not_succeed(ids: Sequence[str]) -> str:
+    names = ", ".join(map(label, ids[:_NAMED]))
+    return f"its dependency {names} did not end as SUCCESS, or is there no more"
+
+
 async def _fail(store: Store, dependents: Sequence[str], dependency: str, reason: str) -> bool:
     now = store.now
     failure = {"id": {"$literal": dependency}, "reason": {"$literal": reason}, "time": now}
@@ -285,9 +322,7 @@ async def _ask(store: Store, ids: Sequence[str], concerned: set[str]) -> bool:
     done = await open_gates(store, to_open)
     for row in ready:
         if row["unmet"] and row["policy"] == "fail":
-            names = ", ".join(map(label, row["unmet"]))
-            reason = f"its dependency {names} did not end as SUCCESS, or is there no more"
-            done &= await _fail(store, [row["_id"]], row["unmet"][0], reason)
+            done &= await _fail(store, [row["_id"]], row["unmet"][0], _did_not_succeed(row["unmet"]))
             concerned.add(row["_id"])
     concerned.update(to_open)
     return done

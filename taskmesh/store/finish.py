@@ -16,9 +16,10 @@ from taskmesh.store.event_stamp import stamp
 from taskmesh.store.prepared import prepared
 from taskmesh.store.store import WRITE_DEADLINE_MS, Store
 
-Kind = Literal["succeeded", "failed", "released", "snoozed", "suspended", "conflicted", "stopped", "stepped"]
+Kind = Literal["succeeded", "failed", "released", "snoozed", "suspended", "conflicted", "moved", "stopped", "stepped"]
 """`stepped` is no end: the execution goes on, and has recorded something (`store.steps`)."""
 _GIVEN_BACK: tuple[Kind, ...] = ("released", "snoozed", "suspended", "conflicted")
+KEPT_STAGES = 100
 _STATE_OF: dict[Kind, str] = {"succeeded": "SUCCESS", "failed": "FAIL", "stopped": "FAIL"}
 _KNOWN_OF_SINGLE = {
     # Asked for by `_single`.
@@ -97,7 +98,10 @@ async def finish(
         if counted == len(outcomes):
             return counted
     query = still_held_by(outcomes, store.now)
-    stages = _given_back(outcomes, store.now) if kind in _GIVEN_BACK else _ended(outcomes, store.now)
+    if kind == "moved":
+        stages = _moved(outcomes, store.now)
+    else:
+        stages = _given_back(outcomes, store.now) if kind in _GIVEN_BACK else _ended(outcomes, store.now)
     pipeline = [
         *stages,
         # Tell how it ended. A conflict is told as a snooze: readers see a task that comes back later.
@@ -290,6 +294,47 @@ def _suspended(outcomes: Sequence[Outcome], now: rules.Expression) -> Document:
     }
 
 
+def _moved(outcomes: Sequence[Outcome], now: rules.Expression) -> list[Document]:
+    """Begin the task anew in the queue that its handler named, with the params it gave; what ended here is a stage of it."""
+    mine = held_entry(outcomes)
+    entry = {"$first": {"$filter": {"input": rules.ENTRIES, "cond": mine}}}
+    stage = {
+        "queue": "$queue",
+        "params": "$params",
+        "worker_id": "$$entry.worker_id",
+        "running_id": "$$entry.running_id",
+        "steps": rules.STEPS,
+        "start_time": "$$entry.start_time",
+        "end_time": now,
+    }
+    ended = {"$let": {"vars": {"entry": entry}, "in": [stage]}}
+    before = {"$slice": [{"$ifNull": ["$task_state.stages", []]}, -(KEPT_STAGES - 1)]}
+    version = {"$add": [{"$ifNull": ["$task_state.params_version", 0]}, 1]}
+    anew = fresh_state(
+        now,
+        {
+            "stages": {"$concatArrays": [before, ended]},
+            "params_version": {"$cond": [{"$gt": ["$_next.params", None]}, version, "$task_state.params_version"]},
+            "leaving": rules.sent_away(now, {"$not": [mine]}),
+            "moves_to": "$$REMOVE",  # the newest word counts
+        },
+    )
+    return [
+        # What the handler said.
+        {"$set": {"_next": own([outcome.entry for outcome in outcomes], outcomes)}},
+        # As of a task that nobody has tried there.
+        {
+            "$set": {
+                "task_state": {"$mergeObjects": [anew]},
+                "queue": "$_next.queue",
+                "params": {"$ifNull": ["$_next.params", "$params"]},
+            }
+        },
+        # (Told.)
+        {"$unset": "_next"},
+    ]
+
+
 def held_entry(outcomes: Iterable[Outcome]) -> rules.Expression:
     """Whether the entry `$$this` is that of one of these executions."""
     running_ids = sorted({outcome.running_id for outcome in outcomes})
@@ -410,7 +455,18 @@ def fresh_state(now: rules.Expression, changes: Document) -> rules.Expression:
     and signalled is dropped with the rest.
     """
     times = ("create_time", "start_time", "expire_time", "wanted", "params_version", "moves_to")
-    links = ("after", "waits_for", "unlinked", "dependents", "ask_time", "parent", "detached", "has_children")
+    links = (
+        "flow",
+        "after",
+        "waits_for",
+        "unlinked",
+        "dependents",
+        "ask_time",
+        "stages",
+        "parent",
+        "detached",
+        "has_children",
+    )
     kept = {name: f"$task_state.{name}" for name in (*times, *links)}
     return {**kept, "timeout_cnt": 0, "worker_states": {"$literal": []}, "leaving": rules.sent_away(now), **changes}
 
@@ -463,7 +519,11 @@ def _standing(outcome: Outcome, task: Document | None, entry: Document | None) -
     if task is None:
         return "lost"
     if entry is None:
-        return "recorded" if outcome.kind in _GIVEN_BACK or task.get("reopened_by") == outcome.running_id else "lost"
+        return (
+            "recorded"
+            if outcome.kind in (*_GIVEN_BACK, "moved") or task.get("reopened_by") == outcome.running_id
+            else "lost"
+        )
     if entry["state"] == _STATE_OF.get(outcome.kind):
         return "recorded"
     return "held" if entry["live"] and task["status"] == "RUNNING" else "lost"

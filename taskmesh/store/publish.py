@@ -49,6 +49,8 @@ class Publication:
     size: int = 0
     """Of the params, in bytes of BSON."""
     trace: Document | None = None
+    flow: str | None = None
+    """The flow whose gate is shut until all its members are there."""
     publish_id: ObjectId = field(default_factory=ObjectId)
     """By which a repeated publish is known. Tasks that are published by one call may share it."""
     parent: str | None = None
@@ -112,6 +114,9 @@ def new_document(publication: Publication, now: datetime, option: Document | Non
         document["task_state"] |= configuration.after.stored()
     if configuration.after:  # its gate is shut, and whoever asks next links it with what it waits for
         document["task_state"] |= {"waits_for": configuration.on_dependency_failure, "unlinked": True, "ask_time": now}
+    if publication.flow is not None:
+        document["task_state"]["flow"] = publication.flow
+    if configuration.after or publication.flow is not None:
         del document["next_claim_time"]
     if configuration.needs:
         # The stamp says to scans that the index does not tell all of it: whether a worker may have it, the rule does.

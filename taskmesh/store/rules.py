@@ -159,6 +159,7 @@ def task_gates(now: Expression) -> dict[str, Expression]:
         "delay asked for": "$task_state.resume_time",
         "dependencies": _never_if(_waits_for_others),
         "suspended": "$task_state.suspended_until",
+        "flow": _never_if({"$gt": ["$task_state.flow", None]}),
     }
 
 
@@ -438,7 +439,10 @@ def derivation(now: Expression = NOW, *, where: Expression = True) -> list[Stage
     was_finished = {"$not": [{"$in": [{"$ifNull": ["$status", "INIT"]}, ["INIT", "RUNNING"]]}]}
     has_children = {"$eq": ["$task_state.has_children", True]}
     concerns_others = {"$or": [HAS_DEPENDENTS, has_children, {"$and": [was_finished, _waits_for_others]}]}
-    ask = {"$and": [{"$ne": [finished, was_finished]}, concerns_others]}
+    is_deleted_now = {"$and": [{"$eq": ["$_derived.status", "DELETED"]}, {"$ne": ["$status", "DELETED"]}]}
+    ask = {"$and": [{"$or": [{"$ne": [finished, was_finished]}, is_deleted_now]}, concerns_others]}
+    # Two marks are never the same, so that whoever has answered one removes no other.
+    mark = {"$cond": [{"$eq": [ASK_TIME, now]}, {"$add": [now, 1]}, now]}
     # How long to keep a finished task: by its status; null: for ever.
     retained_ms = {
         "$cond": [
@@ -499,7 +503,7 @@ def derivation(now: Expression = NOW, *, where: Expression = True) -> list[Stage
                 "group": {"$cond": ["$_derived.moves", {"$ifNull": [f"{MOVES_TO}.group", "$$REMOVE"]}, "$group"]},
                 "task_state.moves_to": {"$cond": ["$_derived.moves", "$$REMOVE", MOVES_TO]},
                 "task_state.pending": _present_if({"$and": [{"$not": [finished]}, HAS_DEPENDENTS]}, True),
-                "task_state.ask_time": {"$cond": [ask, now, {"$ifNull": [ASK_TIME, "$$REMOVE"]}]},
+                "task_state.ask_time": {"$cond": [ask, mark, {"$ifNull": [ASK_TIME, "$$REMOVE"]}]},
                 "_derived": "$$REMOVE",
             }
         },

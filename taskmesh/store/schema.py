@@ -117,6 +117,12 @@ SCHEDULE_INDEXES: dict[str, tuple[list[tuple[str, int]], Document]] = {
     "next": ([("paused", 1), ("next_time", 1)], {}),
 }
 ACTION_INDEXES = WORKER_INDEXES | {"time": ([("time", -1)], {})}
+FLOW_INDEXES: dict[str, tuple[list[tuple[str, int]], Document]] = {
+    # What was sealed and not opened; what is looked at now and then.
+    "state": ([("state", 1)], {}),
+    # The flows that a task is in.
+    "members": ([("members", 1)], {}),
+}
 UNDO_INDEXES = WORKER_INDEXES | {"of": ([("of", 1), ("_id", 1)], {})}
 
 
@@ -146,6 +152,7 @@ async def create(store: Store) -> None:
         store.actions,
         store.undo,
         store.definitions,
+        store.flows,
     )
     existing = await _collections(store)
     for name in (name for name in wanted if name not in existing):
@@ -209,6 +216,7 @@ async def create_indexes(store: Store) -> None:
         (store.schedules, SCHEDULE_INDEXES),
         (store.actions, ACTION_INDEXES),
         (store.undo, UNDO_INDEXES),
+        (store.flows, FLOW_INDEXES),
     ):
         specifications: list[Any] = [
             {"key": dict(keys), "name": f"taskmesh_{name}", **options} for name, (keys, options) in indexes.items()

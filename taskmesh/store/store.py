@@ -61,6 +61,7 @@ class Store:
         self.actions = f"{prefix}actions"
         self.undo = f"{prefix}undo"
         self.definitions = f"{prefix}definitions"
+        self.flows = f"{prefix}flows"
         self.meta = f"{prefix}meta"
 
     def move_on(self, step: timedelta) -> None:

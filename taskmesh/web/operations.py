@@ -20,6 +20,7 @@ from taskmesh.admin.listing import TaskPage
 from taskmesh.admin.stats import Stats
 from taskmesh.admin.what_if import LimitEffect, OptionEffect
 from taskmesh.mesh import TaskMesh
+from taskmesh.model.flow import FlowStatus
 from taskmesh.model.queue import QueueInfo
 from taskmesh.model.schedule import ScheduleInfo
 from taskmesh.model.task import Task
@@ -49,6 +50,7 @@ from taskmesh.web.requests import (
     Stopping,
     TheAction,
     TheEvent,
+    TheFlow,
     TheQueue,
     TheSchedule,
     TheTask,
@@ -170,6 +172,24 @@ async def _get(mesh: TaskMesh, query: TheTask) -> Task:
 async def _explain(mesh: TaskMesh, query: Asking) -> list[Explanation]:
     """Show which gates of the claim rule are open or shut, for one worker or every live one."""
     return await mesh.explain(query.name, query.key, query.worker_id)
+
+
+@_operation("flow.status", "GET", "/flows/{key}")
+async def _flow(mesh: TaskMesh, query: TheFlow) -> FlowStatus:
+    """Return how far a flow has come: counts, progress, its tasks and what waits for what."""
+    return await mesh.flow_status(query.key)
+
+
+@_operation("flow.cancel", "POST", "/flows/{key}/cancel")
+async def _cancel_flow(mesh: TaskMesh, query: TheFlow) -> FlowStatus:
+    """Cancel the tasks of a flow that are not finished."""
+    return await mesh.flows.cancel(query.key)
+
+
+@_operation("flow.retry", "POST", "/flows/{key}/retry")
+async def _retry_flow(mesh: TaskMesh, query: TheFlow) -> FlowStatus:
+    """Begin the tasks of a flow anew that did not end as SUCCESS."""
+    return await mesh.flows.retry(query.key)
 
 
 @_operation("worker.explain", "GET", "/workers/{worker_id}/explain")

@@ -26,6 +26,7 @@ from taskmesh.model.option import TaskOption
 from taskmesh.model.task import Standing, Status
 from taskmesh.web import api
 from taskmesh.web.alerts import remarks
+from taskmesh.web.flow_graph import drawn
 from taskmesh.web.forms import do, do_selected, login, logout
 from taskmesh.web.live_view import Pulse, sample_data
 from taskmesh.web.operations import OPERATIONS
@@ -48,6 +49,7 @@ def routes() -> list[Route]:
         Route("/", as_page(overview)),
         Route("/tasks", as_page(tasks)),
         Route("/task", as_page(task)),
+        Route("/flow", as_page(flow)),
         Route("/bulk", as_page(bulk)),
         Route("/errors", as_page(errors)),
         Route("/workers", as_page(workers)),
@@ -161,11 +163,18 @@ async def task(request: Request, mesh: TaskMesh) -> Response:
         task=found,
         copy=copied(found.params),
         copy_settings=copied_settings(found, definition.option if definition is not None else TaskOption()),
+        flow=await mesh.flows.key_of(name, key),
         bars=timeline.bars,
         whys=whys_of(explanations),
         option_rows=option_rows(found.task_option),
         api_path=f"tasks/{quote(name, safe='')}/{quote(key, safe='')}",
     )
+
+
+async def flow(request: Request, mesh: TaskMesh) -> Response:
+    """Show how far a flow has come, as a graph."""
+    found = await mesh.flow_status(request.query_params.get("key", ""))
+    return rendered(request, "flow.html", flow=found, drawing=drawn(found))
 
 
 async def bulk(request: Request, mesh: TaskMesh) -> Response:

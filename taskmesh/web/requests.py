@@ -57,6 +57,12 @@ class Signalling(_Request):
     """Sent again under the same id, it is the same signal."""
 
 
+class TheFlow(_Request):
+    """Which flow."""
+
+    key: Key
+
+
 class TheAction(_Request):
     """Which bulk action."""
 

@@ -160,6 +160,7 @@ class Reading:
             or self.expired(now)
             or len(done) >= self.room
             or self.waits
+            or self.state.get("flow") is not None
             or worker_id in [entry["worker_id"] for entry in done]
             or (allowed and worker_id not in allowed and parent not in allowed)
             or (labels is not None and not set(self.document.get("needs") or ()) <= set(labels))

@@ -136,6 +136,12 @@ async def test_d14_however_a_dependency_ends_its_dependents_fail_wait_or_run(mes
         assert (await finished(mesh, "part", "lost")).status is Status.FAIL
         await mesh.retry("part", "cancel")
         assert (await finished(mesh, "join", "cancel wait")).status is Status.SUCCESS
+        await part.publish(
+            "delete"
+        )  # another task of that name: who waited for the old one is retried, and waits for this
+        for policy in ("wait", "fail"):
+            await mesh.retry("join", f"delete {policy}")
+            assert (await finished(mesh, "join", f"delete {policy}")).status is Status.SUCCESS
 
 
 async def test_a_failure_goes_down_the_line_and_a_retry_brings_back_those_that_failed_because_of_it_alone(

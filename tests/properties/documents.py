@@ -62,6 +62,7 @@ class Documents:
             "leaving": self._leaving(id_),
             "dependents": pick((None, None, None, [], ["job:x"], ["job:x", "job:y"])),
             "waits_for": pick((None,) * 9 + ("fail", "run")),
+            "flow": pick((None,) * 9 + ("f",)),
             "dependency_failure": pick((None,) * 9 + ({"id": "job:x", "reason": "no", "time": self.now},)),
             "ask_time": self._time(0.1),
             "released_time": self._time(0.1),

@@ -20,6 +20,7 @@ _TASK_GATES = (
     "delay asked for",
     "dependencies",
     "suspended",
+    "flow",
 )
 _WORKER_GATES = ("worker allowed", "not twice", "retry delay")
 """But *labels*: the worlds of this suite have none; `test_claim_rule` asks for them."""

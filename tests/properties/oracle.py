@@ -73,8 +73,9 @@ class Oracle:
         reading, moves = self.reading, self.reading.moves(now)
         was_finished = self.document.get("status", "INIT") not in ("INIT", "RUNNING")
         finished = reading.finished(now)
-        if finished != was_finished and (reading.dependents or (was_finished and reading.waits)):
-            self.state["ask_time"] = now
+        changed = finished != was_finished or (reading.deleted and self.document.get("status") != "DELETED")
+        if changed and (reading.dependents or (was_finished and reading.waits)):
+            self.state["ask_time"] = now + ms(1) if self.state.get("ask_time") == now else now
         self.state.pop("pending", None)
         if reading.dependents and not finished:
             self.state["pending"] = True
@@ -163,7 +164,7 @@ class Oracle:
     def _start_afresh(self, now: datetime, **changes: Any) -> None:
         """As if nobody had tried, but with the task's times, its count of wishes and the places that are kept."""
         own = ("create_time", "start_time", "expire_time", "wanted", "params_version", "moves_to")
-        kept = (*own, "after", "waits_for", "unlinked", "dependents", "ask_time")
+        kept = (*own, "flow", "after", "waits_for", "unlinked", "dependents", "ask_time", "stages")
         times = {name: self.state.get(name) for name in kept}
         leaving = self.sent_away(now, self.entries("RUNNING"))
         self.document["task_state"] = {**times, "timeout_cnt": 0, "worker_states": [], "leaving": leaving, **changes}

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any, assert_type
+from typing import Annotated, Any, assert_type
 
 from taskmesh import (
     BlockingTaskContext,
     Consumer,
     Ending,
+    FlowStatus,
+    FromDependency,
+    Next,
     Task,
     TaskContext,
     TaskError,
@@ -85,6 +88,12 @@ def plain_order(key: str) -> None:
     assert_type(task.results([task.start(shrink, "a", path="a")]), list[int])
 
 
+@shrink.on_queue("small")
+def shrink_more(path: str, rows: Annotated[int, FromDependency] = 0) -> int:
+    assert_type(current_blocking_task().dependencies(), dict[tuple[str, str], Any])
+    raise Next(queue="smaller", params={"path": path, "rows": rows})
+
+
 def on_claim(consumer: Consumer) -> Mapping[str, Any] | None:
     return {} if consumer.concurrency > 1 else None
 
@@ -107,6 +116,14 @@ async def main() -> None:
         )
         assert_type(number, TaskHandle[int])
         await resize.publish_many({"a": {"path": "a"}})
+        await shrink.configure(after=[handle, ("resize", "b")], on_dependency_failure="run").publish("k", path="a")
+        await shrink.configure(after={"path": number}).publish("k", path="a")
+        async with mesh.flow("f") as flow:
+            part = flow.add(resize, "a", path="a")
+            assert_type(part, TaskHandle[dict[str, int]])
+            flow.add("shrink", "b", path="a", after=[part])
+        assert_type(await mesh.flow_status("f"), FlowStatus)
+        assert_type((await (await part.flow()).retry()).progress, float)
         await mesh.publish("resize", "k", {"path": "a"}, run_again=True, retain_failed_ms=None)
         assert_type(
             await mesh.set_option("resize", "k", run_timeout_ms=None, unexpected_retry_delay_scope="worker"), Task

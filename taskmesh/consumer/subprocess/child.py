@@ -37,6 +37,7 @@ from taskmesh.consumer.subprocess.wire import PutAside, configuration_as_data, e
 from taskmesh.consumer.transactions import End, Record, blocking_again, blocking_block, blocking_step_again
 from taskmesh.model.errors import LeaseLost, TaskError, TaskSuspended
 from taskmesh.model.option import TaskOption
+from taskmesh.model.stage import Next
 from taskmesh.model.task import checked_key, checked_name
 from taskmesh.store.blocking import BlockingStore, StoreAddress, blocking_client
 from taskmesh.store.driver import Document
@@ -152,7 +153,7 @@ class Remote:
     def add_publication(self, definition: Any, key: str, params: Mapping[str, Any]) -> None:
         """Publish with the SUCCESS. The params are checked here, where the types are that they are annotated with."""
         if isinstance(definition, TaskDefinition):
-            stored, _ = definition.params.to_store(params)
+            stored, _ = definition.params.to_store(params, definition.configuration.fed)
             self.ask(
                 "publish", definition.name, configuration_as_data(definition.configuration), checked_key(key), stored
             )
@@ -160,6 +161,11 @@ class Remote:
             name, stored = checked_name(definition), dict(params)
             checked_size(name, stored)
             self.ask("publish", name, None, checked_key(key), stored)
+
+    def blocking_dependencies(self) -> dict[tuple[str, str], Any]:
+        """Return the results of what the task has waited for."""
+        found: dict[tuple[str, str], Any] = self.ask("dependencies")
+        return found
 
     def set_result(self, value: Any) -> None:
         """Keep the result for the end of a `transaction()`."""
@@ -357,6 +363,8 @@ def _answer(call: Call, connection: Connection, lease: Lease) -> bytes:
         connection.send_bytes(packed("begins"))
         with going_on(call.trace):
             value = handler(*args, **kwargs)
+        if isinstance(value, Next):
+            raise value  # noqa: TRY301 — returned or raised, it says the same
         return packed("returned", remote.returns.to_store(value))
     except BaseException as error:  # noqa: BLE001 — whatever a handler raises, SystemExit too, is its outcome
         return packed("raised", error_as_data(error))

@@ -11,7 +11,7 @@ import asyncio
 import pickle
 import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -221,6 +221,8 @@ class Conversation:
         execution = self._execution
         if question == "cancelled":
             return execution.cancelled
+        if question == "dependencies":
+            return execution.dependencies_for_a_child()
         if question == "deadline":
             return execution.deadline
         if question == "progress":
@@ -303,9 +305,9 @@ class _Meant:
     """What this process knows of it; None: it is defined in the child alone, which has checked the params."""
     returns = PLAIN
 
-    def to_store(self, params: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+    def to_store(self, params: Mapping[str, Any], fed: Iterable[str] = ()) -> tuple[dict[str, Any], int]:
         if self.definition is not None:
-            return self.definition.to_store(params)
+            return self.definition.to_store(params, fed)
         stored = dict(params)
         return stored, checked_size(self.name, stored)
 

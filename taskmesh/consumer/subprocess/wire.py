@@ -12,15 +12,17 @@ from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from typing import Any
 
+from taskmesh.client.params import checked_size
 from taskmesh.consumer.outcome import Reason, ReasonElsewhere, reason_of
 from taskmesh.model.configuration import Configuration
 from taskmesh.model.errors import LeaseLost, Retry, Snooze, TaskFailed, TransactionConflict, UnstorableValue, delay_of
 from taskmesh.model.option import TaskOption
-from taskmesh.store.values import MAX_BYTES, cleaned, decoded, encoded
+from taskmesh.model.stage import Next, checked_next
+from taskmesh.store.values import MAX_BYTES, cleaned, decoded, encoded, storable
 
 MAX_MESSAGE_BYTES = 2 * MAX_BYTES
 _MAX_DETAIL_BYTES = 4_000
-_KINDS: tuple[type[Exception], ...] = (TaskFailed, UnstorableValue, Retry, TransactionConflict, Snooze, LeaseLost)
+_KINDS: tuple[type[Exception], ...] = (TaskFailed, UnstorableValue, Retry, TransactionConflict, Snooze, LeaseLost, Next)
 """Errors that say how an execution ends."""
 _LOCAL = ("option", "tuned", "placed", "session", "after")
 """Fields of a configuration that travel in another form, or not at all."""
@@ -64,6 +66,13 @@ def error_as_data(error: BaseException, reason: Reason | None = None) -> dict[st
             delay_ms = delay_of(error)
         except Exception as refusal:  # noqa: BLE001 — an attribute of a handler's own class may be anything
             return error_as_data(refusal)
+    if isinstance(error, Next):
+        try:
+            if checked_next(error).params is not None:
+                error.params, _ = storable(error.params)
+                checked_size("next", error.params)
+        except Exception as refusal:  # noqa: BLE001 — its params may be anything
+            return error_as_data(refusal)
     reason = reason or reason_of(error)
     return {
         "module": cleaned(str(type(error).__module__)),
@@ -72,7 +81,9 @@ def error_as_data(error: BaseException, reason: Reason | None = None) -> dict[st
         "reason": asdict(reason),
         "delay_ms": delay_ms,
         "args": list(error.args) if _travels(list(error.args)) else [_text(error, reason.text)],
-        "attributes": {name: value for name, value in vars(error).items() if _travels({name: value})},
+        "attributes": {
+            name: value for name, value in vars(error).items() if isinstance(error, Next) or _travels({name: value})
+        },
     }
 
 
@@ -93,6 +104,8 @@ def error_of(told: Mapping[str, Any]) -> BaseException:
         error.delay_ms = delay_ms
         delay_of(error)
     error.__cause__ = ReasonElsewhere(reason)
+    if isinstance(error, Next):
+        checked_next(error)
     return error
 
 

@@ -1,0 +1,277 @@
+"""Flows: publish many tasks that wait for each other as a whole, and follow them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from pymongo.errors import PyMongoError
+
+from taskmesh.client.connection import Connection, sample
+from taskmesh.client.definition import TaskDefinition
+from taskmesh.client.handle import TaskHandle
+from taskmesh.client.params import with_stored_fields
+from taskmesh.client.publisher import Publisher
+from taskmesh.client.tasks import Tasks
+from taskmesh.model.dependency import Dependencies, OnDependencyFailure, label
+from taskmesh.model.errors import InvalidOption, TaskFinished, TaskNotFound, TaskTooLarge
+from taskmesh.model.flow import FlowStatus, FlowTask, TaskName
+from taskmesh.model.task import Status, checked_key, checked_name, task_id
+from taskmesh.store import Store, dependencies, flows
+from taskmesh.store.publish import Publication
+from taskmesh.store.server_errors import patiently
+
+R = TypeVar("R")
+_UNFINISHED = (Status.INIT, Status.RUNNING)
+
+
+class Flow:
+    """Tasks to be published as a whole, at the end of its `async with` block; if that raises, nothing is published.
+
+    async with mesh.flow("import-2026-11") as flow:
+        parts = [flow.add(load, f"part-{i}", n=i) for i in range(10_000)]
+        flow.add(merge, "merge", after=parts)
+
+    The same flow again adds what is new, and completes what was cut off; what is there already is joined, not changed.
+    """
+
+    def __init__(self, flows: Flows, key: str) -> None:
+        self._flows = flows
+        self.key = checked_key(key)
+        self._members: dict[str, tuple[Publication, TaskHandle[Any]]] = {}
+        self._over = False
+
+    def add(
+        self,
+        definition: TaskDefinition[..., R] | str,
+        key: str,
+        /,
+        *,
+        params: Mapping[str, Any] | None = None,
+        after: Dependencies | None = None,
+        on_dependency_failure: OnDependencyFailure | None = None,
+        **named: Any,
+    ) -> TaskHandle[R]:
+        """Add a task: `definition` is what `@mesh.task` returned (configured, if you like), or a task's name.
+
+        `after`, `on_dependency_failure` as in `configure`; a handler's params of these names are given by `params`. Returns the
+        task's handle, of use in `after` now and for its result when the flow is published. Raises as `publish` does, and
+        `InvalidOption` for a second task of that name and key.
+        """
+        if self._over:
+            raise InvalidOption(f"flow {self.key!r} is published already: open it again with mesh.flow to add to it")
+        given = {**(params or {}), **named}
+        publication, handle = self._flows.member(definition, key, given, after, on_dependency_failure)
+        if publication.id in self._members:
+            raise InvalidOption(f"{label(publication.id)} is in flow {self.key!r} twice: give one of them another key")
+        self._members[publication.id] = publication, handle
+        return handle
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over = True
+        if kind is None:
+            await self._flows.publish(self.key, self._members)
+
+    async def status(self) -> FlowStatus:
+        """Return how far it has come. Raises `TaskNotFound` for a flow that was never published."""
+        return await self._flows.status(self.key)
+
+    async def result(self, timeout: float | None = None) -> dict[TaskName, Any]:
+        """Wait for the members that nothing comes after, and return their results by `(name, key)`."""
+        return await self._flows.result(self.key, timeout)
+
+    async def cancel(self) -> FlowStatus:
+        """Cancel the members that are not finished."""
+        return await self._flows.cancel(self.key)
+
+    async def retry(self) -> FlowStatus:
+        """Begin anew what did not end as SUCCESS."""
+        return await self._flows.retry(self.key)
+
+
+class Flows:
+    """The flows of a mesh."""
+
+    def __init__(self, connection: Connection, publisher: Publisher, tasks: Tasks) -> None:
+        self._connection = connection
+        self._publisher = publisher
+        self._tasks = tasks
+
+    @property
+    def _store(self) -> Store:
+        return self._connection.store
+
+    def member(
+        self,
+        definition: TaskDefinition[..., R] | str,
+        key: str,
+        params: Mapping[str, Any],
+        after: Dependencies | None,
+        on_dependency_failure: OnDependencyFailure | None,
+    ) -> tuple[Publication, TaskHandle[R]]:
+        """Return what is to be published of a member, checked, and its handle."""
+        known = self._publisher.definitions.get(checked_name(definition)) if isinstance(definition, str) else definition
+        if known is None:
+            raise InvalidOption(
+                f"flow.add got the name {definition!r}, which this mesh does not define: define it, or publish it with after="
+            )
+        settings: dict[str, Any] = {} if after is None else {"after": after}
+        if on_dependency_failure is not None:
+            settings["on_dependency_failure"] = on_dependency_failure
+        configuration = known.configuration.changed(**settings) if settings else known.configuration
+        if configuration.session is not None:
+            raise InvalidOption(
+                "session was set: a flow is published as a whole by itself, not in a transaction of yours"
+            )
+        stored, size = known.to_store(params, configuration.fed)
+        configuration, size_of_fields = with_stored_fields(known.name, configuration)
+        publication = Publication(known.name, checked_key(key), stored, configuration, size + size_of_fields)
+        handle: TaskHandle[R] = TaskHandle(
+            self._tasks, known.name, key, created=False, updated=False, warnings=[], returns=known.returns
+        )
+        return publication, handle
+
+    async def publish(self, key: str, members: Mapping[str, tuple[Publication, TaskHandle[Any]]]) -> None:
+        """Publish a flow. Raises `InvalidOption` for a circle, `TaskNotFound`, `TaskFinished`, `TaskTooLarge`."""
+        publications = [publication for publication, _ in members.values()]
+        _check_no_circle(key, publications)
+        if sum(len(id_) + 16 for id_ in members) > flows.MAX_BYTES:
+            raise TaskTooLarge(
+                f"flow {key!r} has {len(members)} members, more than one flow can name: make several of it"
+            )
+        await self._connection.create_what_is_missing()
+        store = self._store
+        outside = {id_ for each in publications if (after := each.configuration.after) for id_ in after.ids}
+        if outside := outside.difference(members):
+            await patiently(lambda: dependencies.check(store, outside))
+        known = await patiently(lambda: flows.read(store, key))
+        if known is not None and set(members) <= set(known["members"]) and known["state"] == "opened":
+            return
+        if known is not None and known["members"] and known["state"] == "opened":
+            status = await self.status(key)
+            if status.finished:
+                raise TaskFinished(f"flow {key!r} is finished: give a flow with other members another key")
+        for publication in publications:
+            publication.flow = key
+        await patiently(lambda: flows.begin(store, key, list(members)))
+        if self._connection.clock.stale:
+            await sample(self._connection.clock, store)
+        published = await patiently(lambda: flows.publish_members(store, publications, self._connection.clock.now()))
+        for result, (_, handle) in zip(published, members.values(), strict=True):
+            handle.is_published(created=result.created)
+        await patiently(lambda: flows.seal(store, key))
+        try:
+            await patiently(lambda: flows.open_members(store, key))
+        except PyMongoError:  # it is published: whoever sweeps next opens the rest
+            return
+
+    async def status(self, key: str) -> FlowStatus:
+        """Return how far a flow has come. Raises `TaskNotFound`."""
+        document = await flows.read(self._store, checked_key(key))
+        if document is None:
+            raise TaskNotFound(f"there is no flow {key!r}: it was never published, or nothing is left of it")
+        ids: list[str] = document["members"]
+        found = {task["_id"]: task for task in await flows.members(self._store, ids)}
+        tasks = [FlowTask(**_parts(id_), status=found[id_]["status"] if id_ in found else None) for id_ in ids]
+        counts: dict[str, int] = {}
+        for task in tasks:
+            counts[task.status or "GONE"] = counts.get(task.status or "GONE", 0) + 1
+        unfinished = sum(counts.get(status, 0) for status in _UNFINISHED)
+        edges = [
+            (_name_and_key(before), _name_and_key(id_))
+            for id_ in ids
+            if id_ in found
+            for before in found[id_].get("after") or ()
+        ]
+        return FlowStatus(
+            key=key,
+            counts=counts,
+            progress=1 - unfinished / len(ids) if ids else 1.0,
+            tasks=tasks,
+            edges=edges,
+            published=document["state"] != "open",
+        ).with_actions(self)
+
+    async def key_of(self, name: str, key: str) -> str | None:
+        """Return the key of the newest flow that a task is a member of, if it is in any."""
+        return await flows.of_member(self._store, task_id(name, key))
+
+    async def of(self, name: str, key: str) -> FlowStatus:
+        """Return the newest flow that a task is a member of. Raises `TaskNotFound`."""
+        found = await self.key_of(name, key)
+        if found is None:
+            raise TaskNotFound(f"task {name!r} {key!r} is in no flow")
+        return await self.status(found)
+
+    async def result(self, key: str, timeout: float | None) -> dict[TaskName, Any]:
+        """See `FlowStatus.result`."""
+        status = await self.status(key)
+        handles = {last: self._handle(*last) for last in status.last}
+        async with asyncio.timeout(timeout):
+            return {last: await handle.result() for last, handle in handles.items()}
+
+    async def cancel(self, key: str) -> FlowStatus:
+        """See `FlowStatus.cancel`."""
+        status = await self.status(key)
+        await flows.cancel(self._store, [f"{task.name}:{task.key}" for task in status.tasks])
+        return await self.status(key)
+
+    async def retry(self, key: str) -> FlowStatus:
+        """See `FlowStatus.retry`."""
+        status = await self.status(key)
+        failed = [f"{task.name}:{task.key}" for task in status.tasks if task.status in ("FAIL", "CANCELLED", "EXPIRED")]
+        found = await flows.members(self._store, failed)
+        # What failed by itself first: it brings back those that failed because of it. Then whoever failed because of others.
+        await flows.retry(self._store, [task["_id"] for task in found if not task["by_dependency"]])
+        left = [task["_id"] for task in found if task["by_dependency"]]
+        await flows.retry(self._store, left)
+        return await self.status(key)
+
+    def _handle(self, name: str, key: str) -> TaskHandle[Any]:
+        known = self._publisher.definitions.get(name)
+        settings = {} if known is None else {"returns": known.returns}
+        return TaskHandle(self._tasks, name, key, created=False, updated=False, warnings=[], **settings)
+
+
+def _check_no_circle(key: str, publications: list[Publication]) -> None:
+    """Raise `InvalidOption` where members wait for each other in a circle."""
+    before = {each.id: list(after.ids) if (after := each.configuration.after) else [] for each in publications}
+    clear: set[str] = set()
+    for start in before:
+        path: dict[str, None] = {}
+        stack: list[tuple[str, int]] = [(start, 0)]
+        while stack:
+            id_, place = stack.pop()
+            if place == 0:
+                if id_ in clear:
+                    continue
+                path[id_] = None
+            waits_for = [other for other in before.get(id_, ()) if other in before]
+            if place == len(waits_for):
+                clear.add(id_)
+                path.pop(id_, None)
+                continue
+            stack.append((id_, place + 1))
+            if waits_for[place] in path:
+                circle = [*list(path)[list(path).index(waits_for[place]) :], waits_for[place]]
+                raise InvalidOption(
+                    f"flow {key!r} has a circle, so none of it could ever run: {' waits for '.join(map(label, circle[:5]))}"
+                )
+            stack.append((waits_for[place], 0))
+
+
+def _parts(id_: str) -> dict[str, str]:
+    name, _, key = id_.partition(":")
+    return {"name": name, "key": key}
+
+
+def _name_and_key(id_: str) -> TaskName:
+    name, _, key = id_.partition(":")
+    return name, key

@@ -1,0 +1,92 @@
+"""The results of what a task has waited for, for its handler: by `dependencies()`, or as params."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from taskmesh.client.definition import TaskDefinition
+from taskmesh.client.params import Params
+from taskmesh.model.dependency import label
+from taskmesh.model.errors import InvalidParams, TaskError
+from taskmesh.model.task import Status, Task
+from taskmesh.store import Store
+from taskmesh.store.dependencies import waited_for
+from taskmesh.store.driver import Document
+from taskmesh.store.server_errors import patiently
+
+
+class DependencyResults:
+    """Reads them, on one worker. Made in the event loop that it runs in."""
+
+    def __init__(self, store: Store, definitions: Mapping[str, TaskDefinition[Any, Any]]) -> None:
+        self._store = store
+        self._definitions = definitions
+        self._loop = asyncio.get_running_loop()
+
+    async def of(self, id_: str) -> dict[tuple[str, str], Any]:
+        """Return the results by name and key; a `TaskError` in the place of one that did not end as SUCCESS."""
+        return {_name_and_key(each["_id"]): self._result(each) for each in await self._waited_for(id_)}
+
+    def in_thread(self, id_: str, *, plain: bool = False) -> dict[tuple[str, str], Any]:
+        """Do so from a thread that is not the event loop's. `plain`: the values as they are stored."""
+        return asyncio.run_coroutine_threadsafe(self._plain_of(id_) if plain else self.of(id_), self._loop).result()
+
+    async def _plain_of(self, id_: str) -> dict[tuple[str, str], Any]:
+        return {_name_and_key(each["_id"]): self._plain(each) for each in await self._waited_for(id_)}
+
+    async def feed(self, params: Params, document: Document) -> None:
+        """Put results into the params of a claimed task, as its publisher or its handler's annotations want it.
+
+        Raises `InvalidParams` where there is no such dependency, `TaskError` of one that did not end as SUCCESS.
+        """
+        wanted: dict[str, str | None] = {name: mark.id for name, mark in params.from_dependencies.items()}
+        wanted |= dict(document["task_state"].get("after", {}).get("params", ()))
+        if not wanted:
+            return
+        found = {each["_id"]: each for each in await self._waited_for(document["_id"])}
+        values = {}
+        for name, named in wanted.items():
+            id_ = next(iter(found)) if named is None and len(found) == 1 else named
+            if id_ in found:
+                value = self._plain(found[id_])
+                if isinstance(value, TaskError):
+                    raise value
+                values[name] = value
+            elif not params.is_optional(name):
+                why = (
+                    f"its only dependency, and it has {len(found)}: say which, FromDependency(name, key)"
+                    if id_ is None
+                    else f"{label(id_)}, for which it did not wait: name that in after"
+                )
+                raise InvalidParams(f"task {label(document['_id'])}: {name!r} is the result of {why}")
+        document["params"] = {**(document.get("params") or {}), **values}
+
+    async def _waited_for(self, id_: str) -> list[Document]:
+        return await patiently(lambda: waited_for(self._store, id_))
+
+    def _result(self, document: Document) -> Any:
+        value = self._plain(document)
+        definition = self._definitions.get(document["_id"].partition(":")[0])
+        if definition is None or isinstance(value, TaskError):
+            return value
+        return definition.returns.of_queue(document["queue"]).read(value)
+
+    def _plain(self, document: Document) -> Any:
+        """Return the result as it is stored, or the error that stands for it."""
+        if "status" not in document:
+            return TaskError(
+                f"task {label(document['_id'])} is there no more: it was deleted, or is past its retention"
+            )
+        task = Task.from_document(document)
+        if task.status is Status.SUCCESS and task.successes:
+            return task.successes[0].returns
+        reasons = task.fail_reasons
+        said = f": {'; '.join(reasons)}" if reasons else ""
+        return TaskError(f"task {label(document['_id'])} ended as {task.status}{said}", reasons)
+
+
+def _name_and_key(id_: str) -> tuple[str, str]:
+    name, _, key = id_.partition(":")
+    return name, key

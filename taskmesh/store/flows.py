@@ -1,0 +1,151 @@
+"""Flows: many tasks that are published as a whole, or not at all.
+
+    open: members are inserted, behind a gate of their own  →  sealed: all are there; the gates are opened  →  opened
+
+One document for each flow names its members. Who dies while it is open leaves tasks that nobody may claim, and the same
+publication completes it; who dies while it is sealed is replaced by whoever sweeps next. All of it can be done twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+from pymongo.errors import OperationFailure
+
+from taskmesh.store import control, dependencies, finish, rules
+from taskmesh.store.driver import Document
+from taskmesh.store.event_stamp import stamp
+from taskmesh.store.prepared import prepared
+from taskmesh.store.publish import Publication, Published, publish
+from taskmesh.store.server_errors import Code
+from taskmesh.store.store import Store
+
+MAX_BYTES = 12_000_000
+"""Of the members' `_id`s together: the flow's document names them all."""
+FOUND_AFTER_MS = 1_000
+_SET = 1_000
+_KEPT_EMPTY_MS = 3_600_000
+
+
+async def read(store: Store, key: str) -> Document | None:
+    """Return a flow's document."""
+    found: Document | None = await _flows(store).find_one({"_id": key})
+    return found
+
+
+async def of_member(store: Store, id_: str) -> str | None:
+    """Return the newest flow that a task is a member of."""
+    cursor = _flows(store).find({"members": id_}, {"_id": 1}, limit=1).sort([("create_time", -1)])
+    rows = await cursor.to_list(1)
+    return rows[0]["_id"] if rows else None
+
+
+async def begin(store: Store, key: str, ids: Sequence[str]) -> None:
+    """Open a flow with these members, or add them to it; the order of the first publication stays."""
+    added = {"$filter": {"input": {"$literal": list(ids)}, "cond": {"$not": [{"$in": ["$$this", "$$known"]}]}}}
+    known = {"$ifNull": ["$members", []]}
+    members = {"$let": {"vars": {"known": known}, "in": {"$concatArrays": ["$$known", added]}}}
+    fields = {"members": members, "state": "open", "state_time": store.now}
+    # Until it is sealed nobody opens the gates of its members.
+    pipeline: list[Document] = [{"$set": {**fields, "create_time": {"$ifNull": ["$create_time", store.now]}}}]
+    while True:
+        try:
+            await _flows(store).update_one({"_id": key}, pipeline, upsert=True)
+        except OperationFailure as error:  # somebody else inserts it at this moment
+            if error.code != Code.DUPLICATE_KEY:
+                raise
+        else:
+            return
+
+
+async def publish_members(store: Store, publications: Sequence[Publication], now: datetime) -> list[Published]:
+    """Insert the members, each behind its gates. Those that are there already are joined as they are."""
+    return await publish(store, publications, now)
+
+
+async def seal(store: Store, key: str) -> None:
+    """Note that all members are there: from now on their gates are opened, whoever does it."""
+    # From an open one alone: who opens the gates of a sealed one may have ended meanwhile.
+    await _flows(store).update_one(
+        {"_id": key, "state": "open"}, [{"$set": {"state": "sealed", "state_time": store.now}}]
+    )
+
+
+async def open_members(store: Store, key: str) -> None:
+    """Open the gates of a sealed flow's members, a thousand at a time, and ask what each of them waits for."""
+    flow = await read(store, key)
+    if flow is None or flow["state"] != "sealed":
+        return
+    now = store.now
+    pipeline = [
+        # That is the gate.
+        {"$unset": "task_state.flow"},
+        # Told to those who claim.
+        {"$set": {"event": stamp("opened", now)}},
+        *prepared(rules.derivation, now),
+    ]
+    members: list[str] = flow["members"]
+    for start in range(0, len(members), _SET):
+        await store.update({"_id": {"$in": members[start : start + _SET]}, "task_state.flow": key}, pipeline)
+    await dependencies.tell(store, members)
+    opened = {"state": "opened", "state_time": now, "check_time": {"$add": [now, _KEPT_EMPTY_MS]}}
+    # Not if somebody has added members since.
+    await _flows(store).update_one({"_id": key, "state": "sealed", "members": members}, [{"$set": opened}])
+
+
+async def sweep(store: Store) -> int:
+    """Open what was sealed by somebody who has not opened it within a second; forget flows of which nothing is left."""
+    old = {"$expr": {"$lte": ["$state_time", {"$subtract": [store.now, FOUND_AFTER_MS]}]}}
+    sealed = await _flows(store).find({"state": "sealed", **old}, {"_id": 1}, limit=10).to_list(None)
+    for flow in sealed:
+        await open_members(store, flow["_id"])
+    due = {"state": "opened", "$expr": {"$lte": ["$check_time", store.now]}}
+    for flow in await _flows(store).find(due, {"members": 1}, limit=1).to_list(None):
+        left = await store.find({"_id": {"$in": flow["members"][:_SET]}}, {"_id": 1})
+        if not left and not await store.find({"_id": {"$in": flow["members"]}}, {"_id": 1}):
+            await _flows(store).delete_one({"_id": flow["_id"], "state": "opened"})
+        # Looked at again in an hour.
+        again: list[Document] = [{"$set": {"check_time": {"$add": [store.now, _KEPT_EMPTY_MS]}}}]
+        await _flows(store).update_one({"_id": flow["_id"]}, again)
+    return len(sealed)
+
+
+async def members(store: Store, ids: Sequence[str]) -> list[Document]:
+    """Return the status of these tasks now, and what each of them comes after."""
+    found: list[Document] = []
+    for start in range(0, len(ids), _SET):
+        part = list(ids[start : start + _SET])
+        fields = {
+            "status": rules.status_on_reading(store.now),
+            "after": "$task_state.after.ids",
+            "by_dependency": {"$gt": ["$task_state.dependency_failure", None]},
+        }
+        kept = {"$expr": {"$not": [rules.is_forgotten(store.now)]}}
+        found += await store.find({"_id": {"$in": part}, **kept}, fields)
+    return found
+
+
+async def cancel(store: Store, ids: Sequence[str]) -> None:
+    """Cancel those of these tasks that are not finished."""
+    now = store.now
+    unfinished = rules.with_facts(now, {"$in": [rules.status(now), ["INIT", "RUNNING"]]})
+    for start in range(0, len(ids), _SET):
+        part = list(ids[start : start + _SET])
+        await store.update({"_id": {"$in": part}, "$expr": unfinished}, finish.cancel_pipeline(now))
+    await dependencies.tell(store, ids)
+
+
+async def retry(store: Store, ids: Sequence[str]) -> None:
+    """Begin those of these tasks anew that are finished."""
+    now = store.now
+    running = rules.with_facts(now, {"$in": [rules.status(now), ["INIT", "RUNNING", "SUCCESS"]]})
+    for start in range(0, len(ids), _SET):
+        part = list(ids[start : start + _SET])
+        await store.update({"_id": {"$in": part}, "$expr": {"$not": [running]}}, control.retry_pipeline(now))
+    await dependencies.tell(store, ids)
+
+
+def _flows(store: Store) -> Any:
+    return store.driver.collection(store.flows)

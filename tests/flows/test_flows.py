@@ -1,0 +1,173 @@
+"""A flow is published as a whole or not at all, and followed as one thing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from taskmesh import (
+    InvalidOption,
+    InvalidParams,
+    Status,
+    TaskError,
+    TaskFailed,
+    TaskFinished,
+    TaskMesh,
+    TaskNotFound,
+    TaskOption,
+)
+from taskmesh.client.definition import TaskDefinition
+from taskmesh.store import flows as verbs
+from tests.waiting import eventually
+from tests.working import status_is, working
+
+
+def define(mesh: TaskMesh) -> tuple[TaskDefinition[Any, Any], TaskDefinition[Any, Any]]:
+    @mesh.task(option=TaskOption(max_unexpected_retries=0))
+    async def load(n: int = 0, broken: bool = False) -> int:
+        if broken:
+            raise TaskFailed("broken")
+        return n
+
+    @mesh.task
+    async def merge(after: int = 0) -> str:
+        return f"merged {after}"
+
+    return load, merge
+
+
+async def drained(mesh: TaskMesh) -> None:
+    await mesh.consumer(worker_id="w1").run(until_idle=True)
+
+
+async def test_a_flow_runs_in_its_order_and_tells_how_far_it_is(mesh: TaskMesh) -> None:
+    load, merge = define(mesh)
+    async with mesh.flow("import") as flow:
+        parts = [flow.add(load, f"part-{n}", n=n) for n in range(20)]
+        end = flow.add(merge, "merge", after=parts, params={"after": 7})
+        with pytest.raises(TaskNotFound):
+            await parts[0].task()
+    assert all(part.created for part in parts)
+    status = await mesh.flow_status("import")
+    assert (status.counts, status.progress, status.finished) == ({"INIT": 21}, 0.0, False)
+    assert set(status.edges) == {(("load", f"part-{n}"), ("merge", "merge")) for n in range(20)}
+    assert status.last == [("merge", "merge")]
+    await drained(mesh)
+    assert await flow.result(5) == {("merge", "merge"): "merged 7"}
+    again = await end.flow()
+    assert (again.key, again.counts, again.progress) == ("import", {"SUCCESS": 21}, 1.0)
+    async with mesh.flow("import") as same:
+        same.add(load, "part-0", n=0)
+    assert (await same.status()).counts == {"SUCCESS": 21}
+    with pytest.raises(TaskFinished, match="'import' is finished"):
+        async with mesh.flow("import") as other:
+            other.add(load, "new")
+
+
+async def test_d13_an_empty_flow_is_done_at_once(mesh: TaskMesh) -> None:
+    async with mesh.flow("empty") as flow:
+        pass
+    assert await flow.result(5) == {}
+    assert (await flow.status()).progress == 1.0
+
+
+async def test_d11_nothing_of_a_flow_runs_before_all_of_it_is_there_and_the_same_again_completes_it(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, merge = define(mesh)
+
+    async def publish(parts: int) -> None:
+        async with mesh.flow("f") as flow:
+            flow.add(merge, "m", after=[flow.add(load, str(n)) for n in range(parts)])
+
+    async def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(verbs, "seal", die)
+        with pytest.raises(KeyboardInterrupt):
+            await publish(10)
+    assert not (await mesh.flow_status("f")).published
+    async with working(mesh, "w1") as consumer:
+        other = await load.publish("other")
+        await other.result(20)  # while the worker works
+        await eventually(lambda: consumer._worker is not None and consumer._worker.scanner.scans > 3)
+        assert (await mesh.flow_status("f")).counts == {"INIT": 11}
+        [explained] = await mesh.explain("load", "0")
+        assert [gate.name for gate in explained.gates if not gate.open] == ["flow"]
+        with monkeypatch.context() as patch:  # sealed, and dead before the gates are opened: a worker opens them
+            patch.setattr(verbs, "open_members", die)
+            with pytest.raises(KeyboardInterrupt):
+                await publish(20)
+        await status_is(mesh, "merge", "m", Status.SUCCESS)
+    status = await mesh.flow_status("f")
+    assert (status.counts, len(status.edges)) == ({"SUCCESS": 21}, 10)  # the join was there: it is joined, not changed
+
+
+async def test_d12_members_that_exist_already_are_joined(mesh: TaskMesh) -> None:
+    load, merge = define(mesh)
+    await load.publish_many({f"s{n}": {} for n in range(5)})
+    await load.publish_many({f"f{n}": {"broken": True} for n in range(5)})
+    await drained(mesh)
+    async with mesh.flow("other") as other:
+        for n in range(5):
+            other.add(load, f"o{n}")
+    keys = [f"{kind}{n}" for kind in "son" for n in range(5)]
+    async with mesh.flow("good") as flow:
+        flow.add(merge, "good", after=[flow.add(load, key) for key in keys])
+    async with mesh.flow("bad") as bad:
+        bad.add(merge, "bad", after=[bad.add(load, key) for key in (*keys, "f0", "f1")])
+    await drained(mesh)
+    assert await flow.result(5) == {("merge", "good"): "merged 0"}
+    with pytest.raises(TaskError, match=r"'load' 'f[01]'"):
+        await bad.result(5)
+
+
+async def test_cancel_and_retry_of_a_flow(mesh: TaskMesh) -> None:
+    load, merge = define(mesh)
+    async with mesh.flow("f") as flow:
+        good, bad = flow.add(load, "good"), flow.add(load, "bad", broken=True)
+        flow.add(merge, "m", after=[good, bad])
+    await drained(mesh)
+    assert (await flow.status()).counts == {"SUCCESS": 1, "FAIL": 2}
+    first = (await good.task()).task_state.create_time
+    await load.configure(update_existing_params=True).publish("bad", broken=False)
+    assert (await (await mesh.flow_status("f")).retry()).counts == {"SUCCESS": 1, "INIT": 2}
+    await drained(mesh)
+    assert (await flow.status()).counts == {"SUCCESS": 3}
+    assert (await good.task()).task_state.create_time == first
+    async with mesh.flow("g") as flow:
+        flow.add(merge, "m2", after=[flow.add(load.configure(delay_ms=3_600_000), "late")])
+    assert (await flow.cancel()).counts == {"CANCELLED": 2}
+
+
+@pytest.mark.parametrize(
+    ("members", "error", "said"),
+    [
+        (
+            [("load", "x", {"after": [("merge", "m")]}), ("merge", "m", {"after": [("load", "x")]})],
+            InvalidOption,
+            "'load' 'x' waits for 'merge' 'm' waits for 'load' 'x'",
+        ),
+        ([("merge", "m", {"after": [("load", "nobody")]})], TaskNotFound, "'load' 'nobody'"),
+        ([("load", "x", {}), ("load", "x", {})], InvalidOption, "twice"),
+        ([("load", "x", {"n": "many"})], InvalidParams, "'n'='many'"),
+        ([("unknown", "x", {})], InvalidOption, "'unknown'"),
+    ],
+)
+async def test_what_is_no_flow_is_refused_and_nothing_is_published(
+    mesh: TaskMesh, members: list[tuple[str, str, Any]], error: type[Exception], said: str
+) -> None:
+    define(mesh)
+
+    async def publish() -> None:
+        async with mesh.flow("f") as flow:
+            for name, key, settings in members:
+                flow.add(name, key, **settings)
+
+    with pytest.raises(error, match=said):
+        await publish()
+    with pytest.raises(TaskNotFound):
+        await mesh.flow_status("f")
+    assert [task async for task in mesh.find()] == []

@@ -1,0 +1,128 @@
+"""What a task has waited for, it can use: by `dependencies()`, or as params."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import pytest
+
+from taskmesh import (
+    FromDependency,
+    InvalidOption,
+    InvalidParams,
+    Status,
+    TaskError,
+    TaskMesh,
+    TaskOption,
+    current_blocking_task,
+    current_task,
+)
+from tests.flows.process_handlers import joined_elsewhere
+from tests.waiting import eventually
+from tests.working import working
+
+
+@dataclass
+class Page:
+    number: int
+
+
+async def drained(mesh: TaskMesh) -> None:
+    await mesh.consumer(worker_id="w1").run(until_idle=True)
+
+
+async def test_dependencies_gives_each_result_by_name_and_key_in_the_type_of_its_handler(mesh: TaskMesh) -> None:
+    seen: list[Any] = []
+
+    @mesh.task
+    async def page(n: int) -> Page:
+        return Page(n)
+
+    @mesh.task(option=TaskOption(max_unexpected_retries=0))
+    async def broken() -> None:
+        raise ValueError("no")
+
+    @mesh.task
+    async def book() -> int:
+        seen.append(await current_task().dependencies())
+        return len(seen[0])
+
+    @mesh.task
+    def blocking_book() -> int:
+        return len(current_blocking_task().dependencies())
+
+    in_a_process = mesh.task(joined_elsewhere, run="process")
+    pages = await page.publish_many({str(n): {"n": n} for n in range(3)})
+    after: Any = [*pages, await broken.publish("b")]
+    books = [
+        await each.configure(after=after, on_dependency_failure="run").publish("k")
+        for each in (book, blocking_book, in_a_process)
+    ]
+    await drained(mesh)
+    assert [await each.result(5) for each in books] == [4, 4, 4]
+    [found] = seen
+    assert list(found) == [("page", "0"), ("page", "1"), ("page", "2"), ("broken", "b")]
+    assert found["page", "1"] == Page(1)
+    assert isinstance(found["broken", "b"], TaskError)
+    assert "ValueError: no" in str(found["broken", "b"])
+
+
+async def test_params_come_from_dependencies_validated(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def page(n: int) -> Page:
+        return Page(n)
+
+    @mesh.task
+    async def only(text: Annotated[Page, FromDependency], times: int = 1) -> int:
+        return text.number * times
+
+    @mesh.task
+    async def two(a: Annotated[Page, FromDependency("page", "1")], b: Page) -> list[int]:
+        return [a.number, b.number]
+
+    @mesh.task
+    def elsewhere(b: Page | None = None) -> int:
+        return b.number if b is not None else -1
+
+    one, three = await page.publish("1", n=1), await page.publish("3", n=3)
+    first = await mesh.publish("only", "f", {"times": 2}, after=[three])
+    third = await mesh.publish("two", "t", after={"b": three})
+    fourth = await elsewhere.configure(after={"b": three}).publish("e")
+    fifth = await elsewhere.publish("e5")
+    sixth = await mesh.publish("two", "both", after={"b": three, "a": one})
+    await drained(mesh)
+    assert await first.result(5) == 6
+    assert await fourth.result(5) == 3
+    assert await fifth.result(5) == -1
+    assert await sixth.result(5) == [1, 3]
+    [said] = (await third.task()).fail_reasons
+    assert "'a' is the result of 'page' '1', for which it did not wait" in said
+
+
+async def test_what_cannot_be_fed_is_refused(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def page(n: int) -> Page:
+        return Page(n)
+
+    @mesh.task
+    async def only(text: Annotated[Page, FromDependency]) -> int:
+        return text.number
+
+    one = await page.publish("1", n=1)
+    with pytest.raises(InvalidParams, match="text comes from a dependency"):
+        await only.configure(after=[one]).publish("k", text=Page(2))
+    with pytest.raises(InvalidParams, match="after names nothing, which is no parameter"):
+        await page.configure(after={"nothing": one}).publish("k", n=1)
+    with pytest.raises(InvalidOption, match="takes a name and a key"):
+        FromDependency("page")
+    two = await page.publish("2", n=2)
+    both = await mesh.publish("only", "both", after=[one, two])
+    async with working(mesh, "w1"):
+
+        async def reason() -> str:
+            return "".join((await both.task()).fail_reasons)
+
+        await eventually(reason)
+    assert "its only dependency, and it has 2" in await reason()
+    assert (await both.status()) in (Status.INIT, Status.FAIL)
