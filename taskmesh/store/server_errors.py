@@ -13,6 +13,7 @@ from enum import IntEnum
 from typing import TypeVar
 
 from pymongo.errors import (
+    BulkWriteError,
     ConnectionFailure,
     InvalidOperation,
     OperationFailure,
@@ -144,6 +145,12 @@ def is_passing(error: BaseException) -> bool:
     """Whether the same command may go well a little later. The command may have been applied all the same."""
     if isinstance(error, (ConnectionFailure, WriteConcernError)):
         return True
+    if isinstance(error, BulkWriteError):
+        # It has no code of its own. What it wrote, and did not see confirmed by a majority in time, may yet be.
+        refused = error.details["writeErrors"]
+        return all(each["code"] in _PASSING for each in refused) and bool(
+            refused or error.details["writeConcernErrors"]
+        )
     if isinstance(error, OperationFailure):
         return any(error.has_error_label(label) for label in _PASSING_LABELS) or error.code in _PASSING
     return isinstance(error, PyMongoError) and not isinstance(error, OperationFailure) and error.timeout

@@ -391,7 +391,8 @@ class Oracle:
             for entry in self.entries("FAIL"):
                 entry["retry_time"] = now
         else:
-            expire_time = None if self.expired(now) else self.state.get("expire_time")
+            expires = self.state.get("expire_time")
+            expire_time = None if (expires or NEVER) <= now else expires  # though it did not bind what had begun
             if not fresh:
                 kept |= {name: self.state.get(name) for name in ("signals", "signals_bytes")}
             self._start_afresh(now, start_time=None, expire_time=expire_time, **kept)
