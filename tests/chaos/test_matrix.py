@@ -26,9 +26,9 @@ pytestmark = (
     pytest.mark.blocks_the_loop
 )  # the trap is armed by a blocking call of its own, just before a verb is called
 
-_OFF_THE_PATH = ("audit", "limits", "schedules")
-"""Modules of verbs that have fault tests of their own (limits survive crashes: tests/fleet). An audit may fail: it is
-told, not promised."""
+_OFF_THE_PATH = ("audit", "flows", "limits", "schedules")
+"""Modules of verbs that have fault tests of their own (limits survive crashes: tests/fleet; flows: tests/flows). An audit
+may fail: it is told, not promised."""
 _LOST_REPLY = "the reply is lost"
 FAULTS: dict[str, dict[str, Any]] = {
     _LOST_REPLY: {},
@@ -51,6 +51,7 @@ _ONLY_FOR: dict[str, set[str]] = {
 _ELSEWHERE = {
     "registry.read_definition": "asked by who publishes by name: tests/publish/test_by_name.py",
     "dependencies.any_marks": "asked with until_idle: tests/consumer/test_when_it_runs.py",
+    "dependencies.waited_for": "asked by dependencies() in a handler: tests/flows",
     "dependencies.open_edges": "asked by explain, of what waits for others",
     "steps.read": "asked where records are too many to come with the claim: tests/durable",
     "steps.stands": "asked after a fault, so here after every one at steps.record",

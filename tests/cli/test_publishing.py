@@ -108,7 +108,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["publish", "add", "k", "--start-time", "soon"], "not a time like"),
     (["publish", "add", "k", "--option", "priority"], "FIELD=VALUE"),
     (["publish", "add", "k", "--option", "prio=1"], "unknown"),
-    (["publish", "add", "k", "--option", "worker_timeout_ms=5"], "worker_timeout_ms"),
+    (["publish", "add", "k", "--option", "worker_timeout_ms=1"], "worker_timeout_ms"),
     (["publish", "add", "--from-file", "not-there"], "cannot be read"),
 ]
 
