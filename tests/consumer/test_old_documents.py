@@ -20,7 +20,7 @@ ONCE = TaskOption(max_unexpected_retries=0)
         ({}, "'path' is missing"),
         ({"path": "a.png", "width": "wide"}, "'width'='wide' does not fit"),
         ({"path": "a.png", "height": 3}, "there is no parameter 'height'"),
-        (["a.png"], "the stored params are no document"),
+        (["a.png"], "the stored params must be a document"),
     ],
     ids=["missing", "wrong type", "unknown", "no document"],
 )
