@@ -54,7 +54,6 @@ async def test_the_example_of_an_option_sets_it(mesh: TaskMesh) -> None:
 async def test_the_example_of_a_setting_is_taken(mesh: TaskMesh) -> None:
     namespace = await defined(mesh)
     await mesh.publish("extract", "2026-11")  # what the example of `after` waits for
-    await mesh.publish("resize", "before", {"path": "b.png"})  # for `after`
     for row in SETTINGS:
         setting, example = name_in(row, "setting"), name_in(row, "example")
         async with mesh.store.driver.session() as session:
