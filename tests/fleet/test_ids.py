@@ -125,6 +125,12 @@ CALLS: dict[str, Callable[[TaskMesh, Any], Any]] = {
     "resume_schedule": lambda mesh, id_: mesh.schedules.resume(id_),
     "trigger": lambda mesh, id_: mesh.schedules.trigger(id_),
     "unschedule": lambda mesh, id_: mesh.schedules.remove(id_),
+    "signal": lambda mesh, id_: mesh.signal(id_, "k", "go"),
+    "signal by key": lambda mesh, id_: mesh.signal("job", id_, "go"),
+    "flow": lambda mesh, id_: mesh.flow(id_),
+    "flow_status": lambda mesh, id_: mesh.flow_status(id_),
+    "flow of a task": lambda mesh, id_: mesh.flows.of(id_, "k"),
+    "flow of a key": lambda mesh, id_: mesh.flows.of("job", id_),
 }
 
 
@@ -193,7 +199,8 @@ def test_every_public_call_that_names_something_is_tried(mongo_uri: str) -> None
             if not call.startswith("_") and ids & set(inspect.signature(function).parameters):
                 found.add(f"{type(part).__name__}.{call}")
     tried = {code for call in CALLS.values() for code in call.__code__.co_names}
-    like = {"Publisher.publication_of", "TaskMesh.task"}  # by the same checks as `publish`
+    like = {"Publisher.publication_of", "TaskMesh.task", "Flows.member"}  # by the same checks as `publish`
+    like |= {"Flows.key_of", "Flows.status", "Flows.publish", "Flows.result"}  # as `flow_status` and `flow`
     like |= {
         "Schedules.publication_of_tick",
         "Bulk.retry",
