@@ -11,7 +11,7 @@
         assert [task.name for task in await drain(mesh)] == ["remind"]
 
 The fixture `mesh` is the mesh that the ini option `taskmesh_app` names (`app:mesh`), or one without tasks; it is connected to an
-empty database of an embedded MongoDB that all tests of the session share (extra `taskmesh[embedded]`), or of the server that
+empty database of an embedded MongoDB that all tests of the session share (extra `embedded` of `taskmesh-mongodb`), or of the server that
 `TASKMESH_TEST_URI` names. Async tests run by anyio's plugin or by pytest-asyncio; a plain test gets the mesh unconnected, as a
 command of your own would. `worker` runs the mesh's tasks in the background while the test lasts.
 """
@@ -31,7 +31,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from pymongo import MongoClient
 
 from taskmesh.cli.connected import load_mesh
 from taskmesh.consumer import Consumer
@@ -39,6 +38,7 @@ from taskmesh.consumer.outcome import Ending
 from taskmesh.mesh import TaskMesh
 from taskmesh.model.errors import TaskNotFound
 from taskmesh.model.task import Task
+from taskmesh.store.blocking import drop_database
 from taskmesh.store.driver import maybe
 
 pytest_asyncio: Any
@@ -130,8 +130,7 @@ def taskmesh_database(taskmesh_uri: str) -> Iterator[str]:
     """The name of an empty database, which is dropped after the test."""
     name = f"test_{secrets.token_hex(6)}"
     yield name
-    with MongoClient[dict[str, Any]](taskmesh_uri) as client:
-        client.drop_database(name)
+    drop_database(taskmesh_uri, name)
 
 
 @pytest.fixture

@@ -35,6 +35,12 @@ def blocking_client(address: StoreAddress) -> Any:
     return MongoClient(**address.settings)
 
 
+def drop_database(uri: str, name: str) -> None:
+    """Drop a database with all that is in it: one that a test has used."""
+    with MongoClient[Document](uri) as client:
+        client.drop_database(name)
+
+
 class BlockingStore(Store):
     """A store on a blocking client, which stays its owner's. Its verbs are run by `run_now`."""
 
