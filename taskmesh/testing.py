@@ -10,10 +10,10 @@
         advance(mesh, hours=24)
         assert [task.name for task in await drain(mesh)] == ["remind"]
 
-The fixture `mesh` is the mesh that the ini option `taskmesh_app` names (`app:mesh`), or one without tasks; it is connected to an
-empty database of an embedded MongoDB that all tests of the session share (extra `embedded` of `taskmesh-mongodb`), or of the server
-that `TASKMESH_TEST_URI` names. Async tests run by anyio's plugin or by pytest-asyncio; a plain test gets the mesh unconnected, as a
-command of your own would. `worker` runs the mesh's tasks in the background while the test lasts.
+The fixture `mesh` is the mesh that the ini option `taskmesh_app` names (`app:mesh`), or one without tasks. It is connected to an
+empty database of an embedded MongoDB that all tests of the session share (extra `embedded` of `taskmesh-mongodb`), or of the
+server that `TASKMESH_TEST_URI` names. Async tests run by anyio's plugin or by pytest-asyncio; a plain test gets the mesh
+unconnected, as a command of your own would. `worker` runs the mesh's tasks in the background while the test lasts.
 """
 
 from __future__ import annotations
