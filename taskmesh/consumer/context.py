@@ -12,9 +12,9 @@ from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 from taskmesh.client.definition import TaskDefinition
 from taskmesh.client.handle import TaskHandle
-from taskmesh.consumer.journal import (
-    Journal,
+from taskmesh.consumer.recording import (
     Ledger,
+    Recorder,
     blocking_step,
     checked_moment,
     duration_ms,
@@ -67,7 +67,7 @@ class RunningInLoop(Running, Protocol):
     """An execution whose handler runs in the event loop."""
 
     @property
-    def journal(self) -> Journal: ...
+    def journal(self) -> Recorder: ...
     async def dependencies(self) -> dict[tuple[str, str], Any]: ...
     def transaction(self) -> AbstractAsyncContextManager[Any]: ...
     def in_transaction(self, fn: Callable[[Any], Awaitable[Any]]) -> Awaitable[Any]: ...

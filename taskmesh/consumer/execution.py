@@ -10,10 +10,11 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from datetime import datetime, timedelta
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from taskmesh.client.publisher import Publisher
 from taskmesh.client.returns import PLAIN, Returns
+from taskmesh.consumer.recording import Ledger, Recorder
 from taskmesh.consumer.tracing import ProcessSpan
 from taskmesh.model.errors import InvalidParams, LeaseLost, TaskSuspended
 from taskmesh.model.option import TaskOption
@@ -23,9 +24,6 @@ from taskmesh.store.clock import ServerClock
 from taskmesh.store.driver import Document
 from taskmesh.store.finish import Outcome
 from taskmesh.store.publish import Publication
-
-if TYPE_CHECKING:
-    from taskmesh.consumer.journal import Journal, Ledger
 
 LOG_LINES = 100
 LOG_LINE_CHARS = 2_000
@@ -126,7 +124,7 @@ class Journals(Protocol):
 
     # ruff: noqa: D102 — see `journal.Journals`
 
-    def open(self, execution: Execution) -> Journal: ...
+    def open(self, execution: Execution) -> Recorder: ...
     def in_thread(self, execution: Execution) -> Ledger: ...
 
 
@@ -217,7 +215,7 @@ class Execution:
     recorded_or_lost = False
     """Whether its outcome is recorded, or lost with the lease: so that its lease is of no interest any more."""
     _option: TaskOption | None = None
-    _journal: Journal | None = None
+    _journal: Recorder | None = None
     _logs: deque[Document] | None = None
     _log_bytes = 0
     _dropped_logs = 0
@@ -386,7 +384,7 @@ class Execution:
     # --- its journal ---
 
     @property
-    def journal(self) -> Journal:
+    def journal(self) -> Recorder:
         """What it has recorded; in the event loop."""
         if self._journal is None:
             self._journal = self._journals.open(self)

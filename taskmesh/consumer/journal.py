@@ -18,22 +18,35 @@ import asyncio
 import inspect
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
+from datetime import datetime, timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import anyio
 import anyio.to_thread
 from pymongo.errors import PyMongoError
 
-from taskmesh.client.returns import Returns
+from taskmesh.client.handle import TaskHandle
+from taskmesh.consumer.execution import Execution
 from taskmesh.consumer.fingerprint import fingerprint
+from taskmesh.consumer.finisher import Finisher
+from taskmesh.consumer.recording import (
+    Entry,
+    Recorder,
+    Started,
+    checked_ms,
+    failed,
+    inside,
+    not_callable,
+    returns_of,
+    step_under_way,
+    stored,
+    value_of,
+)
+from taskmesh.consumer.transactions import Transactions
 from taskmesh.model.errors import (
-    InvalidOption,
     LeaseLost,
     StepMismatch,
     TaskError,
@@ -44,18 +57,12 @@ from taskmesh.model.errors import (
 )
 from taskmesh.model.ids import checked_step_name
 from taskmesh.store import Store, children, steps
+from taskmesh.store.clock import ServerClock
 from taskmesh.store.dependencies import linking_pipeline
 from taskmesh.store.driver import Document, restored
 from taskmesh.store.finish import Outcome
 from taskmesh.store.server_errors import is_over_deadline, is_passing, patiently
-from taskmesh.store.values import cleaned, decoded, encoded
-
-if TYPE_CHECKING:
-    from taskmesh.client.handle import TaskHandle
-    from taskmesh.consumer.execution import Execution
-    from taskmesh.consumer.finisher import Finisher
-    from taskmesh.consumer.transactions import Transactions
-    from taskmesh.store.clock import ServerClock
+from taskmesh.store.values import cleaned, encoded
 
 MAX_VALUE_BYTES = 1_000_000
 MAX_RECORDS_BYTES = 8_000_000
@@ -63,25 +70,7 @@ _SIZE_OF_THE_REST = 300
 """About what a record has beside its value, in bytes."""
 _IN_PLACE_S = 1.0
 """What takes no longer is waited for in place."""
-_LONGEST_MS = 10 * 366 * 86_400_000
 _PAUSE_S = 0.05
-
-_inside: ContextVar[str | None] = ContextVar("taskmesh step under way", default=None)
-"""The step whose function is running: in there nothing else may be recorded."""
-
-
-@dataclass(eq=False, slots=True)
-class Entry:
-    """One call of a handler that is to be recorded."""
-
-    kind: str
-    name: str
-    """As it is shown: the second of one name is `name#2`."""
-    given: str
-    id: str
-    fingerprint: str | None
-    refused: Exception | None = None
-    """Why it cannot be made, raised when it is awaited."""
 
 
 class Journals:
@@ -246,7 +235,7 @@ class Journal:
     async def start(self, definition: Any, key: str, params: Mapping[str, Any], *, detached: bool) -> TaskHandle[Any]:
         """See `TaskContext.start`."""
         self._check()
-        self._check_place(_inside.get())
+        self._check_place(step_under_way())
         publisher = self._execution.publisher
         publication = publisher.publication_of(definition, key, params)
         publication.parent, publication.detached = self._execution.id, detached
@@ -324,7 +313,7 @@ class Journal:
         """Note that something is asked for, and take the number of its name."""
         try:
             checked_step_name("the event of a signal" if kind == "wait" else f"the name of a {kind}", name)
-            self._check_place(outer or _inside.get())
+            self._check_place(outer or step_under_way())
         except TaskMeshError as error:
             return Entry(kind, str(name), "", "", made_by, error)
         self._counts[kind, name] += 1
@@ -535,41 +524,6 @@ def _tell(answer: asyncio.Future[bool], recorded: bool) -> None:
         answer.set_result(recorded)
 
 
-# --- for the event loop, threads and child processes alike ---
-
-
-@contextmanager
-def inside(name: str) -> Iterator[None]:
-    """The function of this step runs in the block."""
-    token = _inside.set(name)
-    try:
-        yield
-    finally:
-        _inside.reset(token)
-
-
-def returns_of(name: str, fn: Any) -> Returns:
-    """Return what the function of a step returns."""
-    return Returns(f"the value of step {name!r}", fn if callable(fn) else None)
-
-
-def stored(returns: Returns, value: Any) -> Document:
-    """Return the value as a field of a record, as it will be read by whoever resumes. Raises `UnstorableValue`."""
-    return decoded(encoded({"value": returns.to_store(value)}))
-
-
-def failed(error: TaskFailed) -> Document:
-    """Return the field of a record that says that a step failed for good."""
-    return {"error": cleaned(str(error) or "TaskFailed")}
-
-
-def value_of(record: Document, returns: Returns) -> Any:
-    """Return what a step returns whose record this is, or raise what it raised."""
-    if (error := record.get("error")) is not None:
-        raise TaskFailed(error)
-    return returns.read(record["value"])
-
-
 def error_of(id_: str, end: Document | None) -> str | None:
     """Say how a child ended that did not succeed; None if it did."""
     name, _, key = id_.partition(":")
@@ -581,108 +535,6 @@ def error_of(id_: str, end: Document | None) -> str | None:
     return cleaned(f"the child {name!r} {key!r} ended as {end['status']}{': ' + reasons if reasons else ''}")
 
 
-def not_callable(name: str, fn: Any) -> TypeError:
-    """Return the error for what cannot be called."""
-    hint = (
-        ": pass the function and its arguments, step(name, fn, *args), not its call" if inspect.isawaitable(fn) else ""
-    )
-    return TypeError(f"step {name!r}: fn must be callable, got {type(fn).__name__}{hint}")
-
-
-def checked_ms(what: str, ms: Any) -> int:
-    """Return milliseconds, or raise `InvalidOption`."""
-    if isinstance(ms, bool) or not isinstance(ms, int) or not 0 <= ms <= _LONGEST_MS:
-        raise InvalidOption(
-            f"{what} must be a whole number of milliseconds from 0 to {_LONGEST_MS} (ten years), got {ms!r:.100}"
-        )
-    return ms
-
-
-def duration_ms(parts: Mapping[str, Any]) -> int:
-    """Return how long the parts of a `timedelta` are together. Raises `InvalidOption`."""
-    try:
-        ms = timedelta(**parts) / timedelta(milliseconds=1)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidOption(f"sleep() takes parts of a timedelta, like hours=24, got {parts!r:.100}: {error}") from None
-    if not parts or not 0 <= ms <= _LONGEST_MS:
-        raise InvalidOption(f"sleep() takes a time of 0 to ten years, like hours=24, got {parts!r:.100}")
-    return round(ms)
-
-
-def checked_moment(when: Any) -> datetime:
-    """Return the moment in UTC, as it is stored, or raise `InvalidOption`. A naive one is UTC."""
-    if not isinstance(when, datetime):
-        raise InvalidOption(f"sleep_until() takes a datetime, got {when!r:.100}")
-    moment = when.replace(tzinfo=UTC) if when.tzinfo is None else when.astimezone(UTC)
-    return moment.replace(microsecond=moment.microsecond // 1000 * 1000)
-
-
-class Started(Protocol):
-    """What `start` returned: a `TaskHandle`, or its name in the process that talks to a child process."""
-
-    # ruff: noqa: D102 — each is the handle's property or method of its name
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def key(self) -> str: ...
-    def read(self, stored: Any) -> Any: ...
-
-
-class Ledger(Protocol):
-    """A journal, for a handler that blocks: in a thread here, or at the other end of a pipe."""
-
-    # ruff: noqa: D102 — each is the `Journal`'s method of its name
-
-    def begin_step(self, name: str, made_by: str, outer: str | None) -> tuple[str, Document | None]: ...
-    def end_step(self, id_: str, fields: Document | None) -> Document | None: ...
-    def in_transaction(self, id_: str, fn: Callable[[Any], Document]) -> Document: ...
-    def start(self, definition: Any, key: str, params: Mapping[str, Any], *, detached: bool) -> TaskHandle[Any]: ...
-    def results(self, handles: Sequence[Started], *, return_errors: bool) -> list[Any]: ...
-    def sleep(self, name: str, ms: int | None, when: datetime | None, outer: str | None) -> None: ...
-    def wait_for(self, event: str, timeout_ms: int | None, outer: str | None) -> Any: ...
-
-
-def blocking_step(
-    ledger: Ledger,
-    name: str,
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    *,
-    transactional: bool,
-) -> Any:
-    """See `BlockingTaskContext.step`."""
-    returns = returns_of(name, fn)
-    if not callable(fn) or inspect.iscoroutinefunction(fn):
-        raise not_callable(name, fn)
-    id_, record = ledger.begin_step(name, fingerprint(fn, args, kwargs), _inside.get())
-
-    def made(**session: Any) -> Document:
-        with inside(name):
-            return stored(returns, fn(*args, **kwargs, **session))
-
-    written = False
-    try:
-        if record is None and transactional:
-            try:
-                record = ledger.in_transaction(id_, lambda session: made(session=session))
-            except TaskFailed as error:
-                record = ledger.end_step(id_, failed(error))
-            written = True
-        elif record is None:
-            try:
-                fields = made()
-            except TaskFailed as error:
-                fields = failed(error)
-            record = ledger.end_step(id_, fields)
-            written = True
-    finally:
-        if not written:
-            ledger.end_step(id_, None)
-    return value_of(record or {}, returns)
-
-
 class InThread:
     """The journal of an execution whose handler runs in a thread."""
 
@@ -690,7 +542,7 @@ class InThread:
         self._journals = journals
         self._execution = execution
 
-    def _do(self, doing: Callable[[Journal], Awaitable[Any]]) -> Any:
+    def _do(self, doing: Callable[[Recorder], Awaitable[Any]]) -> Any:
         """Do it in the event loop, and wait."""
 
         async def do() -> Any:
@@ -736,8 +588,3 @@ class InThread:
     def wait_for(self, event: str, timeout_ms: int | None, outer: str | None) -> Any:
         """See `BlockingTaskContext.wait_for`."""
         return self._do(lambda journal: journal.wait_for(event, timeout_ms, outer))
-
-
-def step_under_way() -> str | None:
-    """Return the name of the step whose function runs here, if one does."""
-    return _inside.get()

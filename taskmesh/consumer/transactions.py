@@ -21,9 +21,9 @@ from typing import Any, Literal, Protocol
 from pymongo.errors import OperationFailure, PyMongoError
 
 from taskmesh.consumer.execution import Execution
-from taskmesh.consumer.journal import Entry, Journal, failed, inside, returns_of, stored
 from taskmesh.consumer.outcome import success
 from taskmesh.consumer.pinger import Pinger
+from taskmesh.consumer.recording import Entry, Recorder, failed, inside, returns_of, stored
 from taskmesh.consumer.reporter import Reporter
 from taskmesh.consumer.timing import by_chance
 from taskmesh.consumer.together import Together, commit, lost, write
@@ -127,7 +127,7 @@ class Transactions:
     async def step_in_loop(
         self,
         execution: Execution,
-        journal: Journal,
+        journal: Recorder,
         entry: Entry,
         fn: Callable[..., Any],
         args: Sequence[Any],
@@ -147,7 +147,7 @@ class Transactions:
         except TaskFailed as error:
             return await journal.write(entry, failed(error))
 
-    async def start_child(self, journal: Journal, entry: Entry, publication: Publication) -> Document:
+    async def start_child(self, journal: Recorder, entry: Entry, publication: Publication) -> Document:
         """Insert a child and record it in its parent, as one; return the record. Raises `InvalidKey`, `LeaseLost`."""
         longest = _FIRST_WAIT_S
         while True:
@@ -181,13 +181,13 @@ class Transactions:
             longest = min(longest * 1.5, _LONGEST_WAIT_S)
 
     def step_in_thread(
-        self, execution: Execution, journal: Journal, entry: Entry, made: Callable[[Any], Document]
+        self, execution: Execution, journal: Recorder, entry: Entry, made: Callable[[Any], Document]
     ) -> Document:
         """Do so for a handler in a thread, with a session of a blocking client."""
         caller = self.side(execution)
         return blocking_step_again(caller.call(self._blocking_store()), self.step_side(execution, journal, entry), made)
 
-    def step_side(self, execution: Execution, journal: Journal, entry: Entry) -> _StepFromThread:
+    def step_side(self, execution: Execution, journal: Recorder, entry: Entry) -> _StepFromThread:
         """The side of a transactional step, for a thread that is not the event loop's."""
         return _StepFromThread(_StepHere(self, execution, journal, entry), self.side(execution))
 
@@ -371,7 +371,7 @@ class StepSide(Protocol):
 class _StepHere:
     """The side of a step in the event loop."""
 
-    def __init__(self, transactions: Transactions, execution: Execution, journal: Journal, entry: Entry) -> None:
+    def __init__(self, transactions: Transactions, execution: Execution, journal: Recorder, entry: Entry) -> None:
         self._transactions = transactions
         self._execution = execution
         self._journal = journal

@@ -9,6 +9,7 @@ import pytest
 
 from taskmesh import Status
 from tests.chaos.cluster import cluster
+from tests.chaos.history import DIED_AS_ASKED
 from tests.chaos.stage import stage
 from tests.mongods import small_mongod
 from tests.processes.wrong_clock import FAKETIME
@@ -39,7 +40,7 @@ async def test_t1_a_server_whose_clock_is_an_hour_off_costs_nothing(
             await set_up.publish("expires", ends="EXPIRED", delay_ms=60_000, expire_time=soon)
             await set_up.publish("dies", {"then": "die"})
             await set_up.until_marked("started")
-            assert w1.wait() == 1
+            assert w1.wait() == DIED_AS_ASKED
             set_up.worker("w2")
             await set_up.until_status(Status.SUCCESS, "dies")
             findings = await set_up.end(30.0)

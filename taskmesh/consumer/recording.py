@@ -1,0 +1,215 @@
+"""A record in the making: what all sides of it share, be the handler in the event loop, in a thread or in a child process.
+
+Whoever keeps records is a `Recorder` (`journal.Journal`); a handler that blocks reaches it by a `Ledger`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any, Protocol
+
+from taskmesh.client.handle import TaskHandle
+from taskmesh.client.returns import Returns
+from taskmesh.consumer.fingerprint import fingerprint
+from taskmesh.model.errors import InvalidOption, TaskFailed
+from taskmesh.store.driver import Document
+from taskmesh.store.finish import Outcome
+from taskmesh.store.values import cleaned, decoded, encoded
+
+_LONGEST_MS = 10 * 366 * 86_400_000
+
+_inside: ContextVar[str | None] = ContextVar("taskmesh step under way", default=None)
+"""The step whose function is running: in there nothing else may be recorded."""
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """One call of a handler that is to be recorded."""
+
+    kind: str
+    name: str
+    """As it is shown: the second of one name is `name#2`."""
+    given: str
+    id: str
+    fingerprint: str | None
+    refused: Exception | None = None
+    """Why it cannot be made, raised when it is awaited."""
+
+
+# --- who keeps records ---
+
+
+class Started(Protocol):
+    """What `start` returned: a `TaskHandle`, or its name in the process that talks to a child process."""
+
+    # ruff: noqa: D102 — each is the handle's property or method of its name
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def key(self) -> str: ...
+    def read(self, stored: Any) -> Any: ...
+
+
+class Recorder(Protocol):
+    """The journal of an execution, as its handler and its transactions see it."""
+
+    # ruff: noqa: D102 — each is the `Journal`'s method of its name
+
+    def step(
+        self, name: str, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, transactional: bool
+    ) -> Coroutine[Any, Any, Any]: ...
+    async def start(
+        self, definition: Any, key: str, params: Mapping[str, Any], *, detached: bool
+    ) -> TaskHandle[Any]: ...
+    async def results(self, handles: Sequence[Started], *, return_errors: bool) -> list[Any]: ...
+    async def sleep(self, name: str, ms: int | None, when: datetime | None, outer: str | None = None) -> None: ...
+    async def wait_for(self, event: str, timeout_ms: int | None, outer: str | None = None) -> Any: ...
+
+    # of a handler that blocks
+    async def begin_step(self, name: str, made_by: str, outer: str | None) -> tuple[str, Document | None]: ...
+    async def end_step(self, id_: str, fields: Document | None) -> Document | None: ...
+    def begun(self, id_: str) -> Entry: ...
+
+    # of what commits with its record
+    @property
+    def lease_until(self) -> float: ...
+    def transaction(self) -> AbstractAsyncContextManager[None]: ...
+    async def outcome(self, entry: Entry, fields: Document) -> Outcome: ...
+    async def write(self, entry: Entry, fields: Document) -> Document: ...
+    def remember(self, outcome: Outcome) -> Document: ...
+
+
+class Ledger(Protocol):
+    """A journal, for a handler that blocks: in a thread here, or at the other end of a pipe."""
+
+    # ruff: noqa: D102 — each is the `Journal`'s method of its name
+
+    def begin_step(self, name: str, made_by: str, outer: str | None) -> tuple[str, Document | None]: ...
+    def end_step(self, id_: str, fields: Document | None) -> Document | None: ...
+    def in_transaction(self, id_: str, fn: Callable[[Any], Document]) -> Document: ...
+    def start(self, definition: Any, key: str, params: Mapping[str, Any], *, detached: bool) -> TaskHandle[Any]: ...
+    def results(self, handles: Sequence[Started], *, return_errors: bool) -> list[Any]: ...
+    def sleep(self, name: str, ms: int | None, when: datetime | None, outer: str | None) -> None: ...
+    def wait_for(self, event: str, timeout_ms: int | None, outer: str | None) -> Any: ...
+
+
+# --- a step, and what it leaves ---
+
+
+@contextmanager
+def inside(name: str) -> Iterator[None]:
+    """The function of this step runs in the block."""
+    token = _inside.set(name)
+    try:
+        yield
+    finally:
+        _inside.reset(token)
+
+
+def returns_of(name: str, fn: Any) -> Returns:
+    """Return what the function of a step returns."""
+    return Returns(f"the value of step {name!r}", fn if callable(fn) else None)
+
+
+def stored(returns: Returns, value: Any) -> Document:
+    """Return the value as a field of a record, as it will be read by whoever resumes. Raises `UnstorableValue`."""
+    return decoded(encoded({"value": returns.to_store(value)}))
+
+
+def failed(error: TaskFailed) -> Document:
+    """Return the field of a record that says that a step failed for good."""
+    return {"error": cleaned(str(error) or "TaskFailed")}
+
+
+def value_of(record: Document, returns: Returns) -> Any:
+    """Return what a step returns whose record this is, or raise what it raised."""
+    if (error := record.get("error")) is not None:
+        raise TaskFailed(error)
+    return returns.read(record["value"])
+
+
+def not_callable(name: str, fn: Any) -> TypeError:
+    """Return the error for what cannot be called."""
+    hint = (
+        ": pass the function and its arguments, step(name, fn, *args), not its call" if inspect.isawaitable(fn) else ""
+    )
+    return TypeError(f"step {name!r}: fn must be callable, got {type(fn).__name__}{hint}")
+
+
+def checked_ms(what: str, ms: Any) -> int:
+    """Return milliseconds, or raise `InvalidOption`."""
+    if isinstance(ms, bool) or not isinstance(ms, int) or not 0 <= ms <= _LONGEST_MS:
+        raise InvalidOption(
+            f"{what} must be a whole number of milliseconds from 0 to {_LONGEST_MS} (ten years), got {ms!r:.100}"
+        )
+    return ms
+
+
+def duration_ms(parts: Mapping[str, Any]) -> int:
+    """Return how long the parts of a `timedelta` are together. Raises `InvalidOption`."""
+    try:
+        ms = timedelta(**parts) / timedelta(milliseconds=1)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidOption(f"sleep() takes parts of a timedelta, like hours=24, got {parts!r:.100}: {error}") from None
+    if not parts or not 0 <= ms <= _LONGEST_MS:
+        raise InvalidOption(f"sleep() takes a time of 0 to ten years, like hours=24, got {parts!r:.100}")
+    return round(ms)
+
+
+def checked_moment(when: Any) -> datetime:
+    """Return the moment in UTC, as it is stored, or raise `InvalidOption`. A naive one is UTC."""
+    if not isinstance(when, datetime):
+        raise InvalidOption(f"sleep_until() takes a datetime, got {when!r:.100}")
+    moment = when.replace(tzinfo=UTC) if when.tzinfo is None else when.astimezone(UTC)
+    return moment.replace(microsecond=moment.microsecond // 1000 * 1000)
+
+
+def step_under_way() -> str | None:
+    """Return the name of the step whose function runs here, if one does."""
+    return _inside.get()
+
+
+def blocking_step(
+    ledger: Ledger,
+    name: str,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    transactional: bool,
+) -> Any:
+    """See `BlockingTaskContext.step`."""
+    returns = returns_of(name, fn)
+    if not callable(fn) or inspect.iscoroutinefunction(fn):
+        raise not_callable(name, fn)
+    id_, record = ledger.begin_step(name, fingerprint(fn, args, kwargs), step_under_way())
+
+    def made(**session: Any) -> Document:
+        with inside(name):
+            return stored(returns, fn(*args, **kwargs, **session))
+
+    written = False
+    try:
+        if record is None and transactional:
+            try:
+                record = ledger.in_transaction(id_, lambda session: made(session=session))
+            except TaskFailed as error:
+                record = ledger.end_step(id_, failed(error))
+            written = True
+        elif record is None:
+            try:
+                fields = made()
+            except TaskFailed as error:
+                fields = failed(error)
+            record = ledger.end_step(id_, fields)
+            written = True
+    finally:
+        if not written:
+            ledger.end_step(id_, None)
+    return value_of(record or {}, returns)
