@@ -27,7 +27,7 @@ from typing import Any
 PROGRAMS = {
     "taskmesh": "taskmesh.cli:main",
     "worker": "tests.processes.worker:main",
-    "publisher": "tests.publish.publishers:main",
+    "publisher": "tests.client.publishers:main",
 }
 _IMPORTED = (
     "taskmesh.cli.app",

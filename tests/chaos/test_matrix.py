@@ -27,7 +27,7 @@ pytestmark = (
 )  # the trap is armed by a blocking call of its own, just before a verb is called
 
 _OFF_THE_PATH = ("audit", "flows", "limits", "schedules")
-"""Modules of verbs that have fault tests of their own (limits survive crashes: tests/fleet; flows: tests/flows). An audit
+"""Modules of verbs that have fault tests of their own (limits survive crashes: tests/consumer; flows: tests/flows). An audit
 may fail: it is told, not promised."""
 _LOST_REPLY = "the reply is lost"
 FAULTS: dict[str, dict[str, Any]] = {
@@ -49,7 +49,7 @@ _ONLY_FOR: dict[str, set[str]] = {
     "DuplicateKey": {"insert"},
 }
 _ELSEWHERE = {
-    "registry.read_definition": "asked by who publishes by name: tests/publish/test_by_name.py",
+    "registry.read_definition": "asked by who publishes by name: tests/client/test_by_name.py",
     "dependencies.any_marks": "asked with until_idle: tests/consumer/test_when_it_runs.py",
     "dependencies.waited_for": "asked by dependencies() in a handler: tests/flows",
     "dependencies.open_edges": "asked by explain, of what waits for others",
@@ -58,7 +58,7 @@ _ELSEWHERE = {
     "schema.check_readable": "asked by who only looks: tests/store/test_connecting.py",
     "find.fitting": "asked if on_claim has a filter: tests/consumer/test_unclaimable_head.py",
     "find.judged": "part of a scan; it asks by find.look_up, which is here",
-    "find.names_in_use": "asked once a minute, for tasks that nobody runs: tests/fleet/test_deploy_skew.py",
+    "find.names_in_use": "asked once a minute, for tasks that nobody runs: tests/consumer/test_deploy_skew.py",
     "find.open_scan": "reads behind tasks that are refused: tests/consumer/test_unclaimable_head.py",
     "find.queues_in_use": "asked where more is due than one look shows: tests/consumer/test_many_queues.py",
     "find.unfinished_left": "asked with until_idle: tests/consumer/test_when_it_runs.py",

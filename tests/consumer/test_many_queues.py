@@ -15,7 +15,7 @@ from pymongo.monitoring import CommandFailedEvent, CommandListener, CommandStart
 
 from taskmesh import TaskMesh
 from taskmesh.client.definition import TaskDefinition
-from tests.fleet.sampling import starts_of
+from tests.consumer.sampling import starts_of
 from tests.waiting import eventually
 from tests.working import parts_of, working
 

@@ -14,7 +14,7 @@ import pytest
 
 from taskmesh import Status, Task, TaskMesh, TaskOption, current_task
 from taskmesh.store.claim import claim
-from tests.fleet.limits_held import LimitsHeld, watched
+from tests.consumer.limits_held import LimitsHeld, watched
 from tests.waiting import eventually
 from tests.working import all_working, finished, status_is, working
 

@@ -18,7 +18,7 @@ from pymongo.read_concern import ReadConcern
 from taskmesh import TaskMesh
 from taskmesh.store import limits
 from taskmesh.store.claim import claim
-from tests.fleet.limits_held import LimitsHeld, watched
+from tests.consumer.limits_held import LimitsHeld, watched
 from tests.processes.fleet import Fleet, Worker
 from tests.processes.handlers import Handlers, define
 from tests.waiting import eventually

@@ -13,7 +13,7 @@ from bson import ObjectId
 
 from taskmesh import TaskMesh
 from taskmesh.store import Store, limits
-from tests.fleet.sampling import most_starts_within
+from tests.consumer.sampling import most_starts_within
 from tests.waiting import eventually
 from tests.working import working
 

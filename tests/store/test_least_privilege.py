@@ -15,7 +15,7 @@ from pymongo.errors import OperationFailure
 
 from taskmesh import TaskMesh, TaskMeshError
 from tests.chaos.life import EXPECTED_RUNS, live
-from tests.security.conftest import PASSWORD, QUOTED_PASSWORD, Secured
+from tests.store.conftest import PASSWORD, QUOTED_PASSWORD, Secured
 
 pytestmark = pytest.mark.slow  # a server of its own kind, and a whole life on it
 

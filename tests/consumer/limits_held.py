@@ -14,7 +14,7 @@ from typing import Any
 from tests.chaos.checker import check_version
 from tests.chaos.findings import Findings
 from tests.chaos.versions import Document, Version, Versions, Watcher
-from tests.fleet.sampling import most_starts_within
+from tests.consumer.sampling import most_starts_within
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""A server as production has it: TLS alone, and nobody comes in without a password."""
+"""For the least privileges: a server as production has it: TLS alone, and nobody comes in without a password."""
 
 from __future__ import annotations
 

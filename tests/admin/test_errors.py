@@ -55,7 +55,7 @@ async def test_errors_of_one_type_from_one_place_are_one_group_and_others_are_no
     slow, gone, *_ = report.groups
     assert slow.message.startswith("TimeoutError: h")
     assert slow.frame is not None
-    assert slow.frame.startswith("tests/fleet/test_errors.py:")
+    assert slow.frame.startswith("tests/admin/test_errors.py:")
     assert slow.frame.endswith(" in fetch")
     assert slow.first_time is not None
     assert slow.last_time is not None
@@ -111,7 +111,7 @@ async def test_failures_that_differ_in_unquoted_names_alone_are_one_group_by_typ
     ]
     for group in groups:
         assert group.frame is not None
-        assert group.frame.startswith("tests/fleet/test_errors.py:")
+        assert group.frame.startswith("tests/admin/test_errors.py:")
         assert group.frame.endswith(" in refuse")
         assert await fits(mesh, group) == names
     [entry] = (await mesh.get("send", "ann")).task_state.worker_states

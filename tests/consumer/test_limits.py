@@ -6,7 +6,7 @@ import anyio
 import pytest
 
 from taskmesh import InvalidOption, Status, TaskMesh
-from tests.fleet.sampling import most_running, most_starts_within, starts_of
+from tests.consumer.sampling import most_running, most_starts_within, starts_of
 from tests.waiting import eventually
 from tests.working import all_working, finished, working
 
