@@ -26,7 +26,7 @@ def direct_client(address: str, *, timeout_ms: int = 2_000) -> MongoClient[dict[
         f"mongodb://{address}/?directConnection=true",
         serverSelectionTimeoutMS=timeout_ms,
         connectTimeoutMS=timeout_ms,
-        socketTimeoutMS=10_000,
+        socketTimeoutMS=30_000,
     )
 
 

@@ -129,6 +129,35 @@ async def test_t13_a_publish_whose_answer_was_lost_is_told_as_created(
     assert document["task_state"]["wanted"] == 1, "one wish, however often it was sent"
 
 
+@pytest.mark.parametrize("fault", [GHOST, CUT_OFF], ids=["writeConcernError", "closeConnection"])
+async def test_t13_what_a_handler_publishes_with_its_success_is_there_once_though_the_answer_was_lost(
+    mesh: TaskMesh, mongo_uri: str, fault: dict[str, Any]
+) -> None:
+    attempts: list[int] = []
+    release = asyncio.Event()
+
+    @mesh.task(queue="apart")
+    async def invoice(n: int) -> int:
+        return n
+
+    @mesh.task(option=TaskOption(max_unexpected_retries=0))  # a failure would be for good
+    async def order() -> None:
+        attempts.append(1)
+        await release.wait()
+        for n, key in enumerate("ab"):
+            await current_task().publish(invoice, key, n=n)
+
+    async with working(mesh, queues=["default"]):
+        await order.publish("k")
+        await eventually(lambda: attempts)
+        async with failing_commands(mongo_uri, ["insert"], times=1, **fault) as have_failed:
+            release.set()
+            await have_failed()
+            assert (await finished(mesh, "order", "k")).status is Status.SUCCESS
+    assert len(attempts) == 1
+    assert [task.key async for task in mesh.find("invoice", sort="key")] == ["a", "b"]
+
+
 async def test_t31_m26_outcomes_wait_for_a_database_that_fails_for_a_while(mesh: TaskMesh, mongo_uri: str) -> None:
     ran: list[str] = []
     release = asyncio.Event()
