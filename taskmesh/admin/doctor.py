@@ -29,6 +29,7 @@ OPLOG_WANTED_S = 24 * 3_600.0
 TTL_LAG_S = 600.0
 UNCLAIMED_S = 60.0
 TRANSACTION_S = 10.0
+FLOW_OPEN_S = 600.0
 LEASE_LEFT_WANTED = 0.2
 CLAIMS_LOST_TOLERATED = 0.5
 """Two healthy workers on one backlog of uneven tasks lose up to 43 % (measured): whoever has room takes others' tasks."""
@@ -61,6 +62,7 @@ async def examine(store: Store) -> list[Finding]:
         _headroom([worker for worker in workers if worker.live]),
         _schedules(store, [worker for worker in workers if worker.live]),
         _tasks(store),
+        _flows(store),
     )
     # Side by side: some fifty looks, and a person waits.
     return [finding for found in await asyncio.gather(*map(_all_of, parts)) for finding in found]
@@ -354,6 +356,17 @@ async def _tasks(store: Store) -> AsyncIterator[Finding]:
             subject="tasks",
             found=f"{len(large)} or more are over 4 MB; {largest['_id']!r} has {largest['bytes'] / 1e6:.1f} MB of at most 16",
             remedy="keep what is large elsewhere, and its place in the params",
+        )
+
+
+async def _flows(store: Store) -> AsyncIterator[Finding]:
+    if left_open := await server_state.open_flows(store, FLOW_OPEN_S):
+        named = ", ".join(map(repr, left_open))
+        yield Finding(
+            level="warning",
+            subject="flows",
+            found=f"{named}: begun more than {duration(FLOW_OPEN_S * 1_000)} ago and not published to the end: none of it runs",
+            remedy="publish it again: the same code completes it; or give it up: taskmesh flow KEY --cancel",
         )
 
 

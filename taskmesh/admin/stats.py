@@ -25,7 +25,8 @@ class Stats(BaseModel):
     """How many tasks there are, by name, then status."""
     standing: dict[str, dict[Standing, int]] = {}
     """What INIT holds, by name: how many are ready, scheduled, retrying. Those that wait for a time are looked at one by one,
-    10 000 of them at most, the same share of each name and queue; how many are ready is the rest of INIT."""
+    10 000 of them at most, the same share of each name and queue; how many are ready is the rest of INIT. What waits for no
+    time (for a signal, for other tasks) is scheduled; but where more than 50 000 are ready it is counted as ready with them."""
     standing_at_least: tuple[str, ...] = ()
     """Names of which more tasks wait for a time than were looked at: there are at least so many as `standing` says."""
     oldest_claimable_ms: float | None
@@ -81,7 +82,8 @@ async def _standing(
     known: tuple[Standing, ...] = get_args(Standing)
     for name in [name for name, by_status in counts.items() if by_status.get("INIT")]:
         stand = {word: later.found[name, word] for word in known}
-        # What is not known to wait for a time is ready, if all that wait were looked at.
+        stand["scheduled"] += min(later.never[name], counts[name]["INIT"])
+        # What is not known to wait is ready, if all that wait were looked at.
         waiting = sum(stand.values()) - stand["ready"]
         rest = 0 if later.any_name else max(0, counts[name]["INIT"] - waiting)
         stand["ready"] = later.ready.get(name, rest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +38,9 @@ Undo = Annotated[
     typer.Option("--undo/--no-undo", help="With --where: keep copies, so that `taskmesh undo` can restore the tasks."),
 ]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+Fresh = Annotated[
+    bool, typer.Option("--fresh", help="With NAME KEY: start over, without recorded steps and without signals.")
+]
 
 
 _ActOnMany = Callable[..., Awaitable[BulkResult]]
@@ -55,13 +59,16 @@ class _Verb:
     """What is asked before it is done to one."""
     one: Callable[[TaskMesh], Callable[[str, str], Awaitable[Task]]]
     many: Callable[[TaskMesh], _ActOnMany]
+    fresh: Callable[[TaskMesh], Callable[[str, str], Awaitable[Task]]] | None = None
+    """With `--fresh`; None: there is no such option."""
 
 
 _RETRY = _Verb(
     name="retry",
-    help="Run finished tasks again from the start; make waiting ones due at once.",
+    help="Run finished tasks again; make waiting ones due at once. Steps that are recorded are not done again.",
     done="will run again",
     one=lambda mesh: mesh.retry,
+    fresh=lambda mesh: partial(mesh.retry, fresh=True),
     many=lambda mesh: mesh.bulk.retry,
 )
 _CANCEL = _Verb(
@@ -91,6 +98,7 @@ def _command(verb: _Verb) -> Callable[..., None]:
         dry_run: DryRun = False,
         undo: Undo = True,
         yes: Yes = False,
+        fresh: Fresh = False,
         as_json: Json = False,
         app: App = None,
         uri: Uri = None,
@@ -101,6 +109,8 @@ def _command(verb: _Verb) -> Callable[..., None]:
             raise typer.BadParameter("say which: NAME KEY, or --where FILTER")
         if dry_run and where is None:
             raise typer.BadParameter("--dry-run counts what --where finds")
+        if fresh and where is not None:
+            raise typer.BadParameter("--fresh is for one task: NAME KEY, not --where")
         which = None if where is None else TaskFilter.parse(where)
         if which is not None and not dry_run:
             output.check_can_ask(verb.name, yes=yes)
@@ -109,7 +119,8 @@ def _command(verb: _Verb) -> Callable[..., None]:
             if which is None:
                 assert name is not None
                 assert key is not None
-                await _one(mesh, verb, name, key, yes=yes, as_json=as_json)
+                act_on_one = verb.fresh if fresh and verb.fresh is not None else verb.one
+                await _one(verb, act_on_one(mesh), name, key, yes=yes, as_json=as_json)
                 return
 
             act = partial(verb.many(mesh), undo_ms=UNDO_MS if undo else 0)
@@ -118,16 +129,22 @@ def _command(verb: _Verb) -> Callable[..., None]:
         run_at(mesh_of(app, uri, database, collection), use)
 
     run.__name__, run.__doc__ = verb.name, verb.help
+    if verb.fresh is None:
+        signature = inspect.signature(run, eval_str=True)
+        parameters = [each for each in signature.parameters.values() if each.name != "fresh"]
+        run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # what typer reads
     return run
 
 
 retry, cancel, delete = (_command(verb) for verb in (_RETRY, _CANCEL, _DELETE))
 
 
-async def _one(mesh: TaskMesh, verb: _Verb, name: str, key: str, *, yes: bool, as_json: bool) -> None:
+async def _one(
+    verb: _Verb, act: Callable[[str, str], Awaitable[Task]], name: str, key: str, *, yes: bool, as_json: bool
+) -> None:
     if verb.question is not None:
         output.confirm(verb.question.format(f"{name} {key}"), yes=yes)
-    task = await verb.one(mesh)(name, key)
+    task = await act(name, key)
     if as_json:
         output.show_json(task_json(task))
     elif verb is _CANCEL and task.status is not Status.CANCELLED:

@@ -85,9 +85,15 @@ class Driver:
             raise InvalidName(f"database must be a name that MongoDB allows, got {database!r}: {error}") from None
         self.calls = UncutCalls()
 
-    def collection(self, name: str, codec: CodecOptions[Document] = CODEC, *, majority: bool = False) -> Any:
-        """Return a collection. `majority`: it reads only what no failover can take back, not what the primary has by now."""
-        read_concern = ReadConcern("majority") if majority else None
+    def collection(
+        self, name: str, codec: CodecOptions[Document] = CODEC, *, majority: bool = False, snapshot: bool = False
+    ) -> Any:
+        """Return a collection. `majority`: it reads only what no failover can take back, not what the primary has by now.
+
+        `snapshot`: so, too, and all that one command reads as it stood at one moment.
+        """
+        level = "snapshot" if snapshot else "majority" if majority else None
+        read_concern = None if level is None else ReadConcern(level)
         return Uncut(self.calls, self.database.get_collection(name, codec_options=codec, read_concern=read_concern))
 
     async def command(self, command: Mapping[str, Any], session: Any = None) -> Document:
@@ -100,16 +106,26 @@ class Driver:
         return cast(Document, await self.calls.run(self.client.admin.command(command, codec_options=CODEC)))
 
     async def aggregate(
-        self, collection: str, pipeline: list[Document], *, majority: bool = False, **options: Any
+        self,
+        collection: str,
+        pipeline: list[Document],
+        *,
+        majority: bool = False,
+        snapshot: bool = False,
+        **options: Any,
     ) -> Any:
-        """Open a cursor over a pipeline's results. Where the index that `hint` names is not there yet, the server chooses."""
+        """Open a cursor over a pipeline's results. Where the index that `hint` names is not there yet, the server chooses.
+
+        `snapshot`: all of it sees one moment.
+        """
+        source = self.collection(collection, majority=majority, snapshot=snapshot)
         try:
-            return await maybe(self.collection(collection, majority=majority).aggregate(pipeline, **options))
+            return await maybe(source.aggregate(pipeline, **options))
         except OperationFailure as error:  # a first publication is creating the indexes at this moment
             if "hint" not in options or error.code != Code.BAD_VALUE or "hint provided" not in str(error):
                 raise
         del options["hint"]
-        return await self.aggregate(collection, pipeline, majority=majority, **options)
+        return await self.aggregate(collection, pipeline, majority=majority, snapshot=snapshot, **options)
 
     async def watch(self, pipeline: list[Document], **options: Any) -> Any:
         """Open a change stream over the whole database."""

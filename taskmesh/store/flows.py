@@ -27,6 +27,7 @@ MAX_BYTES = 12_000_000
 FOUND_AFTER_MS = 1_000
 _SET = 1_000
 _KEPT_EMPTY_MS = 3_600_000
+_KEPT_OPEN_MS = 24 * 3_600_000
 
 
 async def read(store: Store, key: str) -> Document | None:
@@ -48,6 +49,7 @@ async def begin(store: Store, key: str, ids: Sequence[str]) -> None:
     known = {"$ifNull": ["$members", []]}
     members = {"$let": {"vars": {"known": known}, "in": {"$concatArrays": ["$$known", added]}}}
     fields = {"members": members, "state": "open", "state_time": store.now}
+    fields["check_time"] = {"$add": [store.now, _KEPT_OPEN_MS]}
     # Until it is sealed nobody opens the gates of its members.
     pipeline: list[Document] = [{"$set": {**fields, "create_time": {"$ifNull": ["$create_time", store.now]}}}]
     while True:
@@ -101,11 +103,14 @@ async def sweep(store: Store) -> int:
     sealed = await _flows(store).find({"state": "sealed", **old}, {"_id": 1}, limit=10).to_list(None)
     for flow in sealed:
         await open_members(store, flow["_id"])
-    due = {"state": "opened", "$expr": {"$lte": ["$check_time", store.now]}}
-    for flow in await _flows(store).find(due, {"members": 1}, limit=1).to_list(None):
+    due = {
+        "state": {"$in": ["opened", "open"]},
+        "$expr": {"$lte": [{"$ifNull": ["$check_time", store.now]}, store.now]},
+    }
+    for flow in await _flows(store).find(due, {"members": 1, "state": 1}, limit=1).to_list(None):
         left = await store.find({"_id": {"$in": flow["members"][:_SET]}}, {"_id": 1})
         if not left and not await store.find({"_id": {"$in": flow["members"]}}, {"_id": 1}):
-            await _flows(store).delete_one({"_id": flow["_id"], "state": "opened"})
+            await _flows(store).delete_one({"_id": flow["_id"], "state": flow["state"]})
         # Looked at again in an hour.
         again: list[Document] = [{"$set": {"check_time": {"$add": [store.now, _KEPT_EMPTY_MS]}}}]
         await _flows(store).update_one({"_id": flow["_id"]}, again)

@@ -12,6 +12,7 @@ from pymongo.asynchronous.database import AsyncDatabase
 from taskmesh import TaskMesh
 from taskmesh.admin.doctor import Finding
 from taskmesh.admin.queues import COUNTED_TO
+from taskmesh.store import flows
 from tests.faults import failing_commands, server_parameter
 from tests.waiting import eventually
 from tests.working import working
@@ -179,3 +180,38 @@ async def test_what_the_user_may_not_see_is_said_and_does_no_harm(mesh: TaskMesh
         [finding] = await findings(mesh, "topology")
     assert finding.level == "note"
     assert "may not see" in finding.found
+
+
+async def test_what_waits_for_what_ended_otherwise_is_told(mesh: TaskMesh) -> None:
+    waits: Any = {"on_dependency_failure": "wait"}
+    first = await mesh.publish("first", "k", delay_ms=600_000)
+    await mesh.publish("then", "k", after=[first], **waits)
+    assert "dependencies" not in {finding.subject for finding in await mesh.inspect.doctor()}
+    await first.cancel()
+    [finding] = await findings(mesh, "dependencies", "warning")
+    assert "then:k" in finding.found
+
+
+async def test_a_flow_that_was_begun_and_not_completed_is_told_until_it_is_given_up(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    @mesh.task
+    async def part() -> None: ...
+
+    async def publish() -> None:
+        async with mesh.flow("import") as flow:
+            flow.add(part, "1")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(flows, "seal", die)
+        with pytest.raises(KeyboardInterrupt):
+            await publish()
+    assert "flows" not in {finding.subject for finding in await mesh.inspect.doctor()}
+    monkeypatch.setattr("taskmesh.admin.doctor.FLOW_OPEN_S", 0)
+    [finding] = await findings(mesh, "flows", "warning")
+    assert "'import'" in finding.found
+    await mesh.flows.cancel("import")
+    assert "flows" not in {finding.subject for finding in await mesh.inspect.doctor()}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from taskmesh import Status, TaskMesh, TaskOption
+from taskmesh import Status, TaskMesh, TaskOption, current_task
 from taskmesh.admin import stats as admin_stats
 from taskmesh.admin.filters import TaskFilter
 from taskmesh.admin.store import task_counts
@@ -147,6 +147,29 @@ async def test_counts_say_what_init_holds(mesh: TaskMesh) -> None:
         "other": {"ready": 5},
     }
     assert stats.standing_at_least == ()
+
+
+async def test_what_waits_for_no_time_is_not_counted_as_ready(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def asks() -> None:
+        await current_task().wait_for("answer")
+
+    await asks.publish("1")
+    async with working(mesh, "w1"):
+
+        async def waits() -> bool:
+            return (await mesh.get("asks", "1")).task_state.suspended_for is not None
+
+        await eventually(waits)
+    blocker = await mesh.publish("work", "scheduled", delay_ms=600_000)
+    for key in ("a", "b"):
+        await mesh.publish("work", key, after=[blocker])
+    await mesh.publish("work", "named", specific_worker_ids=("w9",))
+    stats = await mesh.stats()
+    assert stats.standing == {"asks": {"scheduled": 1}, "work": {"ready": 1, "scheduled": 3}}
+    assert (await mesh.get("asks", "1")).standing == "scheduled"
+    await mesh.delete("work", "named")
+    assert (await mesh.stats()).oldest_claimable_ms is None
 
 
 async def test_what_waits_for_a_time_is_counted_however_many_are_ready(

@@ -14,6 +14,15 @@ def test_retry_makes_a_failed_task_wait_again(taskmesh: Shell) -> None:
     assert taskmesh.done("retry", "refuse", "k", "--json").json["status"] == "INIT"
 
 
+def test_retry_keeps_what_was_signalled_and_fresh_starts_over(taskmesh: Shell) -> None:
+    taskmesh.done("publish", "add", "k", '{"a": 1, "b": 2}')
+    taskmesh.done("signal", "add", "k", "go")
+    assert len(taskmesh.done("retry", "add", "k", "--json").json["task_state"]["signals"]) == 1
+    assert taskmesh.done("retry", "add", "k", "--fresh", "--json").json["task_state"]["signals"] == []
+    for words in (["retry", "--where", "status:INIT", "--fresh"], ["cancel", "add", "k", "--fresh"]):
+        assert taskmesh(*words).status == 2, words
+
+
 def test_cancel_stops_what_runs(taskmesh: Shell) -> None:
     worker = taskmesh.worker("--grace-ms", "600000")  # it waits for whatever was not stopped
     taskmesh.done("publish", "until_open", "k")

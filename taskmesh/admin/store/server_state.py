@@ -191,6 +191,34 @@ async def stranded(store: Store, by_s: float) -> list[str]:
     return [str(row["_id"]) for row in await cursor.to_list(None)]
 
 
+@if_allowed
+async def open_flows(store: Store, by_s: float) -> list[str]:
+    """Return the keys of a few flows that somebody began to publish so long ago, and of which tasks wait for the rest."""
+    old = {"$lt": ["$state_time", {"$subtract": [store.now, by_s * 1_000]}]}
+    stages: list[Document] = [
+        # What was begun long ago, and is not sealed.
+        {"$match": {"state": "open", "$expr": old}},
+        {"$limit": 100},
+        # Whether one of its members is there and unfinished.
+        {
+            "$lookup": {
+                "from": store.tasks,
+                "localField": "members",
+                "foreignField": "_id",
+                # The first is enough.
+                "pipeline": [{"$match": {"status": "INIT"}}, {"$limit": 1}, {"$project": {"_id": 1}}],
+                "as": "waits",
+            }
+        },
+        # A few, by their keys.
+        {"$match": {"waits": {"$ne": []}}},
+        {"$limit": 5},
+        {"$project": {"_id": 1}},
+    ]
+    cursor = await store.driver.aggregate(store.flows, stages, maxTimeMS=DEADLINE_MS)
+    return [str(flow["_id"]) for flow in await cursor.to_list(None)]
+
+
 async def _count(store: Store, query: Document, hint: str) -> int:
     # How many fit, no further than a thousand: more would say no more.
     stages: list[Any] = [{"$match": query}, {"$limit": 1_000}, {"$count": "n"}]
@@ -206,6 +234,7 @@ __all__ = [
     "large_tasks",
     "long_transactions",
     "members",
+    "open_flows",
     "oplog_window_s",
     "past_retention",
     "short_leases",

@@ -12,10 +12,13 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
+from pymongo.errors import OperationFailure
+
 from taskmesh.store import rules
 from taskmesh.store.driver import Document
 from taskmesh.store.find import UNFINISHED, values_of
 from taskmesh.store.registry import closed_queues, server_time
+from taskmesh.store.server_errors import Code
 from taskmesh.store.store import Store
 
 _MOST_ROWS = 2_000
@@ -23,6 +26,8 @@ _MOST_ROWS = 2_000
 _AT_ONCE = 100
 """Rows that one command asks about."""
 _MOST_PRIORITIES = 20
+_MOST_DUE = 50_000
+"""Of so many tasks at the most it is told apart whether they wait for no time."""
 
 
 class Row(NamedTuple):
@@ -135,6 +140,9 @@ class Later(NamedTuple):
     """Of names of which not all were looked at: how many are ready, as far as they were counted."""
     any_name: bool
     """Whether such names could not be told, as there are too many: then it may be any."""
+    never: Counter[str]
+    """How many wait for no time: for a signal, for other tasks, for the rest of their flow; by name. None where more than
+    50 000 tasks are ready or scheduled, which are then not counted one by one."""
 
 
 async def later(store: Store, at_most: int) -> Later:
@@ -190,7 +198,48 @@ async def later(store: Store, at_most: int) -> Later:
     for answer in (*of_rows, *(answer for answers in together for answer in answers)):
         found[str(answer["_id"].get("name")), str(answer["_id"].get("standing"))] += answer["count"]
     ready = await _ready(store, [row for row in waiting_rows or () if row.name in cut], at_most)
-    return Later(found, ready, any_name=together_met and waiting_rows is None)
+    never = await _never(store, waiting_rows or ())
+    return Later(found, ready, any_name=together_met and waiting_rows is None, never=never)
+
+
+async def _never(store: Store, init_rows: Sequence[Row]) -> Counter[str]:
+    """Count what is INIT and has no time at which it can be claimed, by name: all of INIT, without what has one.
+
+    In one command that sees one moment: of two that do not, the difference would be what has begun in between.
+    """
+    dated: list[Document] = [
+        # What has a time, be it over or not, no further than there is sense in counting.
+        {"$match": {"status": "INIT", "next_claim_time": {"$type": "date"}}},
+        {"$limit": _MOST_DUE},
+        # How many of each name.
+        {"$group": {"_id": "$name", "count": {"$sum": -1}}},
+    ]
+    all_of_them: list[list[Document]] = [
+        [
+            # The keys of one row, counted.
+            {"$match": row._asdict()},
+            {"$count": "count"},
+            # Of which name that is.
+            {"$set": {"_id": {"$literal": row.name}}},
+        ]
+        for row in init_rows[:_AT_ONCE]
+    ]
+    if not init_rows or len(init_rows) > _AT_ONCE:
+        return Counter()
+    stages = union_of(store, [dated, *all_of_them])
+    try:
+        cursor = await store.driver.aggregate(store.tasks, stages, snapshot=True, hint="taskmesh_waiting_due")
+        answers = await cursor.to_list(None)
+    except OperationFailure as error:
+        if error.code != Code.SNAPSHOT_UNAVAILABLE:  # the collection or an index was created at this moment
+            raise
+        return Counter()
+    found: Counter[str] = Counter()
+    met = 0
+    for answer in answers:
+        found[answer["_id"]] += answer["count"]
+        met -= min(0, answer["count"])
+    return Counter() if met >= _MOST_DUE else +found
 
 
 async def _ready(store: Store, of: Sequence[Row], at_most: int) -> dict[str, int]:
