@@ -42,6 +42,7 @@ from taskmesh.consumer.settings import (
 )
 from taskmesh.consumer.worker import ClaimHook
 from taskmesh.model.configuration import Configuration, PublishSettings, checked_needs
+from taskmesh.model.error_policy import ErrorPolicy, ErrorTypes
 from taskmesh.model.errors import InvalidOption
 from taskmesh.model.flow import FlowStatus
 from taskmesh.model.option import OptionFields, TaskOption
@@ -66,6 +67,8 @@ class TaskSettings(TypedDict, total=False):
     needs: Mapping[str, Any] | None
     run: Run | None
     projection: Sequence[str] | None
+    retry_on: ErrorTypes | None
+    fail_on: ErrorTypes | None
     cron: str | None
     interval_ms: int | None
     timezone: str
@@ -209,6 +212,8 @@ class TaskMesh:
         needs: Mapping[str, Any] | None = None,
         run: Run | None = None,
         projection: Sequence[str] | None = None,
+        retry_on: ErrorTypes | None = None,
+        fail_on: ErrorTypes | None = None,
         cron: str | None = None,
         interval_ms: int | None = None,
         timezone: str = "UTC",
@@ -218,8 +223,10 @@ class TaskMesh:
         `name`: the function's, by default. `queue`: `"default"`. `option`: a `TaskOption`. `needs`: the labels that
         a worker must have to run it, each of the same value and type. `run`: `"async"`, `"thread"` (the
         default for plain functions) or `"process"`. `projection`: load only these params at execution; the others keep
-        their defaults. `cron`, `interval_ms`, `timezone`: run it periodically, with the defaults of its params; `every` can
-        say more. Raises `InvalidOption`.
+        their defaults. `retry_on`: only these types of errors are tried again, all by default; `fail_on`: these make the
+        task FAIL for good at once, and win over `retry_on`; what is derived from them counts, lost leases do not.
+        `cron`, `interval_ms`, `timezone`: run it periodically, with the defaults of its params; `every` can say more.
+        Raises `InvalidOption`.
         """
         if fn is not None and not callable(fn):
             raise InvalidOption(
@@ -227,13 +234,14 @@ class TaskMesh:
             )
         if option is not None and not isinstance(option, TaskOption):
             raise InvalidOption(f"option must be a TaskOption, got {option!r}")
+        errors = ErrorPolicy.declared(retry_on, fail_on)
 
         def define(function: Any) -> TaskDefinition[Any, Any]:
             configuration = Configuration(
                 queue=checked_queue(queue), option=option or _DEFAULT_OPTION, needs=checked_needs(needs)
             )
             definition: TaskDefinition[Any, Any] = TaskDefinition(
-                self.publisher, function, name or function.__name__, configuration, run, projection
+                self.publisher, function, name or function.__name__, configuration, run, projection, errors
             )
             if definition.name in self.definitions:
                 raise InvalidOption(f"a task {definition.name!r} is defined already: give one of them another name")

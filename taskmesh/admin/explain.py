@@ -167,10 +167,11 @@ def _words(found: Judgement, number: int, worker_id: str, worker: WorkerInfo | N
     leaving = ", ".join(sorted(found.leaving))
     on_their_way_out = f", {len(found.leaving)} stopped and on their way out ({leaving})" if leaving else ""
     resume_time = found.opens[number]["delay asked for"]
+    for_good = f"; FAILed for good: {found.final_because}" if found.final_because else ""
     wanted = option.get("concurrent_worker_cnt")
     delay = f"delay {option.get('unexpected_retry_delay_ms')} ms for the {option.get('unexpected_retry_delay_scope')}"
     return {
-        "unfinished": f"stored status {task.get('status')}, {found.done} of {wanted} SUCCESS",
+        "unfinished": f"stored status {task.get('status')}, {found.done} of {wanted} SUCCESS{for_good}",
         "unexpired": f"expire_time {task['expire_time'] or 'not set'}",
         "flow": "its flow is not published to the end"
         if found.opens[number]["flow"]

@@ -24,7 +24,7 @@ from taskmesh.model.errors import TaskMeshError
 from taskmesh.model.event import TaskEvent
 from taskmesh.model.jsonable import jsonable
 from taskmesh.model.labels import words
-from taskmesh.model.task import Standing, Status, Task
+from taskmesh.model.task import Standing, Status, Task, WorkerState
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The task's name.", autocompletion=completion.name)]
 Key = Annotated[str, typer.Argument(metavar="KEY", help="Its key.", autocompletion=completion.key)]
@@ -205,9 +205,7 @@ def _entries(task: Task, now: datetime) -> list[RenderableType]:
                 entry.state,
                 _moment(entry.start_time),
                 _lasted(entry.start_time, end or now),
-                output.one_line(entry.returns)
-                if entry.state == "SUCCESS"
-                else (entry.fail_reason or "").partition("\n")[0],
+                output.one_line(entry.returns) if entry.state == "SUCCESS" else _why_failed(entry),
             ]
         )
         texts += [
@@ -227,6 +225,11 @@ def _entries(task: Task, now: datetime) -> list[RenderableType]:
     if not rows:
         return []
     return [Text(""), output.table(["WORKER", "STATE", "STARTED", "TOOK", "RESULT"], rows), *texts]
+
+
+def _why_failed(entry: WorkerState) -> str:
+    reason = (entry.fail_reason or "").partition("\n")[0]
+    return f"{reason} (FAILed for good: {entry.final_because})" if entry.final_because else reason
 
 
 def _steps(task: Task) -> list[RenderableType]:

@@ -12,6 +12,7 @@ from taskmesh.client.params import Params
 from taskmesh.client.publisher import Publisher
 from taskmesh.client.returns import Returns
 from taskmesh.model.configuration import Configuration, PublishSettings
+from taskmesh.model.error_policy import NO_POLICY, ErrorPolicy, ErrorTypes
 from taskmesh.model.errors import InvalidOption
 from taskmesh.model.labels import words
 from taskmesh.model.option import TaskOption
@@ -36,6 +37,7 @@ class TaskDefinition(Generic[P, R]):
         configuration: Configuration,
         run: Run | None,
         projection: Sequence[str] | None = None,
+        errors: ErrorPolicy = NO_POLICY,
     ) -> None:
         self.publisher = publisher
         self.fn = fn
@@ -49,6 +51,7 @@ class TaskDefinition(Generic[P, R]):
             raise InvalidOption(f"task {name!r}: run={self.run!r} does not go with {kind}")
         self.params = Params(name, fn)
         self.returns = Returns(f"the result of task {name!r}", fn)
+        self.errors = errors
         self.projection = None if projection is None else self.params.checked_projection(projection)
         self._on_queue: dict[str, TaskDefinition[..., Any]] = {}
         self.__doc__ = fn.__doc__
@@ -59,15 +62,25 @@ class TaskDefinition(Generic[P, R]):
         """Call the handler's function, here and now."""
         return self.fn(*args, **kwargs)
 
-    def on_queue(self, queue: str, *, run: Run | None = None) -> Callable[[F], F]:
+    def on_queue(
+        self,
+        queue: str,
+        *,
+        run: Run | None = None,
+        retry_on: ErrorTypes | None = None,
+        fail_on: ErrorTypes | None = None,
+    ) -> Callable[[F], F]:
         """Give the tasks of this name that are in `queue` a handler of its own: a decorator. See `Next`.
 
             @video.on_queue("encode")
             async def encode(path: str) -> str: ...
 
-        Raises `InvalidOption` for what is no queue, or has one already.
+        `run`, `retry_on`, `fail_on`: as in `mesh.task`; where neither of the last two is given, what the task says of errors
+        counts here too. Raises `InvalidOption` for what is no queue, or has one already.
         """
         checked_queue(queue)
+        told = retry_on is not None or fail_on is not None
+        errors = ErrorPolicy.declared(retry_on, fail_on) if told else self.errors
 
         def add(fn: F) -> F:
             if queue in self._on_queue:
@@ -75,7 +88,9 @@ class TaskDefinition(Generic[P, R]):
                     f"task {self.name!r} has a handler for queue {queue!r} already: give each queue one"
                 )
             settings = self.configuration.changed(queue=queue)
-            handler: TaskDefinition[..., Any] = TaskDefinition(self.publisher, fn, self.name, settings, run)
+            handler: TaskDefinition[..., Any] = TaskDefinition(
+                self.publisher, fn, self.name, settings, run, errors=errors
+            )
             self._on_queue[queue] = handler
             self.returns.by_queue[queue] = handler.returns
             return fn

@@ -16,6 +16,7 @@ from taskmesh.client.publisher import Publisher
 from taskmesh.client.returns import PLAIN, Returns
 from taskmesh.consumer.recording import Ledger, Recorder
 from taskmesh.consumer.tracing import ProcessSpan
+from taskmesh.model.error_policy import NO_POLICY, ErrorPolicy
 from taskmesh.model.errors import InvalidParams, LeaseLost, TaskSuspended
 from taskmesh.model.option import TaskOption
 from taskmesh.model.task import Task
@@ -186,6 +187,8 @@ class Execution:
     """Of its trace, if somebody traces."""
     returns: Returns = PLAIN
     """What its handler returns, once that is known."""
+    errors: ErrorPolicy = NO_POLICY
+    """Which errors are tried again, once its handler is known."""
     published_before = 0
     """How many of its publications are older than its `transaction()`."""
     publications: list[Publication] | tuple[()] = ()

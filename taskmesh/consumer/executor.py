@@ -192,7 +192,7 @@ class Executor:
         try:
             execution.span = process_span(execution)
             definition = self._definitions[execution.name].on(execution.queue)
-            execution.returns = definition.returns
+            execution.returns, execution.errors = definition.returns, definition.errors
             await self._dependency_results.feed(definition.params, execution.document)
             args, kwargs = definition.params.to_run(execution.document.get("params") or {})
             if self._before is not None or self._after is not None:

@@ -12,6 +12,7 @@ import logging
 import re
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from taskmesh.client.definition import TaskDefinition
 from taskmesh.consumer.execution import Execution, Stop
 from taskmesh.consumer.logs import fields_of
 from taskmesh.consumer.timing import varied
+from taskmesh.model.error_policy import ALWAYS_FINAL, Raised, raised
 from taskmesh.model.errors import (
     InvalidParams,
     LeaseLost,
@@ -40,8 +42,6 @@ logger = logging.getLogger("taskmesh.executor")
 
 _ABOUT_THE_TASK = (TaskFailed, Retry, Snooze, Next)
 """What a handler says of its task, which holds though it says so while its worker stops."""
-_FINAL = (TaskFailed, UnstorableValue)
-"""What makes the task FAIL whatever retries are left."""
 _CONFLICTS_IN_A_ROW = 100
 """So many conflicts of `transaction()` are a failure. Waiting between them takes longer than a dead worker's locks last."""
 _MISMATCH_WAITS_MS = 5_000
@@ -137,7 +137,9 @@ def _told_to_stop(execution: Execution, told: Stop, error: BaseException | None)
     """How it ended if it was told to stop for a reason that outweighs whatever the handler did then."""
     if told is Stop.TIMEOUT:
         limit_ms = execution.stored_option["run_timeout_ms"]
-        return Ending("failed", reason=f"run_timeout_ms: the execution took more than {limit_ms} ms", error=error)
+        over = TimeoutError(f"run_timeout_ms: the execution took more than {limit_ms} ms")
+        over.__cause__ = error
+        return Ending("failed", reason=str(over), error=over)
     if told is Stop.LEASE_LOST:
         return Ending("lost", reason=told.value, error=error)
     if told is Stop.WORKER_STOPS:
@@ -157,22 +159,34 @@ def success(execution: Execution, value: Any) -> Outcome:
 
 def failure(execution: Execution, ending: Ending) -> Outcome:
     """Return the outcome of an execution that failed, and log it: this is the only way to one."""
-    _tell(execution, ending)
+    final = _final_because(execution, ending)
+    _tell(execution, ending, final)
     entry: Document = {"fail_reason": (ending.reason or "")[:MAX_REASON_CHARS], "retry_jitter": varied(1.0, 1.0) - 1.0}
     if ending.fail_type is not None:
         entry |= {"fail_type": ending.fail_type, "fail_frame": ending.fail_frame}
-    if isinstance(ending.error, _FINAL):
+    if final is not None:
+        entry |= {"final": True, "final_because": final}
+    elif isinstance(ending.error, ALWAYS_FINAL):
         entry["final"] = True
     delay_ms = delay_of(ending.error) if isinstance(ending.error, Retry) else None
     return execution.outcome("failed", entry, 5_000, delay_ms)
 
 
-def _tell(execution: Execution, ending: Ending) -> None:
+def _final_because(execution: Execution, ending: Ending) -> str | None:
+    """Why its handler's policy makes its task FAIL for good, whatever retries are left; None: it does not."""
+    if ending.error is None:
+        return None
+    cause = ending.error.__cause__
+    met = cause.met if isinstance(cause, ReasonElsewhere) else raised(ending.error)
+    return execution.errors.final_because(ending.error, met)
+
+
+def _tell(execution: Execution, ending: Ending, final: str | None) -> None:
     """Log a failure with its traceback: an error if no retry is left, else a warning."""
     reason = (ending.reason or "").partition("\n")[0]
     retries, most = execution.failures, execution.stored_option["max_unexpected_retries"]
-    if isinstance(ending.error, _FINAL) or retries >= most:
-        level, what = logging.ERROR, "failed for good"
+    if final is not None or isinstance(ending.error, ALWAYS_FINAL) or retries >= most:
+        level, what = logging.ERROR, "failed for good" + (f" ({final})" if final is not None else "")
     else:
         level, what = logging.WARNING, f"failed and will be retried ({retries + 1} of {most})"
     logger.log(level, "task %s %s: %s", execution.id, what, reason, exc_info=ending.error, extra=fields_of(execution))
@@ -262,11 +276,12 @@ class Reason:
 
 
 class ReasonElsewhere(Exception):
-    """The cause of an error that was raised in another process: its reason, made where the traceback was."""
+    """The cause of an error that was raised in another process: its reason and its classes, told where the traceback was."""
 
-    def __init__(self, reason: Reason) -> None:
+    def __init__(self, reason: Reason, met: Sequence[Raised] = ()) -> None:
         super().__init__(reason.text)
         self.reason = reason
+        self.met = met
 
 
 def reason_of(error: BaseException) -> Reason:

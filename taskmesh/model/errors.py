@@ -8,6 +8,7 @@
     ├── StepMismatch                                              a record was made by another step
     ├── TaskError, TaskCancelled, TaskExpired                     how a task ended, raised by result()
     ├── LeaseLost                                                 this execution no longer holds its task
+    ├── ProcessDied                                               the process of a handler is gone
     ├── WorkerIdTaken                                             another live consumer has this worker_id
     ├── NotAReplicaSet, IncompatibleCollection, EmbeddedUnavailable   the database will not do
     └── ExtraMissing                                              packages of an extra are not installed
@@ -92,6 +93,10 @@ class LeaseLost(TaskMeshError):
 
     Nothing that it writes through taskmesh counts any more.
     """
+
+
+class ProcessDied(TaskMeshError):
+    """The process of a handler ended before the handler did. The text names its exit code or signal."""
 
 
 class WorkerIdTaken(TaskMeshError):

@@ -82,7 +82,9 @@ class WorkerState(_Stored):
     """Older log lines that are no longer kept."""
     params_version: int = 0
     final: bool = False
-    """Whether this FAIL is for good (`TaskFailed`)."""
+    """Whether this FAIL is for good, whatever retries are left."""
+    final_because: str | None = None
+    """Why, if `retry_on` or `fail_on` says so."""
 
     @property
     def fail_message(self) -> str | None:

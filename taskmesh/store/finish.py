@@ -62,8 +62,8 @@ class Outcome:
     running_id: str
     kind: Kind
     entry: Mapping[str, Any] = field(default_factory=dict)
-    """Fields for the worker's entry: `returns`, `fail_reason`, `fail_type`, `fail_frame`, `final`, `retry_jitter`, `logs`.
-    Checked to be storable."""
+    """Fields for the worker's entry: `returns`, `fail_reason`, `fail_type`, `fail_frame`, `final`, `final_because`,
+    `retry_jitter`, `logs`. Checked to be storable."""
     delay_ms: int | None = None
     """Of `Retry` and `Snooze`: no worker claims the task before this has passed. Of a record: when what it waits for is over."""
     progress: Document | None = None

@@ -314,3 +314,20 @@ def tell_deadline_after(seconds: float) -> list[Any]:
     began = datetime.now(UTC)
     time.sleep(seconds)
     return [began, current_task().deadline]
+
+
+class Elsewhere(LookupError):
+    """An error of this module."""
+
+
+def raise_by_policy(kind: str) -> int:
+    """Raise this kind of error at the first attempt."""
+    if current_blocking_task().attempt > 1:
+        return 1
+    if kind == "unknown to the parent":
+        raise type("OnlyHere", (Elsewhere,), {})("made up")
+    if kind == "a group":
+        raise ExceptionGroup("two", [KeyError("a"), TimeoutError("b")])
+    if kind == "dies":
+        os._exit(1)
+    raise {"derived": Elsewhere, "timeout": TimeoutError, "other": ValueError}[kind](kind)

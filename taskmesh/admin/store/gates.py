@@ -37,6 +37,8 @@ class Judgement:
     fail_cnt: int
     timeout_cnt: int
     """Executions lost in a row."""
+    final_because: str | None
+    """Why it has FAILed for good, if `retry_on` or `fail_on` says so."""
     opens: list[dict[str, datetime | None]]
     """When each gate opens, for each worker that was asked about: None: it stands open; `rules.NEVER`."""
     entries: list[int]
@@ -61,6 +63,7 @@ async def judge(
         "done": {"$size": "$$done"},
         "fail_cnt": rules.FAIL_CNT,
         "timeout_cnt": rules.TIMEOUT_CNT,
+        "final_because": {"$ifNull": [{"$max": "$$fails.final_because"}, None]},
         "opens": _moments(of_task),
         "workers": {"$map": {"input": {"$literal": asked}, "as": "worker", "in": for_worker}},
     }

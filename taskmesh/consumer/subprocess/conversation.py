@@ -32,7 +32,7 @@ from taskmesh.consumer.subprocess.processes import MAX_ENDING_S, Child, Processe
 from taskmesh.consumer.subprocess.wire import PutAside, configuration_of, error_of
 from taskmesh.consumer.transactions import Transactions
 from taskmesh.model.configuration import Configuration
-from taskmesh.model.errors import LeaseLost, TaskMeshError, TaskSuspended
+from taskmesh.model.errors import LeaseLost, ProcessDied, TaskMeshError, TaskSuspended
 from taskmesh.store.blocking import run_now
 from taskmesh.store.finish import Outcome
 
@@ -41,10 +41,6 @@ _OUTCOMES = ("returned", "raised")
 _OF_THE_JOURNAL = frozenset(
     ["begin_step", "end_step", "sleep", "wait_for", "start", "results", "step_begins", "step_outcome", "step_ends"]
 )
-
-
-class ProcessDied(Exception):
-    """The process of a handler ended before the handler did. The text names its exit code or signal."""
 
 
 class Conversation:

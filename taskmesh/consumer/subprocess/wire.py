@@ -15,6 +15,7 @@ from typing import Any
 from taskmesh.client.params import checked_size
 from taskmesh.consumer.outcome import Reason, ReasonElsewhere, reason_of
 from taskmesh.model.configuration import Configuration
+from taskmesh.model.error_policy import Raised, raised
 from taskmesh.model.errors import LeaseLost, Retry, Snooze, TaskFailed, TransactionConflict, UnstorableValue, delay_of
 from taskmesh.model.option import TaskOption
 from taskmesh.model.stage import Next, checked_next
@@ -22,6 +23,7 @@ from taskmesh.store.values import MAX_BYTES, cleaned, decoded, encoded, storable
 
 MAX_MESSAGE_BYTES = 2 * MAX_BYTES
 _MAX_DETAIL_BYTES = 4_000
+_MOST_OF_A_GROUP = 100
 _KINDS: tuple[type[Exception], ...] = (TaskFailed, UnstorableValue, Retry, TransactionConflict, Snooze, LeaseLost, Next)
 """Errors that say how an execution ends."""
 _LOCAL = ("option", "tuned", "placed", "session", "after")
@@ -58,7 +60,7 @@ def unpacked(message: bytes) -> list[Any]:
 
 
 def error_as_data(error: BaseException, reason: Reason | None = None) -> dict[str, Any]:
-    """Tell an error: its class by name, its reason with the traceback, what kind of ending it is, and its plain attributes."""
+    """Tell an error: its classes by name, its reason with the traceback, what kind of ending it is, its plain attributes."""
     kind = next((kind for kind in _KINDS if isinstance(error, kind)), None)
     delay_ms = None
     if isinstance(error, (Retry, Snooze)):
@@ -79,6 +81,7 @@ def error_as_data(error: BaseException, reason: Reason | None = None) -> dict[st
         "class": cleaned(type(error).__qualname__),
         "kind": kind.__name__ if kind is not None else None,
         "reason": asdict(reason),
+        "lineages": [list(map(cleaned, each.lineage)) for each in raised(error)[:_MOST_OF_A_GROUP]],
         "delay_ms": delay_ms,
         "args": list(error.args) if _travels(list(error.args)) else [_text(error, reason.text)],
         "attributes": {
@@ -103,7 +106,8 @@ def error_of(told: Mapping[str, Any]) -> BaseException:
     if isinstance(error, (Retry, Snooze)):
         error.delay_ms = delay_ms
         delay_of(error)
-    error.__cause__ = ReasonElsewhere(reason)
+    met = [Raised(tuple(cleaned(str(name)) for name in lineage)) for lineage in told["lineages"]]
+    error.__cause__ = ReasonElsewhere(reason, met)
     if isinstance(error, Next):
         checked_next(error)
     return error
