@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from pymongo.errors import (
     BulkWriteError,
+    ConfigurationError,
     ConnectionFailure,
     InvalidOperation,
     OperationFailure,
@@ -129,6 +130,11 @@ _PASSING = _RETRYABLE_ERROR_CODES | {
 The server labels errors of what the driver itself may repeat, and of transactions. Most writes here are neither (an update of
 many tasks, a raw command): so their errors come without a label, and have to be known by their codes.
 """
+_NOT_YET_A_MEMBER = "Sessions are not supported"
+"""What the driver says of a server that could not be read from when it was connected to, as one that has just been started again.
+
+That it is a replica set, which has sessions, was checked when the mesh connected.
+"""
 _PASSING_LABELS = ("RetryableWriteError", "TransientTransactionError", "SystemOverloadedError", "RetryableError")
 
 
@@ -145,6 +151,8 @@ def is_passing(error: BaseException) -> bool:
     """Whether the same command may go well a little later. The command may have been applied all the same."""
     if isinstance(error, (ConnectionFailure, WriteConcernError)):
         return True
+    if isinstance(error, ConfigurationError):
+        return _NOT_YET_A_MEMBER in str(error)
     if isinstance(error, BulkWriteError):
         # It has no code of its own. What it wrote, and did not see confirmed by a majority in time, may yet be.
         refused = error.details["writeErrors"]
