@@ -112,7 +112,7 @@ class TaskMesh:
         self.bulk = Bulk(self.connection)
         """Many tasks at once: retry, cancel, delete, purge by a filter, and undo that."""
         self.queues = Queues(self.connection)
-        """Queues: list, pause, resume and limit them."""
+        """Queues: list, pause, resume and limit them, and their groups."""
         self.fleet = Fleet(self.connection)
         """Workers: list them, and give them orders."""
         self.inspect = Inspection(self.connection, self.listing)
@@ -475,29 +475,36 @@ class TaskMesh:
     # --- queues and the fleet ---
 
     async def pause(
-        self, queue: str, *, reason: str | None = None, by: str | None = None, until: datetime | None = None
+        self,
+        queue: str,
+        *,
+        group: str | None = None,
+        reason: str | None = None,
+        by: str | None = None,
+        until: datetime | None = None,
     ) -> None:
         """Let no worker claim from this queue any more, until `resume`, or the time `until`. What runs, runs on.
 
-        `reason`, `by`: why and who, for listings and the audit; by default the user of this process, and its host. Raises
-        `InvalidOption`.
+        `group`: only tasks of this group; the others go on. `reason`, `by`: why and who, for listings and the audit; by default
+        the user of this process, and its host. Raises `InvalidOption`.
         """
-        await self.queues.pause(queue, reason=reason, by=by, until=until)
+        await self.queues.pause(queue, group=group, reason=reason, by=by, until=until)
 
-    async def resume(self, queue: str, *, by: str | None = None) -> None:
-        """Let workers claim from this queue again. Raises `InvalidOption`.
+    async def resume(self, queue: str, *, group: str | None = None, by: str | None = None) -> None:
+        """Let workers claim from this queue again; with `group`, of this group, which was paused by itself.
 
-        `by`: who, for the audit; by default the user of this process, and its host.
+        `by`: who, for the audit; by default the user of this process, and its host. Raises `InvalidOption`.
         """
-        await self.queues.resume(queue, by=by)
+        await self.queues.resume(queue, group=group, by=by)
 
     async def set_limit(self, queue: str, *, by: str | None = None, **limits: Unpack[LimitFields]) -> None:
-        """Limit a queue, over the whole fleet; what is not given here is not limited (any more).
+        """Limit a queue, over the whole fleet. What is given is set, the rest stays as it is; None takes a limit away.
 
-        At most `rate` starts in any `per_ms` (1000 by default); at most `running` executions at a time; at most
-        `group_running` of each group (`configure(group=…)`) at a time: tasks of a full group hold up nobody else. What
-        runs already runs on, and is counted. Consumers of this mesh know of it when this returns, other processes a moment
-        later: at once if they listen, within two seconds if they only scan. Raises `InvalidOption`.
+        At most `rate` starts in any `per_ms` (1000 by default); at most `running` executions at a time; of each group
+        (`configure(group=…)`) at most `group_rate` starts in any `group_per_ms`, and at most `group_running` executions at a
+        time: tasks of a full group hold up nobody else. What runs already runs on, and is counted. Consumers of this mesh
+        know of it when this returns, other processes a moment later: at once if they listen, within two seconds if they only
+        scan. Raises `InvalidOption`.
         `by`: who, for the audit; by default the user of this process, and its host.
         """
         await self.queues.set_limit(queue, by=by, **limits)

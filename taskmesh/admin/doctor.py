@@ -6,6 +6,7 @@ Reads only. What the server does not let us see is a finding too, never an error
 from __future__ import annotations
 
 import asyncio
+import shlex
 import time
 from collections.abc import AsyncIterator
 from typing import Literal
@@ -255,6 +256,14 @@ async def _fleet(
                 found=f"{queue.queue!r} is {queue.shut_because}, and {_waiting(queue)} in it",
                 remedy=f"taskmesh resume {queue.queue}",
             )
+        for group, pause in queue.paused_groups.items():
+            if queue.waiting:
+                yield Finding(
+                    level="warning",
+                    subject="queues",
+                    found=f"group {group!r} of {queue.queue!r} is {pause.sentence}",
+                    remedy=f"taskmesh resume {queue.queue} --group {shlex.quote(group)}",
+                )
         if live and queue.waiting and not any(worker.takes_from(queue.queue) for worker in live):
             yield Finding(
                 level="error",

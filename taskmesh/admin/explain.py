@@ -222,11 +222,9 @@ def _queue_gate(queue: QueueInfo, group: str | None) -> Gate:
     if (why := queue.shut_because) is not None:
         opens_at = queue.paused_until if queue.paused else queue.next_start
         return Gate(name="queue", open=False, reason=f"queue {queue.queue!r} is shut: {why}", opens_at=opens_at)
+    if group is not None and (why := queue.group_shut_because(group)) is not None:
+        return Gate(name="queue", open=False, reason=why, opens_at=queue.group_opens_at(group))
     limits = queue.limits
-    limit = limits.of_group(group)
-    running = queue.running_by_group.get(group, 0) if group is not None else 0
-    if limit is not None and running >= limit:
-        return Gate(name="queue", open=False, reason=f"{running} of at most {limit} executions of group {group!r} run")
     used = [f"{queue.running} of {limits.running} run"] if limits.running is not None else []
     used += [f"{queue.started} of {limits.rate} starts in {limits.per_ms} ms"] if limits.rate is not None else []
     return Gate(

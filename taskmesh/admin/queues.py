@@ -10,7 +10,7 @@ from taskmesh.admin.store import task_counts
 from taskmesh.client.connection import Connection
 from taskmesh.model.errors import InvalidOption
 from taskmesh.model.ids import checked_group, checked_remark
-from taskmesh.model.queue import QueueInfo, QueueLimits, checked_queue
+from taskmesh.model.queue import GroupPause, QueueInfo, QueueLimits, checked_queue
 from taskmesh.model.times import checked_time
 from taskmesh.store import Store, audit, limits, registry
 from taskmesh.store.driver import Document
@@ -18,7 +18,6 @@ from taskmesh.store.find import queues_in_use
 
 _LARGEST = 1_000_000
 _LONGEST_WINDOW_MS = 7 * 86_400_000
-_DEFAULT_WINDOW_MS = 1_000
 COUNTED_TO = 1_000
 """How far the tasks that wait in a queue are counted: each takes the server some 10 µs."""
 
@@ -44,15 +43,24 @@ async def _infos(
 
 
 def _info(queue: str, settings: Document, usage: limits.Usage, waiting: int, counted_to: int) -> QueueInfo:
+    stored = QueueLimits.from_document(settings.get("limits") or {})
+    used_up = {
+        group: leaves
+        for group, (count, leaves) in usage.group_starts.items()
+        if stored.group_rate is not None and count >= stored.group_rate
+    }
     pause = ("paused_by", "paused_reason", "pause_time", "paused_until") if settings.get("paused") else ()
     return QueueInfo(
         queue=queue,
         paused=bool(settings.get("paused")),
-        limits=QueueLimits.from_document(settings.get("limits") or {}),
+        limits=stored,
+        paused_groups={pause["g"]: GroupPause.model_validate(pause) for pause in settings.get("paused_groups") or ()},
         running=usage.running,
         running_by_group=dict(usage.running_by_group),
         started=usage.starts,
         next_start=usage.next_start,
+        started_by_group={group: count for group, (count, _) in usage.group_starts.items()},
+        next_start_by_group=used_up,
         waiting=min(waiting, counted_to),
         more_waiting=waiting > counted_to,
         **{name: settings.get(name) for name in pause},
@@ -60,28 +68,41 @@ def _info(queue: str, settings: Document, usage: limits.Usage, waiting: int, cou
 
 
 class LimitFields(TypedDict, total=False):
-    """What `set_limit` takes as keywords; None, or left out: no limit (any more)."""
+    """What `set_limit` takes as keywords; None: no limit (any more)."""
 
     rate: int | None
     per_ms: int | None
     running: int | None
     group_running: int | None
+    group_rate: int | None
+    group_per_ms: int | None
 
 
-def checked_limits(
-    *, rate: int | None = None, per_ms: int | None = None, running: int | None = None, group_running: int | None = None
-) -> dict[str, int | None]:
-    """Return what a queue is to be limited to, `per_ms` with its default. Raises `InvalidOption`."""
-    if per_ms is not None and rate is None:
-        raise InvalidOption(f"per_ms={per_ms!r} has no meaning without rate: set both or neither")
-    if rate is not None and per_ms is None:
-        per_ms = _DEFAULT_WINDOW_MS
-    return {
-        "rate": _whole("rate", rate, 1, _LARGEST),
-        "per_ms": _whole("per_ms", per_ms, 1, _LONGEST_WINDOW_MS),
-        "running": _whole("running", running, 0, _LARGEST),
-        "group_running": _whole("group_running", group_running, 0, _LARGEST),
-    }
+_BOUNDS: dict[str, tuple[int, int]] = {
+    "rate": (1, _LARGEST),
+    "per_ms": (1, _LONGEST_WINDOW_MS),
+    "running": (0, _LARGEST),
+    "group_running": (0, _LARGEST),
+    "group_rate": (1, _LARGEST),
+    "group_per_ms": (1, _LONGEST_WINDOW_MS),
+}
+
+
+def checked_limits(given: LimitFields, stored: Mapping[str, Any]) -> dict[str, int | None]:
+    """Return what changes about the limits of a queue that are `stored`. Raises `InvalidOption`."""
+    changes: dict[str, int | None] = {}
+    for name, value in given.items():
+        if name not in _BOUNDS:
+            raise InvalidOption(f"there is no limit {name!r}: set one of {', '.join(_BOUNDS)}")
+        changes[name] = _whole(name, value, *_BOUNDS[name])
+    for window, rate in (("per_ms", "rate"), ("group_per_ms", "group_rate")):
+        if changes.get(window) is not None and changes.get(rate, stored.get(rate)) is None:
+            raise InvalidOption(f"{window}={changes[window]!r} has no meaning without {rate}: set both or neither")
+        if rate in changes and changes[rate] is None:
+            changes[window] = None
+        elif window in changes and changes[window] is None and changes.get(rate, stored.get(rate)) is not None:
+            changes[window] = limits.DEFAULT_WINDOW_MS
+    return changes
 
 
 async def set_group_limit(store: Store, queue: str, group: str, running: int | None) -> None:
@@ -110,31 +131,50 @@ class Queues:
         return self._connection.store
 
     async def pause(
-        self, queue: str, *, reason: str | None = None, by: str | None = None, until: datetime | None = None
+        self,
+        queue: str,
+        *,
+        group: str | None = None,
+        reason: str | None = None,
+        by: str | None = None,
+        until: datetime | None = None,
     ) -> None:
         """Let no worker claim from this queue any more, until `resume`, or the time `until`. What runs, runs on.
 
-        `reason`, `by`: why and who, for listings and the audit; by default the user of this process, and its host.
+        `group`: only tasks of this group; the others go on. `reason`, `by`: why and who, for listings and the audit; by default
+        the user of this process, and its host.
         """
-        who = audit.author(by)
-        settings = {
-            "paused": True,
-            "paused_reason": checked_remark("reason", reason),
-            "paused_by": who,
-            "paused_until": None if until is None else checked_time("until", until),
-            "pause_time": self._connection.clock.now(),
-        }
-        await registry.set_queue(self._store, checked_queue(queue), settings)
-        await self._changed("queue.pause", who, queue, until=None if until is None else until.isoformat())
+        who, why = audit.author(by), checked_remark("reason", reason)
+        ends = None if until is None else checked_time("until", until)
+        begins = self._connection.clock.now()
+        about: dict[str, Any] = {"until": None if until is None else until.isoformat()}
+        if group is not None:
+            about["group"] = group
+            pause = {"by": who, "reason": why, "time": begins, "until": ends}
+            await registry.pause_group(self._store, checked_queue(queue), checked_group(group), pause)
+        else:
+            settings = {
+                "paused": True,
+                "paused_reason": why,
+                "paused_by": who,
+                "paused_until": ends,
+                "pause_time": begins,
+            }
+            await registry.set_queue(self._store, checked_queue(queue), settings)
+        await self._changed("queue.pause", who, queue, **about)
 
-    async def resume(self, queue: str, *, by: str | None = None) -> None:
-        """Let workers claim from this queue again.
+    async def resume(self, queue: str, *, group: str | None = None, by: str | None = None) -> None:
+        """Let workers claim from this queue again; with `group`, of this group, which was paused by itself.
 
         `by`: who, for the audit; by default the user of this process, and its host.
         """
         who = audit.author(by)
-        await registry.set_queue(self._store, checked_queue(queue), {"paused": False, "paused_until": None})
-        await self._changed("queue.resume", who, queue)
+        if group is not None:
+            await registry.pause_group(self._store, checked_queue(queue), checked_group(group), None)
+            await self._changed("queue.resume", who, queue, group=group)
+        else:
+            await registry.set_queue(self._store, checked_queue(queue), {"paused": False, "paused_until": None})
+            await self._changed("queue.resume", who, queue)
 
     async def set_limit(
         self,
@@ -143,17 +183,20 @@ class Queues:
         by: str | None = None,
         **given: Unpack[LimitFields],
     ) -> None:
-        """Limit a queue, over the whole fleet; what is not given here is not limited (any more).
+        """Limit a queue, over the whole fleet. What is given is set, the rest stays as it is; None takes a limit away.
 
-        At most `rate` starts in any `per_ms` (1000 by default); at most `running` executions at a time; at most
-        `group_running` of each group (`configure(group=…)`) at a time: tasks of a full group hold up nobody else. What
-        runs already runs on, and is counted. Consumers of this mesh know of it when this returns, other processes a moment
-        later: at once if they listen, within two seconds if they only scan. Raises `InvalidOption`.
+        At most `rate` starts in any `per_ms` (1000 by default); at most `running` executions at a time; of each group
+        (`configure(group=…)`) at most `group_rate` starts in any `group_per_ms`, and at most `group_running` executions at a
+        time: tasks of a full group hold up nobody else. What runs already runs on, and is counted. Consumers of this mesh
+        know of it when this returns, other processes a moment later: at once if they listen, within two seconds if they only
+        scan. Raises `InvalidOption`.
         `by`: who, for the audit; by default the user of this process, and its host.
         """
         who = audit.author(by)
-        limited = checked_limits(**given)
-        await limits.set_limits(self._store, checked_queue(queue), limited)
+        limited = checked_limits(given, await limits.read_limits(self._store, checked_queue(queue)))
+        if not limited:
+            return
+        await limits.set_limits(self._store, queue, limited)
         await self._changed("queue.set_limit", who, queue, **limited)
 
     async def set_group_limit(self, queue: str, group: str, running: int | None, *, by: str | None = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from datetime import datetime
+from math import inf
 from typing import Unpack
 
 from pydantic import BaseModel, ConfigDict
@@ -115,7 +116,7 @@ def _first_time(explanations: list[Explanation]) -> datetime | None:
 
 
 async def effect_of_limit(store: Store, queue: str, change: Callable[[QueueLimits], QueueLimits]) -> LimitEffect:
-    """Tell what this change of its limits would do to a queue."""
+    """Tell what this change of its limits would do to a queue. Raises as `change` does."""
     found = await read_queue(store, queue)
     then = change(found.limits)
     waiting = await task_counts.waiting_by_group(store, queue, _COUNTED_TO)
@@ -139,14 +140,21 @@ def _room_for(waiting: Mapping[str | None, int], queue: QueueInfo, limits: Queue
     """How many of those that wait could start at once."""
     if queue.paused:
         return 0
-    count = 0
+    count: float = 0
     for group, wanted in waiting.items():
-        limit = limits.of_group(group)
-        running = 0 if group is None else queue.running_by_group.get(group, 0)
-        count += wanted if limit is None else max(0, min(wanted, limit - running))
+        count += wanted if group is None else max(0, min(wanted, *_rooms_of_group(group, queue, limits)))
     rooms = [limits.running - queue.running] if limits.running is not None else []
     rooms += [limits.rate - queue.started] if limits.rate is not None else []
-    return max(0, min([count, *rooms]))
+    return int(max(0, min([count, *rooms])))
+
+
+def _rooms_of_group(group: str, queue: QueueInfo, limits: QueueLimits) -> list[float]:
+    """What each limit leaves of room for a group."""
+    if group in queue.paused_groups:
+        return [0]
+    limit = limits.of_group(group)
+    rooms: list[float] = [inf if limit is None else limit - queue.running_by_group.get(group, 0)]
+    return rooms + ([] if limits.group_rate is None else [limits.group_rate - queue.started_by_group.get(group, 0)])
 
 
 class WhatIf:
@@ -175,12 +183,15 @@ class WhatIf:
         **given: Unpack[LimitFields],
     ) -> LimitEffect:
         """Tell what `set_limit` with these arguments would do: how many could start now, and then. Changes nothing."""
-        limited = checked_limits(**given)
-        return await effect_of_limit(self._store, checked_queue(queue), lambda now: now.model_copy(update=limited))
+
+        def changed(now: QueueLimits) -> QueueLimits:
+            return now.model_copy(update=checked_limits(given, now.model_dump()))
+
+        return await effect_of_limit(self._store, checked_queue(queue), changed)
 
     async def group_limit(self, queue: str, group: str, running: int | None) -> LimitEffect:
         """Tell what `set_group_limit` would do: how many could start now, and then. Changes nothing."""
-        checked_limits(running=running)
+        checked_limits({"running": running}, {})
         own = {checked_group(group): running}
 
         def changed(now: QueueLimits) -> QueueLimits:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import difflib
 from datetime import UTC, datetime, timedelta
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import RenderableType
 from rich.text import Text
 
+from taskmesh.admin.queues import LimitFields
 from taskmesh.cli import completion, output
 from taskmesh.cli.connected import App, Collection, Database, Uri, mesh_of, run_at
 from taskmesh.cli.output import Json, Watch, show_found
 from taskmesh.mesh import TaskMesh
-from taskmesh.model.queue import QueueInfo, checked_queue
+from taskmesh.model.queue import QueueInfo, QueueLimits, checked_queue
 from taskmesh.model.schedule import ScheduleInfo
 
 _NO_SCHEDULES = "no schedules (a worker declares those of its code: @mesh.task(cron=…), mesh.every)"
+
+_Limit = Literal["rate", "running", "group-running", "group-rate"]
+_REMOVED = ("rate", "running", "group_running", "group_rate")
 
 Queue = Annotated[str, typer.Argument(metavar="QUEUE", help="The queue's name.", autocompletion=completion.queue)]
 ScheduleId = Annotated[
@@ -42,7 +46,7 @@ def queue_table(found: list[QueueInfo]) -> RenderableType:
             _of(each.running, each.limits.running),
             f"{each.waiting}+" if each.more_waiting else each.waiting,
             None if each.limits.rate is None else f"{each.started}/{each.limits.rate} in {each.limits.per_ms} ms",
-            None if each.limits.group_running is None else f"{each.limits.group_running} per group",
+            _of_groups(each),
             each.shut_because,
         ]
         for each in found
@@ -54,17 +58,29 @@ def _of(used: int, limit: int | None) -> str:
     return str(used) if limit is None else f"{used}/{limit}"
 
 
+def _of_groups(queue: QueueInfo) -> str | None:
+    limits = queue.limits
+    paused = ", ".join(sorted(queue.paused_groups))
+    said = [
+        f"{limits.group_running} per group" if limits.group_running is not None else "",
+        f"{limits.group_rate} per group in {limits.group_per_ms} ms" if limits.group_rate is not None else "",
+        f"paused: {paused}" if paused else "",
+    ]
+    return "; ".join(filter(None, said)) or None
+
+
 async def pause(
     mesh: TaskMesh,
     queue: Queue,
+    group: Annotated[str | None, typer.Option(help="Only this group of the queue.")] = None,
     reason: Reason = None,
     for_ms: Annotated[int | None, typer.Option(min=1, help="Only for this many milliseconds.")] = None,
 ) -> None:
-    """Pause a queue: workers claim nothing from it. Running tasks go on."""
+    """Pause a queue, or one group of it: workers claim nothing from it. Running tasks go on."""
     await _tell_if_nobody_knows(mesh, queue)
     until = None if for_ms is None else datetime.now(UTC) + timedelta(milliseconds=for_ms)
-    await mesh.pause(queue, reason=reason, until=until)
-    output.say(f"queue {queue} is paused" + (f" until {until.isoformat(' ', 'seconds')}" if until else ""))
+    await mesh.pause(queue, group=group, reason=reason, until=until)
+    output.say(f"{_place(queue, group)} is paused" + (f" until {until.isoformat(' ', 'seconds')}" if until else ""))
 
 
 async def _tell_if_nobody_knows(mesh: TaskMesh, queue: str) -> None:
@@ -78,11 +94,19 @@ async def _tell_if_nobody_knows(mesh: TaskMesh, queue: str) -> None:
     output.say(f"warning: no task, worker or setting names a queue {queue}{meant}", stderr=True)
 
 
-async def resume(mesh: TaskMesh, queue: Queue) -> None:
+def _place(queue: str, group: str | None) -> str:
+    return f"queue {queue}" if group is None else f"group {group} of queue {queue}"
+
+
+async def resume(
+    mesh: TaskMesh,
+    queue: Queue,
+    group: Annotated[str | None, typer.Option(help="Only this group, which was paused by itself.")] = None,
+) -> None:
     """Let workers claim from a queue again."""
     await _tell_if_nobody_knows(mesh, queue)
-    await mesh.resume(queue)
-    output.say(f"queue {queue} is open")
+    await mesh.resume(queue, group=group)
+    output.say(f"{_place(queue, group)} is open")
 
 
 def limit(
@@ -92,8 +116,11 @@ def limit(
     per_ms: Annotated[int | None, typer.Option(min=1, help="The length of that window.  [default: 1000]")] = None,
     running: Annotated[int | None, typer.Option(min=0, help="At most this many executions at once.")] = None,
     group_running: Annotated[int | None, typer.Option(min=0, help="... and this many of each group.")] = None,
+    group_rate: Annotated[int | None, typer.Option(min=1, help="This many starts of each group in ...")] = None,
+    group_per_ms: Annotated[int | None, typer.Option(min=1, help="... this window.  [default: 1000]")] = None,
     group: Annotated[str | None, typer.Option(help="With --running (or --none): of this one group.")] = None,
-    none: Annotated[bool, typer.Option("--none", help="Remove the limit.")] = False,
+    without: Annotated[list[_Limit] | None, typer.Option(help="Remove this limit; may be given several times.")] = None,
+    none: Annotated[bool, typer.Option("--none", help="Remove every limit of the queue, or that of --group.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show how many tasks could start then.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print JSON.")] = False,
     app: App = None,
@@ -101,39 +128,60 @@ def limit(
     database: Database = None,
     collection: Collection = None,
 ) -> None:
-    """Limit a queue across all workers. A limit that is left out is taken away."""
-    given = [setting for setting in (rate, per_ms, running, group_running) if setting is not None]
+    """Limit a queue across all workers. A limit that is not named stays as it is."""
+    numbers = {
+        "rate": rate,
+        "per_ms": per_ms,
+        "running": running,
+        "group_running": group_running,
+        "group_rate": group_rate,
+        "group_per_ms": group_per_ms,
+    }
+    given: dict[str, int | None] = {name: value for name, value in numbers.items() if value is not None}
+    if both := [each for each in without or () if each.replace("-", "_") in given]:
+        raise typer.BadParameter(f"--{both[0]} and --without {both[0]} contradict each other")
+    given |= {each.replace("-", "_"): None for each in without or ()}
     if none == bool(given):
-        raise typer.BadParameter("say what the limit is: --rate, --running or --group-running; or --none")
-    if group is not None and (rate, per_ms, group_running) != (None, None, None):
+        raise typer.BadParameter(
+            "say what the limit is: --rate, --running, --group-running or --group-rate; or --without one of them; or --none"
+        )
+    if group is not None and given.keys() - {"running"}:
         raise typer.BadParameter("one group can only have a limit of --running")
+    limits = LimitFields(**(dict.fromkeys(_REMOVED) if none else given))  # type: ignore[typeddict-item]  # by name
 
     async def use(mesh: TaskMesh) -> None:
         await _tell_if_nobody_knows(mesh, queue)
         if group is not None:
             await mesh.queues.set_group_limit(queue, group, running)
         else:
-            await mesh.set_limit(queue, rate=rate, per_ms=per_ms, running=running, group_running=group_running)
+            await mesh.set_limit(queue, **limits)
+        info = next((each for each in await mesh.queues.all(counted_to=1) if each.queue == queue), None)
+        output.say(f"{_place(queue, group)}: {_limits_of(info.limits if info else QueueLimits(), group)}")
 
     async def tell(mesh: TaskMesh) -> None:
         if group is not None:
             effect = await mesh.what_if.group_limit(queue, group, running)
         else:
-            effect = await mesh.what_if.limit(
-                queue, rate=rate, per_ms=per_ms, running=running, group_running=group_running
-            )
+            effect = await mesh.what_if.limit(queue, **limits)
         output.show_json(effect) if as_json else output.say(f"queue {queue}: {effect.sentence}")
 
     run_at(mesh_of(app, uri, database, collection), tell if dry_run else use)
-    if dry_run:
-        return
-    where = f"queue {queue}" + (f", group {group}" if group is not None else "")
-    limits = [
-        f"{rate} starts in {per_ms or 1_000} ms" if rate is not None else "",
-        f"{running} at a time" if running is not None else "",
-        f"{group_running} at a time of each group" if group_running is not None else "",
+
+
+def _limits_of(limits: QueueLimits, group: str | None) -> str:
+    """Say all that a queue, or one group of it, is limited to now."""
+    if group is not None:
+        most = limits.of_group(group)
+        return "no limit" if most is None else f"{most} at a time"
+    said = [
+        f"{limits.rate} starts in {limits.per_ms} ms" if limits.rate is not None else "",
+        f"{limits.running} at a time" if limits.running is not None else "",
+        f"{limits.group_running} at a time of each group" if limits.group_running is not None else "",
+        f"{limits.group_rate} starts in {limits.group_per_ms} ms of each group"
+        if limits.group_rate is not None
+        else "",
     ]
-    output.say(f"{where}: {', '.join(filter(None, limits)) or 'no limit'}")
+    return ", ".join(filter(None, said)) or "no limit"
 
 
 async def schedules(mesh: TaskMesh, as_json: Json = False, watch: Watch = None) -> None:

@@ -123,6 +123,8 @@ class Registry:
             found.append(f"queue {configuration.queue!r} is paused")
         if queue is not None and (queue.get("limits") or {}).get("running") == 0:
             found.append(f"queue {configuration.queue!r} is limited to 0 executions at a time")
+        if queue is not None and configuration.group in {pause["g"] for pause in queue.get("paused_groups") or ()}:
+            found.append(f"group {configuration.group!r} of queue {configuration.queue!r} is paused")
         start = configuration.starts(now)
         if configuration.expire_time is not None and configuration.expire_time <= max(now, start or now):
             found.append(f"it expires at {configuration.expire_time.isoformat()}, before it can start")

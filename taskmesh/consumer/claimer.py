@@ -127,11 +127,13 @@ class Claimer:
             narrowed_by = await self._claim_filter.current()
             if narrowed_by is None:
                 return 0.1
+            narrowed_by = self._limits.without_paused(narrowed_by)
             taken = self._candidates.take(min(free, self._largest_set()), now)
             candidates = [
                 c
                 for c in taken
                 if c.queue not in self._queues.paused
+                and not self._limits.is_paused(c.queue, c.group)
                 and c.id not in self._executions
                 and not self._candidates.is_aside(c.id)
             ]

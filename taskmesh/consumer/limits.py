@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import Any
 
 from taskmesh.consumer.claim_queue import Candidate, ClaimQueue
@@ -71,6 +72,8 @@ class Limits:
         self._executions = executions
         self.queues: Mapping[str, Document] = {}
         """The queues that have limits."""
+        self.paused_groups: frozenset[Place] = frozenset()
+        """Groups that are paused for everybody, while the rest of their queue is open."""
         self._asking: set[str] = set()
         self._unchecked: set[str] = set()
         self._shut: dict[Place, asyncio.TimerHandle] = {}
@@ -82,7 +85,13 @@ class Limits:
         self._freed = False
 
     def learn(self, settings: Mapping[str, Document]) -> None:
-        """Take over which queues have limits now."""
+        """Take over which queues have limits now, and which groups are paused."""
+        paused = frozenset(
+            (queue, pause["g"]) for queue, document in settings.items() for pause in document.get("paused_groups") or ()
+        )
+        reopened, self.paused_groups = self.paused_groups - paused, paused
+        if reopened:
+            self._candidates.order_scan()
         limited = {queue: document["limits"] for queue, document in settings.items() if document.get("limits")}
         if limited == self.queues:
             return
@@ -105,7 +114,7 @@ class Limits:
     @property
     def shut_groups(self) -> list[Document]:
         """Filters on the tasks of the groups from which nothing starts until somebody changes their limits."""
-        shut: list[Document] = []
+        shut = self._paused_tasks
         for queue, limits in self.queues.items():
             own = {entry["g"]: entry["n"] for entry in limits.get("groups") or []}
             if none := [group for group, running in own.items() if running == 0]:
@@ -115,13 +124,33 @@ class Limits:
         return shut
 
     @property
+    def _paused_tasks(self) -> list[Document]:
+        by_queue: dict[str, list[str]] = {}
+        for queue, group in sorted(self.paused_groups, key=str):
+            by_queue.setdefault(queue, []).append(str(group))
+        return [{"queue": queue, "group": {"$in": groups}} for queue, groups in by_queue.items()]
+
+    def without_paused(self, narrowed_by: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the filter that a claim has to carry: this one, and nothing of a paused group."""
+        if not self.paused_groups:
+            return narrowed_by
+        nothing_paused = {"$nor": self._paused_tasks}
+        return {"$and": [dict(narrowed_by), nothing_paused]} if narrowed_by else nothing_paused
+
+    @property
     def full_groups(self) -> list[Place]:
-        """Groups that have no room now."""
-        return [place for place in self._shut if place[1] is not None]
+        """Groups that have no room now, or are paused."""
+        return [*(place for place in self._shut if place[1] is not None), *self.paused_groups]
 
     def is_full(self, queue: str, group: str | None) -> bool:
-        """Whether there is no room for such a task now."""
-        return bool(self._shut) and ((queue, group) in self._shut or (queue, None) in self._shut)
+        """Whether there is no room for such a task now, or its group is paused."""
+        if self._shut and ((queue, group) in self._shut or (queue, None) in self._shut):
+            return True
+        return self.is_paused(queue, group)
+
+    def is_paused(self, queue: str, group: str | None) -> bool:
+        """Whether nobody claims of this group."""
+        return bool(self.paused_groups) and (queue, group) in self.paused_groups
 
     # --- claiming ---
 
@@ -171,7 +200,8 @@ class Limits:
         unused = idle - await store_limits.live_here(self._store, self._worker_id, idle) if idle else idle
         slots = self._slots.setdefault(admission.queue, {})
         slots.update((id_, booking.token) for id_ in booking.ids - unused)
-        await store_limits.confirm(self._store, admission.queue, booking.token, unused)
+        not_won = [Wish(c.id, c.group) for c in admission.candidates if c.id in unused]
+        await store_limits.confirm(self._store, admission.queue, booking.token, not_won)
 
     def done(self, queue: str) -> None:
         """The claims of this queue are through: the next may be asked for."""
@@ -198,17 +228,23 @@ class Limits:
         if not refused:
             return
         if booking.next_start is not None:
-            per = float(self.queues.get(queue, {}).get("per_ms", 1000)) / 1000
-            wait = self._clock.monotonic(booking.next_start) - time.monotonic()
-            self._shut_for((queue, None), min(max(wait, 0.0) + 0.002, per))
+            self._shut_for((queue, None), self._until(booking.next_start, queue, "per_ms"))
         elif all(candidate.group in booking.full_groups for candidate in refused):
-            for group in booking.full_groups:
-                self._shut_for((queue, group), self._pause(queue, group))
+            for group, next_start in booking.full_groups.items():
+                pause = (
+                    self._pause(queue, group) if next_start is None else self._until(next_start, queue, "group_per_ms")
+                )
+                self._shut_for((queue, group), pause)
         else:
             self._shut_for((queue, None), self._pause(queue))
         for candidate in refused:
             group_is_shut = (queue, candidate.group) in self._shut
             self._park((queue, candidate.group if group_is_shut else None), candidate)
+
+    def _until(self, next_start: datetime, queue: str, window: str) -> float:
+        """How long to wait for room under a rate: never longer than its window, whatever our clock."""
+        per = float(self.queues.get(queue, {}).get(window) or 1000) / 1000
+        return min(max(self._clock.monotonic(next_start) - time.monotonic(), 0.0) + 0.002, per)
 
     def _pause(self, queue: str, group: str | None = None) -> float:
         """How long to wait for room. Where none may run, there is none before somebody changes that, of which we are told."""

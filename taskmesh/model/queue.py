@@ -25,6 +25,9 @@ class QueueLimits(BaseModel):
     """At most so many executions at a time."""
     group_running: int | None = None
     """At most so many executions of one group at a time."""
+    group_rate: int | None = None
+    """At most so many starts of one group in any `group_per_ms`."""
+    group_per_ms: int | None = None
     groups: dict[str, int] = {}
     """At most so many executions at a time of single groups that have a limit of their own."""
 
@@ -37,6 +40,23 @@ class QueueLimits(BaseModel):
     def of_group(self, group: str | None) -> int | None:
         """Return how many of this group may run at a time."""
         return None if group is None else self.groups.get(group, self.group_running)
+
+
+class GroupPause(BaseModel):
+    """Why nothing of a group is claimed."""
+
+    model_config = ConfigDict(frozen=True)
+
+    by: str | None = None
+    reason: str | None = None
+    time: datetime | None = None
+    until: datetime | None = None
+    """When the pause ends by itself."""
+
+    @property
+    def sentence(self) -> str:
+        """Return it in words."""
+        return _paused(self.by, self.reason, self.until)
 
 
 class QueueInfo(BaseModel):
@@ -55,10 +75,16 @@ class QueueInfo(BaseModel):
     running: int = 0
     """Executions that run now."""
     running_by_group: dict[str, int] = {}
+    paused_groups: dict[str, GroupPause] = {}
+    """Groups of which nothing is claimed, while the rest of the queue is open."""
     started: int = 0
     """Starts that count against the rate now."""
     next_start: datetime | None = None
     """When the rate has room again, if it has none now."""
+    started_by_group: dict[str, int] = {}
+    """Starts that count against `group_rate` now."""
+    next_start_by_group: dict[str, datetime] = {}
+    """When the rate of a group has room again, of those for which it has none now."""
     waiting: int = 0
     """Tasks that could be claimed now if the queue has room."""
     more_waiting: bool = False
@@ -68,15 +94,43 @@ class QueueInfo(BaseModel):
     def shut_because(self) -> str | None:
         """Why nothing can be claimed from the queue now, whatever the task; None if something can."""
         if self.paused:
-            by = f" by {self.paused_by}" if self.paused_by else ""
-            why = f": {self.paused_reason}" if self.paused_reason else ""
-            until = f", until {self.paused_until.isoformat()}" if self.paused_until else ""
-            return f"paused{by}{until}{why}"
+            return _paused(self.paused_by, self.paused_reason, self.paused_until)
         if self.limits.running is not None and self.running >= self.limits.running:
             return f"{self.running} of at most {self.limits.running} executions run"
         if self.next_start is not None:
             return f"{self.started} of at most {self.limits.rate} starts in {self.limits.per_ms} ms are used up"
         return None
+
+    def group_shut_because(self, group: str) -> str | None:
+        """Why nothing of a group can be claimed now, though the queue is open; None if something can."""
+        limits, running = self.limits, self.running_by_group.get(group, 0)
+        limit = limits.of_group(group)
+        if group in self.paused_groups:
+            return f"group {group!r} is {self.paused_groups[group].sentence}"
+        if limit is not None and running >= limit:
+            return f"{running} of at most {limit} executions of group {group!r} run"
+        if group in self.next_start_by_group:
+            started = self.started_by_group.get(group, 0)
+            most = f"{limits.group_rate} starts in {limits.group_per_ms} ms"
+            return f"{started} of at most {most} of group {group!r} are used up"
+        return None
+
+    def group_opens_at(self, group: str) -> datetime | None:
+        """When a group that is shut opens by itself; None: not by time alone."""
+        if group in self.paused_groups:
+            return self.paused_groups[group].until
+        return self.next_start_by_group.get(group)
+
+
+def _paused(by: str | None, reason: str | None, until: datetime | None) -> str:
+    return "".join(
+        (
+            "paused",
+            f" by {by}" if by else "",
+            f", until {until.isoformat()}" if until else "",
+            f": {reason}" if reason else "",
+        )
+    )
 
 
 def checked_queue(queue: Any) -> str:

@@ -8,6 +8,7 @@ of which no stream tells: one document per queue, in which workers book before t
 - `starts`: how many starts were booked, and when they leave the window. A booking on its way has an entry of its own, by its
   token; what is settled is put together in buckets of a hundredth of the window, each of which leaves with the last start
   in it. So the document is small whatever rate and window, and no window ever holds more starts than the rate.
+- `group_starts`: the same of each group, in buckets of a tenth of the window, or fewer where very many groups start something.
 
 Where groups have limits, claimable tasks are looked for group by group (`scan_groups`). The ordinary scan reads tasks in the
 order of claiming: where a full group has a million tasks in front, it would read all of them to find one of another group.
@@ -42,8 +43,13 @@ _CHECKED_EVERY_MS = 100
 _TASKS_PER_GROUP = 16
 _BUCKETS = 100
 """So a start counts against its rate for a hundredth of the window too long at most."""
+_BUCKETS_OF_A_GROUP = 10
+_GROUP_STARTS = 20_000
+"""With more groups than a tenth of this in one window, each has fewer buckets; the last one is never given up."""
 NO_LIMIT = 2**31 - 1
-_LIMITS = ("running", "rate", "group_running", "groups")
+_LIMITS = ("running", "rate", "group_running", "group_rate", "groups")
+_WINDOWS = {"per_ms": "starts", "group_per_ms": "group_starts"}
+DEFAULT_WINDOW_MS = 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,23 +69,34 @@ class Booking:
     until: datetime
     next_start: datetime | None
     """When the rate has room again, if that is what held some back."""
-    full_groups: frozenset[str]
-    """Groups that had no room."""
+    full_groups: Mapping[str, datetime | None]
+    """Groups that had no room for all that was asked, and when their rate has room again, if it is that."""
     check: bool
     """Whether the caller is the one to check now which slots nobody uses any more."""
 
 
 async def set_limits(store: Store, queue: str, limits: Document) -> None:
-    """Set `running`, `rate`, `per_ms`, `group_running`; None takes a limit away. What runs already is counted.
+    """Set those limits that are given, by the names of `QueueLimits`; None takes one away.
 
-    So are the starts that were counted till then, for as long as the new window lasts.
+    A rate without a window, here or from before, has one of a second. What runs already is counted. So are the starts that were
+    counted till then, for as long as the new window lasts.
     """
     changes = {name: {"$literal": value} for name, value in limits.items()}
-    if isinstance(limits.get("per_ms"), int):
-        longer = {"$subtract": [limits["per_ms"], {"$ifNull": ["$per_ms", limits["per_ms"]]}]}
-        moved = {"$mergeObjects": ["$$this", {"leaves": {"$add": ["$$this.leaves", longer]}}]}
-        changes["starts"] = {"$map": {"input": _list("starts"), "in": moved}}
+    for window, starts in _WINDOWS.items():
+        if isinstance(limits.get(window), int):
+            longer = {"$subtract": [limits[window], {"$ifNull": [f"${window}", limits[window]]}]}
+            moved = {"$mergeObjects": ["$$this", {"leaves": {"$add": ["$$this.leaves", longer]}}]}
+            changes[starts] = {"$map": {"input": _list(starts), "in": moved}}
+        elif limits.get(window.replace("per_ms", "rate")) is not None:
+            changes[window] = {"$ifNull": [f"${window}", DEFAULT_WINDOW_MS]}
     await _change(store, queue, changes)
+
+
+async def read_limits(store: Store, queue: str) -> Document:
+    """Return the limits of a queue as they are stored, with all that moves left out."""
+    fields = dict.fromkeys((*_LIMITS, *_WINDOWS), 1)
+    document = await store.driver.collection(store.limits).find_one({"_id": queue}, fields | {"_id": 0})
+    return document or {}
 
 
 async def set_group_limit(store: Store, queue: str, group: str, running: int | None) -> None:
@@ -97,7 +114,7 @@ async def _change(store: Store, queue: str, changes: Document) -> None:
         {"_id": queue},
         # The new limits, and when: a later change has a later time, even within one millisecond.
         [{"$set": changes | {"changed": changed}}],
-        dict.fromkeys((*_LIMITS, "per_ms", "changed"), 1) | {"_id": 0},
+        dict.fromkeys((*_LIMITS, *_WINDOWS, "changed"), 1) | {"_id": 0},
         upsert=True,
         return_document=ReturnDocument.AFTER,
     )
@@ -136,7 +153,7 @@ async def book(
         ids=frozenset(booked["ids"]),
         until=booked["until"],
         next_start=document.get("next_start"),
-        full_groups=frozenset(document.get("full_groups") or ()),
+        full_groups={full["g"]: full.get("next") for full in document.get("full_groups") or ()},
         check=document.get("checker") == token,
     )
 
@@ -149,13 +166,13 @@ def _booking(store: Store, token: str, worker_id: str, wishes: Sequence[Wish]) -
         by_group.setdefault(wish.group, []).append({"id": wish.id, "g": wish.group, "i": place})
     # The wishes by group, each with its place among all: values of users, so a literal.
     asked = {"$literal": [{"g": group, "of": of} for group, of in by_group.items()]}
-    limit_of_group = _limit_of("$$ask.g")
-    room_in_group = {
-        "$subtract": [
-            limit_of_group,
-            {"$size": {"$filter": {"input": "$slots", "as": "slot", "cond": {"$eq": ["$$slot.g", "$$ask.g"]}}}},
-        ]
-    }
+    in_slots = {"$size": {"$filter": {"input": "$slots", "as": "slot", "cond": {"$eq": ["$$slot.g", "$$ask.g"]}}}}
+    of_group = {"$filter": {"input": "$group_starts", "as": "start", "cond": {"$eq": ["$$start.g", "$$ask.g"]}}}
+    # What a group has room for: executions at once, and starts in its window.
+    run_room_of_group = {"$subtract": [_limit_of("$$ask.g"), in_slots]}
+    rate_room_of_group = _let({"started": of_group}, {"$subtract": ["$group_rate", {"$sum": "$$started.n"}]})
+    has_rate = {"$gt": ["$group_rate", None]}
+    room_in_group = {"$min": [run_room_of_group, {"$cond": [has_rate, rate_room_of_group, NO_LIMIT]}]}
     # Of each group as many as it has room for, all in one list; without a group there is no such limit.
     within_groups = {
         "$reduce": {
@@ -186,7 +203,18 @@ def _booking(store: Store, token: str, worker_id: str, wishes: Sequence[Wish]) -
                     "cond": {"$and": [{"$ne": ["$$ask.g", None]}, {"$lt": [room_in_group, {"$size": "$$ask.of"}]}]},
                 }
             },
-            "in": "$$this.g",
+            "as": "ask",
+            "in": {
+                "g": "$$ask.g",
+                # When a start leaves the window; null if it is not the rate that has no room.
+                "next": {
+                    "$cond": [
+                        {"$and": [has_rate, {"$lte": [rate_room_of_group, 0]}]},
+                        _let({"started": of_group}, {"$min": "$$started.leaves"}),
+                        None,
+                    ]
+                },
+            },
         }
     }
     # What the queue has room for: starts in this window, and executions at once.
@@ -208,12 +236,33 @@ def _booking(store: Store, token: str, worker_id: str, wishes: Sequence[Wish]) -
     leaves = {"$add": [until, {"$ifNull": ["$per_ms", 0]}]}
     # The window is counted from the end of the booking, its latest possible start, until `confirm` knows better.
     start = [{"t": token, "n": count, "leaves": leaves}]
+    granted_of_group = {"$filter": {"input": "$_granted", "cond": {"$eq": ["$$this.g", "$$group"]}}}
+    group_start = {
+        "t": token,
+        "g": "$$group",
+        "n": {"$size": granted_of_group},
+        "leaves": {"$add": [until, {"$ifNull": ["$group_per_ms", 0]}]},
+    }
+    groups_granted = {"$setDifference": ["$_granted.g", [None]]}
+    group_starts = {"$map": {"input": groups_granted, "as": "group", "in": group_start}}
     # Were some refused for want of slots? Then somebody looks, now and then, which slots are still in use.
     held_by_slots = {"$lt": [{"$min": [run_room, {"$size": "$_within"}]}, len(wishes)]}
     due_for_check = {"$lte": [{"$ifNull": ["$checked_time", rules.LONG_AGO]}, {"$subtract": [now, _CHECKED_EVERY_MS]}]}
     return [
         # Starts whose window is over go; a missing list becomes an empty one.
-        {"$set": {"starts": _in_buckets(now), "groups": _list("groups")}},
+        {
+            "$set": {
+                "starts": _in_buckets(now, "starts", "per_ms", _BUCKETS),
+                "group_starts": {
+                    "$cond": [
+                        {"$gt": [_list("group_starts"), []]},
+                        _in_buckets(now, "group_starts", "group_per_ms", _buckets_of_a_group),
+                        [],
+                    ]
+                },
+                "groups": _list("groups"),
+            }
+        },
         # What the limits of groups let through.
         {"$set": {"_within": within_groups, "full_groups": full_groups}},
         # Of these, what the limits of the queue let through.
@@ -233,6 +282,9 @@ def _booking(store: Store, token: str, worker_id: str, wishes: Sequence[Wish]) -
                         "$starts",
                     ]
                 },
+                "group_starts": {
+                    "$cond": [has_rate, {"$concatArrays": ["$group_starts", group_starts]}, "$group_starts"]
+                },
                 "checker": {"$cond": ["$_check", token, None]},
                 "checked_time": {"$cond": ["$_check", now, {"$ifNull": ["$checked_time", None]}]},
             }
@@ -242,18 +294,38 @@ def _booking(store: Store, token: str, worker_id: str, wishes: Sequence[Wish]) -
     ]
 
 
-def _in_buckets(now: rules.Expression) -> rules.Expression:
-    """What `starts` holds of this window: what is settled put together, what is on its way as it stands.
+_buckets_of_a_group: rules.Expression = {
+    "$max": [
+        1,
+        {
+            "$min": [
+                _BUCKETS_OF_A_GROUP,
+                {
+                    "$floor": {
+                        "$divide": [_GROUP_STARTS, {"$max": [1, {"$size": {"$setUnion": ["$group_starts.g", []]}}]}]
+                    }
+                },
+            ]
+        },
+    ]
+}
+
+
+def _in_buckets(now: rules.Expression, starts: str, window: str, buckets: rules.Expression) -> rules.Expression:
+    """What the list `starts` holds of this window: what is settled put together, by group; what is on its way as it stands.
 
     A start leaves the window `per_ms` after it at most, one on its way later: so what leaves by then is settled. What
     an older release has left there, one entry for each booking, is put together likewise.
     """
-    per_ms = {"$ifNull": ["$per_ms", 0]}
-    bucket_ms = {"$max": [{"$ceil": {"$divide": [per_ms, _BUCKETS]}}, 1]}
+    per_ms = {"$ifNull": [f"${window}", 0]}
+    bucket_ms = {"$max": [{"$ceil": {"$divide": [per_ms, buckets]}}, 1]}
     counted = {"$and": [{"$gt": ["$$this.leaves", now]}, {"$gt": ["$$this.n", 0]}]}
     settled = {"$filter": {"input": "$$counted", "cond": {"$lte": ["$$this.leaves", {"$add": [now, per_ms]}]}}}
     on_its_way = {"$filter": {"input": "$$counted", "cond": {"$gt": ["$$this.leaves", {"$add": [now, per_ms]}]}}}
-    bucket = {"$floor": {"$divide": [{"$subtract": ["$$this.leaves", rules.LONG_AGO]}, bucket_ms]}}
+    bucket = {
+        "g": {"$ifNull": ["$$this.g", None]},
+        "b": {"$floor": {"$divide": [{"$subtract": ["$$this.leaves", rules.LONG_AGO]}, "$$bucket_ms"]}},
+    }
     # By place in the sorted list, and not by filtering it for each bucket: an older release may have left 200 000 entries.
     is_last = {
         "$ne": [
@@ -269,17 +341,21 @@ def _in_buckets(now: rules.Expression) -> rules.Expression:
         _let(
             {"in_bucket": in_bucket},
             # [G7] With its last start: none is forgotten while its window lasts.
-            {"n": {"$sum": "$$in_bucket.n"}, "leaves": {"$max": "$$in_bucket.leaves"}},
+            {
+                "g": {"$ifNull": [{"$arrayElemAt": ["$$in_bucket.g", 0]}, "$$REMOVE"]},
+                "n": {"$sum": "$$in_bucket.n"},
+                "leaves": {"$max": "$$in_bucket.leaves"},
+            },
         ),
     )
-    buckets = {"$map": {"input": {"$range": [0, {"$size": "$$lasts"}]}, "in": put_together}}
+    in_buckets = {"$map": {"input": {"$range": [0, {"$size": "$$lasts"}]}, "in": put_together}}
     return _let(
-        {"counted": {"$filter": {"input": _list("starts"), "cond": counted}}},
+        {"counted": {"$filter": {"input": _list(starts), "cond": counted}}, "bucket_ms": bucket_ms},
         _let(
-            {"settled": {"$sortArray": {"input": settled, "sortBy": {"leaves": 1}}}},
+            {"settled": {"$sortArray": {"input": settled, "sortBy": {"g": 1, "leaves": 1}}}},
             _let(
                 {"bucket_of": {"$map": {"input": "$$settled", "in": bucket}}},
-                {"$concatArrays": [_let({"lasts": lasts}, buckets), on_its_way]},
+                {"$concatArrays": [_let({"lasts": lasts}, in_buckets), on_its_way]},
             ),
         ),
     )
@@ -311,19 +387,31 @@ def booked_until(store: Store, booking: Booking) -> Document:
     return {"$expr": {"$lt": [store.now, {"$literal": booking.until}]}}
 
 
-async def confirm(store: Store, queue: str, token: str, unused: Collection[str]) -> None:
+async def confirm(store: Store, queue: str, token: str, unused: Collection[Wish]) -> None:
     """Say that the claim on a booking was answered: it has started all but the `unused`, and nothing more will follow."""
     mine = {"$eq": ["$$this.t", token]}
     # Slots of this booking that no claim has used go; the others are good for as long as their task runs.
-    used = {"$not": [{"$and": [mine, {"$in": ["$$this.id", {"$literal": list(unused)}]}]}]}
+    used = {"$not": [{"$and": [mine, {"$in": ["$$this.id", {"$literal": [wish.id for wish in unused]}]}]}]}
     claimed = {"$cond": [mine, {"$mergeObjects": ["$$this", {"until": rules.LONG_AGO}]}, "$$this"]}
     started = {
         "n": {"$subtract": ["$$this.n", len(unused)]},
         # Counted from now, which is a moment after the starts: so no window can hold too many of them.
         "leaves": {"$add": [store.now, {"$ifNull": ["$per_ms", 0]}]},
     }
+    groups = {"$literal": [wish.group for wish in unused]}
+    in_group = {"$filter": {"input": groups, "as": "group", "cond": {"$eq": ["$$group", "$$this.g"]}}}
+    group_started = {
+        "n": {"$subtract": ["$$this.n", {"$size": in_group}]},
+        "leaves": {"$add": [store.now, {"$ifNull": ["$group_per_ms", 0]}]},
+    }
     fields = {
         "slots": {"$map": {"input": {"$filter": {"input": _list("slots"), "cond": used}}, "in": claimed}},
+        "group_starts": {
+            "$map": {
+                "input": _list("group_starts"),
+                "in": {"$cond": [mine, {"$mergeObjects": ["$$this", group_started]}, "$$this"]},
+            }
+        },
         "starts": {
             "$map": {
                 "input": _list("starts"),
@@ -488,6 +576,8 @@ class Usage:
     starts: int
     next_start: datetime | None
     """When the rate has room again, if it has none now."""
+    group_starts: Mapping[str, tuple[int, datetime]]
+    """How many starts of each group count against its rate, and when the first of them leaves the window."""
 
 
 async def usage(store: Store, queues: Collection[str]) -> dict[str, Usage]:
@@ -506,14 +596,22 @@ async def usage(store: Store, queues: Collection[str]) -> dict[str, Usage]:
         group = row["_id"].get("group")
         if row["live"] and isinstance(group, (str, NoneType)):
             running[row["_id"]["queue"]][group] = row["live"]
-    starts = {"$filter": {"input": _list("starts"), "cond": {"$gt": ["$$this.leaves", store.now]}}}
+    in_window = {"$and": [{"$gt": ["$$this.leaves", store.now]}, {"$gt": ["$$this.n", 0]}]}
+    starts, group_starts = ({"$filter": {"input": _list(name), "cond": in_window}} for name in _WINDOWS.values())
     stages: list[Document] = [
         # The bookings of these queues.
         {"$match": {"_id": {"$in": list(queues)}}},
         # The starts that are still in their window.
-        {"$project": {"rate": 1, "starts": starts}},
+        {"$project": {"rate": 1, "starts": starts, "group_starts": group_starts}},
         # How many they are, and when the first of them leaves. A stage of its own: it reads the list shortened above.
-        {"$project": {"rate": 1, "used": {"$sum": "$starts.n"}, "next": {"$min": "$starts.leaves"}}},
+        {
+            "$project": {
+                "rate": 1,
+                "used": {"$sum": "$starts.n"},
+                "next": {"$min": "$starts.leaves"},
+                "group_starts": 1,
+            }
+        },
     ]
     cursor = await store.driver.aggregate(store.limits, stages)
     booked = {row["_id"]: row for row in await cursor.to_list(None)}
@@ -524,4 +622,8 @@ def _usage(running: Mapping[str | None, int], booked: Document) -> Usage:
     exhausted = booked.get("rate") is not None and booked["used"] >= booked["rate"]
     by_group = {group: count for group, count in running.items() if group is not None}
     next_start = booked.get("next") if exhausted else None
-    return Usage(sum(running.values()), by_group, int(booked.get("used", 0)), next_start)
+    group_starts: dict[str, tuple[int, datetime]] = {}
+    for start in booked.get("group_starts") or ():
+        count, leaves = group_starts.get(start["g"], (0, start["leaves"]))
+        group_starts[start["g"]] = count + int(start["n"]), min(leaves, start["leaves"])
+    return Usage(sum(running.values()), by_group, int(booked.get("used", 0)), next_start, group_starts)

@@ -104,15 +104,21 @@ async def workers(store: Store) -> list[Document]:
 
 
 async def queues(store: Store) -> dict[str, Document]:
-    """Return the settings of all queues that have any, by name, each with whether it is `paused` now."""
+    """Return the settings of all queues that have any, by name: each with whether it is `paused` now, and which groups are."""
     paused = {
         "$and": [
             {"$eq": ["$paused", True]},
             {"$gt": [{"$ifNull": ["$paused_until", rules.NEVER]}, store.now]},
         ]
     }
-    # All settings as they are, but `paused` as of now: a pause may be over that nobody has taken away.
-    cursor = await store.driver.aggregate(store.queues, [{"$set": {"paused": paused}}])
+    groups = {
+        "$filter": {
+            "input": {"$ifNull": ["$paused_groups", []]},
+            "cond": {"$gt": [{"$ifNull": ["$$this.until", rules.NEVER]}, store.now]},
+        }
+    }
+    # All settings as they are, but the pauses as of now: one may be over that nobody has taken away.
+    cursor = await store.driver.aggregate(store.queues, [{"$set": {"paused": paused, "paused_groups": groups}}])
     return {document["_id"]: document for document in await cursor.to_list(None)}
 
 
@@ -127,6 +133,20 @@ async def set_queue(store: Store, queue: str, settings: Document) -> None:
     collection = store.driver.collection(store.queues)
     # A plain update: nothing of it is computed.
     await collection.update_one({"_id": queue}, {"$set": settings}, upsert=True)
+
+
+async def pause_group(store: Store, queue: str, group: str, pause: Document | None) -> None:
+    """Set the pause of one group of a queue, or take it away."""
+    others = {
+        "$filter": {
+            "input": {"$ifNull": ["$paused_groups", []]},
+            "cond": {"$ne": ["$$this.g", {"$literal": group}]},
+        }
+    }
+    own = [] if pause is None else [{"g": group, **pause}]
+    # The pauses of the other groups stay. One update, so that none of two that change at once is lost.
+    stages = [{"$set": {"paused_groups": {"$concatArrays": [others, {"$literal": own}]}}}]
+    await store.driver.collection(store.queues).update_one({"_id": queue}, stages, upsert=True)
 
 
 async def server_time(store: Store) -> datetime:

@@ -62,6 +62,9 @@ def _pauses(queues: Iterable[QueueInfo], schedules: Iterable[ScheduleInfo]) -> I
         if queue.paused:
             text = f"Queue {queue.queue} is paused{_why(queue.paused_by, queue.paused_reason)}."
             yield Remark("warn", text, "/queues", queue.pause_time)
+        for group, pause in queue.paused_groups.items():
+            text = f"Group {group} of queue {queue.queue} is paused{_why(pause.by, pause.reason)}."
+            yield Remark("warn", text, "/queues", pause.time)
     for schedule in schedules:
         if schedule.paused:
             text = f"Schedule {schedule.schedule_id} is paused{_why(schedule.paused_by, schedule.paused_reason)}."

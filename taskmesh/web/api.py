@@ -46,7 +46,8 @@ _ANY_TEXT = re.compile(r"{(key|worker_id|schedule_id|event)}")
 """What may hold a slash. One that is not encoded is taken for part of it, unless the longer address is that of an operation."""
 _TOLD = (
     *("name", "key", "queue", "group", "worker_id", "schedule_id", "id", "where", "event"),
-    *("changes", "concurrency", "running", "rate", "per_ms", "group_running", "for_ms", "cron", "interval_ms"),
+    *("changes", "concurrency", "running", "rate", "per_ms", "group_running", "group_rate", "group_per_ms"),
+    *("for_ms", "cron", "interval_ms"),
 )
 _LONGEST_TOLD = 1_000
 _LONGEST_SIGNATURE = 200

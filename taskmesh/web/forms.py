@@ -36,6 +36,8 @@ async def do(request: Request) -> Response:
     try:
         fields = await _fields_of(request)
         given: dict[str, Any] = {name: value for name, value in fields if value != ""}
+        if given.pop("empty_takes_away", None):
+            given |= {name: None for name, value in fields if value == ""}
         where = str(given.pop("back", "/"))
         done_where = str(given.pop("then", where))
         operation = OPERATIONS.get(request.path_params["operation"])

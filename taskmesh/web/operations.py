@@ -44,6 +44,7 @@ from taskmesh.web.requests import (
     Publishing,
     PublishingMany,
     Purge,
+    Resuming,
     Retrying,
     Scheduling,
     Signalling,
@@ -340,23 +341,21 @@ async def _queues(mesh: TaskMesh) -> list[QueueInfo]:
 
 @_operation("queue.pause", "POST", "/queues/{queue}/pause")
 async def _pause(mesh: TaskMesh, query: TheQueue, body: Pausing) -> None:
-    """Pause a queue: workers claim nothing from it."""
+    """Pause a queue, or one group of it: workers claim nothing from it."""
     until = None if body.for_ms is None else mesh.clock.now() + timedelta(milliseconds=body.for_ms)
-    await mesh.pause(query.queue, reason=body.reason, until=until)
+    await mesh.pause(query.queue, group=body.group, reason=body.reason, until=until)
 
 
 @_operation("queue.resume", "POST", "/queues/{queue}/resume")
-async def _resume(mesh: TaskMesh, query: TheQueue) -> None:
-    """Resume a queue: workers claim from it again."""
-    await mesh.resume(query.queue)
+async def _resume(mesh: TaskMesh, query: TheQueue, body: Resuming) -> None:
+    """Resume a queue, or one group of it: workers claim from it again."""
+    await mesh.resume(query.queue, group=body.group)
 
 
 @_operation("queue.set_limit", "PUT", "/queues/{queue}/limit")
 async def _set_limit(mesh: TaskMesh, query: TheQueue, body: Limits) -> None:
-    """Limit a queue; a limit that is left out is taken away."""
-    await mesh.set_limit(
-        query.queue, rate=body.rate, per_ms=body.per_ms, running=body.running, group_running=body.group_running
-    )
+    """Limit a queue: null takes a limit away, what is left out stays as it is."""
+    await mesh.set_limit(query.queue, **body.given)  # type: ignore[arg-type]  # no `by` is among the limits
 
 
 @_operation("queue.what_if_limit", "GET", "/queues/{queue}/limit/what-if")
@@ -364,9 +363,7 @@ async def _what_if_limit(mesh: TaskMesh, query: WhatIfLimit) -> LimitEffect:
     """Show what limits would do: how many waiting tasks could start now, and with the limits."""
     if query.group is not None:
         return await mesh.what_if.group_limit(query.queue, query.group, query.running)
-    return await mesh.what_if.limit(
-        query.queue, rate=query.rate, per_ms=query.per_ms, running=query.running, group_running=query.group_running
-    )
+    return await mesh.what_if.limit(query.queue, **query.given)  # type: ignore[arg-type]  # no `by` is among the limits
 
 
 @_operation("queue.set_group_limit", "PUT", "/queues/{queue}/group-limit")

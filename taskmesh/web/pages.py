@@ -239,8 +239,9 @@ async def queues(request: Request, mesh: TaskMesh) -> Response:
     """Show which queues there are; asked so, also what other limits would do to one of them."""
     effect = None
     if "queue" in request.query_params:
-        limits = ("queue", "rate", "per_ms", "running", "group_running")
-        asked = {field: request.query_params[field] for field in limits if request.query_params.get(field)}
+        limits = ("rate", "per_ms", "running", "group_running", "group_rate", "group_per_ms")
+        asked: dict[str, str | None] = {"queue": request.query_params["queue"]}
+        asked |= {field: request.query_params[field] or None for field in limits if field in request.query_params}
         effect = await api.perform(mesh, OPERATIONS["queue.what_if_limit"], asked)
     return rendered(request, "queues.html", queues=await mesh.queues.all(), effect=effect)
 

@@ -209,15 +209,29 @@ class Pausing(PausingSchedule):
     """Why, who, and for how long."""
 
     for_ms: Annotated[int, Field(ge=1, le=10 * 366 * 86_400_000)] | None = None
+    group: Group | None = None
+
+
+class Resuming(_Request):
+    """What to resume: the queue, or one group of it."""
+
+    group: Group | None = None
 
 
 class Limits(_Request):
-    """What a queue is limited to; a limit that is left out is taken away."""
+    """What changes about a queue's limits: null takes one away, what is left out stays as it is."""
 
     rate: Positive | None = None
     per_ms: Annotated[int, Field(ge=1, le=7 * 86_400_000)] | None = None
     running: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
     group_running: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
+    group_rate: Positive | None = None
+    group_per_ms: Annotated[int, Field(ge=1, le=7 * 86_400_000)] | None = None
+
+    @property
+    def given(self) -> dict[str, int | None]:
+        """The limits that are given."""
+        return {name: getattr(self, name) for name in Limits.model_fields if name in self.model_fields_set}
 
 
 class WhatIfLimit(Limits, TheQueue):

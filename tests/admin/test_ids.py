@@ -105,6 +105,8 @@ CALLS: dict[str, Callable[[TaskMesh, Any], Any]] = {
     "pause": lambda mesh, id_: mesh.pause(id_),
     "reason": lambda mesh, id_: mesh.pause("q", reason=id_),
     "resume": lambda mesh, id_: mesh.resume(id_),
+    "pause of a group": lambda mesh, id_: mesh.pause("q", group=id_),
+    "resume of a group": lambda mesh, id_: mesh.resume("q", group=id_),
     "set_limit": lambda mesh, id_: mesh.set_limit(id_, running=1),
     "set_group_limit": lambda mesh, id_: mesh.queues.set_group_limit(id_, "g", 1),
     "set_group_limit of a group": lambda mesh, id_: mesh.queues.set_group_limit("q", id_, 1),

@@ -11,9 +11,9 @@ from taskmesh import TaskMesh
 from taskmesh.store import limits
 
 
-@pytest.mark.parametrize("early", [{}, {"running": 5}], ids=["taken away", "set"])
+@pytest.mark.parametrize("early", [{"running": None}, {"running": 5}], ids=["taken away", "set"])
 async def test_a_change_that_is_told_late_does_not_undo_a_newer_one(
-    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch, early: dict[str, int]
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch, early: dict[str, int | None]
 ) -> None:
     """The first has changed the limits, and is held up before it tells the workers."""
     check, held_up, go_on = limits.check, asyncio.Event(), asyncio.Event()

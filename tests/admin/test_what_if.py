@@ -91,12 +91,12 @@ async def test_a_limit_says_how_many_could_start_now_and_then(mesh: TaskMesh) ->
         before = await stored(mesh)
         wider = await mesh.what_if.limit("mail", running=7)
         assert (wider.running, wider.waiting, wider.claimable_now, wider.claimable_then) == (4, 6, 0, 3)
-        none = await mesh.what_if.limit("mail")
+        none = await mesh.what_if.limit("mail", running=None)
         assert (none.claimable_then, none.too_many) == (6, 0)
         narrower = await mesh.what_if.limit("mail", running=1)
         assert (narrower.claimable_then, narrower.too_many) == (0, 3)
         assert "3 of those that run have to end" in narrower.sentence
-        slow = await mesh.what_if.limit("mail", rate=2, per_ms=60_000)
+        slow = await mesh.what_if.limit("mail", running=None, rate=2, per_ms=60_000)
         assert slow.claimable_then == 2
         closed = await mesh.what_if.group_limit("mail", "a", 0)
         assert closed.limits_then.groups == {"a": 0}
@@ -121,6 +121,10 @@ async def test_groups_and_pauses_count(mesh: TaskMesh) -> None:
     assert (each.claimable_now, each.claimable_then) == (7, 4)
     own = await mesh.what_if.group_limit("mail", "a", 1)
     assert (own.claimable_now, own.claimable_then) == (7, 3)
+    rated = await mesh.what_if.limit("mail", group_rate=3)
+    assert (rated.claimable_now, rated.claimable_then) == (7, 5)
+    await mesh.pause("mail", group="a")
+    assert (await mesh.what_if.limit("mail", group_rate=3)).claimable_then == 2
     await mesh.pause("mail")
     assert (await mesh.what_if.limit("mail", running=3)).claimable_then == 0
     for wrong in ({"per_ms": 5}, {"running": -1}):

@@ -82,10 +82,33 @@ def test_one_group_has_a_limit_of_its_own(taskmesh: Shell) -> None:
     assert queue["limits"]["groups"] == {"vip": 9}
 
 
+def test_a_limit_that_is_not_named_stays_as_it_is(taskmesh: Shell) -> None:
+    taskmesh.done("limit", "default", "--running", "3", "--rate", "5")
+    limited = taskmesh.done("limit", "default", "--group-rate", "2", "--group-per-ms", "500", "--without", "rate")
+    assert limited.out == "queue default: 3 at a time, 2 starts in 500 ms of each group\n"
+    assert taskmesh.done("limit", "default", "--none").out == "queue default: no limit\n"
+
+
+def test_one_group_is_paused_by_itself(taskmesh: Shell) -> None:
+    paused = taskmesh.done("pause", "default", "--group", "acme", "--reason", "unpaid")
+    assert paused.out == "group acme of queue default is paused\n"
+    published = taskmesh.done("publish", "add", "k", '{"a": 1, "b": 2}', "--group", "acme")
+    assert "group 'acme' of queue 'default' is paused" in published.out + published.err
+    assert "unpaid" in taskmesh.done("explain", "add", "k").out
+    assert "paused: acme" in taskmesh.done("queues").out
+    taskmesh.worker()
+    taskmesh.done("publish", "add", "other", '{"a": 1, "b": 2}', "--group", "other")
+    taskmesh.until("SUCCESS", "add", "other")
+    assert taskmesh.status("add", "k") == "INIT"
+    assert taskmesh.done("resume", "default", "--group", "acme").out == "group acme of queue default is open\n"
+    taskmesh.until("SUCCESS", "add", "k")
+
+
 WRONG: list[list[str]] = [
     ["limit", "q"],
     ["limit", "q", "--none", "--rate", "1"],
     ["limit", "q", "--rate", "0"],
+    ["limit", "q", "--running", "1", "--without", "running"],
     ["limit", "q", "--group-running", "-1"],
     ["limit", "q", "--group", "g", "--rate", "1"],
     ["limit", "a b", "--rate", "1"],

@@ -107,7 +107,7 @@ async def test_what_runs_already_is_counted_when_a_limit_is_set(mesh: TaskMesh) 
         for _ in range(30):
             assert len(consumer.running) + len(other.running) == 9
             await anyio.sleep(0.01)
-        await mesh.set_limit("late")
+        await mesh.set_limit("late", running=None)
         await eventually(lambda: len(consumer.running) + len(other.running) == 20, what="without a limit all run")
         gate.set()
 

@@ -93,7 +93,7 @@ async def test_t40_running_limits_hold_while_workers_are_killed(
             await anyio.to_thread.run_sync(worker.kill)
     held.check()
     assert held.most == 3, "the limit was never used up"
-    await mesh.set_limit("narrow")
+    await mesh.set_limit("narrow", running=None, group_running=None)
     await anyio.to_thread.run_sync(fleet.start)
     await eventually(lambda: len(live_now(tasks, "narrow")) > 3, what="without a limit more run")
 

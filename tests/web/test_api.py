@@ -224,9 +224,18 @@ async def test_queues_are_paused_and_limited(client: httpx.AsyncClient) -> None:
     assert found["limits"]["groups"] == {"customer-7": 1}
     assert found["paused_until"] is not None
     await ask(client, "POST", "/queues/{queue}/resume", params=queue)
-    await ask(client, "PUT", "/queues/{queue}/limit", params=queue, json={})
+    await ask(client, "PUT", "/queues/{queue}/limit", params=queue, json={"running": None, "group_rate": 7})
     (found,) = await ask(client, "GET", "/queues")
-    assert (found["paused"], found["limits"]["running"], found["limits"]["rate"]) == (False, None, None)
+    assert (found["paused"], found["limits"]["running"], found["limits"]["rate"]) == (False, None, 5)
+    assert (found["limits"]["group_rate"], found["limits"]["group_per_ms"]) == (7, 1_000)
+    await ask(
+        client, "POST", "/queues/{queue}/pause", params=queue, json={"group": "a/b", "reason": "late", "by": "ann"}
+    )
+    (found,) = await ask(client, "GET", "/queues")
+    assert (found["paused"], found["paused_groups"]["a/b"]["by"]) == (False, "ann")
+    await ask(client, "POST", "/queues/{queue}/resume", params=queue, json={"group": "a/b"})
+    (found,) = await ask(client, "GET", "/queues")
+    assert found["paused_groups"] == {}
 
 
 async def test_schedules_are_declared_paused_triggered_and_removed(client: httpx.AsyncClient) -> None:

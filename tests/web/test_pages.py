@@ -336,6 +336,13 @@ async def test_forms_do_what_their_buttons_say(mesh: TaskMesh, client: httpx.Asy
     assert (await told(client, "queue.set_limit", queue="default", running="3", rate="", per_ms="")).startswith("good")
     (queue,) = await mesh.queues.all()
     assert (queue.paused_reason, queue.limits.running, queue.limits.rate) == ("why not", 3, None)
+    form = {"queue": "default", "running": "", "rate": "4", "per_ms": "", "empty_takes_away": "yes"}
+    assert (await told(client, "queue.set_limit", **form)).startswith("good")
+    assert (await told(client, "queue.pause", queue="default", group="a", reason="")).startswith("good")
+    (queue,) = await mesh.queues.all()
+    assert (queue.limits.running, queue.limits.rate, queue.limits.per_ms) == (None, 4, 1_000)
+    assert list(queue.paused_groups) == ["a"]
+    assert "group a paused" in (await client.get("/queues")).text
     assert (
         await told(client, "schedule.declare", schedule_id="s", name="work", interval_ms="60000", cron="")
     ).startswith("good")
