@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 from datetime import UTC, datetime, timedelta
-from typing import Annotated, Literal
+from enum import StrEnum
+from typing import Annotated
 
 import typer
 from rich.console import RenderableType
@@ -20,8 +21,20 @@ from taskmesh.model.schedule import ScheduleInfo
 
 _NO_SCHEDULES = "no schedules (a worker declares those of its code: @mesh.task(cron=…), mesh.every)"
 
-_Limit = Literal["rate", "running", "group-running", "group-rate"]
-_REMOVED = ("rate", "running", "group_running", "group_rate")
+
+class _Limit(StrEnum):
+    """What can be taken away."""
+
+    RATE = "rate"
+    RUNNING = "running"
+    GROUP_RUNNING = "group-running"
+    GROUP_RATE = "group-rate"
+
+    @property
+    def field(self) -> str:
+        """The name of `set_limit`'s argument."""
+        return self.value.replace("-", "_")
+
 
 Queue = Annotated[str, typer.Argument(metavar="QUEUE", help="The queue's name.", autocompletion=completion.queue)]
 ScheduleId = Annotated[
@@ -138,16 +151,16 @@ def limit(
         "group_per_ms": group_per_ms,
     }
     given: dict[str, int | None] = {name: value for name, value in numbers.items() if value is not None}
-    if both := [each for each in without or () if each.replace("-", "_") in given]:
+    if both := [each.value for each in without or () if each.field in given]:
         raise typer.BadParameter(f"--{both[0]} and --without {both[0]} contradict each other")
-    given |= {each.replace("-", "_"): None for each in without or ()}
+    given |= {each.field: None for each in without or ()}
     if none == bool(given):
         raise typer.BadParameter(
             "say what the limit is: --rate, --running, --group-running or --group-rate; or --without one of them; or --none"
         )
     if group is not None and given.keys() - {"running"}:
         raise typer.BadParameter("one group can only have a limit of --running")
-    limits = LimitFields(**(dict.fromkeys(_REMOVED) if none else given))  # type: ignore[typeddict-item]  # by name
+    limits = LimitFields(**({each.field: None for each in _Limit} if none else given))  # type: ignore[typeddict-item]  # by name
 
     async def use(mesh: TaskMesh) -> None:
         await _tell_if_nobody_knows(mesh, queue)

@@ -27,6 +27,8 @@ BAD: dict[str, Any] = {
     "half a surrogate pair": "\ud800",
 }
 MAY_BE_NONE = {
+    "pause of a group",
+    "resume of a group",
     "explain",
     "errors",
     "events",
@@ -38,6 +40,8 @@ MAY_BE_NONE = {
 }
 BY = {"by", "by of a task", "by of a queue", "by of a worker", "by of a schedule"}
 MAY_BE_NONE |= {
+    "pause of a group",
+    "resume of a group",
     "explain_worker of a name",
     "consumer",
     "configure(group)",

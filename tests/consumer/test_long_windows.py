@@ -58,7 +58,9 @@ class Clock:
         used = len(granted) if used is None else min(used, len(granted))
         self.starts += [self.now] * used
         if confirmed:
-            await limits.confirm(self.store, self._queue, booking.token, granted[used:])
+            await limits.confirm(
+                self.store, self._queue, booking.token, [limits.Wish(id_, None) for id_ in granted[used:]]
+            )
         return len(granted)
 
     def pass_(self, ms: int) -> None:
