@@ -17,6 +17,7 @@ from taskmesh.store.driver import Document
 from taskmesh.store.find import queues_in_use
 
 _LARGEST = 1_000_000
+_DEFAULT_WINDOW_MS = 1_000
 _LONGEST_WINDOW_MS = 7 * 86_400_000
 COUNTED_TO = 1_000
 """How far the tasks that wait in a queue are counted: each takes the server some 10 µs."""
@@ -100,8 +101,8 @@ def checked_limits(given: LimitFields, stored: Mapping[str, Any]) -> dict[str, i
             raise InvalidOption(f"{window}={changes[window]!r} has no meaning without {rate}: set both or neither")
         if rate in changes and changes[rate] is None:
             changes[window] = None
-        elif window in changes and changes[window] is None and changes.get(rate, stored.get(rate)) is not None:
-            changes[window] = limits.DEFAULT_WINDOW_MS
+        elif changes.get(rate, stored.get(rate)) is not None and changes.get(window, stored.get(window)) is None:
+            changes[window] = _DEFAULT_WINDOW_MS
     return changes
 
 

@@ -169,7 +169,8 @@ def limit(
         else:
             await mesh.set_limit(queue, **limits)
         info = next((each for each in await mesh.queues.all(counted_to=1) if each.queue == queue), None)
-        output.say(f"{_place(queue, group)}: {_limits_of(info.limits if info else QueueLimits(), group)}")
+        where = f"queue {queue}" if group is None else f"queue {queue}, group {group}"
+        output.say(f"{where}: {_limits_of(info.limits if info else QueueLimits(), group)}")
 
     async def tell(mesh: TaskMesh) -> None:
         if group is not None:

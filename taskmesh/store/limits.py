@@ -49,7 +49,6 @@ _GROUP_STARTS = 20_000
 NO_LIMIT = 2**31 - 1
 _LIMITS = ("running", "rate", "group_running", "group_rate", "groups")
 _WINDOWS = {"per_ms": "starts", "group_per_ms": "group_starts"}
-DEFAULT_WINDOW_MS = 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +77,7 @@ class Booking:
 async def set_limits(store: Store, queue: str, limits: Document) -> None:
     """Set those limits that are given, by the names of `QueueLimits`; None takes one away.
 
-    A rate without a window, here or from before, has one of a second. What runs already is counted. So are the starts that were
-    counted till then, for as long as the new window lasts.
+    What runs already is counted. So are the starts that were counted till then, for as long as the new window lasts.
     """
     changes = {name: {"$literal": value} for name, value in limits.items()}
     for window, starts in _WINDOWS.items():
@@ -87,8 +85,6 @@ async def set_limits(store: Store, queue: str, limits: Document) -> None:
             longer = {"$subtract": [limits[window], {"$ifNull": [f"${window}", limits[window]]}]}
             moved = {"$mergeObjects": ["$$this", {"leaves": {"$add": ["$$this.leaves", longer]}}]}
             changes[starts] = {"$map": {"input": _list(starts), "in": moved}}
-        elif limits.get(window.replace("per_ms", "rate")) is not None:
-            changes[window] = {"$ifNull": [f"${window}", DEFAULT_WINDOW_MS]}
     await _change(store, queue, changes)
 
 

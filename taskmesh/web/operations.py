@@ -363,7 +363,7 @@ async def _what_if_limit(mesh: TaskMesh, query: WhatIfLimit) -> LimitEffect:
     """Show what limits would do: how many waiting tasks could start now, and with the limits."""
     if query.group is not None:
         return await mesh.what_if.group_limit(query.queue, query.group, query.running)
-    return await mesh.what_if.limit(query.queue, **query.given)  # type: ignore[arg-type]  # no `by` is among the limits
+    return await mesh.what_if.limit(query.queue, **query.given)
 
 
 @_operation("queue.set_group_limit", "PUT", "/queues/{queue}/group-limit")
