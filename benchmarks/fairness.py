@@ -38,7 +38,8 @@ class Way:
 def ways(share: float) -> list[Way]:
     """What is measured."""
     few, many = max(40, int(300 * share)), max(GROUPS, int(5 * GROUPS * share))
-    two, hundred = {"nap_s": NAP_S, "concurrency": 10}, {"nap_s": 0.0, "concurrency": 100}
+    two: dict[str, Any] = {"nap_s": NAP_S, "concurrency": 10}
+    hundred: dict[str, Any] = {"nap_s": 0.0, "concurrency": 100}
     return [
         Way("group_running=2, one group", few, {"group_running": 2}, lambda _: "a", **two, least_s=few * NAP_S / 2),
         Way("running=2", few, {"running": 2}, lambda _: None, **two, least_s=few * NAP_S / 2),
