@@ -31,7 +31,7 @@ from taskmesh.consumer.timing import until
 from taskmesh.store import Store
 from taskmesh.store.claim import claim, claim_one, fields_of_claimed, won
 from taskmesh.store.driver import Document
-from taskmesh.store.server_errors import is_over_deadline, is_passing
+from taskmesh.store.server_errors import is_over_deadline, is_passing, is_unconfirmed
 
 logger = logging.getLogger("taskmesh.claimer")
 
@@ -229,11 +229,20 @@ class Claimer:
             "narrowed_by": narrowed_by,
             "deadline_ms": _deadline_ms(ids),
         }
-        if len(ids) == 1:
-            fields = fields_of_claimed(self._params_of.get(ids[0].partition(":")[0]), whole_state=self._whole_state)
-            document = await claim_one(self._store, ids[0], self._me, running_id, fields=fields, **settings)
-            return [document] if document is not None else [], time.monotonic() - sent
-        count = await claim(self._store, ids, self._me, running_id, **settings)
+        try:
+            if len(ids) == 1:
+                fields = fields_of_claimed(self._params_of.get(ids[0].partition(":")[0]), whole_state=self._whole_state)
+                document = await claim_one(self._store, ids[0], self._me, running_id, fields=fields, **settings)
+                return [document] if document is not None else [], time.monotonic() - sent
+            count = await claim(self._store, ids, self._me, running_id, **settings)
+        except PyMongoError as error:
+            if not is_unconfirmed(error):
+                raise
+            # The disks are slow, and the claim is answered all the same: no smaller set would fare better.
+            documents, is_all = await self._confirmed(ids, running_id, sent)
+            if not is_all:
+                raise
+            return documents, time.monotonic() - sent
         took = time.monotonic() - sent
         return await self._read_won(ids, running_id, sent, count) if count else [], took
 
@@ -281,7 +290,7 @@ class Claimer:
         """After an error, find out what the claim had won, and begin that."""
         if passing:
             logger.warning("a claim of %d tasks was not answered: asking what it won", len(ids))
-        documents = await self._confirmed(ids, running_id, sent)
+        documents, _ = await self._confirmed(ids, running_id, sent)
         self._begin(documents, running_id, sent, time.monotonic() - sent)
         if passing:
             self._pause_until = time.monotonic() + 0.1
@@ -292,8 +301,10 @@ class Claimer:
         self._candidates.want_more()
         return {document["_id"] for document in documents}
 
-    async def _confirmed(self, ids: list[str], running_id: str, sent: float) -> list[Document]:
-        """What an unanswered claim won, as far as no failover can take it back; the rest is given back (`_resolve_late`).
+    async def _confirmed(self, ids: list[str], running_id: str, sent: float) -> tuple[list[Document], bool]:
+        """What an unanswered claim won, as far as no failover can take it back, and whether that is all that the primary shows.
+
+        The rest is given back (`_resolve_late`).
 
         A primary that has lost the majority goes on for a while, and shows us a claim that will never have been.
         """
@@ -301,7 +312,7 @@ class Claimer:
             shown = await self._read_won(ids, running_id, sent, 0)
             confirmed = await self._read_won(ids, running_id, sent, 0, majority=True) if shown else []
             if len(confirmed) >= len(shown) or time.monotonic() - sent > _CONFIRMED_WITHIN_S:
-                return confirmed
+                return confirmed, len(confirmed) >= len(shown)
             await asyncio.sleep(0.05)
 
     async def _resolve_late(self, ids: list[str], running_id: str, sent: float, known: set[str]) -> None:

@@ -383,7 +383,7 @@ class Executor:
         def over(recorded: bool) -> None:
             self._executions.recording.discard(execution)
             if outcome.kind == "succeeded" and recorded:
-                self._succeeded(execution)
+                self._succeeded(execution, concerns_others=outcome.concerns_others)
             elif recorded and (outcome.kind == "failed" or (outcome.step or {}).get("kind") == "join"):
                 self._dependents.finished(execution.id)
             self._over(execution, recorded=recorded)
@@ -406,10 +406,11 @@ class Executor:
         else:
             self._record(execution, failure(execution, failed_by(error)))
 
-    def _succeeded(self, execution: Execution) -> None:
+    def _succeeded(self, execution: Execution, *, concerns_others: bool = True) -> None:
         """Its SUCCESS is recorded, and a majority has it."""
         self._successes.tell(execution)
-        self._dependents.finished(execution.id)
+        if concerns_others:
+            self._dependents.finished(execution.id)
 
     def _over(self, execution: Execution, *, recorded: bool) -> None:
         """The outcome is recorded or lost: free the slot, as soon as the handler has really ended."""

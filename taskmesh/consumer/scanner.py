@@ -98,7 +98,7 @@ class Scanner:
         self._again_soon = False
         self._heads: dict[tuple[int, str], float] = {}
         """What stood at the head of each lane when all were looked at last, and since when."""
-        self._told_outage = False
+        self._told_outage = self._told_unsettled = False
         self.scans = 0
         self.open = True
 
@@ -120,15 +120,7 @@ class Scanner:
     async def run_once(self) -> int:
         """Make one pass; return how many new candidates it brought."""
         now = time.monotonic()
-        if now >= self._next_settle:
-            self._next_settle = now + varied(_SETTLE_EVERY_S, 0.2)
-            if await settle(self._store):
-                await self._dependents.sweep(
-                    at_once=True
-                )  # nobody else tells those that wait for what time alone has finished
-        if now >= self._next_sweep:
-            self._next_sweep = now + 0.8 * SCAN_EVERY_S
-            await self._dependents.sweep()
+        await self._settle_and_sweep(now)
         if not self.open or not self._names:
             return 0
         self._narrowed_by = (
@@ -155,6 +147,24 @@ class Scanner:
             # The stream is open for hints again before the next scan, so that nothing falls in between.
             await self._want_hints(True)
         return brought
+
+    async def _settle_and_sweep(self, now: float) -> None:
+        """Write down what time alone has finished, and ask for those that wait for others. A scan does without, if need be."""
+        try:
+            if now >= self._next_settle:
+                self._next_settle = now + varied(_SETTLE_EVERY_S, 0.2)
+                if await settle(self._store):
+                    # Nobody else tells those that wait for what time alone has finished.
+                    await self._dependents.sweep(at_once=True)
+            if now >= self._next_sweep:
+                self._next_sweep = now + 0.8 * SCAN_EVERY_S
+                await self._dependents.sweep()
+            self._told_unsettled = False
+        except PyMongoError as error:
+            if not self._told_unsettled:
+                text = "what time alone has finished cannot be written down (%s: %.200s): trying again"
+                logger.warning(text, type(error).__name__, error)
+                self._told_unsettled = True
 
     def _ranges(self, lanes: Sequence[int] | None) -> Iterator[tuple[int, ScanRange]]:
         """Yield what to look at, each by a number that stays the same while the queues do."""

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from pymongo import ReturnDocument
-from pymongo.errors import OperationFailure
+from pymongo.errors import OperationFailure, WriteConcernError
 
 from taskmesh.model.task import Task
 from taskmesh.model.worker import Claimant
@@ -19,6 +19,7 @@ from taskmesh.store.driver import CODEC, PLAIN_CODEC, Document, find_and_update,
 from taskmesh.store.event_stamp import stamp
 from taskmesh.store.malformed import note_refusal
 from taskmesh.store.prepared import prepared
+from taskmesh.store.server_errors import is_unconfirmed
 from taskmesh.store.store import Store
 
 LOADED_WITH_CLAIM_BYTES = 256_000
@@ -107,24 +108,33 @@ async def claim(
 
     Eligible: every gate of the rule is open, and the task matches the filter `narrowed_by`. Writes: the entry,
     `timeout_cnt`, `lost_cnt`, `losses` (for the leases found run out), the derived fields. Not repeatable blindly: after an
-    error ask `won`.
+    error ask `won`. One that `is_unconfirmed` comes when all has been tried.
     """
     variables = _claiming(worker, running_id)
     untried = _plain_candidates({"$in": list(ids)}, closed_queues, narrowed_by, store.now)
     command = store.update_command(
         untried, prepared(plain_claim_pipeline, store.now), deadline_ms, variables, hint="_id_"
     )
-    count = int((await store.driver.command(command))["nModified"])
+    count, unconfirmed = await _modified(store, command)
     if count < len(ids):
         rest = {"$and": [_candidates({"$in": list(ids)}, narrowed_by), {_RUNNING_ID: {"$ne": running_id}}]}
         pipeline = prepared(claim_pipeline, store.now, tuple(sorted(closed_queues)))
-        command = store.update_command(rest, pipeline, deadline_ms, variables)
-        try:
-            count += int((await store.driver.command(command))["nModified"])
-        except OperationFailure as error:
-            note_refusal(store, error)
-            raise
+        more, late = await _modified(store, store.update_command(rest, pipeline, deadline_ms, variables))
+        count, unconfirmed = count + more, late or unconfirmed
+    if unconfirmed is not None:
+        raise unconfirmed
     return count
+
+
+async def _modified(store: Store, command: Document) -> tuple[int, WriteConcernError | None]:
+    """Run one half of a claim: how many it won, and what a majority's silence about them is told by, if it was silent."""
+    try:
+        return int((await store.driver.command(command))["nModified"]), None
+    except OperationFailure as error:
+        if isinstance(error, WriteConcernError) and is_unconfirmed(error):
+            return int((error.details or {}).get("nModified", 0)), error
+        note_refusal(store, error)
+        raise
 
 
 async def claim_one(
@@ -143,6 +153,7 @@ async def claim_one(
         (_plain_candidates(id_, closed_queues, narrowed_by, store.now), prepared(plain_claim_pipeline, store.now)),
         (_candidates(id_, narrowed_by), prepared(claim_pipeline, store.now, tuple(sorted(closed_queues)))),
     )
+    unconfirmed: WriteConcernError | None = None
     for query, pipeline in forms:
         try:
             # The driver's own method: of a raw command's reply it would not decode nested Decimals.
@@ -156,6 +167,9 @@ async def claim_one(
                 maxTimeMS=deadline_ms,
             )
         except OperationFailure as error:
+            if isinstance(error, WriteConcernError) and is_unconfirmed(error):
+                unconfirmed = error  # what this form has won, the next leaves as it is, and returns
+                continue
             note_refusal(store, error)
             raise
         if document is not None and any(
@@ -163,6 +177,8 @@ async def claim_one(
         ):
             document.update(document.pop(_EXTRA, {}))
             return document
+    if unconfirmed is not None:
+        raise unconfirmed
     return None
 
 

@@ -73,6 +73,8 @@ class Outcome:
     """`stepped`: the record. `suspended`: what is waited for: `id` of its record, `kind`, `name`, and of a signal `event`."""
     lease_ms: int = 0
     """`stepped`: how long the lease is to last from then on, at least."""
+    concerns_others: bool = True
+    """Whether some task may wait for this one. Known when a SUCCESS is recorded: see `_finish_plain`."""
 
 
 async def finish(
@@ -96,6 +98,8 @@ async def finish(
     if kind == "succeeded":
         counted = await _finish_plain(store, worker_id, outcomes, session, deadline_ms)
         if counted == len(outcomes):
+            for outcome in outcomes:  # such tasks have no dependents, no parent and no mark: nobody has to be asked
+                outcome.concerns_others = False
             return counted
     query = still_held_by(outcomes, store.now)
     if kind == "moved":

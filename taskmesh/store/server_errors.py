@@ -173,6 +173,12 @@ def is_over_deadline(error: BaseException) -> bool:
     return isinstance(error, OperationFailure) and not waited_for_majority and error.code == Code.MAX_TIME_MS_EXPIRED
 
 
+def is_unconfirmed(error: BaseException) -> bool:
+    """Whether the server has written all, and only has not heard in time that a majority has it: it most likely will."""
+    late = (Code.MAX_TIME_MS_EXPIRED, Code.WRITE_CONCERN_FAILED)
+    return isinstance(error, WriteConcernError) and error.code in late
+
+
 def is_about_us(error: BaseException) -> bool:
     """Whether we are not allowed, not logged in, or over a quota: then it is so for all writes alike, until it is mended."""
     return isinstance(error, OperationFailure) and error.code in _ABOUT_US

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 
-from pymongo.errors import OperationFailure
+from pymongo.errors import OperationFailure, WriteConcernError
 
 from taskmesh.store import rules
 from taskmesh.store.claim import counted_losses
@@ -18,7 +18,7 @@ from taskmesh.store.event_stamp import stamp
 from taskmesh.store.finish import reopened_if_wished
 from taskmesh.store.malformed import WELL_FORMED
 from taskmesh.store.prepared import prepared
-from taskmesh.store.server_errors import is_over_deadline
+from taskmesh.store.server_errors import is_over_deadline, is_unconfirmed
 from taskmesh.store.store import Store
 
 _DEADLINE_MS = 300
@@ -80,5 +80,9 @@ async def _settle(store: Store, query: Document) -> int:
         # The status that time alone has brought about, and no more `settle_time`.
         *prepared(rules.derivation, now),
     ]
-    reply = await store.update(query, pipeline, _DEADLINE_MS)
-    return int(reply["nModified"])
+    try:
+        return int((await store.update(query, pipeline, _DEADLINE_MS))["nModified"])
+    except WriteConcernError as error:
+        if not is_unconfirmed(error):
+            raise
+        return int((error.details or {}).get("nModified", 0))  # what a failover takes back is settled again
