@@ -6,18 +6,24 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Hashable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
 
+import pytest
 from pymongo import AsyncMongoClient
 
-from taskmesh.store import Store
+from taskmesh.store import Store, rules
+from taskmesh.store.prepared import Build, prepared
 from tests.properties.chance import Chance, labels
 from tests.properties.world import Difference, Operation, World
 
 OPERATIONS_OF_A_LIFE = 400
 """Then a world begins again with an empty collection, so that a counterexample stays short."""
+_MOMENTS_KEPT = 200
+"""Pipelines that are kept built: those of the present moments of some worlds."""
 
 
 @asynccontextmanager
@@ -33,6 +39,29 @@ async def worlds(uri: str, database: str, count: int) -> AsyncIterator[list[Worl
         await client.close()
 
 
+@contextmanager
+def _rule_built_once_a_moment() -> Iterator[None]:
+    """Build pipelines once for each moment, and not for each command: that was a third of what a run computes.
+
+    As Python objects, which mutants look into. The rule does not change while worlds are led: mutants come before.
+    """
+    built: dict[Hashable, Any] = {}
+
+    def once(build: Build, now: rules.Expression, *arguments: Hashable) -> Any:
+        key = (build, now, arguments)
+        if key not in built:
+            if len(built) > _MOMENTS_KEPT:
+                built.clear()
+            built[key] = prepared(build, now, *arguments)
+        return built[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in tuple(sys.modules.values()):
+            if getattr(module, "prepared", None) is prepared and module is not sys.modules[__name__]:
+                patch.setattr(module, "prepared", once)
+        yield
+
+
 async def drive(worlds: Sequence[World], seed: str, operations: int, *, explained: bool = True) -> Counter[str]:
     """Lead the worlds through so many operations together; return how often each kind had an effect.
 
@@ -43,7 +72,8 @@ async def drive(worlds: Sequence[World], seed: str, operations: int, *, explaine
     over = asyncio.Event()
     runs = (_drive(world, f"{seed}/{n}", each, over, explained=explained) for n, world in enumerate(worlds))
     # To the end of what is under way: a cancelled transaction would stay open, and in everybody's way.
-    results = await asyncio.gather(*runs, return_exceptions=True)
+    with _rule_built_once_a_moment():
+        results = await asyncio.gather(*runs, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):
             raise result
