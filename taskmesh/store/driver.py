@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from decimal import Decimal
@@ -15,7 +16,6 @@ from typing import Any, cast
 
 from bson.codec_options import CodecOptions, DatetimeConversion, TypeCodec, TypeEncoder, TypeRegistry
 from bson.decimal128 import Decimal128
-from motor.motor_asyncio import AsyncIOMotorClient
 from pymongo import AsyncMongoClient, MongoClient
 from pymongo.errors import InvalidName as PyMongoInvalidName
 from pymongo.errors import OperationFailure, PyMongoError, WriteConcernError
@@ -74,7 +74,7 @@ class Driver:
 
     def __init__(self, client: Any, database: str) -> None:
         self.client = client
-        if not isinstance(client, (AsyncIOMotorClient, AsyncMongoClient)):
+        if not isinstance(client, AsyncMongoClient) and not _is_motors(client):
             raise TypeError(
                 f"client must be a MongoDB URI, a pymongo.AsyncMongoClient or a motor AsyncIOMotorClient, "
                 f"got {type(client).__name__}"
@@ -237,7 +237,13 @@ def twin_of(client: Any) -> Any:
 
 def core_of(client: Any) -> Any:
     """Return PyMongo's client: Motor's has one inside."""
-    return client.delegate if isinstance(client, AsyncIOMotorClient) else client
+    return client.delegate if _is_motors(client) else client
+
+
+def _is_motors(client: Any) -> bool:
+    """Whether it is a Motor client. Whoever has one has imported Motor; for all others that would be a tenth of our import."""
+    motor = sys.modules.get("motor.motor_asyncio")
+    return motor is not None and isinstance(client, motor.AsyncIOMotorClient)
 
 
 def settings_of(client: Any) -> Document:

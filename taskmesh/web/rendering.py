@@ -24,7 +24,6 @@ _FLASH = "taskmesh_told"
 _LONGEST_TOLD = 3_500
 """A browser drops a cookie of more than 4 096 bytes, and nobody would be told anything."""
 _ENVIRONMENT = environment()
-_TEMPLATES = {name: _ENVIRONMENT.get_template(name) for name in _ENVIRONMENT.list_templates()}
 
 Page = Callable[[Request, TaskMesh], Coroutine[Any, Any, Response]]
 
@@ -65,7 +64,7 @@ def rendered(request: Request, template: str, status: int = 200, **values: Any) 
     """Return a page made of a template and these values."""
     rules: Rules = request.app.state.rules
     told = _told(request)
-    text = _TEMPLATES[template].render(
+    text = _ENVIRONMENT.get_template(template).render(
         prefix=prefix_of(request.scope),
         here=request.url.path.removeprefix(prefix_of(request.scope)) or "/",
         back=_here(request),
