@@ -185,13 +185,13 @@ class Publisher:
         _check_no_circle([publication])
         return publication
 
-    def handle_of(self, definition: Publishable | str, publication: Publication, *, created: bool) -> TaskHandle[Any]:
+    def handle_of(self, definition: Publishable | str, name: str, key: str, *, created: bool) -> TaskHandle[Any]:
         """Return the handle of what a handler has started."""
         known = self.definitions.get(definition) if isinstance(definition, str) else definition
         return TaskHandle(
             self._tasks,
-            publication.name,
-            publication.key,
+            name,
+            key,
             created=created,
             updated=False,
             warnings=[],

@@ -241,7 +241,38 @@ class TaskContext(_Context):
         """
         detached, params = bool(named.pop("detached", False)), named.pop("params", None)
         given = dict(params) if params is not None else _named(definition, args, named)
-        return await self._running.journal.start(definition, key, given, detached=detached)
+        [handle] = await self._running.journal.start(definition, {key: given}, detached=detached)
+        return handle
+
+    @overload
+    async def start_many(
+        self,
+        definition: TaskDefinition[..., T],
+        params_by_key: Mapping[str, Mapping[str, Any]],
+        /,
+        *,
+        detached: bool = ...,
+    ) -> list[TaskHandle[T]]: ...
+    @overload
+    async def start_many(
+        self, definition: str, params_by_key: Mapping[str, Mapping[str, Any]], /, *, detached: bool = ...
+    ) -> list[TaskHandle[Any]]: ...
+    async def start_many(
+        self,
+        definition: TaskDefinition[..., Any] | str,
+        params_by_key: Mapping[str, Mapping[str, Any]],
+        /,
+        *,
+        detached: bool = False,
+    ) -> list[TaskHandle[Any]]:
+        """Start many children at once, a thousand in one transaction, and return their handles in order.
+
+            parts = await task.start_many(pack, {f"{order}-{i}": {"n": i} for i in range(10_000)})
+
+        Each is started as by `start`, and once: whoever resumes goes on with those that are missing. All params are checked
+        before any is written. Raises as `start` does.
+        """
+        return await self._running.journal.start(definition, params_by_key, detached=detached)
 
     @overload
     async def results(self, handles: Sequence[TaskHandle[T]], /) -> list[T]: ...
@@ -372,7 +403,38 @@ class BlockingTaskContext(_Context):
         """
         detached, params = bool(named.pop("detached", False)), named.pop("params", None)
         given = dict(params) if params is not None else _named(definition, args, named)
-        return self._running.ledger.start(definition, key, given, detached=detached)
+        [handle] = self._running.ledger.start(definition, {key: given}, detached=detached)
+        return handle
+
+    @overload
+    def start_many(
+        self,
+        definition: TaskDefinition[..., T],
+        params_by_key: Mapping[str, Mapping[str, Any]],
+        /,
+        *,
+        detached: bool = ...,
+    ) -> list[TaskHandle[T]]: ...
+    @overload
+    def start_many(
+        self, definition: str, params_by_key: Mapping[str, Mapping[str, Any]], /, *, detached: bool = ...
+    ) -> list[TaskHandle[Any]]: ...
+    def start_many(
+        self,
+        definition: TaskDefinition[..., Any] | str,
+        params_by_key: Mapping[str, Mapping[str, Any]],
+        /,
+        *,
+        detached: bool = False,
+    ) -> list[TaskHandle[Any]]:
+        """Start many children at once, a thousand in one transaction, and return their handles in order.
+
+            parts = task.start_many(pack, {f"{order}-{i}": {"n": i} for i in range(10_000)})
+
+        Each is started as by `start`, and once: whoever resumes goes on with those that are missing. All params are checked
+        before any is written. Raises as `start` does.
+        """
+        return self._running.ledger.start(definition, params_by_key, detached=detached)
 
     @overload
     def results(self, handles: Sequence[TaskHandle[T]], /) -> list[T]: ...

@@ -26,6 +26,8 @@ class Dependents:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._finished: set[str] = set()
+        self._asking: set[str] = set()
+        """About whom somebody is being told at the moment."""
         self._telling: asyncio.Task[None] | None = None
         self._sweeping = False
 
@@ -49,7 +51,7 @@ class Dependents:
         """Ask where others have left a mark, a second ago or longer; `at_once`: or just now."""
         self._sweeping = True
         try:
-            await sweep(self._store, 0 if at_once else MARKS_FOUND_AFTER_MS)
+            await sweep(self._store, 0 if at_once else MARKS_FOUND_AFTER_MS, self._asking | self._finished)
             if not at_once:
                 await flows.sweep(self._store)
         except PyMongoError as error:  # what waits, waits for the next sweep; the scan goes on
@@ -61,10 +63,12 @@ class Dependents:
         try:
             while self._finished:
                 ids, self._finished = self._finished, set()
+                self._asking = ids
                 await tell(self._store, ids)
                 if len(ids) > _MANY:
                     await asyncio.sleep(_COLLECT_S)  # a question costs the same for few and for many
         except Exception:
             logger.exception("telling dependents met an error of our own: the sweep will do it again")
         finally:
+            self._asking = set()
             self._telling = None

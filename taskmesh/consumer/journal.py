@@ -56,12 +56,14 @@ from taskmesh.model.errors import (
     TaskTooLarge,
 )
 from taskmesh.model.ids import checked_step_name
+from taskmesh.model.task import checked_name, task_id
 from taskmesh.store import Store, children, steps
 from taskmesh.store.clock import ServerClock
 from taskmesh.store.dependencies import linking_pipeline
 from taskmesh.store.driver import Document, restored
 from taskmesh.store.finish import Outcome
-from taskmesh.store.server_errors import is_over_deadline, is_passing, patiently
+from taskmesh.store.publish import Publication
+from taskmesh.store.server_errors import is_over_deadline, is_passing, own_copy, patiently
 from taskmesh.store.values import cleaned, encoded
 
 MAX_VALUE_BYTES = 1_000_000
@@ -71,6 +73,8 @@ _SIZE_OF_THE_REST = 300
 _IN_PLACE_S = 1.0
 """What takes no longer is waited for in place."""
 _PAUSE_S = 0.05
+_MAX_STARTS = 1_000
+_MAX_START_BYTES = 8_000_000
 
 
 class Journals:
@@ -115,6 +119,9 @@ class Journal:
         self._exclusive = asyncio.Lock()
         """Held by whoever writes to the task: a transactional step while its transaction lasts."""
         self._in_transaction = False
+        self._starting: dict[str, tuple[Publication, asyncio.Future[None]]] = {}
+        """Children that are to be started, by their `_id`s."""
+        self._sending_starts: asyncio.Task[None] | None = None
 
     # --- what a handler in the event loop calls ---
 
@@ -232,22 +239,86 @@ class Journal:
 
     # --- children ---
 
-    async def start(self, definition: Any, key: str, params: Mapping[str, Any], *, detached: bool) -> TaskHandle[Any]:
-        """See `TaskContext.start`."""
+    async def start(
+        self, definition: Any, params_by_key: Mapping[str, Mapping[str, Any]], *, detached: bool
+    ) -> list[TaskHandle[Any]]:
+        """See `TaskContext.start_many`. All are checked before any is written."""
         self._check()
         self._check_place(step_under_way())
         publisher = self._execution.publisher
-        publication = publisher.publication_of(definition, key, params)
-        publication.parent, publication.detached = self._execution.id, detached
-        entry = Entry("start", publication.id, publication.id, steps.record_id("start", 1, publication.id), None)
-        created = False
+        name = checked_name(getattr(definition, "name", definition))
+        ids = {task_id(name, key): key for key in params_by_key}
+        entries = [Entry("start", id_, id_, steps.record_id("start", 1, id_), None) for id_ in ids]
         try:
-            if await self.look_up(entry) is None:
-                await self._journals.transactions.start_child(self, entry, publication)
-                created = True
+            new = dict.fromkeys([entry.name for entry in entries if await self.look_up(entry) is None])
+            publications: list[Publication] = []
+            for id_ in new:
+                publication = publisher.publication_of(definition, ids[id_], params_by_key[ids[id_]])
+                publication.parent, publication.detached = self._execution.id, detached
+                publications.append(publication)
+                if len(publications) % _MAX_STARTS == 0:
+                    await asyncio.sleep(0)  # so that pings and others get their turn
+            await self._start_with_others(publications)
         finally:
-            self.leave(entry)
-        return publisher.handle_of(definition, publication, created=created)
+            for entry in entries:
+                self.leave(entry)
+        return [publisher.handle_of(definition, name, key, created=id_ in new) for id_, key in ids.items()]
+
+    async def _start_with_others(self, publications: Sequence[Publication]) -> None:
+        """Start these children, in sets with what else is started at the moment; raise the first error there is."""
+        answers = []
+        for publication in publications:
+            if (same := self._starting.get(publication.id)) is not None:
+                answers.append(same[1])
+                continue
+            answer: asyncio.Future[None] = self._journals.loop.create_future()
+            answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())
+            self._starting[publication.id] = publication, answer
+            answers.append(answer)
+        if answers and self._sending_starts is None:
+            sending = self._send_starts()
+            self._sending_starts = self._journals.loop.create_task(sending, name=f"starts of task {self._execution.id}")
+        if answers:
+            await asyncio.wait(answers)
+        for answer in answers:
+            answer.result()
+
+    async def _send_starts(self) -> None:
+        """Start what is to be started, a set at a time: while one is under way the next collects."""
+        try:
+            while self._starting:
+                batch: list[tuple[Publication, asyncio.Future[None]]] = []
+                size = 0
+                for waiting in self._starting.values():
+                    size += waiting[0].size
+                    if batch and (len(batch) == _MAX_STARTS or size > _MAX_START_BYTES):
+                        break
+                    batch.append(waiting)
+                await self._send(batch)
+                for publication, _ in batch:
+                    del self._starting[publication.id]
+        finally:
+            self._sending_starts = None
+
+    async def _send(self, batch: Sequence[tuple[Publication, asyncio.Future[None]]]) -> None:
+        """Start a set, and answer each; what the database does not take is parted from the rest."""
+        refused: Mapping[str, Exception] = {}
+        try:
+            refused = await self._journals.transactions.start_children(self, [publication for publication, _ in batch])
+        except Exception as error:  # noqa: BLE001 — whatever it is, the handler hears of it
+            if len(batch) > 1 and not isinstance(error, (TaskMeshError, TaskFailed)):
+                half = len(batch) // 2
+                await self._send(batch[:half])
+                await self._send(batch[half:])
+                return
+            refused = {publication.id: own_copy(error) for publication, _ in batch}
+        for publication, answer in batch:
+            if answer.done():  # whoever waited for it was cancelled
+                continue
+            if (why := refused.get(publication.id)) is not None:
+                answer.set_exception(why)
+            else:
+                answer.set_result(None)
 
     async def results(self, handles: Sequence[Started], *, return_errors: bool) -> list[Any]:
         """See `TaskContext.results`."""
@@ -286,13 +357,10 @@ class Journal:
         return values
 
     async def _unfinished(self, ids: Sequence[str]) -> int:
-        """Let the children name this task as one that waits for them; then count which it has to wait for."""
+        """Count which of these children this task has to wait for: they name it as one that waits, and so will wake it."""
         store, execution = self._journals.store, self._execution
-        if not await patiently(lambda: children.unfinished(store, ids)):
-            return 0
         linking = linking_pipeline([execution.id], store.now)
-        await patiently(lambda: children.link(store, ids, execution.id, linking))
-        return await patiently(lambda: children.unfinished(store, ids))
+        return await patiently(lambda: children.unfinished(store, ids, execution.id, linking)) if ids else 0
 
     @property
     def lease_until(self) -> float:
@@ -360,8 +428,9 @@ class Journal:
                 found = state.get("steps")
                 if found is None and state.get("steps_bytes"):
                     found = await patiently(lambda: steps.read(self._journals.store, execution.id))
-                self._records = {record["id"]: restored(record) for record in found or ()}
-                self._bytes = sum(record["size"] for record in self._records.values())
+                self._records = {}
+                for record in found or ():
+                    self._keep(restored(record))
             return self._records
 
     async def write(self, entry: Entry, fields: Document, *, delay_ms: int | None = None) -> Document:
@@ -403,6 +472,11 @@ class Journal:
             execution.id, execution.running_id, "stepped", step=made, lease_ms=lease_ms, delay_ms=delay_ms, size=size
         )
 
+    async def started(self, ids: Sequence[str]) -> Outcome:
+        """Return what is to be written when these children are started. Raises as `write` does."""
+        entry = Entry("start", ids[0], ids[0], steps.record_id("start", 1, ids[0]), None)
+        return await self.outcome(entry, {"names": list(ids)})
+
     async def _checked_size(self, entry: Entry, fields: Document) -> int:
         value_size = len(encoded(fields))
         if value_size > MAX_VALUE_BYTES:
@@ -438,9 +512,15 @@ class Journal:
         """Keep what has been written, and return it."""
         record = dict(outcome.step or {})
         if self._records is not None:
-            self._bytes += record["size"]
-            self._records[record["id"]] = record
+            self._keep(record)
         return record
+
+    def _keep(self, record: Document) -> None:
+        """Note a record; one of several children under the name of each."""
+        assert self._records is not None
+        self._bytes += record["size"]
+        ids = [steps.record_id("start", 1, name) for name in record.get("names", ())] or [record["id"]]
+        self._records.update(dict.fromkeys(ids, record))
 
     def leave(self, entry: Entry) -> None:
         """It is over, in whatever way."""
@@ -571,10 +651,14 @@ class InThread:
         journal = self._execution.journal
         return self._journals.transactions.step_in_thread(self._execution, journal, journal.begun(id_), fn)
 
-    def start(self, definition: Any, key: str, params: Mapping[str, Any], *, detached: bool) -> TaskHandle[Any]:
-        """See `BlockingTaskContext.start`."""
-        handle: TaskHandle[Any] = self._do(lambda journal: journal.start(definition, key, params, detached=detached))
-        return handle
+    def start(
+        self, definition: Any, params_by_key: Mapping[str, Mapping[str, Any]], *, detached: bool
+    ) -> list[TaskHandle[Any]]:
+        """See `BlockingTaskContext.start_many`."""
+        handles: list[TaskHandle[Any]] = self._do(
+            lambda journal: journal.start(definition, params_by_key, detached=detached)
+        )
+        return handles
 
     def results(self, handles: Sequence[Started], *, return_errors: bool) -> list[Any]:
         """See `BlockingTaskContext.results`."""

@@ -147,23 +147,33 @@ class Transactions:
         except TaskFailed as error:
             return await journal.write(entry, failed(error))
 
-    async def start_child(self, journal: Recorder, entry: Entry, publication: Publication) -> Document:
-        """Insert a child and record it in its parent, as one; return the record. Raises `InvalidKey`, `LeaseLost`."""
+    async def start_children(self, journal: Recorder, publications: Sequence[Publication]) -> dict[str, InvalidKey]:
+        """Insert children and record them in their parent, as one; return those that cannot be, with the reason.
+
+        Raises `LeaseLost`, and what the database says of a child that it does not take; then none is there.
+        """
         longest = _FIRST_WAIT_S
         while True:
+            outcome: Outcome | None = None
             async with journal.transaction(), self._store.driver.session() as session:
-                outcome = await journal.outcome(entry, {})
                 try:
                     await self._store.driver.start_transaction(session)
-                    there, parent = await children.parent_of(self._store, publication.id, session)
-                    if there and parent != publication.parent:
-                        raise InvalidKey(
-                            f"task {publication.name!r} {publication.key!r} is there already and was not started by "
-                            f"{publication.parent!r}, so it cannot be its child: start it under another key"
+                    there = await children.parents_of(self._store, [each.id for each in publications], session)
+                    strangers = {
+                        each.id: InvalidKey(
+                            f"task {each.name!r} {each.key!r} is there already and was not started by {each.parent!r}, so it "
+                            "cannot be its child: start it under another key"
                         )
-                    if not there:
-                        await publish_in_session(self._store, [publication], self._clock.now(), session)
-                    if not await steps.record(self._store, self._worker_id, [outcome], session=session):
+                        for each in publications
+                        if there.get(each.id, each.parent) != each.parent
+                    }
+                    started = [each for each in publications if each.id not in strangers]
+                    if not started:
+                        return strangers
+                    outcome = await journal.started([each.id for each in started])
+                    if new := [each for each in started if each.id not in there]:
+                        await publish_in_session(self._store, new, self._clock.now(), session)
+                    if not await steps.record_start(self._store, self._worker_id, outcome, session):
                         raise lost(outcome)
                     await commit(self._store, session, asyncio.sleep)
                 except PyMongoError as error:
@@ -171,12 +181,16 @@ class Transactions:
                     if not falters or time.monotonic() >= journal.lease_until:
                         raise
                 except LeaseLost:
+                    if outcome is None:
+                        raise
                     stands = await steps.stands(self._store, [outcome])  # perhaps an answer was lost, not the lease
                     if stands[outcome] != "recorded":
                         raise
-                    return journal.remember(outcome)
+                    journal.remember(outcome)
+                    return strangers
                 else:
-                    return journal.remember(outcome)
+                    journal.remember(outcome)
+                    return strangers
             await asyncio.sleep(by_chance(longest))
             longest = min(longest * 1.5, _LONGEST_WAIT_S)
 

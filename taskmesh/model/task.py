@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from datetime import datetime
 from enum import StrEnum
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from taskmesh.model.errors import IncompatibleCollection, InvalidKey, InvalidName, InvalidOption
 from taskmesh.model.ids import shown
@@ -145,6 +145,22 @@ class Step(_Stored):
     """When a sleep or a wait is over."""
 
 
+def _one_by_one(steps: Any) -> Any:
+    """Tell of each child that was started by itself: in the document many are one record, with all their names."""
+    if not isinstance(steps, list):
+        return steps
+    found: list[Any] = []
+    for step in steps:
+        if isinstance(step, dict) and isinstance(step.get("names"), list):
+            found += [{**step, "name": name} for name in step["names"]]
+        else:
+            found.append(step)
+    return found
+
+
+Steps = Annotated[list[Step], BeforeValidator(_one_by_one)]
+
+
 class SuspendedFor(_Stored):
     """What a suspended task waits for."""
 
@@ -181,7 +197,7 @@ class Stage(_Stored):
     running_id: str
     start_time: datetime | None = None
     end_time: datetime
-    steps: list[Step] = []
+    steps: Steps = []
     """What it had recorded."""
 
 
@@ -220,7 +236,7 @@ class TaskState(_Stored):
     dependency_failure: DependencyFailure | None = None
     signals: list[Signal] = []
     """Signals that have come and were not waited for yet, the oldest first."""
-    steps: list[Step] = []
+    steps: Steps = []
     """All records, also of waits that have not come to their end; see `Task.steps`."""
 
 

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from taskmesh.store import rules
-from taskmesh.store.driver import CODEC, Document
+from taskmesh.store.driver import Document, restored
 from taskmesh.store.finish import cancel_pipeline
+from taskmesh.store.prepared import prepared
 from taskmesh.store.store import Store
 
 _SET = 1_000
@@ -19,23 +20,14 @@ _UNFINISHED = ["INIT", "RUNNING"]
 _DEADLINE_MS = 2_000
 
 
-async def parent_of(store: Store, id_: str, session: Any) -> tuple[bool, str | None]:
-    """Return whether there is a task under this `_id`, and whose child it is; inside a transaction."""
+async def parents_of(store: Store, ids: Sequence[str], session: Any) -> dict[str, str | None]:
+    """Return which of these tasks are there, and whose child each is; inside a transaction."""
     fields = {"parent": "$task_state.parent", "forgotten": rules.is_forgotten(store.now)}
-    cursor = store.driver.collection(store.tasks).find({"_id": id_}, fields, session=session)
-    found = await cursor.to_list(1)
-    if not found or found[0]["forgotten"]:
-        return False, None
-    return True, found[0].get("parent")
-
-
-async def unfinished(store: Store, ids: Sequence[str]) -> int:
-    """Count which of these are not finished yet, as a majority has it."""
-    left = 0
-    for part in _parts(ids):
-        query = {"_id": {"$in": list(part)}, "status": {"$in": _UNFINISHED}}
-        left += len(await store.find(query, {"_id": 1}, majority=True))
-    return left
+    cursor = store.driver.collection(store.tasks).find(
+        {"_id": {"$in": list(ids)}}, fields, session=session, batch_size=_SET
+    )
+    found = await cursor.to_list(None)
+    return {task["_id"]: task.get("parent") for task in found if not task["forgotten"]}
 
 
 async def ends(store: Store, ids: Sequence[str]) -> dict[str, Document]:
@@ -49,20 +41,34 @@ async def ends(store: Store, ids: Sequence[str]) -> dict[str, Document]:
     }
     found: dict[str, Document] = {}
     for part in _parts(ids):
-        rows = await store.find({"_id": {"$in": list(part)}}, fields, majority=True, codec=CODEC)
-        found |= {row["_id"]: row for row in rows}
+        rows = await store.find({"_id": {"$in": list(part)}}, fields, majority=True)
+        found |= {row["_id"]: restored(row) for row in rows}
     return found
 
 
-async def link(store: Store, ids: Sequence[str], parent_id: str, linking: Sequence[Document]) -> None:
-    """Let these children name their parent as one that waits for them (`dependencies.linking_pipeline`)."""
-    for part in _parts(ids):
-        query = {
-            "_id": {"$in": list(part)},
-            "task_state.parent": parent_id,
-            "task_state.dependents": {"$ne": parent_id},
-        }
-        await store.update(query, linking, _DEADLINE_MS)
+async def unfinished(store: Store, ids: Sequence[str], parent_id: str, linking: Sequence[Document]) -> int:
+    """Let these children, and no others, name their parent as one that waits for them; count which are unfinished since.
+
+    They name it from their beginning on, so mostly there is nothing to write. `linking`: see `dependencies.linking_pipeline`.
+    """
+    wanted = set(ids)
+    mine: Document = {"task_state.parent": parent_id, "task_state.pending": True}
+    fields: Document = {"named": {"$in": [{"$literal": parent_id}, {"$ifNull": [rules.DEPENDENTS, []]}]}}
+    while True:
+        pending = {row["_id"]: row["named"] for row in await store.find(mine, fields, majority=True)}
+        for part in _parts([id_ for id_, named in pending.items() if named and id_ not in wanted]):
+            rest = {"$setDifference": [rules.DEPENDENTS, [{"$literal": parent_id}]]}
+            # Those that wait for it, without its parent, which may wait for it later.
+            unlinking: list[Document] = [
+                {"$set": {"task_state.dependents": rest}},
+                *prepared(rules.derivation, store.now),
+            ]
+            await store.update({"_id": {"$in": list(part)}, **mine}, unlinking, _DEADLINE_MS)
+        unnamed = [id_ for id_, named in pending.items() if not named and id_ in wanted]
+        if not unnamed:
+            return len(wanted & pending.keys())
+        for part in _parts(unnamed):
+            await store.update({"_id": {"$in": list(part)}, **mine}, linking, _DEADLINE_MS)
 
 
 async def cancel(store: Store, parents: Sequence[str]) -> list[str]:

@@ -82,6 +82,8 @@ _KNOWN_OF_UNTRIED = {
     "task_state.create_time",
     "task_state.wanted",
     "task_state.params_version",
+    "task_state.parent",
+    "task_state.dependents",
     "event",
     "queue",
     "group",

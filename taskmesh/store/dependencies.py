@@ -40,14 +40,14 @@ MARKS_FOUND_AFTER_MS = 1_000
 _ASKED_BY_ANOTHER_MS = 2_000
 """For how long a sweep leaves a mark to another sweep that has just begun with it."""
 _SET = 1_000
-_MARKS_AT_ONCE = 250
-"""A task may name ten thousand others."""
+_MOST_NAMED = 10_000
 _DEADLINE_MS = 2_000
 _PART_DEADLINE_MS = 300
 _PARTS = 8
 _NAMED = 3
 _FEW = 20
 """So many are asked about one by one; more than that, by what is unfinished."""
+_FEW_TIMES = 8
 _FIRST_HOLD_MS, _LONGEST_HOLD_MS = 1_000, 86_400_000
 _UNFINISHED = ["INIT", "RUNNING"]
 _ID_ALONE = {"$project": {"_id": 1}}
@@ -68,6 +68,7 @@ class _Marked:
     """What it waits for, if it does."""
     ask_time: datetime
     has_children: bool
+    parent: str | None
     held: bool
     """Whether it is kept for its dependents, and was so before this mark."""
 
@@ -108,8 +109,11 @@ async def tell(store: Store, ids: Collection[str]) -> None:
         logger.info("dependents are told a little later (%s: %.200s)", type(error).__name__, error)
 
 
-async def sweep(store: Store, after_ms: int = MARKS_FOUND_AFTER_MS) -> int:
-    """Ask for all whose mark nobody has answered for so long; return how many there were, up to a thousand."""
+async def sweep(store: Store, after_ms: int = MARKS_FOUND_AFTER_MS, known: Collection[str] = ()) -> int:
+    """Ask for all whose mark nobody has answered for so long; return how many there were, up to a thousand.
+
+    `known`: those about which the caller is asking already.
+    """
     due = {
         "task_state.ask_time": {"$exists": True},
         "$expr": {"$lte": [rules.ASK_TIME, {"$subtract": [store.now, after_ms]}]},
@@ -117,6 +121,7 @@ async def sweep(store: Store, after_ms: int = MARKS_FOUND_AFTER_MS) -> int:
     }
     cursor = store.driver.collection(store.tasks).find(due, {"_id": 1}, limit=_SET, batch_size=_SET)
     ids = [document["_id"] for document in await cursor.hint("taskmesh_ask").to_list(None)]
+    ids = [id_ for id_ in ids if id_ not in known]
     if ids:
         # So that not every worker does the same; if this one dies, the marks are due again soon.
         later = {"$add": [store.now, _ASKED_BY_ANOTHER_MS - MARKS_FOUND_AFTER_MS]}
@@ -157,7 +162,10 @@ async def _marked(store: Store, query: Document) -> list[_Marked]:
     fields = {
         "status": 1,
         "finish_time": 1,
-        **{f"task_state.{name}": 1 for name in ("dependents", "waits_for", "unlinked", "ask_time", "has_children")},
+        **{
+            f"task_state.{name}": 1
+            for name in ("dependents", "waits_for", "unlinked", "ask_time", "has_children", "parent")
+        },
         "task_state.after": {"$cond": [{"$gt": ["$task_state.waits_for", None]}, "$task_state.after", "$$REMOVE"]},
     }
     found = await store.find({**query, "task_state.ask_time": {"$exists": True}}, fields, majority=True)
@@ -171,6 +179,7 @@ async def _marked(store: Store, query: Document) -> list[_Marked]:
             after=state["after"]["ids"] if "after" in state else (),
             ask_time=state["ask_time"],
             has_children="has_children" in state,
+            parent=state.get("parent"),
             held="finish_time" in document and state["ask_time"] > document["finish_time"],
         )
         for document in found
@@ -181,10 +190,7 @@ async def _marked(store: Store, query: Document) -> list[_Marked]:
 async def _answer(store: Store, marked: Sequence[_Marked]) -> set[str]:
     """Ask what these marks want asked, and remove them; return which tasks have changed by that."""
     concerned: set[str] = set()
-    for start in range(0, len(marked), _MARKS_AT_ONCE):
-        some = marked[start : start + _MARKS_AT_ONCE]
-        if not some:
-            break
+    for some in _sets(marked):
         done = [
             await _link(store, [task for task in some if task.after and not task.linked and not task.finished]),
             await _fail_dependents(store, some, concerned),
@@ -203,6 +209,20 @@ async def _answer(store: Store, marked: Sequence[_Marked]) -> set[str]:
         if all(done):
             await _unmark(store, some)
     return concerned
+
+
+def _sets(marked: Sequence[_Marked]) -> Iterator[Sequence[_Marked]]:
+    """Part marks into sets that one command can be about: a task may name ten thousand others."""
+    some: list[_Marked] = []
+    named = 0
+    for task in marked:
+        named += len(task.dependents) + len(task.after)
+        if some and (len(some) == _SET or named > _MOST_NAMED):
+            yield some
+            some, named = [], len(task.dependents) + len(task.after)
+        some.append(task)
+    if some:
+        yield some
 
 
 async def _link(store: Store, waiting: Sequence[_Marked]) -> bool:
@@ -247,7 +267,8 @@ async def _fail_dependents(store: Store, marked: Sequence[_Marked], concerned: s
     for task in marked:
         if task.id in ends:
             for dependent in task.dependents:
-                first.setdefault(dependent, task.id)
+                if dependent != task.parent:  # whose handler hears of it, from `results`
+                    first.setdefault(dependent, task.id)
     by_dependency: dict[str, list[str]] = {}
     for dependent, id_ in first.items():
         by_dependency.setdefault(id_, []).append(dependent)
@@ -471,19 +492,33 @@ async def _unmark(store: Store, marked: Sequence[_Marked]) -> None:
     waited_ms = {"$divide": [{"$subtract": [now, "$finish_time"]}, 4]}
     pause_ms = {"$min": [{"$max": [_FIRST_HOLD_MS, retained_ms, waited_ms]}, _LONGEST_HOLD_MS]}
     ask_again = {"$add": [now, {"$toLong": pause_ms}]}
+    mark = {"$cond": [kept, ask_again, "$$REMOVE"]}
+    deleted = [task for task in marked if task.status == "DELETED"]
+    # It may go now: that is derived.
+    await _unmark_all(store, deleted, mark, prepared(rules.derivation, now))
+    await _unmark_all(store, [task for task in marked if task.status != "DELETED"], mark, [])
+
+
+async def _unmark_all(
+    store: Store, marked: Sequence[_Marked], mark: rules.Expression, derived: Sequence[Document]
+) -> None:
+    """Put `mark` in the place of the marks that were answered."""
+    if not marked:
+        return
+    by_time: dict[datetime, list[str]] = {}
+    for task in marked:
+        by_time.setdefault(task.ask_time, []).append(task.id)
+    if len(by_time) <= _FEW_TIMES:  # what was finished together has one mark
+        for time, ids in by_time.items():
+            # The mark that was answered goes, or is put off.
+            stages: list[Document] = [{"$set": {"task_state.ask_time": mark}}, *derived]
+            await _update(store, ids, {"task_state.ask_time": time}, stages)
+        return
     place = {"$indexOfArray": [{"$literal": [task.id for task in marked]}, "$_id"]}
     answered = {"$eq": [rules.ASK_TIME, {"$arrayElemAt": [{"$literal": [task.ask_time for task in marked]}, place]}]}
-    mark = {"$cond": [answered, {"$cond": [kept, ask_again, "$$REMOVE"]}, rules.ASK_TIME]}
-    # The mark that was answered goes, or is put off.
-    unmark: list[Document] = [{"$set": {"task_state.ask_time": mark}}]
-    deleted = [task.id for task in marked if task.status == "DELETED"]
-    if deleted:
-        # It may go now: that is derived.
-        await _update(
-            store, deleted, {"task_state.ask_time": {"$exists": True}}, [*unmark, *prepared(rules.derivation, now)]
-        )
-    rest = [task.id for task in marked if task.status != "DELETED"]
-    await _update(store, rest, {"task_state.ask_time": {"$exists": True}}, unmark)
+    # Where the mark is the one that was answered: it goes, or is put off.
+    stages = [{"$set": {"task_state.ask_time": {"$cond": [answered, mark, rules.ASK_TIME]}}}, *derived]
+    await _update(store, [task.id for task in marked], {"task_state.ask_time": {"$exists": True}}, stages)
 
 
 async def _update(store: Store, ids: Sequence[str], query: Document, pipeline: Sequence[Document]) -> bool:

@@ -27,6 +27,8 @@ _KNOWN_OF_SINGLE = {
     "task_option.concurrent_worker_cnt",
     "task_state.worker_states",
     # Written as the rule would, or left as they are.
+    "task_state.parent",
+    "task_state.dependents",
     "task_state",
     "task_state.timeout_cnt",
     "task_state.conflict_cnt",
@@ -134,6 +136,7 @@ async def _finish_plain(
         ]
     }
     retained_ms = "$task_option.retain_success_ms"
+    goes = {"$and": [{"$gt": [retained_ms, None]}, {"$not": [rules.HAS_DEPENDENTS]}]}
     ended = [{"$arrayElemAt": [rules.ENTRIES, 0]}, {"state": "SUCCESS", "success_time": now}]
     pipeline = [
         # All of it at once: the rule has nothing to sort out.
@@ -144,6 +147,9 @@ async def _finish_plain(
                     "worker_states": [{"$mergeObjects": [*ended, own([o.entry for o in outcomes], outcomes)]}],
                     "timeout_cnt": 0,
                     "conflict_cnt": "$$REMOVE",
+                    # Who waits for it has to be told, and it is kept for them.
+                    "pending": "$$REMOVE",
+                    "ask_time": {"$cond": [rules.HAS_DEPENDENTS, now, "$$REMOVE"]},
                     **_progress(outcomes),
                 },
                 "event": stamp("succeeded", now, {"$literal": worker_id}),
@@ -152,7 +158,7 @@ async def _finish_plain(
                 "next_claim_time": "$$REMOVE",
                 "settle_time": "$$REMOVE",
                 "finish_time": now,
-                "delete_time": {"$cond": [{"$gt": [retained_ms, None]}, {"$add": [now, retained_ms]}, "$$REMOVE"]},
+                "delete_time": {"$cond": [goes, {"$add": [now, retained_ms]}, "$$REMOVE"]},
             }
         }
     ]

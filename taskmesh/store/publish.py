@@ -108,8 +108,10 @@ def new_document(publication: Publication, now: datetime, option: Document | Non
     if publication.trace is not None:
         document["trace"] = publication.trace
     if publication.parent is not None:
-        detached = {"detached": True} if publication.detached else {}
-        document["task_state"] |= {"parent": publication.parent, "pending": True, **detached}
+        document["task_state"] |= {"parent": publication.parent, "pending": True}
+        # Its parent may wait for it at any time: named from the beginning, that costs no write then.
+        named = {"detached": True} if publication.detached else {"dependents": [publication.parent]}
+        document["task_state"] |= named
     if configuration.after is not None:
         document["task_state"] |= configuration.after.stored()
     if configuration.after:  # its gate is shut, and whoever asks next links it with what it waits for
@@ -183,10 +185,7 @@ def _batches(publications: Sequence[Publication]) -> Iterator[list[int]]:
 
 async def _insert(store: Store, publications: list[Publication], now: datetime, *, alone: bool = False) -> set[int]:
     """Insert documents, together with what others publish now, and return the places of those whose key was there already."""
-    # Most often they share one option: worked out once, it is half of what a publish costs here.
-    options = {id(option): option for publication in publications for option in (publication.configuration.option,)}
-    stored = {key: option.stored() for key, option in options.items()}
-    documents = [new_document(each, now, stored[id(each.configuration.option)]) for each in publications]
+    documents = _new_documents(publications, now)
     size = sum(each.size + _SIZE_OF_THE_REST for each in publications)
     reply = await store.insert(documents, size, WRITE_DEADLINE_MS, alone=alone)
     if "writeConcernError" in reply:  # whatever else it says, what was inserted may yet be rolled back
@@ -197,6 +196,13 @@ async def _insert(store: Store, publications: list[Publication], now: datetime, 
         if failure["code"] != Code.DUPLICATE_KEY:
             raise OperationFailure(failure["errmsg"], failure["code"], reply)
     return {failure["index"] for failure in failed}
+
+
+def _new_documents(publications: Sequence[Publication], now: datetime) -> list[Document]:
+    # Most often they share one option: worked out once, it is half of what a publish costs here.
+    options = {id(option): option for publication in publications for option in (publication.configuration.option,)}
+    stored = {key: option.stored() for key, option in options.items()}
+    return [new_document(each, now, stored[id(each.configuration.option)]) for each in publications]
 
 
 async def _treat_existing(
@@ -265,7 +271,18 @@ def _afresh(publication: Publication, now: datetime, at: rules.Expression) -> li
     }
     kept = {
         "leaving": rules.sent_away(at),
-        "dependents": {"$cond": [untold, rules.DEPENDENTS, "$$REMOVE"]},
+        "dependents": {
+            "$cond": [
+                untold,
+                {
+                    "$setUnion": [
+                        rules.DEPENDENTS,
+                        {"$ifNull": [{"$getField": {"field": "dependents", "input": own}}, []]},
+                    ]
+                },
+                {"$ifNull": [{"$getField": {"field": "dependents", "input": own}}, "$$REMOVE"]},
+            ]
+        },
         "ask_time": {
             "$cond": [
                 untold,
@@ -381,7 +398,7 @@ async def publish_in_session(
         if unknown := waited_for.difference(by_id):
             await dependencies.check(store, unknown, session)
         if new:
-            await tasks.insert_many([new_document(publications[i], now) for i in new], session=session)
+            await tasks.insert_many(_new_documents([publications[i] for i in new], now), session=session)
         results.update(dict.fromkeys(new, _CREATED))
         for id_, places in by_id.items():
             touching(id_)

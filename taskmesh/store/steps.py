@@ -8,6 +8,7 @@ task. It is written once, by the execution that holds the lease, and counts as p
 | `id` | kind, number and name: unique in the task |
 | `kind` | `step`, `sleep`, `wait`, `start` or `join` |
 | `name` | its name; the second of one name is `name#2` |
+| `names` | of `start`: the `_id`s of the children, since what is started together, or one after the other, is one record |
 | `value`, or `error` | what came of it; with neither, a wait has not come to its end |
 | `fingerprint` | which function with which arguments made it |
 | `until` | when a sleep or a wait is over |
@@ -70,11 +71,60 @@ async def record(
         {"$set": {"task_state": state, "event": stamp("step_recorded", now, {"$literal": worker_id})}},
         *prepared(rules.derivation, now),
     ]
-    if outcomes[0].step and outcomes[0].step["kind"] == "start":
-        # From the first child on its end concerns others.
-        stages.insert(0, {"$set": {"task_state.has_children": True}})
     reply = await store.update(query, stages, deadline_ms, session)
     return int(reply["n"])
+
+
+async def record_start(store: Store, worker_id: str, outcome: Outcome, session: Any) -> bool:
+    """Record that children were started, in the transaction that inserts them; False: it does not count, ask `stands`.
+
+    What this execution has started just before is the same record, so that ten thousand children cost their names and no more.
+
+    Eligible: the execution's entry is live, the task RUNNING, and no record has the first name. Writes: the record,
+    `has_children`, `steps_bytes`, `timeout_cnt`, the lease, the derived fields.
+    """
+    now, made = store.now, outcome.step or {}
+    first = made["names"][0]
+    query = still_held_by([outcome], now)
+    query |= {"task_state.steps.id": {"$ne": made["id"]}, "task_state.steps.names": {"$ne": first}}
+    last = {"$last": rules.STEPS}
+    goes_on = {
+        "$and": [
+            {"$eq": ["$_last.kind", "start"]},
+            {"$eq": ["$_last.running_id", {"$literal": outcome.running_id}]},
+            {"$isArray": ["$_last.names"]},
+        ]
+    }
+    longer = {
+        "names": {"$concatArrays": ["$_last.names", {"$literal": made["names"]}]},
+        "size": {"$add": ["$_last.size", made["size"]]},
+        "time": now,
+    }
+    others = {"$filter": {"input": rules.STEPS, "cond": {"$ne": ["$$this.id", "$_last.id"]}}}
+    state: Document = {
+        "steps": {
+            "$cond": [
+                goes_on,
+                {"$concatArrays": [others, [{"$mergeObjects": ["$_last", longer]}]]},
+                {"$concatArrays": [rules.STEPS, [{"$mergeObjects": [{"$literal": made}, {"time": now}]}]]},
+            ]
+        },
+        "steps_bytes": {"$add": [_bytes, made["size"]]},
+        "has_children": True,
+        "timeout_cnt": 0,
+        "worker_states": _renewed([outcome], now),
+    }
+    stages: list[Document] = [
+        # The record before it, which may be one of starts.
+        {"$set": {"_last": last}},
+        # That one with these names too, or one of its own. From the first child on the task's end concerns others.
+        {"$set": {"task_state": state, "event": stamp("step_recorded", now, {"$literal": worker_id})}},
+        # What was looked at is not stored.
+        {"$unset": "_last"},
+        *prepared(rules.derivation, now),
+    ]
+    reply = await store.update(query, stages, WRITE_DEADLINE_MS, session)
+    return bool(reply["n"])
 
 
 _bytes: rules.Expression = {"$ifNull": ["$task_state.steps_bytes", 0]}
@@ -104,6 +154,7 @@ async def stands(store: Store, outcomes: Sequence[Outcome]) -> dict[Outcome, Lit
     fields: Document = {
         "status": 1,
         "task_state.steps.id": 1,
+        "task_state.steps.names": 1,
         "task_state.steps.running_id": 1,
         "held": {"$map": {"input": {"$filter": {"input": rules.ENTRIES, "cond": mine}}, "in": "$$this.running_id"}},
     }
@@ -115,7 +166,12 @@ async def stands(store: Store, outcomes: Sequence[Outcome]) -> dict[Outcome, Lit
 def _stands(outcome: Outcome, task: Document | None) -> Literal["recorded", "held", "lost"]:
     if task is None or outcome.step is None:
         return "lost"
-    made = next((each for each in task["task_state"].get("steps") or () if each["id"] == outcome.step["id"]), None)
+    wanted = outcome.step
+    started = wanted["names"][0] if "names" in wanted else None
+    records = task["task_state"].get("steps") or ()
+    made = next(
+        (each for each in records if each["id"] == wanted["id"] or (started and started in each.get("names", ()))), None
+    )
     if made is not None:
         return "recorded" if made.get("running_id") == outcome.running_id else "lost"
     return "held" if task["status"] == "RUNNING" and outcome.running_id in task["held"] else "lost"

@@ -24,6 +24,9 @@ class Handlers:
 
     journey: TaskDefinition[Any, list[int]]
     family: TaskDefinition[Any, int]
+    crowd: TaskDefinition[Any, int]
+    child: TaskDefinition[Any, int]
+    merge: TaskDefinition[Any, int]
 
 
 def define(mesh: TaskMesh, directory: Path | None = None) -> Handlers:
@@ -67,7 +70,24 @@ def define(mesh: TaskMesh, directory: Path | None = None) -> Handlers:
             total += sum(await task.results(parts))
         return total
 
-    return Handlers(journey, family)
+    @mesh.task(option=SHORT_LEASE)
+    async def crowd(size: int) -> int:
+        """Start many children at once, and wait for all."""
+        task = current_task()
+        parts = await task.start_many(child, {f"{task.key}-{n}": {"n": n} for n in range(size)})
+        values = await task.results(parts)
+        assert book is not None
+        book.note("joined")
+        return sum(values)
+
+    @mesh.task(option=SHORT_LEASE)
+    async def merge() -> int:
+        """Come after many."""
+        assert book is not None
+        book.note("merged")
+        return sum((await current_task().dependencies()).values())
+
+    return Handlers(journey, family, crowd, child, merge)
 
 
 def in_a_process(directory: str) -> str:

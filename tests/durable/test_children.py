@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import timedelta
 from typing import Any
 
@@ -53,6 +54,46 @@ async def test_a_handler_starts_children_once_and_gets_their_values_in_order(mes
     assert created[0] == [True, True, True]
     assert not any(any(each) for each in created[1:])
     assert [step.kind for step in (await handle.task()).steps] == ["start", "start", "start", "join"]
+
+
+async def test_children_that_are_started_together_are_few_writes_and_one_record_and_a_stranger_stops_no_other(
+    mesh: TaskMesh,
+) -> None:
+    refused: list[str] = []
+    tasks = mesh.store.driver.collection(mesh.store.tasks)
+
+    @mesh.task
+    async def pack(n: int) -> int:
+        return n
+
+    @mesh.task(option=AGAIN)
+    async def order() -> int:
+        task = current_task()
+        parts = await task.start_many(pack, {f"a{n}": {"n": n} for n in range(30)})
+        started = [task.start(pack, f"b{n}", n=n) for n in range(30)]
+        found = await asyncio.gather(*started, task.start(pack, "stranger", n=7), return_exceptions=True)
+        *more, error = found
+        refused.append(str(error))
+        parts += [part for part in more if not isinstance(part, BaseException)]
+        same = await asyncio.gather(*(task.start(pack, "c", n=5) for _ in range(3)))
+        parts += same[:1]
+        if task.attempt == 1:
+            raise ValueError("again")
+        assert not any(part.created for part in parts)
+        return sum(await task.results(parts))
+
+    await pack.publish("stranger", n=7)
+    handle = await order.publish("1")
+    async with working(mesh, "w1"):
+        assert await handle.result(60) == 2 * sum(range(30)) + 5
+    assert len(refused) >= 2
+    assert all("'stranger' is there already" in each for each in refused)
+    shown = (await handle.task()).steps
+    names = [f"pack:{letter}{n}" for letter in "ab" for n in range(30)]
+    assert [step.name for step in shown if step.kind == "start"] == [*names, "pack:c"]
+    stored = await tasks.find_one({"_id": "order:1"})
+    assert [step["kind"] for step in stored["task_state"]["steps"]] == ["start", "join"]
+    assert await mesh.listing.count("name:pack") == 62
 
 
 async def test_d13_no_children_are_done_at_once(mesh: TaskMesh) -> None:

@@ -213,6 +213,7 @@ async def open_flows(store: Store, by_s: float) -> list[str]:
         # A few, by their keys.
         {"$match": {"waits": {"$ne": []}}},
         {"$limit": 5},
+        # (And nothing else of them.)
         {"$project": {"_id": 1}},
     ]
     cursor = await store.driver.aggregate(store.flows, stages, maxTimeMS=DEADLINE_MS)

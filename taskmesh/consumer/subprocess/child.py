@@ -46,6 +46,9 @@ from taskmesh.store.finish import Outcome
 serving = False
 """Whether this process is such a child: it must not become a worker itself, if a script forgets to guard its main part."""
 
+_STARTED_AT_ONCE_BYTES = 4_000_000
+_SIZE_OF_THE_REST = 1_000
+"""Of one child that is started, beside its params: its key, rather more than less."""
 _LOAD = pickle.loads  # what is loaded was written by our own parent
 
 
@@ -228,21 +231,35 @@ class RemoteLedger:
         """Do it in a transaction that the record commits with, on a client of this process's own."""
         return blocking_step_again(_store_at(self._remote.ask("address")), _StepSide(self._remote, id_), fn)
 
-    def start(self, definition: Any, key: str, params: Mapping[str, Any], *, detached: bool) -> TaskHandle[Any]:
-        """Start a child of the task. Its handle here serves `results` alone: this process has no connection of its own."""
-        returns = PLAIN
+    def start(
+        self, definition: Any, params_by_key: Mapping[str, Mapping[str, Any]], *, detached: bool
+    ) -> list[TaskHandle[Any]]:
+        """Start children of the task. Their handles here serve `results` alone: this process has no connection of its own."""
+        name, returns, configuration = checked_name(getattr(definition, "name", definition)), PLAIN, None
         if isinstance(definition, TaskDefinition):
-            name, returns = definition.name, definition.returns
-            stored, _ = definition.params.to_store(params)
-            created = self._remote.ask(
-                "start", name, configuration_as_data(definition.configuration), checked_key(key), stored, detached
-            )
-        else:
-            name, stored = checked_name(definition), dict(params)
-            checked_size(name, stored)
-            created = self._remote.ask("start", name, None, checked_key(key), stored, detached)
+            returns, configuration = definition.returns, configuration_as_data(definition.configuration)
+        stored: dict[str, dict[str, Any]] = {}
+        messages: list[list[Any]] = [[]]
+        room = _STARTED_AT_ONCE_BYTES
+        for key, params in params_by_key.items():
+            if isinstance(definition, TaskDefinition):
+                stored[checked_key(key)], size = definition.params.to_store(params)
+            else:
+                stored[checked_key(key)] = dict(params)
+                size = checked_size(name, stored[key])
+            room -= size + _SIZE_OF_THE_REST
+            if room < 0 and messages[-1]:
+                messages.append([])
+                room = _STARTED_AT_ONCE_BYTES - size
+            messages[-1].append([key, stored[key]])
+        created: list[bool] = []
+        for pairs in messages:
+            created += self._remote.ask("start", name, configuration, pairs, detached)
         nowhere: Any = None
-        return TaskHandle(nowhere, name, key, created=bool(created), updated=False, warnings=[], returns=returns)
+        return [
+            TaskHandle(nowhere, name, key, created=bool(new), updated=False, warnings=[], returns=returns)
+            for key, new in zip(stored, created, strict=True)
+        ]
 
     def results(self, handles: Sequence[Started], *, return_errors: bool) -> list[Any]:
         """Wait for children, and return their values."""

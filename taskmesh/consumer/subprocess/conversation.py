@@ -244,8 +244,9 @@ class Conversation:
         """Answer what the child asks of the execution's journal."""
         ledger = self._execution.ledger
         if question == "start":
-            name, configuration, key, params, detached = said
-            return ledger.start(self._published(name, configuration), key, params, detached=detached).created
+            name, configuration, pairs, detached = said
+            started = ledger.start(self._published(name, configuration), dict(pairs), detached=detached)
+            return [handle.created for handle in started]
         if question == "results":
             pairs, return_errors = said
             return ledger.results([_Started(*pair) for pair in pairs], return_errors=return_errors)
