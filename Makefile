@@ -21,7 +21,7 @@ QUICK := -m "not slow and not chaos and not failover and not browser"
 # Arguments that are handed on: `make test ARGS="-k fencing -x"`, `make demo ARGS=--help`
 ARGS ?=
 
-.PHONY: help install demo test test-web screenshots test-all lint format bench bench-peers chaos soak docs clean
+.PHONY: help install demo test test-web screenshots test-all lint format bench bench-peers chaos soak docs docs-site clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -77,6 +77,10 @@ soak: $(INSTALLED) ## Run a fleet under load and faults for SOAK_SECONDS (600): 
 
 docs: $(INSTALLED) ## Check that links in the documents lead somewhere and that their examples run
 	$(BIN)/python -m pytest tests/docs $(ARGS)
+
+docs-site: $(INSTALLED) ## Build the documentation site into site/; a link that leads nowhere is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --clean
+	@echo "site/index.html is ready"
 
 clean: ## Remove .venv, caches and the data of the embedded MongoDB
 	rm -rf $(VENV) .taskmesh .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
