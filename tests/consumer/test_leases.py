@@ -59,9 +59,9 @@ async def test_m3_running_ids_are_unique_per_task_among_all_workers(mesh: TaskMe
         if len(ids) < 10:
             raise Snooze
 
-    await job.publish_many({f"k{i}": {} for i in range(20)})
+    await job.publish_many({f"k{i}": {} for i in range(8)})
     async with working(mesh), working(mesh):
-        await eventually(lambda: len(seen) == 20 and all(len(ids) == 10 for ids in seen.values()))
+        await eventually(lambda: len(seen) == 8 and all(len(ids) == 10 for ids in seen.values()))
     assert all(len(set(ids)) == 10 for ids in seen.values())
 
 
