@@ -23,7 +23,7 @@ from taskmesh.consumer.executions import Executions
 from taskmesh.consumer.executor import Executor
 from taskmesh.consumer.finisher import Finisher
 from taskmesh.consumer.life import Life
-from taskmesh.consumer.limits import Limits
+from taskmesh.consumer.limits import Admission, Limits
 from taskmesh.consumer.observer import Wait
 from taskmesh.consumer.queues import Queues
 from taskmesh.consumer.settings import Settings
@@ -138,8 +138,11 @@ class Claimer:
                 and not self._candidates.is_aside(c.id)
             ]
             if self._limits.queues:
-                candidates, by_queue = self._limits.sorted_out(candidates)
-                for queue, limited in by_queue.items():
+                found = self._limits.sorted_out(candidates)
+                candidates = found.unlimited
+                for admission in found.admitted:
+                    self._send(self._claim_admitted(admission, narrowed_by), len(admission.candidates))
+                for queue, limited in found.to_ask.items():
                     self._send(self._claim_limited(queue, limited, narrowed_by), len(limited))
             if candidates:
                 self._send(self._claim_set(candidates, narrowed_by), len(candidates))
@@ -171,19 +174,19 @@ class Claimer:
         """Claim what the queue's limits have room for."""
         try:
             admission = await self._limits.admit(queue, candidates)
-            if not admission.candidates:
-                return True
-            claimed = await self._claim_set(admission.candidates, {"$and": [{**narrowed_by}, admission.claim_filter]})
-            if claimed:
-                await self._limits.claimed(admission)
+            return await self._claim_admitted(admission, narrowed_by)
         except PyMongoError as error:  # what was booked is written off in time
             logger.warning("the limits of queue %s could not be asked (%s)", queue, type(error).__name__)
             self._pause_until = time.monotonic() + 0.1
             return False
-        else:
-            return claimed
-        finally:
-            self._limits.done(queue)
+
+    async def _claim_admitted(self, admission: Admission, narrowed_by: Mapping[str, Any]) -> bool:
+        """Claim that for which there is room."""
+        if not admission.candidates:
+            return True
+        claimed = await self._claim_set(admission.candidates, {"$and": [{**narrowed_by}, admission.claim_filter]})
+        await self._limits.claimed(admission, answered=claimed)
+        return claimed
 
     async def _claim_set(self, candidates: list[Candidate], narrowed_by: Mapping[str, Any]) -> bool:
         """Claim a set, and start what was won. False if the claim was not answered: then it may still land."""
@@ -281,6 +284,7 @@ class Claimer:
             self._candidates.forgive(document["_id"])
             lease_s = document["task_option"]["worker_timeout_ms"] / 1000
             if took > _SPENT_SHARE * lease_s or not self._life.claims:
+                self._limits.given_back(document["_id"])
                 self._finisher.release(document["_id"], running_id)
             else:
                 to_start.append(document)

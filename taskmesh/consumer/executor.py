@@ -449,12 +449,12 @@ class Executor:
         if self._executions.get(execution.id) is execution:
             del self._executions[execution.id]
             self._executions.finished += 1
+            self._limits.ended(execution.id, recorded=recorded)
             self._slot_freed()
 
     def _slot_freed(self) -> None:
         """Let everybody know who waits for a slot, or for what runs."""
         self._executions.freed.set()
-        self._limits.slot_freed()
         self._candidates.ready.set()
 
 

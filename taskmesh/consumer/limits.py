@@ -1,8 +1,8 @@
 """Limits on this worker's side: book before claiming, put aside what has no room, and go on as soon as there is some.
 
 Asked by the claimer, and only about queues that have limits: the others never come here. What promises hold, and how, is
-said in `store/limits.py`. If the process dies after booking, the booking is written off; after the claim, others find
-out that its lease has ended.
+said in `store/limits.py`; which room this worker has in hand already, in `consumer/slots.py`. If the process dies after booking,
+the booking is written off; after the claim, others find out that its lease has ended.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 from taskmesh.consumer.claim_queue import Candidate, ClaimQueue
 from taskmesh.consumer.executions import Executions
 from taskmesh.consumer.settings import Settings
+from taskmesh.consumer.slots import Place, Slot, Slots
 from taskmesh.consumer.timing import varied
 from taskmesh.model.queue import QueueLimits
 from taskmesh.store import Store
@@ -34,12 +35,11 @@ _LARGEST_WISH = 200
 _ASK_AGAIN_S = 0.1
 """How long to wait for room that others have to make. Room made here is used at once."""
 _WHILE_SHUT_S = 30.0
+_WHILE_ALL_OURS_S = 5.0
+"""How long to wait where all room is taken by this worker itself, who knows best when there is some again."""
 _PARKED_AT_MOST = 2_000
 _TRIED_AT_ONCE = 64
 _GROUPS_PER_SCAN = 24
-
-Place = tuple[str, str | None]
-"""Where room is lacking: a queue, or one group of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,21 @@ class Admission:
 
     queue: str
     candidates: list[Candidate]
-    booking: Booking | None
     claim_filter: Document
+    counted: str | None = None
+    """The token of the booking by which its starts are counted, if they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sorted:
+    """Candidates, by what has to be done before they are claimed."""
+
+    unlimited: list[Candidate]
+    """No limit concerns them."""
+    admitted: list[Admission]
+    """There is room in hand for them."""
+    to_ask: dict[str, list[Candidate]]
+    """By queue: room has to be booked."""
 
 
 class Limits:
@@ -62,6 +75,7 @@ class Limits:
         clock: ServerClock,
         candidates: ClaimQueue,
         executions: Executions,
+        slots: Slots,
     ) -> None:
         self._store = store
         self._worker_id = settings.worker_id
@@ -70,19 +84,18 @@ class Limits:
         self._clock = clock
         self._candidates = candidates
         self._executions = executions
+        self._slots = slots
         self.queues: Mapping[str, Document] = {}
         """The queues that have limits."""
         self.paused_groups: frozenset[Place] = frozenset()
         """Groups that are paused for everybody, while the rest of their queue is open."""
-        self._asking: set[str] = set()
         self._unchecked: set[str] = set()
+        self._given_back: set[str] = set()
+        """What a claim had won that is not begun: its lease is on its way back."""
         self._shut: dict[Place, asyncio.TimerHandle] = {}
         self._parked: dict[Place, list[tuple[Any, int, Candidate]]] = {}
         self._sequence = 0
-        self._slots: dict[str, dict[str, str]] = {}
-        """By queue and task: the tokens of the slots in which something of ours runs, or did until a moment ago."""
         self._behind: dict[str, str | None] = {}
-        self._freed = False
 
     def learn(self, settings: Mapping[str, Document]) -> None:
         """Take over which queues have limits now, and which groups are paused."""
@@ -98,6 +111,8 @@ class Limits:
         changed = {queue for queue in limited.keys() | self.queues if limited.get(queue) != self.queues.get(queue)}
         self.queues = limited
         self._unchecked |= changed & limited.keys()
+        for queue in changed:
+            self._slots.forget_queue(queue)
         for place in [place for place in self._shut if place[0] in changed]:
             self._reopen(place)
 
@@ -154,72 +169,98 @@ class Limits:
 
     # --- claiming ---
 
-    def sorted_out(self, candidates: list[Candidate]) -> tuple[list[Candidate], dict[str, list[Candidate]]]:
-        """Return those that no limit concerns, and by queue those to ask for now. The others are put aside."""
+    def sorted_out(self, candidates: list[Candidate]) -> Sorted:
+        """Tell for which of them there is room in hand, and for which to ask. Those for which there is none are put aside."""
         unlimited: list[Candidate] = []
-        by_queue: dict[str, list[Candidate]] = {}
+        in_hand: dict[str, list[tuple[Candidate, Slot]]] = {}
+        to_ask: dict[str, list[Candidate]] = {}
         for candidate in candidates:
-            queue = candidate.queue
-            if queue not in self.queues:
+            queue, group = candidate.queue, candidate.group
+            limits = self.queues.get(queue)
+            if limits is None:
                 unlimited.append(candidate)
-            elif queue in self._asking or (queue, None) in self._shut:
+            elif (slot := self._slot_in_hand(candidate, limits, asking=queue in to_ask)) is not None:
+                in_hand.setdefault(queue, []).append((candidate, slot))
+            elif (queue, None) in self._shut:
                 self._park((queue, None), candidate)
-            elif (queue, candidate.group) in self._shut:
-                self._park((queue, candidate.group), candidate)
-            elif len(by_queue.get(queue, ())) >= _LARGEST_WISH:
+            elif (queue, group) in self._shut:
+                self._park((queue, group), candidate)
+            elif len(to_ask.get(queue, ())) >= _LARGEST_WISH:
                 self._candidates.offer(candidate)
             else:
-                by_queue.setdefault(queue, []).append(candidate)
-        self._asking |= by_queue.keys()
-        return unlimited, by_queue
+                to_ask.setdefault(queue, []).append(candidate)
+        admitted = [
+            Admission(
+                queue,
+                [candidate for candidate, _ in found],
+                store_limits.booked_until(self._store, min(slot.good_until for _, slot in found)),
+            )
+            for queue, found in in_hand.items()
+        ]
+        return Sorted(unlimited, admitted, to_ask)
+
+    def _slot_in_hand(self, candidate: Candidate, limits: Document, *, asking: bool) -> Slot | None:
+        """Return a slot of ours for the candidate, if there is one and it does not take the room from those before it."""
+        if _counts_starts(limits) or (asking and limits.get("running") is not None):
+            return None
+        return self._slots.use(_place(candidate, limits), Wish(candidate.id, candidate.group))
 
     async def admit(self, queue: str, candidates: list[Candidate]) -> Admission:
-        """Book what there is room for, and put the rest aside. `done` has to follow."""
+        """Book what there is room for, and put the rest aside."""
         if queue in self._unchecked:
             # What was claimed before we knew of the limit has no slot yet.
             self._unchecked.discard(queue)
             await store_limits.check(self._store, queue)
-        wishes = [Wish(candidate.id, candidate.group) for candidate in candidates]
-        booking = await store_limits.book(self._store, queue, self._worker_id, wishes, await self._unused(queue))
-        if booking is not None and booking.check and await store_limits.check(self._store, queue):
-            rest = [wish for wish in wishes if wish.id not in booking.ids]
-            more = await store_limits.book(self._store, queue, self._worker_id, rest) if not booking.ids else None
-            booking = more or booking
+        wishes = {candidate.id: Wish(candidate.id, candidate.group) for candidate in candidates}
+        booking = await self._book(queue, wishes)
+        if booking is not None and booking.check and await store_limits.check(self._store, queue) and not booking.ids:
+            booking = await self._book(queue, wishes) or booking
         if booking is None:
-            return Admission(queue, candidates, None, {})
+            return Admission(queue, candidates, {})
+        limits = self.queues.get(queue, {})
         admitted = [candidate for candidate in candidates if candidate.id in booking.ids]
+        for candidate in admitted:
+            if (token := booking.slots.get(candidate.id)) is not None:
+                self._slots.booked(_place(candidate, limits), wishes[candidate.id], token, booking.until)
         self._put_aside(queue, booking, [candidate for candidate in candidates if candidate.id not in booking.ids])
-        return Admission(queue, admitted, booking, store_limits.booked_until(self._store, booking))
+        counted = booking.token if _counts_starts(limits) else None
+        return Admission(queue, admitted, store_limits.booked_until(self._store, booking.until), counted)
 
-    async def claimed(self, admission: Admission) -> None:
-        """Confirm a booking, as its claim was answered: what does not run here now was not won."""
-        booking = admission.booking
-        if booking is None:
-            return
-        idle = {candidate.id for candidate in admission.candidates if candidate.id not in self._executions}
-        unused = idle - await store_limits.live_here(self._store, self._worker_id, idle) if idle else idle
-        slots = self._slots.setdefault(admission.queue, {})
-        slots.update((id_, booking.token) for id_ in booking.ids - unused)
-        not_won = [Wish(c.id, c.group) for c in admission.candidates if c.id in unused]
-        await store_limits.confirm(self._store, admission.queue, booking.token, not_won)
+    async def _book(self, queue: str, wishes: Mapping[str, Wish]) -> Booking | None:
+        """Ask for room, and give back what is in hand and not used."""
+        said = self._slots.to_tell(queue, time.monotonic())
+        free = self._slots.take_idle(queue)
+        booking = await store_limits.book(
+            self._store, queue, self._worker_id, list(wishes.values()), free=free, renew=said
+        )
+        if booking is not None:
+            self._slots.told(said, booking.held, booking.until)
+        return booking
 
-    def done(self, queue: str) -> None:
-        """The claims of this queue are through: the next may be asked for."""
-        self._asking.discard(queue)
-        if (queue, None) not in self._shut:
-            self._reopen((queue, None))
+    async def claimed(self, admission: Admission, *, answered: bool) -> None:
+        """Note what became of a claim: what does not run here now was not won, if the claim was answered."""
+        idle = [candidate for candidate in admission.candidates if candidate.id not in self._executions]
+        not_won = [candidate for candidate in idle if candidate.id not in self._given_back]
+        self._given_back.difference_update(candidate.id for candidate in idle)
+        for candidate in idle:
+            if answered and candidate in not_won:
+                self._slots.unused(candidate.id)
+            else:
+                self._slots.forget(candidate.id)
+        if answered and admission.counted is not None:
+            unused = [Wish(candidate.id, candidate.group) for candidate in not_won]
+            await store_limits.confirm(self._store, admission.queue, admission.counted, unused)
 
-    async def _unused(self, queue: str) -> list[tuple[str, str]]:
-        """Return the slots of ours in which nothing runs any more."""
-        slots = self._slots.get(queue, {})
-        ended = {id_: token for id_, token in slots.items() if id_ not in self._executions}
-        if not ended:
-            return []
-        live = await store_limits.live_here(self._store, self._worker_id, ended)
-        unused = [(token, id_) for id_, token in ended.items() if id_ not in live]
-        for _, id_ in unused:
-            del slots[id_]
-        return unused
+    def given_back(self, id_: str) -> None:
+        """Note that a claim has won a task that is not begun."""
+        self._given_back.add(id_)
+
+    def ended(self, id_: str, *, recorded: bool) -> None:
+        """Note that an execution is over. If nobody can doubt that, there is room again where it ran, and it is used at once."""
+        if not recorded:
+            self._slots.forget(id_)
+        elif (place := self._slots.unused(id_)) is not None:
+            self._use_room(place)
 
     # --- waiting for room ---
 
@@ -250,7 +291,10 @@ class Limits:
         """How long to wait for room. Where none may run, there is none before somebody changes that, of which we are told."""
         limits = QueueLimits.from_document(self.queues.get(queue, {}))
         most = limits.running if group is None else limits.of_group(group)
-        return varied(_WHILE_SHUT_S if most == 0 else _ASK_AGAIN_S, 0.3)
+        if most == 0:
+            return varied(_WHILE_SHUT_S, 0.3)
+        all_ours = most is not None and self._slots.count((queue, group)) >= most
+        return varied(_WHILE_ALL_OURS_S if all_ours else _ASK_AGAIN_S, 0.3)
 
     def _shut_for(self, place: Place, pause: float) -> None:
         earlier = self._shut.pop(place, None)
@@ -279,19 +323,14 @@ class Limits:
                 self._candidates.order_scan()
         self._candidates.ready.set()
 
-    def slot_freed(self) -> None:
-        """Something ended here: if it had a slot, there is room again where it ran."""
-        if self._slots and not self._freed:
-            self._freed = True
-            asyncio.get_running_loop().call_soon(self._use_freed)
-
-    def _use_freed(self) -> None:
-        self._freed = False
-        for queue, slots in self._slots.items():
-            shut = [place for place in self._shut if place[0] == queue]
-            if shut and not all(id_ in self._executions for id_ in slots):
-                for place in shut:
-                    self._reopen(place)
+    def _use_room(self, place: Place) -> None:
+        """Try the best of those that wait for the room that has just become free."""
+        parked = self._parked.get(place)
+        if parked and place in self._shut:
+            self._candidates.offer(replace(heapq.heappop(parked)[2], due=time.monotonic(), timed=False))
+            self._candidates.ready.set()
+        elif (queue := (place[0], None)) in self._shut:
+            self._reopen(queue)
 
     def close(self) -> None:
         """Wait for nothing any more."""
@@ -318,3 +357,13 @@ class Limits:
             )
             found += rows
         return found
+
+
+def _counts_starts(limits: Document) -> bool:
+    return limits.get("rate") is not None or limits.get("group_rate") is not None
+
+
+def _place(candidate: Candidate, limits: Document) -> Place:
+    """Where the candidate needs room: where groups are limited, in its group."""
+    by_group = limits.get("group_running") is not None or limits.get("groups")
+    return candidate.queue, candidate.group if by_group else None

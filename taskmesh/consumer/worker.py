@@ -52,6 +52,7 @@ from taskmesh.consumer.settings import (
     checked_concurrency,
 )
 from taskmesh.consumer.signals import handled_by
+from taskmesh.consumer.slots import Slots
 from taskmesh.consumer.stopping import Stopping, unless_it_takes_too_long
 from taskmesh.consumer.ticker import Ticker
 from taskmesh.consumer.timing import until
@@ -284,7 +285,8 @@ class Worker:
         self.executions = Executions(settings)
         self.candidates = ClaimQueue(settings)
         self.partitions = Partitions(worker_id)
-        self.limits = Limits(store, settings, clock, self.candidates, self.executions)
+        self.slots = Slots(store, clock)
+        self.limits = Limits(store, settings, clock, self.candidates, self.executions, self.slots)
         usual_queues = ["default", *(queue for definition in definitions.values() for queue in definition.queues)]
         self.queues = Queues(store, settings, self.candidates, self.limits, usual_queues)
         # From the claim to the outcome.
@@ -404,6 +406,7 @@ class Worker:
         """Begin to work. The loops run until their task group is cancelled."""
         loops.start_soon(self.scanner.run, name="taskmesh scanner")
         loops.start_soon(self.claimer.run, name="taskmesh claimer")
+        loops.start_soon(self.slots.run, name="taskmesh slots")
         loops.start_soon(self.listener.run, name="taskmesh listener")
         loops.start_soon(self.backup_claims.run, name="taskmesh backup claims")
         loops.start_soon(self.reporter.run, name="taskmesh reporter")
@@ -441,6 +444,7 @@ class Worker:
         """Give everything back."""
         self.listener.close()
         self.limits.close()
+        await self.slots.close()
         await self.pinger.stop()
         await self.reporter.flush()
         await self.executor.close()

@@ -3,8 +3,9 @@
 Settings stand in `queues`, where every worker hears of a change. What moves stands in a collection of its own, `limits`,
 of which no stream tells: one document per queue, in which workers book before they claim.
 
-- `slots`: who may run what. A slot is booked before the claim and goes when no live entry answers to it, which anybody
-  may check against the tasks. So the number running is derived from the leases, and a crash cannot make it drift.
+- `slots`: who may run how many. A slot is booked before the claim, and its worker may use it for one task after the other, as
+  long as it says now and then for which. It goes when its worker gives it back, or when no live entry answers to it, which anybody may
+  check against the tasks. So the number running is derived from the leases, and a crash cannot make it drift.
 - `starts`: how many starts were booked, and when they leave the window. A booking on its way has an entry of its own, by its
   token; what is settled is put together in buckets of a hundredth of the window, each of which leaves with the last start
   in it. So the document is small whatever rate and window, and no window ever holds more starts than the rate.
@@ -13,13 +14,14 @@ of which no stream tells: one document per queue, in which workers book before t
 Where groups have limits, claimable tasks are looked for group by group (`scan_groups`). The ordinary scan reads tasks in the
 order of claiming: where a full group has a million tasks in front, it would read all of them to find one of another group.
 
-A booking is good until a time that the claim repeats (`booked_until`), so that a worker that was frozen in between claims
-nothing on a booking that others have written off.
+A slot is good until a time that the claim repeats (`booked_until`), so that a worker that was frozen in between claims
+nothing on a slot that others have written off.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -36,7 +38,7 @@ from taskmesh.store.find import Claimable, read_claimable
 from taskmesh.store.store import Store
 
 BOOKED_MS = 3_000
-"""How long a booking may be claimed on."""
+"""How long a slot may be claimed on after it was booked, or renewed."""
 _LANDED_MS = 2_000
 """After this much longer, no claim on the booking can still be on its way (see the claimer's deadline)."""
 _CHECKED_EVERY_MS = 100
@@ -65,6 +67,10 @@ class Booking:
 
     token: str
     ids: frozenset[str]
+    slots: Mapping[str, str]
+    """The slots of those that need one, by `_id`."""
+    held: frozenset[str]
+    """Of the slots that were to be renewed those that are there."""
     until: datetime
     next_start: datetime | None
     """When the rate has room again, if that is what held some back."""
@@ -125,19 +131,25 @@ async def _change(store: Store, queue: str, changes: Document) -> None:
 
 
 async def book(
-    store: Store, queue: str, worker_id: str, wishes: Sequence[Wish], unused: Collection[tuple[str, str]] = ()
+    store: Store,
+    queue: str,
+    worker_id: str,
+    wishes: Sequence[Wish],
+    *,
+    free: Collection[str] = (),
+    renew: Mapping[str, Wish] | None = None,
 ) -> Booking | None:
     """Book as many of the wishes as the limits have room for; None if the queue has no limits (any more).
 
-    `unused`: slots to free before, pairs of token and `_id` to which no live entry answers. If the answer is lost, the
-    booking is written off when its time is over.
+    `free`, `renew`: what `keep` does, done before. If the answer is lost, the booking is written off when its time is over.
     """
+    renew = renew or {}
     token = str(ObjectId())
     document = await find_and_update(
         store.driver.collection(store.limits),
         {"_id": queue},
-        # First free what nobody uses, then book: in one update, so that nobody else takes the room in between.
-        [{"$set": {"slots": _slots_without(unused)}}, *_booking(store, token, worker_id, wishes)],
+        # First free what the worker uses no more, then book: in one update, so that nobody else takes the room in between.
+        [{"$set": {"slots": _kept(store, free, renew)}}, *_booking(store, token, worker_id, wishes, list(renew))],
         dict.fromkeys(("booked", "next_start", "full_groups", "checker", *_LIMITS), 1),
         return_document=ReturnDocument.AFTER,
     )
@@ -147,6 +159,8 @@ async def book(
     return Booking(
         token=token,
         ids=frozenset(booked["ids"]),
+        slots={slot["id"]: slot["t"] for slot in booked["slots"]},
+        held=frozenset(booked["held"]),
         until=booked["until"],
         next_start=document.get("next_start"),
         full_groups={full["g"]: full.get("next") for full in document.get("full_groups") or ()},
@@ -154,7 +168,9 @@ async def book(
     )
 
 
-def _booking(store: Store, token: str, worker_id: str, wishes: Sequence[Wish]) -> list[Document]:
+def _booking(
+    store: Store, token: str, worker_id: str, wishes: Sequence[Wish], renewed: Sequence[str]
+) -> list[Document]:
     now = store.now
     until = {"$add": [now, BOOKED_MS]}
     by_group: dict[str | None, list[Document]] = {}
@@ -225,7 +241,13 @@ def _booking(store: Store, token: str, worker_id: str, wishes: Sequence[Wish]) -
     slots = {
         "$map": {
             "input": {"$filter": {"input": "$_granted", "cond": needs_slot}},
-            "in": {"t": token, "id": "$$this.id", "g": "$$this.g", "w": {"$literal": worker_id}, "until": until},
+            "in": {
+                "t": {"$concat": [token, ".", {"$toString": "$$this.i"}]},
+                "id": "$$this.id",
+                "g": "$$this.g",
+                "w": {"$literal": worker_id},
+                "until": until,
+            },
         }
     }
     count = {"$size": "$_granted"}
@@ -265,12 +287,19 @@ def _booking(store: Store, token: str, worker_id: str, wishes: Sequence[Wish]) -
         {"$set": {"_granted": granted}},
         # Whether it is this caller who has to check the slots: one in a while, whoever comes first.
         {"$set": {"_check": {"$and": [held_by_slots, due_for_check]}}},
+        # The slots that are booked now.
+        {"$set": {"_slots": slots}},
         # Write the booking down, and the answer to the caller beside it.
         {
             "$set": {
-                "booked": {"ids": "$_granted.id", "until": until},
+                "booked": {
+                    "ids": "$_granted.id",
+                    "slots": {"$map": {"input": "$_slots", "in": {"t": "$$this.t", "id": "$$this.id"}}},
+                    "held": {"$setIntersection": ["$slots.t", {"$literal": list(renewed)}]},
+                    "until": until,
+                },
                 "next_start": {"$cond": [{"$lt": [rate_room, len(wishes)]}, {"$min": "$starts.leaves"}, None]},
-                "slots": {"$concatArrays": ["$slots", slots]},
+                "slots": {"$concatArrays": ["$slots", "$_slots"]},
                 "starts": {
                     "$cond": [
                         {"$and": [{"$gt": ["$rate", None]}, {"$gt": [count, 0]}]},
@@ -286,7 +315,7 @@ def _booking(store: Store, token: str, worker_id: str, wishes: Sequence[Wish]) -
             }
         },
         # Steps of the reckoning are not stored.
-        {"$unset": ["_within", "_granted", "_check"]},
+        {"$unset": ["_within", "_granted", "_check", "_slots"]},
     ]
 
 
@@ -378,93 +407,111 @@ def _list(name: str) -> rules.Expression:
     return {"$ifNull": [f"${name}", []]}
 
 
-def booked_until(store: Store, booking: Booking) -> Document:
-    """The filter that a claim on this booking has to carry."""
-    return {"$expr": {"$lt": [store.now, {"$literal": booking.until}]}}
+def booked_until(store: Store, until: datetime) -> Document:
+    """The filter that a claim has to carry which is made on slots that are good until then."""
+    return {"$expr": {"$lt": [store.now, {"$literal": until}]}}
 
 
 async def confirm(store: Store, queue: str, token: str, unused: Collection[Wish]) -> None:
-    """Say that the claim on a booking was answered: it has started all but the `unused`, and nothing more will follow."""
+    """Say that the claim on a booking was answered: it has started all but the `unused`, and nothing more will follow.
+
+    To be called where starts are counted. Slots are none of its business.
+    """
     mine = {"$eq": ["$$this.t", token]}
-    # Slots of this booking that no claim has used go; the others are good for as long as their task runs.
-    used = {"$not": [{"$and": [mine, {"$in": ["$$this.id", {"$literal": [wish.id for wish in unused]}]}]}]}
-    claimed = {"$cond": [mine, {"$mergeObjects": ["$$this", {"until": rules.LONG_AGO}]}, "$$this"]}
-    started = {
-        "n": {"$subtract": ["$$this.n", len(unused)]},
-        # Counted from now, which is a moment after the starts: so no window can hold too many of them.
-        "leaves": {"$add": [store.now, {"$ifNull": ["$per_ms", 0]}]},
-    }
     groups = {"$literal": [wish.group for wish in unused]}
     in_group = {"$filter": {"input": groups, "as": "group", "cond": {"$eq": ["$$group", "$$this.g"]}}}
-    group_started = {
-        "n": {"$subtract": ["$$this.n", {"$size": in_group}]},
-        "leaves": {"$add": [store.now, {"$ifNull": ["$group_per_ms", 0]}]},
-    }
-    fields = {
-        "slots": {"$map": {"input": {"$filter": {"input": _list("slots"), "cond": used}}, "in": claimed}},
-        "group_starts": {
-            "$map": {
-                "input": _list("group_starts"),
-                "in": {"$cond": [mine, {"$mergeObjects": ["$$this", group_started]}, "$$this"]},
-            }
-        },
-        "starts": {
-            "$map": {
-                "input": _list("starts"),
-                "in": {"$cond": [mine, {"$mergeObjects": ["$$this", started]}, "$$this"]},
-            }
-        },
-    }
-    # Both lists in one stage: no reader sees slots freed whose starts still count.
+    fields = {}
+    for starts, window, count in (
+        ("starts", "$per_ms", len(unused)),
+        ("group_starts", "$group_per_ms", {"$size": in_group}),
+    ):
+        started = {
+            "n": {"$subtract": ["$$this.n", count]},
+            # Counted from now, which is a moment after the starts: so no window can hold too many of them.
+            "leaves": {"$add": [store.now, {"$ifNull": [window, 0]}]},
+        }
+        one = {"$cond": [mine, {"$mergeObjects": ["$$this", started]}, "$$this"]}
+        fields[starts] = {"$map": {"input": _list(starts), "in": one}}
+    # Both counts in one stage.
     await store.driver.collection(store.limits).update_one({"_id": queue}, [{"$set": fields}])
 
 
-async def free(store: Store, queue: str, slots: Collection[tuple[str, str]]) -> None:
-    """Remove these slots, pairs of token and `_id`. The caller knows that no live entry answers to them."""
-    # The list without them: slots booked meanwhile stay.
-    kept = [{"$set": {"slots": _slots_without(slots)}}]
-    await store.driver.collection(store.limits).update_one({"_id": queue}, kept)
+async def keep(
+    store: Store, queue: str, *, free: Collection[str] = (), renew: Mapping[str, Wish] | None = None
+) -> tuple[frozenset[str], datetime | None]:
+    """Give back the slots that are to be freed, by their tokens, and say what the others are used for now.
+
+    Return which of those to be renewed are still there, and until when they are good.
+    """
+    renew = renew or {}
+    document = await find_and_update(
+        store.driver.collection(store.limits),
+        {"_id": queue},
+        # The list as it is by then: slots booked meanwhile stay.
+        [{"$set": {"slots": _kept(store, free, renew)}}],
+        {"slots": {"$filter": {"input": "$slots", "cond": {"$in": ["$$this.t", {"$literal": list(renew)}]}}}},
+        return_document=ReturnDocument.AFTER,
+    )
+    slots = document["slots"] if document is not None else []
+    return frozenset(slot["t"] for slot in slots), min((slot["until"] for slot in slots), default=None)
 
 
-def _slots_without(unused: Collection[tuple[str, str]]) -> rules.Expression:
-    if not unused:
-        return _list("slots")
-    gone = {"$literal": [{"t": token, "id": id_} for token, id_ in unused]}
-    return {
-        "$filter": {
-            "input": _list("slots"),
-            "cond": {"$not": [{"$in": [{"t": "$$this.t", "id": "$$this.id"}, gone]}]},
-        }
-    }
+def _kept(store: Store, free: Collection[str], renew: Mapping[str, Wish]) -> rules.Expression:
+    """The slots without those that are given back, and with what their worker says of its own."""
+    slots = _list("slots")
+    if free:
+        slots = {"$filter": {"input": slots, "cond": {"$not": [{"$in": ["$$this.t", {"$literal": list(free)}]}]}}}
+    if renew:
+        news = {"$literal": [{"t": token, "id": wish.id, "g": wish.group} for token, wish in renew.items()]}
+        new = {"$arrayElemAt": [{"$filter": {"input": news, "as": "new", "cond": {"$eq": ["$$new.t", "$$this.t"]}}}, 0]}
+        until = {"until": {"$add": [store.now, BOOKED_MS]}}
+        renewed = _let(
+            {"new": {"$ifNull": [new, None]}},
+            {"$cond": [{"$eq": ["$$new", None]}, "$$this", {"$mergeObjects": ["$$this", "$$new", until]}]},
+        )
+        slots = {"$map": {"input": slots, "in": renewed}}
+    return slots
 
 
 async def check(store: Store, queue: str) -> int:
     """Make the slots of a queue agree with the leases, and return how many of them were found unused.
 
-    Frees those to which no live entry answers (any more), and adds one for every live entry that has none: it was
-    claimed before there was a limit.
+    Frees those to which no live entry answers (any more), and adds one for every live entry that has none: it was claimed
+    before there was a limit, or its worker died before it said that it uses a slot for it.
     """
-    document = await store.driver.collection(store.limits).find_one({"_id": queue}, {"slots": 1})
+    fields = {"slots": 1, "group_running": 1, "groups": 1}
+    document = await store.driver.collection(store.limits).find_one({"_id": queue}, fields)
     if document is None:
         return 0
     slots = document.get("slots") or []
     live, now = await _live(store, queue, [slot["id"] for slot in slots])
     landed = now - timedelta(milliseconds=_LANDED_MS)
-    unused = [
-        (slot["t"], slot["id"]) for slot in slots if (slot["id"], slot["w"]) not in live and slot["until"] <= landed
-    ]
-    if unused:
-        await free(store, queue, unused)
+    idle = [slot for slot in slots if (slot["id"], slot["w"]) not in live]
+    unused = [slot for slot in idle if slot["until"] <= landed]
+    by_group = document.get("group_running") is not None or bool(document.get("groups"))
+    # A slot that is good may be in use for another task of its worker by now, who will say so in time.
+    spare = Counter((slot["w"], slot["g"] if by_group else None) for slot in idle if slot["until"] > landed)
     known = {(slot["id"], slot["w"]) for slot in slots}
-    missing = [{"id": id_, "w": worker, "g": live[id_, worker]} for id_, worker in live if (id_, worker) not in known]
-    if missing:
-        await _adopt(store, queue, missing)
+    missing = []
+    for (id_, worker), group in live.items():
+        place = worker, group if by_group else None
+        if (id_, worker) in known:
+            continue
+        if spare[place] > 0:
+            spare[place] -= 1
+        else:
+            missing.append({"id": id_, "w": worker, "g": group})
+    if unused or missing:
+        await _correct(store, queue, [(slot["t"], slot["id"]) for slot in unused], missing)
     return len(unused)
 
 
-async def _adopt(store: Store, queue: str, missing: list[Document]) -> None:
-    """Add slots for live entries that have none. They may have got one meanwhile, so the server looks again."""
-    slot = {"t": {"$concat": ["adopted by check from ", "$$this.w"]}, "until": rules.LONG_AGO}
+async def _correct(store: Store, queue: str, unused: Collection[tuple[str, str]], missing: list[Document]) -> None:
+    """Free slots, and add some for live entries that have none. Much may have happened meanwhile, so the server looks again."""
+    gone = {"$literal": [{"t": token, "id": id_} for token, id_ in unused]}
+    # Not those that are used for another task by now.
+    used = {"$not": [{"$in": [{"t": "$$this.t", "id": "$$this.id"}, gone]}]}
+    slot = {"t": {"$concat": ["adopted by check from ", "$$this.w", " for ", "$$this.id"]}, "until": rules.LONG_AGO}
     held = {"$map": {"input": "$slots", "as": "slot", "in": {"id": "$$slot.id", "w": "$$slot.w"}}}
     needed = {
         "$and": [
@@ -480,8 +527,8 @@ async def _adopt(store: Store, queue: str, missing: list[Document]) -> None:
     }
     stages = [
         # A missing list becomes an empty one: what follows reads both.
-        {"$set": {"slots": _list("slots"), "groups": _list("groups")}},
-        # Those that are missing at this moment, behind the others.
+        {"$set": {"slots": {"$filter": {"input": _list("slots"), "cond": used}}, "groups": _list("groups")}},
+        # Those that are missing at this moment, behind the others: in one update, so that nobody books in between.
         {"$set": {"slots": {"$concatArrays": ["$slots", added]}}},
     ]
     await store.driver.collection(store.limits).update_one({"_id": queue}, stages)
@@ -553,14 +600,6 @@ async def server_now(store: Store, queue: str) -> datetime:
     cursor = await store.driver.aggregate(store.limits, [{"$match": {"_id": queue}}, {"$project": {"now": store.now}}])
     rows = await cursor.to_list(None)
     return rows[0]["now"] if rows else rules.LONG_AGO
-
-
-async def live_here(store: Store, worker_id: str, ids: Collection[str]) -> set[str]:
-    """Return which of these tasks have a live entry of this worker."""
-    mine = {"$eq": ["$$this.worker_id", {"$literal": worker_id}]}
-    has_live = {"$anyElementTrue": [{"$map": {"input": rules.places(store.now), "in": mine}}]}
-    found = await store.find({"_id": {"$in": list(ids)}, "$expr": has_live}, {"_id": 1})
-    return {task["_id"] for task in found}
 
 
 @dataclass(frozen=True, slots=True)

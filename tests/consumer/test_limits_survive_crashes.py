@@ -137,7 +137,7 @@ async def test_t40_nothing_is_claimed_on_a_booking_that_was_written_off(mesh: Ta
     await work.publish("k")
     booking = await limits.book(mesh.store, "narrow", "frozen", [limits.Wish("work:k", None)])
     assert booking is not None
-    in_time = limits.booked_until(mesh.store, booking)
+    in_time = limits.booked_until(mesh.store, booking.until)
 
     async def written_off() -> bool:
         await limits.check(mesh.store, "narrow")

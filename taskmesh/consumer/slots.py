@@ -1,0 +1,182 @@
+"""The slots of limited queues that this worker holds: booked once, used for one task after the other, then given back.
+
+So a limit costs little where work waits: who ends a task has the slot for the next one in hand, and asks nobody. Now and then the
+worker says what its slots are used for (`store/limits.py`); what it holds and does not use it gives back, since others may wait
+for the room. If it dies, its slots are written off; if it only lost sight of one (an outcome or a claim was not answered), it
+forgets that slot, and whoever finds no live entry that answers to it frees it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+
+from pymongo.errors import PyMongoError
+
+from taskmesh.consumer.timing import until
+from taskmesh.store import Store
+from taskmesh.store import limits as store_limits
+from taskmesh.store.clock import ServerClock
+from taskmesh.store.limits import Wish
+
+logger = logging.getLogger("taskmesh.limits")
+
+Place = tuple[str, str | None]
+"""What is limited: a queue, or one group of it."""
+
+_IDLE_S = 0.03
+"""How long a slot is kept for the next task, if none waits here."""
+_TOLD_EVERY_S = 1.0
+"""How long a slot is used before its worker says for which task: much less than it is good for."""
+_GOOD_FOR_S = 0.3
+"""Nothing is claimed on a slot that is not good for this much longer: the claim would come too late."""
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """The right to run one task of a place at a time."""
+
+    token: str
+    place: Place
+    group: str | None
+    good_until: datetime
+    told: str
+    """The task that it is for, as others know."""
+    told_at: float
+    task: str | None
+    """The task that it is used for now."""
+    idle_since: float = 0.0
+
+
+class Slots:
+    """The slots that one consumer holds."""
+
+    def __init__(self, store: Store, clock: ServerClock) -> None:
+        self._store = store
+        self._clock = clock
+        self._held: dict[str, Slot] = {}
+        self._by_task: dict[str, Slot] = {}
+        self._idle: dict[Place, list[Slot]] = {}
+        self._wake = asyncio.Event()
+
+    def count(self, place: Place) -> int:
+        """Return how many of a place are held."""
+        return sum(slot.place == place for slot in self._held.values())
+
+    def booked(self, place: Place, wish: Wish, token: str, good_until: datetime) -> None:
+        """Take over a slot that was booked for a task."""
+        slot = Slot(token, place, wish.group, good_until, wish.id, time.monotonic(), wish.id)
+        self._held[token] = slot
+        self._by_task[wish.id] = slot
+        self._wake.set()
+
+    def use(self, place: Place, wish: Wish) -> Slot | None:
+        """Use a slot of this place that is held already for this task; None if there is none."""
+        idle = self._idle.get(place)
+        while idle:
+            slot = idle.pop()
+            if self._clock.monotonic(slot.good_until) - time.monotonic() > _GOOD_FOR_S and wish.id not in self._by_task:
+                slot.task, slot.group = wish.id, wish.group
+                self._by_task[wish.id] = slot
+                return slot
+            self._held.pop(slot.token, None)  # it is written off by the others
+        return None
+
+    def unused(self, id_: str) -> Place | None:
+        """The task for which a slot was meant does not run, or no more: the slot is free. Return its place."""
+        slot = self._by_task.pop(id_, None)
+        if slot is None:
+            return None
+        slot.task, slot.idle_since = None, time.monotonic()
+        self._idle.setdefault(slot.place, []).append(slot)
+        self._wake.set()
+        return slot.place
+
+    def forget(self, id_: str) -> None:
+        """It is not known whether the task runs: others find out, by its lease."""
+        slot = self._by_task.pop(id_, None)
+        if slot is not None:
+            self._held.pop(slot.token, None)
+
+    def forget_queue(self, queue: str) -> list[str]:
+        """Its limits have changed: use nothing more that was booked under the old ones; return the tokens of what is free."""
+        for slot in [slot for slot in self._held.values() if slot.place[0] == queue and slot.task is not None]:
+            self.forget(str(slot.task))
+        return self.take_idle(queue)
+
+    def take_idle(self, queue: str) -> list[str]:
+        """Return the tokens of the slots that nothing uses now, to be given back."""
+        tokens = []
+        for place in [place for place in self._idle if place[0] == queue]:
+            tokens += self._give_up(self._idle.pop(place))
+        return tokens
+
+    def to_tell(self, queue: str, now: float) -> dict[str, Wish]:
+        """Return, by token, what slots are used for without anybody else knowing it."""
+        return {
+            slot.token: Wish(slot.task, slot.group)
+            for slot in self._by_task.values()
+            if slot.place[0] == queue and slot.task != slot.told and slot.task and now - slot.told_at > _TOLD_EVERY_S
+        }
+
+    def told(self, said: Mapping[str, Wish], held: Collection[str], good_until: datetime | None) -> None:
+        """Note what others know now. Slots that are not there any more were written off: they are used no more."""
+        now = time.monotonic()
+        for token, wish in said.items():
+            slot = self._held.get(token)
+            if slot is None:
+                continue
+            if token in held and good_until is not None:
+                slot.told, slot.told_at, slot.good_until = wish.id, now, good_until
+            else:
+                self._held.pop(token)
+                if slot.task is not None:
+                    self._by_task.pop(slot.task, None)
+
+    # --- keeping them ---
+
+    async def run(self) -> None:
+        """Give back and tell, for ever."""
+        while True:
+            self._wake.clear()
+            await until(self._wake, await self.run_once())
+
+    async def run_once(self) -> float | None:
+        """Give back what has been idle for a moment, and tell what the others are used for; return when to look again."""
+        now = time.monotonic()
+        for queue in {slot.place[0] for slot in self._held.values()}:
+            free = self._give_up(self._idle_before(queue, now - _IDLE_S))
+            said = self.to_tell(queue, now)
+            if free or said:
+                try:
+                    self.told(said, *await store_limits.keep(self._store, queue, free=free, renew=said))
+                except PyMongoError as error:  # what is not given back is written off; what is used is told later
+                    logger.debug("the slots of queue %s could not be kept (%s)", queue, type(error).__name__)
+                    return _TOLD_EVERY_S
+        if any(self._idle.values()):
+            return _IDLE_S
+        return _TOLD_EVERY_S / 2 if self._by_task else None
+
+    def _idle_before(self, queue: str, moment: float) -> list[Slot]:
+        found = []
+        for place, slots in self._idle.items():
+            if place[0] == queue:
+                found += [slot for slot in slots if slot.idle_since <= moment]
+                slots[:] = [slot for slot in slots if slot.idle_since > moment]
+        return found
+
+    def _give_up(self, slots: Iterable[Slot]) -> list[str]:
+        return [slot.token for slot in slots if self._held.pop(slot.token, None) is not None]
+
+    async def close(self) -> None:
+        """Give back what nothing uses, at the end: what is left after that, others find out."""
+        for queue in {slot.place[0] for slot in self._held.values()}:
+            if free := self.take_idle(queue):
+                try:
+                    await store_limits.keep(self._store, queue, free=free)
+                except PyMongoError as error:
+                    logger.debug("slots of queue %s could not be given back (%s)", queue, type(error).__name__)
