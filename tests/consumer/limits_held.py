@@ -23,11 +23,14 @@ class LimitsHeld:
 
     running: int | None = None
     group_running: int | None = None
+    group_rate: int | None = None
     rate: int | None = None
     per_ms: int = 1_000
     most: int = 0
     """The most that ran at once."""
     starts: list[datetime] = field(default_factory=list)
+    starts_of: dict[str, list[datetime]] = field(default_factory=dict)
+    """By group."""
     broken: list[str] = field(default_factory=list)
     findings: Findings = field(default_factory=Findings)
     _versions: Versions = field(default_factory=Versions)
@@ -43,7 +46,10 @@ class LimitsHeld:
     def _take(self, version: Version) -> None:
         before, after = (_entries(document) for document in (version.before, version.after))
         known = {entry["running_id"] for entry in before}
-        self.starts += [entry["start_time"] for entry in after if entry["running_id"] not in known]
+        started = [entry["start_time"] for entry in after if entry["running_id"] not in known]
+        self.starts += started
+        if version.after is not None and (group := version.after.get("group")) is not None:
+            self.starts_of.setdefault(group, []).extend(started)
         self._live.pop(version.id, None)
         if version.after is not None and (running := [entry for entry in after if entry["state"] == "RUNNING"]):
             self._live[version.id] = [(version.after.get("group"), entry) for entry in running]
@@ -66,6 +72,10 @@ class LimitsHeld:
         assert self.findings.violations == []
         if self.rate is not None:
             assert most_starts_within(sorted(self.starts), self.per_ms) <= self.rate
+        if self.group_rate is not None:
+            for group, starts in self.starts_of.items():
+                most = most_starts_within(sorted(starts), self.per_ms)
+                assert most <= self.group_rate, f"{most} starts of group {group} in {self.per_ms} ms"
 
 
 def _entries(document: Document | None) -> list[Document]:

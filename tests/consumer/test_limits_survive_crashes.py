@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import anyio
@@ -15,9 +16,10 @@ from pymongo import MongoClient
 from pymongo.collection import Collection
 from pymongo.read_concern import ReadConcern
 
-from taskmesh import TaskMesh
+from taskmesh import TaskMesh, TaskOption
 from taskmesh.store import limits
 from taskmesh.store.claim import claim
+from taskmesh.store.finish import Outcome, finish
 from tests.consumer.limits_held import LimitsHeld, watched
 from tests.processes.fleet import Fleet, Worker
 from tests.processes.handlers import Handlers, define
@@ -113,6 +115,112 @@ async def test_t40_no_window_holds_more_starts_than_the_rate_while_workers_are_k
             await anyio.to_thread.run_sync(worker.kill)
     held.check()
     assert len(held.starts) > 3 * seconds, "the rate was hardly used"
+
+
+@FLEETS
+async def test_t40_the_limits_of_groups_hold_while_workers_are_killed_and_nothing_of_a_paused_one_starts(
+    mesh: TaskMesh,
+    handlers: Handlers,
+    fleet: Fleet,
+    mongo_uri: str,
+    database: str,
+    processes: int,
+    seconds: float,
+) -> None:
+    held = LimitsHeld(group_running=2, group_rate=6, per_ms=1_000)
+    await mesh.set_limit("tenants", group_running=2, group_rate=6, group_per_ms=1_000)
+    await mesh.pause("tenants", group="paused")
+    work = handlers.work.configure(queue="tenants")
+    with watched(mongo_uri, database, held):
+        for group in ("a", "b", "c", "paused"):
+            await work.configure(group=group).publish_many({f"{group}{n}": {"ms": 100} for n in range(1_000)})
+        workers = await anyio.to_thread.run_sync(lambda: fleet.start_many(processes))
+        await kill_some(fleet, workers, random.Random(_SEED), seconds)
+        for worker in workers:
+            await anyio.to_thread.run_sync(worker.kill)
+    held.check()
+    assert not held.starts_of["paused"]
+    assert all(len(held.starts_of[group]) > 2 * seconds for group in ("a", "b", "c")), "the rates were hardly used"
+
+
+@pytest.mark.parametrize(
+    ("count", "groups", "kills_s"),
+    [pytest.param(600, 12, 8.0, marks=pytest.mark.slow), pytest.param(20_000, 200, 120.0, marks=pytest.mark.slow)],
+    ids=["short", "long"],
+)
+async def test_t40_at_the_end_every_counter_equals_the_truth(
+    mesh: TaskMesh,
+    handlers: Handlers,
+    fleet: Fleet,
+    tasks: Collection[dict[str, Any]],
+    mongo_uri: str,
+    database: str,
+    count: int,
+    groups: int,
+    kills_s: float,
+) -> None:
+    held = LimitsHeld(running=30, group_running=2)
+    await mesh.set_limit("tenants", running=30, group_running=2)
+    work = handlers.work.configure(queue="tenants")
+    with watched(mongo_uri, database, held):
+        for group in range(groups):
+            many = {f"{group}-{n}": {"ms": 5} for n in range(count // groups)}
+            await work.configure(group=f"g{group}").publish_many(many)
+        workers = await anyio.to_thread.run_sync(lambda: fleet.start_many(4))
+        await kill_some(fleet, workers, random.Random(_SEED), kills_s)
+
+        async def all_done() -> bool:
+            return not await mesh.listing.count("queue:tenants status:INIT,RUNNING")
+
+        await eventually(all_done, 240.0, what="all tasks are done")
+        for worker in workers:
+            await anyio.to_thread.run_sync(worker.kill)
+    held.check()
+    assert live_now(tasks, "tenants") == []
+
+    async def nothing_is_held() -> bool:
+        await limits.check(mesh.store, "tenants")
+        document = await mesh.store.driver.collection("limits").find_one({"_id": "tenants"})
+        return document is not None and document["slots"] == []
+
+    await eventually(nothing_is_held, 60.0, what="every slot of the dead is written off")
+    (queue,) = [queue for queue in await mesh.queues.all() if queue.queue == "tenants"]
+    assert (queue.running, queue.running_by_group) == (0, {})
+
+
+async def test_t40_who_dies_without_saying_what_a_slot_was_used_for_leaves_no_room_too_many(mesh: TaskMesh) -> None:
+    """The slot was booked for one task and used for the next: whoever checks sees which one runs, at one room and not two."""
+
+    @mesh.task(queue="narrow", option=TaskOption(worker_timeout_ms=600_000))
+    async def work() -> None: ...
+
+    await mesh.set_limit("narrow", running=1)
+    await work.publish_many({"first": {}, "second": {}})
+    begin = mesh.clock.now()
+    mesh.store.now = begin
+    booking = await limits.book(mesh.store, "narrow", "dying", [limits.Wish("work:first", None)])
+    assert booking is not None
+    assert await claim(mesh.store, ["work:first"], "dying", "r1") == 1
+    await mesh.cancel("work", "first")
+    outcome = Outcome("work:first", "r1", "stopped")
+    assert await finish(mesh.store, "dying", [outcome], deadline_ms=5_000) == 1
+    good_until = limits.booked_until(mesh.store, booking.until)
+    assert await claim(mesh.store, ["work:second"], "dying", "r2", narrowed_by=good_until) == 1
+    for later_ms in (10, 2_000, 4_900, 5_100, 300_000):
+        mesh.store.now = begin + timedelta(milliseconds=later_ms)
+        await limits.check(mesh.store, "narrow")
+        other = await limits.book(mesh.store, "narrow", "other", [limits.Wish("work:third", None)])
+        assert other is not None
+        assert not other.ids, f"after {later_ms} ms"
+        document = await mesh.store.driver.collection("limits").find_one({"_id": "narrow"})
+        assert document is not None
+        assert len(document["slots"]) == 1
+    assert document["slots"][0]["id"] == "work:second"
+    mesh.store.now = begin + timedelta(milliseconds=600_100)
+    await limits.check(mesh.store, "narrow")
+    other = await limits.book(mesh.store, "narrow", "other", [limits.Wish("work:third", None)])
+    assert other is not None
+    assert other.ids == {"work:third"}
 
 
 async def test_t40_a_lost_booking_is_written_off(mesh: TaskMesh, handlers: Handlers, fleet: Fleet) -> None:
