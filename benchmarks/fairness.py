@@ -154,6 +154,10 @@ async def _beside_a_backlog(uri: str, database: str, backlog: int) -> tuple[floa
             await asyncio.sleep(2 * NAP_S)
         many = {f"big-{n}": {"key": f"big-{n}", "seconds": NAP_S} for n in range(backlog)}
         await nap.configure(group="big").publish_many(many)
+        done = consumer.finished
+        # Until the announcements of the backlog are through.
+        while consumer.finished < done + 50:  # noqa: ASYNC110 -- the consumer has no event for it
+            await asyncio.sleep(2 * NAP_S)
         delays = await asyncio.gather(*(late(f"small-{n}", f"tenant-{n}") for n in range(TENANTS - 1)))
         await consumer.stop(grace_ms=0)
         await running

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import heapq
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from taskmesh.consumer.settings import Settings
+from taskmesh.consumer.turns import Turns
 
 _ASIDE_AT_MOST = 10_000
 
@@ -65,6 +67,10 @@ class ClaimQueue:
         self._ready: list[_Ranked] = []
         self._later: list[_Timed] = []
         self._sequence = 0
+        self._turns: dict[str, Turns[Candidate]] = {}
+        """What is due in the queues whose tasks have groups."""
+        self.groups_wanted = asyncio.Event()
+        """Set when more of some group is needed than is held here."""
         self._taken: set[str] = set()
         self.overflowed = False
         """Whether something was dropped since the last scan began: there is more work than is held here."""
@@ -78,7 +84,7 @@ class ClaimQueue:
     def ready_count(self, now: float) -> int:
         """Return how many candidates are due."""
         self._ripen(now)
-        return len(self._ready)
+        return len(self._ready) + sum(map(len, self._turns.values()))
 
     def offer(self, candidate: Candidate) -> bool:
         """Take a candidate in; True if it is new, or due earlier than the one held of the same task."""
@@ -97,18 +103,56 @@ class ClaimQueue:
         """Remove and return up to `count` due candidates, the best first."""
         self._ripen(now)
         taken: list[Candidate] = []
-        while self._ready and len(taken) < count:
-            candidate = heapq.heappop(self._ready)[2]
+        while len(taken) < count and (candidate := self._next()) is not None:
             if self._held.get(candidate.id) is candidate:
                 del self._held[candidate.id]
                 self._taken.add(candidate.id)
                 taken.append(candidate)
         return taken
 
+    def _next(self) -> Candidate | None:
+        """Remove and return what goes next: the best in rank; where that has a group, of the group whose turn it is."""
+        if not self._turns:
+            return heapq.heappop(self._ready)[2] if self._ready else None
+        best = self._ready[0][0] if self._ready else None
+        in_turn: Turns[Candidate] | None = None
+        for turns in self._turns.values():
+            rank = turns.first(self._held)
+            if rank is not None and (best is None or rank < best):
+                best, in_turn = rank, turns
+        if in_turn is not None:
+            candidate = in_turn.take(self._held)
+            if in_turn.wanted:
+                self.groups_wanted.set()
+            return candidate
+        return heapq.heappop(self._ready)[2] if self._ready else None
+
+    def more_of(self, queue: str, groups: Collection[str], *, more: bool) -> None:
+        """Note of which groups there is more than is held here, or none; no groups: all of the queue."""
+        if more:
+            turns = self._turns.setdefault(queue, Turns())
+            turns.more.update(groups)
+            turns.wanted.update(group for group in groups if not turns.has(group))
+        elif (known := self._turns.get(queue)) is not None:
+            known.more.difference_update(groups or set(known.more))
+            known.wanted.difference_update(groups or set(known.wanted))
+
+    def wanted_groups(self) -> dict[str, set[str]]:
+        """Return, by queue, the groups of which more is wanted: whoever asks is about to look for it."""
+        wanted = {queue: turns.wanted for queue, turns in self._turns.items() if turns.wanted}
+        for queue in wanted:
+            self._turns[queue].wanted = set()
+        return wanted
+
+    def is_behind(self, queue: str, group: str | None) -> bool:
+        """Whether there is more of this group than is held here, so that what comes last must not go first."""
+        turns = self._turns.get(queue)
+        return turns is not None and group in turns.more
+
     def next_due(self, now: float) -> float | None:
         """Return when the next candidate is due (now, if one is), or None if there is none."""
         self._ripen(now)
-        if self._ready:
+        if self._ready or any(self._turns.values()):
             return now
         return self._later[0][0] if self._later else None
 
@@ -183,17 +227,40 @@ class ClaimQueue:
         while later and (later[0][0] <= now or held.get(later[0][2].id) is not later[0][2]):
             _, sequence, candidate = heapq.heappop(later)
             if held.get(candidate.id) is candidate:
-                heapq.heappush(ready, (candidate.rank, sequence, candidate))
+                if candidate.group is None:
+                    heapq.heappush(ready, (candidate.rank, sequence, candidate))
+                else:
+                    self._turns.setdefault(candidate.queue, Turns()).add(candidate)
+        for turns in self._turns.values():
+            turns.first(held)
         while ready and held.get(ready[0][2].id) is not ready[0][2]:
             heapq.heappop(ready)
 
     def _drop_worst(self, limit: int) -> None:
         """Keep the best: what is due by rank, then what comes first."""
+        grouped = self._drop_most_of_groups(limit // 2)
+        limit -= len(grouped)
         self._ready = sorted(entry for entry in self._ready if self._held.get(entry[2].id) is entry[2])[:limit]
         later = sorted(entry for entry in self._later if self._held.get(entry[2].id) is entry[2])
         self._later = later[: limit - len(self._ready)]
         self._held = {entry[2].id: entry[2] for entry in (*self._ready, *self._later)}
+        self._held |= {candidate.id: candidate for candidate in grouped}
         self.overflowed = True
+
+    def _drop_most_of_groups(self, limit: int) -> list[Candidate]:
+        """Keep so many of those that have a group: of each what comes first, so that none is forgotten for another's backlog."""
+        kept: list[Candidate] = []
+        for queue, turns in self._turns.items():
+            waiting = sorted(turns.by_place(self._held), key=lambda each: each[:2])
+            best = [candidate for _, _, candidate in waiting[: limit // len(self._turns)]]
+            fewer: Turns[Candidate] = Turns()
+            fewer.more = turns.more | {str(candidate.group) for _, _, candidate in waiting[len(best) :]}
+            fewer.wanted = turns.wanted
+            for candidate in sorted(best, key=lambda each: each.rank):
+                fewer.add(candidate)
+            self._turns[queue] = fewer
+            kept += best
+        return kept
 
 
 def queue_limit(concurrency: int) -> int:

@@ -26,8 +26,7 @@ from taskmesh.store import Store
 from taskmesh.store import limits as store_limits
 from taskmesh.store.clock import ServerClock
 from taskmesh.store.driver import Document
-from taskmesh.store.find import Claimable
-from taskmesh.store.limits import Booking, Wish, scan_groups
+from taskmesh.store.limits import Booking, Wish
 
 logger = logging.getLogger("taskmesh.limits")
 
@@ -39,7 +38,6 @@ _WHILE_ALL_OURS_S = 5.0
 """How long to wait where all room is taken by this worker itself, who knows best when there is some again."""
 _PARKED_AT_MOST = 2_000
 _TRIED_AT_ONCE = 64
-_GROUPS_PER_SCAN = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +93,6 @@ class Limits:
         self._shut: dict[Place, asyncio.TimerHandle] = {}
         self._parked: dict[Place, list[tuple[Any, int, Candidate]]] = {}
         self._sequence = 0
-        self._behind: dict[str, str | None] = {}
 
     def learn(self, settings: Mapping[str, Document]) -> None:
         """Take over which queues have limits now, and which groups are paused."""
@@ -151,11 +148,6 @@ class Limits:
             return narrowed_by
         nothing_paused = {"$nor": self._paused_tasks}
         return {"$and": [dict(narrowed_by), nothing_paused]} if narrowed_by else nothing_paused
-
-    @property
-    def full_groups(self) -> list[Place]:
-        """Groups that have no room now, or are paused."""
-        return [*(place for place in self._shut if place[1] is not None), *self.paused_groups]
 
     def is_full(self, queue: str, group: str | None) -> bool:
         """Whether there is no room for such a task now, or its group is paused."""
@@ -338,25 +330,6 @@ class Limits:
             timer.cancel()
         self._shut.clear()
         self._parked.clear()
-
-    # --- finding work behind full groups ---
-
-    async def scan_groups(self) -> list[Claimable]:
-        """Look for tasks of groups that have room, where the ordinary scan sees only those of full ones."""
-        found: list[Claimable] = []
-        for queue in {queue for queue, _ in self.full_groups}:
-            full = [group for shut, group in self.full_groups if shut == queue and group is not None]
-            rows, self._behind[queue] = await scan_groups(
-                self._store,
-                self._me,
-                queue,
-                self._names,
-                full,
-                self._behind.get(queue),
-                groups=_GROUPS_PER_SCAN,
-            )
-            found += rows
-        return found
 
 
 def _counts_starts(limits: Document) -> bool:

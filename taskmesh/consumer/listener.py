@@ -171,6 +171,8 @@ class Listener:
             return
         if queue in self._queues.paused:
             return  # when it opens, a scan is ordered
+        if self._candidates.is_behind(queue, task.get("group")):
+            return  # others of its group go first, and are read with it
         self._lag_s = max(0.0, time.monotonic() - self._clock.monotonic(change.time))
         if self._lag_s > _TOO_LATE_S:
             self._candidates.unread = True  # what this tells of is most likely claimed by now

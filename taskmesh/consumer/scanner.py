@@ -20,6 +20,7 @@ from taskmesh.consumer.claim_filter import ClaimFilter
 from taskmesh.consumer.claim_queue import ClaimQueue
 from taskmesh.consumer.dependents import Dependents
 from taskmesh.consumer.executions import Executions
+from taskmesh.consumer.groups import Groups
 from taskmesh.consumer.limits import Limits
 from taskmesh.consumer.listener import Listener
 from taskmesh.consumer.partitions import Partitions
@@ -71,6 +72,8 @@ class Scanner:
         backup_claims: BackupClaims,
         listener: Listener,
         dependents: Dependents,
+        *,
+        groups: Groups,
     ) -> None:
         self._store = store
         self._me = settings.claimant
@@ -88,6 +91,7 @@ class Scanner:
         self._backup_claims = backup_claims
         self._listener = listener
         self._dependents = dependents
+        self._groups = groups
         self._refused: dict[tuple[int, Sort], Any] = {}
         """By number of the range and sort, a cursor over what lies behind tasks not for me; read on a little at each pass."""
         self._read_to_the_end: set[tuple[int, Sort]] = set()
@@ -133,15 +137,10 @@ class Scanner:
         for number, what in self._ranges(self._partitions.own):
             brought += await self._scan(number, what)
         brought += await self._look_at_leases(now) + await self._help_others(now)
-        if self._limits.full_groups:
-            beside = await self._fitting(await self._limits.scan_groups())
-            if offered := sum(map(self._backup_claims.offer, beside)):
-                brought += offered
-                self._candidates.unread = True
         self.scans += 1
         if brought:
             self._candidates.ready.set()
-        if self._candidates.unread and len(self._candidates) >= self._page:
+        if self._candidates.unread and len(self._candidates) >= self._page and not self._groups.any:
             await self._want_hints(False)
         elif not self._candidates.unread:
             # The stream is open for hints again before the next scan, so that nothing falls in between.
@@ -194,6 +193,7 @@ class Scanner:
             rows = await scan(self._store, self._me, what, self._page, sort)
             brought += sum(self._backup_claims.offer(row) for row in await self._fitting(rows))
             full += [sort] if len(rows) == self._page else []
+        await self._groups.note(what.queues, full=bool(full))
         if full:
             self._candidates.unread = True
             if not brought and not self._candidates.ready_count(time.monotonic()):

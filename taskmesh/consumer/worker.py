@@ -36,6 +36,7 @@ from taskmesh.consumer.dependents import Dependents
 from taskmesh.consumer.executions import Executions
 from taskmesh.consumer.executor import Executor
 from taskmesh.consumer.finisher import Finisher
+from taskmesh.consumer.groups import Groups
 from taskmesh.consumer.idleness import Idleness
 from taskmesh.consumer.journal import Journals
 from taskmesh.consumer.life import DEFAULT_GRACE_MS, Life, State
@@ -332,6 +333,16 @@ class Worker:
         self.backup_claims = BackupClaims(
             store, settings.claimant, clock, self.candidates, self.executions, self.limits, self.partitions
         )
+        self.groups = Groups(
+            store,
+            settings,
+            clock,
+            self.candidates,
+            self.partitions,
+            self.limits,
+            claim_filter,
+            self.backup_claims,
+        )
         orders = Orders(store, settings, consumer)
         self.listener = Listener(
             mesh.feed,
@@ -359,6 +370,7 @@ class Worker:
             self.backup_claims,
             self.listener,
             self.dependents,
+            groups=self.groups,
         )
         # Who looks after the fleet, and the end.
         self.ticker = Ticker(store, mesh.schedules)
@@ -406,6 +418,7 @@ class Worker:
         """Begin to work. The loops run until their task group is cancelled."""
         loops.start_soon(self.scanner.run, name="taskmesh scanner")
         loops.start_soon(self.claimer.run, name="taskmesh claimer")
+        loops.start_soon(self.groups.run, name="taskmesh groups")
         loops.start_soon(self.slots.run, name="taskmesh slots")
         loops.start_soon(self.listener.run, name="taskmesh listener")
         loops.start_soon(self.backup_claims.run, name="taskmesh backup claims")

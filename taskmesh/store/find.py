@@ -25,8 +25,8 @@ from taskmesh.store.server_errors import Code, is_over_deadline
 from taskmesh.store.store import Store
 
 UNFINISHED = ("INIT", "RUNNING")
-_IN_ORDER = [("task_option.priority", -1), ("next_claim_time", 1)]
-_KEY_FIELDS = dict.fromkeys(
+IN_ORDER = [("task_option.priority", -1), ("next_claim_time", 1)]
+KEY_FIELDS = dict.fromkeys(
     ("_id", "queue", "group", "next_claim_time", "task_option.priority", "event", "settle_time"), 1
 )
 _DUE_AT_MOST = 200
@@ -128,7 +128,7 @@ async def scan(
     query = _scan_query(worker, what, sort)
     if sort != "waiting":
         hint = "taskmesh_shared" if sort == "shared" else None
-        return await read_claimable(store, worker, query, _IN_ORDER, limit=limit, hint=hint)
+        return await read_claimable(store, worker, query, IN_ORDER, limit=limit, hint=hint)
 
     async def read(query: Document) -> list[Claimable]:
         cursor = _keys_in_order(store, query, limit=limit, batch_size=min(limit, 1000))
@@ -144,8 +144,8 @@ async def open_scan(store: Store, worker: Claimant | str, what: ScanRange, sort:
 
 
 def _keys_in_order(store: Store, query: Document, sort: Sort = "waiting", **options: int) -> Any:
-    cursor = store.driver.collection(store.tasks, PLAIN_CODEC).find(query, _KEY_FIELDS, **options)
-    return cursor.sort(_IN_ORDER).hint(f"taskmesh_{sort}")
+    cursor = store.driver.collection(store.tasks, PLAIN_CODEC).find(query, KEY_FIELDS, **options)
+    return cursor.sort(IN_ORDER).hint(f"taskmesh_{sort}")
 
 
 async def judged(store: Store, worker: Claimant | str, found: Sequence[Document]) -> list[Claimable]:

@@ -4,15 +4,12 @@ Settings stand in `queues`, where every worker hears of a change. What moves sta
 of which no stream tells: one document per queue, in which workers book before they claim.
 
 - `slots`: who may run how many. A slot is booked before the claim, and its worker may use it for one task after the other, as
-  long as it says now and then for which. It goes when its worker gives it back, or when no live entry answers to it, which anybody may
-  check against the tasks. So the number running is derived from the leases, and a crash cannot make it drift.
+  long as it says now and then for which. It goes when its worker gives it back, or when no live entry answers to it, which
+  anybody may check against the tasks. So the number running is derived from the leases, and a crash cannot make it drift.
 - `starts`: how many starts were booked, and when they leave the window. A booking on its way has an entry of its own, by its
   token; what is settled is put together in buckets of a hundredth of the window, each of which leaves with the last start
   in it. So the document is small whatever rate and window, and no window ever holds more starts than the rate.
 - `group_starts`: the same of each group, in buckets of a tenth of the window, or fewer where very many groups start something.
-
-Where groups have limits, claimable tasks are looked for group by group (`scan_groups`). The ordinary scan reads tasks in the
-order of claiming: where a full group has a million tasks in front, it would read all of them to find one of another group.
 
 A slot is good until a time that the claim repeats (`booked_until`), so that a worker that was frozen in between claims
 nothing on a slot that others have written off.
@@ -31,10 +28,8 @@ from bson import ObjectId
 from pymongo import ReturnDocument
 from pymongo.errors import DuplicateKeyError
 
-from taskmesh.model.worker import Claimant
 from taskmesh.store import rules
 from taskmesh.store.driver import Document, find_and_update
-from taskmesh.store.find import Claimable, read_claimable
 from taskmesh.store.store import Store
 
 BOOKED_MS = 3_000
@@ -42,7 +37,6 @@ BOOKED_MS = 3_000
 _LANDED_MS = 2_000
 """After this much longer, no claim on the booking can still be on its way (see the claimer's deadline)."""
 _CHECKED_EVERY_MS = 100
-_TASKS_PER_GROUP = 16
 _BUCKETS = 100
 """So a start counts against its rate for a hundredth of the window too long at most."""
 _BUCKETS_OF_A_GROUP = 10
@@ -549,49 +543,6 @@ async def _live(store: Store, queue: str, ids: Sequence[str]) -> tuple[dict[tupl
         if isinstance(worker, str) and isinstance(task["_id"], str) and isinstance(task.get("group"), (str, NoneType))
     }
     return live, now
-
-
-async def scan_groups(
-    store: Store,
-    worker: Claimant | str,
-    queue: str,
-    names: Sequence[str],
-    full: Collection[str],
-    behind: str | None,
-    *,
-    groups: int,
-) -> tuple[list[Claimable], str | None]:
-    """Step over the groups that have no room, one look into an index by group for each that has.
-
-    Return due tasks of up to so many groups that are not `full`, and the last group seen, to go on `behind` it.
-
-    None for that group: the end was reached, begin anew.
-    """
-    found: list[Claimable] = []
-    for _ in range(groups):
-        rows = await _next_group(store, worker, queue, names, full, behind)
-        if not rows:
-            return found, None
-        behind = rows[0].group
-        found += [row for row in rows if row.group == behind]
-    return found, behind
-
-
-async def _next_group(
-    store: Store, worker: Claimant | str, queue: str, names: Sequence[str], full: Collection[str], behind: str | None
-) -> list[Claimable]:
-    """Return the first tasks in the order of the index, so beginning with those of the next group."""
-    query = {
-        "queue": queue,
-        "group": {"$gt": behind or "", "$nin": sorted(full)},
-        "name": {"$in": list(names)},
-        "pinned": False,
-        "next_claim_time": {"$exists": True},
-        "$expr": {"$lte": ["$next_claim_time", store.now]},
-    }
-    order = [("group", 1), ("name", 1), ("task_option.priority", -1), ("next_claim_time", 1)]
-    hint = "taskmesh_claimable_by_group"
-    return await read_claimable(store, worker, query, order, limit=_TASKS_PER_GROUP, hint=hint)
 
 
 async def server_now(store: Store, queue: str) -> datetime:

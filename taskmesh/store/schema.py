@@ -73,10 +73,11 @@ INDEXES: dict[str, tuple[list[tuple[str, int]], Document]] = {
         ],
         {"partialFilterExpression": {"pinned": True, "next_claim_time": _present}},
     ),
-    # What can be claimed by anybody, by group: where groups have limits, the full ones are stepped over. Empty without groups.
-    "claimable_by_group": (
+    # What can be claimed, by group: where much waits, each group is looked at by itself. Empty without groups. Nothing else is
+    # asked of it, so that the server can step from group to group, and takes no other index for that.
+    "by_group": (
         [("queue", 1), ("group", 1), ("name", 1), ("task_option.priority", -1), ("next_claim_time", 1)],
-        {"partialFilterExpression": {"group": _present, "pinned": False, "next_claim_time": _present}},
+        {"partialFilterExpression": {"group": _present, "next_claim_time": _present}},
     ),
     # Leases that run out: whoever scans finds them at once, however long the backlog that waits.
     "leases": (
@@ -105,9 +106,9 @@ INDEXES: dict[str, tuple[list[tuple[str, int]], Document]] = {
     # Retention.
     "delete": ([("delete_time", 1)], {"expireAfterSeconds": 0, "partialFilterExpression": {"delete_time": _present}}),
 }
-REPLACED = ("claimable", "due")
+REPLACED = ("claimable", "due", "claimable_by_group")
 """Indexes of older releases that a claim has to write in vain. They stay for as long as a worker lives that looks for them."""
-INDEX_GENERATION = 2
+INDEX_GENERATION = 3
 """Told by every worker that does without what is `REPLACED`."""
 WORKER_INDEXES: dict[str, tuple[list[tuple[str, int]], Document]] = {
     "delete": ([("delete_time", 1)], {"expireAfterSeconds": 0}),

@@ -1,0 +1,150 @@
+"""Groups behind a backlog: finds the tasks of those that a scan does not come to, so that each group has its turn.
+
+The scan reads in the order of claiming, and where there is more than it reads at a time, one group may stand before all others.
+Then this looks group by group: once a second which groups have anything due, and whenever few candidates of a group are left for
+the next of it, many groups in one command. Queues whose tasks have no group are never asked about.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Mapping
+from datetime import timedelta
+
+from pymongo.errors import PyMongoError
+
+from taskmesh.consumer.backup_claims import BackupClaims
+from taskmesh.consumer.claim_filter import ClaimFilter
+from taskmesh.consumer.claim_queue import ClaimQueue
+from taskmesh.consumer.limits import Limits
+from taskmesh.consumer.partitions import Partitions
+from taskmesh.consumer.queues import LOOK_AHEAD_MS
+from taskmesh.consumer.settings import Settings
+from taskmesh.consumer.timing import until
+from taskmesh.store import Store
+from taskmesh.store.clock import ServerClock
+from taskmesh.store.find import fitting
+from taskmesh.store.groups import first_of_groups, groups_due, queues_with_groups
+
+logger = logging.getLogger("taskmesh.groups")
+
+_LOOK_EVERY_S = 0.1, 1.0
+"""How often to look which groups there are, at least and at most: the longer a look takes, the less often."""
+_SHARE_OF_TIME = 30
+_GROUPS_AT_ONCE = 50
+_TASKS_AT_ONCE = 1_000
+_LEAST, _MOST = 4, 200
+"""How many tasks of a group are read at a time."""
+_ANY_GROUPS_EVERY_S = 2.0
+_NOTHING_FOUND_S = 0.2
+"""How long a group of which nothing was found is left alone."""
+
+
+class Groups:
+    """The groups of the queues in which one consumer has a backlog."""
+
+    def __init__(
+        self,
+        store: Store,
+        settings: Settings,
+        clock: ServerClock,
+        candidates: ClaimQueue,
+        partitions: Partitions,
+        limits: Limits,
+        claim_filter: ClaimFilter,
+        backup_claims: BackupClaims,
+    ) -> None:
+        self._store = store
+        self._me = settings.claimant
+        self._names = settings.names
+        self._clock = clock
+        self._candidates = candidates
+        self._partitions = partitions
+        self._limits = limits
+        self._claim_filter = claim_filter
+        self._backup_claims = backup_claims
+        self._backlogs: dict[str, str] = {}
+        """The queues that have groups and more than a scan reads, and behind which group to go on looking."""
+        self._next_look = 0.0
+        self._next_probe = 0.0
+        self._left_alone: dict[tuple[str, str], float] = {}
+
+    @property
+    def any(self) -> bool:
+        """Whether any queue is looked at group by group."""
+        return bool(self._backlogs)
+
+    async def note(self, queues: Collection[str], *, full: bool) -> None:
+        """Note whether a scan has seen all that is due in these queues."""
+        if not full:
+            for queue in queues:
+                self._backlogs.pop(queue, None)
+                self._candidates.more_of(queue, (), more=False)
+            return
+        now = time.monotonic()
+        if now < self._next_probe:
+            return
+        self._next_probe = now + _ANY_GROUPS_EVERY_S
+        found = await queues_with_groups(self._store, queues)
+        if new := found - self._backlogs.keys():
+            self._backlogs |= dict.fromkeys(new, "")
+            self._next_look = 0.0
+            self._candidates.groups_wanted.set()
+
+    async def run(self) -> None:
+        """Look for ever."""
+        while True:
+            self._candidates.groups_wanted.clear()
+            try:
+                pause = await self.run_once()
+            except PyMongoError as error:
+                logger.debug("groups could not be looked at (%s): trying again", type(error).__name__)
+                pause = _LOOK_EVERY_S[1]
+            await until(self._candidates.groups_wanted, pause)
+
+    async def run_once(self) -> float | None:
+        """Look once: which groups there are, if it is time for that, and what comes next in those of which few are left."""
+        now = time.monotonic()
+        if not self._backlogs or not self._names:
+            return None
+        due_by = self._clock.now() + timedelta(milliseconds=LOOK_AHEAD_MS)
+        if now >= self._next_look:
+            for queue, behind in list(self._backlogs.items()):
+                groups, self._backlogs[queue] = await groups_due(self._store, queue, self._names, due_by, behind)
+                self._candidates.more_of(queue, groups, more=True)
+            took = time.monotonic() - now
+            least, most = _LOOK_EVERY_S
+            self._next_look = time.monotonic() + min(max(least, _SHARE_OF_TIME * took), most)
+        narrowed_by = await self._claim_filter.current()
+        if narrowed_by is None:
+            return _NOTHING_FOUND_S
+        for queue, wanted in self._candidates.wanted_groups().items():
+            groups = [
+                group
+                for group in wanted
+                if not self._limits.is_full(queue, group) and self._left_alone.get((queue, group), 0.0) <= now
+            ]
+            for start in range(0, len(groups), _GROUPS_AT_ONCE):
+                await self._look_at(queue, groups[start : start + _GROUPS_AT_ONCE], narrowed_by)
+        self._left_alone = {place: over for place, over in self._left_alone.items() if over > now}
+        return max(0.0, self._next_look - time.monotonic())
+
+    async def _look_at(self, queue: str, groups: list[str], narrowed_by: Mapping[str, object]) -> None:
+        count = max(_LEAST, min(_MOST, _TASKS_AT_ONCE // len(groups)))
+        due_by = self._clock.now() + timedelta(milliseconds=LOOK_AHEAD_MS)
+        found = await first_of_groups(
+            self._store,
+            self._me,
+            queue,
+            dict.fromkeys(groups, count),
+            self._names,
+            self._partitions.own,
+            due_by,
+        )
+        for group, (rows, more) in found.items():
+            self._candidates.more_of(queue, [group], more=more)
+            fit = await fitting(self._store, rows, narrowed_by) if narrowed_by else rows
+            if not sum(map(self._backup_claims.offer, fit)):
+                self._left_alone[queue, group] = time.monotonic() + _NOTHING_FOUND_S
+        self._candidates.ready.set()

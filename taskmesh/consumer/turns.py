@@ -1,0 +1,139 @@
+"""Turns: which group of a queue goes next. Round robin, whatever waits in each; within a group, by rank.
+
+A group takes its turn behind those that wait already, so whoever joins goes after one task of each of them at most. A higher
+priority goes before all turns.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Mapping
+from typing import Any, Generic, Protocol, TypeVar
+
+
+class Ranked(Protocol):
+    """What waits in a line."""
+
+    id: str
+    group: str | None
+
+    @property
+    def rank(self) -> Any:
+        """Its place among others of its group: a tuple that begins with the priority, the lesser first."""
+
+
+T = TypeVar("T", bound=Ranked)
+
+
+class _Line(Generic[T]):
+    """What is due of one group."""
+
+    __slots__ = ("entry", "heap", "turn")
+
+    def __init__(self, turn: float) -> None:
+        self.heap: list[tuple[Any, int, T]] = []
+        self.turn = turn
+        """When it had its last turn; when it joined, if it had none."""
+        self.entry: tuple[Any, float, int, _Line[T]] | None = None
+        """Its place in the order of turns."""
+
+
+class Turns(Generic[T]):
+    """The due candidates of one queue whose tasks have groups.
+
+    `held`, in all that is asked: the candidates that count by now, by `_id`; others have been taken or forgotten.
+    """
+
+    LOW = 2
+    """With so few left of a group of which there is more, more is wanted."""
+
+    def __init__(self) -> None:
+        self._lines: dict[str, _Line[T]] = {}
+        self._order: list[tuple[Any, float, int, _Line[T]]] = []
+        self._by_rank: list[tuple[Any, int, T]] = []
+        self._turn = 0
+        self._sequence = 0
+        self._count = 0
+        self.more: set[str] = set()
+        """Groups of which there is more than is held here."""
+        self.wanted: set[str] = set()
+        """Those of them of which more is needed now."""
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, candidate: T) -> None:
+        """Let a candidate wait for the turn of its group."""
+        group = str(candidate.group)
+        line = self._lines.get(group)
+        if line is None:
+            line = self._lines[group] = _Line(self._turn - 0.5)
+        self._sequence += 1
+        entry = (candidate.rank, self._sequence, candidate)
+        heapq.heappush(line.heap, entry)
+        heapq.heappush(self._by_rank, entry)
+        self._count += 1
+        if line.entry is None or candidate.rank[0] < line.entry[0]:
+            self._queue_up(line)
+
+    def has(self, group: str) -> bool:
+        """Whether anything of a group waits here."""
+        return group in self._lines
+
+    def first(self, held: Mapping[str, T]) -> Any:
+        """Return the best rank of all that waits here; None if nothing does."""
+        by_rank = self._by_rank
+        while by_rank and held.get(by_rank[0][2].id) is not by_rank[0][2]:
+            heapq.heappop(by_rank)
+        if by_rank:
+            return by_rank[0][0]
+        self._lines.clear()
+        self._order.clear()
+        self._count = 0
+        self.wanted |= self.more
+        return None
+
+    def take(self, held: Mapping[str, T]) -> T | None:
+        """Remove and return the best of the group whose turn it is."""
+        while self._order:
+            entry = heapq.heappop(self._order)
+            line = entry[3]
+            if line.entry is not entry:
+                continue
+            line.entry = None
+            while line.heap and held.get(line.heap[0][2].id) is not line.heap[0][2]:
+                heapq.heappop(line.heap)
+                self._count -= 1
+            if not line.heap:
+                continue
+            if line.heap[0][0][0] > entry[0]:  # what had that priority is gone
+                self._queue_up(line)
+                continue
+            candidate = heapq.heappop(line.heap)[2]
+            self._count -= 1
+            self._turn += 1
+            line.turn = self._turn
+            group = str(candidate.group)
+            if line.heap:
+                self._queue_up(line)
+            else:
+                del self._lines[group]
+            if group in self.more and len(line.heap) <= self.LOW:
+                self.wanted.add(group)
+            if len(self._by_rank) > 2 * self._count + 100:
+                self._by_rank = [entry for line in self._lines.values() for entry in line.heap]
+                heapq.heapify(self._by_rank)
+            return candidate
+        return None
+
+    def _queue_up(self, line: _Line[T]) -> None:
+        self._sequence += 1
+        line.entry = (line.heap[0][0][0], line.turn, self._sequence, line)
+        heapq.heappush(self._order, line.entry)
+
+    def by_place(self, held: Mapping[str, T]) -> Iterator[tuple[int, Any, T]]:
+        """Yield all that waits here, each with how many of its group go before it, and its rank."""
+        for line in self._lines.values():
+            waiting = sorted((*entry[:2], entry[2]) for entry in line.heap if held.get(entry[2].id) is entry[2])
+            for place, (rank, _, candidate) in enumerate(waiting):
+                yield place, rank, candidate
