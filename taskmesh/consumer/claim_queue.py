@@ -231,8 +231,11 @@ class ClaimQueue:
                     heapq.heappush(ready, (candidate.rank, sequence, candidate))
                 else:
                     self._turns.setdefault(candidate.queue, Turns()).add(candidate)
-        for turns in self._turns.values():
-            turns.first(held)
+        for queue, turns in list(self._turns.items()):
+            if turns.first(held) is None and not turns.more:
+                del self._turns[queue]
+            elif turns.wanted:
+                self.groups_wanted.set()
         while ready and held.get(ready[0][2].id) is not ready[0][2]:
             heapq.heappop(ready)
 

@@ -37,8 +37,9 @@ _TASKS_AT_ONCE = 1_000
 _LEAST, _MOST = 4, 200
 """How many tasks of a group are read at a time."""
 _ANY_GROUPS_EVERY_S = 2.0
-_NOTHING_FOUND_S = 0.2
-"""How long a group of which nothing was found is left alone."""
+_NOTHING_FOUND_S = 1.0
+"""How long a group is left alone of which nothing was found, since all of it is in hand, or left to other workers."""
+_ASK_AGAIN_S = 0.2
 
 
 class Groups:
@@ -108,26 +109,27 @@ class Groups:
         now = time.monotonic()
         if not self._backlogs or not self._names:
             return None
+        self._left_alone = {place: over for place, over in self._left_alone.items() if over > now}
         due_by = self._clock.now() + timedelta(milliseconds=LOOK_AHEAD_MS)
         if now >= self._next_look:
             for queue, behind in list(self._backlogs.items()):
                 groups, self._backlogs[queue] = await groups_due(self._store, queue, self._names, due_by, behind)
-                self._candidates.more_of(queue, groups, more=True)
+                looked_at = [group for group in groups if (queue, group) not in self._left_alone]
+                self._candidates.more_of(queue, looked_at, more=True)
             took = time.monotonic() - now
             least, most = _LOOK_EVERY_S
             self._next_look = time.monotonic() + min(max(least, _SHARE_OF_TIME * took), most)
         narrowed_by = await self._claim_filter.current()
         if narrowed_by is None:
-            return _NOTHING_FOUND_S
+            return _ASK_AGAIN_S
         for queue, wanted in self._candidates.wanted_groups().items():
             groups = [
                 group
                 for group in wanted
-                if not self._limits.is_full(queue, group) and self._left_alone.get((queue, group), 0.0) <= now
+                if not self._limits.is_full(queue, group) and (queue, group) not in self._left_alone
             ]
             for start in range(0, len(groups), _GROUPS_AT_ONCE):
                 await self._look_at(queue, groups[start : start + _GROUPS_AT_ONCE], narrowed_by)
-        self._left_alone = {place: over for place, over in self._left_alone.items() if over > now}
         return max(0.0, self._next_look - time.monotonic())
 
     async def _look_at(self, queue: str, groups: list[str], narrowed_by: Mapping[str, object]) -> None:

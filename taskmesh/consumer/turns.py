@@ -28,9 +28,10 @@ T = TypeVar("T", bound=Ranked)
 class _Line(Generic[T]):
     """What is due of one group."""
 
-    __slots__ = ("entry", "heap", "turn")
+    __slots__ = ("entry", "group", "heap", "turn")
 
-    def __init__(self, turn: float) -> None:
+    def __init__(self, group: str, turn: float) -> None:
+        self.group = group
         self.heap: list[tuple[Any, int, T]] = []
         self.turn = turn
         """When it had its last turn; when it joined, if it had none."""
@@ -50,7 +51,8 @@ class Turns(Generic[T]):
     def __init__(self) -> None:
         self._lines: dict[str, _Line[T]] = {}
         self._order: list[tuple[Any, float, int, _Line[T]]] = []
-        self._by_rank: list[tuple[Any, int, T]] = []
+        self._ranks: list[Any] = []
+        """The ranks of all that waits, the best first: the places that the queue has among others, whoever of it takes them."""
         self._turn = 0
         self._sequence = 0
         self._count = 0
@@ -67,11 +69,10 @@ class Turns(Generic[T]):
         group = str(candidate.group)
         line = self._lines.get(group)
         if line is None:
-            line = self._lines[group] = _Line(self._turn - 0.5)
+            line = self._lines[group] = _Line(group, self._turn - 0.5)
         self._sequence += 1
-        entry = (candidate.rank, self._sequence, candidate)
-        heapq.heappush(line.heap, entry)
-        heapq.heappush(self._by_rank, entry)
+        heapq.heappush(line.heap, (candidate.rank, self._sequence, candidate))
+        heapq.heappush(self._ranks, candidate.rank)
         self._count += 1
         if line.entry is None or candidate.rank[0] < line.entry[0]:
             self._queue_up(line)
@@ -82,48 +83,48 @@ class Turns(Generic[T]):
 
     def first(self, held: Mapping[str, T]) -> Any:
         """Return the best rank of all that waits here; None if nothing does."""
-        by_rank = self._by_rank
-        while by_rank and held.get(by_rank[0][2].id) is not by_rank[0][2]:
-            heapq.heappop(by_rank)
-        if by_rank:
-            return by_rank[0][0]
-        self._lines.clear()
-        self._order.clear()
-        self._count = 0
-        self.wanted |= self.more
+        if self._next(held) is not None:
+            return self._ranks[0]
+        if self._ranks:
+            self._ranks.clear()
+            self.wanted |= self.more
         return None
 
     def take(self, held: Mapping[str, T]) -> T | None:
-        """Remove and return the best of the group whose turn it is."""
+        """Remove and return the best of the group whose turn it is. It takes the best place that the queue has among others."""
+        line = self._next(held)
+        if line is None:
+            return None
+        heapq.heappop(self._order)
+        heapq.heappop(self._ranks)
+        candidate = heapq.heappop(line.heap)[2]
+        self._count -= 1
+        self._turn += 1
+        line.turn = self._turn
+        if line.heap:
+            self._queue_up(line)
+        else:
+            del self._lines[line.group]
+        if line.group in self.more and len(line.heap) <= self.LOW:
+            self.wanted.add(line.group)
+        return candidate
+
+    def _next(self, held: Mapping[str, T]) -> _Line[T] | None:
+        """Return the group whose turn it is, and clear away what does not count any more."""
         while self._order:
-            entry = heapq.heappop(self._order)
+            entry = self._order[0]
             line = entry[3]
-            if line.entry is not entry:
-                continue
-            line.entry = None
-            while line.heap and held.get(line.heap[0][2].id) is not line.heap[0][2]:
-                heapq.heappop(line.heap)
-                self._count -= 1
-            if not line.heap:
-                continue
-            if line.heap[0][0][0] > entry[0]:  # what had that priority is gone
-                self._queue_up(line)
-                continue
-            candidate = heapq.heappop(line.heap)[2]
-            self._count -= 1
-            self._turn += 1
-            line.turn = self._turn
-            group = str(candidate.group)
-            if line.heap:
-                self._queue_up(line)
-            else:
-                del self._lines[group]
-            if group in self.more and len(line.heap) <= self.LOW:
-                self.wanted.add(group)
-            if len(self._by_rank) > 2 * self._count + 100:
-                self._by_rank = [entry for line in self._lines.values() for entry in line.heap]
-                heapq.heapify(self._by_rank)
-            return candidate
+            if line.entry is entry:
+                while line.heap and held.get(line.heap[0][2].id) is not line.heap[0][2]:
+                    heapq.heappop(line.heap)
+                    self._count -= 1
+                if line.heap and line.heap[0][0][0] == entry[0]:
+                    return line
+                if line.heap:  # what had that priority is gone
+                    self._queue_up(line)
+                else:
+                    del self._lines[line.group]
+            heapq.heappop(self._order)
         return None
 
     def _queue_up(self, line: _Line[T]) -> None:
@@ -134,6 +135,6 @@ class Turns(Generic[T]):
     def by_place(self, held: Mapping[str, T]) -> Iterator[tuple[int, Any, T]]:
         """Yield all that waits here, each with how many of its group go before it, and its rank."""
         for line in self._lines.values():
-            waiting = sorted((*entry[:2], entry[2]) for entry in line.heap if held.get(entry[2].id) is entry[2])
+            waiting = sorted(entry for entry in line.heap if held.get(entry[2].id) is entry[2])
             for place, (rank, _, candidate) in enumerate(waiting):
                 yield place, rank, candidate
