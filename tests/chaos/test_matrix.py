@@ -63,6 +63,10 @@ _ELSEWHERE = {
     "find.queues_in_use": "asked where more is due than one look shows: tests/consumer/test_many_queues.py",
     "find.unfinished_left": "asked with until_idle: tests/consumer/test_when_it_runs.py",
     "finish.standing": "asked after a fault, so here after every one at finish.finish",
+    "groups.queues_with_groups": "asked where a scan does not see all that is due: tests/consumer/test_turns.py",
+    "groups.groups_due": "asked where a queue with groups has a backlog: tests/consumer/test_turns.py",
+    "groups.first_of_groups": "asked where a queue with groups has a backlog: tests/consumer/test_turns.py",
+    "registry.pause_group": "asked by people, about a queue's groups: tests/consumer/test_groups.py",
     "registry.forget": "after a predecessor that was killed: tests/processes/test_worker_id.py",
     "renew.still_held": "asked after a fault, so here after every one at renew.ping",
 }
