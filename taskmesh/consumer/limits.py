@@ -108,8 +108,6 @@ class Limits:
         changed = {queue for queue in limited.keys() | self.queues if limited.get(queue) != self.queues.get(queue)}
         self.queues = limited
         self._unchecked |= changed & limited.keys()
-        for queue in changed:
-            self._slots.forget_queue(queue)
         for place in [place for place in self._shut if place[0] in changed]:
             self._reopen(place)
 

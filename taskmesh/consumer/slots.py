@@ -102,12 +102,6 @@ class Slots:
         if slot is not None:
             self._held.pop(slot.token, None)
 
-    def forget_queue(self, queue: str) -> list[str]:
-        """Its limits have changed: use nothing more that was booked under the old ones; return the tokens of what is free."""
-        for slot in [slot for slot in self._held.values() if slot.place[0] == queue and slot.task is not None]:
-            self.forget(str(slot.task))
-        return self.take_idle(queue)
-
     def take_idle(self, queue: str) -> list[str]:
         """Return the tokens of the slots that nothing uses now, to be given back."""
         tokens = []
