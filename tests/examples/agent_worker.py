@@ -1,0 +1,61 @@
+"""What the workers of `test_agent.py` run: the agent of the example, whose calls are noted, and which hangs where it is to be killed.
+
+The key of a task says where: `before-3` in the process of the victim just before the third call, `after-3` when the third call
+is made, but not recorded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pydantic_ai.models.function import FunctionModel
+
+from examples.agent import app, offline
+from taskmesh import TaskMesh, current_task
+from taskmesh.client.definition import TaskDefinition
+from tests.durable.handlers import SHORT_LEASE
+from tests.processes.history import Notebook
+
+VICTIM = "victim"
+
+
+def define(mesh: TaskMesh, directory: Path | None = None) -> TaskDefinition[Any, str]:
+    """Define the task. `directory`: where to write the history, and the reports; None in a process that only publishes."""
+    definition = mesh.task(app.research.fn, name="research", option=SHORT_LEASE)
+    if directory is None:
+        return definition
+    book = Notebook(directory)
+    begun: Counter[str] = Counter()
+
+    def noted(fn: Callable[..., Any]) -> Any:
+        @functools.wraps(fn)
+        async def called(*args: Any, **kwargs: Any) -> Any:
+            task = current_task()
+            begun[task.key] += 1
+            at = begun[task.key] if task.worker_id == VICTIM else None
+            if task.key == f"before-{at}":
+                await _hang(book)
+            value = fn(*args, **kwargs)
+            value = await value if inspect.isawaitable(value) else value
+            book.note("did", call=f"{fn.__name__} {kwargs.get('words', '')}{len(args[0]) if args else ''}")
+            if task.key == f"after-{at}":
+                await _hang(book)
+            return value
+
+        return called
+
+    app.reports = directory / "reports"
+    app.search, app.publish = noted(app.search), noted(app.publish)
+    app.agent = app.researcher(FunctionModel(noted(offline.answer)))
+    return definition
+
+
+async def _hang(book: Notebook) -> None:
+    book.note("hangs")
+    await asyncio.Event().wait()
