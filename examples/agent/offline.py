@@ -1,4 +1,4 @@
-"""A model for trying things out: no network, no key, and always the same answers. Written as pydantic-ai's `FunctionModel` wants it."""
+"""A model for trying things out, as pydantic-ai's `FunctionModel` wants it: no network, no key, always the same answers."""
 
 from __future__ import annotations
 

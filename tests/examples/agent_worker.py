@@ -1,4 +1,4 @@
-"""What the workers of `test_agent.py` run: the agent of the example, whose calls are noted, and which hangs where it is to be killed.
+"""What the workers of `test_agent.py` run: the agent of the example. It notes its calls, and hangs where it is to be killed.
 
 The key of a task says where: `before-3` in the process of the victim just before the third call, `after-3` when the third call
 is made, but not recorded.
@@ -12,7 +12,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pydantic_ai.models.function import FunctionModel
 
@@ -27,9 +27,9 @@ VICTIM = "victim"
 
 def define(mesh: TaskMesh, directory: Path | None = None) -> TaskDefinition[Any, str]:
     """Define the task. `directory`: where to write the history, and the reports; None in a process that only publishes."""
-    definition = mesh.task(app.research.fn, name="research", option=SHORT_LEASE)
+    definition: Any = mesh.task(app.research.fn, name="research", option=SHORT_LEASE)
     if directory is None:
-        return definition
+        return cast("TaskDefinition[Any, str]", definition)
     book = Notebook(directory)
     begun: Counter[str] = Counter()
 
@@ -39,13 +39,14 @@ def define(mesh: TaskMesh, directory: Path | None = None) -> TaskDefinition[Any,
             task = current_task()
             begun[task.key] += 1
             at = begun[task.key] if task.worker_id == VICTIM else None
+            call = f"{fn.__name__} {kwargs.get('words', '')}{len(args[0]) if args else ''}"
             if task.key == f"before-{at}":
-                await _hang(book)
+                await _hang(book, call)
             value = fn(*args, **kwargs)
             value = await value if inspect.isawaitable(value) else value
-            book.note("did", call=f"{fn.__name__} {kwargs.get('words', '')}{len(args[0]) if args else ''}")
+            book.note("did", call=call)
             if task.key == f"after-{at}":
-                await _hang(book)
+                await _hang(book, call)
             return value
 
         return called
@@ -53,9 +54,9 @@ def define(mesh: TaskMesh, directory: Path | None = None) -> TaskDefinition[Any,
     app.reports = directory / "reports"
     app.search, app.publish = noted(app.search), noted(app.publish)
     app.agent = app.researcher(FunctionModel(noted(offline.answer)))
-    return definition
+    return cast("TaskDefinition[Any, str]", definition)
 
 
-async def _hang(book: Notebook) -> None:
-    book.note("hangs")
+async def _hang(book: Notebook, call: str) -> None:
+    book.note("hangs", call=call)
     await asyncio.Event().wait()
