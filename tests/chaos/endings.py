@@ -47,6 +47,7 @@ def check_endings(evidence: Evidence) -> Findings:
         findings.check("M1", str(limit["_id"]), kept <= MOST_KEPT, f"its rate keeps {kept} elements")
     _check_effects(findings, evidence)
     _check_chained(findings, evidence, runs)
+    _check_dependencies(findings, evidence)
     _check_told(findings, evidence)
     return findings
 
@@ -193,6 +194,17 @@ def _check_chained(findings: Findings, evidence: Evidence, runs: dict[str, list[
         # A failure before it, of a hook for instance, may stand beside the SUCCESS that served the last wish.
         served = [entry.get("wish") or 0 for entry in entries if entry["state"] == "SUCCESS"]
         findings.check("L1", REFRESHED, served == [counted - 1], f"run for the wishes {served}, of {counted - 1}")
+
+
+def _check_dependencies(findings: Findings, evidence: Evidence) -> None:
+    """What waits for others started when all of them had succeeded, by the server's time of both writes."""
+    for id_, document in evidence.documents.items():
+        for before in (document["task_state"].get("after") or {}).get("ids", ()):
+            dependency = evidence.documents.get(before, {})
+            finished = dependency.get("finish_time") if dependency.get("status") == "SUCCESS" else None
+            for entry in document["task_state"]["worker_states"]:
+                right = finished is not None and finished <= entry["start_time"]
+                findings.check("A1", id_, right, f"{entry}, and {before} was finished at {finished}")
 
 
 def _check_told(findings: Findings, evidence: Evidence) -> None:

@@ -52,6 +52,7 @@ class Kinds:
     obeys_in_thread: TaskDefinition[Any, int]
     closes: TaskDefinition[Any, int]
     cleans: TaskDefinition[Any, int]
+    joins: TaskDefinition[Any, int]
     in_process: TaskDefinition[Any, int]
     writes_in_process: TaskDefinition[Any, int]
 
@@ -248,6 +249,13 @@ def define(mesh: TaskMesh, directory: Path | None = None) -> Kinds:  # noqa: C90
                 raise
             return run.returns(_value())
 
+    @mesh.task(option=PATIENT)
+    async def joins() -> int:
+        """Come after others, and get what they returned."""
+        with notebook().run() as run:
+            assert all(isinstance(value, int) for value in (await current_task().dependencies()).values())
+            return run.returns(_value())
+
     in_process, writes_in_process = process_handlers.define(mesh, directory, PATIENT)
     return Kinds(
         work=work,
@@ -267,6 +275,7 @@ def define(mesh: TaskMesh, directory: Path | None = None) -> Kinds:  # noqa: C90
         obeys_in_thread=obeys_in_thread,
         closes=closes,
         cleans=cleans,
+        joins=joins,
         in_process=in_process,
         writes_in_process=writes_in_process,
     )

@@ -104,7 +104,7 @@ class Log:
         kind, _, _, *lost = version.after["event"].split("\x1f")
         self.done[Asked(version.id, kind)] += 1
         self.happened[version.id] += ["timed_out"] * len(lost)
-        if kind not in ("settled", "stopped"):
+        if kind not in ("settled", "stopped", "opened"):
             self.happened[version.id].append(kind)
         status = version.after["status"]
         if status != version.before["status"] and status in ("SUCCESS", "FAIL", "CANCELLED", "EXPIRED"):

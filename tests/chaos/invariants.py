@@ -33,5 +33,6 @@ INVARIANTS = {
     "X1": "what a handler writes in transaction() is there exactly if its SUCCESS is",
     "X2": "what a handler publishes is there exactly if its SUCCESS is",
     "X3": "a conflict inside transaction() is charged to nobody, but the hundredth in a row",
+    "A1": "a task that waits for others starts after all of them are SUCCESS",
     "O1": "events tell of every task what happened, in that order, or say that some may be missing",
 }

@@ -56,6 +56,8 @@ _SHARES = {
     "writes": 6,
     "transfers": 8,
     "refreshes": 6,
+    "after": 6,
+    "flow": 3,
     "obeys": 5,
     "obeys_in_thread": 5,
     "closes": 2,
@@ -97,6 +99,11 @@ class Producer:
             await self._publish(self._kinds.work, f"everybodys-{self.count}", {"ms": 5})
             return
         kind = self._chance.choices(list(_SHARES), list(_SHARES.values()))[0]
+        if kind in ("after", "flow"):
+            await (self._publish_after if kind == "after" else self._publish_flow)(
+                f"{kind}-{self._order.number}-{self.count}"
+            )
+            return
         definition: Any = getattr(self._kinds, kind, self._kinds.work)
         key, ms = f"{kind}-{self._order.number}-{self.count}", self._chance.randrange(0, 200)
         params: dict[str, Any] = {"ms": ms}
@@ -140,6 +147,37 @@ class Producer:
             await self._begin_anew(key, params)
         elif kind == "replaced":
             await asyncio.gather(self._ask("deleted", self._mesh.delete, key), self._publish_anew(key, params))
+
+    async def _publish_after(self, key: str) -> None:
+        """Publish some tasks, and one that waits for them; again until it is told that it is there."""
+        parts = [f"{key}-{n}" for n in range(self._chance.randrange(1, 4))]
+        for part in parts:
+            await self._until_told(self._kinds.work, part, {"ms": self._chance.randrange(0, 400)})
+        await self._until_told(self._kinds.joins.configure(after=[("work", part) for part in parts]), key, {})
+
+    async def _until_told(self, definition: Any, key: str, params: dict[str, Any]) -> None:
+        while await self._publish(definition, key, params) is None:  # noqa: ASYNC110 -- the database has no event for it
+            await asyncio.sleep(0.2)
+
+    async def _publish_flow(self, key: str) -> None:
+        """Publish a flow of some parts and two that come after; again, until it is told that it is there."""
+        work, joins, ms = self._kinds.work, self._kinds.joins, self._chance.randrange(0, 400)
+        while True:
+            members: list[Any] = []
+            try:
+                async with self._mesh.flow(key) as flow:
+                    members += [flow.add(work, f"{key}-{n}", ms=ms) for n in range(3)]
+                    members.append(flow.add(joins, f"{key}-all", after=members[:3]))
+                    members.append(flow.add(joins, f"{key}-end", after=[members[0], members[3]]))
+            except (PyMongoError, TaskMeshError) as error:
+                self._note(error=type(error).__name__)
+            else:
+                for member in members:
+                    self._note(id=f"{member.name}:{member.key}", created=member.created, ends=("SUCCESS",))
+                return
+            for member in members:
+                self._note(id=f"{member.name}:{member.key}", created=None, ends=("SUCCESS",))
+            await asyncio.sleep(0.2)
 
     async def _begin_anew(self, key: str, params: dict[str, Any]) -> None:
         """Stop the handler, and let the task begin anew while it cleans up. Cut off in between, the task stays stopped."""

@@ -104,6 +104,7 @@ def test_a_good_history_has_no_violation() -> None:
     for story in (done(), early(), eventful(), lengthened(), expiring(), cancelled(), begun_anew(), writes, chained()):
         findings += story.findings()
         findings += check_endings(with_child(story) if story.id == "chains:k" else story.evidence())
+    findings += check_endings(_joined(0))
     assert [str(violation) for violation in findings.violations] == []
     assert set(findings.checked) == set(INVARIANTS), "every invariant was put to the test"
 
@@ -338,6 +339,8 @@ ENDINGS: dict[str, tuple[str, Callable[[], Evidence]]] = {
         "X2",
         lambda: with_child(Story("chains").claims("w1", "r1").ends("failed", "w1", "r1")),
     ),
+    "who waits for another starts before its end": ("A1", lambda: _joined(1)),
+    "who waits for another that is gone starts": ("A1", lambda: _joined(None)),
     "an event is missing": ("O1", lambda: done().evidence(told=[Told("work:k", "published", None)])),
     "events out of order": (
         "O1",
@@ -346,6 +349,25 @@ ENDINGS: dict[str, tuple[str, Callable[[], Evidence]]] = {
         ),
     ),
 }
+
+
+def _joined(late_ms: int | None) -> Evidence:
+    """A task that came after another; which was finished so much later than it started, or is not there."""
+    story = done()
+    entry = story.document["task_state"]["worker_states"][0]
+    story.document["task_state"]["after"] = {"ids": ["work:before"]}
+    started = entry.setdefault("start_time", BEGIN)
+    before = copy.deepcopy(story.document) | {"_id": "work:before", "key": "before"}
+    del before["task_state"]["after"]
+    before["task_state"]["worker_states"][0]["running_id"] = "r0"
+    before["finish_time"] = started + timedelta(milliseconds=late_ms or 0)
+    documents = {"work:k": story.document} | ({} if late_ms is None else {"work:before": before})
+    return story.evidence(
+        documents=documents,
+        published=[Published(id_, True, ("SUCCESS",)) for id_ in documents],
+        marks=[*story.marks, *(replace(mark, key="before", running_id="r0") for mark in story.marks)],
+        claims={"work:k": {("r1", "w1")}, "work:before": {("r0", "w1")}},
+    )
 
 
 def _published(times: int) -> list[Published]:

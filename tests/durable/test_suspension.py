@@ -550,3 +550,43 @@ async def test_a_task_that_failed_says_why_though_it_had_waited(mesh: TaskMesh) 
         await handle.signal("reason", "no stock")
         with pytest.raises(TaskError, match="no stock"):
             await handle.result(60)
+
+
+@pytest.mark.parametrize("what", ["sleep", "wait", "join"])
+async def test_d25_a_suspension_that_comes_too_late_changes_nothing(mesh: TaskMesh, what: str) -> None:
+    """Hatchet#4969, burr#786: the update that should put a task aside matched nothing, and was taken for done."""
+    tasks = mesh.store.driver.collection(mesh.store.tasks)
+    runs: list[int] = []
+
+    @mesh.task
+    async def child() -> None: ...
+
+    async def taken_over() -> None:
+        """The lease is over, and somebody has given the task back: the execution does not know of it yet."""
+        given_back = {"task_state.worker_states": [], "status": "INIT", "next_claim_time": mesh.clock.now()}
+        await tasks.update_one({"_id": "work:1"}, {"$set": given_back})
+
+    @mesh.task(option=TaskOption(unexpected_retry_delay_ms=0))
+    async def work() -> str:
+        task = current_task()
+        runs.append(task.attempt)
+        if len(runs) == 2:
+            return "by another"
+        try:
+            if what == "join":
+                await task.results([await task.start(child, "c")])
+            elif what == "sleep":
+                await task.sleep("night", hours=8)
+            else:
+                await task.wait_for("go")
+        finally:
+            await taken_over()  # between its being told to unwind, and the update that puts it aside
+        return "never"
+
+    handle = await work.publish("1")
+    async with working(mesh, "w1", names=["work"]):
+        assert await handle.result(60) == "by another"
+    state = (await handle.task()).task_state
+    assert (len(runs), state.suspended_for, state.waits_for, state.lost_cnt) == (2, None, None, 0)
+    stored = await tasks.find_one({"_id": "work:1"})
+    assert stored["task_state"].get("suspended_until") is None, "who had lost it put it aside"
