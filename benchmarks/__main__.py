@@ -11,7 +11,7 @@ import inspect
 import time
 from collections.abc import Callable
 
-from benchmarks import costs, fairness, fleet, latency, limit, plots, publish, results, scale
+from benchmarks import costs, durable, fairness, fleet, latency, limit, plots, publish, results, scale
 from benchmarks.backlog import Backlogs
 from benchmarks.machine import conditions, server
 from benchmarks.tables import Answer
@@ -24,6 +24,7 @@ QUESTIONS: dict[str, Callable[..., Answer]] = {
     "fleet": fleet.measure,
     "fairness": fairness.measure,
     "scale": scale.measure,
+    "durable": durable.measure,
 }
 
 
