@@ -20,11 +20,19 @@ from taskmesh.admin.explain import Explanation, Gate, Waiting
 from taskmesh.admin.filters import TaskFilter
 from taskmesh.admin.stats import Stats
 from taskmesh.admin.what_if import LimitEffect, OptionEffect
+from taskmesh.client.batch import BatchDefinition
 from taskmesh.client.definition import TaskDefinition
 from taskmesh.client.flows import Flow
 from taskmesh.client.handle import TaskHandle
 from taskmesh.consumer import Consumer
-from taskmesh.consumer.context import BlockingTaskContext, TaskContext, current_blocking_task, current_task
+from taskmesh.consumer.context import (
+    BlockingTaskContext,
+    TaskContext,
+    current_batch,
+    current_blocking_batch,
+    current_blocking_task,
+    current_task,
+)
 from taskmesh.consumer.outcome import Ending
 from taskmesh.mesh import TaskMesh
 from taskmesh.model.dependency import FromDependency
@@ -78,6 +86,7 @@ from taskmesh.model.task import (
 from taskmesh.model.worker import LeaseLeft, WorkerInfo
 
 __all__ = [
+    "BatchDefinition",
     "BlockingTaskContext",
     "BulkAction",
     "BulkResult",
@@ -149,6 +158,8 @@ __all__ = [
     "WorkerIdTaken",
     "WorkerInfo",
     "WorkerState",
+    "current_batch",
+    "current_blocking_batch",
     "current_blocking_task",
     "current_task",
 ]

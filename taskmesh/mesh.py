@@ -18,6 +18,7 @@ from taskmesh.admin.queues import LimitFields, Queues
 from taskmesh.admin.stats import Stats
 from taskmesh.admin.store.index_choice import Order
 from taskmesh.admin.what_if import WhatIf
+from taskmesh.client.batch import DEFAULT_WAIT_MS, BatchDefinition
 from taskmesh.client.change_feed import Feed
 from taskmesh.client.connection import Connection
 from taskmesh.client.definition import Run, TaskDefinition
@@ -55,6 +56,7 @@ from taskmesh.store.clock import ServerClock
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 _DEFAULT_OPTION = TaskOption()
 
 
@@ -81,6 +83,21 @@ class Decorator(Protocol):
     def __call__(self, fn: Callable[P, Awaitable[R]], /) -> TaskDefinition[P, R]: ...
     @overload
     def __call__(self, fn: Callable[P, R], /) -> TaskDefinition[P, R]: ...
+
+
+class BatchDecorator(Protocol):
+    """What `mesh.task(batch=…, …)` returns: each task has one item of those that the handler takes a list of."""
+
+    @overload
+    def __call__(self, fn: Callable[[list[T]], Awaitable[None]], /) -> BatchDefinition[T, None]: ...
+    @overload
+    def __call__(
+        self, fn: Callable[[list[T]], Awaitable[Sequence[R | Exception] | None]], /
+    ) -> BatchDefinition[T, R]: ...
+    @overload
+    def __call__(self, fn: Callable[[list[T]], None], /) -> BatchDefinition[T, None]: ...
+    @overload
+    def __call__(self, fn: Callable[[list[T]], Sequence[R | Exception] | None], /) -> BatchDefinition[T, R]: ...
 
 
 class TaskMesh:
@@ -197,6 +214,10 @@ class TaskMesh:
     # --- defining ---
 
     @overload
+    def task(
+        self, fn: None = None, *, batch: int, batch_wait_ms: int = DEFAULT_WAIT_MS, **settings: Unpack[TaskSettings]
+    ) -> BatchDecorator: ...
+    @overload
     def task(self, fn: Callable[P, Awaitable[R]], **settings: Unpack[TaskSettings]) -> TaskDefinition[P, R]: ...
     @overload
     def task(self, fn: Callable[P, R], **settings: Unpack[TaskSettings]) -> TaskDefinition[P, R]: ...
@@ -214,6 +235,8 @@ class TaskMesh:
         projection: Sequence[str] | None = None,
         retry_on: ErrorTypes | None = None,
         fail_on: ErrorTypes | None = None,
+        batch: int | None = None,
+        batch_wait_ms: int | None = None,
         cron: str | None = None,
         interval_ms: int | None = None,
         timezone: str = "UTC",
@@ -225,6 +248,8 @@ class TaskMesh:
         default for plain functions) or `"process"`. `projection`: load only these params at execution; the others keep
         their defaults. `retry_on`: only these types of errors are tried again, all by default; `fail_on`: these make the
         task FAIL for good at once, and win over `retry_on`; what is derived from them counts, lost leases do not.
+        `batch`: one call of the handler gets the items of up to so many tasks, as a list; `batch_wait_ms` (50): how long the
+        first of them waits for others.
         `cron`, `interval_ms`, `timezone`: run it periodically, with the defaults of its params; `every` can say more.
         Raises `InvalidOption`.
         """
@@ -235,14 +260,26 @@ class TaskMesh:
         if option is not None and not isinstance(option, TaskOption):
             raise InvalidOption(f"option must be a TaskOption, got {option!r}")
         errors = ErrorPolicy.declared(retry_on, fail_on)
+        if batch is None and batch_wait_ms is not None:
+            raise InvalidOption("batch_wait_ms was set without batch: set both, or neither")
+        if batch is not None and projection is not None:
+            raise InvalidOption(
+                "batch and projection were both set: a task of a batch has one param, so use one of them"
+            )
 
         def define(function: Any) -> TaskDefinition[Any, Any]:
             configuration = Configuration(
                 queue=checked_queue(queue), option=option or _DEFAULT_OPTION, needs=checked_needs(needs)
             )
-            definition: TaskDefinition[Any, Any] = TaskDefinition(
-                self.publisher, function, name or function.__name__, configuration, run, projection, errors
-            )
+            named = name or function.__name__
+            definition: TaskDefinition[Any, Any]
+            if batch is None:
+                definition = TaskDefinition(self.publisher, function, named, configuration, run, projection, errors)
+            else:
+                wait_ms = DEFAULT_WAIT_MS if batch_wait_ms is None else batch_wait_ms
+                definition = BatchDefinition(
+                    self.publisher, function, named, configuration, run, errors, batch, wait_ms
+                )
             if definition.name in self.definitions:
                 raise InvalidOption(f"a task {definition.name!r} is defined already: give one of them another name")
             self.definitions[definition.name] = definition

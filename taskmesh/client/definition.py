@@ -29,6 +29,11 @@ _LONGEST_SCHEMA = 100_000
 class TaskDefinition(Generic[P, R]):
     """A kind of task: a name, a handler, and how to publish one. Calling it calls the handler's function."""
 
+    batch = 0
+    """How many tasks one call of the handler may get at most; 0: a call is one task's."""
+    batch_wait_ms = 0
+    """How long the first of them waits for others."""
+
     def __init__(
         self,
         publisher: Publisher,

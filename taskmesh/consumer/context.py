@@ -490,7 +490,10 @@ def current_task() -> TaskContext:
     In a plain function (a thread, a child process) it is a `BlockingTaskContext`, which has the same names without `await`;
     there `current_blocking_task()` returns it under its own type.
     """
-    context: TaskContext | None = _current.get(None)
+    context: TaskContext | list[TaskContext] | None = _current.get(None)
+    if isinstance(context, list):
+        told = "current_task() was called in the handler of a batch: current_batch() has the context of each task"
+        raise RuntimeError(told)  # noqa: TRY004 — the place is wrong, no type is
     if context is None:
         raise RuntimeError("current_task() was called outside of a task's execution: only a handler has one")
     return context
@@ -508,9 +511,32 @@ def current_blocking_task() -> BlockingTaskContext:
     return context
 
 
+def current_batch() -> list[TaskContext]:
+    """Return the context of each task whose item the running call has been given, in the order of the items.
+
+    `cancelled` of a context says that its task needs no value any more. In a plain function they are `BlockingTaskContext`s;
+    there `current_blocking_batch()` returns them under their own type. Raises `RuntimeError` outside of the handler of a
+    batch.
+    """
+    contexts: list[TaskContext] | None = _current.get(None)
+    if not isinstance(contexts, list):
+        told = "current_batch() was called outside of the handler of a batch: only @mesh.task(batch=…) has one"
+        raise RuntimeError(told)  # noqa: TRY004 — the place is wrong, no type is
+    return contexts
+
+
+def current_blocking_batch() -> list[BlockingTaskContext]:
+    """Return the same in a plain function. Raises `RuntimeError` elsewhere."""
+    contexts: list[Any] = current_batch()
+    if not all(isinstance(context, BlockingTaskContext) for context in contexts):
+        raise RuntimeError("current_blocking_batch() was called in an async handler: use current_batch()")
+    return contexts
+
+
 def running_task() -> Any:
-    """Return the context of the running execution, or None outside of a handler."""
-    return _current.get(None)
+    """Return the context of the running execution, or None outside of a handler, and where several run."""
+    context = _current.get(None)
+    return None if isinstance(context, list) else context
 
 
 def enter(context: _Context) -> None:
@@ -518,12 +544,20 @@ def enter(context: _Context) -> None:
     _current.set(context)
 
 
+def enter_batch(contexts: Sequence[_Context]) -> None:
+    """Make these the current tasks of the running asyncio task or thread."""
+    _current.set(list(contexts))
+
+
 __all__ = [
     "BlockingTaskContext",
     "Running",
     "TaskContext",
+    "current_batch",
+    "current_blocking_batch",
     "current_blocking_task",
     "current_task",
     "enter",
+    "enter_batch",
     "running_task",
 ]

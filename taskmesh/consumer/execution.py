@@ -17,7 +17,7 @@ from taskmesh.client.returns import PLAIN, Returns
 from taskmesh.consumer.recording import Ledger, Recorder
 from taskmesh.consumer.tracing import ProcessSpan
 from taskmesh.model.error_policy import NO_POLICY, ErrorPolicy
-from taskmesh.model.errors import InvalidParams, LeaseLost, TaskSuspended
+from taskmesh.model.errors import InvalidParams, LeaseLost, TaskMeshError, TaskSuspended
 from taskmesh.model.option import TaskOption
 from taskmesh.model.task import Task
 from taskmesh.model.worker import Claimant
@@ -179,6 +179,8 @@ class Execution:
     """Whether `transaction()` has recorded SUCCESS already."""
     hushed = False
     """Whether nothing may be written to its task, since a `transaction()` is open that will."""
+    batched = False
+    """Whether its handler is called for a batch, of which it is one."""
     suspended_for: Document | None = None
     """What it waits for, once it is put aside: whatever its handler does from then on, that is how it ends."""
     session_id: Any = None
@@ -389,6 +391,7 @@ class Execution:
     @property
     def journal(self) -> Recorder:
         """What it has recorded; in the event loop."""
+        self._check_alone("steps, sleeps, waits and children")
         if self._journal is None:
             self._journal = self._journals.open(self)
         return self._journal
@@ -396,7 +399,15 @@ class Execution:
     @property
     def ledger(self) -> Ledger:
         """The journal, for a handler that blocks in a thread."""
+        self._check_alone("steps, sleeps, waits and children")
         return self._journals.in_thread(self)
+
+    def _check_alone(self, what: str) -> None:
+        if self.batched:
+            raise TaskMeshError(
+                f"task {self.name!r} {self.key!r}: {what} are not for the handler of a batch, whose tasks share one call: "
+                "publish a task without batch for that"
+            )
 
     def suspend(self, wait: Document) -> None:
         """Put the task aside until this has come: that is how this execution ends. In the event loop."""
@@ -456,21 +467,25 @@ class Execution:
 
     def transaction(self) -> AbstractAsyncContextManager[Any]:
         """Open a block that commits with the SUCCESS."""
+        self._check_alone("transactions")
         self.check_goes_on()
         return self._blocks.in_loop(self)
 
     def blocking_transaction(self) -> AbstractContextManager[Any]:
         """Open such a block from a thread."""
+        self._check_alone("transactions")
         self.check_goes_on()
         return self._blocks.in_thread(self)
 
     def in_transaction(self, fn: Callable[[Any], Awaitable[Any]]) -> Awaitable[Any]:
         """Call `fn` in such a block, again at each conflict."""
+        self._check_alone("transactions")
         self.check_goes_on()
         return self._blocks.again_in_loop(self, fn)
 
     def blocking_in_transaction(self, fn: Callable[[Any], Any]) -> Any:
         """Call `fn` in such a block from a thread, again at each conflict."""
+        self._check_alone("transactions")
         self.check_goes_on()
         return self._blocks.again_in_thread(self, fn)
 

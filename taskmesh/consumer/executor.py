@@ -25,8 +25,10 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import anyio.to_thread
 
+from taskmesh.client.batch import ITEM
 from taskmesh.client.definition import TaskDefinition
 from taskmesh.client.publisher import Publisher
+from taskmesh.consumer.batches import Batches
 from taskmesh.consumer.claim_queue import ClaimQueue
 from taskmesh.consumer.context import BlockingTaskContext, TaskContext, enter
 from taskmesh.consumer.dependency_results import DependencyResults
@@ -111,6 +113,7 @@ class Executor:
         self._finisher = finisher
         self._dependents = dependents
         self._dependency_results = dependency_results
+        self._batches = Batches(settings)
         self._successes = Successes(settings.worker_id)
         self._threads = anyio.CapacityLimiter(1)
         self._processes: Processes | None = None
@@ -203,7 +206,10 @@ class Executor:
             execution.handler_running = True
             if execution.stop_reason is not None:
                 raise asyncio.CancelledError  # noqa: TRY301 — as if at the handler's first line
-            if definition.run == "async":
+            if definition.batch:
+                self._tell_start(execution)
+                value = await self._batches.value_of(execution, definition, kwargs[ITEM])
+            elif definition.run == "async":
                 enter(TaskContext(execution))
                 self._tell_start(execution)
                 value = await definition.fn(*args, **kwargs)

@@ -8,6 +8,8 @@ from dataclasses import fields
 from datetime import datetime
 from typing import Any
 
+import pytest
+
 from taskmesh import Task, TaskMesh, TaskOption
 from taskmesh.model.configuration import Configuration
 from tests.docs.examples import examples_in
@@ -84,7 +86,8 @@ def assert_it_is_set(task: Task, setting: str, value: Any) -> None:
         assert value
 
 
-async def test_the_example_of_a_handler_runs(mesh: TaskMesh) -> None:
+@pytest.mark.parametrize("about", ["handler", "batch"])
+async def test_the_example_of_a_handler_runs(mesh: TaskMesh, about: str) -> None:
     namespace = await defined(mesh)
-    [example] = [example for example in examples_in(DOCUMENT) if example.about == "handler"]
+    [example] = [example for example in examples_in(DOCUMENT) if example.about == about]
     await run(example.text, namespace, DOCUMENT)

@@ -21,6 +21,8 @@ from taskmesh import (
     TaskMesh,
     TaskOption,
     WorkerInfo,
+    current_batch,
+    current_blocking_batch,
     current_blocking_task,
     current_task,
 )
@@ -94,6 +96,20 @@ def shrink_more(path: str, rows: Annotated[int, FromDependency] = 0) -> int:
     raise Next(queue="smaller", params={"path": path, "rows": rows})
 
 
+@mesh.task(batch=100, batch_wait_ms=20, retry_on=(TimeoutError,), fail_on=ValueError)
+async def index(items: list[float]) -> list[str | Exception]:
+    return [
+        ValueError("negative") if item < 0 else context.key
+        for item, context in zip(items, current_batch(), strict=True)
+    ]
+
+
+@mesh.task(batch=10, run="thread")
+def index_plainly(items: list[bytes]) -> None:
+    assert items
+    assert_type(current_blocking_batch()[0], BlockingTaskContext)
+
+
 def on_claim(consumer: Consumer) -> Mapping[str, Any] | None:
     return {} if consumer.concurrency > 1 else None
 
@@ -116,6 +132,8 @@ async def main() -> None:
         )
         assert_type(number, TaskHandle[int])
         await resize.publish_many({"a": {"path": "a"}})
+        assert_type(await (await index.publish("k", 1.5)).result(), str)
+        assert_type(await (await index_plainly.configure(priority=1).publish("k", b"")).result(), None)
         await shrink.configure(after=[handle, ("resize", "b")], on_dependency_failure="run").publish("k", path="a")
         await shrink.configure(after={"path": number}).publish("k", path="a")
         async with mesh.flow("f") as flow:

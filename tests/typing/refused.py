@@ -19,11 +19,20 @@ async def resize(path: str, width: int = 200) -> int:
     return width + len(path)
 
 
+@mesh.task(batch=10)
+async def index(items: list[bytes]) -> list[int]:
+    return [len(item) for item in items]
+
+
 def before(task: Task, more: int) -> None: ...
 
 
 async def main() -> None:
     await resize.publish("k")  # refused
+    await index.publish("k", "text")  # refused
+    await index.publish("k", [b"text"])  # refused
+    mesh.task(batch="10")  # refused
+    mesh.task(fail_on="ValueError")  # refused
     await resize.publish("k", path=1)  # refused
     await resize.publish("k", path="a", colour="red")  # refused
     await resize.publish(1, path="a")  # refused
