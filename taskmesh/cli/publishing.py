@@ -59,6 +59,21 @@ def publish(
     run_again: Annotated[
         bool, typer.Option("--run-again", help="One more run with these params.", rich_help_panel=_EXISTING)
     ] = False,
+    replace_running: Annotated[
+        bool,
+        typer.Option("--replace-running", help="The same, and stop what runs of it.", rich_help_panel=_EXISTING),
+    ] = False,
+    debounce_ms: Annotated[
+        int | None,
+        typer.Option(help="Run once when so long nobody has published it again.", rich_help_panel=_EXISTING),
+    ] = None,
+    debounce_max_ms: Annotated[
+        int | None, typer.Option(help="At the latest so long after the first of these.", rich_help_panel=_EXISTING)
+    ] = None,
+    throttle_ms: Annotated[
+        int | None,
+        typer.Option(help="Do nothing so soon after the last publication that counted.", rich_help_panel=_EXISTING),
+    ] = None,
     update_existing_params: Annotated[
         bool, typer.Option("--update-existing-params", help="Set these params.", rich_help_panel=_EXISTING)
     ] = False,
@@ -97,6 +112,10 @@ def publish(
         "priority": priority,
         **output.settings(option or []),
         "run_again": run_again or None,
+        "replace_running": replace_running or None,
+        "debounce_ms": debounce_ms,
+        "debounce_max_ms": debounce_max_ms,
+        "throttle_ms": throttle_ms,
         "update_existing_params": update_existing_params or None,
         "not_update_running": not_update_running or None,
         "clean_success": clean_success or None,

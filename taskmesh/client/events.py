@@ -46,7 +46,7 @@ def events_of(change: Change) -> Iterator[TaskEvent]:
     for worker_id in stamp.lost:
         yield event("timed_out", worker_id)
     if stamp.kind not in ("settled", "stopped", "opened"):
-        yield event(stamp.kind, stamp.worker_id)
+        yield event("published" if stamp.kind == "replaced" else stamp.kind, stamp.worker_id)
     if change.status in FINISHED:
         yield event("finished", stamp.worker_id, change.status)
 

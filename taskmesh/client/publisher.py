@@ -128,7 +128,7 @@ class Publisher:
                 publication.key,
                 created=result.created,
                 updated=result.updated,
-                warnings=list(warnings),
+                warnings=[*_throttled(configuration, publication, result), *warnings],
                 returns=definition.returns,
             )
             for publication, result in zip(publications, published, strict=True)
@@ -242,6 +242,13 @@ class Publisher:
         """Close what `publish_sync` opened, from code with an event loop."""
         if self._twin is not None:
             await asyncio.to_thread(self.close_sync)
+
+
+def _throttled(configuration: Configuration, publication: Publication, published: Published) -> list[str]:
+    if not published.throttled:
+        return []
+    label, ms = f"task {publication.name!r} {publication.key!r}", configuration.throttle_ms
+    return [f"{label} was published less than {ms} ms ago (throttle_ms), so this publication did nothing"]
 
 
 def _check_no_circle(publications: Sequence[Publication]) -> None:

@@ -51,7 +51,9 @@ _WINDOW_S = 10.0
 _TOLD_SINGLY = 20
 """In each window. A busy worker would else write thousands of lines a second, and do little else."""
 _FRAMES_KEPT = 8
-_CALLERS = tuple(f"/taskmesh/consumer/{name}.py" for name in ("executor", "batches", "subprocess/processes", "subprocess/child"))
+_CALLERS = tuple(
+    f"/taskmesh/consumer/{name}.py" for name in ("executor", "batches", "subprocess/processes", "subprocess/child")
+)
 _OF_A_LIBRARY = re.compile(r"site-packages|dist-packages|/lib/python3|^<frozen")
 
 

@@ -18,7 +18,15 @@ from taskmesh.model.times import checked_time
 
 _MOST_TAGS = 50
 _MOST_FIELDS = 100
-_FLAGS = ("update_existing_params", "not_update_running", "clean_success", "clean_failed", "run_again")
+_FLAGS = (
+    "update_existing_params",
+    "not_update_running",
+    "clean_success",
+    "clean_failed",
+    "run_again",
+    "replace_running",
+)
+_DURATIONS = ("delay_ms", "debounce_ms", "debounce_max_ms", "throttle_ms")
 
 
 class PublishSettings(OptionFields, total=False):
@@ -40,6 +48,10 @@ class PublishSettings(OptionFields, total=False):
     clean_success: bool
     clean_failed: bool
     run_again: bool
+    replace_running: bool
+    debounce_ms: int | None
+    debounce_max_ms: int | None
+    throttle_ms: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +95,14 @@ class Configuration:
     """Of an existing task: drop its FAIL entries and counts."""
     run_again: bool = False
     """Of an existing task: exactly one more run with the newest params, whatever its state."""
+    replace_running: bool = False
+    """As `run_again`, but a running execution is stopped, and its successor begins when its handler has ended."""
+    debounce_ms: int | None = None
+    """As `run_again`, but it starts when so long nobody has published it again."""
+    debounce_max_ms: int | None = None
+    """With `debounce_ms`: it starts at the latest so long after the first of these publications. None: there is no latest."""
+    throttle_ms: int | None = None
+    """As `run_again`, but for so long after a publication that counted, further ones do nothing."""
 
     def changed(self, **settings: Any) -> Self:
         """Return this with other settings, checked: any of `PublishSettings`. Raises `InvalidOption`."""
@@ -98,7 +118,10 @@ class Configuration:
         changed = replace(self, **_checked(mine), placed={**self.placed, **placed})
         if changed.start_time is not None and changed.delay_ms is not None:
             raise InvalidOption("start_time and delay_ms were both set: use one of them")
-        if changed.after is not None and (wrong := [flag for flag in _FLAGS if getattr(changed, flag)]):
+        changed._check_policies()  # noqa: SLF001 — its own
+        if changed.after is not None and (
+            wrong := [flag for flag in (*_FLAGS, "debounce_ms", "throttle_ms") if getattr(changed, flag)]
+        ):
             raise InvalidOption(
                 f"after and {wrong[0]} were both set: after says what a new task waits for, {wrong[0]} changes an existing one; "
                 "use one of them"
@@ -111,9 +134,38 @@ class Configuration:
         tuned = {name: value for name, value in stored.items() if name in options or value != before[name]}
         return replace(changed, option=option, tuned={**changed.tuned, **tuned})
 
+    def _check_policies(self) -> None:
+        """Raise `InvalidOption` for what was set together and contradicts itself."""
+        apart = (
+            ("debounce_ms", "start_time"),
+            ("debounce_ms", "delay_ms"),
+            ("debounce_ms", "throttle_ms"),
+            ("not_update_running", "replace_running"),
+            ("not_update_running", "throttle_ms"),
+        )
+        for one, other in apart:
+            if getattr(self, one) not in (None, False) and getattr(self, other) not in (None, False):
+                raise InvalidOption(f"{one} and {other} were both set: use one of them")
+        if self.debounce_max_ms is not None and (self.debounce_ms is None or self.debounce_max_ms < self.debounce_ms):
+            raise InvalidOption(
+                f"debounce_max_ms ({self.debounce_max_ms}) must go with a debounce_ms that is not longer, got "
+                f"{self.debounce_ms}: set both"
+            )
+
     def starts(self, now: datetime) -> datetime | None:
         """When a task that is published now may be claimed first; None: at once, or as it was."""
-        return self.start_time if self.delay_ms is None else now + timedelta(milliseconds=self.delay_ms)
+        delay_ms = self.debounce_ms if self.delay_ms is None else self.delay_ms
+        return self.start_time if delay_ms is None else now + timedelta(milliseconds=delay_ms)
+
+    def since(self, now: datetime) -> dict[str, datetime]:
+        """What a new task that is published now notes for the publications after it."""
+        policies = {"debounced_since": self.debounce_ms, "throttled_since": self.throttle_ms}
+        return {name: now for name, ms in policies.items() if ms is not None}
+
+    @property
+    def runs_again(self) -> bool:
+        """Whether an existing task is to run once more, whatever its state."""
+        return self.run_again or self.replace_running or self.debounce_ms is not None or self.throttle_ms is not None
 
     @property
     def marks(self) -> dict[str, Any]:
@@ -128,7 +180,7 @@ class Configuration:
     @property
     def changes_existing(self) -> bool:
         """Whether an existing task is to be touched, or at least looked at."""
-        return any(getattr(self, flag) for flag in _FLAGS)
+        return self.runs_again or any(getattr(self, flag) for flag in _FLAGS)
 
 
 def _checked(settings: dict[str, Any]) -> dict[str, Any]:
@@ -139,12 +191,13 @@ def _checked(settings: dict[str, Any]) -> dict[str, Any]:
     for name in _FLAGS:
         if not isinstance(settings.get(name, False), bool):
             raise InvalidOption(f"{name} must be True or False, got {shown(settings[name])}")
-    delay_ms = settings.get("delay_ms")
-    whole = isinstance(delay_ms, int) and not isinstance(delay_ms, bool)
-    if delay_ms is not None and not (whole and 0 <= delay_ms <= MAX_DURATION_MS):
-        raise InvalidOption(
-            f"delay_ms must be a whole number from 0 to {MAX_DURATION_MS} (ten years), got {shown(delay_ms)}"
-        )
+    for name in _DURATIONS:
+        ms = settings.get(name)
+        least = 0 if name == "delay_ms" else 1
+        if ms is not None and not (isinstance(ms, int) and not isinstance(ms, bool) and least <= ms <= MAX_DURATION_MS):
+            raise InvalidOption(
+                f"{name} must be a whole number from {least} to {MAX_DURATION_MS} (ten years), got {shown(ms)}"
+            )
     if "queue" in settings:
         checked_queue(settings["queue"])
     if settings.get("group") is not None:

@@ -29,6 +29,7 @@ WAKING = (
     "retried",
     "restored",
     "published",
+    "replaced",
     "option_changed",
     "succeeded",
     "settled",
@@ -38,7 +39,7 @@ WAKING = (
     "moved",
 )
 """What can make a task claimable. Renewals and claims cannot."""
-STOPPING = ("cancelled", "deleted", "option_changed", "retried", "moved")
+STOPPING = ("cancelled", "deleted", "option_changed", "retried", "moved", "replaced")
 """What an execution of the task has to hear of."""
 FINISHED = ("SUCCESS", "FAIL", "CANCELLED", "EXPIRED")
 

@@ -464,7 +464,16 @@ def fresh_state(now: rules.Expression, changes: Document) -> rules.Expression:
     And with what it waits for and what waits for it: whoever waited for its dependencies, waits for them again. What was recorded
     and signalled is dropped with the rest.
     """
-    times = ("create_time", "start_time", "expire_time", "wanted", "params_version", "moves_to")
+    times = (
+        "create_time",
+        "start_time",
+        "expire_time",
+        "wanted",
+        "params_version",
+        "moves_to",
+        "debounced_since",
+        "throttled_since",
+    )
     links = (
         "flow",
         "after",

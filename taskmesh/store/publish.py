@@ -72,6 +72,8 @@ class Published:
 
     created: bool
     updated: bool = False
+    throttled: bool = False
+    """Whether it did nothing since it came too soon after another."""
 
 
 _CREATED = Published(created=True)
@@ -94,6 +96,7 @@ def new_document(publication: Publication, now: datetime, option: Document | Non
             "expire_time": configuration.expire_time,
             "timeout_cnt": 0,
             "worker_states": [],
+            **configuration.since(now),
         },
         "status": "INIT",
         "next_claim_time": max(start_time, now) if start_time else now,
@@ -317,9 +320,11 @@ async def _change_existing(store: Store, publication: Publication, now: datetime
             if await _replace(store, publication, now):
                 return _CREATED
             continue
-        query = {**repeated.unchanged_by(task, publication.publish_id), **NOT_DELETED}
-        if publication.configuration.not_update_running:
-            query["$expr"] = {"$not": [rules.with_facts(store.now, IS_RUNNING)]}
+        query = {
+            **repeated.unchanged_by(task, publication.publish_id),
+            **NOT_DELETED,
+            **_unless_it_may_not(publication, store.now),
+        }
         all_answered = publication.sent_to is None
         publication.sent_to = repeated.same(task)
         stages = change_pipeline(publication, now, store.now)
@@ -330,12 +335,11 @@ async def _change_existing(store: Store, publication: Publication, now: datetime
         if all_answered:
             publication.sent_to = None
         found = await store.find({**repeated.same(task), **NOT_DELETED}, repeated.FIELDS)
-        if (
-            publication.configuration.not_update_running
-            and found
-            and not repeated.is_changed_by(found[0], publication.publish_id)
-        ):
-            raise _is_running(publication)
+        if found and not repeated.is_changed_by(found[0], publication.publish_id):
+            if publication.configuration.throttle_ms is not None:
+                return Published(created=False, throttled=True)
+            if publication.configuration.not_update_running:
+                raise _is_running(publication)
     raise TaskRunning(
         f"task {publication.name!r} {publication.key!r} keeps being created and deleted by others: publish it when "
         "they have ended"
@@ -420,22 +424,32 @@ async def _change_in_session(
     """Change one existing task as each publication asks, one after the other, in one command."""
     statements = []
     for publication in publications:
-        query: Document = {"_id": publication.id}
-        if publication.configuration.not_update_running:
-            query["$expr"] = {"$not": [rules.with_facts(store.now, IS_RUNNING)]}
+        query: Document = {"_id": publication.id, **_unless_it_may_not(publication, store.now)}
         statements.append((query, change_pipeline(publication, now, store.now), constants(publication)))
     with _told_if_too_large(publications[0]):
         reply = await store.update_each(statements, session)
-    if reply["n"] < len(statements):
-        raise _is_running(
-            next(publication for publication in publications if publication.configuration.not_update_running)
-        )
-    return Published(created=False, updated=bool(reply["nModified"]))
+    undisturbed = [publication for publication in publications if publication.configuration.not_update_running]
+    if reply["n"] < len(statements) and undisturbed:
+        raise _is_running(undisturbed[0])
+    return Published(created=False, updated=bool(reply["nModified"]), throttled=not reply["n"])
 
 
 # --- what a publication does to a task whose key exists already, as far as its publisher asked for that -------------
 
 IS_RUNNING: rules.Expression = {"$and": [{"$ne": ["$$live", []]}, {"$eq": ["$status", "RUNNING"]}]}
+
+
+def _unless_it_may_not(publication: Publication, at: rules.Expression) -> Document:
+    """The condition on the task that it must not be running, or that the last publication that counted is long enough ago.
+
+    That was its first, if none has noted itself.
+    """
+    if publication.configuration.not_update_running:
+        return {"$expr": {"$not": [rules.with_facts(at, IS_RUNNING)]}}
+    if (throttle_ms := publication.configuration.throttle_ms) is not None:
+        since = {"$ifNull": ["$task_state.throttled_since", "$task_state.create_time"]}
+        return {"$expr": {"$lte": [{"$add": [since, throttle_ms]}, at]}}
+    return {}
 
 
 RECORDED = ("steps", "steps_bytes", "signals", "signals_bytes", "suspended_until", "suspended_for")
@@ -462,7 +476,7 @@ def change_pipeline(publication: Publication, now: datetime, at: rules.Expressio
     configuration = publication.configuration
     # What there was before, to tell in the end whether anything has changed.
     before: Document = {field: f"${field}" for field in ("task_option", "task_state")}
-    sets_params = configuration.update_existing_params or configuration.run_again
+    sets_params = configuration.update_existing_params or configuration.runs_again
     marked = configuration.marks if sets_params else {}
     if marked:
         before["marks"] = {name: f"${name}" for name in marked}
@@ -471,16 +485,18 @@ def change_pipeline(publication: Publication, now: datetime, at: rules.Expressio
     stages: list[Document] = [{"$set": {"_before": before}}]
     if sets_params:
         # The new params, and the times and options that the publisher set.
-        stages.append({"$set": _new_wish(publication, now)})
+        stages.append({"$set": _new_wish(publication, now, at)})
     if sets_params and configuration.placed:
         # Where it is to go. It moves with the first write that finds no execution of the old place at work.
         stages.append({"$set": {"task_state.moves_to": rules.with_facts(at, _moves_to(configuration.placed))}})
     running = rules.with_facts(at, IS_RUNNING)
-    if configuration.run_again:
+    if configuration.runs_again:
         again = fresh_state(at, {"wanted": {"$add": [{"$ifNull": ["$task_state.wanted", 0]}, 1]}})
         one_more = {"$mergeObjects": ["$task_state", {"wanted": again["wanted"]}]}
-        # A running task is counted as wanted once more, and begins anew when it ends; any other begins anew now.
-        stages.append({"$set": {"task_state": {"$cond": [running, one_more, again]}}})
+        # A running task is counted as wanted once more, and begins anew when it ends; any other, or one that is to be replaced,
+        # begins anew now: what runs is stopped, and keeps its place until its handler has ended.
+        goes_on = False if configuration.replace_running else running
+        stages.append({"$set": {"task_state": {"$cond": [goes_on, one_more, again]}}})
     for wanted, state in ((configuration.clean_success, "SUCCESS"), (configuration.clean_failed, "FAIL")):
         if wanted:
             # Forget the entries of this state, so that it runs again; not under the hands of a running handler.
@@ -507,7 +523,7 @@ def change_pipeline(publication: Publication, now: datetime, at: rules.Expressio
     marks = {
         name: {"$cond": [unchanged, {"$ifNull": [f"${name}", "$$REMOVE"]}, value]}
         for name, value in (
-            ("event", stamp("published", at)),
+            ("event", stamp("replaced" if configuration.replace_running else "published", at)),
             ("change_ids", repeated.with_change(publication.publish_id)),
         )
     }
@@ -522,7 +538,7 @@ def change_pipeline(publication: Publication, now: datetime, at: rules.Expressio
     ]
 
 
-def _new_wish(publication: Publication, now: datetime) -> Document:
+def _new_wish(publication: Publication, now: datetime, at: rules.Expression) -> Document:
     """The params, and the times and options that the publisher set itself."""
     configuration = publication.configuration
     start_time = configuration.starts(now)
@@ -537,9 +553,13 @@ def _new_wish(publication: Publication, now: datetime) -> Document:
             ]
         }
     }
-    if start_time is not None or configuration.run_again:
+    if start_time is not None or configuration.runs_again:
         state["start_time"] = start_time
-    if configuration.expire_time is not None or configuration.run_again:
+    if configuration.debounce_ms is not None:
+        state |= _debounced(configuration.debounce_ms, configuration.debounce_max_ms, at)
+    if configuration.throttle_ms is not None:
+        state["throttled_since"] = at
+    if configuration.expire_time is not None or configuration.runs_again:
         state["expire_time"] = configuration.expire_time
     changes: Document = {"params": "$$params", "task_state": state}
     changes |= {name: {"$literal": value} for name, value in configuration.marks.items()}
@@ -550,6 +570,17 @@ def _new_wish(publication: Publication, now: datetime) -> Document:
     if configuration.tuned:
         changes["task_option"] = {name: {"$literal": value} for name, value in configuration.tuned.items()}
     return changes
+
+
+def _debounced(debounce_ms: int, most_ms: int | None, at: rules.Expression) -> Document:
+    """When it starts, and since when it is put off: since the first publication that no execution has begun after."""
+    since = "$task_state.debounced_since"
+    begun = {"$map": {"input": rules.ENTRIES, "in": {"$gte": ["$$this.start_time", since]}}}
+    unfinished = {"$in": [rules.status(at), ["INIT", "RUNNING"]]}
+    put_off = {"$and": [{"$gt": [since, None]}, unfinished, {"$not": [{"$anyElementTrue": [begun]}]}]}
+    first = rules.with_facts(at, {"$cond": [put_off, since, at]})
+    latest = [] if most_ms is None else [{"$add": [first, most_ms]}]
+    return {"debounced_since": first, "start_time": {"$min": [{"$add": [at, debounce_ms]}, *latest]}}
 
 
 def _moves_to(placed: Mapping[str, Any]) -> rules.Expression:

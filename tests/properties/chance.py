@@ -11,7 +11,15 @@ from tests.chaos.reading import NEVER, ms
 from tests.properties.oracle import Document, Oracle
 from tests.properties.world import QUEUES, WORKERS, Held, Operation, World
 
-FLAGS = ("update_existing_params", "not_update_running", "clean_success", "clean_failed", "run_again")
+FLAGS = (
+    "update_existing_params",
+    "not_update_running",
+    "clean_success",
+    "clean_failed",
+    "run_again",
+    "replace_running",
+)
+POLICIES = ({"debounce_ms": 1_000}, {"debounce_ms": 500, "debounce_max_ms": 1_200}, {"throttle_ms": 1_500})
 ENDINGS = ("succeeded", "failed", "released", "snoozed", "suspended", "conflicted")
 EVENTS = ("paid", "$x")
 _SHARE_OF_THE_WORLDS = 0.55
@@ -127,6 +135,9 @@ class Chance:
         flags: set[str] = set()
         if world.oracles[task].document is not None:
             flags = set(self.random.sample(FLAGS, self.random.choice((0, 1, 1, 1, 1, 2, 3))))
+        policy = self.random.choice(POLICIES) if self.random.random() < 0.15 else {}
+        if policy or "replace_running" in flags:
+            flags.discard("not_update_running")
         option = self._option()
         tuned = {name: option[name] for name in self.random.sample(list(option), self.random.choice((0, 0, 1, 2)))}
         return {
@@ -134,7 +145,8 @@ class Chance:
             "n": self.random.randrange(4),
             "option": option,
             "tuned": tuned,
-            "start_ms": self.random.choice((None, None, None, None, 0, 1_500, -1_000)),
+            "policy": policy,
+            "start_ms": None if policy else self.random.choice((None, None, None, None, 0, 1_500, -1_000)),
             "expire_ms": self.random.choice((None,) * 6 + (2_500, 9_000, 0)),
             "flags": frozenset(flags),
             "placed": self.random.choice(({}, {}, {}, *_PLACES)),

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
+from taskmesh.model.configuration import Configuration
 from taskmesh.model.errors import TaskRunning
 from taskmesh.store.publish import Publication
 from tests.chaos.reading import NEVER, Reading, ms, stripped
@@ -104,55 +105,88 @@ class Oracle:
     def publish(self, wish: Publication, now: datetime) -> tuple[bool, bool]:
         """Return (created, updated). Raises `TaskRunning`."""
         asked = wish.configuration
-        start_time = asked.start_time if asked.delay_ms is None else now + ms(asked.delay_ms)
+        delay_ms = asked.delay_ms if asked.debounce_ms is None else asked.debounce_ms
+        start_time = asked.start_time if delay_ms is None else now + ms(delay_ms)
         times = {"start_time": start_time, "expire_time": asked.expire_time}
         if self.document is None or self.forgotten(now):
-            state: Document = {"create_time": now, **times, "timeout_cnt": 0, "worker_states": []}
-            told = {} if self.document is None else {"event": ["published"]}  # an insert tells by itself
-            leaving = None if self.document is None else self.sent_away(now, self.entries("RUNNING"))
-            state["leaving"] = leaving
-            self.document = {
-                "queue": asked.queue,
-                "group": asked.group,
-                "params": wish.params,
-                "task_option": asked.option.stored(),
-                "task_state": state,
-                **told,
-            }
-            # If it has expired, those who read will see.
-            self.derive(now if leaving else min(now, (asked.expire_time or NEVER) - ms(1)))
-            return True, False
+            return self._publish_new(wish, times, now)
         if not asked.changes_existing:
             return False, False
         before = copy.deepcopy(self.document)
         running = self.document["status"] == "RUNNING" and bool(self.live(now))
         if running and asked.not_update_running:
             raise TaskRunning("and must not be disturbed")
-        if asked.update_existing_params or asked.run_again:
+        if self._throttled(asked, now):
+            return False, False
+        again = asked.run_again or asked.replace_running or bool(asked.debounce_ms or asked.throttle_ms)
+        if asked.debounce_ms is not None:
+            times["start_time"] = self._put_off(asked.debounce_ms, asked.debounce_max_ms, now)
+        if asked.update_existing_params or again:
             if wish.params != self.document["params"]:
                 self.state["params_version"] = (self.state.get("params_version") or 0) + 1
             self.document["params"] = wish.params
-            self.state.update({name: time for name, time in times.items() if time is not None or asked.run_again})
+            self.state.update({name: time for name, time in times.items() if time is not None or again})
             self.document["task_option"].update(asked.tuned)
             self._wish_elsewhere(asked.placed, now)
-        if asked.run_again:
+        if again:
             self.state["wanted"] = (self.state.get("wanted") or 0) + 1
-            if not running:
+            if not running or asked.replace_running:
                 self._start_afresh(now)
-        if asked.clean_success and not running:
+        if not running:
+            self._clean(asked, before, now)
+        if stripped(self.document) != stripped(before):
+            self.document["event"] = ["replaced" if asked.replace_running else "published"]
+        self.derive(now)
+        return False, stripped(self.document) != stripped(before)
+
+    def _publish_new(self, wish: Publication, times: Document, now: datetime) -> tuple[bool, bool]:
+        asked = wish.configuration
+        state: Document = {"create_time": now, **times, "timeout_cnt": 0, "worker_states": []}
+        state["debounced_since"] = now if asked.debounce_ms is not None else None
+        state["throttled_since"] = now if asked.throttle_ms is not None else None
+        told = {} if self.document is None else {"event": ["published"]}  # an insert tells by itself
+        leaving = None if self.document is None else self.sent_away(now, self.entries("RUNNING"))
+        state["leaving"] = leaving
+        self.document = {
+            "queue": asked.queue,
+            "group": asked.group,
+            "params": wish.params,
+            "task_option": asked.option.stored(),
+            "task_state": state,
+            **told,
+        }
+        # If it has expired, those who read will see.
+        self.derive(now if leaving else min(now, (asked.expire_time or NEVER) - ms(1)))
+        return True, False
+
+    def _clean(self, asked: Configuration, before: Document, now: datetime) -> None:
+        if asked.clean_success:
             if any(entry["state"] == "SUCCESS" for entry in before["task_state"]["worker_states"]):
                 self.state.update(dict.fromkeys(RECORDED))
             self.drop(self.entries("SUCCESS"))
-        if asked.clean_failed and not running:
+        if asked.clean_failed:
             self.state.update(self._values())
             self.drop([*self.entries("FAIL"), *self.lost(now)])
             counts = ("dropped_fail_cnt", "losses", "lost_cnt", "resume_time", "reopened_by", "conflict_cnt")
             forgotten = (*counts, "dependency_failure")
             self.state.update({"timeout_cnt": 0, **dict.fromkeys(forgotten)})
-        if stripped(self.document) != stripped(before):
-            self.document["event"] = ["published"]
-        self.derive(now)
-        return False, stripped(self.document) != stripped(before)
+
+    def _throttled(self, asked: Configuration, now: datetime) -> bool:
+        """Whether the publication comes too soon; if not, the next one is measured from it."""
+        last = self.state.get("throttled_since") or self.state["create_time"]
+        if asked.throttle_ms is None or last + ms(asked.throttle_ms) > now:
+            return asked.throttle_ms is not None
+        self.state["throttled_since"] = now
+        return False
+
+    def _put_off(self, by_ms: int, most_ms: int | None, now: datetime) -> datetime:
+        """Later with each publication, up to the first execution that begins after them, but not for ever."""
+        since = self.state.get("debounced_since")
+        begun = since is not None and any(entry["start_time"] >= since for entry in self.state["worker_states"])
+        if since is None or begun or self.finished(now):
+            since = self.state["debounced_since"] = now
+        latest = NEVER if most_ms is None else since + ms(most_ms)
+        return min(now + ms(by_ms), latest)
 
     def _wish_elsewhere(self, placed: Mapping[str, Any], now: datetime) -> None:
         """Where limits count what runs, it stays till that has ended."""
@@ -163,7 +197,16 @@ class Oracle:
 
     def _start_afresh(self, now: datetime, **changes: Any) -> None:
         """As if nobody had tried, but with the task's times, its count of wishes and the places that are kept."""
-        own = ("create_time", "start_time", "expire_time", "wanted", "params_version", "moves_to")
+        own = (
+            "create_time",
+            "start_time",
+            "expire_time",
+            "wanted",
+            "params_version",
+            "moves_to",
+            "debounced_since",
+            "throttled_since",
+        )
         kept = (*own, "flow", "after", "waits_for", "unlinked", "dependents", "ask_time", "stages")
         times = {name: self.state.get(name) for name in kept}
         leaving = self.sent_away(now, self.entries("RUNNING"))

@@ -141,6 +141,7 @@ class World:
         start_ms: int | None,
         expire_ms: int | None,
         flags: frozenset[str],
+        policy: Document,
         placed: Document,
         in_session: bool,
     ) -> list[tuple[Any, Any]]:
@@ -155,7 +156,7 @@ class World:
             start_time=self.now + ms(start_ms or 0) if by_time else None,
             delay_ms=None if by_time else start_ms,
             expire_time=None if expire_ms is None else self.now + ms(expire_ms),
-        ).changed(**dict.fromkeys(flags, True))
+        ).changed(**dict.fromkeys(flags, True), **policy)
         publication = Publication(name, key, {"n": n}, configuration)
         expected: Any
         actual: Any
