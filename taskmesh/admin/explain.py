@@ -237,7 +237,12 @@ def _gates_of(worker: WorkerInfo, name: str, queue: str) -> list[Gate]:
     runs = worker.runs(name, queue)
     reason = f"{'runs' if runs else 'does not run'} tasks named {name!r} from queue {queue!r}"
     state = "paused" if worker.paused and worker.state == "running" else worker.state
-    return [
+    gates = [
         Gate(name=WORKER_KNOWS, open=runs, reason=reason),
         Gate(name="worker claims", open=worker.claims, reason=f"worker {worker.worker_id!r} is {state}"),
     ]
+    if worker.on_claim is not None:
+        said = f"this worker asks its hook on_claim as well, which {worker.on_claim}"
+        told = said if worker.on_claim_claims_nothing else f"{said}; whether the task fits that is not looked at here"
+        gates.append(Gate(name="on_claim", open=not worker.on_claim_claims_nothing, reason=told))
+    return gates

@@ -36,6 +36,7 @@ class TaskSummary(BaseModel):
     key: str
     queue: str
     group: str | None = None
+    tags: list[str] = []
     status: Status
     standing: Standing | None = None
     """Of one that is INIT: what that means at the moment."""

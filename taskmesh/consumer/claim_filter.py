@@ -6,6 +6,8 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from taskmesh.model.ids import shown
+
 logger = logging.getLogger("taskmesh.consumer")
 
 
@@ -16,16 +18,23 @@ class ClaimFilter:
         """`consumer` is what the hook is shown."""
         self._on_claim = on_claim
         self._consumer = consumer
+        self.said: str | None = None if on_claim is None else "has not been asked yet"
+        """What it said last, for people; None: there is no hook."""
+        self.claims_nothing = False
+        """Whether that was that nothing may be claimed."""
 
     async def ask(self) -> Mapping[str, Any] | None:
         """Return the filter, or None if nothing may be claimed. Raises what the hook does, and `TypeError`."""
         if self._on_claim is None:
             return {}
+        self.said, self.claims_nothing = "failed, so nothing is claimed", True  # unless it comes to its end
         answer = self._on_claim(self._consumer)
         if isinstance(answer, Awaitable):
             answer = await answer
         if answer is not None and not isinstance(answer, Mapping):
             raise TypeError(f"on_claim must return a filter on task documents or None, got {answer!r}")
+        self.said = "claims nothing at the moment" if answer is None else f"claims {shown(dict(answer))}"
+        self.claims_nothing = answer is None
         return answer
 
     async def current(self) -> Mapping[str, Any] | None:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from pymongo.errors import PyMongoError
 
+from taskmesh.consumer.claim_filter import ClaimFilter
 from taskmesh.consumer.claimer import Claimer
 from taskmesh.consumer.executions import Executions
 from taskmesh.consumer.life import Life
@@ -26,6 +27,7 @@ from taskmesh.store.clock import ServerClock
 from taskmesh.store.driver import Document
 from taskmesh.store.schema import INDEX_GENERATION
 from taskmesh.store.uncut import CLOSE_DEADLINE_S
+from taskmesh.store.values import cleaned
 
 logger = logging.getLogger("taskmesh.registration")
 
@@ -102,6 +104,7 @@ class Registration:
         claimer: Claimer,
         stats: WorkerStats,
         orders: Orders,
+        claim_filter: ClaimFilter,
     ) -> None:
         self._store = store
         self._clock = clock
@@ -114,6 +117,7 @@ class Registration:
         self._claimer = claimer
         self._stats = stats
         self._orders = orders
+        self._claim_filter = claim_filter
         self.fleet: list[WorkerInfo] = []
         """The registered workers, this one among them."""
         self._wake = asyncio.Event()
@@ -207,6 +211,8 @@ class Registration:
             "names": settings.names,
             "queues": settings.queues,
             "labels": settings.labels,
+            "on_claim": None if self._claim_filter.said is None else cleaned(self._claim_filter.said),
+            "on_claim_claims_nothing": self._claim_filter.claims_nothing,
             "concurrency": settings.concurrency,
             "running": len(executions),
             "started": executions.started,

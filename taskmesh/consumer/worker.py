@@ -375,7 +375,7 @@ class Worker:
         # Who looks after the fleet, and the end.
         self.ticker = Ticker(store, mesh.schedules)
         self.registration = Registration(
-            store, clock, settings, life, self.partitions, self.executions, self.claimer, stats, orders
+            store, clock, settings, life, self.partitions, self.executions, self.claimer, stats, orders, claim_filter
         )
         self.unserved = Unserved(store, self.registration)
         self._idleness = Idleness(

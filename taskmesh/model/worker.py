@@ -86,6 +86,10 @@ class WorkerInfo(BaseModel):
     lease_left: list[LeaseLeft] = []
     stood_still_ms: int = 0
     """The longest that its event loop stood still within the last hour, if that was a second or more."""
+    on_claim: str | None = None
+    """What its hook `on_claim` said last; None: it has none."""
+    on_claim_claims_nothing: bool = False
+    """Whether that was that nothing may be claimed."""
     clock_off_ms: int = 0
     """How far its machine's clock is ahead of the server's."""
 

@@ -7,7 +7,19 @@ from typing import Any
 
 import pytest
 
-from taskmesh import Consumer, Ending, InvalidOption, Snooze, Status, Task, TaskError, TaskFailed, TaskMesh, TaskOption
+from taskmesh import (
+    Consumer,
+    Ending,
+    Gate,
+    InvalidOption,
+    Snooze,
+    Status,
+    Task,
+    TaskError,
+    TaskFailed,
+    TaskMesh,
+    TaskOption,
+)
 from tests.waiting import eventually
 from tests.working import finished, working
 
@@ -160,3 +172,30 @@ async def test_what_after_raises_is_logged_and_changes_nothing(
     assert (await finished(mesh, "job", "k")).status is Status.SUCCESS
     [record] = [record for record in caplog.records if "the hook 'after' failed" in record.message]
     assert record.levelno == logging.ERROR
+
+
+async def test_explain_tells_that_the_hook_is_asked_and_what_it_said_last(mesh: TaskMesh) -> None:
+    says: Any = {"params.size": {"$lte": 1}}
+
+    @mesh.task
+    async def job(size: int) -> None: ...
+
+    await job.publish("k", size=2)
+
+    async def gate() -> Gate | None:
+        explained = (await mesh.explain("job", "k", "w"))[0]
+        found = next((gate for gate in explained.gates if gate.name == "on_claim"), None)
+        return (
+            found if found is not None and repr(says)[:10].strip("{'") in found.reason and explained.claimable else None
+        )
+
+    async def claims_nothing() -> bool:
+        explained = (await mesh.explain("job", "k", "w"))[0]
+        return not explained.claimable and {gate.name for gate in explained.gates if not gate.open} == {"on_claim"}
+
+    async with working(mesh, "w", on_claim=lambda _: says), working(mesh, "plain", names=["job"], queues=["other"]):
+        told = await eventually(gate, what="explain tells of the filter")
+        assert "whether the task fits that is not looked at here" in told.reason
+        says = None
+        await eventually(claims_nothing, what="explain tells that nothing is claimed")
+        assert "on_claim" not in {gate.name for gate in (await mesh.explain("job", "k", "plain"))[0].gates}

@@ -393,6 +393,13 @@ async def test_tasks_are_filtered_by_text_by_form_and_by_page(mesh: TaskMesh, cl
     await shown(client, "/tasks?after=nonsense", 422)
 
 
+async def test_the_list_shows_tags(mesh: TaskMesh, client: httpx.AsyncClient) -> None:
+    await mesh.publish("job", "k", {}, tags=["nightly", "<b>"])
+    await mesh.store.driver.collection("tasks").update_one({"_id": "job:k"}, {"$push": {"tags": 7}})  # by a stranger
+    page = (await client.get("/tasks")).text
+    assert "nightly, &lt;b&gt;</td>" in page
+
+
 async def test_the_overview_counts(mesh: TaskMesh, client: httpx.AsyncClient) -> None:
     assert "No tasks yet" in await shown(client, "/")
     await mesh.publisher.publish_many("work", {f"k{n}": {} for n in range(1_234)})

@@ -247,6 +247,13 @@ def _short(now: rules.Expression) -> Document:
         "key": 1,
         "queue": 1,
         "group": 1,
+        "tags": {
+            "$cond": [
+                {"$isArray": ["$tags"]},
+                {"$filter": {"input": "$tags", "cond": {"$eq": [{"$type": "$$this"}, "string"]}}},
+                [],
+            ]
+        },
         "status": rules.status_on_reading(now),
         "standing": rules.standing_on_reading(now),
         "priority": "$task_option.priority",
