@@ -19,7 +19,7 @@ from taskmesh.admin.store import server_state
 from taskmesh.client.registry import Registry
 from taskmesh.model.durations import duration
 from taskmesh.model.queue import QueueInfo
-from taskmesh.model.worker import WorkerInfo, known_names
+from taskmesh.model.worker import WorkerInfo, able_workers, known_names
 from taskmesh.store import Store, reach, schedules, schema
 from taskmesh.store.find import UNFINISHED
 
@@ -62,6 +62,7 @@ async def examine(store: Store) -> list[Finding]:
         _fleet(workers, unfinished, queues),
         _headroom([worker for worker in workers if worker.live]),
         _schedules(store, [worker for worker in workers if worker.live]),
+        _needs(store, workers),
         _tasks(store),
         _flows(store),
     )
@@ -270,6 +271,20 @@ async def _fleet(
                 subject="queues",
                 found=f"{_waiting(queue)} in {queue.queue!r}, from which no live worker takes",
                 remedy=f"taskmesh worker MODULE:MESH --queues {queue.queue}",
+            )
+
+
+async def _needs(store: Store, workers: list[WorkerInfo]) -> AsyncIterator[Finding]:
+    """Tasks that live workers run, but none that has the labels which they need."""
+    for queue, name, needs, count in await server_state.needs_of_waiting(store) or ():
+        if able_workers(workers, name, queue) and not able_workers(workers, name, queue, needs=needs):
+            labels = [f"--label {shlex.quote(need)}" for need in needs]
+            waits = "1 task waits" if count == 1 else f"{count} tasks wait"
+            yield Finding(
+                level="error",
+                subject="needs",
+                found=f"{waits} ({name!r} in {queue!r}) for a worker with {', '.join(needs)}, which no live one has",
+                remedy=f"taskmesh worker MODULE:MESH {' '.join(labels)}",
             )
 
 

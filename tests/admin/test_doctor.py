@@ -52,6 +52,20 @@ async def test_tasks_without_any_worker_are_an_error(mesh: TaskMesh) -> None:
     assert (finding.level, finding.remedy) == ("error", "taskmesh worker MODULE:MESH")
 
 
+async def test_tasks_whose_needs_no_live_worker_has_are_an_error(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def train() -> None: ...
+
+    async with working(mesh, "w1", labels={"gpu": 1, "zone": "a"}):
+        await train.configure(needs={"gpu": 1}, delay_ms=60_000).publish("served")
+        assert [finding for finding in await mesh.inspect.doctor() if finding.subject == "needs"] == []
+        await train.configure(needs={"gpu": 2, "zone": "a"}).publish_many({"a": {}, "b": {}})
+        [finding] = await findings(mesh, "needs")
+    assert finding.level == "error"
+    assert finding.found.startswith("2 tasks wait ('train' in 'default') for a worker with gpu=2, zone=\"a\"")
+    assert finding.remedy == "taskmesh worker MODULE:MESH --label gpu=2 --label 'zone=\"a\"'"
+
+
 async def test_t45_tasks_that_no_live_worker_knows_are_an_error(mesh: TaskMesh) -> None:
     @mesh.task
     async def known() -> None: ...

@@ -143,6 +143,25 @@ async def short_leases(store: Store) -> list[str]:
 
 
 @if_allowed
+async def needs_of_waiting(store: Store) -> list[tuple[str, str, list[str], int]]:
+    """Return queue, name and needed labels of tasks that wait, each once, and how many of the first few thousand these are."""
+    stages: list[Document] = [
+        # Some thousand tasks that wait.
+        {"$match": {"status": "INIT"}},
+        {"$limit": _LOOKED_AT},
+        # Those that need something of a worker; a stranger's may be no list.
+        {"$match": {"needs": {"$type": "array"}}},
+        # Each combination once, and how many they are.
+        {"$group": {"_id": {"queue": "$queue", "name": "$name", "needs": "$needs"}, "n": {"$sum": 1}}},
+        {"$sort": {"n": -1}},
+        {"$limit": 100},
+    ]
+    cursor = await store.driver.aggregate(store.tasks, stages, hint="taskmesh_status", maxTimeMS=DEADLINE_MS)
+    rows = [(row["_id"], int(row["n"])) for row in await cursor.to_list(None)]
+    return [(str(of["queue"]), str(of["name"]), [str(need) for need in of["needs"]], n) for of, n in rows]
+
+
+@if_allowed
 async def large_tasks(store: Store, larger_than: int) -> list[Document]:
     """Return the largest unfinished tasks over this size, of the first few thousand: `_id` and `bytes`."""
     stages: list[Document] = [
