@@ -18,7 +18,7 @@ from taskmesh.client.handle import TaskHandle
 from taskmesh.client.params import with_stored_fields
 from taskmesh.client.portal import portal_loop, run_blocking
 from taskmesh.client.registered import RegisteredDefinition
-from taskmesh.client.returns import PLAIN, Returns
+from taskmesh.client.returns import Returns
 from taskmesh.client.tasks import Tasks
 from taskmesh.client.tracing import Carrier, carrier, going_on, publishing
 from taskmesh.model.configuration import Configuration, PublishSettings
@@ -174,20 +174,25 @@ class Publisher:
             await asyncio.sleep(pause)
             pause = min(pause * 2, 1.0)
 
-    def publication_of(self, definition: Publishable | str, key: str, params: Mapping[str, Any]) -> Publication:
+    async def known(self, definition: Publishable | str) -> Publishable:
+        """Return the definition that is meant: by name, the one of this mesh, else what workers have registered.
+
+        That is read at most every two seconds.
+        """
+        if not isinstance(definition, str):
+            return definition
+        return self.definitions.get(checked_name(definition)) or await self.registered(definition)
+
+    def publication_of(self, definition: Publishable, key: str, params: Mapping[str, Any]) -> Publication:
         """Check what a handler wants to be published with its SUCCESS. Raises as `publish` does."""
-        if isinstance(definition, str):
-            known = self.definitions.get(checked_name(definition))
-            definition = known if known is not None else RegisteredDefinition(definition, None)
         stored, size = definition.to_store(params, definition.configuration.fed)
         configuration, size_of_fields = with_stored_fields(definition.name, definition.configuration)
         publication = Publication(definition.name, checked_key(key), stored, configuration, size + size_of_fields)
         _check_no_circle([publication])
         return publication
 
-    def handle_of(self, definition: Publishable | str, name: str, key: str, *, created: bool) -> TaskHandle[Any]:
+    def handle_of(self, definition: Publishable, name: str, key: str, *, created: bool) -> TaskHandle[Any]:
         """Return the handle of what a handler has started."""
-        known = self.definitions.get(definition) if isinstance(definition, str) else definition
         return TaskHandle(
             self._tasks,
             name,
@@ -195,7 +200,7 @@ class Publisher:
             created=created,
             updated=False,
             warnings=[],
-            returns=PLAIN if known is None else known.returns,
+            returns=definition.returns,
         )
 
     # --- from code without an event loop ---

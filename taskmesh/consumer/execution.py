@@ -6,13 +6,13 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from datetime import datetime, timedelta
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from taskmesh.client.publisher import Publisher
+from taskmesh.client.publisher import Publishable, Publisher
 from taskmesh.client.returns import PLAIN, Returns
 from taskmesh.consumer.recording import Ledger, Recorder
 from taskmesh.consumer.tracing import ProcessSpan
@@ -26,6 +26,7 @@ from taskmesh.store.driver import Document
 from taskmesh.store.finish import Outcome
 from taskmesh.store.publish import Publication
 
+T = TypeVar("T")
 LOG_LINES = 100
 LOG_LINE_CHARS = 2_000
 LOG_BYTES = 32_000
@@ -127,6 +128,7 @@ class Journals(Protocol):
 
     def open(self, execution: Execution) -> Recorder: ...
     def in_thread(self, execution: Execution) -> Ledger: ...
+    def done_in_loop(self, doing_it: Coroutine[Any, Any, T]) -> T: ...
 
 
 class Waited(Protocol):
@@ -444,9 +446,19 @@ class Execution:
             self._logs_changed = True
         self._report()
 
-    def add_publication(self, definition: Any, key: str, params: Mapping[str, Any]) -> None:
+    async def publish(self, definition: Publishable | str, key: str, params: Mapping[str, Any]) -> None:
         """Keep a task to be published with this execution's SUCCESS. Raises what publishing it would."""
         self.check_goes_on()
+        self._add_publication(await self.publisher.known(definition), key, params)
+
+    def publish_in_thread(self, definition: Publishable | str, key: str, params: Mapping[str, Any]) -> None:
+        """Keep a task to be published with this execution's SUCCESS, asked from a thread that is not the event loop's."""
+        self.check_goes_on()
+        if isinstance(definition, str):
+            definition = self._journals.done_in_loop(self.publisher.known(definition))
+        self._add_publication(definition, key, params)
+
+    def _add_publication(self, definition: Publishable, key: str, params: Mapping[str, Any]) -> None:
         publication = self.publisher.publication_of(definition, key, params)
         if self.span is not None:
             publication.trace = self.span.carrier

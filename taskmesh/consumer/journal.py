@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mappi
 from contextlib import asynccontextmanager
 from datetime import datetime, timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -66,6 +66,7 @@ from taskmesh.store.publish import Publication
 from taskmesh.store.server_errors import is_over_deadline, is_passing, own_copy, patiently
 from taskmesh.store.values import cleaned, encoded
 
+T = TypeVar("T")
 MAX_VALUE_BYTES = 1_000_000
 MAX_RECORDS_BYTES = 8_000_000
 _SIZE_OF_THE_REST = 300
@@ -97,6 +98,15 @@ class Journals:
     def in_thread(self, execution: Execution) -> InThread:
         """Return what a handler in a thread writes its journal by."""
         return InThread(self, execution)
+
+    def done_in_loop(self, doing_it: Coroutine[Any, Any, T]) -> T:
+        """Do it in the event loop, and wait, in a thread that is not the loop's."""
+        try:
+            running = asyncio.run_coroutine_threadsafe(doing_it, self.loop)
+        except RuntimeError:  # the loop is closed, and nobody will ever run it
+            doing_it.close()
+            raise
+        return running.result()
 
 
 class Journal:
@@ -246,7 +256,8 @@ class Journal:
         self._check()
         self._check_place(step_under_way())
         publisher = self._execution.publisher
-        name = checked_name(getattr(definition, "name", definition))
+        definition = await publisher.known(definition)
+        name = definition.name
         ids = {task_id(name, key): key for key in params_by_key}
         entries = [Entry("start", id_, id_, steps.record_id("start", 1, id_), None) for id_ in ids]
         try:
@@ -628,13 +639,7 @@ class InThread:
         async def do() -> Any:
             return await doing(self._execution.journal)
 
-        doing_it = do()
-        try:
-            running = asyncio.run_coroutine_threadsafe(doing_it, self._journals.loop)
-        except RuntimeError:  # the loop is closed, and nobody will ever run it
-            doing_it.close()
-            raise
-        return running.result()
+        return self._journals.done_in_loop(do())
 
     def begin_step(self, name: str, made_by: str, outer: str | None) -> tuple[str, Document | None]:
         """Return its id, and what is recorded of it; None if it is to be done now."""

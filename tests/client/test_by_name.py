@@ -14,8 +14,18 @@ from uuid import UUID
 import httpx
 import pytest
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+from pymongo import AsyncMongoClient
+from pymongo.monitoring import CommandFailedEvent, CommandListener, CommandStartedEvent, CommandSucceededEvent
 
-from taskmesh import InvalidParams, TaskMesh, TaskNotFound, TaskOption
+from taskmesh import (
+    InvalidParams,
+    Status,
+    TaskMesh,
+    TaskNotFound,
+    TaskOption,
+    current_blocking_task,
+    current_task,
+)
 from taskmesh.client.json_schema import misfits
 from taskmesh.client.params import Params
 from taskmesh.web import create_app
@@ -134,6 +144,54 @@ async def test_a_schedule_declared_without_the_code_ticks_as_the_workers_have_re
         assert (await handle.task()).queue == "mail"
         with pytest.raises(InvalidParams):
             await mesh.every("send_email", interval_ms=3_600_000, params={"whom": "ann"})
+
+
+async def test_a_handler_publishes_and_starts_by_name_as_the_workers_have_registered_it(
+    mesh: TaskMesh, mongo_uri: str, database: str
+) -> None:
+    reads = Reads("definitions")
+    client: AsyncMongoClient[dict[str, Any]] = AsyncMongoClient(mongo_uri, event_listeners=[reads])
+    shop = TaskMesh(client, database=database)
+
+    @shop.task
+    async def order() -> None:
+        await current_task().publish("send_email", "async", to="ann")
+        with pytest.raises(InvalidParams, match="'to' is missing"):
+            await current_task().publish("send_email", "no")
+        for i in range(20):
+            await current_task().publish("send_email", f"many-{i}", to="ann")
+        await current_task().start("send_email", "child", to="bob")
+
+    @shop.task
+    def order_in_a_thread() -> None:
+        current_blocking_task().publish("send_email", "thread", to="ann")
+
+    async with client, with_mail(mongo_uri, database) as of_worker, shop, working(shop, "shop"):
+        async with working(of_worker, "mail"):
+            pass  # what it has registered outlives it
+        reads.seen = 0
+        await order.publish("k")
+        await order_in_a_thread.publish("k")
+        assert (await finished(mesh, "order", "k")).status is Status.SUCCESS
+        assert (await finished(mesh, "order_in_a_thread", "k")).status is Status.SUCCESS
+        for key in ("async", "thread", "child", "many-7"):
+            task = await mesh.get("send_email", key)
+            assert (task.queue, task.task_option) == ("mail", MAIL)
+        assert reads.seen <= 3, "one every two seconds, however many are published"
+
+
+class Reads(CommandListener):
+    """Counts the reads of one collection."""
+
+    def __init__(self, collection: str) -> None:
+        self.collection = collection
+        self.seen = 0
+
+    def started(self, event: CommandStartedEvent) -> None:
+        self.seen += event.command_name == "find" and event.command["find"] == self.collection
+
+    def succeeded(self, event: CommandSucceededEvent) -> None: ...
+    def failed(self, event: CommandFailedEvent) -> None: ...
 
 
 class Colour(Enum):

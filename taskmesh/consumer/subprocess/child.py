@@ -153,7 +153,7 @@ class Remote:
             if not self._over:
                 self._connection.send_bytes(packed("log", line_of(message)))
 
-    def add_publication(self, definition: Any, key: str, params: Mapping[str, Any]) -> None:
+    def publish_in_thread(self, definition: Any, key: str, params: Mapping[str, Any]) -> None:
         """Publish with the SUCCESS. The params are checked here, where the types are that they are annotated with."""
         if isinstance(definition, TaskDefinition):
             stored, _ = definition.params.to_store(params, definition.configuration.fed)

@@ -225,7 +225,7 @@ class Conversation:
             return execution.set_progress(*said)
         if question == "publish":
             definition, configuration, key, params = said
-            return execution.add_publication(self._published(definition, configuration), key, params)
+            return execution.publish_in_thread(self._published(definition, configuration), key, params)
         if question == "address":
             return pickle.dumps(self._transactions.address())
         if question in _OF_THE_JOURNAL:
