@@ -21,6 +21,7 @@ from taskmesh.admin.what_if import WhatIf
 from taskmesh.client.batch import DEFAULT_WAIT_MS, BatchDefinition
 from taskmesh.client.change_feed import Feed
 from taskmesh.client.connection import Connection
+from taskmesh.client.defining import DEFAULT_OPTION, Decorator, Defining, TaskSettings, checked_function, checked_option
 from taskmesh.client.definition import Run, TaskDefinition
 from taskmesh.client.events import DEFAULT_BUFFER, EventReader
 from taskmesh.client.flows import Flow, Flows
@@ -42,12 +43,11 @@ from taskmesh.consumer.settings import (
     worker_id_or_new,
 )
 from taskmesh.consumer.worker import ClaimHook
-from taskmesh.model.configuration import Configuration, PublishSettings, checked_needs
-from taskmesh.model.error_policy import ErrorPolicy, ErrorTypes
+from taskmesh.model.configuration import Configuration, PublishSettings
+from taskmesh.model.error_policy import ErrorTypes
 from taskmesh.model.errors import InvalidOption
 from taskmesh.model.flow import FlowStatus
 from taskmesh.model.option import OptionFields, TaskOption
-from taskmesh.model.queue import checked_queue
 from taskmesh.model.schedule import Missed, Overlap, checked_declaration
 from taskmesh.model.task import Status, Task, checked_key, checked_name
 from taskmesh.model.worker import WorkerInfo
@@ -57,32 +57,6 @@ from taskmesh.store.clock import ServerClock
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
-_DEFAULT_OPTION = TaskOption()
-
-
-class TaskSettings(TypedDict, total=False):
-    """What `mesh.task(…)` can be told about a task."""
-
-    name: str | None
-    queue: str
-    option: TaskOption | None
-    needs: Mapping[str, Any] | None
-    run: Run | None
-    projection: Sequence[str] | None
-    retry_on: ErrorTypes | None
-    fail_on: ErrorTypes | None
-    cron: str | None
-    interval_ms: int | None
-    timezone: str
-
-
-class Decorator(Protocol):
-    """What `mesh.task(…)` returns: it keeps the signature of what it decorates."""
-
-    @overload
-    def __call__(self, fn: Callable[P, Awaitable[R]], /) -> TaskDefinition[P, R]: ...
-    @overload
-    def __call__(self, fn: Callable[P, R], /) -> TaskDefinition[P, R]: ...
 
 
 class BatchDecorator(Protocol):
@@ -100,7 +74,7 @@ class BatchDecorator(Protocol):
     def __call__(self, fn: Callable[[list[T]], Sequence[R | Exception] | None], /) -> BatchDefinition[T, R]: ...
 
 
-class TaskMesh:
+class TaskMesh(Defining):
     """A set of task definitions on a MongoDB collection.
 
     `client`: a MongoDB URI, a `pymongo.AsyncMongoClient` or a `motor.motor_asyncio.AsyncIOMotorClient`, which all win over
@@ -111,8 +85,7 @@ class TaskMesh:
     """
 
     def __init__(self, client: Any = None, *, database: str = "taskmesh", collection: str = "tasks") -> None:
-        self.definitions: dict[str, TaskDefinition[Any, Any]] = {}
-        """The tasks that are defined on this mesh, by name."""
+        super().__init__()
         self.connection = Connection(client, database, collection)
         """Where the mesh is connected to."""
         self.tasks = Tasks(self.connection)
@@ -229,7 +202,7 @@ class TaskMesh:
         *,
         name: str | None = None,
         queue: str = "default",
-        option: TaskOption | None = _DEFAULT_OPTION,
+        option: TaskOption | None = DEFAULT_OPTION,
         needs: Mapping[str, Any] | None = None,
         run: Run | None = None,
         projection: Sequence[str] | None = None,
@@ -253,13 +226,8 @@ class TaskMesh:
         `cron`, `interval_ms`, `timezone`: run it periodically, with the defaults of its params; `every` can say more.
         Raises `InvalidOption`.
         """
-        if fn is not None and not callable(fn):
-            raise InvalidOption(
-                f"task must be given a function, got {fn!r}: write @mesh.task(name={fn!r}) to name a task"
-            )
-        if option is not None and not isinstance(option, TaskOption):
-            raise InvalidOption(f"option must be a TaskOption, got {option!r}")
-        errors = ErrorPolicy.declared(retry_on, fail_on)
+        checked_function("task", fn)
+        checked_option(option)
         if batch is None and batch_wait_ms is not None:
             raise InvalidOption("batch_wait_ms was set without batch: set both, or neither")
         if batch is not None and projection is not None:
@@ -268,21 +236,19 @@ class TaskMesh:
             )
 
         def define(function: Any) -> TaskDefinition[Any, Any]:
-            configuration = Configuration(
-                queue=checked_queue(queue), option=option or _DEFAULT_OPTION, needs=checked_needs(needs)
+            definition = self.define(
+                function,
+                name=name,
+                queue=queue,
+                option=option,
+                needs=needs,
+                run=run,
+                projection=projection,
+                retry_on=retry_on,
+                fail_on=fail_on,
+                batch=batch,
+                batch_wait_ms=batch_wait_ms,
             )
-            named = name or function.__name__
-            definition: TaskDefinition[Any, Any]
-            if batch is None:
-                definition = TaskDefinition(self.publisher, function, named, configuration, run, projection, errors)
-            else:
-                wait_ms = DEFAULT_WAIT_MS if batch_wait_ms is None else batch_wait_ms
-                definition = BatchDefinition(
-                    self.publisher, function, named, configuration, run, errors, batch, wait_ms
-                )
-            if definition.name in self.definitions:
-                raise InvalidOption(f"a task {definition.name!r} is defined already: give one of them another name")
-            self.definitions[definition.name] = definition
             if cron is not None or interval_ms is not None:
                 self.every(definition, cron=cron, interval_ms=interval_ms, timezone=timezone)
             return definition

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import shlex
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -22,6 +22,7 @@ from taskmesh.model.queue import QueueInfo
 from taskmesh.model.worker import WorkerInfo, able_workers, known_names
 from taskmesh.store import Store, reach, schedules, schema
 from taskmesh.store.find import UNFINISHED
+from taskmesh.store.registry import loop_names
 
 Level = Literal["ok", "note", "warning", "error"]
 
@@ -53,13 +54,13 @@ class Finding(BaseModel):
 
 async def examine(store: Store) -> list[Finding]:
     """Look at everything, and return what was found, in the order of looking."""
-    workers, unfinished, queues = await asyncio.gather(
-        Registry(store).read(), read_counts(store, UNFINISHED), read_queues(store)
+    workers, unfinished, queues, loops = await asyncio.gather(
+        Registry(store).read(), read_counts(store, UNFINISHED), read_queues(store), loop_names(store)
     )
     parts = (
         _server(store),
         _collection(store),
-        _fleet(workers, unfinished, queues),
+        _fleet(workers, unfinished, queues, loops),
         _headroom([worker for worker in workers if worker.live]),
         _schedules(store, [worker for worker in workers if worker.live]),
         _needs(store, workers),
@@ -217,7 +218,7 @@ async def _collection(store: Store) -> AsyncIterator[Finding]:
 
 
 async def _fleet(
-    workers: list[WorkerInfo], counts: dict[str, dict[str, int]], queues: list[QueueInfo]
+    workers: list[WorkerInfo], counts: dict[str, dict[str, int]], queues: list[QueueInfo], loops: Collection[str]
 ) -> AsyncIterator[Finding]:
     live = [worker for worker in workers if worker.live]
     gone = [worker.worker_id for worker in workers if worker.state == "gone"]
@@ -236,6 +237,14 @@ async def _fleet(
         versions = sorted({worker.version for worker in live})
         yield Finding(level="ok", subject="workers", found=f"{len(live)} alive, of version {', '.join(versions)}")
         for name, count in sorted(unknown.items()):
+            if name in loops:
+                yield Finding(
+                    level="warning",
+                    subject="loops",
+                    found=f"{name!r} is a loop or a singleton that no live worker declares: it waits unclaimed",
+                    remedy=f"deploy workers that declare it, or remove it: taskmesh delete --where 'name:{name}'",
+                )
+                continue
             yield Finding(
                 level="error",
                 subject="workers",

@@ -168,6 +168,7 @@ def _words(found: Judgement, number: int, worker_id: str, worker: WorkerInfo | N
     on_their_way_out = f", {len(found.leaving)} stopped and on their way out ({leaving})" if leaving else ""
     resume_time = found.opens[number]["delay asked for"]
     for_good = f"; FAILed for good: {found.final_because}" if found.final_because else ""
+    by = "its loop, Retry or Snooze" if task.get("loop") else "Retry or Snooze"
     wanted = option.get("concurrent_worker_cnt")
     delay = f"delay {option.get('unexpected_retry_delay_ms')} ms for the {option.get('unexpected_retry_delay_scope')}"
     return {
@@ -182,7 +183,7 @@ def _words(found: Judgement, number: int, worker_id: str, worker: WorkerInfo | N
         "retries left": f"{found.fail_cnt} FAIL, max_unexpected_retries {option.get('max_unexpected_retries')}",
         "timeouts left": f"{found.timeout_cnt} lost in a row, max_timeouts {option.get('max_timeouts')}",
         "retry delay": f"{found.fail_cnt} FAIL, {delay}",
-        "delay asked for": f"asked for by Retry or Snooze until {resume_time}" if resume_time else "none asked for",
+        "delay asked for": f"asked for by {by} until {resume_time}" if resume_time else "none asked for",
         "suspended": _suspended(task.get("suspended_for"), found),
         "worker allowed": f"specific_worker_ids {', '.join(option.get('specific_worker_ids', [])) or 'any'}",
         "labels": _needs(task.get("needs"), worker),

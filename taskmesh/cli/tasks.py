@@ -148,6 +148,9 @@ def _task_page(task: Task) -> RenderableType:
     facts: list[tuple[str, object]] = [
         ("status", f"{task.status}, {task.standing}" if task.standing else task.status),
         ("queue", task.queue if task.group is None else f"{task.queue}, group {task.group}"),
+        ("runs", None if task.loop is None else task.loop.sentence),
+        ("rounds", None if state.rounds is None else f"{state.rounds.cnt}, the last one on {state.rounds.worker_id}"),
+        ("last end", None if state.rounds is None else state.rounds.end_time),
         ("created", state.create_time),
         ("start time", state.start_time),
         ("expires", state.expire_time),

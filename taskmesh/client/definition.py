@@ -13,8 +13,9 @@ from taskmesh.client.publisher import Publisher
 from taskmesh.client.returns import Returns
 from taskmesh.model.configuration import Configuration, PublishSettings
 from taskmesh.model.error_policy import NO_POLICY, ErrorPolicy, ErrorTypes
-from taskmesh.model.errors import InvalidOption
+from taskmesh.model.errors import InvalidOption, InvalidParams
 from taskmesh.model.labels import words
+from taskmesh.model.loop import Loop, check_published
 from taskmesh.model.option import TaskOption
 from taskmesh.model.queue import checked_queue
 from taskmesh.model.task import checked_key, checked_name
@@ -43,7 +44,11 @@ class TaskDefinition(Generic[P, R]):
         run: Run | None,
         projection: Sequence[str] | None = None,
         errors: ErrorPolicy = NO_POLICY,
+        *,
+        loop: Loop | None = None,
+        broadcast: bool = False,
     ) -> None:
+        """`loop`: it is run again and again without being published. `broadcast`: each live worker runs what is published."""
         self.publisher = publisher
         self.fn = fn
         self.name = checked_name(name)
@@ -58,6 +63,10 @@ class TaskDefinition(Generic[P, R]):
         self.returns = Returns(f"the result of task {name!r}", fn)
         self.errors = errors
         self.projection = None if projection is None else self.params.checked_projection(projection)
+        self.loop = loop
+        self.broadcast = broadcast
+        if loop is not None:
+            self._check_needs_no_params()
         self._on_queue: dict[str, TaskDefinition[..., Any]] = {}
         self.__doc__ = fn.__doc__
         self.__name__ = getattr(fn, "__name__", name)
@@ -142,7 +151,16 @@ class TaskDefinition(Generic[P, R]):
 
         `fed`: those that come from dependencies.
         """
+        check_published(self.name, is_loop=self.loop is not None)
         return self.on(self.queue).params.to_store(params, fed)
+
+    def _check_needs_no_params(self) -> None:
+        try:
+            self.params.to_store({})
+        except InvalidParams as error:
+            raise InvalidOption(
+                f"task {self.name!r} is run without params, so its function may take none but those with defaults ({error})"
+            ) from error
 
     async def publish(self, key: str, /, *args: P.args, **params: P.kwargs) -> TaskHandle[R]:
         """Publish one task under `key`, once: a key that is there already is left as it is, unless configured.
@@ -175,7 +193,8 @@ class TaskDefinition(Generic[P, R]):
         known = text is not None and len(text) <= _LONGEST_SCHEMA
         described = {"queue": self.queue, "option": self.option.stored(), "schema": text if known else None}
         needs = self.configuration.needs
-        return described | ({"needs": words(needs)} if needs else {})
+        kind = {"loop": self.loop.stored()} if self.loop else {"broadcast": True} if self.broadcast else {}
+        return described | ({"needs": words(needs)} if needs else {}) | kind
 
     def __repr__(self) -> str:
         return f"<TaskDefinition {self.name!r} queue={self.queue!r} run={self.run!r}>"

@@ -132,6 +132,11 @@ class Flows:
             )
         stored, size = known.to_store(params, configuration.fed)
         configuration, size_of_fields = with_stored_fields(known.name, configuration)
+        if known.broadcast:
+            raise InvalidOption(
+                f"task {known.name!r} is a broadcast, which is for the workers that are live when it is published: publish it "
+                "by a task of the flow, current_task().publish(…)"
+            )
         publication = Publication(known.name, checked_key(key), stored, configuration, size + size_of_fields)
         handle: TaskHandle[R] = TaskHandle(
             self._tasks, known.name, key, created=False, updated=False, warnings=[], returns=known.returns

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Protocol, Unpack
 
 from pymongo.errors import PyMongoError
@@ -23,7 +25,10 @@ from taskmesh.client.tasks import Tasks
 from taskmesh.client.tracing import Carrier, carrier, going_on, publishing
 from taskmesh.model.configuration import Configuration, PublishSettings
 from taskmesh.model.errors import InvalidOption, InvalidParams, TaskMeshError
+from taskmesh.model.labels import words
+from taskmesh.model.option import MOST_WORKERS
 from taskmesh.model.task import checked_key, checked_name
+from taskmesh.model.worker import able_workers
 from taskmesh.store import Store, dependencies
 from taskmesh.store.driver import twin_of
 from taskmesh.store.publish import Publication, Published, publish, publish_in_session
@@ -36,7 +41,13 @@ PUBLISH_DEADLINE_S = 30.0
 class Publishable(Protocol):
     """What a publish needs to know of a task: its definition, or what workers have registered of it."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """The task's name."""
+
+    @property
+    def broadcast(self) -> bool:
+        """Whether each worker that is live at its publication runs it once."""
 
     @property
     def configuration(self) -> Configuration:
@@ -48,6 +59,29 @@ class Publishable(Protocol):
 
     def to_store(self, params: Mapping[str, Any], fed: Iterable[str] = ()) -> tuple[dict[str, Any], int]:
         """Return checked params as they are stored, and their size in bytes. Raises `InvalidParams`, `TaskTooLarge`."""
+
+
+@dataclass(frozen=True)
+class Addressed:
+    """A broadcast, with the workers that are to run what is published of it now."""
+
+    definition: Publishable
+    configuration: Configuration
+    broadcast = True
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.definition.name
+
+    @property
+    def returns(self) -> Returns:
+        """What its results are."""
+        return self.definition.returns
+
+    def to_store(self, params: Mapping[str, Any], fed: Iterable[str] = ()) -> tuple[dict[str, Any], int]:
+        """Return checked params as they are stored, and their size in bytes."""
+        return self.definition.to_store(params, fed)
 
 
 class Publisher:
@@ -100,14 +134,27 @@ class Publisher:
 
         All are checked before any is written. `known`: the definition is that of a handler, not made of defaults.
         """
-        configuration, size_of_fields = with_stored_fields(definition.name, configuration or definition.configuration)
+        configuration = configuration or definition.configuration
+        if definition.broadcast:
+            configuration = await self.addressed(definition.name, configuration)
+        configuration, size_of_fields = with_stored_fields(definition.name, configuration)
         publish_id = new_id()
         publications = []
         for key, params in params_by_key.items():
             checked_key(key)
             stored, size = definition.to_store(params, configuration.fed)
             size += size_of_fields
-            publications.append(Publication(definition.name, key, stored, configuration, size, publish_id=publish_id))
+            publications.append(
+                Publication(
+                    definition.name,
+                    key,
+                    stored,
+                    configuration,
+                    size,
+                    publish_id=publish_id,
+                    broadcast=definition.broadcast,
+                )
+            )
         _check_no_circle(publications)
         store, clock = self._connection.store, self._connection.clock
         await self._connection.create_what_is_missing()
@@ -177,17 +224,40 @@ class Publisher:
     async def known(self, definition: Publishable | str) -> Publishable:
         """Return the definition that is meant: by name, the one of this mesh, else what workers have registered.
 
-        That is read at most every two seconds.
+        That is read at most every two seconds. A broadcast is addressed to the workers that are live now.
         """
-        if not isinstance(definition, str):
+        if isinstance(definition, str):
+            definition = self.definitions.get(checked_name(definition)) or await self.registered(definition)
+        if not definition.broadcast:
             return definition
-        return self.definitions.get(checked_name(definition)) or await self.registered(definition)
+        return Addressed(definition, await self.addressed(definition.name, definition.configuration))
+
+    async def addressed(self, name: str, configuration: Configuration) -> Configuration:
+        """Return the configuration of a broadcast that is for the workers which are live now and may run it.
+
+        Where there is none, the task is EXPIRED from the start.
+        """
+        queue, named = configuration.queue, configuration.option.specific_worker_ids
+        workers = await patiently(self._connection.registry.read)
+        able = able_workers(workers, name, queue, only=named, needs=words(configuration.needs))
+        ids = tuple(worker.worker_id for worker in able if worker.state == "running")
+        if len(ids) > MOST_WORKERS:
+            raise TaskMeshError(
+                f"task {name!r} would be for {len(ids)} workers, of {MOST_WORKERS} that one task can be for: give parts of "
+                "the fleet labels, and publish one broadcast with needs=… for each part"
+            )
+        if not ids:
+            return configuration.changed(expire_time=self._connection.clock.now() - timedelta(seconds=1))
+        return configuration.changed(specific_worker_ids=ids, concurrent_worker_cnt=len(ids))
 
     def publication_of(self, definition: Publishable, key: str, params: Mapping[str, Any]) -> Publication:
         """Check what a handler wants to be published with its SUCCESS. Raises as `publish` does."""
         stored, size = definition.to_store(params, definition.configuration.fed)
         configuration, size_of_fields = with_stored_fields(definition.name, definition.configuration)
-        publication = Publication(definition.name, checked_key(key), stored, configuration, size + size_of_fields)
+        size += size_of_fields
+        publication = Publication(
+            definition.name, checked_key(key), stored, configuration, size, broadcast=definition.broadcast
+        )
         _check_no_circle([publication])
         return publication
 

@@ -13,6 +13,7 @@ from taskmesh.client.returns import PLAIN
 from taskmesh.model.configuration import Configuration
 from taskmesh.model.errors import InvalidParams
 from taskmesh.model.labels import from_words
+from taskmesh.model.loop import check_published
 from taskmesh.model.option import TaskOption
 from taskmesh.store.driver import Document
 from taskmesh.store.values import storable
@@ -30,6 +31,8 @@ class RegisteredDefinition:
         self.found = document is not None
         self.configuration = Configuration()
         self._schema: Any = True
+        self._is_loop = bool(document and document.get("loop"))
+        self.broadcast = bool(document and document.get("broadcast"))
         if document is not None:
             # A worker of another release may have options that this one does not know.
             option = {field: value for field, value in document["option"].items() if field in TaskOption.model_fields}
@@ -39,6 +42,7 @@ class RegisteredDefinition:
 
     def to_store(self, params: Mapping[str, Any] | None, fed: Iterable[str] = ()) -> tuple[dict[str, Any], int]:
         """Return params as they are stored, and their size. Raises `InvalidParams` for what does not fit the handler."""
+        check_published(self.name, is_loop=self._is_loop)
         if params is not None and not isinstance(params, Mapping):
             raise InvalidParams(
                 f"task {self.name!r}: params must be a mapping by parameter name, got {type(params).__name__}"

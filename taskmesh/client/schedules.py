@@ -109,7 +109,7 @@ class Schedules:
         if settings.fields:
             fields["settings"]["fields"] = settings.fields
         if definition is not None:
-            fields["params"], _ = definition.params.to_store(params)
+            fields["params"], _ = definition.to_store(params)
             fields["base"] = _base(definition.configuration)
         else:
             registered = await self._publisher.registered(declaration.name)
@@ -127,7 +127,7 @@ class Schedules:
             await audit.note(self._store, "schedule.declare", by, **about)
         return info
 
-    def publication_of_tick(self, schedule: Document, key: str, start_time: datetime | None) -> Publication:
+    async def publication_of_tick(self, schedule: Document, key: str, start_time: datetime | None) -> Publication:
         """Return the task of a tick: as its definition says if it is known here, else as it was known to who declared it."""
         name, params = schedule["name"], schedule["params"]
         definition = self._definitions.get(name)
@@ -142,7 +142,11 @@ class Schedules:
             if (value := getattr(configuration.option, name)) is not None
         }
         configuration = configuration.changed(**kept)
-        return Publication(name, checked_key(key), params, configuration, checked_size(name, params))
+        broadcast = (definition or await self._publisher.registered(name)).broadcast
+        if broadcast:
+            configuration = await self._publisher.addressed(name, configuration)
+        size = checked_size(name, params)
+        return Publication(name, checked_key(key), params, configuration, size, broadcast=broadcast)
 
     async def all(self) -> list[ScheduleInfo]:
         """Return all schedules, the next to tick first."""

@@ -149,6 +149,19 @@ class ClaimQueue:
         turns = self._turns.get(queue)
         return turns is not None and group in turns.more
 
+    def take_loops(self, now: float) -> list[Candidate]:
+        """Remove and return the due candidates that need no slot."""
+        held = [self._held[id_] for id_ in self._settings.loop_ids if id_ in self._held]
+        due = [candidate for candidate in held if candidate.due <= now]
+        for candidate in due:
+            del self._held[candidate.id]
+            self._taken.add(candidate.id)
+        return due
+
+    def next_loop_due(self) -> float | None:
+        """Return when the next candidate is due that needs no slot, or None if there is none."""
+        return min((self._held[id_].due for id_ in self._settings.loop_ids if id_ in self._held), default=None)
+
     def next_due(self, now: float) -> float | None:
         """Return when the next candidate is due (now, if one is), or None if there is none."""
         self._ripen(now)

@@ -120,15 +120,18 @@ class Claimer:
             return self._pause_until - now
         while self._life.claims and len(self._in_flight) < _MAX_IN_FLIGHT:
             free = self._executions.free_slots - self.reserved
-            if free <= 0:
-                return None
+            loop_due = self._candidates.next_loop_due()
+            if free <= 0 and (loop_due is None or loop_due > now):
+                return None if loop_due is None else loop_due - now
             if not self._candidates.ready_count(now):
                 break
             narrowed_by = await self._claim_filter.current()
             if narrowed_by is None:
                 return 0.1
             narrowed_by = self._limits.without_paused(narrowed_by)
-            taken = self._candidates.take(min(free, self._largest_set()), now)
+            taken = self._candidates.take_loops(now)
+            if free > 0:
+                taken += self._candidates.take(min(free, self._largest_set()), now)
             candidates = [
                 c
                 for c in taken
@@ -141,11 +144,11 @@ class Claimer:
                 found = self._limits.sorted_out(candidates)
                 candidates = found.unlimited
                 for admission in found.admitted:
-                    self._send(self._claim_admitted(admission, narrowed_by), len(admission.candidates))
+                    self._send(self._claim_admitted(admission, narrowed_by), admission.candidates)
                 for queue, limited in found.to_ask.items():
-                    self._send(self._claim_limited(queue, limited, narrowed_by), len(limited))
+                    self._send(self._claim_limited(queue, limited, narrowed_by), limited)
             if candidates:
-                self._send(self._claim_set(candidates, narrowed_by), len(candidates))
+                self._send(self._claim_set(candidates, narrowed_by), candidates)
         self._candidates.want_more()
         due = self._candidates.next_due(now)
         if due is None or not self._life.claims or len(self._in_flight) >= _MAX_IN_FLIGHT:
@@ -156,7 +159,8 @@ class Claimer:
         """Half of the slots, so that one half is claimed while the outcomes of the other are recorded."""
         return min(_MAX_SET, max(1, (self._settings.concurrency + 1) // 2))
 
-    def _send(self, claim: Coroutine[Any, Any, bool], size: int) -> None:
+    def _send(self, claim: Coroutine[Any, Any, bool], candidates: Sequence[Candidate]) -> None:
+        size = sum(candidate.id not in self._settings.loop_ids for candidate in candidates)
         self.reserved += size
         # In a task of its own, which nobody cancels: a driver call that is cut off costs a connection, and its claim.
         claiming = asyncio.get_running_loop().create_task(claim, name="taskmesh claim")

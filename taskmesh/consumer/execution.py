@@ -18,6 +18,7 @@ from taskmesh.consumer.recording import Ledger, Recorder
 from taskmesh.consumer.tracing import ProcessSpan
 from taskmesh.model.error_policy import NO_POLICY, ErrorPolicy
 from taskmesh.model.errors import InvalidParams, LeaseLost, TaskMeshError, TaskSuspended
+from taskmesh.model.loop import Loop
 from taskmesh.model.option import TaskOption
 from taskmesh.model.task import Task
 from taskmesh.model.worker import Claimant
@@ -177,6 +178,8 @@ class Execution:
     """The child process that it runs in, while it does."""
     left = False
     """Whether its handler has really ended, after it was stopped from outside."""
+    loop: Loop | None = None
+    """How its task runs again and again, if it does: then it holds no slot, and its end is not that of the task."""
     recorded = False
     """Whether `transaction()` has recorded SUCCESS already."""
     hushed = False
@@ -454,7 +457,7 @@ class Execution:
     def publish_in_thread(self, definition: Publishable | str, key: str, params: Mapping[str, Any]) -> None:
         """Keep a task to be published with this execution's SUCCESS, asked from a thread that is not the event loop's."""
         self.check_goes_on()
-        if isinstance(definition, str):
+        if isinstance(definition, str) or definition.broadcast:
             definition = self._journals.done_in_loop(self.publisher.known(definition))
         self._add_publication(definition, key, params)
 

@@ -20,6 +20,8 @@ class Executions(dict[str, Execution]):
         """Whose outcomes are on their way to the database."""
         self.freed = asyncio.Event()
         """Set whenever an execution gives its slot back; cleared by whoever waits for that."""
+        self.loop_ended = asyncio.Event()
+        """Set when the execution of a loop has ended; cleared by whoever waits for that."""
         self.started = 0
         self.finished = 0
 
@@ -29,9 +31,10 @@ class Executions(dict[str, Execution]):
 
         Where there are many slots, a handler that has ended makes room though its outcome is still on its way to the
         database: so the next tasks are claimed meanwhile. But only half as many again may be on their way. Where there are
-        few, each outcome is recorded before another task has its slot.
+        few, each outcome is recorded before another task has its slot. Loops hold none: a singleton would keep it for ever.
         """
-        concurrency, held = self._settings.concurrency, len(self)
+        loops = sum(id_ in self for id_ in self._settings.loop_ids)
+        concurrency, held = self._settings.concurrency, len(self) - loops
         at_work = held - len(self.recording)
         beside = concurrency // 2 if concurrency >= _MANY_SLOTS else 0
         return max(0, min(concurrency - at_work, concurrency + beside - held))

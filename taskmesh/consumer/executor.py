@@ -56,7 +56,7 @@ from taskmesh.consumer.pinger import Pinger
 from taskmesh.consumer.reporter import Reporter
 from taskmesh.consumer.settings import AfterHook, Settings
 from taskmesh.consumer.tracing import process_span
-from taskmesh.model.errors import LeaseLost
+from taskmesh.model.errors import LeaseLost, TaskFailed
 from taskmesh.model.stage import Next
 from taskmesh.model.task import Task
 from taskmesh.store.clock import ServerClock
@@ -70,6 +70,7 @@ logger = logging.getLogger("taskmesh.executor")
 
 _UNWINDS_WITHIN_S = 10.0
 """How long a handler that is put aside may take to clean up, until it is cancelled."""
+_SUCCESSES = ("succeeded", "looped")
 _CANCELLED_ENDS_WITHIN_S = 10.0
 """How long a cancelled handler may take to clean up, until its outcome is recorded without it."""
 
@@ -99,6 +100,7 @@ class Executor:
         self._loop = asyncio.get_running_loop()
         self._first_steps = FirstSteps(self._loop)
         self._worker_id = settings.worker_id
+        self._labels = settings.labels
         self._before = settings.before
         self._after = settings.after
         self._observer = settings.observer
@@ -145,6 +147,9 @@ class Executor:
             journals=self._journals,
             waited=self._dependency_results,
         )
+        loop = self._definitions[execution.name].loop
+        if loop is not None and execution.key == loop.key(self._worker_id, self._labels):
+            execution.loop = loop
         self._executions[execution.id] = execution
         self._executions.started += 1
         self._pinger.expect(execution.ping_every_s)
@@ -196,6 +201,7 @@ class Executor:
             execution.span = process_span(execution)
             definition = self._definitions[execution.name].on(execution.queue)
             execution.returns, execution.errors = definition.returns, definition.errors
+            _check_is_no_second(execution, definition)
             await self._dependency_results.feed(definition.params, execution.document)
             args, kwargs = definition.params.to_run(execution.document.get("params") or {})
             if self._before is not None or self._after is not None:
@@ -377,7 +383,7 @@ class Executor:
         else:
             self._over(execution, recorded=False)
             return
-        if outcome.kind == "succeeded" and execution.publications:
+        if outcome.kind in _SUCCESSES and execution.publications:
             recording = self._transactions.record(execution, outcome)
             self._go_on(execution, recording, partial(self._recorded_with_publications, execution))
             return
@@ -388,14 +394,15 @@ class Executor:
 
         def over(recorded: bool) -> None:
             self._executions.recording.discard(execution)
-            if outcome.kind == "succeeded" and recorded:
+            if outcome.kind in _SUCCESSES and recorded:
                 self._succeeded(execution, concerns_others=outcome.concerns_others)
             elif recorded and (outcome.kind == "failed" or (outcome.step or {}).get("kind") == "join"):
                 self._dependents.finished(execution.id)
             self._over(execution, recorded=recorded)
 
         if execution.handler_done is None or execution.handler_done.is_set():  # what goes on keeps its slot
-            self._executions.recording.add(execution)
+            if execution.loop is None:
+                self._executions.recording.add(execution)
             self._slot_freed()
         self._finisher.add(outcome, over)
 
@@ -415,7 +422,7 @@ class Executor:
     def _succeeded(self, execution: Execution, *, concerns_others: bool = True) -> None:
         """Its SUCCESS is recorded, and a majority has it."""
         self._successes.tell(execution)
-        if concerns_others:
+        if concerns_others and execution.loop is None:
             self._dependents.finished(execution.id)
 
     def _over(self, execution: Execution, *, recorded: bool) -> None:
@@ -456,12 +463,22 @@ class Executor:
             del self._executions[execution.id]
             self._executions.finished += 1
             self._limits.ended(execution.id, recorded=recorded)
+            if execution.loop is not None:
+                self._executions.loop_ended.set()
             self._slot_freed()
 
     def _slot_freed(self) -> None:
         """Let everybody know who waits for a slot, or for what runs."""
         self._executions.freed.set()
         self._candidates.ready.set()
+
+
+def _check_is_no_second(execution: Execution, definition: TaskDefinition[Any, Any]) -> None:
+    """Raise `TaskFailed` for a second task of a loop, which somebody has put there who does not know that it is one."""
+    if definition.loop is not None and execution.loop is None:
+        raise TaskFailed(
+            f"{execution.name!r} is a loop or a singleton: its tasks are those that workers publish themselves"
+        )
 
 
 def _error_of(task: asyncio.Task[None]) -> BaseException:

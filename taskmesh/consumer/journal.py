@@ -56,7 +56,7 @@ from taskmesh.model.errors import (
     TaskTooLarge,
 )
 from taskmesh.model.ids import checked_step_name
-from taskmesh.model.task import checked_name, task_id
+from taskmesh.model.task import task_id
 from taskmesh.store import Store, children, steps
 from taskmesh.store.clock import ServerClock
 from taskmesh.store.dependencies import linking_pipeline

@@ -22,6 +22,7 @@ from taskmesh.consumer.logs import fields_of
 from taskmesh.consumer.timing import varied
 from taskmesh.model.error_policy import ALWAYS_FINAL, Raised, raised
 from taskmesh.model.errors import (
+    InvalidOption,
     InvalidParams,
     LeaseLost,
     Retry,
@@ -150,7 +151,12 @@ def _told_to_stop(execution: Execution, told: Stop, error: BaseException | None)
 
 
 def success(execution: Execution, value: Any) -> Outcome:
-    """Return the outcome of an execution whose handler returned this: a failure for good, if that cannot be stored."""
+    """Return the outcome of an execution whose handler returned this: a failure for good, if that cannot be stored.
+
+    Of a loop it is not stored: the task rests, and runs again.
+    """
+    if execution.loop is not None:
+        return execution.outcome("looped", {}, delay_ms=execution.loop.delay_ms(execution.stored_option))
     try:
         entry, size = execution.returns.kept("returns", value)
     except UnstorableValue as error:
@@ -166,11 +172,14 @@ def failure(execution: Execution, ending: Ending) -> Outcome:
     entry: Document = {"fail_reason": (ending.reason or "")[:MAX_REASON_CHARS], "retry_jitter": varied(1.0, 1.0) - 1.0}
     if ending.fail_type is not None:
         entry |= {"fail_type": ending.fail_type, "fail_frame": ending.fail_frame}
+    loop = execution.loop
     if final is not None:
         entry |= {"final": True, "final_because": final}
-    elif isinstance(ending.error, ALWAYS_FINAL):
+    elif isinstance(ending.error, ALWAYS_FINAL) and loop is None:  # which nothing ends for good
         entry["final"] = True
     delay_ms = delay_of(ending.error) if isinstance(ending.error, Retry) else None
+    if loop is not None and delay_ms is None:
+        delay_ms = loop.delay_after_failure_ms(execution.stored_option)
     return execution.outcome("failed", entry, 5_000, delay_ms)
 
 
@@ -187,7 +196,9 @@ def _tell(execution: Execution, ending: Ending, final: str | None) -> None:
     """Log a failure with its traceback: an error if no retry is left, else a warning."""
     reason = (ending.reason or "").partition("\n")[0]
     retries, most = execution.failures, execution.stored_option["max_unexpected_retries"]
-    if final is not None or isinstance(ending.error, ALWAYS_FINAL) or retries >= most:
+    if execution.loop is not None:
+        level, what = logging.WARNING, "failed and will run again"
+    elif final is not None or isinstance(ending.error, ALWAYS_FINAL) or retries >= most:
         level, what = logging.ERROR, "failed for good" + (f" ({final})" if final is not None else "")
     else:
         level, what = logging.WARNING, f"failed and will be retried ({retries + 1} of {most})"
@@ -210,8 +221,13 @@ def suspended(execution: Execution) -> Outcome:
 def moved(execution: Execution, to: TaskDefinition[Any, Any], error: Next) -> Outcome:
     """Return the outcome of an execution whose task goes on in another queue, where `to` runs it.
 
-    A failure, if its params do not fit there.
+    A failure, if its params do not fit there, and of a loop, which stays where it is.
     """
+    if execution.loop is not None:
+        refusal = InvalidOption(
+            f"task {execution.name!r} is a loop or a singleton, which stays in its queue: return instead"
+        )
+        return failure(execution, failed_by(refusal))
     entry: Document = {"queue": error.queue}
     size = 0
     if error.params is not None:

@@ -43,6 +43,8 @@ class Settings:
     stall_limit_ms: int
     observer: Observer | None = None
     """Who measures it."""
+    loop_ids: frozenset[str] = frozenset()
+    """The tasks of the loops that it may run: these take no slot."""
     instance: str = field(default_factory=lambda: secrets.token_hex(6))
     """Tells this run from any other under the same worker id."""
 

@@ -40,6 +40,9 @@ class Stopping:
         answered_by = time.monotonic() + _RELEASE_DEADLINE_S
         if not await _in_time(self._claimer.drain(), lambda: answered_by):
             logger.warning("claims were not answered: what they may have won is taken over when its leases are over")
+        for execution in list(self._executions.values()):
+            if execution.loop is not None and execution.loop.is_singleton:  # it would not end: another worker goes on
+                execution.stop(Stop.WORKER_STOPS)
         await self._wait_for_executions(grace_ms)
         self._stop_all()
         await self._wait_for_handlers()

@@ -66,7 +66,7 @@ class Ticker:
         id_ = schedule["_id"]
         try:
             ticks, next_time = ticks_to_publish(schedule, attendance)
-            made = [self._task_of(schedule, tick) for tick in ticks]
+            made = [await self._task_of(schedule, tick) for tick in ticks]
         except TaskMeshError as error:  # cronsim is missing here, or the settings are of another release
             if id_ not in self._told:
                 self._told.add(id_)
@@ -89,12 +89,12 @@ class Ticker:
             logger.info("schedule %s ticked while the task before was not finished: left out", id_)
         return 0.0
 
-    def _task_of(self, schedule: Document, tick: datetime) -> Publication:
+    async def _task_of(self, schedule: Document, tick: datetime) -> Publication:
         key = key_of(schedule["_id"], tick)
         jitter = schedule.get("jitter_ms") or 0
         # The same whoever publishes it, so that it does not depend on who comes first.
         start = tick + timedelta(milliseconds=crc32(key.encode()) % (jitter + 1)) if jitter else None
-        return self._periodic.publication_of_tick(schedule, key, start)
+        return await self._periodic.publication_of_tick(schedule, key, start)
 
     async def _before_is_unfinished(self, schedule: Document) -> bool:
         last = schedule.get("last_key")

@@ -290,7 +290,7 @@ class Transactions:
                 f"task {execution.name!r} {execution.key!r}: {told.value}, so nothing of the transaction remains"
             )
         outcome = success(execution, execution.result)
-        if outcome.kind != "succeeded":
+        if outcome.kind == "failed":
             raise UnstorableValue(outcome.entry["fail_reason"].removeprefix("UnstorableValue: "))
         return Record(self._worker_id, outcome, execution.publications, self._clock.now())
 

@@ -28,6 +28,7 @@ from taskmesh.client.events import DEFAULT_BUFFER, EventReader
 from taskmesh.client.publisher import Publisher
 from taskmesh.client.schedules import Schedules
 from taskmesh.consumer.backup_claims import BackupClaims
+from taskmesh.consumer.broadcasts import Broadcasts
 from taskmesh.consumer.claim_filter import ClaimFilter
 from taskmesh.consumer.claim_queue import ClaimQueue
 from taskmesh.consumer.claimer import Claimer
@@ -42,6 +43,7 @@ from taskmesh.consumer.journal import Journals
 from taskmesh.consumer.life import DEFAULT_GRACE_MS, Life, State
 from taskmesh.consumer.limits import Limits
 from taskmesh.consumer.listener import Listener
+from taskmesh.consumer.loops import Loops, publications_of
 from taskmesh.consumer.partitions import Partitions
 from taskmesh.consumer.pinger import Pinger
 from taskmesh.consumer.queues import Queues
@@ -211,8 +213,9 @@ class Consumer:
         """Work until `stop()`, a signal, or cancellation (which cancels and releases what runs).
 
         `until_idle`: return once nothing that this worker may run is claimable or running anywhere. What `on_claim` leaves
-        out, and what is paused or limited to 0, it may not run; nor may it run anything while it is paused. In the main thread,
-        SIGINT and SIGTERM stop it (the first gracefully, the second at once) unless the program handles them itself.
+        out, and what is paused or limited to 0, it may not run; nor may it run anything while it is paused. It leaves loops and
+        singletons to others. In the main thread, SIGINT and SIGTERM stop it (the first gracefully, the second at once) unless the
+        program handles them itself.
         """
         if self._begun or self.state != "ready":
             state = "starting" if self.state == "ready" else self.state
@@ -222,6 +225,8 @@ class Consumer:
                 "a consumer was started in the child process of a handler: the script that defines the handler must start "
                 "its consumer under `if __name__ == '__main__':`"
             )
+        if until_idle:
+            self.names = self._settings.names = [name for name in self.names if not self._mesh.definitions[name].loop]
         life = self._life
         worker = self._worker = Worker(self._mesh, self._settings, life, self._claim_filter, self)
         self._begun = True
@@ -278,6 +283,7 @@ class Worker:
         """`consumer`: who does what is ordered from afar."""
         store, clock, worker_id = mesh.store, mesh.clock, settings.worker_id
         definitions = {name: mesh.definitions[name] for name in settings.names}
+        settings.loop_ids = frozenset(publications_of(settings, definitions))
         self._store = store
         self._settings = settings
         self._life = life
@@ -378,6 +384,17 @@ class Worker:
             store, clock, settings, life, self.partitions, self.executions, self.claimer, stats, orders, claim_filter
         )
         self.unserved = Unserved(store, self.registration)
+        self.loops = Loops(
+            store,
+            settings,
+            clock,
+            definitions,
+            self.candidates,
+            self.executions,
+            self.partitions,
+            self.registration,
+        )
+        self.broadcasts = Broadcasts(store, definitions)
         self._idleness = Idleness(
             store,
             settings,
@@ -410,6 +427,7 @@ class Worker:
     async def open(self) -> None:
         """Get ready to work."""
         await patiently(self.queues.read)
+        await patiently(self.loops.declare)
         self.pinger.start()
         if self._settings.listen:
             await self.listener.open()  # before the first scan, so that nothing falls in between
@@ -426,6 +444,8 @@ class Worker:
         loops.start_soon(self.unserved.run, name="taskmesh unserved")
         loops.start_soon(self.ticker.run, name="taskmesh ticker")
         loops.start_soon(self.registration.run, name="taskmesh registration")
+        loops.start_soon(self.loops.run, name="taskmesh loops")
+        loops.start_soon(self.broadcasts.run, name="taskmesh broadcasts")
         self.registration.show_soon()
         self.candidates.order_scan()
 
@@ -462,6 +482,7 @@ class Worker:
         await self.reporter.flush()
         await self.executor.close()
         await self.transactions.close()
+        await self.loops.leave()
         self._life.state = "stopped"
         if not isinstance(self._life.ended_by, WorkerIdTaken):
             await self.registration.leave()

@@ -18,6 +18,9 @@ _DEFAULT_PING_MS = 30_000
 MAX_DURATION_MS = 10 * 366 * 86_400_000
 """The longest duration that can be set: ten years."""
 
+MOST_WORKERS = 1_000
+"""How many workers one task can name, or be for."""
+
 Milliseconds = Annotated[int, Field(ge=0, le=MAX_DURATION_MS)]
 Count = Annotated[int, Field(ge=0, le=1_000_000_000)]
 WorkerId = Annotated[str, Field(min_length=1, max_length=256)]
@@ -54,10 +57,10 @@ class TaskOption(BaseModel):
     priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] = 0
     """Higher is claimed first."""
 
-    concurrent_worker_cnt: Annotated[int, Field(ge=1, le=1000)] = 1
+    concurrent_worker_cnt: Annotated[int, Field(ge=1, le=MOST_WORKERS)] = 1
     """How many different workers run the task to SUCCESS; also how many may run it at once."""
 
-    specific_worker_ids: Annotated[tuple[WorkerId, ...], Field(max_length=1000, strict=False)] = ()
+    specific_worker_ids: Annotated[tuple[WorkerId, ...], Field(max_length=MOST_WORKERS, strict=False)] = ()
     """Only these workers may run the task. Empty: any."""
 
     ping_interval_ms: Annotated[int, Field(ge=1, le=MAX_DURATION_MS)] = _DEFAULT_PING_MS

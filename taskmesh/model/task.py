@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from taskmesh.model.durations import duration
 from taskmesh.model.errors import IncompatibleCollection, InvalidKey, InvalidName, InvalidOption
 from taskmesh.model.ids import shown
 from taskmesh.model.labels import from_words
@@ -201,6 +202,34 @@ class Stage(_Stored):
     """What it had recorded."""
 
 
+class Rounds(_Stored):
+    """What a loop has done: its executions that ended well."""
+
+    cnt: int
+    start_time: datetime | None = None
+    """Of the last of them."""
+    end_time: datetime
+    worker_id: str
+
+
+class Loops(_Stored):
+    """How a task runs again and again without being published; see `TaskMesh.loop`."""
+
+    per: str
+    interval_ms: int | None = None
+    singleton: bool = False
+
+    @property
+    def sentence(self) -> str:
+        """How it runs, in words."""
+        if self.interval_ms is None:
+            return "as the singleton of the fleet"
+        where = {"fleet": "once in the fleet", "worker": "in each worker", "host": "on each host"}.get(
+            self.per, self.per
+        )
+        return f"again {duration(self.interval_ms)} after its last end, {where}"
+
+
 class TaskState(_Stored):
     """What happened to a task so far."""
 
@@ -224,6 +253,8 @@ class TaskState(_Stored):
     params_version: int = 0
     """How often the params were replaced; an entry carries the version that its execution saw."""
     progress: Progress | None = None
+    rounds: Rounds | None = None
+    """Of a loop: what ended well. Failures and lost executions stand where those of any task do."""
     worker_states: list[WorkerState] = []
     leaving: list[Leaving] = []
     after: After | None = None
@@ -263,6 +294,10 @@ class Task(_Stored):
     """By which it is found; set by `configure(tags=…)`."""
     needs: dict[str, Any] = {}
     """Labels that a worker must have to run it."""
+    loop: Loops | None = None
+    """How it runs again and again, if it does: a loop, or a singleton."""
+    broadcast: bool = False
+    """Whether each of the workers that it names runs it, as far as they live."""
     extra: dict[str, Any] = Field(default_factory=dict)
 
     OWN_FIELDS: ClassVar[frozenset[str]] = frozenset(
@@ -291,6 +326,8 @@ class Task(_Stored):
             "bulk_id",
             "schema_version",
             "trace",
+            "loop",
+            "broadcast",
         ]
     )
     """Top-level fields that belong to taskmesh; all others are the users' own."""

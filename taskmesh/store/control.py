@@ -208,8 +208,8 @@ async def set_option(store: Store, id_: str, changes: Document, expected: Docume
     return await _change(store, id_, {"$and": [standing, *same]}, [*stages, *prepared(rules.derivation, store.now)])
 
 
-def option_stages(changes: Document, now: rules.Expression) -> list[Document]:
-    """Set these fields of the option; the derived fields have to follow.
+def option_stages(changes: Document, now: rules.Expression, *, literally: bool = True) -> list[Document]:
+    """Set these fields of the option; the derived fields have to follow. Not `literally`: to expressions of ours.
 
     A live entry whose worker is no longer allowed goes here and now (released: nothing is counted), but keeps its place until
     its handler has ended.
@@ -224,7 +224,11 @@ def option_stages(changes: Document, now: rules.Expression) -> list[Document]:
     }
     stages: list[Document] = [
         # These fields alone; the others stay. Values of users are literals.
-        {"$set": {"task_option": {name: {"$literal": value} for name, value in changes.items()}}},
+        {
+            "$set": {
+                "task_option": {n: {"$literal": value} if literally else value for n, value in changes.items()},
+            }
+        },
     ]
     if "specific_worker_ids" in changes:
         entries = {"$filter": {"input": rules.ENTRIES, "cond": allowed}}

@@ -16,10 +16,13 @@ from taskmesh.store.event_stamp import stamp
 from taskmesh.store.prepared import prepared
 from taskmesh.store.store import WRITE_DEADLINE_MS, Store
 
-Kind = Literal["succeeded", "failed", "released", "snoozed", "suspended", "conflicted", "moved", "stopped", "stepped"]
+Kind = Literal[
+    "succeeded", "failed", "released", "snoozed", "suspended", "conflicted", "moved", "stopped", "stepped", "looped"
+]
 """`stepped` is no end: the execution goes on, and has recorded something (`store.steps`)."""
 _GIVEN_BACK: tuple[Kind, ...] = ("released", "snoozed", "suspended", "conflicted")
 KEPT_STAGES = 100
+_TOLD_AS: dict[Kind, str] = {"conflicted": "snoozed", "looped": "succeeded"}
 _STATE_OF: dict[Kind, str] = {"succeeded": "SUCCESS", "failed": "FAIL", "stopped": "FAIL"}
 _KNOWN_OF_SINGLE = {
     # Asked for by `_single`.
@@ -104,14 +107,16 @@ async def finish(
                 outcome.concerns_others = False
             return counted
     query = still_held_by(outcomes, store.now)
-    if kind == "moved":
+    if kind == "looped":
+        stages = _looped(outcomes, store.now)
+    elif kind == "moved":
         stages = _moved(outcomes, store.now)
     else:
         stages = _given_back(outcomes, store.now) if kind in _GIVEN_BACK else _ended(outcomes, store.now)
     pipeline = [
         *stages,
         # Tell how it ended. A conflict is told as a snooze: readers see a task that comes back later.
-        {"$set": {"event": stamp("snoozed" if kind == "conflicted" else kind, store.now, {"$literal": worker_id})}},
+        {"$set": {"event": stamp(_TOLD_AS.get(kind, kind), store.now, {"$literal": worker_id})}},
         # Status and times follow.
         *prepared(rules.derivation, store.now),
     ]
@@ -276,6 +281,39 @@ def _given_back(outcomes: Sequence[Outcome], now: rules.Expression) -> list[Docu
     if kind == "suspended":
         state |= _suspended(outcomes, now)
     # The list without the entry, and the moment before which nobody is to come back.
+    return [{"$set": {"task_state": state}}]
+
+
+def _looped(outcomes: Sequence[Outcome], now: rules.Expression) -> list[Document]:
+    """Remove the entries, and let the tasks rest until they run again: what ended well was one round of many.
+
+    Failures stay to be seen, and are counted anew: so that a backoff grows by failures in a row. What was recorded belonged to
+    this round; signals that nobody has consumed are for the next.
+    """
+    mine = held_entry(outcomes)
+    others = {"$filter": {"input": rules.ENTRIES, "cond": {"$not": [mine]}}}
+    fails = {"$filter": {"input": others, "cond": {"$eq": ["$$this.state", "FAIL"]}}}
+    entry = {"$first": {"$filter": {"input": rules.ENTRIES, "cond": mine}}}
+    rounds = {
+        "cnt": {"$add": [{"$ifNull": ["$task_state.rounds.cnt", 0]}, 1]},
+        "start_time": "$$entry.start_time",
+        "end_time": now,
+        "worker_id": "$$entry.worker_id",
+    }
+    recorded = ("steps", "steps_bytes", "suspended_until", "suspended_for")
+    state: Document = {
+        "worker_states": others,
+        # The rule adds the entries that are kept: together they come to none.
+        "dropped_fail_cnt": {"$subtract": [0, {"$size": fails}]},
+        "timeout_cnt": 0,
+        "conflict_cnt": "$$REMOVE",
+        "rounds": {"$let": {"vars": {"entry": entry}, "in": rounds}},
+        # Not the latest of all delays: this one was asked for by whoever has just been here.
+        "resume_time": asked_for(outcomes, now),
+        **dict.fromkeys(recorded, "$$REMOVE"),
+        **_progress(outcomes),
+    }
+    # The list without the entry, the round counted, and the moment before which nobody is to come back.
     return [{"$set": {"task_state": state}}]
 
 
@@ -540,7 +578,7 @@ def _standing(outcome: Outcome, task: Document | None, entry: Document | None) -
     if entry is None:
         return (
             "recorded"
-            if outcome.kind in (*_GIVEN_BACK, "moved") or task.get("reopened_by") == outcome.running_id
+            if outcome.kind in (*_GIVEN_BACK, "moved", "looped") or task.get("reopened_by") == outcome.running_id
             else "lost"
         )
     if entry["state"] == _STATE_OF.get(outcome.kind):

@@ -58,6 +58,10 @@ class Publication:
     """The task whose handler starts it."""
     detached: bool = False
     """Whether it goes on when that is cancelled or fails."""
+    broadcast: bool = False
+    """Whether it is for the workers that it names, as far as they live."""
+    loop: Document | None = None
+    """How it runs again and again, if it does (see `Loop.stored`)."""
     sent_to: Document | None = None
     """The existing task to which a change was sent whose answer is missing: it is repeated for no other."""
 
@@ -65,6 +69,13 @@ class Publication:
     def id(self) -> str:
         """The `_id` of the task."""
         return f"{self.name}:{self.key}"
+
+    @property
+    def marks(self) -> Document:
+        """What its publisher sets at the top of the document, of a new task and of an existing one alike."""
+        if self.loop is None:
+            return self.configuration.marks
+        return {**self.configuration.marks, "loop": self.loop, "needs": words(self.configuration.needs)}
 
 
 @dataclass(slots=True, frozen=True)
@@ -127,7 +138,9 @@ def new_document(publication: Publication, now: datetime, option: Document | Non
     if configuration.needs:
         # The stamp says to scans that the index does not tell all of it: whether a worker may have it, the rule does.
         document |= {"needs": words(configuration.needs), "event": stamped("published", now)}
-    if marks := configuration.marks:
+    if publication.broadcast:
+        document["broadcast"] = True
+    if marks := publication.marks:
         document |= {name: value for name, value in marks.items() if name != "tags" or value}
     return document
 
@@ -473,7 +486,7 @@ def change_pipeline(publication: Publication, now: datetime, at: rules.Expressio
     # What there was before, to tell in the end whether anything has changed.
     before: Document = {field: f"${field}" for field in ("task_option", "task_state")}
     sets_params = configuration.update_existing_params or configuration.runs_again
-    marked = configuration.marks if sets_params else {}
+    marked = publication.marks if sets_params else {}
     if marked:
         before["marks"] = {name: f"${name}" for name in marked}
     before["params_stay"] = {"$eq": ["$params", "$$params"]} if sets_params else True
@@ -558,7 +571,7 @@ def _new_wish(publication: Publication, now: datetime, at: rules.Expression) -> 
     if configuration.expire_time is not None or configuration.runs_again:
         state["expire_time"] = configuration.expire_time
     changes: Document = {"params": "$$params", "task_state": state}
-    changes |= {name: {"$literal": value} for name, value in configuration.marks.items()}
+    changes |= {name: {"$literal": value} for name, value in publication.marks.items()}
     if configuration.tags == ():
         changes["tags"] = "$$REMOVE"
     if publication.trace is not None:

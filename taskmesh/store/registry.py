@@ -191,6 +191,12 @@ async def read_definition(store: Store, name: str) -> Document | None:
     return found[0] if found else None
 
 
+async def loop_names(store: Store) -> list[str]:
+    """Return the names that workers have registered as loops or singletons."""
+    cursor = store.driver.collection(store.definitions).find({"loop": {"$exists": True}}, {"_id": 1})
+    return [document["_id"] for document in await cursor.to_list(None)]
+
+
 async def _definitions(store: Store, names: list[str]) -> list[Document]:
     cursor = store.driver.collection(store.definitions).find({"_id": {"$in": names}})
     return await cursor.to_list(None)  # type: ignore[no-any-return]  # both drivers leave it untyped

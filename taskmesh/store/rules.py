@@ -348,7 +348,9 @@ def standing_on_reading(now: Expression = NOW) -> Expression:
     stranger's option.
     """
     opens = {"$ifNull": ["$next_claim_time", NEVER]}
-    has_run = {"$or": [{"$gt": [FAIL_CNT, 0]}, {"$gt": [TIMEOUT_CNT, 0]}, {"$gt": ["$task_state.resume_time", None]}]}
+    # A loop that rests is not tried again: it is to run when its interval is over.
+    put_off = {"$and": [{"$gt": ["$task_state.resume_time", None]}, {"$not": [{"$gt": ["$loop", None]}]}]}
+    has_run = {"$or": [{"$gt": [FAIL_CNT, 0]}, {"$gt": [TIMEOUT_CNT, 0]}, put_off]}
     waits = {"$cond": [{"$lte": [opens, now]}, "ready", {"$cond": [has_run, "retrying", "scheduled"]}]}
     return {"$cond": [_ours(), with_facts(now, {"$cond": [{"$eq": [status(now), "INIT"]}, waits, None]}), None]}
 

@@ -17,7 +17,7 @@ from taskmesh.store.driver import Document
 from taskmesh.store.find import as_read
 from taskmesh.store.store import Store
 
-_TOLD = ("name", "key", "queue", "group", "needs", "status", "settle_time", "task_option")
+_TOLD = ("name", "key", "queue", "group", "needs", "status", "settle_time", "task_option", "loop")
 
 
 @dataclass(frozen=True, slots=True)

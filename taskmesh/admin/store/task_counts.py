@@ -17,7 +17,7 @@ from pymongo.errors import OperationFailure
 from taskmesh.store import rules
 from taskmesh.store.driver import Document
 from taskmesh.store.find import UNFINISHED, values_of
-from taskmesh.store.registry import closed_queues, server_time
+from taskmesh.store.registry import closed_queues, loop_names, server_time
 from taskmesh.store.server_errors import Code
 from taskmesh.store.store import Store
 
@@ -324,13 +324,17 @@ async def oldest_claimable(store: Store) -> tuple[datetime, datetime | None]:
     """Return the server's time, and since when the oldest claimable task has been so. In a paused queue none is."""
     now = await server_time(store)
     closed = await closed_queues(store)
-    open_ = {"queue": {"$nin": closed}} if closed else {}
+    # A loop is due for a moment at each round, or waits until code declares it again: neither tells of too few workers.
+    loops = await loop_names(store)
+    open_ = ({"queue": {"$nin": closed}} if closed else {}) | ({"name": {"$nin": loops}} if loops else {})
     found = [
         *await _oldest(store, {"status": "RUNNING", **open_}, now, "taskmesh_leases"),
         *await _oldest(store, {"pinned": True, **open_}, now, "taskmesh_claimable_by_name"),
     ]
     waiting_rows = await rows(store, ["INIT"])
-    left: dict[Row, Document] = {row: {} for row in waiting_rows or () if row.queue not in closed}
+    left: dict[Row, Document] = {
+        row: {} for row in waiting_rows or () if row.queue not in closed and row.name not in loops
+    }
     # In a row the tasks of one priority stand together, the oldest first: so it is one look for each priority.
     for _ in range(_MOST_PRIORITIES):
         answers = await _ask_each(store, [_oldest_of_row(row, lower, now) for row, lower in left.items()])

@@ -302,6 +302,11 @@ class _Meant:
     """What this process knows of it; None: it is defined in the child alone, which has checked the params."""
     returns = PLAIN
 
+    @property
+    def broadcast(self) -> bool:
+        """Whether it is for each worker that is live when it is published."""
+        return self.definition is not None and self.definition.broadcast
+
     def to_store(self, params: Mapping[str, Any], fed: Iterable[str] = ()) -> tuple[dict[str, Any], int]:
         if self.definition is not None:
             return self.definition.to_store(params, fed)

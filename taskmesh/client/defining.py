@@ -1,0 +1,191 @@
+"""Defining tasks on a mesh: what publishers publish, what workers run by themselves, and what each worker runs once."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
+
+from taskmesh.client.batch import DEFAULT_WAIT_MS, BatchDefinition
+from taskmesh.client.definition import Run, TaskDefinition
+from taskmesh.client.publisher import Publisher
+from taskmesh.model.configuration import Configuration, checked_needs
+from taskmesh.model.error_policy import ErrorPolicy, ErrorTypes
+from taskmesh.model.errors import InvalidOption
+from taskmesh.model.loop import Loop, Per, checked_loop, option_of_broadcast, option_of_loop
+from taskmesh.model.option import TaskOption
+from taskmesh.model.queue import checked_queue
+
+P = ParamSpec("P")
+R = TypeVar("R")
+DEFAULT_OPTION = TaskOption()
+
+
+class Settings(TypedDict, total=False):
+    """What every kind of task can be told when it is defined; see `TaskMesh.task`."""
+
+    name: str | None
+    queue: str
+    option: TaskOption | None
+    needs: Mapping[str, Any] | None
+    run: Run | None
+    retry_on: ErrorTypes | None
+    fail_on: ErrorTypes | None
+
+
+class TaskSettings(Settings, total=False):
+    """What `mesh.task(…)` can be told about a task."""
+
+    projection: Sequence[str] | None
+    cron: str | None
+    interval_ms: int | None
+    timezone: str
+
+
+class Decorator(Protocol):
+    """What `mesh.task(…)` returns: it keeps the signature of what it decorates."""
+
+    @overload
+    def __call__(self, fn: Callable[P, Awaitable[R]], /) -> TaskDefinition[P, R]: ...
+    @overload
+    def __call__(self, fn: Callable[P, R], /) -> TaskDefinition[P, R]: ...
+
+
+class Defining:
+    """The definitions of one mesh, and the decorators that add to them."""
+
+    publisher: Publisher
+
+    def __init__(self) -> None:
+        self.definitions: dict[str, TaskDefinition[Any, Any]] = {}
+        """The tasks that are defined on this mesh, by name."""
+
+    @overload
+    def loop(
+        self, fn: Callable[P, Awaitable[R]], *, interval_ms: int, per: Per = "fleet", **settings: Unpack[Settings]
+    ) -> TaskDefinition[P, R]: ...
+    @overload
+    def loop(
+        self, fn: Callable[P, R], *, interval_ms: int, per: Per = "fleet", **settings: Unpack[Settings]
+    ) -> TaskDefinition[P, R]: ...
+    @overload
+    def loop(
+        self, fn: None = None, *, interval_ms: int, per: Per = "fleet", **settings: Unpack[Settings]
+    ) -> Decorator: ...
+    def loop(self, fn: Any = None, *, interval_ms: Any, per: Any = "fleet", **settings: Any) -> Any:
+        """Define a function that workers run again and again, without its being published: a function, or a decorator.
+
+        It runs again `interval_ms` after its last end, in milliseconds; the first time when a worker first declares it. `per`:
+        once in the fleet (`"fleet"`), in each worker (`"worker"`) or on each host (`"host"`, by the worker's label of that name).
+        A failure is logged and kept, and it runs again `interval_ms` later, or after `unexpected_retry_delay_ms` if that is
+        sooner; neither failures nor lost workers ever end it. What it returns is not kept. It takes no slot of its worker's
+        `concurrency`.
+
+        `settings`: as `task` takes them. Raises `InvalidOption`.
+        """
+        return self._definer("loop", fn, settings, loop=checked_loop(interval_ms, per))
+
+    @overload
+    def singleton(self, fn: Callable[P, Awaitable[R]], **settings: Unpack[Settings]) -> TaskDefinition[P, R]: ...
+    @overload
+    def singleton(self, fn: Callable[P, R], **settings: Unpack[Settings]) -> TaskDefinition[P, R]: ...
+    @overload
+    def singleton(self, fn: None = None, **settings: Unpack[Settings]) -> Decorator: ...
+    def singleton(self, fn: Any = None, **settings: Any) -> Any:
+        """Define a function of which exactly one live instance runs in the fleet: a decorator, with or without arguments.
+
+        Workers start it by themselves. If its worker dies, hangs or is cut off, another takes it over when its lease has ended
+        (`worker_timeout_ms`). If it returns or raises, it is started again after `unexpected_retry_delay_ms`. A worker that is
+        stopped gracefully stops it at once (an async function is cancelled; a plain one should look at
+        `current_task().cancelled`), and another worker starts it. It takes no slot of its worker's `concurrency`.
+
+        `settings`: as `task` takes them. Raises `InvalidOption`.
+        """
+        return self._definer("singleton", fn, settings, loop=Loop())
+
+    @overload
+    def broadcast(self, fn: Callable[P, Awaitable[R]], **settings: Unpack[Settings]) -> TaskDefinition[P, R]: ...
+    @overload
+    def broadcast(self, fn: Callable[P, R], **settings: Unpack[Settings]) -> TaskDefinition[P, R]: ...
+    @overload
+    def broadcast(self, fn: None = None, **settings: Unpack[Settings]) -> Decorator: ...
+    def broadcast(self, fn: Any = None, **settings: Any) -> Any:
+        """Define a task that each live worker runs once, each time that it is published: a decorator, with or without arguments.
+
+        It is for the workers that are live when it is published, know the task, take from its queue and may run it;
+        `specific_worker_ids` of the published task names them. One that joins later does not run it; one that is gone (stopped,
+        or without a sign of life for eight seconds) is not waited for. The task is SUCCESS when all that are left have run it;
+        published while there is none, it is EXPIRED at once.
+
+        `settings`: as `task` takes them. A failure makes its own worker wait, and no other. Raises `InvalidOption`.
+        """
+        return self._definer("broadcast", fn, settings, broadcast=True)
+
+    def _definer(self, what: str, fn: Any, settings: Mapping[str, Any], **kind: Any) -> Any:
+        """Return the definition of `fn`; or what makes it, as a decorator."""
+        if unknown := sorted(set(settings) - Settings.__annotations__.keys()):
+            known = ", ".join(Settings.__annotations__)
+            raise InvalidOption(f"mesh.{what} got {unknown[0]}={settings[unknown[0]]!r}; it takes: {known}")
+        checked_function(what, fn)
+        checked_option(settings.get("option"))
+
+        def define(function: Any) -> TaskDefinition[Any, Any]:
+            return self.define(function, **settings, **kind)
+
+        return define if fn is None else define(fn)
+
+    def define(
+        self,
+        fn: Any,
+        *,
+        name: str | None = None,
+        queue: str = "default",
+        option: TaskOption | None = None,
+        needs: Mapping[str, Any] | None = None,
+        run: Run | None = None,
+        retry_on: ErrorTypes | None = None,
+        fail_on: ErrorTypes | None = None,
+        projection: Sequence[str] | None = None,
+        batch: int | None = None,
+        batch_wait_ms: int | None = None,
+        loop: Loop | None = None,
+        broadcast: bool = False,
+    ) -> TaskDefinition[Any, Any]:
+        """Add a definition of any kind, and return it. Raises `InvalidOption`."""
+        name = name or fn.__name__
+        option = option or DEFAULT_OPTION
+        errors = ErrorPolicy.declared(retry_on, fail_on)
+        if loop is not None:
+            option = option_of_loop(name, option)
+            if retry_on is not None or fail_on is not None:
+                raise InvalidOption(
+                    f"task {name!r}: no error makes a loop or a singleton FAIL for good: leave out retry_on and fail_on"
+                )
+        elif broadcast:
+            option = option_of_broadcast(name, option)
+        configuration = Configuration(queue=checked_queue(queue), option=option, needs=checked_needs(needs))
+        definition: TaskDefinition[Any, Any]
+        if batch is None:
+            definition = TaskDefinition(
+                self.publisher, fn, name, configuration, run, projection, errors, loop=loop, broadcast=broadcast
+            )
+        else:
+            wait_ms = DEFAULT_WAIT_MS if batch_wait_ms is None else batch_wait_ms
+            definition = BatchDefinition(self.publisher, fn, name, configuration, run, errors, batch, wait_ms)
+        if definition.name in self.definitions:
+            raise InvalidOption(f"a task {definition.name!r} is defined already: give one of them another name")
+        self.definitions[definition.name] = definition
+        return definition
+
+
+def checked_function(what: str, fn: Any) -> None:
+    """Raise `InvalidOption` for what is no function, unless it is None: then there will be one."""
+    if fn is not None and not callable(fn):
+        raise InvalidOption(
+            f"{what} must be given a function, got {fn!r}: write @mesh.{what}(name={fn!r}) to name a task"
+        )
+
+
+def checked_option(option: Any) -> None:
+    """Raise `InvalidOption` for what is no option."""
+    if option is not None and not isinstance(option, TaskOption):
+        raise InvalidOption(f"option must be a TaskOption, got {option!r}")

@@ -1,0 +1,176 @@
+"""The loops of one worker: that their tasks are there, and are tried as soon as they are due, whatever else waits.
+
+A loop is a task like any other, published by whoever runs it, under a key for the fleet, the worker or the host: so claims,
+leases and fencing see to it that it runs once. It never finishes: an execution that ends well is given back, with a delay.
+
+Nothing here decides. If the process dies, the leases of its loops run out, and the others, who look once a second, go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from pymongo.errors import PyMongoError
+
+from taskmesh.client.definition import TaskDefinition
+from taskmesh.consumer.backup_claims import AFTER_S, LAST_PLACE_TO_WAIT
+from taskmesh.consumer.claim_queue import Candidate, ClaimQueue
+from taskmesh.consumer.executions import Executions
+from taskmesh.consumer.partitions import Partitions
+from taskmesh.consumer.registration import Registration
+from taskmesh.consumer.settings import Settings
+from taskmesh.consumer.timing import until, varied
+from taskmesh.model.labels import HOST, words
+from taskmesh.model.loop import Loop
+from taskmesh.store import Store, loops
+from taskmesh.store.clock import ServerClock
+from taskmesh.store.find import Claimable, look_up
+from taskmesh.store.publish import Publication, publish
+from taskmesh.store.rules import NEVER
+
+logger = logging.getLogger("taskmesh.loops")
+
+_LOOK_EVERY_S = 1.0
+_FORGET_EVERY_S = 60.0
+_JUST_S = 0.1
+"""What has been due for no longer than this may not be so by the server's clock: then it is tried again."""
+
+
+class Loops:
+    """Looks after them."""
+
+    def __init__(
+        self,
+        store: Store,
+        settings: Settings,
+        clock: ServerClock,
+        definitions: Mapping[str, TaskDefinition[Any, Any]],
+        candidates: ClaimQueue,
+        executions: Executions,
+        partitions: Partitions,
+        registration: Registration,
+    ) -> None:
+        self._store = store
+        self._settings = settings
+        self._me = settings.claimant
+        self._clock = clock
+        self._candidates = candidates
+        self._executions = executions
+        self._partitions = partitions
+        self._registration = registration
+        self._publications = publications_of(settings, definitions)
+        self._next_forget = time.monotonic() + varied(_FORGET_EVERY_S, 0.5)
+
+    async def declare(self) -> None:
+        """Publish them. Those that are there take over queue, option and labels as they are declared now."""
+        if self._publications:
+            await publish(self._store, list(self._publications.values()), self._clock.now())
+
+    async def run(self) -> None:
+        """Look for ever."""
+        while self._publications:
+            try:
+                pause = await self.run_once()
+            except PyMongoError as error:
+                logger.debug("could not look after the loops (%s): trying again", type(error).__name__)
+                pause = _LOOK_EVERY_S
+            await until(self._executions.loop_ended, pause)
+            self._executions.loop_ended.clear()
+
+    async def run_once(self) -> float:
+        """Try what is due; return how many seconds to wait before the next look."""
+        found = {row.id: row for row in await look_up(self._store, self._me, list(self._publications))}
+        await self._restore([id_ for id_ in self._publications if id_ not in found])
+        now = time.monotonic()
+        pause = varied(_LOOK_EVERY_S, 0.1)
+        for row in found.values():
+            if row.id in self._executions or row.claim_time == NEVER:
+                continue
+            due = self._due(row)
+            if due > now:
+                pause = min(pause, due - now)
+            else:
+                self._offer(row, due, now)
+        if now >= self._next_forget:
+            self._next_forget = now + varied(_FORGET_EVERY_S, 0.5)
+            await self._forget_those_of_others_gone()
+        return pause
+
+    def _due(self, row: Claimable) -> float:
+        """When this worker tries it: each a moment after those that come before it, so that they do not race."""
+        moment = row.next_claim_time if row.claim_time is None else max(row.claim_time, row.next_claim_time)
+        place = 0 if row.named else self._partitions.place_of(row.id)
+        return self._clock.monotonic(moment) + AFTER_S * min(place, LAST_PLACE_TO_WAIT)
+
+    def _offer(self, row: Claimable, due: float, now: float) -> None:
+        if self._candidates.is_aside(row.id) or row.id in self._candidates.being_claimed:
+            return
+        timed = now - due < _JUST_S
+        candidate = Candidate(row.id, row.queue, due, due, row.priority, row.named, row.fail_cnt, row.group, timed)
+        if self._candidates.offer(candidate):
+            self._candidates.ready.set()
+
+    async def _restore(self, ids: list[str]) -> None:
+        """Publish again what somebody has deleted. What is cancelled stays so."""
+        if not ids:
+            return
+        there = await loops.which_are_there(self._store, ids)
+        gone = [publication for id_, publication in self._publications.items() if id_ in ids and id_ not in there]
+        if gone:
+            await publish(self._store, gone, self._clock.now())
+
+    async def _forget_those_of_others_gone(self) -> None:
+        """Delete the tasks of workers and hosts of which nothing was seen for an hour."""
+        fleet = self._registration.fleet
+        places = {
+            "worker": [worker.worker_id for worker in fleet],
+            "host": [str(worker.labels.get(HOST, worker.host)) for worker in fleet],
+        }
+        for publication in self._publications.values():
+            per = (publication.loop or {})["per"]
+            if per in places:
+                kept = [*places[per], publication.key]
+                await loops.forget(self._store, publication.name, publication.configuration.queue, per, kept)
+
+    async def leave(self) -> None:
+        """Delete the tasks that only this worker could run. One that begins under its id begins them anew."""
+        own = [id_ for id_, publication in self._publications.items() if (publication.loop or {})["per"] == "worker"]
+        if own:
+            try:
+                await loops.delete_waiting(self._store, own)
+            except PyMongoError as error:  # others do it in an hour
+                logger.debug("could not delete the loops of this worker: %s", type(error).__name__)
+
+
+def publications_of(settings: Settings, definitions: Mapping[str, TaskDefinition[Any, Any]]) -> dict[str, Publication]:
+    """Return how the loops are published that this worker may run, by `_id`."""
+    made: dict[str, Publication] = {}
+    for definition in definitions.values():
+        loop = definition.loop
+        if loop is None or (settings.queues is not None and definition.queue not in settings.queues):
+            continue
+        publication = _publication(definition, loop, settings)
+        configuration = publication.configuration
+        me = settings.claimant
+        if me.is_allowed(configuration.option.specific_worker_ids) and me.has(words(configuration.needs)):
+            made[publication.id] = publication
+    return made
+
+
+def _publication(definition: TaskDefinition[Any, Any], loop: Loop, settings: Settings) -> Publication:
+    configuration = definition.configuration
+    option = configuration.option
+    if loop.per == "worker" and settings.claimant.is_allowed(option.specific_worker_ids):
+        option = option.changed(specific_worker_ids=(settings.worker_id,))
+    needs = configuration.needs
+    if loop.per == "host":
+        needs = {HOST: settings.labels[HOST], **needs}
+    # All of the option is set, and the queue: an existing task follows what is declared now.
+    changed = configuration.changed(**dict(option), queue=configuration.queue, needs=needs, update_existing_params=True)
+    params, size = definition.params.to_store({})
+    return Publication(
+        definition.name, loop.key(settings.worker_id, settings.labels), params, changed, size, loop=loop.stored()
+    )
