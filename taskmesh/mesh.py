@@ -236,7 +236,7 @@ class TaskMesh(Defining):
             )
 
         def define(function: Any) -> TaskDefinition[Any, Any]:
-            definition = self.define(
+            definition = self._define(
                 function,
                 name=name,
                 queue=queue,

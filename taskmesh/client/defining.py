@@ -129,11 +129,11 @@ class Defining:
         checked_option(settings.get("option"))
 
         def define(function: Any) -> TaskDefinition[Any, Any]:
-            return self.define(function, **settings, **kind)
+            return self._define(function, **settings, **kind)
 
         return define if fn is None else define(fn)
 
-    def define(
+    def _define(
         self,
         fn: Any,
         *,

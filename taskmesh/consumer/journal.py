@@ -29,7 +29,8 @@ import anyio.to_thread
 from pymongo.errors import PyMongoError
 
 from taskmesh.client.handle import TaskHandle
-from taskmesh.consumer.execution import Execution
+from taskmesh.consumer import crash_points
+from taskmesh.consumer.execution import Execution, Stop
 from taskmesh.consumer.fingerprint import fingerprint
 from taskmesh.consumer.finisher import Finisher
 from taskmesh.consumer.recording import (
@@ -63,6 +64,7 @@ from taskmesh.store.dependencies import linking_pipeline
 from taskmesh.store.driver import Document, restored
 from taskmesh.store.finish import Outcome
 from taskmesh.store.publish import Publication
+from taskmesh.store.renew import end_lease
 from taskmesh.store.server_errors import is_over_deadline, is_passing, own_copy, patiently
 from taskmesh.store.values import cleaned, encoded
 
@@ -469,6 +471,8 @@ class Journal:
         execution = self._execution
         if execution.judged:
             raise LeaseLost(f"{self._label}: this execution has ended, so it records nothing any more")
+        if entry.kind == "step" and crash_points.asked_for and crash_points.is_reached(entry.name):
+            await self._crash(entry)
         size = await self._checked_size(entry, fields)
         made: Document = {"id": entry.id, "kind": entry.kind, "name": entry.name, **fields, "size": size}
         if entry.fingerprint is not None:
@@ -487,6 +491,13 @@ class Journal:
         """Return what is to be written when these children are started. Raises as `write` does."""
         entry = Entry("start", ids[0], ids[0], steps.record_id("start", 1, ids[0]), None)
         return await self.outcome(entry, {"names": list(ids)})
+
+    async def _crash(self, entry: Entry) -> None:
+        """Lose the task as if the worker had died here, a lease ago: so whoever looks next takes it over."""
+        execution = self._execution
+        await patiently(lambda: end_lease(self._journals.store, execution.id, execution.running_id))
+        execution.stop(Stop.LEASE_LOST)
+        raise LeaseLost(f"{self._label}: its worker was lost by kill_at({entry.name!r})")
 
     async def _checked_size(self, entry: Entry, fields: Document) -> int:
         value_size = len(encoded(fields))

@@ -205,7 +205,12 @@ def test_every_public_call_that_names_something_is_tried(mongo_uri: str) -> None
             if not call.startswith("_") and ids & set(inspect.signature(function).parameters):
                 found.add(f"{type(part).__name__}.{call}")
     tried = {code for call in CALLS.values() for code in call.__code__.co_names}
-    like = {"Publisher.publication_of", "TaskMesh.task", "Flows.member"}  # by the same checks as `publish`
+    like = {
+        "Publisher.publication_of",
+        "Publisher.addressed",
+        "TaskMesh.task",
+        "Flows.member",
+    }  # by the same checks as `publish`
     like |= {"Flows.key_of", "Flows.status", "Flows.publish", "Flows.result"}  # as `flow_status` and `flow`
     like |= {
         "Schedules.publication_of_tick",

@@ -26,8 +26,9 @@ pytestmark = (
     pytest.mark.blocks_the_loop
 )  # the trap is armed by a blocking call of its own, just before a verb is called
 
-_OFF_THE_PATH = ("audit", "flows", "limits", "schedules")
-"""Modules of verbs that have fault tests of their own (limits survive crashes: tests/consumer; flows: tests/flows). An audit
+_OFF_THE_PATH = ("audit", "broadcasts", "flows", "limits", "loops", "schedules")
+"""Modules of verbs that have fault tests of their own (limits survive crashes: tests/consumer; flows: tests/flows; loops and
+broadcasts: tests/loops). An audit
 may fail: it is told, not promised."""
 _LOST_REPLY = "the reply is lost"
 FAULTS: dict[str, dict[str, Any]] = {
@@ -49,6 +50,8 @@ _ONLY_FOR: dict[str, set[str]] = {
     "DuplicateKey": {"insert"},
 }
 _ELSEWHERE = {
+    "registry.loop_names": "asked by stats and doctor: tests/loops",
+    "renew.end_lease": "what a fault test does: tests/docs/test_testing.py",
     "registry.read_definition": "asked by who publishes by name: tests/client/test_by_name.py",
     "dependencies.any_marks": "asked with until_idle: tests/consumer/test_when_it_runs.py",
     "dependencies.waited_for": "asked by dependencies() in a handler: tests/flows",

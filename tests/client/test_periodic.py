@@ -165,7 +165,7 @@ async def test_t44_a_worker_that_was_frozen_since_it_read_the_schedule_publishes
     assert len(await keys(mesh, "report")) == 1, "its key is kept as long as anybody could publish it"
     set_time(mesh, tick + timedelta(hours=1))
     assert await keys(mesh, "report") == [], "forgotten"
-    late = [mesh.schedules.publication_of_tick(seen, key_of("report", seen["next_time"]), None)]
+    late = [await mesh.schedules.publication_of_tick(seen, key_of("report", seen["next_time"]), None)]
     assert await schedules.publish_ticks(mesh.store, seen, late, [], None) == (0, False)
     assert await keys(mesh, "report") == []
 

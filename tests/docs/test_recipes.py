@@ -5,11 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import os
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +17,6 @@ from tests.docs.running import run
 
 DOCUMENT = "docs/recipes.md"
 RECIPES = {example.about: example for example in examples_in(DOCUMENT)}
-FILES = {"shop.py", "conftest.py", "pytest.ini", "test_shop.py"}
 NAMES = (asyncio, functools, logging, ReturnDocument, Retry, Snooze, TaskFailed, TaskMesh, TaskOption, current_task)
 
 
@@ -41,7 +36,7 @@ def namespace(client: AsyncMongoClient[dict[str, Any]], database: str) -> Iterat
     logger.handlers = handlers
 
 
-@pytest.mark.parametrize("recipe", sorted(RECIPES.keys() - FILES - {"periodic"}))
+@pytest.mark.parametrize("recipe", sorted(RECIPES.keys() - {"periodic"}))
 async def test_a_recipe_runs(namespace: dict[str, Any], recipe: str) -> None:
     async with namespace["mesh"]:
         await run(RECIPES[recipe].in_place, namespace, DOCUMENT)
@@ -63,22 +58,3 @@ async def test_schedules_are_stored_when_the_mesh_connects(namespace: dict[str, 
         "thorough": ("clean_up", "30 4 * * sun"),
         "ping": ("ping", None),
     }
-
-
-@pytest.mark.slow
-def test_the_tests_of_handlers_pass_on_the_mongodb_that_comes_along(tmp_path: Path) -> None:
-    for name in FILES:
-        (tmp_path / name).write_text(RECIPES[name].text)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("TASKMESH_", "PYTEST_"))}
-    ended = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--rootdir", str(tmp_path), "-p", "no:cacheprovider", "test_shop.py"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "4 passed" in ended.stdout
-    assert not (tmp_path / ".taskmesh").exists(), "nothing is left beside the tests"

@@ -1,20 +1,4 @@
-"""Test your own handlers, on a real MongoDB, without sleeping: a plugin for pytest that is registered by asking for it.
-
-    # conftest.py
-    pytest_plugins = ["taskmesh.testing"]
-
-    # test_orders.py
-    async def test_an_order_is_shipped(mesh):
-        await order.publish("o-1", id="o-1")
-        assert [task.name for task in await drain(mesh)] == ["order"]
-        advance(mesh, hours=24)
-        assert [task.name for task in await drain(mesh)] == ["remind"]
-
-The fixture `mesh` is the mesh that the ini option `taskmesh_app` names (`app:mesh`), or one without tasks. It is connected to an
-empty database of an embedded MongoDB that all tests of the session share (extra `embedded` of `taskmesh-mongodb`), or of the
-server that `TASKMESH_TEST_URI` names. Async tests run by anyio's plugin or by pytest-asyncio; a plain test gets the mesh
-unconnected, as a command of your own would. `worker` runs the mesh's tasks in the background while the test lasts.
-"""
+"""The fixtures: a mesh on an empty database of a server that the session shares, and a worker in the background."""
 
 from __future__ import annotations
 
@@ -25,7 +9,6 @@ import os
 import secrets
 import sys
 from collections.abc import AsyncIterator, Iterator
-from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -34,12 +17,9 @@ import pytest
 
 from taskmesh.cli.connected import load_mesh
 from taskmesh.consumer import Consumer
-from taskmesh.consumer.outcome import Ending
 from taskmesh.mesh import TaskMesh
-from taskmesh.model.errors import TaskNotFound
-from taskmesh.model.task import Task
 from taskmesh.store.blocking import drop_database
-from taskmesh.store.driver import maybe
+from taskmesh.testing.wire import Wire, can_lead_through
 
 pytest_asyncio: Any
 try:
@@ -47,56 +27,8 @@ try:
 except ImportError:  # an async plugin that need not be there
     pytest_asyncio = None
 
-__all__ = ["advance", "drain", "published"]
-
 _LOOK_EVERY_S = 0.05
 _GONE_AFTER_S = 5.0
-
-
-# --- what a test calls ---
-
-
-async def drain(mesh: TaskMesh) -> list[Task]:
-    """Run all that is due, and what that publishes, until nothing is left; return the task of each execution, in order.
-
-    Each as it stands in the end, so that one which was tried twice is there twice. What is due later (retries, delays, schedules)
-    is left: `advance` makes it due. The hooks of `mesh.hooks` are called as ever.
-    """
-    ran: list[Task] = []
-    after = mesh.hooks_of_consumers.get("after")
-
-    async def note(task: Task, ending: Ending) -> None:
-        ran.append(task)
-        if after is not None:
-            await maybe(after(task, ending))
-
-    await mesh.consumer(after=note, listen=False).run(until_idle=True)
-    ids = {(task.name, task.key) for task in ran}
-    now: dict[tuple[str, str], Task] = {}
-    for id_ in ids:
-        with contextlib.suppress(TaskNotFound):  # deleted meanwhile, or past its retention: as its handler saw it
-            now[id_] = await mesh.get(*id_)
-    return [now.get((task.name, task.key), task) for task in ran]
-
-
-def advance(mesh: TaskMesh, **by: float) -> None:
-    """Move the mesh's idea of now: `advance(mesh, hours=1)`, with the words of `timedelta`. Nothing sleeps.
-
-    What other processes think is not changed, nor is what MongoDB does by itself: it removes no finished task sooner.
-    """
-    step = timedelta(**by)
-    if step < timedelta(0):
-        raise ValueError(f"time goes on and never back: advance() got {by}")
-    mesh.store.move_on(step)
-    mesh.clock.move_on(step)
-
-
-async def published(mesh: TaskMesh, name: str | None = None) -> list[Task]:
-    """Return the tasks that there are, of this name or of all, in the order in which they were published; with their params."""
-    return [task async for task in mesh.find(name, sort="oldest", params=True, limit=0)]
-
-
-# --- fixtures ---
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -125,6 +57,16 @@ def taskmesh_uri() -> Iterator[str]:
         yield server.uri
 
 
+@pytest.fixture(scope="session")
+def taskmesh_wire(taskmesh_uri: str) -> Iterator[str]:
+    """Where the mesh of a test connects to: a wire to that server, which can lose replies (`lose_reply`); by TLS none."""
+    if not can_lead_through(taskmesh_uri):
+        yield taskmesh_uri
+        return
+    with Wire(taskmesh_uri) as wire:
+        yield wire.uri
+
+
 @pytest.fixture
 def taskmesh_database(taskmesh_uri: str) -> Iterator[str]:
     """The name of an empty database, which is dropped after the test."""
@@ -134,16 +76,16 @@ def taskmesh_database(taskmesh_uri: str) -> Iterator[str]:
 
 
 @pytest.fixture
-def _unconnected(request: pytest.FixtureRequest, taskmesh_uri: str, taskmesh_database: str) -> Iterator[TaskMesh]:
+def _unconnected(request: pytest.FixtureRequest, taskmesh_wire: str, taskmesh_database: str) -> Iterator[TaskMesh]:
     target = request.config.getini("taskmesh_app")
     if not target:
-        yield TaskMesh(taskmesh_uri, database=taskmesh_database)
+        yield TaskMesh(taskmesh_wire, database=taskmesh_database)
         return
     with _importable(request.config.rootpath):
         mesh = load_mesh(target)
     connection, definitions = mesh.connection, dict(mesh.definitions)
     client, database = connection.client, connection.database
-    mesh.connect_to(taskmesh_uri, database=taskmesh_database)
+    mesh.connect_to(taskmesh_wire, database=taskmesh_database)
     yield mesh
     mesh.connect_to(client, database=database)
     mesh.definitions.clear()
