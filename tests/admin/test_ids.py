@@ -208,6 +208,7 @@ def test_every_public_call_that_names_something_is_tried(mongo_uri: str) -> None
     like = {
         "Publisher.publication_of",
         "Publisher.addressed",
+        "Publisher.handle_of",
         "TaskMesh.task",
         "Flows.member",
     }  # by the same checks as `publish`
