@@ -86,9 +86,9 @@ def never_used() -> None:
 def database(request: pytest.FixtureRequest, _databases: Databases) -> Iterator[str]:
     """The name of a database that no other test uses at that time, and in which there is no document.
 
-    For tests with a `mesh` or a `taskmesh`, which would make them, it may have taskmesh's collections and indexes.
+    For tests with a `mesh`, a `taskmesh` or a `life`, which would make them, it may have taskmesh's collections and indexes.
     """
-    if {"mesh", "taskmesh"} & set(request.fixturenames) and "never_used" not in request.fixturenames:
+    if {"mesh", "taskmesh", "life"} & set(request.fixturenames) and "never_used" not in request.fixturenames:
         name = _databases.prepared()
         yield name
         _databases.rest(name)

@@ -38,8 +38,10 @@ async def test_what_a_mesh_makes_is_what_databases_that_are_used_again_have(mesh
     with MongoClient[dict[str, object]](mongo_uri) as client:
         assert counted(client[mesh.store.driver.database.name]) is not None
         await mesh.store.driver.collection("tasks").insert_one({"_id": "a task of another test"})
+        client[mesh.store.driver.database.name]["a test's own"].insert_one({"_id": 1})
         databases = Databases(client)
         for name in (mesh.store.driver.database.name, *(databases.new() for _ in range(8))):
             databases.rest(name)
         assert databases.prepared() == mesh.store.driver.database.name
         assert client[mesh.store.driver.database.name]["tasks"].estimated_document_count() == 0
+        assert "a test's own" not in client[mesh.store.driver.database.name].list_collection_names()

@@ -142,7 +142,7 @@ async def a_life(uri: str, database: str) -> AsyncIterator[Life]:
     """Open a store with its indexes, on the first of January."""
     store = PatientStore(uri, database, now=BEGIN)
     try:
-        await schema.create_indexes(store)
+        await schema.create(store)
         yield Life(store)
     finally:
         await store.close()
