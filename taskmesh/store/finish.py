@@ -44,6 +44,7 @@ _KNOWN_OF_SINGLE = {
     "settle_time",
     # Of a task that is finished the rule does not look at these.
     *(f"task_state.{name}" for name in ("create_time", "start_time", "expire_time", "resume_time", "params_version")),
+    *(f"task_state.{name}" for name in ("debounced_since", "throttled_since")),
     *(f"task_state.{name}" for name in ("dropped_fail_cnt", "lost_cnt", "losses")),
     *(f"task_option.unexpected_retry_{name}" for name in ("delay_ms", "delay_scope", "backoff", "jitter")),
     *(
