@@ -159,6 +159,8 @@ class Configuration:
 
     def since(self, now: datetime) -> dict[str, datetime]:
         """What a new task that is published now notes for the publications after it."""
+        if self.debounce_ms is None and self.throttle_ms is None:  # most of them, and there are thousands a second
+            return {}
         policies = {"debounced_since": self.debounce_ms, "throttled_since": self.throttle_ms}
         return {name: now for name, ms in policies.items() if ms is not None}
 
