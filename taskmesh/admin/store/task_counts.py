@@ -237,7 +237,7 @@ async def _never(store: Store, init_rows: Sequence[Row]) -> Counter[str]:
     found: Counter[str] = Counter()
     met = 0
     for answer in answers:
-        found[answer["_id"]] += answer["count"]
+        found[str(answer["_id"])] += answer["count"]  # a stranger's name may be anything
         met -= min(0, answer["count"])
     return Counter() if met >= _MOST_DUE else +found
 
