@@ -147,7 +147,8 @@ class Params:
             valid = self._model(left_out).model_validate(params)
         except ValidationError as error:
             raise InvalidParams(f"task {self._name!r} takes {self._signature}; {when} {_explained(error)}") from None
-        values = {name: getattr(valid, attribute) for attribute, name in self._names if name not in left_out}
+        given = valid.__dict__
+        values = {name: given[attribute] for attribute, name in self._names if name not in left_out}
         return values | valid.model_extra if valid.model_extra else values
 
     def _model(self, left_out: frozenset[str]) -> type[BaseModel]:

@@ -261,7 +261,13 @@ class Claimer:
         while True:
             try:
                 documents = await won(
-                    self._store, ids, running_id, self._params_of, whole_state=self._whole_state, majority=majority
+                    self._store,
+                    ids,
+                    running_id,
+                    self._params_of,
+                    whole_state=self._whole_state,
+                    majority=majority,
+                    count=count or None,
                 )
             except PyMongoError as error:
                 if not (is_passing(error) or is_over_deadline(error)):

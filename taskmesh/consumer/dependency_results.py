@@ -36,6 +36,10 @@ class DependencyResults:
     async def _plain_of(self, id_: str) -> dict[tuple[str, str], Any]:
         return {_name_and_key(each["_id"]): self._plain(each) for each in await self._waited_for(id_)}
 
+    def are_wanted(self, params: Params, document: Document) -> bool:
+        """Whether a claimed task may be given results of others as params: see `feed`."""
+        return bool(params.from_dependencies) or "after" in document["task_state"]
+
     async def feed(self, params: Params, document: Document) -> None:
         """Put results into the params of a claimed task, as its publisher or its handler's annotations want it.
 

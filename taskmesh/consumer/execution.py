@@ -73,6 +73,8 @@ class RunTime:
 
     def stand_still(self) -> None:
         """Count no more, until told to go on."""
+        if self._ends is None:
+            return
         self._left_s, self._ends = self.left_s, None
         if self._timer is not None:
             self._timer.cancel()
@@ -272,7 +274,7 @@ class Execution:
     def renewed(self, sent: float) -> None:
         """Note a renewal that was sent at this monotonic time: the lease is trusted from then, less a margin."""
         self.leased(sent, self.stored_option["worker_timeout_ms"] / 1000)
-        self.next_ping = sent + self.ping_every_s
+        self._ping_due = sent + self.ping_every_s
 
     @property
     def next_ping(self) -> float:

@@ -33,7 +33,7 @@ from taskmesh.consumer.claim_queue import ClaimQueue
 from taskmesh.consumer.context import BlockingTaskContext, TaskContext, enter
 from taskmesh.consumer.dependency_results import DependencyResults
 from taskmesh.consumer.dependents import Dependents
-from taskmesh.consumer.execution import FROM_OUTSIDE, Execution, Stop
+from taskmesh.consumer.execution import FROM_OUTSIDE, UNLIMITED, Execution, Stop
 from taskmesh.consumer.executions import Executions
 from taskmesh.consumer.finisher import Finisher
 from taskmesh.consumer.first_step import FirstSteps
@@ -202,7 +202,8 @@ class Executor:
             definition = self._definitions[execution.name].on(execution.queue)
             execution.returns, execution.errors = definition.returns, definition.errors
             _check_is_no_second(execution, definition)
-            await self._dependency_results.feed(definition.params, execution.document)
+            if self._dependency_results.are_wanted(definition.params, execution.document):
+                await self._dependency_results.feed(definition.params, execution.document)
             args, kwargs = definition.params.to_run(execution.document.get("params") or {})
             if self._before is not None or self._after is not None:
                 execution.as_task = Task.from_document(execution.document)
@@ -286,7 +287,7 @@ class Executor:
 
     def _count_run_time(self, execution: Execution) -> None:
         """From now on user code can run: it is to be over when `run_timeout_ms` is."""
-        if not execution.judged:
+        if execution.run_time is not UNLIMITED and not execution.judged:
             execution.run_time.go_on(partial(execution.stop, Stop.TIMEOUT))
 
     def begins_soon(self, execution: Execution) -> None:
@@ -436,7 +437,10 @@ class Executor:
                 execution.running_id,
                 extra=fields_of(execution),
             )
-        self._after_handler(execution, lambda: self._free(execution, recorded=recorded))
+        if execution.handler_done is None:
+            self._free(execution, recorded=recorded)
+        else:
+            self._after_handler(execution, lambda: self._free(execution, recorded=recorded))
 
     def _leave(self, execution: Execution) -> None:
         """Give the place back that a handler kept which was stopped from outside."""

@@ -80,8 +80,7 @@ class Pinger:
 
     def expect(self, every_s: float) -> None:
         """Look often enough for executions that ping so often."""
-        tick_s = _tick_for(every_s)
-        if tick_s < self._tick_s:
+        if every_s / 4 < self._tick_s and (tick_s := _tick_for(every_s)) < self._tick_s:
             with self._changed:
                 self._tick_s = tick_s
                 self._changed.notify()

@@ -157,7 +157,9 @@ async def judged(store: Store, worker: Claimant | str, found: Sequence[Document]
     if odd := [task["_id"] for task in found if not isinstance(task["_id"], str)]:
         raise Strange(f"the document {odd[0]!r}")
     asked = [task["_id"] for task in found if not _is_untouched(task)]
-    known = {row.id: row for row in await look_up(store, worker, asked)} if asked else {}
+    if not asked:
+        return [_untouched(task) for task in found]
+    known = {row.id: row for row in await look_up(store, worker, asked)}
     rows = [_untouched(task) if _is_untouched(task) else known.get(task["_id"]) for task in found]
     return [row for row in rows if row is not None]
 
@@ -169,8 +171,9 @@ def _is_untouched(task: Document) -> bool:
 
 def _untouched(task: Document) -> Claimable:
     option = task.get("task_option")
-    priority = option.get("priority") if isinstance(option, dict) else None
-    return claimable_from(task | {"priority": priority, "fail_cnt": 0, "claim_time": None})
+    task["priority"] = option.get("priority") if isinstance(option, dict) else None
+    task["fail_cnt"], task["claim_time"] = 0, None
+    return claimable_from(task)
 
 
 def _scan_query(worker: Claimant | str, what: ScanRange, sort: Sort) -> Document:
@@ -272,16 +275,9 @@ def claimable_from(document: Document) -> Claimable:
         and (group is None or isinstance(group, str))
     ):
         raise Strange(f"the document {id_!r}")
-    return Claimable(
-        id=id_,
-        queue=queue,
-        priority=int(priority),
-        named=document.get("pinned") is True,
-        fail_cnt=int(fail_cnt),
-        claim_time=claim_time,
-        next_claim_time=opens,
-        group=group,
-    )
+    named = document.get("pinned") is True
+    # By place: there are thousands a second.
+    return Claimable(id_, queue, int(priority), named, int(fail_cnt), claim_time, opens, group)
 
 
 async def values_of(store: Store, field: str, query: Document) -> list[str] | None:
