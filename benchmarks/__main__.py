@@ -11,7 +11,7 @@ import inspect
 import time
 from collections.abc import Callable
 
-from benchmarks import costs, durable, fairness, fleet, latency, limit, plots, publish, results, scale
+from benchmarks import capacity, costs, durable, fairness, fleet, latency, limit, plots, publish, results, scale
 from benchmarks.backlog import Backlogs
 from benchmarks.machine import conditions, server
 from benchmarks.tables import Answer
@@ -19,6 +19,7 @@ from benchmarks.tables import Answer
 QUESTIONS: dict[str, Callable[..., Answer]] = {
     "limit": limit.measure,
     "costs": costs.measure,
+    "capacity": capacity.measure,
     "latency": latency.measure,
     "publish": publish.measure,
     "fleet": fleet.measure,

@@ -98,6 +98,17 @@ async def consume(line: Line, setting: Setting) -> None:
     line.say(report=report)
 
 
+async def stand_by(line: Line, setting: Setting) -> None:
+    """Be many consumers at once, each with a connection and a stream of its own, that find nothing to do until `end`."""
+    async with contextlib.AsyncExitStack() as stack:
+        for n in range(setting["workers"]):
+            await stack.enter_async_context(consuming(setting | {"worker_id": f"light-{n}"}))
+        await asyncio.sleep(setting.get("settle_s", 3.0))  # until each has registered, and scanned
+        line.say(ready=True)
+        await line.end.wait()
+    line.say(report={})
+
+
 async def publish_steadily(line: Line, setting: Setting) -> None:
     """Publish `stamp` tasks at a rate from `go` on, and wait for some of the results."""
     mesh = TaskMesh(setting["uri"], database=setting["database"])
@@ -139,4 +150,4 @@ async def _wait_for(handle: Any, sent: float, results_ms: list[float]) -> None:
     results_ms.append((time.monotonic() - sent) * 1000)
 
 
-ROLES: dict[str, Role] = {"consume": consume, "publish": publish_steadily}
+ROLES: dict[str, Role] = {"consume": consume, "stand_by": stand_by, "publish": publish_steadily}
