@@ -52,7 +52,7 @@ def measure(backlogs: Backlogs, *, repetitions: int = 3, share: float = 1.0) -> 
             flush=True,
         )
     return Answer(
-        f"What does a task cost in all? (each task: median, and in brackets the least; {WORKERS} workers stand by in one process)",
+        f"What does a task cost in all? (median, and in brackets the least; {WORKERS} workers stand by, in one process)",
         ("what", "median (least)"),
         [(label, f"{median(values):.2f} ({min(values):.2f})") for label, values in found.items()],
         figures=dict(found),
