@@ -106,7 +106,7 @@ class TaskFilter(BaseModel):
     def __str__(self) -> str:
         """Return the text that `parse` reads."""
         parts = [
-            f"{name}:{shlex.quote(value)}"
+            f"{name}:{_word(value)}"
             for name, value in (
                 ("name", self.name),
                 ("status", ",".join(self._statuses()) or None),
@@ -119,7 +119,7 @@ class TaskFilter(BaseModel):
             )
             if value is not None
         ]
-        parts += [f"tag:{shlex.quote(tag)}" for tag in self.tags]
+        parts += [f"tag:{_word(tag)}" for tag in self.tags]
         parts += [f"age>{written(self.older_than_ms)}"] if self.older_than_ms is not None else []
         parts += [f"age<{written(self.younger_than_ms)}"] if self.younger_than_ms is not None else []
         return " ".join(parts)
@@ -146,6 +146,11 @@ def _standing_in(fields: dict[str, Any]) -> dict[str, Any]:
     return (
         {"status": status, "standing": ()} if "INIT" in status else {"status": (*status, "INIT"), "standing": standing}
     )
+
+
+def _word(text: str) -> str:
+    """Return a text as one word, in the quotes that read best: 'its' in double ones."""
+    return f'"{text}"' if "'" in text and not set(text) & set('"\\') else shlex.quote(text)
 
 
 def _field(word: str) -> tuple[str, Any]:

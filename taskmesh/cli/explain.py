@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import time
 from datetime import UTC, datetime
@@ -157,6 +158,8 @@ def _some(workers: list[str]) -> str:
     return shown if len(workers) <= 3 else f"{shown} and {len(workers) - 3} more"
 
 
+_EXPANDED = re.compile(r'[\\`$"]')
+"""What a shell would expand in double quotes."""
 _COUNTED_TO = 10_000
 _COUNTING_S = 2.0
 
@@ -236,7 +239,10 @@ def _tasks(count: int) -> str:
 
 def _word(text: str) -> str:
     """Return a text as one word of a shell's command, in the quotes that read best."""
-    return f'"{text}"' if "'" in text and not set(text) & set('"$`\\!') else shlex.quote(text)
+    if "'" not in text or "!" in text:  # which a shell that one types into would expand in double quotes
+        return shlex.quote(text)
+    escaped = _EXPANDED.sub(r"\\\g<0>", text)
+    return f'"{escaped}"'
 
 
 async def doctor(mesh: TaskMesh, as_json: Json = False) -> None:
