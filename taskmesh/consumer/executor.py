@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import inspect
 import logging
 import threading
@@ -332,9 +333,11 @@ class Executor:
     async def _call_in_process(
         self, execution: Execution, definition: TaskDefinition[Any, Any], args: list[Any], kwargs: dict[str, Any]
     ) -> Any:
-        # Imported here: few need it, and it is POSIX's alone.
-        from taskmesh.consumer.subprocess.conversation import Conversation  # noqa: PLC0415
-        from taskmesh.consumer.subprocess.processes import Processes  # noqa: PLC0415
+        if self._processes is None:
+            # Files are read: not in the loop.
+            await asyncio.to_thread(importlib.import_module, "taskmesh.consumer.subprocess.conversation")
+        from taskmesh.consumer.subprocess.conversation import Conversation  # noqa: PLC0415 — few need it
+        from taskmesh.consumer.subprocess.processes import Processes  # noqa: PLC0415 — and it is POSIX's alone
 
         if self._processes is None:
             self._processes = Processes()

@@ -15,14 +15,15 @@ from taskmesh.model.errors import (
     StepMismatch,
     TaskFailed,
     TaskSuspended,
+    TaskTooLarge,
     UnstorableValue,
 )
 from taskmesh.model.ids import shown
 from taskmesh.model.stage import Next
 
 ErrorTypes = type[BaseException] | Sequence[type[BaseException]]
-ALWAYS_FINAL = (TaskFailed, UnstorableValue)
-"""What makes a task FAIL for good, whatever retries are left."""
+ALWAYS_FINAL = (TaskFailed, TaskTooLarge, UnstorableValue)
+"""What makes a task FAIL for good, whatever retries are left. Of what cannot be stored the work would be done again in vain."""
 _SAYS_ITSELF = (Retry, Snooze, Next, TaskSuspended, LeaseLost, StepMismatch)
 """What says by itself how the execution ends."""
 

@@ -316,6 +316,25 @@ async def test_d22_too_many_bytes_of_records_fail_once_and_for_good(mesh: TaskMe
     assert [found.steps async for found in mesh.find("work")] == [[]]
 
 
+async def test_d22_a_value_too_large_to_be_recorded_fails_once_and_for_good(mesh: TaskMesh) -> None:
+    """The step would be done again in vain."""
+    calls: list[int] = []
+
+    def large() -> str:
+        calls.append(1)
+        return "x" * 1_000_001
+
+    @mesh.task(option=AGAIN)
+    async def work() -> None:
+        await current_task().step("large", large)
+
+    handle = await work.publish("1")
+    async with working(mesh, "w1"):
+        with pytest.raises(TaskError, match="the step 'large' has 1000"):
+            await handle.result(60)
+    assert calls == [1]
+
+
 async def test_records_of_many_bytes_are_loaded_when_they_are_asked_for(mesh: TaskMesh) -> None:
     calls: list[int] = []
 
