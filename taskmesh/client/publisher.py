@@ -31,7 +31,7 @@ from taskmesh.model.task import checked_key, checked_name
 from taskmesh.model.worker import able_workers
 from taskmesh.store import Store, dependencies
 from taskmesh.store.driver import twin_of
-from taskmesh.store.publish import Publication, Published, publish, publish_in_session
+from taskmesh.store.publish import Publication, Published, give_numbers, publish, publish_in_session
 from taskmesh.store.server_errors import is_over_deadline, is_passing, patiently
 from taskmesh.store.values import new_id
 
@@ -157,6 +157,7 @@ class Publisher:
             )
         _check_no_circle(publications)
         store, clock = self._connection.store, self._connection.clock
+        give_numbers(store, publications, clock.now())  # before anything is waited for: in the order of the calls
         await self._connection.create_what_is_missing()
         with publishing(definition.name, list(params_by_key), configuration.queue) as trace:
             for publication in publications:
@@ -305,6 +306,7 @@ class Publisher:
         client = ours.client if ours.client is None or isinstance(ours.client, str) else twin_of(ours.client)
         twin = Connection(client, ours.database, ours.collection)
         await twin.open()
+        twin.store.numbers = ours.store.numbers  # one order for both loops
         return twin
 
     def close_sync(self) -> None:

@@ -66,8 +66,8 @@ class BackupClaims:
     def offer(self, row: Claimable, *, place: int | None = None, overdue: bool = False) -> bool:
         """Take in a task that was found; True if it is a new candidate.
 
-        `place`: how many go before this worker, if not those that the task's lane says. `overdue`: it goes before what
-        waits here, since somebody had started it.
+        `place`: how many go before this worker, if not those that the task's lane says. `overdue`: its lease ran out; it is
+        looked at whether there is room here or not.
         """
         candidates = self._candidates
         if row.claim_time == NEVER or row.id in self._executions:
@@ -91,10 +91,9 @@ class BackupClaims:
                 row.id,
                 row.queue,
                 due=max(since, now),
-                since=0.0 if overdue else since,
+                since=since,
+                number=row.number,
                 priority=row.priority,
-                named=row.named,
-                fail_cnt=row.fail_cnt,
                 group=row.group,
                 timed=since > now,
             )
@@ -150,10 +149,10 @@ class BackupClaims:
             return
         later = []
         # From the end of the line, since the worker whose they are takes from its head.
-        for row in sorted(rows, key=lambda row: row.next_claim_time, reverse=True):
+        for row in sorted(rows, key=lambda row: row.number, reverse=True):
             if row.id not in overdue and room <= 0:
                 later.append(row.id)
-            elif self.offer(row, place=0, overdue=row.id in overdue):  # nobody else has it
+            elif self.offer(row, place=0):  # nobody else has it
                 self._candidates.ready.set()
                 room -= 1
         self._for_room.extendleft(later)

@@ -15,8 +15,12 @@ from typing import Any
 
 from taskmesh.consumer.settings import Settings
 from taskmesh.consumer.turns import Turns
+from taskmesh.store.find import Claimable
 
 _ASIDE_AT_MOST = 10_000
+_BEHIND_AT_MOST = 1_000
+NOTHING = (-(2**63), 0)
+"""A rank before all others."""
 
 
 @dataclass(slots=True, eq=False)
@@ -28,10 +32,10 @@ class Candidate:
     due: float
     """When to try, on the monotonic clock."""
     since: float
-    """Since when it waits, on the same clock: who has waited longest goes first."""
+    """Since when it waits, on the same clock."""
+    number: int
+    """Its place in the order of publication."""
     priority: int = 0
-    named: bool = False
-    fail_cnt: int = 0
     group: str | None = None
     timed: bool = False
     """Whether it waited for a time. Then a refusal just after may mean that our clock is a little fast."""
@@ -39,12 +43,21 @@ class Candidate:
     """Since when this worker knows of it, on the same clock."""
 
     @property
-    def rank(self) -> tuple[int, bool, int, float]:
-        """The order of claiming: priority, those that name this worker, fewer failures, longest wait."""
-        return (-self.priority, not self.named, self.fail_cnt, self.since)
+    def rank(self) -> Rank:
+        """The order of claiming."""
+        return rank_of(self)
 
 
-_Ranked = tuple[tuple[int, bool, int, float], int, Candidate]
+Rank = tuple[int, int]
+"""By which candidates are put in order: the lesser goes first."""
+
+
+def rank_of(task: Candidate | Claimable) -> Rank:
+    """Return a task's rank: by priority, then as published."""
+    return (-task.priority, task.number)
+
+
+_Ranked = tuple[Rank, int, Candidate]
 _Timed = tuple[float, int, Candidate]
 
 
@@ -74,6 +87,10 @@ class ClaimQueue:
         self._taken: set[str] = set()
         self.overflowed = False
         """Whether something was dropped since the last scan began: there is more work than is held here."""
+        self._known_to: Rank | None = NOTHING
+        """How far all that is due is known here; None: to the end."""
+        self._behind: dict[str, Candidate] = {}
+        """What comes after that: it waits for a scan, so that it overtakes nothing that was never offered here."""
 
     def __len__(self) -> int:
         return len(self._held)
@@ -88,6 +105,14 @@ class ClaimQueue:
 
     def offer(self, candidate: Candidate) -> bool:
         """Take a candidate in; True if it is new, or due earlier than the one held of the same task."""
+        # (Groups take turns: what goes before what there, `is_behind` tells.)
+        if self._known_to is not None and candidate.group is None and candidate.rank > self._known_to:
+            if len(self._behind) < _BEHIND_AT_MOST:
+                self._behind[candidate.id] = candidate
+            self.overflowed = True
+            self.want_more()
+            return False
+        self._behind.pop(candidate.id, None)
         held = self._held.get(candidate.id)
         if held is not None and held.due <= candidate.due and held.priority >= candidate.priority:
             return False
@@ -172,11 +197,12 @@ class ClaimQueue:
     def discard(self, id_: str) -> None:
         """Forget a task."""
         self._held.pop(id_, None)
+        self._behind.pop(id_, None)
 
     def discard_queues(self, closed: Any) -> None:
         """Forget what is in queues from which nothing may be claimed; a scan finds it again."""
-        for candidate in [c for c in self._held.values() if c.queue in closed]:
-            del self._held[candidate.id]
+        for candidate in [c for c in (*self._held.values(), *self._behind.values()) if c.queue in closed]:
+            self.discard(candidate.id)
 
     # --- tasks that cannot be claimed for now ---
 
@@ -213,8 +239,20 @@ class ClaimQueue:
 
     def order_scan(self) -> None:
         """Have everything looked at soon: after a gap, or at the start."""
-        self.unread = True
+        self.missed()
         self.scan_wanted.set()
+
+    def missed(self) -> None:
+        """Note that there may be tasks that were never offered here: nothing new goes before a scan has looked."""
+        self.unread = True
+        self._known_to = NOTHING
+
+    def know_to(self, rank: Rank | None) -> None:
+        """Note how far a scan has seen all that is due; None: to the end."""
+        self._known_to = rank
+        behind, self._behind = self._behind, {}
+        if sum(map(self.offer, behind.values())):
+            self.ready.set()
 
     def want_more(self) -> None:
         """Have a scan bring more soon, if few candidates are left and there is more."""
@@ -253,10 +291,13 @@ class ClaimQueue:
             heapq.heappop(ready)
 
     def _drop_worst(self, limit: int) -> None:
-        """Keep the best: what is due by rank, then what comes first."""
+        """Keep the best: what is due by rank, then what comes first. Nothing behind what is dropped is known here any more."""
         grouped = self._drop_most_of_groups(limit // 2)
         limit -= len(grouped)
-        self._ready = sorted(entry for entry in self._ready if self._held.get(entry[2].id) is entry[2])[:limit]
+        ready = sorted(entry for entry in self._ready if self._held.get(entry[2].id) is entry[2])
+        self._ready = ready[:limit]
+        if len(ready) > limit:
+            self._known_to = ready[limit - 1][0]
         later = sorted(entry for entry in self._later if self._held.get(entry[2].id) is entry[2])
         self._later = later[: limit - len(self._ready)]
         self._held = {entry[2].id: entry[2] for entry in (*self._ready, *self._later)}

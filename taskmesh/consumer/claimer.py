@@ -256,7 +256,10 @@ class Claimer:
     async def _read_won(
         self, ids: list[str], running_id: str, sent: float, count: int, *, majority: bool = False
     ) -> list[Document]:
-        """Read what was won. What cannot be read in time is left to run out; it was never started."""
+        """Read what was won, in the order of the candidates.
+
+        What cannot be read in time is left to run out; it was never started.
+        """
         pause = 0.02
         while True:
             try:
@@ -279,7 +282,8 @@ class Claimer:
                 if time.monotonic() - sent > 60:
                     return []
             else:
-                return documents
+                place = {id_: place for place, id_ in enumerate(ids)}
+                return sorted(documents, key=lambda document: place[document["_id"]])
 
     def _next_running_id(self) -> str:
         """Return the fencing token of all that one claim wins: no other claim of any worker has it."""

@@ -29,7 +29,7 @@ from taskmesh.store.change_stream import STOPPING, Change, Interest
 from taskmesh.store.clock import ServerClock
 from taskmesh.store.driver import Document
 from taskmesh.store.event_stamp import read_stamp
-from taskmesh.store.find import get, look_up
+from taskmesh.store.find import get, look_up, number_of
 from taskmesh.store.rules import NEVER
 
 logger = logging.getLogger("taskmesh.listener")
@@ -175,16 +175,15 @@ class Listener:
             return  # others of its group go first, and are read with it
         self._lag_s = max(0.0, time.monotonic() - self._clock.monotonic(change.time))
         if self._lag_s > _TOO_LATE_S:
-            self._candidates.unread = True  # what this tells of is most likely claimed by now
+            self._candidates.missed()  # what this tells of is most likely claimed by now
             return
         priority = option.get("priority", 0)
         self._offer(
             change.id,
             queue,
             moment,
+            number_of(task, moment),
             priority if isinstance(priority, int) else 0,
-            bool(named),
-            0,
             place,
             task.get("group"),
         )
@@ -194,9 +193,8 @@ class Listener:
         id_: str,
         queue: str,
         moment: datetime,
+        number: int,
         priority: int,
-        named: bool,
-        fail_cnt: int,
         place: int,
         group: str | None,
     ) -> None:
@@ -207,7 +205,7 @@ class Listener:
         if place:
             self._backup_claims.add(id_, due + 4 * self._lag_s, place)  # where all are slow, nobody is neglected yet
         elif not self._candidates.taken_meanwhile(id_) and self._candidates.offer(
-            Candidate(id_, queue, due, due, priority, named, fail_cnt, group, timed)
+            Candidate(id_, queue, due, due, number, priority, group, timed)
         ):
             self._candidates.ready.set()
 
@@ -271,7 +269,7 @@ class Listener:
             if place <= _LAST_PLACE_TO_TRY:
                 moment = max(filter(None, (row.claim_time, row.next_claim_time)))
                 self._queues.heard_of(row.queue)
-                self._offer(row.id, row.queue, moment, row.priority, row.named, row.fail_cnt, place, row.group)
+                self._offer(row.id, row.queue, moment, row.number, row.priority, place, row.group)
 
     async def _look_at_running(self, executions: list[Execution]) -> None:
         """Ask whether these still hold their tasks, and take over changed options."""

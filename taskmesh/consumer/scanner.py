@@ -17,7 +17,7 @@ from pymongo.errors import PyMongoError
 
 from taskmesh.consumer.backup_claims import LAST_PLACE_TO_WAIT, BackupClaims
 from taskmesh.consumer.claim_filter import ClaimFilter
-from taskmesh.consumer.claim_queue import ClaimQueue
+from taskmesh.consumer.claim_queue import NOTHING, ClaimQueue, Rank, rank_of
 from taskmesh.consumer.dependents import Dependents
 from taskmesh.consumer.executions import Executions
 from taskmesh.consumer.groups import Groups
@@ -49,6 +49,8 @@ _SETTLE_EVERY_S = 2.0
 _MAX_COMBINATIONS = 150
 """Of names × queues in one query; above about 200 the server sorts in memory instead of merging index ranges."""
 _FOR_ANYBODY: tuple[Sort, ...] = ("waiting", "shared")
+_SORTS: tuple[Sort, ...] = ("named", *_FOR_ANYBODY)
+_LEAST_PAGE = 1_000
 _PAGE_OF_REFUSED = 500
 _PAGE_BESIDE = 200
 _PATIENCE_S = 0.2
@@ -78,7 +80,7 @@ class Scanner:
         self._store = store
         self._me = settings.claimant
         self._names = settings.names
-        self._page = max(1_000, min(5_000, 4 * settings.concurrency))
+        self._page = max(_LEAST_PAGE, min(5_000, 4 * settings.concurrency))
         self._clock = clock
         self._candidates = candidates
         self._executions = executions
@@ -96,6 +98,8 @@ class Scanner:
         """By number of the range and sort, a cursor over what lies behind tasks not for me; read on a little at each pass."""
         self._read_to_the_end: set[tuple[int, Sort]] = set()
         """In which of them that has been done once."""
+        self._heads_refused: set[tuple[int, Sort]] = set()
+        """Where the last page was full, and had nothing for me."""
         self._next_settle = self._next_sweep = 0.0
         self._next_leases = 0.0
         self._next_help = 0.0
@@ -126,16 +130,15 @@ class Scanner:
         now = time.monotonic()
         await self._settle_and_sweep(now)
         if not self.open or not self._names:
+            self._candidates.know_to(None)  # who does not look goes by what he hears
             return 0
         self._narrowed_by = (
             await self._claim_filter.current() or {}
         )  # None: nothing is claimed for now, whatever is found
         self._candidates.begin_scan()
         await self._queues.look_for_due(now, self._horizon)
-        brought = 0
         self._candidates.unread = False
-        for number, what in self._ranges(self._partitions.own):
-            brought += await self._scan(number, what)
+        brought = await self._scan()
         brought += await self._look_at_leases(now) + await self._help_others(now)
         self.scans += 1
         if brought:
@@ -187,17 +190,34 @@ class Scanner:
         if await self._listener.want_hints(wanted) and wanted:
             self._candidates.order_scan()
 
-    async def _scan(self, number: int, what: ScanRange) -> int:
-        brought, full = 0, []
-        for sort in ("named", *_FOR_ANYBODY) if what.lanes == self._partitions.own else _FOR_ANYBODY:
-            rows = await scan(self._store, self._me, what, self._page, sort)
-            brought += sum(self._backup_claims.offer(row) for row in await self._fitting(rows))
-            full += [sort] if len(rows) == self._page else []
-        await self._groups.note(what.queues, full=bool(full))
+    async def _scan(self) -> int:
+        """Look at what is due in my lanes, and for me by name; take no more of it than what has nothing unseen before it."""
+        found: list[Claimable] = []
+        full: list[tuple[int, ScanRange, Sort]] = []
+        known_to: Rank | None = None
+        for number, what in self._ranges(self._partitions.own):
+            full_before = len(full)
+            for sort in _SORTS:
+                # Where nothing of the last page was for me, a few are enough to see whether that has changed.
+                size = _PAGE_BESIDE if (number, sort) in self._heads_refused else self._page
+                page = await scan(self._store, self._me, what, size, sort)
+                found += await self._fitting(page.rows)
+                if page.full:
+                    full.append((number, what, sort))
+                    last = max((rank_of(row) for row in page.rows), default=NOTHING)
+                    known_to = last if known_to is None else min(known_to, last)
+            await self._groups.note(what.queues, full=len(full) > full_before)
+        # From here to the last offer nothing is waited for: no hint comes in between.
+        self._candidates.know_to(known_to)
+        brought = sum(map(self._backup_claims.offer, found))
+        if brought:
+            self._heads_refused.clear()
         if full:
             self._candidates.unread = True
             if not brought and not self._candidates.ready_count(time.monotonic()):
-                for sort in full:
+                self._candidates.know_to(None)  # whoever stands before what comes now, may not be had
+                self._heads_refused.update((number, sort) for number, _, sort in full)
+                for number, what, sort in full:
                     if sort in _FOR_ANYBODY:
                         brought += await self._read_behind_refused((number, sort), what)
         return brought
@@ -216,7 +236,7 @@ class Scanner:
             leases = await scan_leases(self._store, self._me, what, _PAGE_BESIDE)
             brought += sum(self._backup_claims.offer(row, overdue=True) for row in await self._fitting(leases))
             shared = await scan(self._store, self._me, what, _PAGE_BESIDE, "shared")
-            brought += sum(map(self._backup_claims.offer, await self._fitting(shared)))
+            brought += sum(map(self._backup_claims.offer, await self._fitting(shared.rows)))
         return brought
 
     async def _help_others(self, now: float) -> int:
@@ -237,7 +257,7 @@ class Scanner:
             row
             for _, what in self._ranges(None)
             for sort in _FOR_ANYBODY
-            for row in await scan(self._store, self._me, what, limit, sort)
+            for row in (await scan(self._store, self._me, what, limit, sort)).rows
         ]
         rows = [row for row in await self._fitting(found) if self._clock.monotonic(row.next_claim_time) <= now]
         heads: dict[int, str] = {}

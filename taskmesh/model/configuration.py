@@ -184,6 +184,11 @@ class Configuration:
         """Whether an existing task is to be touched, or at least looked at."""
         return self.runs_again or any(getattr(self, flag) for flag in _FLAGS)
 
+    @property
+    def begins_anew(self) -> bool:
+        """Whether an existing task that is finished may begin anew."""
+        return self.runs_again or self.clean_success or self.clean_failed
+
 
 def _checked(settings: dict[str, Any]) -> dict[str, Any]:
     """Check settings that are no options; times are returned in UTC."""

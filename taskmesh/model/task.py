@@ -321,6 +321,7 @@ class Task(_Stored):
             "lane",
             "event",
             "publish_id",
+            "publish_number",
             "change_id",
             "change_ids",
             "bulk_id",

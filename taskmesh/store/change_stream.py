@@ -123,6 +123,7 @@ def pipeline(store: Store, interest: Interest) -> list[Document]:
         "group",
         "next_claim_time",
         "pinned",
+        "publish_number",
         "lane",
         "needs",
         "task_option.priority",

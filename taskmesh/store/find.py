@@ -20,14 +20,14 @@ from taskmesh.model.worker import Claimant
 from taskmesh.store import rules
 from taskmesh.store.driver import PLAIN_CODEC, Document
 from taskmesh.store.malformed import WELL_FORMED, Strange, past_strangers
+from taskmesh.store.numbers import number_at
 from taskmesh.store.prepared import prepared
 from taskmesh.store.server_errors import Code, is_over_deadline
 from taskmesh.store.store import Store
 
 UNFINISHED = ("INIT", "RUNNING")
-IN_ORDER = [("task_option.priority", -1), ("next_claim_time", 1)]
 KEY_FIELDS = dict.fromkeys(
-    ("_id", "queue", "group", "next_claim_time", "task_option.priority", "event", "settle_time"), 1
+    ("_id", "queue", "group", "next_claim_time", "publish_number", "task_option.priority", "event", "settle_time"), 1
 )
 _DUE_AT_MOST = 200
 _VALUES_MS = 300
@@ -94,9 +94,10 @@ class Claimable:
     id: str
     queue: str
     priority: int
+    number: int
+    """Its place in the order of publication."""
     named: bool
     """Whether it is for this worker by name."""
-    fail_cnt: int
     claim_time: Any
     """When this worker may claim it: None (at once), a time, or `NEVER`."""
     next_claim_time: Any
@@ -108,6 +109,14 @@ Sort = Literal["waiting", "shared", "named"]
 
 Each has an index of its own, so that none starves the others.
 """
+IN_ORDER = [("task_option.priority", -1), ("next_claim_time", 1)]
+"""What is told apart by neither of these, few tasks of one millisecond, is put in order where it is claimed."""
+_ORDER: dict[Sort, list[tuple[str, int]]] = {
+    "waiting": [*IN_ORDER, ("publish_number", 1)],
+    "shared": IN_ORDER,
+    "named": IN_ORDER,
+}
+_INDEX: dict[Sort, str | None] = {"waiting": "taskmesh_waiting_in_order", "shared": "taskmesh_shared", "named": None}
 
 
 @dataclass(slots=True, frozen=True)
@@ -121,18 +130,26 @@ class ScanRange:
     """By the server's clock, as well as the worker knows it: what may be claimed, the claim decides."""
 
 
-async def scan(
-    store: Store, worker: Claimant | str, what: ScanRange, limit: int, sort: Sort = "waiting"
-) -> list[Claimable]:
-    """Return the first tasks of this sort by (priority, next_claim_time) that some worker may claim by then."""
+@dataclass(slots=True, frozen=True)
+class Page:
+    """What one look has found."""
+
+    rows: list[Claimable]
+    full: bool
+    """Whether it ended at its limit: there may be more."""
+
+
+async def scan(store: Store, worker: Claimant | str, what: ScanRange, limit: int, sort: Sort = "waiting") -> Page:
+    """Return the first tasks of this sort that some worker may claim by then: by priority, time, order of publication."""
     query = _scan_query(worker, what, sort)
     if sort != "waiting":
-        hint = "taskmesh_shared" if sort == "shared" else None
-        return await read_claimable(store, worker, query, IN_ORDER, limit=limit, hint=hint)
+        rows = await read_claimable(store, worker, query, _ORDER[sort], limit=limit, hint=_INDEX[sort])
+        return Page(rows, len(rows) == limit)
 
-    async def read(query: Document) -> list[Claimable]:
+    async def read(query: Document) -> Page:
         cursor = _keys_in_order(store, query, limit=limit, batch_size=min(limit, 1000))
-        return await judged(store, worker, await cursor.to_list(None))
+        found = await cursor.to_list(None)
+        return Page(await judged(store, worker, found), len(found) == limit)
 
     return await past_strangers(store, query, read)
 
@@ -145,7 +162,7 @@ async def open_scan(store: Store, worker: Claimant | str, what: ScanRange, sort:
 
 def _keys_in_order(store: Store, query: Document, sort: Sort = "waiting", **options: int) -> Any:
     cursor = store.driver.collection(store.tasks, PLAIN_CODEC).find(query, KEY_FIELDS, **options)
-    return cursor.sort(IN_ORDER).hint(f"taskmesh_{sort}")
+    return cursor.sort(_ORDER[sort]).hint(_INDEX[sort])
 
 
 async def judged(store: Store, worker: Claimant | str, found: Sequence[Document]) -> list[Claimable]:
@@ -172,7 +189,7 @@ def _is_untouched(task: Document) -> bool:
 def _untouched(task: Document) -> Claimable:
     option = task.get("task_option")
     task["priority"] = option.get("priority") if isinstance(option, dict) else None
-    task["fail_cnt"], task["claim_time"] = 0, None
+    task["claim_time"] = None
     return claimable_from(task)
 
 
@@ -252,8 +269,8 @@ def claimable_fields(now: rules.Expression, worker: Claimant | str) -> Document:
         "queue": 1,
         "group": 1,
         "next_claim_time": 1,
+        "publish_number": 1,
         "priority": "$task_option.priority",
-        "fail_cnt": rules.with_facts(now, rules.FAIL_CNT),
         "claim_time": rules.claim_time(worker, now),
         "pinned": 1,
     }
@@ -262,14 +279,12 @@ def claimable_fields(now: rules.Expression, worker: Claimant | str) -> Document:
 def claimable_from(document: Document) -> Claimable:
     """Read what a scan returned. Raises `Strange`."""
     id_, queue, priority = document["_id"], document.get("queue"), document.get("priority")
-    fail_cnt, claim_time, opens = document.get("fail_cnt"), document.get("claim_time"), document.get("next_claim_time")
-    group = document.get("group")
+    claim_time, opens, group = document.get("claim_time"), document.get("next_claim_time"), document.get("group")
     if not (
         isinstance(id_, str)
         and isinstance(queue, str)
         and isinstance(priority, (int, float))
         and isfinite(priority)
-        and isinstance(fail_cnt, (int, float))
         and (claim_time is None or isinstance(claim_time, datetime))
         and isinstance(opens, datetime)
         and (group is None or isinstance(group, str))
@@ -277,7 +292,13 @@ def claimable_from(document: Document) -> Claimable:
         raise Strange(f"the document {id_!r}")
     named = document.get("pinned") is True
     # By place: there are thousands a second.
-    return Claimable(id_, queue, int(priority), named, int(fail_cnt), claim_time, opens, group)
+    return Claimable(id_, queue, int(priority), number_of(document, opens), named, claim_time, opens, group)
+
+
+def number_of(document: Document, opens: datetime) -> int:
+    """Return a task's place in the order of publication. One without a number came when it could first be claimed."""
+    number = document.get("publish_number")
+    return int(number) if isinstance(number, int) else number_at(opens)
 
 
 async def values_of(store: Store, field: str, query: Document) -> list[str] | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -26,6 +26,7 @@ from taskmesh.store.driver import Document
 from taskmesh.store.event_stamp import stamp, stamped
 from taskmesh.store.finish import fresh_state
 from taskmesh.store.key_policies import debounced, not_throttled
+from taskmesh.store.numbers import moment_of, number_at
 from taskmesh.store.prepared import prepared
 from taskmesh.store.server_errors import DOCUMENT_TOO_LARGE, Code
 from taskmesh.store.store import WRITE_DEADLINE_MS, Store
@@ -62,6 +63,8 @@ class Publication:
     """Whether it is for the workers that it names, as far as they live."""
     loop: Document | None = None
     """How it runs again and again, if it does (see `Loop.stored`)."""
+    number: int = 0
+    """Its place in the order of publication, once it has one."""
     sent_to: Document | None = None
     """The existing task to which a change was sent whose answer is missing: it is repeated for no other."""
 
@@ -95,6 +98,9 @@ def new_document(publication: Publication, now: datetime, option: Document | Non
     """Return the document of a new task. `now`: the server's time, as well as we know it. `option`: as it is stored, if known."""
     configuration = publication.configuration
     start_time = configuration.starts(now)
+    number = publication.number or number_at(now)
+    # When it was called for: so the index has tasks in the order of their numbers, however long each was on its way.
+    called_for = min(now, moment_of(number))
     document: Document = {
         "_id": publication.id,
         "name": publication.name,
@@ -103,7 +109,7 @@ def new_document(publication: Publication, now: datetime, option: Document | Non
         "params": publication.params,
         "task_option": option or configuration.option.stored(),
         "task_state": {
-            "create_time": now,
+            "create_time": called_for,
             "start_time": start_time,
             "expire_time": configuration.expire_time,
             "timeout_cnt": 0,
@@ -111,10 +117,11 @@ def new_document(publication: Publication, now: datetime, option: Document | Non
             **configuration.since(now),
         },
         "status": "INIT",
-        "next_claim_time": max(start_time, now) if start_time else now,
+        "next_claim_time": max(start_time, called_for) if start_time else called_for,
         "pinned": bool(configuration.option.specific_worker_ids),
         "lane": lane_of(publication.id),
         "publish_id": publication.publish_id,
+        "publish_number": number,
     }
     if configuration.expire_time is not None:
         document["settle_time"] = configuration.expire_time
@@ -153,7 +160,7 @@ def lane_of(id_: str) -> int:
 async def publish(
     store: Store, publications: Sequence[Publication], now: datetime, *, alone: bool = False
 ) -> list[Published]:
-    """Insert what is new, then treat what existed as each publication asks. Results in the order given.
+    """Insert what is new, in the order given, then treat what existed as each publication asks. Results in the same order.
 
     What is published at the same moment by others in this process is inserted with it. `alone`: not this, since it has met a
     locked key, and would hold up the others.
@@ -161,20 +168,22 @@ async def publish(
     Safe to repeat: a repeated insert of ours is known by its `publish_id`. Raises `TaskRunning` for a publication with
     `not_update_running`; of several, the others are done all the same.
     """
+    give_numbers(store, publications, now)
     results: dict[int, Published] = {}
     refused: list[TaskRunning] = []
     batches = _batches(publications)
+    in_turn = asyncio.Lock()
 
     async def publish_batches() -> None:
         for batch in batches:
-            duplicates = await _insert(store, [publications[i] for i in batch], now, alone=alone)
+            duplicates = await _insert(store, [publications[i] for i in batch], now, alone=alone, in_turn=in_turn)
             existing = [i for place, i in enumerate(batch) if place in duplicates]
             results.update({i: _CREATED for place, i in enumerate(batch) if place not in duplicates})
             results.update(await _treat_existing(store, {i: publications[i] for i in existing}, now, refused))
 
     if len(publications) <= _MAX_BATCH:
         await publish_batches()
-    else:  # one batch is made while another is on its way
+    else:  # one batch is made, and what existed of it treated, while another is on its way
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(_MAX_IN_FLIGHT):
@@ -184,6 +193,14 @@ async def publish(
     if refused:
         raise refused[0]
     return [results[i] for i in range(len(publications))]
+
+
+def give_numbers(store: Store, publications: Sequence[Publication], now: datetime) -> None:
+    """Give each its place in the order of publication, in the order given; who has one keeps it."""
+    without = [publication for publication in publications if not publication.number]
+    first = store.numbers.take(len(without), now)
+    for number, publication in enumerate(without, first):
+        publication.number = number
 
 
 def _batches(publications: Sequence[Publication]) -> Iterator[list[int]]:
@@ -200,11 +217,22 @@ def _batches(publications: Sequence[Publication]) -> Iterator[list[int]]:
         yield batch
 
 
-async def _insert(store: Store, publications: list[Publication], now: datetime, *, alone: bool = False) -> set[int]:
-    """Insert documents, together with what others publish now, and return the places of those whose key was there already."""
+async def _insert(
+    store: Store,
+    publications: list[Publication],
+    now: datetime,
+    *,
+    alone: bool = False,
+    in_turn: asyncio.Lock | None = None,
+) -> set[int]:
+    """Insert documents, together with what others publish now, and return the places of those whose key was there already.
+
+    `in_turn`: held meanwhile, so that nobody sees the second of one call before the first.
+    """
     documents = _new_documents(publications, now)
     size = sum(each.size + _SIZE_OF_THE_REST for each in publications)
-    reply = await store.insert(documents, size, WRITE_DEADLINE_MS, alone=alone)
+    async with in_turn or nullcontext():
+        reply = await store.insert(documents, size, WRITE_DEADLINE_MS, alone=alone)
     if "writeConcernError" in reply:  # whatever else it says, what was inserted may yet be rolled back
         concern = reply["writeConcernError"]
         raise WriteConcernError(concern.get("errmsg", ""), concern.get("code"), reply)
@@ -403,6 +431,7 @@ async def publish_in_session(
     Existing keys are seen by the transaction's snapshot and not locked, unless they are really changed. A key may come
     several times: what is new with the first is there for the next. `touching` is told which existing task comes next.
     """
+    give_numbers(store, publications, now)
     results: dict[int, Published] = {}
     tasks = store.driver.collection(store.tasks)
     for batch in _batches(publications):
@@ -490,6 +519,8 @@ def change_pipeline(publication: Publication, now: datetime, at: rules.Expressio
     if marked:
         before["marks"] = {name: f"${name}" for name in marked}
     before["params_stay"] = {"$eq": ["$params", "$$params"]} if sets_params else True
+    if configuration.begins_anew:
+        before["waits"] = {"$eq": [rules.with_facts(at, rules.status(at)), "INIT"]}
     # Remember it inside the document while the stages below change it.
     stages: list[Document] = [{"$set": {"_before": before}}]
     if sets_params:
@@ -536,6 +567,11 @@ def change_pipeline(publication: Publication, now: datetime, at: rules.Expressio
             ("change_ids", repeated.with_change(publication.publish_id)),
         )
     }
+    if configuration.begins_anew:
+        # What had been finished is published anew, behind what waits; a task that waits keeps its place.
+        keeps = {"$or": [unchanged, "$_before.waits"]}
+        own_number = {"$ifNull": ["$publish_number", "$$REMOVE"]}
+        marks["publish_number"] = {"$cond": [keeps, own_number, publication.number or number_at(now)]}
     return [
         *stages,
         # Only if something has changed: the stamp that wakes workers, and the publication's mark on the task.

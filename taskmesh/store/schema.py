@@ -33,13 +33,14 @@ _present = {"$exists": True}
 _WAITS: Document = {"status": "INIT", "next_claim_time": {"$type": "date"}}
 INDEXES: dict[str, tuple[list[tuple[str, int]], Document]] = {
     # What waits and may be claimed by anybody, in the order of claiming. What is claimed leaves it, and costs no more here.
-    # Behind the lane, whatever a scan asks of a task that nobody has tried: it reads no document.
-    "waiting": (
+    # Behind the order of publication, whatever a scan asks of a task that nobody has tried: it reads no document.
+    "waiting_in_order": (
         [
             ("queue", 1),
             ("name", 1),
             ("task_option.priority", -1),
             ("next_claim_time", 1),
+            ("publish_number", 1),
             ("lane", 1),
             ("status", 1),
             ("pinned", 1),
@@ -106,7 +107,7 @@ INDEXES: dict[str, tuple[list[tuple[str, int]], Document]] = {
     # Retention.
     "delete": ([("delete_time", 1)], {"expireAfterSeconds": 0, "partialFilterExpression": {"delete_time": _present}}),
 }
-REPLACED = ("claimable", "due", "claimable_by_group")
+REPLACED = ("claimable", "due", "waiting", "claimable_by_group")
 """Indexes of older releases that a claim has to write in vain. They stay for as long as a worker lives that looks for them."""
 INDEX_GENERATION = 3
 """Told by every worker that does without what is `REPLACED`."""

@@ -21,6 +21,7 @@ from taskmesh.model.errors import InvalidName, TaskMeshError
 from taskmesh.store import rules
 from taskmesh.store.driver import PLAIN_CODEC, Document, Driver, checked
 from taskmesh.store.inserts import Inserts
+from taskmesh.store.numbers import Numbers
 from taskmesh.store.uncut import CLOSE_DEADLINE_S, ended_in_time
 
 WRITE_DEADLINE_MS = 5_000
@@ -45,6 +46,7 @@ class Store:
             raise InvalidName(f"collection must be a name that MongoDB allows, got {collection!r}: {error}") from None
         self._name(collection, now)
         self._inserts = Inserts(self.driver, self.tasks)
+        self.numbers = Numbers()
 
     def _name(self, collection: str, now: rules.Expression) -> None:
         self.now = now

@@ -94,7 +94,7 @@ def test_a_publication_creates_all_that_tasks_need(taskmesh: Shell) -> None:
     taskmesh.done("publish", "add", "k", "--database", new)
     with MongoClient[dict[str, Any]](taskmesh.uri) as client:
         try:
-            assert "taskmesh_waiting" in client[new]["tasks"].index_information()
+            assert "taskmesh_waiting_in_order" in client[new]["tasks"].index_information()
             assert client[new]["meta"].find_one({"_id": "schema"}) is not None
         finally:
             client.drop_database(new)

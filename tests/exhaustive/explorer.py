@@ -43,7 +43,7 @@ BEGIN = datetime(2030, 1, 1, tzinfo=UTC)
 TICK_MS = 1_000
 _BATCH = 500
 _ID = "job:k"
-_OF_NO_CONSEQUENCE = ("_id", "event", "finish_time", "delete_time", "publish_id", "lane")
+_OF_NO_CONSEQUENCE = ("_id", "event", "finish_time", "delete_time", "publish_id", "publish_number", "lane")
 _OF_NO_CONSEQUENCE_IN_THE_STATE = ("losses", "lost_cnt")
 _OF_NO_CONSEQUENCE_IN_AN_ENTRY = ("start_time", "success_time", "params_version", "wish", "logs")
 _ENDS: tuple[Kind, ...] = ("succeeded", "failed", "released", "snoozed")

@@ -113,6 +113,7 @@ class Oracle:
         if not asked.changes_existing:
             return False, False
         before = copy.deepcopy(self.document)
+        waited = self.status(now) == "INIT"
         running = self.document["status"] == "RUNNING" and bool(self.live(now))
         if running and asked.not_update_running:
             raise TaskRunning("and must not be disturbed")
@@ -135,7 +136,9 @@ class Oracle:
         if not running:
             self._clean(asked, before, now)
         if stripped(self.document) != stripped(before):
-            self.document["event"] = ["replaced" if asked.replace_running else "published"]
+            # Behind what waits, if it did not wait itself.
+            number = {"publish_number": wish.number} if asked.begins_anew and not waited else {}
+            self.document |= {"event": ["replaced" if asked.replace_running else "published"], **number}
         self.derive(now)
         return False, stripped(self.document) != stripped(before)
 
@@ -153,6 +156,7 @@ class Oracle:
             "params": wish.params,
             "task_option": asked.option.stored(),
             "task_state": state,
+            "publish_number": wish.number,
             **told,
         }
         # If it has expired, those who read will see.

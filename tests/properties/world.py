@@ -26,7 +26,7 @@ from taskmesh.store.claim import CLAIMED_FIELDS, claim, claim_one, won
 from taskmesh.store.event_stamp import read_stamp
 from taskmesh.store.find import Claimable, ScanRange, Sort, get, scan, scan_leases, unfinished_left
 from taskmesh.store.finish import Outcome, finish, report, standing
-from taskmesh.store.publish import Publication, publish, publish_in_session
+from taskmesh.store.publish import Publication, give_numbers, publish, publish_in_session
 from taskmesh.store.renew import keep_places, ping, still_held
 from taskmesh.store.settle import settle
 from taskmesh.store.signals import signal
@@ -161,6 +161,7 @@ class World:
         expected: Any
         actual: Any
         try:
+            give_numbers(self.store, [publication], self.now)
             expected = self.oracles[task].publish(copy.deepcopy(publication), self.now)
         except TaskRunning:
             expected = "running"
@@ -444,7 +445,7 @@ def _made(held: Held, record: Document) -> Document:
 async def all_found(store: Store, worker: str, what: ScanRange) -> list[Claimable]:
     """What the scans of a worker find, all together."""
     sorts: tuple[Sort, ...] = ("waiting", "shared", "named")
-    found = [row for sort in sorts for row in await scan(store, worker, what, 10_000, sort)]
+    found = [row for sort in sorts for row in (await scan(store, worker, what, 10_000, sort)).rows]
     return found + await scan_leases(store, worker, what, 10_000)
 
 

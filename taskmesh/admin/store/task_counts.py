@@ -184,7 +184,7 @@ async def later(store: Store, at_most: int) -> Later:
     of_rows = await _ask_each(store, questions)
     together = [await first_of({"pinned": True}, "taskmesh_claimable_by_name")]
     if waiting_rows is None:
-        together.append(await first_of({"pinned": False}, "taskmesh_waiting"))
+        together.append(await first_of({"pinned": False}, "taskmesh_waiting_in_order"))
 
     # Where a limit was met, the others are unknown: those of the row, or of any row.
     met: Counter[Row] = Counter()
@@ -298,7 +298,7 @@ async def waiting_by_group(store: Store, queue: str, at_most: int) -> dict[str |
     """
     found: dict[str | None, int] = {}
     for which, hint in (
-        ({"status": "INIT", "pinned": False}, "taskmesh_waiting"),
+        ({"status": "INIT", "pinned": False}, "taskmesh_waiting_in_order"),
         ({"status": "RUNNING", "pinned": False}, "taskmesh_leases"),
         ({"pinned": True}, "taskmesh_claimable_by_name"),
     ):
@@ -343,7 +343,7 @@ async def oldest_claimable(store: Store) -> tuple[datetime, datetime | None]:
         if not left or not all(isinstance(answer.get("priority"), (int, float)) for answer in answers):
             break
     if left or waiting_rows is None:  # very many priorities, or a stranger's among them
-        found += await _oldest(store, {"status": "INIT", "pinned": False, **open_}, now, "taskmesh_waiting")
+        found += await _oldest(store, {"status": "INIT", "pinned": False, **open_}, now, "taskmesh_waiting_in_order")
     return now, min((time for time in found if isinstance(time, datetime)), default=None)
 
 
