@@ -157,7 +157,8 @@ class Publisher:
             )
         _check_no_circle(publications)
         store, clock = self._connection.store, self._connection.clock
-        give_numbers(store, publications, clock.now())  # before anything is waited for: in the order of the calls
+        if not clock.stale:  # before anything is waited for: in the order of the calls
+            give_numbers(store, publications, clock.now())
         await self._connection.create_what_is_missing()
         with publishing(definition.name, list(params_by_key), configuration.queue) as trace:
             for publication in publications:
