@@ -18,6 +18,7 @@ from taskmesh.model.errors import TaskMeshError
 from taskmesh.model.task import checked_key, checked_name
 from taskmesh.store import Store, reach, registry, schema
 from taskmesh.store.clock import ServerClock
+from taskmesh.store.numbers import Numbers
 from taskmesh.store.server_errors import patiently
 
 logger = logging.getLogger("taskmesh.connection")
@@ -56,6 +57,8 @@ class Connection:
         self._moved = False
         """Whether somebody has asked for another place than the code's."""
         self._store: Store | None = None
+        self.numbers = Numbers()
+        """What gives its tasks their places in the order of publication, each time that it is opened."""
         self.reached = False
         """Whether the server has ever answered, though it may not be open yet."""
         self._created = False
@@ -93,6 +96,7 @@ class Connection:
         if self._store is not None:
             raise TaskMeshError("this mesh is connected already: use one `async with mesh` around all that needs it")
         store = Store(await self._client_or_uri(), self.database, self.collection)
+        store.numbers = self.numbers
         clock = ServerClock()
         self._say_where(store)
         try:

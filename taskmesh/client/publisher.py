@@ -306,8 +306,8 @@ class Publisher:
         ours = self._connection
         client = ours.client if ours.client is None or isinstance(ours.client, str) else twin_of(ours.client)
         twin = Connection(client, ours.database, ours.collection)
+        twin.numbers = ours.numbers  # one order for both loops
         await twin.open()
-        twin.store.numbers = ours.store.numbers  # one order for both loops
         return twin
 
     def close_sync(self) -> None:
