@@ -31,6 +31,7 @@ _AS_MADE = {
     "actions": _named(schema.ACTION_INDEXES),
     "undo": _named(schema.UNDO_INDEXES),
     "flows": _named(schema.FLOW_INDEXES),
+    "sequences": _named(schema.SEQUENCE_INDEXES),
 } | dict.fromkeys(("queues", "limits", "definitions", "meta"), _ID)
 
 

@@ -19,6 +19,7 @@ from taskmesh.store import Store, registry
 from taskmesh.store.dependencies import open_edges
 from taskmesh.store.driver import Document
 from taskmesh.store.rules import NEVER
+from taskmesh.store.sequences import head_of
 
 NO_WORKER = "(any worker)"
 """Who is asked about when no worker is alive."""
@@ -80,8 +81,11 @@ async def judged(
     if not found:
         raise TaskNotFound(f"there is no task {id_!r}")
     queue = await read_queue(store, found[0].task["queue"])
-    left = await _left_to_wait_for(store, id_) if found[0].task["waits_for"] else None
-    return found[0], [_explanation(found[0], n, each, workers.get(each), queue, left) for n, each in enumerate(asked)]
+    others = {
+        "dependencies": await _left_to_wait_for(store, id_) if found[0].task["waits_for"] else None,
+        "sequence": await _stands_before(store, id_, found[0].task["line"]) if found[0].task["line"] else None,
+    }
+    return found[0], [_explanation(found[0], n, each, workers.get(each), queue, others) for n, each in enumerate(asked)]
 
 
 async def _left_to_wait_for(store: Store, id_: str) -> str:
@@ -91,6 +95,16 @@ async def _left_to_wait_for(store: Store, id_: str) -> str:
         return "waits for nothing unfinished"
     named = ", ".join(f"{label(task['_id'])} ({task['status']})" for task in first)
     return f"waits for {count} unfinished: {named}{' …' if count > len(first) else ''}"
+
+
+async def _stands_before(store: Store, id_: str, line: str) -> str:
+    """Say whose turn it is in the task's line."""
+    queue, _, key = line.partition(":")
+    head = await head_of(store, line)
+    turn = (
+        "it is at the head" if head == id_ else f"at the head is {label(head)}" if head else "the head is being found"
+    )
+    return f"sequence_key {key!r} in queue {queue}: {turn}"
 
 
 async def explain_waiting(store: Store, ids: Sequence[str], worker_id: str) -> list[Waiting]:
@@ -126,12 +140,14 @@ def _explanation(
     worker_id: str,
     worker: WorkerInfo | None,
     queue: QueueInfo,
-    left_to_wait_for: str | None = None,
+    others: Mapping[str, str | None] | None = None,
 ) -> Explanation:
     """Put into words what was judged for the worker of this number among those asked about."""
     now, opens = found.now, found.opens[number]
+    told = others or {}
     words = _words(found, number, worker_id, worker) | {
-        "dependencies": _dependencies(found.task["waits_for"], left_to_wait_for)
+        "dependencies": _dependencies(found.task["waits_for"], told.get("dependencies")),
+        "sequence": told.get("sequence") or ("waits for its turn" if found.task["line"] else "has no sequence_key"),
     }
     gates = [
         Gate(

@@ -38,6 +38,14 @@ def publish(
     ] = None,
     queue: Annotated[str | None, typer.Option(help="Its queue.", rich_help_panel=_HOW)] = None,
     group: Annotated[str | None, typer.Option(help="Its group, for limits.", rich_help_panel=_HOW)] = None,
+    sequence_key: Annotated[
+        str | None,
+        typer.Option(help="Tasks of one key in one queue run one after the other, as published.", rich_help_panel=_HOW),
+    ] = None,
+    on_sequence_failure: Annotated[
+        str | None,
+        typer.Option(help="continue or block: whether the next of its key goes on if it FAILs.", rich_help_panel=_HOW),
+    ] = None,
     tag: Annotated[
         list[str] | None,
         typer.Option(help="A tag to find it by; can be given several times.", rich_help_panel=_HOW),
@@ -105,6 +113,8 @@ def publish(
     given: dict[str, Any] = {
         "queue": queue,
         "group": group,
+        "sequence_key": sequence_key,
+        "on_sequence_failure": on_sequence_failure,
         "tags": tag or None,
         "delay_ms": delay_ms,
         "start_time": _time("--start-time", start_time),

@@ -138,9 +138,10 @@ class TaskDefinition(Generic[P, R]):
         `expire_time` (not after: what has not started by then becomes EXPIRED), `delay_ms`; `session` (publish inside the
         caller's transaction); `after` (what a new task waits for: handles or `(name, key)` pairs, or a dict that says which
         param gets whose result) and `on_dependency_failure` (`"fail"`, `"wait"`, `"run"`: if one of them ends in any other
-        way than SUCCESS); and for a key that exists already `update_existing_params`, `not_update_running`,
-        `clean_success`, `clean_failed`, `run_again`, `replace_running`, `debounce_ms` with `debounce_max_ms`, `throttle_ms`.
-        Raises `InvalidOption`.
+        way than SUCCESS); `sequence_key` (tasks of one key in one queue run one after the other, in the order of publication) and
+        `on_sequence_failure` (`"continue"`, or `"block"`: nothing behind it runs until it is retried or deleted); and for a
+        key that exists already `update_existing_params`, `not_update_running`, `clean_success`, `clean_failed`, `run_again`,
+        `replace_running`, `debounce_ms` with `debounce_max_ms`, `throttle_ms`. Raises `InvalidOption`.
         """
         changed = object.__new__(type(self))
         changed.__dict__.update(self.__dict__, configuration=self.configuration.changed(**configuration))

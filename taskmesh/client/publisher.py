@@ -194,9 +194,10 @@ class Publisher:
     async def _published(self, store: Store, publications: list[Publication]) -> list[Published]:
         """Publish, and see to what the tasks wait for. Raises as `publish` does, and `TaskNotFound` for what is not there."""
         waited_for = {id_ for each in publications if (after := each.configuration.after) for id_ in after.ids}
-        if not waited_for:
+        if not waited_for and not any(each.configuration.sequence_key for each in publications):
             return await self._inserted(store, publications)
-        await patiently(lambda: dependencies.check(store, waited_for))
+        if waited_for:
+            await patiently(lambda: dependencies.check(store, waited_for))
         published = await self._inserted(store, publications)
         await dependencies.tell(store, [each.id for each in publications])
         return published

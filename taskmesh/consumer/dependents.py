@@ -11,7 +11,7 @@ import logging
 
 from pymongo.errors import PyMongoError
 
-from taskmesh.store import Store, flows
+from taskmesh.store import Store, flows, sequences
 from taskmesh.store.dependencies import MARKS_FOUND_AFTER_MS, sweep, tell
 
 logger = logging.getLogger("taskmesh.dependents")
@@ -54,6 +54,7 @@ class Dependents:
             await sweep(self._store, 0 if at_once else MARKS_FOUND_AFTER_MS, self._asking | self._finished)
             if not at_once:
                 await flows.sweep(self._store)
+                await sequences.sweep(self._store)
         except PyMongoError as error:  # what waits, waits for the next sweep; the scan goes on
             logger.info("a sweep for dependents failed (%s: %.200s)", type(error).__name__, error)
         finally:

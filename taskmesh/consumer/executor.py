@@ -415,7 +415,7 @@ class Executor:
         if error is None:
             self._succeeded(execution)
             for publication in execution.publications:
-                if publication.configuration.after:
+                if publication.configuration.after or publication.configuration.sequence_key is not None:
                     self._dependents.finished(publication.id)  # it waits for others, and is asked about now
             self._over(execution, recorded=True)
         elif isinstance(error, LeaseLost):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timedelta
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from taskmesh.model.dependency import After, Dependencies, OnDependencyFailure, checked_after, checked_policy
 from taskmesh.model.errors import InvalidOption
@@ -16,6 +16,7 @@ from taskmesh.model.queue import checked_queue
 from taskmesh.model.task import Task
 from taskmesh.model.times import checked_time
 
+OnSequenceFailure = Literal["continue", "block"]
 _MOST_TAGS = 50
 _MOST_FIELDS = 100
 _FLAGS = (
@@ -40,6 +41,8 @@ class PublishSettings(OptionFields, total=False):
     group: str | None
     after: Dependencies | None
     on_dependency_failure: OnDependencyFailure
+    sequence_key: str | None
+    on_sequence_failure: OnSequenceFailure
     tags: Collection[str]
     fields: Mapping[str, Any]
     needs: Mapping[str, Any]
@@ -79,6 +82,10 @@ class Configuration:
     """What a new task waits for. An existing one keeps what it waits for."""
     on_dependency_failure: OnDependencyFailure = "fail"
     """What becomes of it when one of these ends in any other way than SUCCESS."""
+    sequence_key: str | None = None
+    """Tasks of one key in one queue run one after the other, in the order of publication. An existing task keeps its key."""
+    on_sequence_failure: OnSequenceFailure = "continue"
+    """Whether the next of its key goes on if this one FAILs, or waits until it is retried or deleted."""
     tags: tuple[str, ...] | None = None
     """Words by which the task is found; None: none, and those of an existing task stay."""
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -211,10 +218,19 @@ def _checked(settings: dict[str, Any]) -> dict[str, Any]:
         checked_group(settings["group"])
     if "after" in settings:
         settings["after"] = checked_after(settings["after"])
+    _check_sequence(settings)
     if "on_dependency_failure" in settings:
         checked_policy(settings["on_dependency_failure"])
     marks: dict[str, Callable[[Any], Any]] = {"tags": checked_tags, "fields": checked_fields, "needs": checked_needs}
     return settings | {name: checked(settings[name]) for name, checked in marks.items() if name in settings}
+
+
+def _check_sequence(settings: Mapping[str, Any]) -> None:
+    if settings.get("sequence_key") is not None:
+        checked_text("sequence_key", settings["sequence_key"])
+    policy = settings.get("on_sequence_failure", "continue")
+    if not isinstance(policy, str) or policy not in ("continue", "block"):
+        raise InvalidOption(f"on_sequence_failure must be 'continue' or 'block', got {shown(policy)}")
 
 
 def checked_needs(needs: Any) -> dict[str, Any]:

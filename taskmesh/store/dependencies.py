@@ -25,7 +25,7 @@ from pymongo.errors import OperationFailure, PyMongoError
 
 from taskmesh.model.dependency import label
 from taskmesh.model.errors import TaskNotFound
-from taskmesh.store import children, find, rules
+from taskmesh.store import children, find, rules, sequences
 from taskmesh.store.driver import Document
 from taskmesh.store.event_stamp import stamp
 from taskmesh.store.malformed import WELL_FORMED
@@ -69,6 +69,8 @@ class _Marked:
     ask_time: datetime
     has_children: bool
     parent: str | None
+    line: str | None
+    """The line that it stands in, or stood in."""
     held: bool
     """Whether it is kept for its dependents, and was so before this mark."""
 
@@ -164,7 +166,7 @@ async def _marked(store: Store, query: Document) -> list[_Marked]:
         "finish_time": 1,
         **{
             f"task_state.{name}": 1
-            for name in ("dependents", "waits_for", "unlinked", "ask_time", "has_children", "parent")
+            for name in ("dependents", "waits_for", "unlinked", "ask_time", "has_children", "parent", "line")
         },
         "task_state.after": {"$cond": [{"$gt": ["$task_state.waits_for", None]}, "$task_state.after", "$$REMOVE"]},
     }
@@ -180,6 +182,7 @@ async def _marked(store: Store, query: Document) -> list[_Marked]:
             ask_time=state["ask_time"],
             has_children="has_children" in state,
             parent=state.get("parent"),
+            line=state.get("line"),
             held="finish_time" in document and state["ask_time"] > document["finish_time"],
         )
         for document in found
@@ -205,6 +208,7 @@ async def _answer(store: Store, marked: Sequence[_Marked]) -> set[str]:
         asked = {id_ for task in some if task.finished for id_ in task.dependents}
         asked |= {task.id for task in some if task.policy is not None and not task.finished}
         done += [await _ask(store, part, concerned) for part in _parts(sorted(asked))]
+        done.append(await sequences.advance(store, {task.line for task in some if task.line is not None}))
         await _release(store, [task.id for task in some if task.held])
         if all(done):
             await _unmark(store, some)
@@ -493,10 +497,10 @@ async def _unmark(store: Store, marked: Sequence[_Marked]) -> None:
     pause_ms = {"$min": [{"$max": [_FIRST_HOLD_MS, retained_ms, waited_ms]}, _LONGEST_HOLD_MS]}
     ask_again = {"$add": [now, {"$toLong": pause_ms}]}
     mark = {"$cond": [kept, ask_again, "$$REMOVE"]}
-    deleted = [task for task in marked if task.status == "DELETED"]
+    released = [task for task in marked if task.status == "DELETED" or (task.line is not None and task.finished)]
     # It may go now: that is derived.
-    await _unmark_all(store, deleted, mark, prepared(rules.derivation, now))
-    await _unmark_all(store, [task for task in marked if task.status != "DELETED"], mark, [])
+    await _unmark_all(store, released, mark, prepared(rules.derivation, now))
+    await _unmark_all(store, [task for task in marked if task not in released], mark, [])
 
 
 async def _unmark_all(

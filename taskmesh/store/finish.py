@@ -525,6 +525,10 @@ def fresh_state(now: rules.Expression, changes: Document) -> rules.Expression:
         "parent",
         "detached",
         "has_children",
+        "line",
+        "place",
+        "in_line",
+        "on_sequence_failure",
     )
     kept = {name: f"$task_state.{name}" for name in (*times, *links)}
     return {**kept, "timeout_cnt": 0, "worker_states": {"$literal": []}, "leaving": rules.sent_away(now), **changes}

@@ -20,7 +20,7 @@ from pymongo.errors import OperationFailure, WriteConcernError
 from taskmesh.model.configuration import Configuration
 from taskmesh.model.errors import TaskRunning, TaskTooLarge
 from taskmesh.model.labels import words
-from taskmesh.store import dependencies, repeated, rules
+from taskmesh.store import dependencies, repeated, rules, sequences
 from taskmesh.store.control import NOT_DELETED, values_kept
 from taskmesh.store.driver import Document
 from taskmesh.store.event_stamp import stamp, stamped
@@ -136,11 +136,8 @@ def new_document(publication: Publication, now: datetime, option: Document | Non
         document["task_state"] |= named
     if configuration.after is not None:
         document["task_state"] |= configuration.after.stored()
-    if configuration.after:  # its gate is shut, and whoever asks next links it with what it waits for
-        document["task_state"] |= {"waits_for": configuration.on_dependency_failure, "unlinked": True, "ask_time": now}
-    if publication.flow is not None:
-        document["task_state"]["flow"] = publication.flow
-    if configuration.after or publication.flow is not None:
+    if shut := _shut(publication, number, now):
+        document["task_state"] |= shut
         del document["next_claim_time"]
     if configuration.needs:
         # The stamp says to scans that the index does not tell all of it: whether a worker may have it, the rule does.
@@ -150,6 +147,25 @@ def new_document(publication: Publication, now: datetime, option: Document | Non
     if marks := publication.marks:
         document |= {name: value for name, value in marks.items() if name != "tags" or value}
     return document
+
+
+def _shut(publication: Publication, number: int, now: datetime) -> Document:
+    """Return the fields of `task_state` that shut gates of a new task until somebody else opens them."""
+    configuration, shut = publication.configuration, Document()
+    if configuration.after:  # whoever asks next links it with what it waits for
+        shut |= {"waits_for": configuration.on_dependency_failure, "unlinked": True, "ask_time": now}
+    if publication.flow is not None:
+        shut["flow"] = publication.flow
+    if configuration.sequence_key is not None:  # whoever asks next sees whether it is its turn
+        shut |= {**line_of(configuration), "place": number, "in_line": True, "ask_time": now}
+    return shut
+
+
+def line_of(configuration: Configuration) -> Document:
+    """Return the fields that say in which line the task stands, and what its failure means there."""
+    assert configuration.sequence_key is not None
+    blocks = {"on_sequence_failure": "block"} if configuration.on_sequence_failure == "block" else {}
+    return {"line": sequences.line_of(configuration.queue, configuration.sequence_key), **blocks}
 
 
 def lane_of(id_: str) -> int:
@@ -530,6 +546,16 @@ def change_pipeline(publication: Publication, now: datetime, at: rules.Expressio
         # Where it is to go. It moves with the first write that finds no execution of the old place at work.
         stages.append({"$set": {"task_state.moves_to": rules.with_facts(at, _moves_to(configuration.placed))}})
     running = rules.with_facts(at, IS_RUNNING)
+    if configuration.runs_again and configuration.sequence_key is not None:
+        # A task that is finished, and written down as that, has left its line: it may stand in another.
+        finished = {"$not": [{"$in": ["$status", ["INIT", "RUNNING"]]}]}
+        policy = {"on_sequence_failure": "$$REMOVE"}
+        stands = {name: {"$literal": value} for name, value in line_of(configuration).items()}
+        moved = {
+            n: {"$cond": [finished, v, {"$ifNull": [f"$task_state.{n}", "$$REMOVE"]}]}
+            for n, v in (policy | stands).items()
+        }
+        stages.append({"$set": {"task_state": moved}})
     if configuration.runs_again:
         again = fresh_state(at, {"wanted": {"$add": [{"$ifNull": ["$task_state.wanted", 0]}, 1]}})
         one_more = {"$mergeObjects": ["$task_state", {"wanted": again["wanted"]}]}

@@ -51,6 +51,10 @@ ASK_TIME = "$task_state.ask_time"
 """The mark of a task at which something happened that concerns what waits for it, or what it waits for: since when somebody has
 to ask (`store/dependencies.py`), who then removes it. Of a finished one that is kept for its dependents: when to ask again.
 """
+LINE = "$task_state.line"
+"""The line that the task stands in, if it has a sequence key (`store/sequences.py`). While its gate is shut it is `in_line`;
+`place` is another number each time that it is.
+"""
 STEPS: Expression = {"$ifNull": ["$task_state.steps", []]}
 """What executions have recorded: values of steps, sleeps, waits. A field beside it, `steps_bytes`, is there from the first on."""
 SIGNALS: Expression = {"$ifNull": ["$task_state.signals", []]}
@@ -160,6 +164,7 @@ def task_gates(now: Expression) -> dict[str, Expression]:
         "dependencies": _never_if(_waits_for_others),
         "suspended": "$task_state.suspended_until",
         "flow": _never_if({"$gt": ["$task_state.flow", None]}),
+        "sequence": _never_if({"$eq": ["$task_state.in_line", True]}),
     }
 
 
@@ -416,10 +421,20 @@ def derivation(now: Expression = NOW, *, where: Expression = True) -> list[Stage
     An unfinished task for which `where` is false keeps the fields that it has.
     """
     stored = {field: f"${field}" for field in ("status", "next_claim_time", "settle_time")}
+    was_finished = {"$not": [{"$in": [{"$ifNull": ["$status", "INIT"]}, ["INIT", "RUNNING"]]}]}
+    # One that was finished has left its line: begun anew, it stands in it again, at another place.
+    back_in_line = {"$and": [was_finished, {"$gt": [LINE, None]}]}
     unfinished = {
         "status": "$$status",
         # The latest gate; the creation where all stand open, so that the older task comes first.
-        "next_claim_time": {"$max": ["$task_state.create_time", *task_gates(now).values(), _opens_for_some_worker]},
+        "next_claim_time": {
+            "$max": [
+                "$task_state.create_time",
+                *task_gates(now).values(),
+                _never_if(back_in_line),
+                _opens_for_some_worker,
+            ]
+        },
         "settle_time": _settle_time(),
     }
     # What is finished has a gate that never opens: so they need not be asked, nor what time would do.
@@ -438,9 +453,9 @@ def derivation(now: Expression = NOW, *, where: Expression = True) -> list[Stage
     }
     finished = {"$not": [{"$in": ["$_derived.status", ["INIT", "RUNNING"]]}]}
     # Somebody has to ask when a task that others wait for is finished, or is not any more; or when one is begun anew that waits.
-    was_finished = {"$not": [{"$in": [{"$ifNull": ["$status", "INIT"]}, ["INIT", "RUNNING"]]}]}
     has_children = {"$eq": ["$task_state.has_children", True]}
-    concerns_others = {"$or": [HAS_DEPENDENTS, has_children, {"$and": [was_finished, _waits_for_others]}]}
+    waits_anew = {"$and": [was_finished, _waits_for_others]}
+    concerns_others = {"$or": [HAS_DEPENDENTS, has_children, waits_anew, {"$gt": [LINE, None]}]}
     is_deleted_now = {"$and": [{"$eq": ["$_derived.status", "DELETED"]}, {"$ne": ["$status", "DELETED"]}]}
     ask = {"$and": [{"$or": [{"$ne": [finished, was_finished]}, is_deleted_now]}, concerns_others]}
     # Two marks are never the same, so that whoever has answered one removes no other.
@@ -469,6 +484,14 @@ def derivation(now: Expression = NOW, *, where: Expression = True) -> list[Stage
             },
         ]
     }
+    # What is behind it in line has to be asked about first; and one that blocks the line keeps it until somebody decides.
+    blocks = {
+        "$and": [
+            {"$eq": ["$_derived.status", "FAIL"]},
+            {"$eq": ["$task_state.on_sequence_failure", "block"]},
+        ]
+    }
+    kept_for_line = {"$and": [{"$gt": [LINE, None]}, {"$or": [ask, {"$gt": [ASK_TIME, None]}, blocks]}]}
     # The document stays for as long as it keeps a place: who publishes after it would not know of the handler at work.
     delete_time = {
         "$max": [
@@ -499,12 +522,29 @@ def derivation(now: Expression = NOW, *, where: Expression = True) -> list[Stage
                 ),
                 "finish_time": _present_if(finished, finish_time),
                 "delete_time": _present_if(
-                    {"$and": [finished, {"$not": [kept_for_ever]}, {"$not": [kept_for_dependents]}]}, delete_time
+                    {
+                        "$and": [
+                            finished,
+                            {"$not": [{"$or": [kept_for_ever, kept_for_dependents, kept_for_line]}]},
+                        ]
+                    },
+                    delete_time,
                 ),
                 "queue": {"$cond": ["$_derived.moves", f"{MOVES_TO}.queue", "$queue"]},
                 "group": {"$cond": ["$_derived.moves", {"$ifNull": [f"{MOVES_TO}.group", "$$REMOVE"]}, "$group"]},
                 "task_state.moves_to": {"$cond": ["$_derived.moves", "$$REMOVE", MOVES_TO]},
                 "task_state.pending": _present_if({"$and": [{"$not": [finished]}, HAS_DEPENDENTS]}, True),
+                "task_state.in_line": _present_if(
+                    {"$and": [{"$not": [finished]}, {"$or": [back_in_line, {"$eq": ["$task_state.in_line", True]}]}]},
+                    True,
+                ),
+                "task_state.place": {
+                    "$cond": [
+                        {"$and": [{"$not": [finished]}, back_in_line]},
+                        {"$add": [{"$ifNull": ["$task_state.place", 0]}, 1]},
+                        {"$ifNull": ["$task_state.place", "$$REMOVE"]},
+                    ]
+                },
                 "task_state.ask_time": {"$cond": [ask, mark, {"$ifNull": [ASK_TIME, "$$REMOVE"]}]},
                 "_derived": "$$REMOVE",
             }

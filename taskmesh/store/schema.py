@@ -96,6 +96,11 @@ INDEXES: dict[str, tuple[list[tuple[str, int]], Document]] = {
     "pending": ([("task_state.dependents", 1)], {"partialFilterExpression": {"task_state.pending": True}}),
     # What somebody has to ask about. Empty where no task waits for another.
     "ask": ([("task_state.ask_time", 1)], {"partialFilterExpression": {"task_state.ask_time": _present}}),
+    # Who is in line, in the order of publication. Empty without sequence keys.
+    "in_line": (
+        [("task_state.line", 1), ("publish_number", 1), ("_id", 1), ("task_state.place", 1), ("task_state.in_line", 1)],
+        {"partialFilterExpression": {"task_state.in_line": True}},
+    ),
     # Listings and counts.
     "status": ([("status", 1), ("queue", 1), ("name", 1), ("_id", 1)], {}),
     # Tasks by their tags. Empty without tags.
@@ -124,6 +129,10 @@ FLOW_INDEXES: dict[str, tuple[list[tuple[str, int]], Document]] = {
     "state": ([("state", 1)], {}),
     # The flows that a task is in.
     "members": ([("members", 1)], {}),
+}
+SEQUENCE_INDEXES: dict[str, tuple[list[tuple[str, int]], Document]] = {
+    # Whose head has been that for long.
+    "since": ([("since", 1)], {}),
 }
 UNDO_INDEXES = WORKER_INDEXES | {"of": ([("of", 1), ("_id", 1)], {})}
 
@@ -155,6 +164,7 @@ async def create(store: Store) -> None:
         store.undo,
         store.definitions,
         store.flows,
+        store.sequences,
     )
     existing = await _collections(store)
     for name in (name for name in wanted if name not in existing):
@@ -219,6 +229,7 @@ async def create_indexes(store: Store) -> None:
         (store.actions, ACTION_INDEXES),
         (store.undo, UNDO_INDEXES),
         (store.flows, FLOW_INDEXES),
+        (store.sequences, SEQUENCE_INDEXES),
     ):
         specifications: list[Any] = [
             {"key": dict(keys), "name": f"taskmesh_{name}", **options} for name, (keys, options) in indexes.items()

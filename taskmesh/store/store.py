@@ -64,6 +64,7 @@ class Store:
         self.undo = f"{prefix}undo"
         self.definitions = f"{prefix}definitions"
         self.flows = f"{prefix}flows"
+        self.sequences = f"{prefix}sequences"
         self.meta = f"{prefix}meta"
 
     def move_on(self, step: timedelta) -> None:

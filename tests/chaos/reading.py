@@ -107,6 +107,11 @@ class Reading:
         """Whether it waits for others."""
         return self.state.get("waits_for") is not None
 
+    @property
+    def back_in_line(self) -> bool:
+        """Whether it has left its line, in which it stands again if it is begun anew."""
+        return self.state.get("line") is not None and self.document.get("status", "INIT") not in ("INIT", "RUNNING")
+
     def given_up(self, now: datetime) -> bool:
         """Whether it cannot succeed any more."""
         if self.state.get("dependency_failure") is not None:
@@ -161,6 +166,7 @@ class Reading:
             or len(done) >= self.room
             or self.waits
             or self.state.get("flow") is not None
+            or self.state.get("in_line") is True
             or worker_id in [entry["worker_id"] for entry in done]
             or (allowed and worker_id not in allowed and parent not in allowed)
             or (labels is not None and not set(self.document.get("needs") or ()) <= set(labels))
@@ -186,6 +192,8 @@ class Reading:
         # `create_time` shuts no gate: it is the publisher's idea of the server's time, which may be a little ahead.
         workers = self.option["specific_worker_ids"] or [ANYBODY_ELSE]
         opens = max(self.state["create_time"], min(self.claim_time(id_, now, labels=None) for id_ in workers))
+        if self.back_in_line:
+            opens = NEVER
         ends = [
             None if self.begun else self.state.get("expire_time"),
             *(entry["ping_expire_time"] for entry in self.live(now)),
@@ -206,6 +214,9 @@ class Reading:
         told = self.state.get("ask_time") is None if self.deleted else self.state.get("released_time") is not None
         if self.dependents and not told:
             delete_time = None  # who waits for it needs it
+        blocks = status == "FAIL" and self.state.get("on_sequence_failure") == "block"
+        if self.state.get("line") is not None and (blocks or self.state.get("ask_time") is not None):
+            delete_time = None  # who is behind it in line does not know yet, or may not go on
         return {
             "status": status,
             "queue": place.get("queue"),

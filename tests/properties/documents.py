@@ -11,6 +11,12 @@ from tests.chaos.reading import NEVER, ms
 from tests.properties.oracle import Document, Oracle
 from tests.properties.world import QUEUES, WORKERS, queue_of
 
+_IN_LINE: tuple[Document, ...] = (
+    *({} for _ in range(7)),
+    {"line": "q:k", "place": 7, "in_line": True},
+    {"line": "q:k", "place": 7},
+    {"line": "q:k", "place": 7, "on_sequence_failure": "block"},
+)
 _NEAR_MS = (-6_000, -3_001, -3_000, -1_000, -1, 0, 0, 1, 999, 1_000, 4_000)
 
 
@@ -63,6 +69,7 @@ class Documents:
             "dependents": pick((None, None, None, [], ["job:x"], ["job:x", "job:y"])),
             "waits_for": pick((None,) * 9 + ("fail", "run")),
             "flow": pick((None,) * 9 + ("f",)),
+            **pick(_IN_LINE),
             "dependency_failure": pick((None,) * 9 + ({"id": "job:x", "reason": "no", "time": self.now},)),
             "ask_time": self._time(0.1),
             "released_time": self._time(0.1),

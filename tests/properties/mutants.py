@@ -23,7 +23,7 @@ _TASK_GATES = (
     "flow",
 )
 _WORKER_GATES = ("worker allowed", "not twice", "retry delay")
-"""But *labels*: the worlds of this suite have none; `test_claim_rule` asks for them."""
+"""But *labels* and *sequence*: the worlds of this suite have neither; `test_claim_rule` and `test_sequences` ask for them."""
 _OPEN_IN_TIME = ("started", "room", "delay asked for", "suspended", "not twice", "retry delay")
 _OWN = {"$in": ["$$this.running_id", ANYTHING]}
 """How the verbs of an execution find their entry."""

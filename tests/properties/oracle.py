@@ -75,12 +75,18 @@ class Oracle:
         was_finished = self.document.get("status", "INIT") not in ("INIT", "RUNNING")
         finished = reading.finished(now)
         changed = finished != was_finished or (reading.deleted and self.document.get("status") != "DELETED")
-        if changed and (reading.dependents or (was_finished and reading.waits)):
+        line = self.state.get("line")
+        if changed and (reading.dependents or (was_finished and reading.waits) or line is not None):
             self.state["ask_time"] = now + ms(1) if self.state.get("ask_time") == now else now
         self.state.pop("pending", None)
         if reading.dependents and not finished:
             self.state["pending"] = True
-        self.document |= reading.derived(now)
+        derived, back_in_line = reading.derived(now), reading.back_in_line
+        self.document |= derived
+        if finished:
+            self.state.pop("in_line", None)
+        elif back_in_line:
+            self.state.update({"in_line": True, "place": (self.state.get("place") or 0) + 1})
         if moves:
             self.state["moves_to"] = None
 
@@ -211,7 +217,8 @@ class Oracle:
             "debounced_since",
             "throttled_since",
         )
-        kept = (*own, "flow", "after", "waits_for", "unlinked", "dependents", "ask_time", "stages")
+        line = ("line", "place", "in_line", "on_sequence_failure")
+        kept = (*own, *line, "flow", "after", "waits_for", "unlinked", "dependents", "ask_time", "stages")
         times = {name: self.state.get(name) for name in kept}
         leaving = self.sent_away(now, self.entries("RUNNING"))
         self.document["task_state"] = {**times, "timeout_cnt": 0, "worker_states": [], "leaving": leaving, **changes}

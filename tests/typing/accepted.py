@@ -135,6 +135,7 @@ async def main() -> None:
         assert_type(await (await index.publish("k", 1.5)).result(), str)
         assert_type(await (await index_plainly.configure(priority=1).publish("k", b"")).result(), None)
         await shrink.configure(after=[handle, ("resize", "b")], on_dependency_failure="run").publish("k", path="a")
+        await shrink.configure(sequence_key="s", on_sequence_failure="block").publish("k", path="a")
         await shrink.configure(after={"path": number}).publish("k", path="a")
         async with mesh.flow("f") as flow:
             part = flow.add(resize, "a", path="a")

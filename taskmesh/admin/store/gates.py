@@ -81,6 +81,7 @@ async def judge(
                 "expire_time": "$task_state.expire_time",
                 "waits_for": "$task_state.waits_for",
                 "suspended_for": "$task_state.suspended_for",
+                "line": rules.LINE,
             }
         },
     ]
@@ -98,7 +99,7 @@ def _judgement(row: Document, gates: Sequence[str]) -> Judgement:
     of_task, workers = facts.pop("opens"), facts.pop("workers")
     return Judgement(
         now=row["now"],
-        task={**row["task"], **{name: row.get(name) for name in ("expire_time", "waits_for", "suspended_for")}},
+        task={**row["task"], **{name: row.get(name) for name in ("expire_time", "waits_for", "suspended_for", "line")}},
         opens=[dict(zip(gates, of_task + worker["opens"], strict=True)) for worker in workers],
         entries=[worker["entries"] for worker in workers],
         **facts,

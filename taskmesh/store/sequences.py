@@ -1,0 +1,196 @@
+"""Sequences: the tasks of one sequence key in one queue are a line, of which one at a time may be claimed: its head.
+
+A task is published in line, with its gate shut (`task_state.in_line`). Which one is the head stands in one document for each line
+that is not empty, and only a compare-and-set changes that: from a head that has left the line to the first in line, by the order
+of publication. So whoever asks, and how many at once, there is one head; its gate is opened after that is written, by whoever
+comes first or next.
+
+A task is in line anew each time that its gate is shut: `task_state.place` is another number then. So what was decided about its
+earlier place opens nothing, and a head that was finished and is retried is the head no more, but in line again.
+
+Everything here can be done twice, by anybody. Who dies in the middle leaves a mark in a task (`store.dependencies`), or a head
+that is not opened yet, which is seen when the line is next asked about.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+from pymongo.errors import OperationFailure
+
+from taskmesh.store import rules
+from taskmesh.store.driver import Document
+from taskmesh.store.event_stamp import stamp
+from taskmesh.store.prepared import prepared
+from taskmesh.store.server_errors import Code, is_over_deadline
+from taskmesh.store.store import WRITE_DEADLINE_MS, Store
+
+logger = logging.getLogger("taskmesh.sequences")
+
+_ROUNDS = 10
+_LINES_AT_ONCE = 250
+_LOOK_AFTER_MS = 10_000
+_LOOKED_AT_ONCE = 250
+_UNFINISHED = ("INIT", "RUNNING")
+_FIELDS = dict.fromkeys(
+    ("status", *(f"task_state.{n}" for n in ("place", "in_line", "line", "on_sequence_failure"))), 1
+)
+
+
+def line_of(queue: str, key: str) -> str:
+    """Return the name of a line: of the queue in which its tasks were published, and their sequence key."""
+    return f"{queue}:{key}"  # no queue has a colon in its name
+
+
+async def advance(store: Store, lines: Collection[str]) -> bool:
+    """See to it that the head of each of these lines is open; False if it has to be done again, since others held something."""
+    todo = sorted(lines)
+    done = True
+    for start in range(0, len(todo), _LINES_AT_ONCE):
+        done &= await _advance(store, todo[start : start + _LINES_AT_ONCE])
+    return done
+
+
+async def _advance(store: Store, lines: Sequence[str]) -> bool:
+    left = set(lines)
+    for _ in range(_ROUNDS):
+        heads = {each["_id"]: each for each in await _heads(store, {"_id": {"$in": sorted(left)}})}
+        tasks = await _tasks_of(store, heads.values())
+        gone = [line for line in left if line not in heads or _has_left(heads[line], tasks.get(heads[line]["head"]))]
+        gone = await _confirmed(store, gone, heads)
+        waiting = [heads[line] for line in left.intersection(heads).difference(gone)]
+        if not await _open(store, [each for each in waiting if _is_shut(tasks.get(each["head"]))]):
+            return False
+        left = set(gone)
+        if not left:
+            return True
+        following = await _first_in_line(store, sorted(left))
+        left -= await _move_on(store, sorted(left), heads, following)
+        if not left:
+            return True
+    return False
+
+
+async def _heads(store: Store, query: Document) -> list[Document]:
+    cursor = store.driver.collection(store.sequences).find(query, limit=_LINES_AT_ONCE)
+    return await cursor.to_list(None)  # type: ignore[no-any-return]  # both drivers leave it untyped
+
+
+async def _tasks_of(store: Store, heads: Iterable[Document], *, majority: bool = False) -> dict[str, Document]:
+    ids = [head["head"] for head in heads]
+    found = await store.find({"_id": {"$in": ids}}, _FIELDS, majority=majority) if ids else []
+    return {task["_id"]: task for task in found}
+
+
+def _has_left(head: Document, task: Document | None) -> bool:
+    """Whether a task that was the head is not in the line any more, at that place. By what is stored, never by time alone.
+
+    (What time alone has finished may be saved by a write that gives it more; who writes it down leaves a mark.)
+    """
+    if task is None or task["task_state"].get("place") != head["place"]:
+        return True
+    blocks = task["status"] == "FAIL" and task["task_state"].get("on_sequence_failure") == "block"
+    return task["status"] not in _UNFINISHED and not blocks
+
+
+async def _confirmed(store: Store, gone: Sequence[str], heads: dict[str, Document]) -> list[str]:
+    """Return those of which a majority knows, too, that the head has left: no failover brings it back beside the next."""
+    known = [heads[line] for line in gone if line in heads]
+    tasks = await _tasks_of(store, known, majority=True)
+    return [line for line in gone if line not in heads or _has_left(heads[line], tasks.get(heads[line]["head"]))]
+
+
+def _is_shut(task: Document | None) -> bool:
+    return task is not None and task["status"] in _UNFINISHED and task["task_state"].get("in_line") is True
+
+
+async def _first_in_line(store: Store, lines: Sequence[str]) -> dict[str, Document]:
+    """Return the first task in each of these lines, by the order of publication."""
+    stages: list[Document] = [
+        # Who is in line: by an index of those alone.
+        {"$match": {"task_state.line": {"$in": list(lines)}, "task_state.in_line": True}},
+        # In the order of the index, so that the server steps from one line to the next.
+        {"$sort": {"task_state.line": 1, "publish_number": 1, "_id": 1}},
+        # The first of each.
+        {"$group": {"_id": "$task_state.line", "head": {"$first": "$_id"}, "place": {"$first": "$task_state.place"}}},
+    ]
+    cursor = await store.driver.aggregate(store.tasks, stages, majority=True, hint="taskmesh_in_line")
+    return {row["_id"]: row for row in await cursor.to_list(None)}
+
+
+async def _move_on(
+    store: Store, lines: Sequence[str], heads: dict[str, Document], following: dict[str, Document]
+) -> set[str]:
+    """Write down the new heads, each only if nobody else has done it; return the lines that are empty now."""
+    updates, deletes, empty = [], [], set()
+    for line in lines:
+        head, after = heads.get(line), following.get(line)
+        as_seen = {"_id": line, "head": head["head"], "place": head["place"]} if head else {"_id": line, "head": None}
+        if after is not None:
+            new = {"head": after["head"], "place": after["place"]}
+            change = [
+                # The new head, and since when it is.
+                {"$set": {**{name: {"$literal": value} for name, value in new.items()}, "since": store.now}},
+            ]
+            updates.append({"q": as_seen, "u": change, "upsert": head is None})
+        elif head is not None:
+            deletes.append({"q": as_seen, "limit": 1})
+        else:
+            empty.add(line)
+    for name, statements in (("update", updates), ("delete", deletes)):
+        if statements:
+            await _write(store, {name: store.sequences, f"{name}s": statements})
+    return empty
+
+
+async def _write(store: Store, command: Document) -> None:
+    """Write; that another was faster shows at the next look."""
+    command |= {"ordered": False, "writeConcern": {"w": "majority"}, "maxTimeMS": WRITE_DEADLINE_MS}
+    try:
+        await store.driver.command(command)
+    except OperationFailure as error:
+        failed = (error.details or {}).get("writeErrors", [])
+        if not failed or any(each.get("code") != Code.DUPLICATE_KEY for each in failed):
+            raise
+
+
+async def _open(store: Store, heads: Sequence[Document]) -> bool:
+    """Open the gates of these heads, each only at the place at which it became the head. False if somebody held one."""
+    if not heads:
+        return True
+    at = {"$or": [{"_id": head["head"], "task_state.place": head["place"]} for head in heads]}
+    query = {"_id": {"$in": [head["head"] for head in heads]}, "task_state.in_line": True, "status": "INIT", **at}
+    pipeline: list[Document] = [
+        # That is the gate.
+        {"$unset": "task_state.in_line"},
+        # Told to those who claim.
+        {"$set": {"event": stamp("opened", store.now)}},
+        *prepared(rules.derivation, store.now),
+    ]
+    try:
+        await store.update(query, pipeline)
+    except OperationFailure as error:
+        if is_over_deadline(error):
+            return False
+        raise
+    return True
+
+
+async def head_of(store: Store, line: str) -> str | None:
+    """Return the `_id` of the head of a line; None: it has none at the moment."""
+    heads = await _heads(store, {"_id": line})
+    return heads[0]["head"] if heads else None
+
+
+async def sweep(store: Store) -> None:
+    """Ask about heads that are so for long: what a stranger has removed, has left no mark."""
+    old = {"$expr": {"$lte": ["$since", {"$subtract": [store.now, _LOOK_AFTER_MS]}]}}
+    cursor = store.driver.collection(store.sequences).find(old, {"_id": 1}, limit=_LOOKED_AT_ONCE)
+    lines: list[Any] = [each["_id"] for each in await cursor.sort([("since", 1)]).to_list(None)]
+    if lines:
+        # So that not every worker asks, and others have their turn.
+        looked: list[Document] = [{"$set": {"since": store.now}}]
+        await store.driver.collection(store.sequences).update_many({"_id": {"$in": lines}, **old}, looked)
+        await advance(store, lines)

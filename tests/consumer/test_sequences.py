@@ -1,0 +1,217 @@
+"""Tasks of one sequence key in one queue run one after the other, in the order of publication."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from pymongo import MongoClient
+
+from taskmesh import InvalidOption, Retry, Snooze, Status, TaskFailed, TaskMesh, TaskOption, current_task
+from taskmesh.consumer.dependents import Dependents
+from taskmesh.store import sequences
+from tests.waiting import eventually
+from tests.working import all_working, finished, status_is, working
+
+
+async def test_each_key_is_worked_off_in_order_one_after_the_other_by_several_workers(mesh: TaskMesh) -> None:
+    ran: dict[str, list[int]] = {}
+    at_work: set[str] = set()
+
+    @mesh.task
+    async def step(customer: str, place: int) -> None:
+        assert customer not in at_work, "two of one key at once"
+        at_work.add(customer)
+        ran.setdefault(customer, []).append(place)
+        await asyncio.sleep(0)
+        at_work.discard(customer)
+
+    for customer in ("ada", "bob", "eve"):
+        tasks = {f"{customer}-{place * 37 % 11}": {"customer": customer, "place": place} for place in range(11)}
+        await step.configure(sequence_key=customer).publish_many(tasks)
+    async with all_working(mesh, ["w1", "w2"], concurrency=4):
+        await eventually(lambda: sum(map(len, ran.values())) == 33)
+    assert ran == {customer: list(range(11)) for customer in ("ada", "bob", "eve")}
+
+
+async def test_nothing_is_left_of_a_line_that_is_empty(mesh: TaskMesh, mongo_uri: str, database: str) -> None:
+    @mesh.task
+    async def step() -> None:
+        """Do nothing."""
+
+    await step.configure(sequence_key="k").publish_many({"a": {}, "b": {}})
+    await mesh.consumer(worker_id="w").run(until_idle=True)
+    with MongoClient[dict[str, Any]](mongo_uri) as client:
+        await eventually(lambda: client[database]["sequences"].count_documents({}) == 0)
+        assert client[database]["tasks"].count_documents({"status": "SUCCESS"}) == 2
+
+
+async def test_until_idle_works_off_a_whole_line(mesh: TaskMesh) -> None:
+    ran: list[int] = []
+
+    @mesh.task
+    async def step(place: int) -> None:
+        ran.append(place)
+
+    await step.configure(sequence_key="k").publish_many({f"k{n}": {"place": n} for n in range(8)})
+    await mesh.consumer(worker_id="w").run(until_idle=True)
+    assert ran == list(range(8))
+
+
+async def test_what_retries_and_sleeps_keeps_its_place_at_the_head(mesh: TaskMesh) -> None:
+    ran: list[str] = []
+
+    @mesh.task(option=TaskOption(unexpected_retry_delay_ms=50))
+    async def step(name: str) -> None:
+        ran.append(name)
+        attempt = ran.count(name)
+        if name == "fails" and attempt == 1:
+            raise ValueError("once")
+        if name == "retries" and attempt == 1:
+            raise Retry(delay_ms=50)
+        if name == "snoozes" and attempt == 1:
+            raise Snooze(delay_ms=50)
+        if name == "sleeps":
+            await current_task().sleep("a while", seconds=1.1)
+
+    names = ("fails", "retries", "snoozes", "sleeps", "last")
+    await step.configure(sequence_key="k").publish_many({name: {"name": name} for name in names})
+    async with working(mesh, "w", concurrency=5):
+        await finished(mesh, "step", "last")
+    assert ran == ["fails", "fails", "retries", "retries", "snoozes", "snoozes", "sleeps", "sleeps", "last"]
+
+
+async def test_a_failure_lets_the_next_go_on_or_blocks_it_until_it_is_retried_or_deleted(mesh: TaskMesh) -> None:
+    broken = True
+    ran: list[str] = []
+
+    @mesh.task
+    async def step(name: str) -> None:
+        ran.append(name)
+        if name.startswith("bad") and broken:
+            raise TaskFailed("broken")
+
+    goes_on, blocks = (
+        step.configure(sequence_key=policy, on_sequence_failure=policy) for policy in ("continue", "block")
+    )
+    await goes_on.publish_many({"bad-1": {"name": "bad-1"}, "after-1": {"name": "after-1"}})
+    await blocks.publish_many({"bad-2": {"name": "bad-2"}, "bad-3": {"name": "bad-3"}, "after-3": {"name": "after-3"}})
+    async with working(mesh, "w"):
+        await finished(mesh, "step", "after-1")
+        await status_is(mesh, "step", "bad-2", Status.FAIL)
+        assert (await mesh.get("step", "bad-3")).status is Status.INIT
+        broken = False
+        await mesh.retry("step", "bad-2")
+        await status_is(mesh, "step", "bad-2", Status.SUCCESS)
+        await status_is(mesh, "step", "after-3", Status.SUCCESS)
+    assert [name for name in ran if name.endswith("1")] == ["bad-1", "after-1"]
+    assert [name for name in ran if not name.endswith("1")] == ["bad-2", "bad-2", "bad-3", "after-3"]
+
+
+@pytest.mark.parametrize("how", ["cancel", "delete", "expire", "raw delete"])
+async def test_a_head_that_is_cancelled_deleted_or_expired_makes_way(
+    mesh: TaskMesh, mongo_uri: str, database: str, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(sequences, "_LOOK_AFTER_MS", 100)
+
+    @mesh.task
+    async def step() -> None:
+        """Do nothing."""
+
+    line = step.configure(sequence_key="k")
+    await line.configure(delay_ms=3_600_000).publish("head")
+    await line.publish("next")
+    async with working(mesh, "w"):
+        assert (await mesh.get("step", "next")).status is Status.INIT
+        if how == "cancel":
+            await mesh.cancel("step", "head")
+        elif how == "delete":
+            await mesh.delete("step", "head")
+        elif how == "expire":
+            soon = (await mesh.get("step", "head")).task_state.create_time + timedelta(milliseconds=1)
+            await line.configure(update_existing_params=True, expire_time=soon).publish("head")
+        else:
+            with MongoClient[dict[str, Any]](mongo_uri) as client:
+                client[database]["tasks"].delete_one({"_id": "step:head"})
+        await finished(mesh, "step", "next")
+
+
+async def test_a_finished_one_that_is_retried_stands_in_line_again(mesh: TaskMesh) -> None:
+    ran: list[str] = []
+    holding, go_on = asyncio.Event(), asyncio.Event()
+
+    @mesh.task
+    async def step(name: str) -> None:
+        ran.append(name)
+        if name == "b":
+            holding.set()
+            await go_on.wait()
+
+    await step.configure(sequence_key="k").publish_many({name: {"name": name} for name in "abc"})
+    async with working(mesh, "w"):
+        await holding.wait()
+        await mesh.retry("step", "a")
+        [why] = await mesh.explain("step", "a", worker_id="w")
+        [gate] = [gate for gate in why.gates if gate.name == "sequence"]
+        assert not gate.open
+        assert "'k'" in gate.reason
+        assert "'b'" in gate.reason
+        go_on.set()
+        await finished(mesh, "step", "c")
+        await finished(mesh, "step", "a")
+    assert ran == ["a", "b", "a", "c"]
+
+
+async def test_in_a_session_and_beside_each_other_all_get_in(mesh: TaskMesh) -> None:
+    ran: list[int] = []
+
+    @mesh.task
+    async def step(place: int) -> None:
+        ran.append(place)
+
+    line = step.configure(sequence_key="k")
+    async with mesh.store.driver.session() as session, await session.start_transaction():
+        await line.configure(session=session).publish("in-session", place=0)
+    await asyncio.gather(*(line.publish(f"k{n}", place=n) for n in range(1, 30)))
+    async with all_working(mesh, ["w1", "w2"]):
+        await eventually(lambda: len(ran) == 30)
+    assert ran == list(range(30))
+
+
+@pytest.mark.parametrize("key", ["", "x" * 5_000, "a\0b", 7])
+async def test_a_bad_key_or_policy_is_refused(mesh: TaskMesh, key: Any) -> None:
+    @mesh.task
+    async def step() -> None:
+        """Do nothing."""
+
+    with pytest.raises(InvalidOption, match="sequence_key must be a text"):
+        step.configure(sequence_key=key)
+    with pytest.raises(InvalidOption, match="on_sequence_failure must be 'continue' or 'block', got 'stop'"):
+        step.configure(on_sequence_failure="stop")  # type: ignore[arg-type]  # that is the point
+
+
+async def test_what_a_handler_publishes_in_line_is_asked_about_with_its_success(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def no_sweep(*_: Any, **__: Any) -> None:
+        """The marks are left to those who made them."""
+
+    monkeypatch.setattr(Dependents, "sweep", no_sweep)
+    ran: list[str] = []
+
+    @mesh.task
+    async def step(name: str) -> None:
+        ran.append(name)
+
+    @mesh.task
+    async def first() -> None:
+        for name in "abc":
+            await current_task().publish(step.configure(sequence_key="k"), name, name=name)
+
+    await first.publish("k")
+    async with working(mesh, "w"):
+        await finished(mesh, "first", "k")
+        await finished(mesh, "step", "c")
+    assert ran == ["a", "b", "c"]
