@@ -479,7 +479,13 @@ def reopened_if_wished(now: rules.Expression, reopened_by: rules.Expression = "$
     }
     wished = {"$gt": ["$task_state.wanted", None]}
     condition = {"$and": [wished, rules.with_facts(now, unserved)]}
-    afresh = fresh_state(now, {"reopened_by": reopened_by})
+    # One with a sequence key stands in its line again, behind whoever was published before the wish.
+    has_line = {"$gt": [rules.LINE, None]}
+    in_line = {
+        name: {"$cond": [has_line, value, f"$task_state.{name}"]}
+        for name, value in (("in_line", True), ("place", rules.NEXT_PLACE), ("ask_time", rules.next_mark(now)))
+    }
+    afresh = fresh_state(now, {"reopened_by": reopened_by, **in_line})
     # Begin anew in the very write that would have finished the task: nobody sees it finished in between.
     return {"$set": {"task_state": {"$cond": [condition, afresh, "$task_state"]}}}
 

@@ -11,6 +11,7 @@ import threading
 from datetime import UTC, datetime, timedelta
 
 _COUNT_BITS = 20
+NUMBERS_PER_MS = 1 << _COUNT_BITS
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MS = timedelta(milliseconds=1)
 

@@ -55,6 +55,8 @@ LINE = "$task_state.line"
 """The line that the task stands in, if it has a sequence key (`store/sequences.py`). While its gate is shut it is `in_line`;
 `place` is another number each time that it is.
 """
+NEXT_PLACE: Expression = {"$add": [{"$ifNull": ["$task_state.place", 0]}, 1]}
+"""The place of a task that stands in its line anew."""
 STEPS: Expression = {"$ifNull": ["$task_state.steps", []]}
 """What executions have recorded: values of steps, sleeps, waits. A field beside it, `steps_bytes`, is there from the first on."""
 SIGNALS: Expression = {"$ifNull": ["$task_state.signals", []]}
@@ -458,8 +460,7 @@ def derivation(now: Expression = NOW, *, where: Expression = True) -> list[Stage
     concerns_others = {"$or": [HAS_DEPENDENTS, has_children, waits_anew, {"$gt": [LINE, None]}]}
     is_deleted_now = {"$and": [{"$eq": ["$_derived.status", "DELETED"]}, {"$ne": ["$status", "DELETED"]}]}
     ask = {"$and": [{"$or": [{"$ne": [finished, was_finished]}, is_deleted_now]}, concerns_others]}
-    # Two marks are never the same, so that whoever has answered one removes no other.
-    mark = {"$cond": [{"$eq": [ASK_TIME, now]}, {"$add": [now, 1]}, now]}
+    mark = next_mark(now)
     # How long to keep a finished task: by its status; null: for ever.
     retained_ms = {
         "$cond": [
@@ -541,7 +542,7 @@ def derivation(now: Expression = NOW, *, where: Expression = True) -> list[Stage
                 "task_state.place": {
                     "$cond": [
                         {"$and": [{"$not": [finished]}, back_in_line]},
-                        {"$add": [{"$ifNull": ["$task_state.place", 0]}, 1]},
+                        NEXT_PLACE,
                         {"$ifNull": ["$task_state.place", "$$REMOVE"]},
                     ]
                 },
@@ -550,6 +551,11 @@ def derivation(now: Expression = NOW, *, where: Expression = True) -> list[Stage
             }
         },
     ]
+
+
+def next_mark(now: Expression) -> Expression:
+    """`ask_time` for what happens now. Two marks are never the same, so that whoever has answered one removes no other."""
+    return {"$cond": [{"$eq": [ASK_TIME, now]}, {"$add": [now, 1]}, now]}
 
 
 def _present_if(condition: Expression, value: Expression) -> Expression:

@@ -215,3 +215,51 @@ async def test_what_a_handler_publishes_in_line_is_asked_about_with_its_success(
         await finished(mesh, "first", "k")
         await finished(mesh, "step", "c")
     assert ran == ["a", "b", "c"]
+
+
+async def test_a_head_that_is_wished_once_more_while_it_runs_goes_behind_the_others(mesh: TaskMesh) -> None:
+    ran: list[str] = []
+    holding, go_on = asyncio.Event(), asyncio.Event()
+
+    @mesh.task
+    async def step(name: str) -> None:
+        ran.append(name)
+        if ran == ["a"]:
+            holding.set()
+            await go_on.wait()
+
+    line = step.configure(sequence_key="k")
+    await line.publish_many({name: {"name": name} for name in "abc"})
+    async with working(mesh, "w"):
+        await holding.wait()
+        await line.configure(run_again=True).publish("a", name="a")
+        go_on.set()
+        await eventually(lambda: len(ran) == 4)
+    assert ran == ["a", "b", "c", "a"]
+
+
+@pytest.mark.parametrize("how", ["cancel", "delete"])
+async def test_a_head_that_is_put_back_stands_in_line_again(mesh: TaskMesh, how: str) -> None:
+    ran: list[str] = []
+    holding, go_on = asyncio.Event(), asyncio.Event()
+
+    @mesh.task
+    async def step(name: str) -> None:
+        ran.append(name)
+        if name == "b":
+            holding.set()
+            await go_on.wait()
+
+    await step.configure(sequence_key="k").publish_many({name: {"name": name} for name in "abc"})
+    act = {"cancel": mesh.bulk.cancel, "delete": mesh.bulk.delete}[how]
+    done = await act("name:step key:a")
+    assert (done.done, done.id is not None) == (1, True)
+    async with working(mesh, "w"):
+        await holding.wait()
+        assert (await mesh.bulk.undo(str(done.id))).restored == 1
+        [why] = await mesh.explain("step", "a", worker_id="w")
+        assert [gate.name for gate in why.gates if not gate.open] == ["sequence"]
+        go_on.set()
+        await finished(mesh, "step", "c")
+        await finished(mesh, "step", "a")
+    assert ran == ["b", "a", "c"]

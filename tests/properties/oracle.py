@@ -428,6 +428,9 @@ class Oracle:
         served = (min if status == "SUCCESS" else max)(wishes, default=0)
         if status in ("SUCCESS", "FAIL") and wanted > served:
             self._start_afresh(now, reopened_by=running_id)
+            if self.state.get("line") is not None:
+                mark = now + ms(1) if self.state.get("ask_time") == now else now
+                self.state.update({"in_line": True, "place": (self.state.get("place") or 0) + 1, "ask_time": mark})
 
     def cancel(self, now: datetime) -> bool:
         if self.document is None or self.finished(now):

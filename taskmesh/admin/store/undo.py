@@ -19,6 +19,7 @@ from bson import ObjectId
 from taskmesh.store import rules
 from taskmesh.store.driver import Document
 from taskmesh.store.event_stamp import stamp, starting_with
+from taskmesh.store.numbers import NUMBERS_PER_MS
 from taskmesh.store.prepared import prepared
 from taskmesh.store.store import Store
 
@@ -129,6 +130,8 @@ async def put_back(store: Store, id_: str, action: str, batch: int = 500) -> tup
         ],
         "whenNotMatched": "insert" if action == "delete" else "discard",
     }
+    has_line = {"$gt": [rules.LINE, None]}
+    place = {"$multiply": [{"$toLong": now}, NUMBERS_PER_MS]}
     copies = store.driver.collection(store.undo)
     restored = seen = 0
     last = f"{id_}/"
@@ -145,7 +148,13 @@ async def put_back(store: Store, id_: str, action: str, batch: int = 500) -> tup
             # Without the executions that ran: their workers have let go. With the mark by which they are known.
             {
                 "$set": {
-                    "task_state": {"worker_states": entries, "leaving": "$$REMOVE"},
+                    "task_state": {
+                        "worker_states": entries,
+                        "leaving": "$$REMOVE",
+                        "place": {"$cond": [has_line, place, "$$REMOVE"]},
+                    },
+                    # One with a sequence key has left its line meanwhile, whatever it was: if it waits, it stands there anew.
+                    "status": {"$cond": [has_line, "DELETED", {"$ifNull": ["$status", "$$REMOVE"]}]},
                     "event": stamp("restored", now),
                     "bulk_id": {"$literal": undone},
                 }
