@@ -94,6 +94,7 @@ class BackupClaims:
                 since=since,
                 number=row.number,
                 priority=row.priority,
+                fail_cnt=row.fail_cnt,
                 group=row.group,
                 timed=since > now,
             )

@@ -19,7 +19,7 @@ from taskmesh.store.find import Claimable
 
 _ASIDE_AT_MOST = 10_000
 _BEHIND_AT_MOST = 1_000
-NOTHING = (-(2**63), 0)
+NOTHING = (-(2**63), 0, 0)
 """A rank before all others."""
 
 
@@ -36,6 +36,7 @@ class Candidate:
     number: int
     """Its place in the order of publication."""
     priority: int = 0
+    fail_cnt: int = 0
     group: str | None = None
     timed: bool = False
     """Whether it waited for a time. Then a refusal just after may mean that our clock is a little fast."""
@@ -48,13 +49,13 @@ class Candidate:
         return rank_of(self)
 
 
-Rank = tuple[int, int]
+Rank = tuple[int, int, int]
 """By which candidates are put in order: the lesser goes first."""
 
 
-def rank_of(task: Candidate | Claimable) -> Rank:
-    """Return a task's rank: by priority, then as published."""
-    return (-task.priority, task.number)
+def rank_of(task: Candidate | Claimable, fail_cnt: int | None = None) -> Rank:
+    """Return a task's rank: by priority, then fewer failures (or as if it had `fail_cnt`), then as published."""
+    return (-task.priority, task.fail_cnt if fail_cnt is None else fail_cnt, task.number)
 
 
 _Ranked = tuple[Rank, int, Candidate]

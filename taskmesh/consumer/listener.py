@@ -184,6 +184,7 @@ class Listener:
             moment,
             number_of(task, moment),
             priority if isinstance(priority, int) else 0,
+            0,
             place,
             task.get("group"),
         )
@@ -195,6 +196,7 @@ class Listener:
         moment: datetime,
         number: int,
         priority: int,
+        fail_cnt: int,
         place: int,
         group: str | None,
     ) -> None:
@@ -205,7 +207,7 @@ class Listener:
         if place:
             self._backup_claims.add(id_, due + 4 * self._lag_s, place)  # where all are slow, nobody is neglected yet
         elif not self._candidates.taken_meanwhile(id_) and self._candidates.offer(
-            Candidate(id_, queue, due, due, number, priority, group, timed)
+            Candidate(id_, queue, due, due, number, priority, fail_cnt, group, timed)
         ):
             self._candidates.ready.set()
 
@@ -269,7 +271,7 @@ class Listener:
             if place <= _LAST_PLACE_TO_TRY:
                 moment = max(filter(None, (row.claim_time, row.next_claim_time)))
                 self._queues.heard_of(row.queue)
-                self._offer(row.id, row.queue, moment, row.number, row.priority, place, row.group)
+                self._offer(row.id, row.queue, moment, row.number, row.priority, row.fail_cnt, place, row.group)
 
     async def _look_at_running(self, executions: list[Execution]) -> None:
         """Ask whether these still hold their tasks, and take over changed options."""

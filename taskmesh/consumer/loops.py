@@ -109,7 +109,7 @@ class Loops:
         if self._candidates.is_aside(row.id) or row.id in self._candidates.being_claimed:
             return
         timed = now - due < _JUST_S
-        candidate = Candidate(row.id, row.queue, due, due, row.number, row.priority, row.group, timed)
+        candidate = Candidate(row.id, row.queue, due, due, row.number, row.priority, row.fail_cnt, row.group, timed)
         if self._candidates.offer(candidate):
             self._candidates.ready.set()
 

@@ -51,7 +51,7 @@ _MAX_COMBINATIONS = 150
 _FOR_ANYBODY: tuple[Sort, ...] = ("waiting", "shared")
 _SORTS: tuple[Sort, ...] = ("named", *_FOR_ANYBODY)
 _LEAST_PAGE = 1_000
-_PAGE_OF_REFUSED = 500
+_PAGE_OF_REFUSED = 400
 _PAGE_BESIDE = 200
 _PATIENCE_S = 0.2
 _PATIENCE_OF_THE_BUSY_S = 2.0
@@ -204,7 +204,8 @@ class Scanner:
                 found += await self._fitting(page.rows)
                 if page.full:
                     full.append((number, what, sort))
-                    last = max((rank_of(row) for row in page.rows), default=NOTHING)
+                    # How many failures those have that it did not read, it cannot tell: some have none.
+                    last = max((rank_of(row, fail_cnt=0) for row in page.rows), default=NOTHING)
                     known_to = last if known_to is None else min(known_to, last)
             await self._groups.note(what.queues, full=len(full) > full_before)
         # From here to the last offer nothing is waited for: no hint comes in between.

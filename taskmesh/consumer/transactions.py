@@ -237,6 +237,7 @@ class Transactions:
             if self._blocking is None:
                 database = await asyncio.to_thread(self._store.driver.sync_database)
                 self._blocking = BlockingStore(database.client, database.name, self._store.tasks, self._store.now)
+                self._blocking.numbers = self._store.numbers
                 self._closing = database.client
             return self._blocking
 

@@ -96,6 +96,7 @@ class Claimable:
     priority: int
     number: int
     """Its place in the order of publication."""
+    fail_cnt: int
     named: bool
     """Whether it is for this worker by name."""
     claim_time: Any
@@ -189,7 +190,7 @@ def _is_untouched(task: Document) -> bool:
 def _untouched(task: Document) -> Claimable:
     option = task.get("task_option")
     task["priority"] = option.get("priority") if isinstance(option, dict) else None
-    task["claim_time"] = None
+    task["fail_cnt"], task["claim_time"] = 0, None
     return claimable_from(task)
 
 
@@ -271,6 +272,7 @@ def claimable_fields(now: rules.Expression, worker: Claimant | str) -> Document:
         "next_claim_time": 1,
         "publish_number": 1,
         "priority": "$task_option.priority",
+        "fail_cnt": rules.with_facts(now, rules.FAIL_CNT),
         "claim_time": rules.claim_time(worker, now),
         "pinned": 1,
     }
@@ -279,12 +281,14 @@ def claimable_fields(now: rules.Expression, worker: Claimant | str) -> Document:
 def claimable_from(document: Document) -> Claimable:
     """Read what a scan returned. Raises `Strange`."""
     id_, queue, priority = document["_id"], document.get("queue"), document.get("priority")
-    claim_time, opens, group = document.get("claim_time"), document.get("next_claim_time"), document.get("group")
+    fail_cnt, claim_time, opens = document.get("fail_cnt"), document.get("claim_time"), document.get("next_claim_time")
+    group = document.get("group")
     if not (
         isinstance(id_, str)
         and isinstance(queue, str)
         and isinstance(priority, (int, float))
         and isfinite(priority)
+        and isinstance(fail_cnt, (int, float))
         and (claim_time is None or isinstance(claim_time, datetime))
         and isinstance(opens, datetime)
         and (group is None or isinstance(group, str))
@@ -292,7 +296,9 @@ def claimable_from(document: Document) -> Claimable:
         raise Strange(f"the document {id_!r}")
     named = document.get("pinned") is True
     # By place: there are thousands a second.
-    return Claimable(id_, queue, int(priority), number_of(document, opens), named, claim_time, opens, group)
+    return Claimable(
+        id_, queue, int(priority), number_of(document, opens), int(fail_cnt), named, claim_time, opens, group
+    )
 
 
 def number_of(document: Document, opens: datetime) -> int:

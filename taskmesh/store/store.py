@@ -46,10 +46,11 @@ class Store:
             raise InvalidName(f"collection must be a name that MongoDB allows, got {collection!r}: {error}") from None
         self._name(collection, now)
         self._inserts = Inserts(self.driver, self.tasks)
-        self.numbers = Numbers()
 
     def _name(self, collection: str, now: rules.Expression) -> None:
         self.now = now
+        self.numbers = Numbers()
+        """Of who publishes by it. Stores that one process has of a mesh share them: its tasks have one order."""
         self.ahead = timedelta(0)
         """How far `move_on` has moved it."""
         self.guarded_until = 0.0

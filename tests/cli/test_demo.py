@@ -16,7 +16,7 @@ from tests.embedded.users import servers_in
 from tests.waiting import wait_until
 
 OWN_DATABASE = {"TASKMESH_DATABASE": ""}
-FILES = 100
+FILES = 300
 
 
 @pytest.fixture

@@ -221,4 +221,4 @@ def test_what_is_no_type_of_error_or_says_itself_how_an_execution_ends_is_refuse
 def test_what_always_fails_for_good_is_never_tried_again() -> None:
     for wrong in (TaskFailed, UnstorableValue):
         with pytest.raises(InvalidOption, match=f"retry_on: {wrong.__name__} makes a task FAIL for good"):
-            TaskMesh().task(retry_on=(TimeoutError, wrong))
+            TaskMesh().task(print, name="job", retry_on=(TimeoutError, wrong))

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pymongo import MongoClient
 
-from taskmesh import Status, TaskMesh, TaskOption
+from taskmesh import Status, TaskMesh
 from taskmesh.consumer import scanner
 from taskmesh.store.numbers import Numbers, moment_of, number_at
 from tests.databases import Databases
 from tests.waiting import eventually
-from tests.working import all_working, finished, parts_of, working
+from tests.working import all_working, finished, working
 
 QUEUES = ("a", "b")
 
@@ -144,31 +144,6 @@ async def test_several_of_one_set_start_in_the_order_of_publication(mesh: TaskMe
     await mesh.consumer(worker_id="w", concurrency=10).run(until_idle=True)
     sets = [ran[start : start + 5] for start in range(0, 100, 5)]
     assert all(one == sorted(one) for one in sets), ran
-
-
-async def test_a_task_that_failed_has_its_place_before_what_was_published_after_it(mesh: TaskMesh) -> None:
-    ran: list[str] = []
-    failed = asyncio.Event()
-    go_on = asyncio.Event()
-
-    @mesh.task(option=TaskOption(unexpected_retry_delay_ms=0))
-    async def job(name: str) -> None:
-        ran.append(name)
-        if ran == ["a"]:
-            raise ValueError("the first time")
-        if name == "gate":
-            failed.set()
-            await go_on.wait()
-
-    for name in ("a", "gate", "b", "c"):
-        await job.publish(name, name=name)
-    async with working(mesh, "w", concurrency=1) as consumer:
-        await failed.wait()
-        await eventually(lambda: ran[1] == "a" or "job:a" in parts_of(consumer).candidates)
-        go_on.set()
-        await finished(mesh, "job", "c")
-    last = len(ran) - 1 - ran[::-1].index("a")
-    assert last < ran.index("b"), ran
 
 
 async def test_what_was_delayed_has_its_place_by_its_publication_when_it_is_due(mesh: TaskMesh) -> None:

@@ -108,7 +108,7 @@ async def test_tasks_due_now_start_within_milliseconds(mesh: TaskMesh) -> None:
     assert statistics.median(started_late_by_s(task) for task in tasks) < 0.1
 
 
-async def test_m8_tasks_run_by_priority_then_attempts_then_time(mesh: TaskMesh) -> None:
+async def test_m8_tasks_run_by_priority_then_attempts_then_as_published(mesh: TaskMesh) -> None:
     ran: list[tuple[str, int]] = []
     numbers = random.Random(7)
     failing: set[str] = set()
@@ -160,24 +160,6 @@ async def test_m8_a_task_that_failed_stands_behind_a_fresh_one_though_it_was_due
         release.set()
         await eventually(lambda: len(ran) == 4)
     assert ran == ["failing", "holding", "fresh", "failing"]
-
-
-async def test_m8_of_one_priority_those_that_name_me_come_first(mesh: TaskMesh) -> None:
-    ran: list[str] = []
-
-    @mesh.task
-    async def job() -> None:
-        ran.append(current_task().key)
-
-    for i in range(10):
-        await job.publish(f"anybody {i}")
-    for i in range(10):
-        await job.configure(specific_worker_ids=("me",)).publish(f"me {i}")
-    await job.configure(priority=1).publish("important")
-    await mesh.consumer(worker_id="me", concurrency=1).run(until_idle=True)
-    # Within one kind they come in the order of publishing, to the millisecond.
-    assert [key.split()[0] for key in ran] == ["important", *["me"] * 10, *["anybody"] * 10]
-    assert len(set(ran)) == 21
 
 
 async def test_m8_an_urgent_task_overtakes_a_backlog_that_is_being_worked_on(mesh: TaskMesh) -> None:
