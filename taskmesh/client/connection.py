@@ -61,7 +61,6 @@ class Connection:
         """What gives its tasks their places in the order of publication, each time that it is opened."""
         self.reached = False
         """Whether the server has ever answered, though it may not be open yet."""
-        self.numbers = Numbers()
         self._created = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pid = os.getpid()
