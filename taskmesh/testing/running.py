@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Awaitable, Generator
 from datetime import timedelta
 
 from taskmesh.consumer.outcome import Ending
@@ -35,8 +36,15 @@ async def drain(mesh: TaskMesh) -> list[Task]:
     return [now.get((task.name, task.key), task) for task in ran]
 
 
-def advance(mesh: TaskMesh, **by: float) -> None:
-    """Move the mesh's idea of now: `advance(mesh, hours=1)`, with the words of `timedelta`. Nothing sleeps.
+class _Moved:
+    """What `advance` returns: it is done, and may be awaited all the same, as what stands beside it in a test has to be."""
+
+    def __await__(self) -> Generator[None, None, None]:
+        yield from ()
+
+
+def advance(mesh: TaskMesh, **by: float) -> Awaitable[None]:
+    """Move the mesh's idea of now: `advance(mesh, hours=1)`, with the words of `timedelta`. Nothing sleeps; `await` is optional.
 
     What other processes think is not changed, nor is what MongoDB does by itself: it removes no finished task sooner.
     """
@@ -45,6 +53,7 @@ def advance(mesh: TaskMesh, **by: float) -> None:
         raise ValueError(f"time goes on and never back: advance() got {by}")
     mesh.store.move_on(step)
     mesh.clock.move_on(step)
+    return _Moved()
 
 
 async def published(mesh: TaskMesh, name: str | None = None) -> list[Task]:
