@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Hashable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -110,14 +111,21 @@ async def _explain(world: World, seed: str, difference: Difference) -> None:
     raise Difference(f"{last}\nafter these operations (seed {seed}):\n{steps}") from None
 
 
+_SHORTENED_WITHIN_S = 120.0
+"""Then what is left is told, however long."""
+
+
 async def shortened(
     world: World, operations: list[Operation], difference: Difference
 ) -> tuple[list[Operation], Difference]:
     """Leave out what is not needed to come to a difference; return what is left, and where it leads."""
     size = max(1, len(operations) // 2)
+    end = time.monotonic() + _SHORTENED_WITHIN_S
     while size:
         start = 0
         while start < len(operations):
+            if time.monotonic() >= end:
+                return operations, difference
             candidate = operations[:start] + operations[start + size :]
             found = await _replayed(world, candidate)
             if found is None:

@@ -358,6 +358,7 @@ class Oracle:
         steps: Entries = self.state.get("steps") or []
         known = next((each for each in steps if each["id"] == record["id"]), None)
         if known is not None and known.get("time") is not None:
+            self.derive(now)  # nothing else is written, but a lease may have run out since the last write
             return known
         ends = None if timeout_ms is None else now + ms(timeout_ms)
         until = known.get("until") if known is not None else ends
