@@ -127,7 +127,7 @@ async def claim(
     )
     count, unconfirmed = await _modified(store, command)
     if count < len(ids):
-        rest = {"$and": [_candidates({"$in": list(ids)}, narrowed_by), {_RUNNING_ID: {"$ne": running_id}}]}
+        rest = {"$and": [_candidates({"$in": list(ids)}, narrowed_by), _never_by(running_id)]}
         pipeline = prepared(claim_pipeline, store.now, tuple(sorted(closed_queues)))
         more, late = await _modified(store, store.update_command(rest, pipeline, deadline_ms, variables))
         count, unconfirmed = count + more, late or unconfirmed
@@ -161,7 +161,10 @@ async def claim_one(
     """Claim one task and return it, or None: what `claim` and `won` do, in one round trip where nobody has tried it."""
     forms = (
         (_plain_candidates(id_, closed_queues, narrowed_by, store.now), prepared(plain_claim_pipeline, store.now)),
-        (_candidates(id_, narrowed_by), prepared(claim_pipeline, store.now, tuple(sorted(closed_queues)))),
+        (
+            {"$and": [_candidates(id_, narrowed_by), _never_by(running_id)]},
+            prepared(claim_pipeline, store.now, tuple(sorted(closed_queues))),
+        ),
     )
     unconfirmed: WriteConcernError | None = None
     for query, pipeline in forms:
@@ -178,7 +181,7 @@ async def claim_one(
             )
         except OperationFailure as error:
             if isinstance(error, WriteConcernError) and is_unconfirmed(error):
-                unconfirmed = error  # what this form has won, the next leaves as it is, and returns
+                unconfirmed = error  # what this form has won, the next leaves as it is
                 continue
             note_refusal(store, error)
             raise
@@ -198,6 +201,14 @@ def _candidates(ids: Any, narrowed_by: Mapping[str, Any] | None) -> Document:
         "task_state.worker_states": {"$type": "array"},
     }
     return {"$and": [query, dict(narrowed_by)]} if narrowed_by else query
+
+
+def _never_by(running_id: str) -> Document:
+    """Match what this very claim has not won before: its lease may have run out since, if the server stood still meanwhile.
+
+    A fencing token is given once, so it is not won again.
+    """
+    return {_RUNNING_ID: {"$ne": running_id}, "task_state.losses.running_id": {"$ne": running_id}}
 
 
 def _plain_candidates(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 
 from taskmesh import Snooze, Status, TaskMesh, TaskOption, current_task
 from taskmesh.embedded import Mongod
+from taskmesh.store.claim import claim, claim_one
 from tests.chaos.proxy import Proxy
 from tests.consumer.test_locked_documents import locked
 from tests.faults import failing_commands
@@ -266,3 +267,26 @@ async def _is_at_work(mesh: TaskMesh) -> bool:
         {"$match": {"op": "update", "ns": f"{mesh.store.driver.database.name}.tasks", "active": True}},
     ]
     return bool(await (await mesh.store.driver.client.admin.aggregate(at_work)).to_list())
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["one", "several"])
+async def test_a_claim_whose_lease_has_run_out_wins_nothing_when_its_second_form_comes_late(
+    mesh: TaskMesh, *, alone: bool
+) -> None:
+    """As when the primary stood still between the two forms of one claim: a fencing token is given once."""
+
+    @mesh.task(option=TaskOption(worker_timeout_ms=100))
+    async def job() -> None: ...
+
+    await job.publish("k")
+    fields = {"task_state": 1}
+    assert await claim_one(mesh.store, "job:k", "w1", "the token", fields=fields) is not None
+    [entry] = (await mesh.get("job", "k")).task_state.worker_states
+    ends = entry.ping_expire_time
+    assert ends is not None
+    await eventually(lambda: mesh.clock.now() > ends + timedelta(milliseconds=50))
+    if alone:
+        assert await claim_one(mesh.store, "job:k", "w1", "the token", fields=fields) is None
+    else:
+        assert await claim(mesh.store, ["job:k"], "w1", "the token") == 0
+    assert await claim_one(mesh.store, "job:k", "w1", "another token", fields=fields) is not None
