@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from taskmesh import Status, TaskMesh, TaskOption, current_task
+from taskmesh import Status, TaskDefinition, TaskMesh, TaskOption, current_task
 from taskmesh.admin import stats as admin_stats
 from taskmesh.admin.filters import TaskFilter
 from taskmesh.admin.store import task_counts
@@ -18,20 +18,7 @@ from tests.working import working
 
 
 async def test_ready_scheduled_and_retrying_are_told_apart_and_filtered(mesh: TaskMesh) -> None:
-    @mesh.task(option=TaskOption(unexpected_retry_delay_ms=600_000))
-    async def work() -> None:
-        raise ValueError("no")
-
-    await work.publish("retrying")
-    async with working(mesh, "w1"):
-
-        async def waits() -> bool:
-            task = await mesh.get("work", "retrying")
-            return task.status == Status.INIT and bool(task.task_state.worker_states)
-
-        await eventually(waits)
-    await work.publish("ready")
-    await work.configure(delay_ms=600_000).publish("scheduled")
+    work = await _three(mesh)
     await work.configure(delay_ms=600_000).publish("cancelled")
     await mesh.cancel("work", "cancelled")
     page = await mesh.listing.page("", newest_first=False)
@@ -96,8 +83,8 @@ async def test_no_other_word_is_a_status(mesh: TaskMesh, where: str) -> None:
         await mesh.listing.count(where)
 
 
-async def _three(mesh: TaskMesh) -> None:
-    """Publish three tasks of `work`: one is ready, one scheduled, and one failed and is tried again in ten minutes."""
+async def _three(mesh: TaskMesh) -> TaskDefinition[[], None]:
+    """Publish three tasks of `work`, and return it: one ready, one scheduled, one that failed and retries in ten minutes."""
 
     @mesh.task(option=TaskOption(unexpected_retry_delay_ms=600_000))
     async def work() -> None:
@@ -112,6 +99,7 @@ async def _three(mesh: TaskMesh) -> None:
         await eventually(waits)
     await work.publish("ready")
     await work.configure(delay_ms=600_000).publish("scheduled")
+    return work
 
 
 async def test_a_task_says_what_init_means_for_it(mesh: TaskMesh) -> None:

@@ -138,7 +138,8 @@ async def test_a_head_that_is_cancelled_deleted_or_expired_makes_way(
         await finished(mesh, "step", "next")
 
 
-async def test_a_finished_one_that_is_retried_stands_in_line_again(mesh: TaskMesh) -> None:
+async def _line_held_by_b(mesh: TaskMesh) -> tuple[list[str], asyncio.Event, asyncio.Event]:
+    """Publish a, b and c in one line: b says when it has begun, and waits until it may go on. Return who ran, and both events."""
     ran: list[str] = []
     holding, go_on = asyncio.Event(), asyncio.Event()
 
@@ -150,6 +151,11 @@ async def test_a_finished_one_that_is_retried_stands_in_line_again(mesh: TaskMes
             await go_on.wait()
 
     await step.configure(sequence_key="k").publish_many({name: {"name": name} for name in "abc"})
+    return ran, holding, go_on
+
+
+async def test_a_finished_one_that_is_retried_stands_in_line_again(mesh: TaskMesh) -> None:
+    ran, holding, go_on = await _line_held_by_b(mesh)
     async with working(mesh, "w"):
         await holding.wait()
         await mesh.retry("step", "a")
@@ -240,17 +246,7 @@ async def test_a_head_that_is_wished_once_more_while_it_runs_goes_behind_the_oth
 
 @pytest.mark.parametrize("how", ["cancel", "delete"])
 async def test_a_head_that_is_put_back_stands_in_line_again(mesh: TaskMesh, how: str) -> None:
-    ran: list[str] = []
-    holding, go_on = asyncio.Event(), asyncio.Event()
-
-    @mesh.task
-    async def step(name: str) -> None:
-        ran.append(name)
-        if name == "b":
-            holding.set()
-            await go_on.wait()
-
-    await step.configure(sequence_key="k").publish_many({name: {"name": name} for name in "abc"})
+    ran, holding, go_on = await _line_held_by_b(mesh)
     act = {"cancel": mesh.bulk.cancel, "delete": mesh.bulk.delete}[how]
     done = await act("name:step key:a")
     assert (done.done, done.id is not None) == (1, True)
