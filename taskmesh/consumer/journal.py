@@ -18,7 +18,7 @@ import asyncio
 import inspect
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime, timedelta
 from functools import partial
@@ -33,9 +33,9 @@ from taskmesh.consumer import crash_points
 from taskmesh.consumer.execution import Execution, Stop
 from taskmesh.consumer.fingerprint import fingerprint
 from taskmesh.consumer.finisher import Finisher
+from taskmesh.consumer.journal_in_thread import InThread, done_in_loop
 from taskmesh.consumer.recording import (
     Entry,
-    Recorder,
     Started,
     checked_ms,
     failed,
@@ -46,6 +46,7 @@ from taskmesh.consumer.recording import (
     stored,
     value_of,
 )
+from taskmesh.consumer.starts import MAX_STARTS, Starts
 from taskmesh.consumer.transactions import Transactions
 from taskmesh.model.errors import (
     LeaseLost,
@@ -65,7 +66,7 @@ from taskmesh.store.driver import Document, restored
 from taskmesh.store.finish import Outcome
 from taskmesh.store.publish import Publication
 from taskmesh.store.renew import end_lease
-from taskmesh.store.server_errors import is_over_deadline, is_passing, own_copy, patiently
+from taskmesh.store.server_errors import is_over_deadline, is_passing, patiently
 from taskmesh.store.values import cleaned, encoded
 
 T = TypeVar("T")
@@ -76,8 +77,6 @@ _SIZE_OF_THE_REST = 300
 _IN_PLACE_S = 1.0
 """What takes no longer is waited for in place."""
 _PAUSE_S = 0.05
-_MAX_STARTS = 1_000
-_MAX_START_BYTES = 8_000_000
 
 
 class Journals:
@@ -99,16 +98,11 @@ class Journals:
 
     def in_thread(self, execution: Execution) -> InThread:
         """Return what a handler in a thread writes its journal by."""
-        return InThread(self, execution)
+        return InThread(self.loop, self.transactions, execution)
 
     def done_in_loop(self, doing_it: Coroutine[Any, Any, T]) -> T:
-        """Do it in the event loop, and wait, in a thread that is not the loop's."""
-        try:
-            running = asyncio.run_coroutine_threadsafe(doing_it, self.loop)
-        except RuntimeError:  # the loop is closed, and nobody will ever run it
-            doing_it.close()
-            raise
-        return running.result()
+        """See `journal_in_thread.done_in_loop`."""
+        return done_in_loop(self.loop, doing_it)
 
 
 class Journal:
@@ -131,9 +125,7 @@ class Journal:
         self._exclusive = asyncio.Lock()
         """Held by whoever writes to the task: a transactional step while its transaction lasts."""
         self._in_transaction = False
-        self._starting: dict[str, tuple[Publication, asyncio.Future[None]]] = {}
-        """Children that are to be started, by their `_id`s."""
-        self._sending_starts: asyncio.Task[None] | None = None
+        self._starts = Starts(journals.transactions, execution.id, self)
 
     # --- what a handler in the event loop calls ---
 
@@ -269,69 +261,13 @@ class Journal:
                 publication = publisher.publication_of(definition, ids[id_], params_by_key[ids[id_]])
                 publication.parent, publication.detached = self._execution.id, detached
                 publications.append(publication)
-                if len(publications) % _MAX_STARTS == 0:
+                if len(publications) % MAX_STARTS == 0:
                     await asyncio.sleep(0)  # so that pings and others get their turn
-            await self._start_with_others(publications)
+            await self._starts.add(publications)
         finally:
             for entry in entries:
                 self.leave(entry)
         return [publisher.handle_of(definition, name, key, created=id_ in new) for id_, key in ids.items()]
-
-    async def _start_with_others(self, publications: Sequence[Publication]) -> None:
-        """Start these children, in sets with what else is started at the moment; raise the first error there is."""
-        answers = []
-        for publication in publications:
-            if (same := self._starting.get(publication.id)) is not None:
-                answers.append(same[1])
-                continue
-            answer: asyncio.Future[None] = self._journals.loop.create_future()
-            answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())
-            self._starting[publication.id] = publication, answer
-            answers.append(answer)
-        if answers and self._sending_starts is None:
-            sending = self._send_starts()
-            self._sending_starts = self._journals.loop.create_task(sending, name=f"starts of task {self._execution.id}")
-        if answers:
-            await asyncio.wait(answers)
-        for answer in answers:
-            answer.result()
-
-    async def _send_starts(self) -> None:
-        """Start what is to be started, a set at a time: while one is under way the next collects."""
-        try:
-            while self._starting:
-                batch: list[tuple[Publication, asyncio.Future[None]]] = []
-                size = 0
-                for waiting in self._starting.values():
-                    size += waiting[0].size
-                    if batch and (len(batch) == _MAX_STARTS or size > _MAX_START_BYTES):
-                        break
-                    batch.append(waiting)
-                await self._send(batch)
-                for publication, _ in batch:
-                    del self._starting[publication.id]
-        finally:
-            self._sending_starts = None
-
-    async def _send(self, batch: Sequence[tuple[Publication, asyncio.Future[None]]]) -> None:
-        """Start a set, and answer each; what the database does not take is parted from the rest."""
-        refused: Mapping[str, Exception] = {}
-        try:
-            refused = await self._journals.transactions.start_children(self, [publication for publication, _ in batch])
-        except Exception as error:  # noqa: BLE001 — whatever it is, the handler hears of it
-            if len(batch) > 1 and not isinstance(error, (TaskMeshError, TaskFailed)):
-                half = len(batch) // 2
-                await self._send(batch[:half])
-                await self._send(batch[half:])
-                return
-            refused = {publication.id: own_copy(error) for publication, _ in batch}
-        for publication, answer in batch:
-            if answer.done():  # whoever waited for it was cancelled
-                continue
-            if (why := refused.get(publication.id)) is not None:
-                answer.set_exception(why)
-            else:
-                answer.set_result(None)
 
     async def results(self, handles: Sequence[Started], *, return_errors: bool) -> list[Any]:
         """See `TaskContext.results`."""
@@ -635,56 +571,3 @@ def error_of(id_: str, end: Document | None) -> str | None:
         return None
     reasons = "; ".join(reason.partition("\n")[0] for reason in end["reasons"])
     return cleaned(f"the child {name!r} {key!r} ended as {end['status']}{': ' + reasons if reasons else ''}")
-
-
-class InThread:
-    """The journal of an execution whose handler runs in a thread."""
-
-    def __init__(self, journals: Journals, execution: Execution) -> None:
-        self._journals = journals
-        self._execution = execution
-
-    def _do(self, doing: Callable[[Recorder], Awaitable[Any]]) -> Any:
-        """Do it in the event loop, and wait."""
-
-        async def do() -> Any:
-            return await doing(self._execution.journal)
-
-        return self._journals.done_in_loop(do())
-
-    def begin_step(self, name: str, made_by: str, outer: str | None) -> tuple[str, Document | None]:
-        """Return its id, and what is recorded of it; None if it is to be done now."""
-        found: tuple[str, Document | None] = self._do(lambda journal: journal.begin_step(name, made_by, outer))
-        return found
-
-    def end_step(self, id_: str, fields: Document | None) -> Document | None:
-        """Record it, if there is something to be recorded."""
-        record: Document | None = self._do(lambda journal: journal.end_step(id_, fields))
-        return record
-
-    def in_transaction(self, id_: str, fn: Callable[[Any], Document]) -> Document:
-        """Do it in a transaction that the record commits with."""
-        journal = self._execution.journal
-        return self._journals.transactions.step_in_thread(self._execution, journal, journal.begun(id_), fn)
-
-    def start(
-        self, definition: Any, params_by_key: Mapping[str, Mapping[str, Any]], *, detached: bool
-    ) -> list[TaskHandle[Any]]:
-        """See `BlockingTaskContext.start_many`."""
-        handles: list[TaskHandle[Any]] = self._do(
-            lambda journal: journal.start(definition, params_by_key, detached=detached)
-        )
-        return handles
-
-    def results(self, handles: Sequence[Started], *, return_errors: bool) -> list[Any]:
-        """See `BlockingTaskContext.results`."""
-        values: list[Any] = self._do(lambda journal: journal.results(handles, return_errors=return_errors))
-        return values
-
-    def sleep(self, name: str, ms: int | None, when: datetime | None, outer: str | None) -> None:
-        """See `BlockingTaskContext.sleep`."""
-        self._do(lambda journal: journal.sleep(name, ms, when, outer))
-
-    def wait_for(self, event: str, timeout_ms: int | None, outer: str | None) -> Any:
-        """See `BlockingTaskContext.wait_for`."""
-        return self._do(lambda journal: journal.wait_for(event, timeout_ms, outer))

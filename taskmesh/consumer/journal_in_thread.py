@@ -1,0 +1,80 @@
+"""The journal as a handler in a thread sees it: each call is done in the event loop, and waited for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from datetime import datetime
+from typing import Any, TypeVar
+
+from taskmesh.client.handle import TaskHandle
+from taskmesh.consumer.execution import Execution
+from taskmesh.consumer.recording import Recorder, Started
+from taskmesh.consumer.transactions import Transactions
+from taskmesh.store.driver import Document
+
+T = TypeVar("T")
+
+
+def done_in_loop(loop: asyncio.AbstractEventLoop, doing_it: Coroutine[Any, Any, T]) -> T:
+    """Do it in the event loop, and wait, in a thread that is not the loop's."""
+    try:
+        running = asyncio.run_coroutine_threadsafe(doing_it, loop)
+    except RuntimeError:  # the loop is closed, and nobody will ever run it
+        doing_it.close()
+        raise
+    return running.result()
+
+
+class InThread:
+    """The journal of an execution whose handler runs in a thread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, transactions: Transactions, execution: Execution) -> None:
+        self._loop = loop
+        self._transactions = transactions
+        self._execution = execution
+
+    def _do(self, doing: Callable[[Recorder], Awaitable[Any]]) -> Any:
+        """Do it in the event loop, and wait."""
+
+        async def do() -> Any:
+            return await doing(self._execution.journal)
+
+        return done_in_loop(self._loop, do())
+
+    def begin_step(self, name: str, made_by: str, outer: str | None) -> tuple[str, Document | None]:
+        """Return its id, and what is recorded of it; None if it is to be done now."""
+        found: tuple[str, Document | None] = self._do(lambda journal: journal.begin_step(name, made_by, outer))
+        return found
+
+    def end_step(self, id_: str, fields: Document | None) -> Document | None:
+        """Record it, if there is something to be recorded."""
+        record: Document | None = self._do(lambda journal: journal.end_step(id_, fields))
+        return record
+
+    def in_transaction(self, id_: str, fn: Callable[[Any], Document]) -> Document:
+        """Do it in a transaction that the record commits with."""
+        journal = self._execution.journal
+        return self._transactions.step_in_thread(self._execution, journal, journal.begun(id_), fn)
+
+    def start(
+        self, definition: Any, params_by_key: Mapping[str, Mapping[str, Any]], *, detached: bool
+    ) -> list[TaskHandle[Any]]:
+        """See `BlockingTaskContext.start_many`."""
+        handles: list[TaskHandle[Any]] = self._do(
+            lambda journal: journal.start(definition, params_by_key, detached=detached)
+        )
+        return handles
+
+    def results(self, handles: Sequence[Started], *, return_errors: bool) -> list[Any]:
+        """See `BlockingTaskContext.results`."""
+        values: list[Any] = self._do(lambda journal: journal.results(handles, return_errors=return_errors))
+        return values
+
+    def sleep(self, name: str, ms: int | None, when: datetime | None, outer: str | None) -> None:
+        """See `BlockingTaskContext.sleep`."""
+        self._do(lambda journal: journal.sleep(name, ms, when, outer))
+
+    def wait_for(self, event: str, timeout_ms: int | None, outer: str | None) -> Any:
+        """See `BlockingTaskContext.wait_for`."""
+        return self._do(lambda journal: journal.wait_for(event, timeout_ms, outer))
