@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, TypedDict, Unpack
 
-from taskmesh.admin.store import task_counts
+from taskmesh.admin.store import limit_usage, task_counts
 from taskmesh.client.connection import Connection
 from taskmesh.model.errors import InvalidOption
 from taskmesh.model.ids import checked_group, checked_remark
@@ -38,12 +38,12 @@ async def read_queue(store: Store, queue: str) -> QueueInfo:
 async def _infos(
     store: Store, queues: Sequence[str], settings: Mapping[str, Document], counted_to: int
 ) -> list[QueueInfo]:
-    usage = await limits.usage(store, queues)
+    usage = await limit_usage.usage(store, queues)
     waiting = await task_counts.waiting(store, queues, counted_to + 1)
     return [_info(queue, settings.get(queue, {}), usage[queue], waiting[queue], counted_to) for queue in queues]
 
 
-def _info(queue: str, settings: Document, usage: limits.Usage, waiting: int, counted_to: int) -> QueueInfo:
+def _info(queue: str, settings: Document, usage: limit_usage.Usage, waiting: int, counted_to: int) -> QueueInfo:
     stored = QueueLimits.from_document(settings.get("limits") or {})
     used_up = {
         group: leaves

@@ -44,7 +44,8 @@ _GROUP_STARTS = 20_000
 """With more groups than a tenth of this in one window, each has fewer buckets; the last one is never given up."""
 NO_LIMIT = 2**31 - 1
 _LIMITS = ("running", "rate", "group_running", "group_rate", "groups")
-_WINDOWS = {"per_ms": "starts", "group_per_ms": "group_starts"}
+WINDOWS = {"per_ms": "starts", "group_per_ms": "group_starts"}
+"""The lists of starts, by the fields that have the lengths of their windows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +81,17 @@ async def set_limits(store: Store, queue: str, limits: Document) -> None:
     What runs already is counted. So are the starts that were counted till then, for as long as the new window lasts.
     """
     changes = {name: {"$literal": value} for name, value in limits.items()}
-    for window, starts in _WINDOWS.items():
+    for window, starts in WINDOWS.items():
         if isinstance(limits.get(window), int):
             longer = {"$subtract": [limits[window], {"$ifNull": [f"${window}", limits[window]]}]}
             moved = {"$mergeObjects": ["$$this", {"leaves": {"$add": ["$$this.leaves", longer]}}]}
-            changes[starts] = {"$map": {"input": _list(starts), "in": moved}}
+            changes[starts] = {"$map": {"input": stored_list(starts), "in": moved}}
     await _change(store, queue, changes)
 
 
 async def read_limits(store: Store, queue: str) -> Document:
     """Return the limits of a queue as they are stored, with all that moves left out."""
-    fields = dict.fromkeys((*_LIMITS, *_WINDOWS), 1)
+    fields = dict.fromkeys((*_LIMITS, *WINDOWS), 1)
     document = await store.driver.collection(store.limits).find_one({"_id": queue}, fields | {"_id": 0})
     return document or {}
 
@@ -98,7 +99,7 @@ async def read_limits(store: Store, queue: str) -> Document:
 async def set_group_limit(store: Store, queue: str, group: str, running: int | None) -> None:
     """Set how many of one group may run at once; None: as many as of any other group."""
     entry = [] if running is None else [{"g": group, "n": running}]
-    others = {"$filter": {"input": _list("groups"), "cond": {"$ne": ["$$this.g", {"$literal": group}]}}}
+    others = {"$filter": {"input": stored_list("groups"), "cond": {"$ne": ["$$this.g", {"$literal": group}]}}}
     await _change(store, queue, {"groups": {"$concatArrays": [others, {"$literal": entry}]}})
 
 
@@ -110,7 +111,7 @@ async def _change(store: Store, queue: str, changes: Document) -> None:
         {"_id": queue},
         # The new limits, and when: a later change has a later time, even within one millisecond.
         [{"$set": changes | {"changed": changed}}],
-        dict.fromkeys((*_LIMITS, *_WINDOWS, "changed"), 1) | {"_id": 0},
+        dict.fromkeys((*_LIMITS, *WINDOWS, "changed"), 1) | {"_id": 0},
         upsert=True,
         return_document=ReturnDocument.AFTER,
     )
@@ -267,12 +268,12 @@ def _booking(
                 "starts": _in_buckets(now, "starts", "per_ms", _BUCKETS),
                 "group_starts": {
                     "$cond": [
-                        {"$gt": [_list("group_starts"), []]},
+                        {"$gt": [stored_list("group_starts"), []]},
                         _in_buckets(now, "group_starts", "group_per_ms", _buckets_of_a_group),
                         [],
                     ]
                 },
-                "groups": _list("groups"),
+                "groups": stored_list("groups"),
             }
         },
         # What the limits of groups let through.
@@ -369,7 +370,7 @@ def _in_buckets(now: rules.Expression, starts: str, window: str, buckets: rules.
     )
     in_buckets = {"$map": {"input": {"$range": [0, {"$size": "$$lasts"}]}, "in": put_together}}
     return _let(
-        {"counted": {"$filter": {"input": _list(starts), "cond": counted}}, "bucket_ms": bucket_ms},
+        {"counted": {"$filter": {"input": stored_list(starts), "cond": counted}}, "bucket_ms": bucket_ms},
         _let(
             {"settled": {"$sortArray": {"input": settled, "sortBy": {"g": 1, "leaves": 1}}}},
             _let(
@@ -397,7 +398,8 @@ def _first(items: rules.Expression, count: rules.Expression) -> rules.Expression
     return {"$cond": [{"$gt": [count, 0]}, {"$slice": [items, {"$max": [count, 1]}]}, []]}
 
 
-def _list(name: str) -> rules.Expression:
+def stored_list(name: str) -> rules.Expression:
+    """The list of this name in the document, empty if it is not there."""
     return {"$ifNull": [f"${name}", []]}
 
 
@@ -425,7 +427,7 @@ async def confirm(store: Store, queue: str, token: str, unused: Collection[Wish]
             "leaves": {"$add": [store.now, {"$ifNull": [window, 0]}]},
         }
         one = {"$cond": [mine, {"$mergeObjects": ["$$this", started]}, "$$this"]}
-        fields[starts] = {"$map": {"input": _list(starts), "in": one}}
+        fields[starts] = {"$map": {"input": stored_list(starts), "in": one}}
     # Both counts in one stage.
     await store.driver.collection(store.limits).update_one({"_id": queue}, [{"$set": fields}])
 
@@ -452,7 +454,7 @@ async def keep(
 
 def _kept(store: Store, free: Collection[str], renew: Mapping[str, Wish]) -> rules.Expression:
     """The slots without those that are given back, and with what their worker says of its own."""
-    slots = _list("slots")
+    slots = stored_list("slots")
     if free:
         slots = {"$filter": {"input": slots, "cond": {"$not": [{"$in": ["$$this.t", {"$literal": list(free)}]}]}}}
     if renew:
@@ -521,7 +523,12 @@ async def _correct(store: Store, queue: str, unused: Collection[tuple[str, str]]
     }
     stages = [
         # A missing list becomes an empty one: what follows reads both.
-        {"$set": {"slots": {"$filter": {"input": _list("slots"), "cond": used}}, "groups": _list("groups")}},
+        {
+            "$set": {
+                "slots": {"$filter": {"input": stored_list("slots"), "cond": used}},
+                "groups": stored_list("groups"),
+            }
+        },
         # Those that are missing at this moment, behind the others: in one update, so that nobody books in between.
         {"$set": {"slots": {"$concatArrays": ["$slots", added]}}},
     ]
@@ -551,65 +558,3 @@ async def server_now(store: Store, queue: str) -> datetime:
     cursor = await store.driver.aggregate(store.limits, [{"$match": {"_id": queue}}, {"$project": {"now": store.now}}])
     rows = await cursor.to_list(None)
     return rows[0]["now"] if rows else rules.LONG_AGO
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """How far the limits of a queue are used up, derived from the entries."""
-
-    running: int
-    running_by_group: Mapping[str, int]
-    starts: int
-    next_start: datetime | None
-    """When the rate has room again, if it has none now."""
-    group_starts: Mapping[str, tuple[int, datetime]]
-    """How many starts of each group count against its rate, and when the first of them leaves the window."""
-
-
-async def usage(store: Store, queues: Collection[str]) -> dict[str, Usage]:
-    """Return how far the limits of these queues are used up now."""
-    running: dict[str, dict[str | None, int]] = {queue: {} for queue in queues}
-    entries = {"$cond": [{"$isArray": [rules.ENTRIES]}, rules.ENTRIES, []]}
-    live = {"$size": {"$filter": {"input": entries, "cond": rules.is_live(store.now)}}}
-    counting: list[Document] = [
-        # What runs in these queues, by the index on status.
-        {"$match": {"status": "RUNNING", "queue": {"$in": list(queues)}}},
-        # How many executions hold a lease, by queue and group.
-        {"$group": {"_id": {"queue": "$queue", "group": "$group"}, "live": {"$sum": live}}},
-    ]
-    cursor = await store.driver.aggregate(store.tasks, counting)
-    for row in await cursor.to_list(None):
-        group = row["_id"].get("group")
-        if row["live"] and isinstance(group, (str, NoneType)):
-            running[row["_id"]["queue"]][group] = row["live"]
-    in_window = {"$and": [{"$gt": ["$$this.leaves", store.now]}, {"$gt": ["$$this.n", 0]}]}
-    starts, group_starts = ({"$filter": {"input": _list(name), "cond": in_window}} for name in _WINDOWS.values())
-    stages: list[Document] = [
-        # The bookings of these queues.
-        {"$match": {"_id": {"$in": list(queues)}}},
-        # The starts that are still in their window.
-        {"$project": {"rate": 1, "starts": starts, "group_starts": group_starts}},
-        # How many they are, and when the first of them leaves. A stage of its own: it reads the list shortened above.
-        {
-            "$project": {
-                "rate": 1,
-                "used": {"$sum": "$starts.n"},
-                "next": {"$min": "$starts.leaves"},
-                "group_starts": 1,
-            }
-        },
-    ]
-    cursor = await store.driver.aggregate(store.limits, stages)
-    booked = {row["_id"]: row for row in await cursor.to_list(None)}
-    return {queue: _usage(by_group, booked.get(queue, {})) for queue, by_group in running.items()}
-
-
-def _usage(running: Mapping[str | None, int], booked: Document) -> Usage:
-    exhausted = booked.get("rate") is not None and booked["used"] >= booked["rate"]
-    by_group = {group: count for group, count in running.items() if group is not None}
-    next_start = booked.get("next") if exhausted else None
-    group_starts: dict[str, tuple[int, datetime]] = {}
-    for start in booked.get("group_starts") or ():
-        count, leaves = group_starts.get(start["g"], (0, start["leaves"]))
-        group_starts[start["g"]] = count + int(start["n"]), min(leaves, start["leaves"])
-    return Usage(sum(running.values()), by_group, int(booked.get("used", 0)), next_start, group_starts)

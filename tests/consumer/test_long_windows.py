@@ -12,6 +12,7 @@ import pytest
 from bson import ObjectId
 
 from taskmesh import TaskMesh
+from taskmesh.admin.store.limit_usage import usage
 from taskmesh.store import Store, limits
 from tests.consumer.sampling import most_starts_within
 from tests.waiting import eventually
@@ -82,7 +83,7 @@ async def test_after_200_000_starts_in_a_day_as_little_is_kept_as_after_ten(mesh
     assert max(entries for entries, _ in sizes) <= _MOST_ENTRIES
     assert max(size for _, size in sizes) <= _MOST_BYTES
     assert (await clock.book(1)).ids == frozenset(), "the rate is used up"
-    assert (await limits.usage(clock.store, ["q"]))["q"].starts == 200_000
+    assert (await usage(clock.store, ["q"]))["q"].starts == 200_000
 
 
 async def test_single_starts_that_no_other_follows_are_put_together_too(mesh: TaskMesh) -> None:
@@ -101,7 +102,7 @@ async def test_bookings_that_are_never_confirmed_are_put_together_and_count_as_u
         await clock.start(2, confirmed=False)
         clock.pass_(500)
     assert len((await _document(mesh))["starts"]) <= _MOST_ENTRIES
-    assert (await limits.usage(clock.store, ["q"]))["q"].starts == 400
+    assert (await usage(clock.store, ["q"]))["q"].starts == 400
 
 
 @pytest.mark.parametrize(("rate", "per_ms"), [(1, 1), (3, 7), (10, 100), (50, 1_000), (500, 60_000), (5_000, DAY_MS)])
@@ -148,17 +149,17 @@ async def test_what_an_older_release_has_kept_is_counted_and_put_together(mesh: 
     kept = _by_an_older_release(times, DAY_MS)
     await mesh.store.driver.collection("limits").update_one({"_id": "q"}, {"$set": {"starts": kept}})
     clock.now = times[-1][0]
-    assert (await limits.usage(clock.store, ["q"]))["q"].starts == 150_000
+    assert (await usage(clock.store, ["q"]))["q"].starts == 150_000
     assert await clock.start(200) == 200
     document = await _document(mesh)
     assert len(document["starts"]) <= _MOST_ENTRIES
     assert len(bson.encode(document)) <= _MOST_BYTES
-    assert (await limits.usage(clock.store, ["q"]))["q"].starts == 150_200
+    assert (await usage(clock.store, ["q"]))["q"].starts == 150_200
     # The first bucket has left a hundredth of a day, and a moment, after the first start has.
     clock.now = _BEGIN + timedelta(milliseconds=DAY_MS - 1)
-    assert (await limits.usage(clock.store, ["q"]))["q"].starts == 150_200
+    assert (await usage(clock.store, ["q"]))["q"].starts == 150_200
     clock.pass_(DAY_MS // 100 + 1)
-    assert 147_000 < (await limits.usage(clock.store, ["q"]))["q"].starts < 150_200
+    assert 147_000 < (await usage(clock.store, ["q"]))["q"].starts < 150_200
 
 
 async def test_a_worker_of_an_older_release_can_book_beside(mesh: TaskMesh) -> None:
