@@ -33,6 +33,7 @@ from taskmesh.consumer.context import (
     current_blocking_task,
     current_task,
 )
+from taskmesh.consumer.lifespan import Lifespan
 from taskmesh.consumer.outcome import Ending
 from taskmesh.mesh import TaskMesh
 from taskmesh.model.dependency import FromDependency
@@ -110,6 +111,7 @@ __all__ = [
     "InvalidParams",
     "LeaseLeft",
     "LeaseLost",
+    "Lifespan",
     "LimitEffect",
     "LogLine",
     "Next",

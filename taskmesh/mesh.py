@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from datetime import datetime
 from typing import Any, ParamSpec, Protocol, Self, TypedDict, TypeVar, Unpack, overload
 
@@ -30,6 +31,7 @@ from taskmesh.client.publisher import Publisher
 from taskmesh.client.schedules import Declared, Schedules
 from taskmesh.client.tasks import UNSAID, Tasks
 from taskmesh.consumer import Consumer
+from taskmesh.consumer.lifespan import Lifespan, checked_lifespan
 from taskmesh.consumer.observer import Observer
 from taskmesh.consumer.settings import (
     DEFAULT_STALL_LIMIT_MS,
@@ -113,6 +115,8 @@ class TaskMesh(Defining):
         """Who did what to single things; each verb writes it down."""
         self.hooks_of_consumers: Hooks = {}
         """The hooks that `hooks` has set."""
+        self.worker_lifespan: Lifespan[Any] | None = None
+        """What `lifespan` has set."""
 
     # --- connecting ---
 
@@ -300,6 +304,34 @@ class TaskMesh(Defining):
         return self.schedules.declare(declaration, by=by)
 
     # --- running ---
+
+    @overload
+    def lifespan(self, fn: Callable[[], AsyncIterator[T]], /) -> Lifespan[T]: ...
+    @overload
+    def lifespan(self, fn: Callable[[], AbstractAsyncContextManager[T]], /) -> Lifespan[T]: ...
+    def lifespan(self, fn: Any, /) -> Lifespan[Any]:
+        """Define what workers open before they claim, and close when their handlers have ended: pools, clients, models.
+
+            @mesh.lifespan
+            async def pools() -> AsyncIterator[Pools]:
+                async with httpx.AsyncClient() as http:
+                    yield Pools(http)
+
+        `fn`: an async generator function that yields once, or a function that returns an async context manager; called without
+        arguments. What it yields is `pools.state`, under its type, and `current_task().state`. It is opened once in each process
+        in which a consumer runs, while the mesh is connected: by the first of them, closed by the last, also when they are
+        stopped or cancelled. The child processes of handlers with `run="process"` have none. If it cannot be opened, `run()`
+        raises `TaskMeshError`, and nothing is claimed; if it ends by itself, the workers stop. Closing may take up to
+        ten seconds. A mesh has one. Raises `InvalidOption`.
+        """
+        checked_lifespan(fn)
+        lifespan: Lifespan[Any] = Lifespan(fn)
+        if self.worker_lifespan is not None:
+            raise InvalidOption(
+                f"this mesh has a lifespan already, {self.worker_lifespan.name!r}: open {lifespan.name!r} inside it"
+            )
+        self.worker_lifespan = lifespan
+        return lifespan
 
     def hooks(
         self, *, on_claim: ClaimHook | None = None, before: BeforeHook | None = None, after: AfterHook | None = None

@@ -54,6 +54,8 @@ class Running(ExecutionFields, Protocol):
     @property
     def extra(self) -> Mapping[str, Any]: ...
     @property
+    def state(self) -> Any: ...
+    @property
     def deadline(self) -> datetime | None: ...
     @property
     def cancelled(self) -> bool: ...
@@ -122,6 +124,14 @@ class _Context:
     def extra(self) -> Mapping[str, Any]:
         """Fields that are not taskmesh's, at the top of the task's document: those of `configure(fields=…)`, and of others."""
         return self._running.extra
+
+    @property
+    def state(self) -> Any:
+        """What the function under `@mesh.lifespan` has yielded in this process; its own `state` has the type.
+
+        Raises `TaskMeshError` where there is none: without such a function, and in a child process (`run="process"`).
+        """
+        return self._running.state
 
     @property
     def deadline(self) -> datetime | None:

@@ -146,6 +146,10 @@ class Waited(Protocol):
 class Runner(Protocol):
     """Who runs the handler: the executor."""
 
+    @property
+    def state(self) -> Any:
+        """What the workers of this process have opened for their handlers."""
+
     def unwind(self, execution: Execution) -> None:
         """See to it that the handler ends, which is put aside."""
 
@@ -349,6 +353,11 @@ class Execution:
     def dependencies_for_a_child(self) -> dict[tuple[str, str], Any]:
         """Return the same in plain values: a child process may not know the types."""
         return self._waited.in_thread(self.id, plain=True)
+
+    @property
+    def state(self) -> Any:
+        """What the worker has opened for its handlers."""
+        return self._runner.state
 
     @property
     def leaving(self) -> bool:

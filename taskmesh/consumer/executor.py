@@ -39,6 +39,7 @@ from taskmesh.consumer.executions import Executions
 from taskmesh.consumer.finisher import Finisher
 from taskmesh.consumer.first_step import FirstSteps
 from taskmesh.consumer.journal import Journals
+from taskmesh.consumer.lifespan import Lifespan
 from taskmesh.consumer.limits import Limits
 from taskmesh.consumer.logs import fields_of
 from taskmesh.consumer.outcome import (
@@ -57,7 +58,7 @@ from taskmesh.consumer.pinger import Pinger
 from taskmesh.consumer.reporter import Reporter
 from taskmesh.consumer.settings import AfterHook, Settings
 from taskmesh.consumer.tracing import process_span
-from taskmesh.model.errors import LeaseLost, TaskFailed
+from taskmesh.model.errors import LeaseLost, TaskFailed, TaskMeshError
 from taskmesh.model.stage import Next
 from taskmesh.model.task import Task
 from taskmesh.store.clock import ServerClock
@@ -95,6 +96,7 @@ class Executor:
         dependents: Dependents,
         *,
         dependency_results: DependencyResults,
+        lifespan: Lifespan[Any] | None,
     ) -> None:
         self._publisher = publisher
         self._definitions = definitions
@@ -116,6 +118,7 @@ class Executor:
         self._finisher = finisher
         self._dependents = dependents
         self._dependency_results = dependency_results
+        self._lifespan = lifespan
         self._batches = Batches(settings)
         self._successes = Successes(settings.worker_id)
         self._threads = anyio.CapacityLimiter(1)
@@ -171,6 +174,13 @@ class Executor:
             execution.task.cancel()
             if reason is not Stop.WORKER_STOPS:
                 self._loop.call_later(_CANCELLED_ENDS_WITHIN_S, self._go_on_without, execution)
+
+    @property
+    def state(self) -> Any:
+        """What the workers of this process have opened for their handlers. Raises `TaskMeshError` if there is nothing."""
+        if self._lifespan is None:
+            raise TaskMeshError("there is no state: this mesh has no @mesh.lifespan, whose function yields it")
+        return self._lifespan.state
 
     def unwind(self, execution: Execution) -> None:
         """Give the handler of an execution that is put aside some time to unwind; then cancel it."""

@@ -120,10 +120,10 @@ async def _in_time(ending: Awaitable[None], deadline: Callable[[], float]) -> bo
     return False
 
 
-async def unless_it_takes_too_long(ending: Awaitable[None]) -> None:
+async def unless_it_takes_too_long(ending: Awaitable[None], within_s: float = _RELEASE_DEADLINE_S) -> None:
     """Do this even while we are being cancelled, in a task of its own, up to a deadline."""
     task = asyncio.ensure_future(ending)
     with anyio.CancelScope(shield=True):
-        await asyncio.wait([task], timeout=_RELEASE_DEADLINE_S)
+        await asyncio.wait([task], timeout=within_s)
     if task.done() and not task.cancelled() and (error := task.exception()) is not None:
         logger.error("stopping met an error", exc_info=error)

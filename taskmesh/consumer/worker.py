@@ -41,6 +41,7 @@ from taskmesh.consumer.groups import Groups
 from taskmesh.consumer.idleness import Idleness
 from taskmesh.consumer.journal import Journals
 from taskmesh.consumer.life import DEFAULT_GRACE_MS, Life, State
+from taskmesh.consumer.lifespan import CLOSES_WITHIN_S, Lifespan, Opening
 from taskmesh.consumer.limits import Limits
 from taskmesh.consumer.listener import Listener
 from taskmesh.consumer.loops import Loops, publications_of
@@ -90,6 +91,8 @@ class Mesh(Protocol):
     def feed(self) -> Feed: ...
     @property
     def definitions(self) -> Mapping[str, TaskDefinition[Any, Any]]: ...
+    @property
+    def worker_lifespan(self) -> Lifespan[Any] | None: ...
     @property
     def publisher(self) -> Publisher: ...
     @property
@@ -230,9 +233,11 @@ class Consumer:
         life = self._life
         worker = self._worker = Worker(self._mesh, self._settings, life, self._claim_filter, self)
         self._begun = True
+        opening = self._mesh.worker_lifespan.join() if self._mesh.worker_lifespan is not None else None
         try:
-            entered = await life.unless_stopped(worker.enter())
+            entered = await life.unless_stopped(_enter(worker, opening))
         except BaseException:
+            await _leave(opening)
             self._begun = False
             if life.stop_asked.is_set():
                 self._end_before_it_ran()
@@ -244,6 +249,8 @@ class Consumer:
                 async with anyio.create_task_group() as loops:
                     if entered and await life.unless_stopped(worker.open()):
                         worker.start(loops)
+                        if opening is not None:
+                            loops.start_soon(_end_with, opening, life, name="taskmesh lifespan")
                         self._tell_start()
                         await worker.work(until_idle)
                     await worker.wind_down(life.grace_ms)
@@ -253,8 +260,11 @@ class Consumer:
                 await unless_it_takes_too_long(worker.wind_down(0))
                 raise
             finally:
-                await unless_it_takes_too_long(self._end(worker))
-                self._stopped.set()
+                try:
+                    await unless_it_takes_too_long(self._end(worker))
+                finally:
+                    await _leave(opening)
+                    self._stopped.set()
         if life.ended_by is not None:
             raise life.ended_by
 
@@ -272,6 +282,23 @@ class Consumer:
         for reader in self._readers:
             reader.close()
         logger.info("worker %s has stopped", self.worker_id, extra={"worker": self.worker_id})
+
+
+async def _enter(worker: Worker, opening: Opening | None) -> None:
+    """Open what its handlers need, before anybody hears of the worker."""
+    if opening is not None:
+        await opening.opened()
+    await worker.enter()
+
+
+async def _end_with(opening: Opening, life: Life) -> None:
+    """Stop the worker if what its handlers need ends before it."""
+    life.end_by(await opening.ended())
+
+
+async def _leave(opening: Opening | None) -> None:
+    if opening is not None:
+        await unless_it_takes_too_long(opening.leave(), CLOSES_WITHIN_S + 1)
 
 
 class Worker:
@@ -318,6 +345,7 @@ class Worker:
             self.finisher,
             self.dependents,
             dependency_results=DependencyResults(store, mesh.definitions),
+            lifespan=mesh.worker_lifespan,
         )
         self.claimer = Claimer(
             store,

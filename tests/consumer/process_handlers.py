@@ -331,3 +331,7 @@ def raise_by_policy(kind: str) -> int:
     if kind == "dies":
         os._exit(1)
     raise {"derived": Elsewhere, "timeout": TimeoutError, "other": ValueError}[kind](kind)
+
+
+def state() -> Any:
+    return current_blocking_task().state

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ast
 import inspect
-from dataclasses import fields
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import Any
 
 import pytest
+from pymongo import AsyncMongoClient
+from pymongo.asynchronous.collection import AsyncCollection
 
 from taskmesh import Task, TaskMesh, TaskOption
 from taskmesh.model.configuration import Configuration
@@ -91,3 +94,14 @@ async def test_the_example_of_a_handler_runs(mesh: TaskMesh, about: str) -> None
     namespace = await defined(mesh)
     [example] = [example for example in examples_in(DOCUMENT) if example.about == about]
     await run(example.text, namespace, DOCUMENT)
+
+
+async def test_the_example_of_a_lifespan_runs(mesh: TaskMesh, mongo_uri: str) -> None:
+    given = (dataclass, AsyncCollection, AsyncIterator, AsyncMongoClient, Any)
+    namespace = {found.__name__: found for found in given} | {"mesh": mesh, "uri": mongo_uri}
+    [example] = [example for example in examples_in(DOCUMENT) if example.about == "lifespan"]
+    await run(example.text, namespace, DOCUMENT)
+    place: Any = namespace["place"]
+    handle = await place.publish("order-7", item="a ring")
+    await mesh.consumer().run(until_idle=True)
+    assert await handle.result(10) >= 1

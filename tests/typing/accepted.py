@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Annotated, Any, assert_type
 
 from taskmesh import (
@@ -12,6 +13,7 @@ from taskmesh import (
     Ending,
     FlowStatus,
     FromDependency,
+    Lifespan,
     Next,
     Task,
     TaskContext,
@@ -28,6 +30,21 @@ from taskmesh import (
 )
 
 mesh = TaskMesh("mongodb://127.0.0.1:27017/?replicaSet=rs0", database="app")
+
+
+@mesh.lifespan
+async def pools() -> AsyncIterator[dict[str, int]]:
+    yield {"size": 10}
+
+
+@asynccontextmanager
+async def models() -> AsyncGenerator[bytes, None]:
+    yield b"weights"
+
+
+assert_type(pools, Lifespan[dict[str, int]])
+assert_type(pools.state["size"], int)
+assert_type(TaskMesh().lifespan(models).state, bytes)
 
 
 @mesh.task(option=TaskOption(worker_timeout_ms=90_000, specific_worker_ids=["a", "b"]), queue="images")

@@ -35,7 +35,7 @@ from taskmesh.consumer.recording import Started
 from taskmesh.consumer.subprocess.handler_reference import HandlerRef, found
 from taskmesh.consumer.subprocess.wire import PutAside, configuration_as_data, error_as_data, packed
 from taskmesh.consumer.transactions import End, Record, blocking_again, blocking_block, blocking_step_again
-from taskmesh.model.errors import LeaseLost, TaskError, TaskSuspended
+from taskmesh.model.errors import LeaseLost, TaskError, TaskMeshError, TaskSuspended
 from taskmesh.model.option import TaskOption
 from taskmesh.model.stage import Next
 from taskmesh.model.task import checked_key, checked_name
@@ -137,6 +137,14 @@ class Remote:
         """When `run_timeout_ms` is over: counted from the handler's beginning, so only the parent knows."""
         deadline: datetime | None = self.ask("deadline")
         return deadline
+
+    @property
+    def state(self) -> Any:
+        """There is none: what a worker opens in its event loop is of no use in another process."""
+        raise TaskMeshError(
+            "there is no state in a child process: @mesh.lifespan is opened in the worker's; open what a handler with "
+            "run='process' needs at the top of its module, or in a function under @functools.cache, once for each child"
+        )
 
     @property
     def cancelled(self) -> bool:

@@ -1,0 +1,152 @@
+"""What a worker process opens before it claims its first task, and closes when its handlers have ended: `mesh.lifespan`.
+
+The consumers of a mesh in one process share one opening: the first to come opens it, the last to go closes it. It is entered
+and left in one asyncio task, its own, as the cancel scopes and task groups in it need. If the process dies, nothing closes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, Generic, TypeVar
+
+from taskmesh.model.errors import InvalidOption, TaskMeshError
+
+logger = logging.getLogger("taskmesh.consumer")
+
+T = TypeVar("T")
+
+CLOSES_WITHIN_S = 10.0
+"""How long closing may take; then the worker ends without it."""
+
+
+class Lifespan(Generic[T]):
+    """What `@mesh.lifespan` returns: the way to what the workers of this process have opened."""
+
+    def __init__(self, fn: Callable[[], AsyncIterator[T]] | Callable[[], AbstractAsyncContextManager[T]]) -> None:
+        self.name = _name_of(fn)
+        self._enter: Callable[[], Any] = asynccontextmanager(fn) if inspect.isasyncgenfunction(fn) else fn
+        self._opening: Opening | None = None
+        """The newest."""
+
+    @property
+    def state(self) -> T:
+        """What the function has yielded: the same object for all handlers and hooks of this process.
+
+        Raises `TaskMeshError` where no worker runs: in a process that only publishes, or in the child process of a handler.
+        """
+        if self._opening is None or not self._opening.is_open:
+            raise TaskMeshError(
+                f"the lifespan {self.name!r} is not open: it is opened by the workers of a process, before they claim, and "
+                "not in the child processes of handlers with run='process'"
+            )
+        state: T = self._opening.state
+        return state
+
+    def join(self) -> Opening:
+        """Open it, unless another consumer of this process has; whoever joins has to leave. In the event loop."""
+        if self._opening is None or self._opening.is_over:
+            self._opening = Opening(self.name, self._enter, self._opening)
+        self._opening.workers += 1
+        return self._opening
+
+
+class Opening:
+    """One time that a lifespan is open."""
+
+    def __init__(self, name: str, enter: Callable[[], Any], before: Opening | None) -> None:
+        self.workers = 0
+        """Consumers that have joined and not left."""
+        self.is_open = False
+        self.state: Any = None
+        self._name = name
+        self._ready = asyncio.Event()
+        self._over = asyncio.Event()
+        self._error: BaseException | None = None
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.create_task(self._hold(enter, before), name=f"taskmesh lifespan {name}")
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody can join it any more."""
+        return self._over.is_set() or self._task.done() or self._loop is not asyncio.get_running_loop()
+
+    async def _hold(self, enter: Callable[[], Any], before: Opening | None) -> None:
+        """Enter it, wait until the last worker has gone, and leave it."""
+        try:
+            if before is not None and before._loop is self._loop:  # noqa: SLF001 — of this class
+                await asyncio.wait([before._task])  # noqa: SLF001 — of this class
+            entered = enter()
+            if not isinstance(entered, AbstractAsyncContextManager):
+                raise TypeError(f"it must return an async context manager, got {type(entered).__name__}")  # noqa: TRY301
+            async with entered as self.state:
+                self.is_open = True
+                self._ready.set()
+                await self._over.wait()
+        except (Exception, asyncio.CancelledError) as error:
+            self._error = error
+            if not self.is_open and not isinstance(error, asyncio.CancelledError):
+                logger.exception("the lifespan %r could not be opened", self._name)
+        finally:
+            self.is_open = False
+            self._ready.set()
+
+    async def opened(self) -> None:
+        """Wait until it is open. Raises `TaskMeshError` with the reason if it could not be opened."""
+        await self._ready.wait()
+        if not self.is_open:
+            raise TaskMeshError(
+                f"the lifespan {self._name!r} could not be opened, so the worker does not start: {_told(self._error)}"
+            ) from self._error
+
+    async def ended(self) -> Exception:
+        """Wait until it has ended though workers need it, as when a task group in it fails; return how that ends them."""
+        await asyncio.wait([self._task])
+        error = TaskMeshError(f"the lifespan {self._name!r} has ended while the worker ran: {_told(self._error)}")
+        error.__cause__ = self._error
+        return error
+
+    async def leave(self) -> None:
+        """Need it no more. The last closes it; what goes wrong there is logged."""
+        self.workers -= 1
+        if self.workers:
+            return
+        asked = self.is_open
+        self._over.set()
+        if not asked:  # it has not come so far
+            self._task.cancel()
+        await asyncio.wait([self._task], timeout=CLOSES_WITHIN_S)
+        if not self._task.done():
+            logger.error("the lifespan %r was not closed within %g s: going on without", self._name, CLOSES_WITHIN_S)
+            self._task.cancel()
+        elif asked and self._error is not None:
+            logger.error(
+                "the lifespan %r could not be closed: %s", self._name, _told(self._error), exc_info=self._error
+            )
+
+
+def checked_lifespan(fn: Any) -> None:
+    """Raise `InvalidOption` for what cannot be a lifespan."""
+    told = "lifespan must be given an async generator function, or one that returns an async context manager"
+    if not callable(fn):
+        raise InvalidOption(f"{told}, got {fn!r}")
+    name = _name_of(fn)
+    if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn):
+        raise InvalidOption(f"{told}; {name!r} is neither: write `async def {name}(): …; yield …`")
+    try:
+        inspect.signature(fn).bind()
+    except TypeError as error:
+        raise InvalidOption(f"the lifespan {name!r} is called without arguments: {error}") from None
+    except ValueError:  # a class of native code that does not say what it takes
+        return
+
+
+def _name_of(fn: Any) -> str:
+    return str(getattr(fn, "__name__", fn))
+
+
+def _told(error: BaseException | None) -> str:
+    return "it ended" if error is None else f"{type(error).__name__}: {error}"
