@@ -36,6 +36,7 @@ from taskmesh.consumer.context import (
 from taskmesh.consumer.lifespan import Lifespan
 from taskmesh.consumer.outcome import Ending
 from taskmesh.mesh import TaskMesh
+from taskmesh.model.data_change import ChangeEvent
 from taskmesh.model.dependency import FromDependency
 from taskmesh.model.errors import (
     EmbeddedUnavailable,
@@ -91,6 +92,7 @@ __all__ = [
     "BlockingTaskContext",
     "BulkAction",
     "BulkResult",
+    "ChangeEvent",
     "Consumer",
     "EmbeddedUnavailable",
     "Ending",

@@ -16,11 +16,12 @@ from pydantic import BaseModel, ConfigDict
 from taskmesh.admin.queues import read_queues
 from taskmesh.admin.stats import read_counts
 from taskmesh.admin.store import server_state
+from taskmesh.client.data_changes import reader_name
 from taskmesh.client.registry import Registry
 from taskmesh.model.durations import duration
 from taskmesh.model.queue import QueueInfo
 from taskmesh.model.worker import WorkerInfo, able_workers, known_names
-from taskmesh.store import Store, reach, schedules, schema
+from taskmesh.store import Store, data_changes, reach, schedules, schema
 from taskmesh.store.find import UNFINISHED
 from taskmesh.store.registry import loop_names
 
@@ -32,6 +33,8 @@ TTL_LAG_S = 600.0
 UNCLAIMED_S = 60.0
 TRANSACTION_S = 10.0
 FLOW_OPEN_S = 600.0
+UNREAD_MS = 120_000
+GAP_TOLD_S = 24 * 3_600.0
 LEASE_LEFT_WANTED = 0.2
 CLAIMS_LOST_TOLERATED = 0.5
 """Two healthy workers on one backlog of uneven tasks lose up to 43 % (measured): whoever has room takes others' tasks."""
@@ -64,6 +67,7 @@ async def examine(store: Store) -> list[Finding]:
         _headroom([worker for worker in workers if worker.live]),
         _schedules(store, [worker for worker in workers if worker.live]),
         _needs(store, workers),
+        _data_changes(store, [worker for worker in workers if worker.live]),
         _tasks(store),
         _flows(store),
     )
@@ -352,6 +356,48 @@ async def _schedules(store: Store, live: list[WorkerInfo]) -> AsyncIterator[Find
                 found=f"{schedule['_id']!r} publishes {name!r}, which no live worker knows",
                 remedy=f"deploy workers with that handler, or: taskmesh pause-schedule {schedule['_id']}",
             )
+
+
+async def _data_changes(store: Store, live: list[WorkerInfo]) -> AsyncIterator[Finding]:
+    """Whether the changes of data that become tasks are read. Those that no live worker declares are found among the loops."""
+    known = known_names(live)
+    for place in await data_changes.read_all(store):
+        reader, namespace = reader_name(place["task"]), place["namespace"]
+        if reader not in known:
+            continue
+        changes, trouble = f"changes of {namespace} for {place['task']!r}", place.get("trouble")
+        age: float = place.get("age_ms") or 0.0
+        if trouble is not None and trouble["lost"]:
+            yield Finding(
+                level="error",
+                subject="data changes",
+                found=f"{changes} are lost: the oplog does not reach back to where they were read last, {duration(age)} ago",
+                remedy="see to what changed since then, and deploy on_lost='skip': from then on it reads from now",
+            )
+        elif trouble is not None:
+            yield Finding(
+                level="error",
+                subject="data changes",
+                found=f"{changes} have not been read for {duration(age)}: {trouble['reason']}",
+                remedy=f"correct the pipeline, or what it meets there: taskmesh show {reader} fleet",
+            )
+        elif age > UNREAD_MS:
+            yield Finding(
+                level="error",
+                subject="data changes",
+                found=f"{changes} have not been read for {duration(age)}; behind the end of the oplog they are lost",
+                remedy=f"a worker that takes from the queue 'changes': taskmesh explain {reader} fleet",
+            )
+        else:
+            yield Finding(level="ok", subject="data changes", found=f"{changes} are read")
+        for gap in place.get("gaps", ()):
+            if (place["now"] - gap["to"]).total_seconds() < GAP_TOLD_S:
+                yield Finding(
+                    level="warning",
+                    subject="data changes",
+                    found=f"{changes} between {gap['from']:%F %T} and {gap['to']:%F %T} UTC are lost, and made no tasks",
+                    remedy="see to what changed then; a larger oplog, or workers that are away for less long",
+                )
 
 
 async def _tasks(store: Store) -> AsyncIterator[Finding]:

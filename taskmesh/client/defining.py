@@ -6,9 +6,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
 
 from taskmesh.client.batch import DEFAULT_WAIT_MS, BatchDefinition
+from taskmesh.client.connection import Connection
+from taskmesh.client.data_changes import READER_OPTION, READER_QUEUE, DataChanges, reader_name
 from taskmesh.client.definition import Run, TaskDefinition
 from taskmesh.client.publisher import Publisher
 from taskmesh.model.configuration import Configuration, checked_needs
+from taskmesh.model.data_change import FullDocument, OnLost, checked_watched
 from taskmesh.model.error_policy import ErrorPolicy, ErrorTypes
 from taskmesh.model.errors import InvalidOption
 from taskmesh.model.loop import Loop, Per, checked_loop, option_of_broadcast, option_of_loop
@@ -17,6 +20,7 @@ from taskmesh.model.queue import checked_queue
 
 P = ParamSpec("P")
 R = TypeVar("R")
+E = TypeVar("E")
 DEFAULT_OPTION = TaskOption()
 
 
@@ -50,14 +54,26 @@ class Decorator(Protocol):
     def __call__(self, fn: Callable[P, R], /) -> TaskDefinition[P, R]: ...
 
 
+class ChangeDecorator(Protocol):
+    """What `mesh.on_change(…)` returns: it decorates a handler that takes the change event."""
+
+    @overload
+    def __call__(self, fn: Callable[[E], Awaitable[R]], /) -> TaskDefinition[[E], R]: ...
+    @overload
+    def __call__(self, fn: Callable[[E], R], /) -> TaskDefinition[[E], R]: ...
+
+
 class Defining:
     """The definitions of one mesh, and the decorators that add to them."""
 
     publisher: Publisher
+    connection: Connection
 
     def __init__(self) -> None:
         self.definitions: dict[str, TaskDefinition[Any, Any]] = {}
         """The tasks that are defined on this mesh, by name."""
+        self.data_changes: dict[str, DataChanges] = {}
+        """Whose changes become tasks, by the names of the singletons that read them."""
 
     @overload
     def loop(
@@ -119,6 +135,47 @@ class Defining:
         `settings`: as `task` takes them. A failure makes its own worker wait, and no other. Raises `InvalidOption`.
         """
         return self._definer("broadcast", fn, settings, broadcast=True)
+
+    def on_change(
+        self,
+        collection: str,
+        pipeline: Sequence[Mapping[str, Any]] = (),
+        *,
+        full_document: FullDocument = "updateLookup",
+        on_lost: OnLost = "stop",
+        **settings: Unpack[Settings],
+    ) -> ChangeDecorator:
+        """Define a task of which each change of a collection becomes exactly one: a decorator of its handler.
+
+        `collection`: `"orders"` of the mesh's database, or with its database `"shop.orders"`. The handler takes one parameter, a
+        `ChangeEvent`. `pipeline`: which changes, and what of them: stages `$match`, `$project`, `$addFields`, `$set`, `$unset`,
+        `$redact` over MongoDB's change events, whose `_id` they leave alone. `full_document`: for updates, too, read the
+        document (`"updateLookup"`), or not (`"default"`), or take the collection's post-image (`"whenAvailable"`).
+
+        The changes are read by a singleton, `<name>.reader` in the queue `changes`, from the moment in which it first runs; where
+        it stands is stored in the transaction in which the tasks are published. `on_lost`: what is done if it was away for
+        longer than the oplog reaches back: `"stop"`, and doctor and the log say so until it is changed, or `"skip"` what is
+        lost, and say so.
+
+        `settings`: as `task` takes them. Raises `InvalidOption`; what only the server can judge of the pipeline, a worker raises
+        when it starts.
+        """
+        watched = checked_watched(collection, pipeline, full_document, on_lost)
+        if unknown := sorted(set(settings) - Settings.__annotations__.keys()):
+            known = ", ".join(Settings.__annotations__)
+            raise InvalidOption(f"mesh.on_change got {unknown[0]}; it takes: {known}")
+        checked_option(settings.get("option"))
+
+        def define(function: Any) -> TaskDefinition[Any, Any]:
+            checked_function("on_change", function)
+            definition = self._define(function, **settings)
+            changes = DataChanges(self.connection, definition, watched)
+            name = reader_name(definition.name)
+            self._define(changes.read, name=name, queue=READER_QUEUE, option=READER_OPTION, loop=Loop())
+            self.data_changes[name] = changes
+            return definition
+
+        return define
 
     def _definer(self, what: str, fn: Any, settings: Mapping[str, Any], **kind: Any) -> Any:
         """Return the definition of `fn`; or what makes it, as a decorator."""

@@ -23,6 +23,7 @@ import anyio.abc
 from pymongo.errors import PyMongoError
 
 from taskmesh.client.change_feed import Feed
+from taskmesh.client.data_changes import DataChanges
 from taskmesh.client.definition import TaskDefinition
 from taskmesh.client.events import DEFAULT_BUFFER, EventReader
 from taskmesh.client.publisher import Publisher
@@ -93,6 +94,8 @@ class Mesh(Protocol):
     def definitions(self) -> Mapping[str, TaskDefinition[Any, Any]]: ...
     @property
     def worker_lifespan(self) -> Lifespan[Any] | None: ...
+    @property
+    def data_changes(self) -> Mapping[str, DataChanges]: ...
     @property
     def publisher(self) -> Publisher: ...
     @property
@@ -315,6 +318,7 @@ class Worker:
         self._settings = settings
         self._life = life
         self._definitions = definitions
+        self._data_changes = [changes for name, changes in mesh.data_changes.items() if name in definitions]
         # What all look at: what runs, what to try, who else does this work, which queues are open.
         self.executions = Executions(settings)
         self.candidates = ClaimQueue(settings)
@@ -440,7 +444,12 @@ class Worker:
         self._stopping = Stopping(life, self.claimer, self.executions, self.finisher)
 
     async def enter(self) -> None:
-        """Register: first the tasks, so that whoever sees the worker sees them too. Raises as `Registration.enter` does."""
+        """Register: first the tasks, so that whoever sees the worker sees them too. Raises as `Registration.enter` does.
+
+        And `InvalidOption` for what the server does not let us watch.
+        """
+        for changes in self._data_changes:
+            await changes.check()
         await self._register_definitions()
         await patiently(self.registration.enter)
 

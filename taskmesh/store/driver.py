@@ -127,10 +127,16 @@ class Driver:
         del options["hint"]
         return await self.aggregate(collection, pipeline, majority=majority, snapshot=snapshot, **options)
 
-    async def watch(self, pipeline: list[Document], **options: Any) -> Any:
-        """Open a change stream over the whole database."""
-        database = self.database.with_options(codec_options=PLAIN_CODEC, read_concern=ReadConcern("majority"))
-        return Uncut(self.calls, await self.calls.run(_opened(database.watch(pipeline, **options))))
+    async def watch(
+        self, pipeline: list[Document], database: str | None = None, collection: str | None = None, **options: Any
+    ) -> Any:
+        """Open a change stream over the whole database, or over one collection, of another database if that is named."""
+        source = self.database if database is None else own_database(self.client, database)
+        majority: Document = {"codec_options": PLAIN_CODEC, "read_concern": ReadConcern("majority")}
+        source = (
+            source.with_options(**majority) if collection is None else source.get_collection(collection, **majority)
+        )
+        return Uncut(self.calls, await self.calls.run(_opened(source.watch(pipeline, **options))))
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[Any]:
@@ -196,6 +202,13 @@ async def _opened(stream: Any) -> Any:
     # Motor opens a stream at its first read, in a thread.
     await asyncio.to_thread(stream._lazy_init)  # noqa: SLF001 — the only way to open it without reading
     return stream
+
+
+def read_ahead(stream: Uncut) -> int:
+    """Return how many events of an open stream are here already, so that the next read does not ask the server."""
+    opened = stream.wrapped
+    opened = getattr(opened, "delegate", opened)  # Motor's has PyMongo's inside
+    return len(opened._cursor._data)  # noqa: SLF001 — the driver tells it nowhere else
 
 
 def restored(value: Any) -> Any:

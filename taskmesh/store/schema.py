@@ -154,20 +154,8 @@ async def check_server(store: Store) -> Document:
 async def create(store: Store) -> None:
     """Create what is missing. Raises `IncompatibleCollection`; safe to run from many processes at once."""
     await check_version(store)
-    wanted = (
-        store.tasks,
-        store.workers,
-        store.queues,
-        store.limits,
-        store.schedules,
-        store.actions,
-        store.undo,
-        store.definitions,
-        store.flows,
-        store.sequences,
-    )
     existing = await _collections(store)
-    for name in (name for name in wanted if name not in existing):
+    for name in (name for name in store.collections if name not in existing):
         try:
             await store.driver.command({"create": name})
         except (CollectionInvalid, OperationFailure) as error:

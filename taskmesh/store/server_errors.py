@@ -196,9 +196,16 @@ def is_transaction_gone(error: BaseException) -> bool:
     return isinstance(error, OperationFailure) and error.code in _TRANSACTION_GONE
 
 
-def is_history_lost(error: OperationFailure) -> bool:
+def is_history_lost(error: PyMongoError) -> bool:
     """Whether the place of a resume token is out of reach: only a stream opened afresh goes on."""
+    if not isinstance(error, OperationFailure):
+        return False
     return error.code in _STREAM_HISTORY_LOST or error.has_error_label("NonResumableChangeStreamError")
+
+
+def is_event_too_large(error: PyMongoError) -> bool:
+    """Whether a change event stands in a stream's way that is larger than a message may be."""
+    return isinstance(error, OperationFailure) and error.code == Code.BSON_OBJECT_TOO_LARGE
 
 
 def offers_no_stream(error: OperationFailure) -> bool:

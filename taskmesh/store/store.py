@@ -68,6 +68,22 @@ class Store:
         self.sequences = f"{prefix}sequences"
         self.meta = f"{prefix}meta"
 
+    @property
+    def collections(self) -> tuple[str, ...]:
+        """The names of the collections that are created before they are used."""
+        return (
+            self.tasks,
+            self.workers,
+            self.queues,
+            self.limits,
+            self.schedules,
+            self.actions,
+            self.undo,
+            self.definitions,
+            self.flows,
+            self.sequences,
+        )
+
     def move_on(self, step: timedelta) -> None:
         """Let "now" be so much later for whatever is asked of the database here: for tests, which so need not sleep."""
         self.ahead += step

@@ -94,12 +94,12 @@ class Uncut:
     def __init__(self, calls: UncutCalls, wrapped: Any, session: Any = None) -> None:
         """`session`: of a cursor, the session that it reads in."""
         self._calls = calls
-        self._wrapped = wrapped
+        self.wrapped = wrapped
         self._session = session
         self._running: asyncio.Future[Any] | None = None
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._wrapped, name)
+        found = getattr(self.wrapped, name)
         if not callable(found):
             return found
 
@@ -115,9 +115,9 @@ class Uncut:
     async def close(self) -> None:
         """Close it; if a read of it goes on alone, as soon as that has ended, and without waiting."""
         if self._running is None or self._running.done():
-            await self._calls.run(self._wrapped.close())
+            await self._calls.run(self.wrapped.close())
         else:
-            self._calls.close_after(self._running, self._wrapped)
+            self._calls.close_after(self._running, self.wrapped)
 
     async def _run(self, call: Awaitable[Any], session: Any) -> Any:
         self._running = asyncio.ensure_future(call)

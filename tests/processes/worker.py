@@ -22,6 +22,7 @@ from taskmesh import Consumer, TaskMesh
 from taskmesh.consumer import signals
 from tests.processes import sabotage, staged
 from tests.processes.broken import BROKEN
+from tests.processes.change_handlers import READING
 from tests.processes.wrong_clock import shift_wall_clock
 from tests.waiting import eventually
 
@@ -64,6 +65,8 @@ def main() -> None:
     for part in setting.broken:
         if part in BROKEN:
             BROKEN[part](sabotage.replace)
+        elif part in READING:
+            READING[part]()
         else:
             sabotage.PARTS[part]()
     signals.GRACE_MS = setting.grace_ms
