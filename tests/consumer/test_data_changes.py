@@ -118,6 +118,7 @@ async def test_the_pipeline_chooses_changes_and_adds_fields_and_a_plain_dict_wil
     assert sorted((event["document_id"], event["extra"]["double"]) for event in seen) == [(11, 22), (12, 24), (13, 26)]
 
 
+@pytest.mark.lasting
 async def test_what_changes_while_nobody_reads_becomes_tasks_when_somebody_does(mongo_uri: str, own: Any) -> None:
     """With a Motor client, and without the tasks of what was read before."""
     seen: list[Any] = []
@@ -147,6 +148,7 @@ async def test_what_changes_while_nobody_reads_becomes_tasks_when_somebody_does(
     assert len(seen) == len(set(seen)) == 3 + 3 * 700
 
 
+@pytest.mark.lasting
 async def test_a_change_too_large_for_a_task_or_for_a_message_is_told_without_its_document(
     mesh: TaskMesh, own: Any
 ) -> None:
