@@ -17,11 +17,11 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # How many tests run at once, each group with a mongod of its own: most of them wait more than they compute.
 JOBS ?= 4
-QUICK := -m "not slow and not chaos and not failover and not browser"
+QUICK := -m "not slow and not chaos and not failover and not browser and not node"
 # Arguments that are handed on: `make test ARGS="-k fencing -x"`, `make demo ARGS=--help`
 ARGS ?=
 
-.PHONY: help install demo test test-web screenshots test-all lint format bench bench-peers chaos soak docs docs-site clean
+.PHONY: help install demo test test-web test-node screenshots test-all lint format bench bench-peers chaos soak docs docs-site clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,16 +40,19 @@ demo: $(INSTALLED) ## Do a real job on an embedded MongoDB, kill a worker half-w
 	$(BIN)/taskmesh demo $(ARGS)
 
 test: $(INSTALLED) ## Run the quick tests, on real mongods
-	$(BIN)/python -m pytest -n $(JOBS) --maxschedchunk 1 --ignore tests/browser $(QUICK) $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --maxschedchunk 1 --ignore tests/browser --ignore tests/node $(QUICK) $(ARGS)
 
 test-web: $(INSTALLED) ## Click through the dashboard in a headless Chromium (apt-get install chromium)
 	$(BIN)/python -m pytest -m browser tests/browser $(ARGS)
 
+test-node: $(INSTALLED) ## Build the Node client, and test it beside Python workers (apt-get install nodejs npm)
+	$(BIN)/python -m pytest -m node tests/node $(ARGS)
+
 screenshots: $(INSTALLED) ## Take the screenshots of docs/web.md anew, in Chromium
 	TASKMESH_SCREENSHOTS=docs/web $(BIN)/python -m pytest tests/browser/test_every_page.py tests/browser/test_token.py $(ARGS)
 
-test-all: $(INSTALLED) ## Run all tests but chaos and browser ones: also the slow ones, and failover on three mongods
-	$(BIN)/python -m pytest -m "not chaos and not browser" $(ARGS)
+test-all: $(INSTALLED) ## Run all tests but chaos, browser and node ones: also the slow ones, and failover on three mongods
+	$(BIN)/python -m pytest -m "not chaos and not browser and not node" $(ARGS)
 
 test-chaos: $(INSTALLED) ## Run the tests with faults: failover on three mongods, every verb with every fault, sabotage
 	$(BIN)/python -m pytest -m "chaos or failover" $(ARGS)

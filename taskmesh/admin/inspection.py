@@ -13,6 +13,7 @@ from taskmesh.client.tasks import no_such_task
 from taskmesh.model.ids import checked_worker_id
 from taskmesh.model.task import Status, checked_name, task_id
 from taskmesh.store import Store
+from taskmesh.store.audit import author
 
 
 class Inspection:
@@ -29,7 +30,10 @@ class Inspection:
     async def explain(self, name: str, key: str, worker_id: str | None = None) -> list[Explanation]:
         """Tell, for one worker or every live one, which gates of the claim rule are open or shut, why, and until when."""
         who = None if worker_id is None else checked_worker_id(worker_id)
-        return await explain(self._store, task_id(name, key), who)
+        id_ = task_id(name, key)
+        # What another language has inserted has no gates before somebody has accepted it.
+        await self._connection.acceptance.accept([id_], author(None))
+        return await explain(self._store, id_, who)
 
     async def timeline(self, name: str, key: str) -> Timeline:
         """Return the task with its executions over time and what happened to it, in order. Raises `TaskNotFound`."""

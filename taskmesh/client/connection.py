@@ -10,6 +10,7 @@ import weakref
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+from taskmesh.client.acceptance import Acceptance
 from taskmesh.client.change_feed import Feed
 from taskmesh.client.events import DEFAULT_BUFFER, EventReader
 from taskmesh.client.registry import Registry
@@ -49,6 +50,7 @@ class Connection:
     _feed: Feed
     _results: Results
     _registry: Registry
+    _acceptance: Acceptance
 
     def __init__(self, client: Any, database: str, collection: str) -> None:
         self.client = client
@@ -114,6 +116,7 @@ class Connection:
         self._feed = Feed(store)
         self._results = Results(store, self._feed)
         self._registry = Registry(store)
+        self._acceptance = Acceptance(store, clock, self._registry)
 
     async def create_what_is_missing(self) -> None:
         """Do what `open(create=False)` has left out."""
@@ -218,6 +221,12 @@ class Connection:
         """The workers, and what they registered. Raises as `store` does."""
         _ = self.store
         return self._registry
+
+    @property
+    def acceptance(self) -> Acceptance:
+        """What makes tasks of what other languages insert. Raises as `store` does."""
+        _ = self.store
+        return self._acceptance
 
     def events(
         self, name: str | None, key: str | None, *, after: str | None, buffer: int = DEFAULT_BUFFER

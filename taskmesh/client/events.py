@@ -38,7 +38,8 @@ def events_of(change: Change) -> Iterator[TaskEvent]:
         return TaskEvent(kind, name, key, worker_id, change.time, status)  # type: ignore[arg-type]  # a stamp's kind
 
     if change.operation in ("insert", "replace"):
-        yield event("published")
+        if not change.is_to_be_accepted:  # then the acceptance is told
+            yield event("published")
         return
     if change.stamp is None:
         return

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, Unpack
 
-from pymongo.errors import PyMongoError
+from pymongo.errors import OperationFailure, PyMongoError
 
 from taskmesh.client.connection import Connection, sample
 from taskmesh.client.handle import TaskHandle
@@ -30,6 +30,7 @@ from taskmesh.model.option import MOST_WORKERS
 from taskmesh.model.task import checked_key, checked_name
 from taskmesh.model.worker import able_workers
 from taskmesh.store import Store, dependencies
+from taskmesh.store.audit import author
 from taskmesh.store.driver import twin_of
 from taskmesh.store.publish import Publication, Published, give_numbers, publish, publish_in_session
 from taskmesh.store.server_errors import is_over_deadline, is_passing, patiently
@@ -214,6 +215,8 @@ class Publisher:
                 return await publish(store, publications, self._connection.clock.now(), alone=locked)
             except PyMongoError as error:
                 locked = is_over_deadline(error)
+                if await self._accepted(publications, error):
+                    continue
                 if not (is_passing(error) or locked) or time.monotonic() + pause > give_up:
                     if locked:
                         keys = ", ".join(repr(publication.key) for publication in publications[:3])
@@ -223,6 +226,15 @@ class Publisher:
                     raise
             await asyncio.sleep(pause)
             pause = min(pause * 2, 1.0)
+
+    async def _accepted(self, publications: Sequence[Publication], error: PyMongoError) -> bool:
+        """Accept those of these tasks that another language has inserted: what is not accepted yet cannot be changed."""
+        if not isinstance(error, OperationFailure) or is_passing(error):
+            return False
+        for publication in publications:
+            publication.sent_to = None  # refused, so it is sent again, to the task that it becomes
+        ids = [publication.id for publication in publications]
+        return await self._connection.acceptance.accept(ids, author(None)) > 0
 
     async def known(self, definition: Publishable | str) -> Publishable:
         """Return the definition that is meant: by name, the one of this mesh, else what workers have registered.

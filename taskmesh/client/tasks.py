@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Protocol, Unpack
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol, TypeVar, Unpack
+
+from pymongo.errors import OperationFailure
 
 from taskmesh.client.connection import Connection
 from taskmesh.client.returns import Returns
@@ -15,6 +18,7 @@ from taskmesh.model.task import Task, task_id
 from taskmesh.store import Store, audit, control, find, signals
 from taskmesh.store.values import encoded, new_id
 
+T = TypeVar("T")
 UNSAID: Any = object()
 """The payload of a signal that has none."""
 _SIZE_OF_A_SIGNAL = 100
@@ -43,10 +47,26 @@ class Tasks:
 
     async def get(self, name: str, key: str) -> Task:
         """Return the task as it stands now, params and all. Raises `TaskNotFound`."""
-        found = await find.get(self._store, [task_id(name, key)])
+        id_ = task_id(name, key)
+        found = await find.get(self._store, [id_])
+        if found and "queue" not in found[0] and await self._accepted(id_):
+            found = await find.get(self._store, [id_])
         if not found:
             raise no_such_task(name, key)
         return Task.from_document(found[0])
+
+    async def _accepted(self, id_: str) -> bool:
+        """Accept the task if another language has inserted it, and no worker has done so yet; whether that was so."""
+        return await self._connection.acceptance.accept([id_], audit.author(None)) > 0
+
+    async def _change(self, id_: str, change: Callable[[], Awaitable[T]]) -> T:
+        """Change a task, which is accepted first if need be: then nothing can be said of it before."""
+        try:
+            return await change()
+        except OperationFailure:
+            if not await self._accepted(id_):
+                raise
+            return await change()
 
     async def cancel(self, name: str, key: str, *, by: str | None = None) -> Task:
         """Cancel the task: CANCELLED from now on; a running execution is stopped. A finished task stays as it is.
@@ -54,7 +74,7 @@ class Tasks:
         `by`: who, for the audit; by default the user of this process, and its host. Raises `TaskNotFound`.
         """
         id_, who = task_id(name, key), audit.author(by)
-        cancelled = await control.cancel(self._store, id_)
+        cancelled = await self._change(id_, lambda: control.cancel(self._store, id_))
         # With no retention it is past it by now.
         found = await find.get(self._store, [id_], forgotten=True) if cancelled else []
         task = Task.from_document(found[0]) if found else await self.get(name, key)
@@ -68,8 +88,8 @@ class Tasks:
         with nothing recorded and no signals.
         `by`: who, for the audit; by default the user of this process, and its host. Raises `TaskRunning`, `TaskNotFound`.
         """
-        who = audit.author(by)
-        if not await control.retry(self._store, task_id(name, key), fresh=fresh):
+        id_, who = task_id(name, key), audit.author(by)
+        if not await self._change(id_, lambda: control.retry(self._store, id_, fresh=fresh)):
             await self.get(name, key)
             raise TaskRunning(f"task {name!r} {key!r} is running: cancel it first, or publish it with run_again")
         task = await self.get(name, key)
@@ -128,7 +148,8 @@ class Tasks:
                 f"the payload of signal {event!r} has {size} bytes, more than the {signals.MAX_BYTES} that fit: store it "
                 "elsewhere and send a reference"
             )
-        answer = await signals.signal(self._store, id_, event, signal_id or str(new_id()), stored, size)
+        known_by = signal_id or str(new_id())
+        answer = await self._change(id_, lambda: signals.signal(self._store, id_, event, known_by, stored, size))
         if answer == "absent":
             raise no_such_task(name, key)
         if answer == "finished":

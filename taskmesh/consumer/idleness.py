@@ -18,6 +18,7 @@ from taskmesh.consumer.claimer import Claimer
 from taskmesh.consumer.dependents import Dependents
 from taskmesh.consumer.executions import Executions
 from taskmesh.consumer.finisher import Finisher
+from taskmesh.consumer.inserted_tasks import InsertedTasks
 from taskmesh.consumer.life import Life
 from taskmesh.consumer.limits import Limits
 from taskmesh.consumer.queues import Queues
@@ -47,6 +48,8 @@ class Idleness:
         scanner: Scanner,
         finisher: Finisher,
         dependents: Dependents,
+        *,
+        inserted_tasks: InsertedTasks,
     ) -> None:
         self._store = store
         self._settings = settings
@@ -60,6 +63,7 @@ class Idleness:
         self._scanner = scanner
         self._finisher = finisher
         self._dependents = dependents
+        self._inserted_tasks = inserted_tasks
 
     async def is_idle(self) -> bool:
         """Whether nothing runs here, nothing is on its way, and the database holds nothing that this worker may run.
@@ -86,7 +90,8 @@ class Idleness:
         try:
             # Whatever is finished in between opens what waits for it: then there is a mark, or, once more, something claimable.
             left = (
-                await self._unfinished_left(narrowed_by)
+                await self._inserted_tasks.any_left()
+                or await self._unfinished_left(narrowed_by)
                 or await any_marks(self._store)
                 or await self._unfinished_left(narrowed_by)
             )

@@ -18,6 +18,7 @@ from taskmesh.consumer.backup_claims import BackupClaims
 from taskmesh.consumer.claim_queue import Candidate, ClaimQueue
 from taskmesh.consumer.execution import Execution, why_stopped
 from taskmesh.consumer.executions import Executions
+from taskmesh.consumer.inserted_tasks import InsertedTasks
 from taskmesh.consumer.partitions import Partitions
 from taskmesh.consumer.pinger import Pinger
 from taskmesh.consumer.queues import Queues
@@ -57,6 +58,7 @@ class Listener:
         backup_claims: BackupClaims,
         pinger: Pinger,
         orders: Orders,
+        inserted_tasks: InsertedTasks,
     ) -> None:
         self._feed = feed
         self._store = store
@@ -73,6 +75,7 @@ class Listener:
         self._backup_claims = backup_claims
         self._pinger = pinger
         self._orders = orders
+        self._inserted_tasks = inserted_tasks
         self._subscription: Subscription | None = None
         self._woken: set[str] = set()
         self._concerned: set[str] = set()
@@ -153,6 +156,9 @@ class Listener:
 
     def _heard_of_new(self, change: Change) -> None:
         task = change.inserted
+        if task is not None and change.is_to_be_accepted:
+            self._inserted_tasks.heard_of(change.id, task.get("name"))
+            return
         if task is None or not isinstance(change.id, str) or task.get("name") not in self._names:
             return
         queue, moment = task.get("queue"), task.get("next_claim_time")

@@ -22,11 +22,13 @@ import anyio
 import anyio.abc
 from pymongo.errors import PyMongoError
 
+from taskmesh.client.acceptance import Acceptance
 from taskmesh.client.change_feed import Feed
 from taskmesh.client.data_changes import DataChanges
 from taskmesh.client.definition import TaskDefinition
 from taskmesh.client.events import DEFAULT_BUFFER, EventReader
 from taskmesh.client.publisher import Publisher
+from taskmesh.client.registry import Registry
 from taskmesh.client.schedules import Schedules
 from taskmesh.consumer.backup_claims import BackupClaims
 from taskmesh.consumer.broadcasts import Broadcasts
@@ -40,6 +42,7 @@ from taskmesh.consumer.executor import Executor
 from taskmesh.consumer.finisher import Finisher
 from taskmesh.consumer.groups import Groups
 from taskmesh.consumer.idleness import Idleness
+from taskmesh.consumer.inserted_tasks import InsertedTasks
 from taskmesh.consumer.journal import Journals
 from taskmesh.consumer.life import DEFAULT_GRACE_MS, Life, State
 from taskmesh.consumer.lifespan import CLOSES_WITHIN_S, Lifespan, Opening
@@ -381,6 +384,7 @@ class Worker:
             claim_filter,
             self.backup_claims,
         )
+        self.inserted_tasks = InsertedTasks(Acceptance(store, clock, Registry(store)), worker_id, self.partitions)
         orders = Orders(store, settings, consumer)
         self.listener = Listener(
             mesh.feed,
@@ -394,6 +398,7 @@ class Worker:
             self.backup_claims,
             self.pinger,
             orders,
+            self.inserted_tasks,
         )
         self.scanner = Scanner(
             store,
@@ -440,6 +445,7 @@ class Worker:
             self.scanner,
             self.finisher,
             self.dependents,
+            inserted_tasks=self.inserted_tasks,
         )
         self._stopping = Stopping(life, self.claimer, self.executions, self.finisher)
 
@@ -483,6 +489,7 @@ class Worker:
         loops.start_soon(self.registration.run, name="taskmesh registration")
         loops.start_soon(self.loops.run, name="taskmesh loops")
         loops.start_soon(self.broadcasts.run, name="taskmesh broadcasts")
+        loops.start_soon(self.inserted_tasks.run, name="taskmesh inserted tasks")
         self.registration.show_soon()
         self.candidates.order_scan()
 

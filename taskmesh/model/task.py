@@ -7,7 +7,7 @@ truth; `status` and `next_claim_time` are derived from it by the server (see `ru
 from __future__ import annotations
 
 import re
-from datetime import datetime
+from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -329,6 +329,8 @@ class Task(_Stored):
             "trace",
             "loop",
             "broadcast",
+            "configuration",
+            "publish_time",
         ]
     )
     """Top-level fields that belong to taskmesh; all others are the users' own."""
@@ -340,6 +342,8 @@ class Task(_Stored):
         extra = {field: value for field, value in document.items() if field not in cls.OWN_FIELDS}
         if "needs" in own:
             own["needs"] = from_words(own["needs"] if isinstance(own["needs"], list) else ())
+        if own.get("status") == "INIT" and "queue" not in own:
+            own = _before_acceptance(own)
         state = own.get("task_state")
         # A reading puts it there, since users may have a top-level field of this name.
         standing = state.get("standing") if isinstance(state, dict) else None
@@ -382,6 +386,14 @@ class Task(_Stored):
         ]
         failure = self.task_state.dependency_failure
         return failed + lost + ([failure.reason] if failure is not None else [])
+
+
+def _before_acceptance(inserted: dict[str, Any]) -> dict[str, Any]:
+    """What is known of a task that another language has inserted: the rest a worker says, when it accepts it."""
+    wanted, published = inserted.get("configuration"), inserted.get("publish_time")
+    queue = wanted.get("queue", "default") if isinstance(wanted, dict) else "default"
+    moment = getattr(published, "as_datetime", lambda: datetime.fromtimestamp(0, UTC))()
+    return {**inserted, "queue": queue, "task_option": {}, "task_state": {"create_time": moment}}
 
 
 def task_id(name: str, key: str) -> str:

@@ -82,6 +82,11 @@ class Change:
     next_claim_time: datetime | None
     inserted: Document | None
 
+    @property
+    def is_to_be_accepted(self) -> bool:
+        """Whether another language has inserted it, so that a worker has to accept it first (`store/acceptance.py`)."""
+        return self.inserted is not None and self.inserted.get("status") == "INIT" and "queue" not in self.inserted
+
 
 def pipeline(store: Store, interest: Interest) -> list[Document]:
     """The stages that narrow the stream to an interest, and each event to what is used of it."""
@@ -96,6 +101,10 @@ def pipeline(store: Store, interest: Interest) -> list[Document]:
                 "fullDocument.next_claim_time": {"$exists": True},  # else it waits for others
                 "$expr": {"$lte": ["$fullDocument.next_claim_time", {"$add": ["$wallTime", HORIZON_OF_NEW_MS]}]},
             }
+        )
+        # What other languages insert, whatever its name.
+        wanted.append(
+            tasks | {"operationType": "insert", "fullDocument.status": "INIT", "fullDocument.queue": {"$exists": False}}
         )
         wanted.append(
             tasks
@@ -119,6 +128,7 @@ def pipeline(store: Store, interest: Interest) -> list[Document]:
         wanted.append(tasks | {f"{_UPDATED}.event": {"$exists": True}})
     kept_of_insert = (
         "name",
+        "status",
         "queue",
         "group",
         "next_claim_time",

@@ -1,0 +1,163 @@
+"""Acceptance: what programs in other languages insert becomes a task like all others.
+
+The insert is the protocol (docs/protocol.md): `_id`, `name`, `key`, `params`, `status` INIT, and beside them what the publisher
+wants set. Whoever inserts knows no rule and no default; a task is accepted by an update that makes of it what a publication from
+Python would have stored. Until then it has no `queue`, by which it is known, and no scan sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from bson import ObjectId
+from bson.timestamp import Timestamp
+
+from taskmesh.model.task import Task
+from taskmesh.store import rules
+from taskmesh.store.driver import CODEC, Document
+from taskmesh.store.event_stamp import stamp
+from taskmesh.store.numbers import NUMBERS_PER_MS, number_at
+from taskmesh.store.prepared import prepared
+from taskmesh.store.publish import Publication, new_document
+from taskmesh.store.store import Store
+
+_INSERTED: Document = {
+    "status": "INIT",
+    "queue": {"$exists": False},
+    "_id": {"$type": "string"},
+    "$expr": {
+        "$cond": [
+            {"$and": [{"$eq": [{"$type": "$name"}, "string"]}, {"$eq": [{"$type": "$key"}, "string"]}]},
+            {"$eq": ["$_id", {"$concat": ["$name", ":", "$key"]}]},
+            False,
+        ]
+    },
+}
+_MAY_BE_THERE = frozenset(
+    ["_id", "name", "key", "params", "status", "configuration", "publish_time", "task_state", "event"]
+)
+"""Fields of ours that a task has before it is accepted; the state and the event are those of a signal that came before."""
+
+
+@dataclass(slots=True, frozen=True)
+class Inserted:
+    """What another language has inserted."""
+
+    id: str
+    name: str
+    key: str
+    params: Any
+    configuration: Any
+    publish_time: Any
+    ours: tuple[str, ...]
+    """Its fields that only taskmesh may write."""
+
+    def published(self, now: datetime) -> tuple[datetime, int] | None:
+        """Return when it was inserted by the server's clock, and its place in the order of publication; None: it does not say.
+
+        Raises `TypeError` for what is no BSON timestamp.
+        """
+        if self.publish_time is None:
+            return None
+        if not isinstance(self.publish_time, Timestamp):
+            raise TypeError
+        moment = datetime.fromtimestamp(self.publish_time.time, UTC)
+        if self.publish_time.time == 0 or moment > now:
+            return None
+        return moment, number_at(moment) + min(self.publish_time.inc, NUMBERS_PER_MS - 1)
+
+
+async def inserted(store: Store, limit: int) -> list[str]:
+    """Return the `_id`s of tasks that nobody has accepted yet; of all that a majority has."""
+    tasks = store.driver.collection(store.tasks, CODEC, majority=True)
+    cursor = tasks.find(_INSERTED, {"_id": 1}, limit=limit, batch_size=limit + 1).hint("taskmesh_status")
+    return [document["_id"] for document in await cursor.to_list(limit)]
+
+
+async def read(store: Store, ids: Sequence[str]) -> list[Inserted]:
+    """Return those of these tasks that nobody has accepted yet."""
+    query = {"$and": [{"_id": {"$in": list(ids)}}, _INSERTED]}
+    return [
+        Inserted(
+            task["_id"],
+            task["name"],
+            task["key"],
+            task.get("params"),
+            task.get("configuration"),
+            task.get("publish_time"),
+            tuple(sorted(field for field in task if field in Task.OWN_FIELDS and field not in _MAY_BE_THERE)),
+        )
+        for task in await store.find(query, {}, codec=CODEC)
+    ]
+
+
+@dataclass(slots=True, frozen=True)
+class Verdict:
+    """What an inserted task becomes: the task that its publisher meant or, with a reason, one that has FAILed."""
+
+    publication: Publication
+    now: datetime
+    error: tuple[str, str] | None = None
+    """The kind of what is wrong with it, and the reason."""
+    by: str = ""
+    """Who refuses it."""
+
+
+async def accept(store: Store, verdicts: Sequence[Verdict]) -> int:
+    """Make tasks of what was inserted, each atomically; return how many. Whoever comes second changes nothing.
+
+    Eligible: no `queue`. Writes every field that a publication writes; params and the publisher's own fields stay as they are.
+    """
+    if not verdicts:
+        return 0
+    query = {"$and": [{"_id": {"$in": [each.publication.id for each in verdicts]}}, _INSERTED]}
+    reply = await store.update(query, _stages(store.now), constants={"new": [_made(each) for each in verdicts]})
+    return int(reply["nModified"])
+
+
+def _made(verdict: Verdict) -> Document:
+    """What the task gets: all that a publication from Python would have stored, but for the params."""
+    new = new_document(verdict.publication, verdict.now)
+    del new["params"]
+    if verdict.error is not None:
+        new["task_state"]["worker_states"] = [_refusal(verdict)]
+    return new
+
+
+def _stages(now: rules.Expression) -> list[Document]:
+    """Make tasks of all that match; `$$new` has what each gets. One pipeline for all, since it is long."""
+    own = {"$first": {"$filter": {"input": "$$new", "cond": {"$eq": ["$$this._id", "$_id"]}}}}
+    params = {"$cond": [{"$eq": [{"$type": "$params"}, "object"]}, "$params", {}]}
+    signals = {name: f"$task_state.{name}" for name in ("signals", "signals_bytes")}
+    signalled = {"$cond": [{"$isArray": ["$task_state.signals"]}, signals, {}]}
+    state = {"$mergeObjects": ["$$own.task_state", signalled]}
+    merged = {"$mergeObjects": ["$$ROOT", "$$own", {"params": params, "task_state": state}]}
+    return [
+        # What the publisher wanted is in the new fields by now; others of ours were not his to write.
+        {"$unset": sorted(Task.OWN_FIELDS - {"_id", "params", "task_state"})},
+        # The fields that it lacks. What its publisher stored stays, and signals that have come already.
+        {"$replaceWith": {"$let": {"vars": {"own": own}, "in": merged}}},
+        # The stamp by which workers and readers of events hear of it.
+        {"$set": {"event": stamp("published", now)}},
+        # Status and times follow.
+        *prepared(rules.derivation, now),
+    ]
+
+
+def _refusal(verdict: Verdict) -> Document:
+    """The entry of an execution that has failed for good before it began."""
+    assert verdict.error is not None
+    kind, reason = verdict.error
+    return {
+        "running_id": str(ObjectId()),
+        "worker_id": verdict.by,
+        "state": "FAIL",
+        "start_time": verdict.now,
+        "fail_time": verdict.now,
+        "fail_reason": reason,
+        "fail_type": kind,
+        "final": True,
+    }
