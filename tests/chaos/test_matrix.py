@@ -28,8 +28,8 @@ pytestmark = (
 
 _OFF_THE_PATH = ("acceptance", "audit", "broadcasts", "flows", "limits", "loops", "schedules", "sequences")
 """Modules of verbs that have fault tests of their own (acceptance: tests/client/test_inserted_elsewhere.py; limits
-survive crashes: tests/consumer; flows: tests/flows; loops and broadcasts: tests/loops; sequences: tests/processes, tests/consumer). An audit
-may fail: it is told, not promised."""
+survive crashes: tests/consumer; flows: tests/flows; loops and broadcasts: tests/loops; sequences: tests/processes,
+tests/consumer). An audit may fail: it is told, not promised."""
 _LOST_REPLY = "the reply is lost"
 FAULTS: dict[str, dict[str, Any]] = {
     _LOST_REPLY: {},
