@@ -416,6 +416,13 @@ class TaskMesh(Defining):
         """Return the task as it stands now, params and all. Raises `TaskNotFound`."""
         return await self.tasks.get(name, key)
 
+    def get_sync(self, name: str, key: str) -> Task:
+        """Return the task as it stands now, from code without an event loop, like `publish_sync`; the mesh need not be connected.
+
+        Raises `RuntimeError` inside an event loop, and `TaskNotFound`.
+        """
+        return self.publisher.get_sync(name, key)
+
     def find(
         self,
         name: str | None = None,

@@ -27,7 +27,7 @@ from taskmesh.model.configuration import Configuration, PublishSettings
 from taskmesh.model.errors import InvalidOption, InvalidParams, TaskMeshError
 from taskmesh.model.labels import words
 from taskmesh.model.option import MOST_WORKERS
-from taskmesh.model.task import checked_key, checked_name
+from taskmesh.model.task import Task, checked_key, checked_name
 from taskmesh.model.worker import able_workers
 from taskmesh.store import Store, dependencies
 from taskmesh.store.audit import author
@@ -303,17 +303,28 @@ class Publisher:
         self, definition: Publishable, params_by_key: Mapping[str, Mapping[str, Any]], trace: Carrier | None
     ) -> list[TaskHandle[Any]]:
         """Publish in the portal's loop, on a connection of its own. `trace`: where the caller is."""
+        twin = await self._twin_in_portal()
+        with going_on(trace):
+            return await Publisher(twin, Tasks(twin), self.definitions).publish_all(definition, params_by_key)
+
+    def get_sync(self, name: str, key: str) -> Task:
+        """Return a task, from code without an event loop. Raises `RuntimeError` inside one, `TaskNotFound`."""
+        return run_blocking(self._get_in_portal(name, key), "get_sync")
+
+    async def _get_in_portal(self, name: str, key: str) -> Task:
+        return await Tasks(await self._twin_in_portal()).get(name, key)
+
+    async def _twin_in_portal(self) -> Connection:
+        """Return the connection of the portal's loop, in which this runs."""
         loop = asyncio.get_running_loop()
         if self._twin is None or self._twin[0] is not loop:  # after a fork, the child has a portal of its own
             # As a task, since many threads may ask at once: the first connects, and all wait for that.
             self._twin = loop, loop.create_task(self._opened_twin(), name="taskmesh connects publish_sync")
         try:
-            twin = await self._twin[1]
+            return await self._twin[1]
         except BaseException:
             self._twin = None
             raise
-        with going_on(trace):
-            return await Publisher(twin, Tasks(twin), self.definitions).publish_all(definition, params_by_key)
 
     async def _opened_twin(self) -> Connection:
         ours = self._connection

@@ -46,6 +46,11 @@ class Lifespan(Generic[T]):
         state: T = self._opening.state
         return state
 
+    def __call__(self) -> AbstractAsyncContextManager[T]:
+        """Return a block that opens it for itself: in a web application, or a test. `state` is that of workers."""
+        entered: AbstractAsyncContextManager[T] = self._enter()
+        return entered
+
     def join(self) -> Opening:
         """Open it, unless another consumer of this process has; whoever joins has to leave. In the event loop."""
         if self._opening is None or self._opening.is_over:

@@ -133,6 +133,12 @@ async def test_consumers_of_one_process_share_one_opening(
         assert pools.state.number == 2
 
 
+async def test_called_it_opens_for_the_caller_alone(mesh: TaskMesh, opened: Opened, pools: Lifespan[Pool]) -> None:
+    async with working(mesh), pools() as mine:
+        assert (mine.number, pools.state.number) == (2, 1)
+    assert opened.pools == [Pool(1, is_open=False), Pool(2, is_open=False)]
+
+
 async def test_who_comes_while_it_is_closed_waits_and_opens_it_anew(mesh: TaskMesh) -> None:
     open_ones: list[int] = []
     closing, go_on = asyncio.Event(), asyncio.Event()
