@@ -24,7 +24,7 @@ _GIVEN_BACK: tuple[Kind, ...] = ("released", "snoozed", "suspended", "conflicted
 KEPT_STAGES = 100
 _TOLD_AS: dict[Kind, str] = {"conflicted": "snoozed", "looped": "succeeded"}
 _STATE_OF: dict[Kind, str] = {"succeeded": "SUCCESS", "failed": "FAIL", "stopped": "FAIL"}
-_KNOWN_OF_SINGLE = {
+KNOWN_OF_SINGLE = {
     # Asked for by `_single`.
     "status",
     "task_option.concurrent_worker_cnt",
@@ -44,6 +44,7 @@ _KNOWN_OF_SINGLE = {
     "settle_time",
     # Of a task that is finished the rule does not look at these.
     *(f"task_state.{name}" for name in ("create_time", "start_time", "expire_time", "resume_time", "params_version")),
+    "task_state.steps_bytes",
     *(f"task_state.{name}" for name in ("debounced_since", "throttled_since")),
     *(f"task_state.{name}" for name in ("dropped_fail_cnt", "lost_cnt", "losses")),
     *(f"task_option.unexpected_retry_{name}" for name in ("delay_ms", "delay_scope", "backoff", "jitter")),
@@ -131,8 +132,8 @@ async def _finish_plain(
     """Record SUCCESS where the execution is the only one of its task: what the whole form comes to there."""
     now = store.now
     held = [
-        {"_id": {"$in": ids}, "task_state.worker_states": _at_work(running_id)}
-        for running_id, ids in _ids_by_claim(outcomes).items()
+        {"_id": {"$in": ids}, "task_state.worker_states": at_work(running_id)}
+        for running_id, ids in ids_by_claim(outcomes).items()
     ]
     query = {
         "$and": [
@@ -180,12 +181,12 @@ def _single(now: rules.Expression) -> Document:
         **plain.ALONE,
         "task_state.worker_states": {"$size": 1},
         # Whatever else the rule asks about.
-        **plain.without_others(whole, _KNOWN_OF_SINGLE),
+        **plain.without_others(whole, KNOWN_OF_SINGLE),
         "$expr": {"$gt": [{"$arrayElemAt": [f"{rules.ENTRIES}.ping_expire_time", 0]}, now]},
     }
 
 
-def _ids_by_claim(outcomes: Iterable[Outcome]) -> dict[str, list[str]]:
+def ids_by_claim(outcomes: Iterable[Outcome]) -> dict[str, list[str]]:
     """The tasks by `running_id`; several claims may be in one batch."""
     ids_of: dict[str, list[str]] = {}
     for outcome in outcomes:
@@ -193,7 +194,8 @@ def _ids_by_claim(outcomes: Iterable[Outcome]) -> dict[str, list[str]]:
     return ids_of
 
 
-def _at_work(running_id: str) -> Document:
+def at_work(running_id: str) -> Document:
+    """Match a list that has the entry of this execution, RUNNING."""
     return {"$elemMatch": {"running_id": running_id, "state": "RUNNING"}}
 
 
@@ -235,9 +237,9 @@ async def _note_stopped(store: Store, outcomes: Sequence[Outcome]) -> int:
 
 def still_held_by(outcomes: Iterable[Outcome], now: rules.Expression) -> Document:
     """Match each task with its own `running_id` only."""
-    ids_of = _ids_by_claim(outcomes)
+    ids_of = ids_by_claim(outcomes)
     per_claim = [
-        {"_id": {"$in": ids}, "task_state.worker_states": _at_work(running_id)} for running_id, ids in ids_of.items()
+        {"_id": {"$in": ids}, "task_state.worker_states": at_work(running_id)} for running_id, ids in ids_of.items()
     ]
     mine = {"$and": [{"$in": ["$$this.running_id", {"$literal": list(ids_of)}]}, rules.is_live(now)]}
     live = {"$expr": {"$anyElementTrue": [{"$map": {"input": rules.ENTRIES, "in": mine}}]}}

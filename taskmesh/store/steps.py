@@ -24,10 +24,19 @@ from typing import Any, Literal
 
 from pymongo import ReturnDocument
 
-from taskmesh.store import rules
+from taskmesh.store import plain, rules
 from taskmesh.store.driver import CODEC, Document, find_and_update
 from taskmesh.store.event_stamp import stamp
-from taskmesh.store.finish import Outcome, asked_for, held_entry, own, still_held_by
+from taskmesh.store.finish import (
+    KNOWN_OF_SINGLE,
+    Outcome,
+    asked_for,
+    at_work,
+    held_entry,
+    ids_by_claim,
+    own,
+    still_held_by,
+)
 from taskmesh.store.prepared import prepared
 from taskmesh.store.store import WRITE_DEADLINE_MS, Store
 
@@ -50,29 +59,84 @@ async def record(
     Eligible: the execution's entry is live, the task RUNNING, and no record has this id. Writes: the record, `steps_bytes`,
     `timeout_cnt`, the lease (renewed by `lease_ms`), the derived fields.
     """
+    counted = 0
+    if all(outcome.delay_ms is None for outcome in outcomes):
+        counted = await _record_plain(store, worker_id, outcomes, session, deadline_ms)
+        if counted == len(outcomes):
+            return counted
     now = store.now
-    records = [outcome.step or {} for outcome in outcomes]
-    size = own([made["size"] for made in records], outcomes)
     query = still_held_by(outcomes, now)
-    known = {
-        "$in": [own([made["id"] for made in records], outcomes), {"$map": {"input": rules.STEPS, "in": "$$this.id"}}]
-    }
-    query["$expr"] = {"$and": [query["$expr"], {"$not": [known]}]}
+    query["$expr"] = {"$and": [query["$expr"], _is_new(outcomes)]}
     until = {} if all(outcome.delay_ms is None for outcome in outcomes) else {"until": asked_for(outcomes, now)}
-    made = {"$mergeObjects": [own(records, outcomes), {"time": now}, _present(until)]}
-    state = {
-        "steps": {"$concatArrays": [rules.STEPS, [made]]},
-        "steps_bytes": {"$add": [_bytes, size]},
-        "timeout_cnt": 0,
-        "worker_states": _renewed(outcomes, now),
-    }
+    state = _longer(outcomes, now, until) | {"timeout_cnt": 0, "worker_states": _renewed(outcomes, now)}
     stages: list[Document] = [
         # The record, behind the others; the lease lasts from now on as long as after a ping.
         {"$set": {"task_state": state, "event": stamp("step_recorded", now, {"$literal": worker_id})}},
         *prepared(rules.derivation, now),
     ]
     reply = await store.update(query, stages, deadline_ms, session)
+    return counted + int(reply["n"])
+
+
+async def _record_plain(
+    store: Store, worker_id: str, outcomes: Sequence[Outcome], session: Any, deadline_ms: int
+) -> int:
+    """Add the record where nothing else changes: the lease is young, and the execution the only one of its task.
+
+    Then all that follows from the entries stays what it is: see `plain`.
+    """
+    now = store.now
+    held = [
+        {"_id": {"$in": ids}, "task_state.worker_states": at_work(running_id)}
+        for running_id, ids in ids_by_claim(outcomes).items()
+    ]
+    until = {"$arrayElemAt": [f"{rules.ENTRIES}.ping_expire_time", 0]}
+    is_young = {"$gt": [until, _aged_before([outcome.lease_ms for outcome in outcomes], outcomes, now)]}
+    query = {
+        "$and": [
+            {"_id": {"$in": [outcome.id for outcome in outcomes]}, "status": "RUNNING", "task_state.timeout_cnt": 0},
+            # Twice `$nor` is `$or`, but nothing to look for by an index: for that the server may read each document twice.
+            *(held if len(held) == 1 else [{"$nor": [{"$nor": held}]}]),
+            prepared(_undisturbed, now),
+            {"$expr": {"$and": [is_young, _is_new(outcomes)]}},
+        ]
+    }
+    told = stamp("step_recorded", now, {"$literal": worker_id})
+    # The record, behind the others.
+    stages: list[Document] = [{"$set": {"task_state": _longer(outcomes, now, {}), "event": told}}]
+    reply = await store.update(query, stages, deadline_ms, session, hint="_id_")
     return int(reply["n"])
+
+
+def _undisturbed(now: rules.Expression) -> Document:
+    """The conditions under which time alone changes nothing of a task whose only entry is live."""
+    return {
+        "task_state.worker_states": {"$size": 1},
+        # Whatever else the rule asks about.
+        **plain.without_others(rules.derivation(now), _KNOWN_OF_RUNNING),
+    }
+
+
+_KNOWN_OF_RUNNING = KNOWN_OF_SINGLE.union(
+    # A record does not change what follows from these, but for the time to start by: with the first record it binds no more.
+    {"task_option.concurrent_worker_cnt", "task_state.has_children", "task_state.flow", "task_state.suspended_until"}
+).difference({"task_state.expire_time"})
+
+
+def _is_new(outcomes: Sequence[Outcome]) -> rules.Expression:
+    """Whether no record of the task has this id."""
+    ids = own([(outcome.step or {})["id"] for outcome in outcomes], outcomes)
+    return {"$not": [{"$in": [ids, {"$map": {"input": rules.STEPS, "in": "$$this.id"}}]}]}
+
+
+def _longer(outcomes: Sequence[Outcome], now: rules.Expression, until: Document) -> Document:
+    """The records with one more, and how many bytes they have."""
+    records = [outcome.step or {} for outcome in outcomes]
+    made = {"$mergeObjects": [own(records, outcomes), {"time": now}, _present(until)]}
+    return {
+        "steps": {"$concatArrays": [rules.STEPS, [made]]},
+        "steps_bytes": {"$add": [_bytes, own([made["size"] for made in records], outcomes)]},
+    }
 
 
 async def record_start(store: Store, worker_id: str, outcome: Outcome, session: Any) -> bool:
@@ -141,10 +205,15 @@ def _renewed(outcomes: Sequence[Outcome], now: rules.Expression) -> rules.Expres
     """
     leases = [outcome.lease_ms for outcome in outcomes]
     later = {"$add": [now, own(leases, outcomes)]}
-    aged = {"$lte": ["$$this.ping_expire_time", {"$add": [now, own([ms - ms // 4 for ms in leases], outcomes)]}]}
+    aged = {"$lte": ["$$this.ping_expire_time", _aged_before(leases, outcomes, now)]}
     longer = {"$mergeObjects": ["$$this", {"ping_expire_time": later}]}
     mine = {"$and": [held_entry(outcomes), aged]}
     return {"$map": {"input": rules.ENTRIES, "in": {"$cond": [mine, longer, "$$this"]}}}
+
+
+def _aged_before(leases: Sequence[int], outcomes: Sequence[Outcome], now: rules.Expression) -> rules.Expression:
+    """When a lease of `lease_ms` ends of which a quarter is over now."""
+    return {"$add": [now, own([ms - ms // 4 for ms in leases], outcomes)]}
 
 
 async def stands(store: Store, outcomes: Sequence[Outcome]) -> dict[Outcome, Literal["recorded", "held", "lost"]]:

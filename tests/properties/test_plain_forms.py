@@ -1,10 +1,11 @@
-"""The short forms of claim and SUCCESS do to the tasks that they take exactly what the whole forms do, and take most plain ones.
+"""The short forms of claim, SUCCESS and record do to the tasks that they take what the whole forms do, and take most plain ones.
 
 On documents that differ from a plain task in few things, so that each thing is what alone keeps a short form away.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from taskmesh.store import Store, finish, rules
+from taskmesh.store import Store, finish, rules, steps
 from taskmesh.store.claim import claim
 from taskmesh.store.finish import Outcome
 from tests.chaos.reading import ms
@@ -120,6 +121,55 @@ async def test_the_success_of_a_single_execution_is_the_success_by_the_whole_rul
     assert _COUNT / 8 < counts[0] < _COUNT * 7 / 8
 
 
+async def test_the_record_of_a_single_execution_is_the_record_by_the_whole_rule(
+    mongo_uri: str, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents = _nearly_plain(claimed=True)
+    for n, document in enumerate(documents):
+        if n % 3:
+            document["task_state"] |= {"steps": [{"id": f"step:1:s{n % 7}", "value": n}], "steps_bytes": 30}
+        elif n % 2:  # with the first record the time to start by binds no more
+            document["task_state"]["expire_time"] = BEGIN + ms(5_000)
+        Oracle(document).derive(BEGIN)
+    async with _store(mongo_uri, database, "short") as short, _store(mongo_uri, database, "whole") as whole:
+        before = await _filled(short, [_stored(document) for document in documents])
+        await _filled(whole, [_stored(document) for document in documents])
+        _whole_only(monkeypatch, whole)
+        outcomes = [
+            Outcome(
+                id_,
+                _RUNNING_ID,
+                "stepped",
+                step={"id": f"step:1:s{n % 5}", "value": {"$n": n}, "size": n},
+                lease_ms=lease_ms,
+            )
+            for n, (id_, lease_ms) in enumerate(
+                zip(before, itertools.cycle((1_000, 2_600, 2_600, 4_000)), strict=False)
+            )
+        ]
+        counts = [await steps.record(store, "w1", outcomes) for store in (short, whole)]
+        after = await _documents(short)
+        assert counts[0] == counts[1]
+        assert after == await _documents(whole)
+
+        later = BEGIN + ms(500)
+        short.now = whole.now = later
+        pairs = [
+            (id_, step)
+            for id_, step in zip(before, itertools.cycle(("a", "b")), strict=False)
+            if after[id_] != before[id_]
+        ]
+        outcomes = [
+            Outcome(id_, _RUNNING_ID, "stepped", step={"id": step, "value": None, "size": 1}, lease_ms=1_400)
+            for id_, step in pairs
+        ]
+        counts += [await steps.record(store, "w1", outcomes) for store in (short, whole)]
+        assert counts[2] == counts[3]
+        assert await _documents(short) == await _documents(whole)
+    assert _COUNT / 8 < counts[0] < _COUNT * 7 / 8
+    assert counts[2] > _COUNT / 8
+
+
 async def test_short_forms_take_the_plain_tasks_and_no_others(
     mongo_uri: str, database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +204,12 @@ async def test_short_forms_take_the_plain_tasks_and_no_others(
         assert await claim(store, ids, "w1", "r1") == 1
         assert {id_ for id_, task in (await _documents(store)).items() if task["status"] == "RUNNING"} == {"job:plain"}
         assert len(sent) == 2, "what the short form left was not asked for by the whole rule"
+
+        sent.clear()
+        made = Outcome("job:plain", "r1", "stepped", step={"id": "step:1:a", "value": 1, "size": 1}, lease_ms=1_000)
+        assert await steps.record(store, "w1", [made]) == 1
+        assert len(sent) == 1, "a record of a single execution with a young lease took the whole form"
+        assert await steps.record(store, "w1", [made]) == 0, "recorded twice"
 
         sent.clear()
         assert await finish.finish(store, "w1", [Outcome("job:plain", "r1", "succeeded", {"returns": None})]) == 1
