@@ -26,9 +26,19 @@ pytestmark = (
     pytest.mark.blocks_the_loop
 )  # the trap is armed by a blocking call of its own, just before a verb is called
 
-_OFF_THE_PATH = ("acceptance", "audit", "broadcasts", "flows", "limits", "loops", "schedules", "sequences")
+_OFF_THE_PATH = (
+    "acceptance",
+    "audit",
+    "broadcasts",
+    "data_changes",
+    "flows",
+    "limits",
+    "loops",
+    "schedules",
+    "sequences",
+)
 """Modules of verbs that have fault tests of their own (acceptance: tests/client/test_inserted_elsewhere.py; limits
-survive crashes: tests/consumer; flows: tests/flows; loops and broadcasts: tests/loops; sequences: tests/processes,
+survive crashes, and data changes: tests/consumer; flows: tests/flows; loops and broadcasts: tests/loops; sequences: tests/processes,
 tests/consumer). An audit may fail: it is told, not promised."""
 _LOST_REPLY = "the reply is lost"
 FAULTS: dict[str, dict[str, Any]] = {
