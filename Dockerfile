@@ -4,7 +4,7 @@ FROM python:3.11-slim
 WORKDIR /taskmesh
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY taskmesh taskmesh
-RUN pip install --no-cache-dir --constraint constraints.txt '.[cli,web,metrics,cron,speed,process,tracing]' \
+RUN pip install --no-cache-dir --constraint constraints.txt '.[cli,web,metrics,cron,speed,process,tracing,encryption]' \
     && useradd --create-home worker
 
 USER worker

@@ -7,7 +7,7 @@ Its rooms, in reading order; each imports only those before it:
 - `client`: who publishes and waits: definition, params, publisher, handle, results, events, schedules, on one connection.
 - `consumer`: a worker: it listens, scans, claims, executes, pings, finishes; `context` is what a handler sees.
 - `admin`: people who look and act: listings, explain, doctor, errors, bulk actions, queues, the fleet, the audit.
-- `integrations`: metrics for a monitoring system; agents of pydantic-ai.
+- `integrations`: metrics for a monitoring system; AES for values; agents of pydantic-ai.
 - `mesh`: `TaskMesh`, the front door, which composes all of these.
 - `cli`, `web`: its faces. `embedded`: the MongoDB that comes along.
 """
@@ -35,10 +35,13 @@ from taskmesh.consumer.context import (
 )
 from taskmesh.consumer.lifespan import Lifespan
 from taskmesh.consumer.outcome import Ending
+from taskmesh.integrations.encryption import AESCodec
 from taskmesh.mesh import TaskMesh
+from taskmesh.model.codec import Codec, Encrypted
 from taskmesh.model.data_change import ChangeEvent
 from taskmesh.model.dependency import FromDependency
 from taskmesh.model.errors import (
+    CannotDecrypt,
     EmbeddedUnavailable,
     ExtraMissing,
     IncompatibleCollection,
@@ -88,13 +91,17 @@ from taskmesh.model.task import (
 from taskmesh.model.worker import LeaseLeft, WorkerInfo
 
 __all__ = [
+    "AESCodec",
     "BatchDefinition",
     "BlockingTaskContext",
     "BulkAction",
     "BulkResult",
+    "CannotDecrypt",
     "ChangeEvent",
+    "Codec",
     "Consumer",
     "EmbeddedUnavailable",
+    "Encrypted",
     "Ending",
     "ErrorGroup",
     "ErrorReport",

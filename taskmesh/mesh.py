@@ -45,6 +45,7 @@ from taskmesh.consumer.settings import (
     worker_id_or_new,
 )
 from taskmesh.consumer.worker import ClaimHook
+from taskmesh.model.codec import Codec, checked_codec
 from taskmesh.model.configuration import Configuration, PublishSettings
 from taskmesh.model.error_policy import ErrorTypes
 from taskmesh.model.errors import InvalidOption
@@ -55,6 +56,7 @@ from taskmesh.model.task import Status, Task, checked_key, checked_name
 from taskmesh.model.worker import WorkerInfo
 from taskmesh.store import Store
 from taskmesh.store.clock import ServerClock
+from taskmesh.store.payloads import Payloads
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -81,14 +83,22 @@ class TaskMesh(Defining):
 
     `client`: a MongoDB URI, a `pymongo.AsyncMongoClient` or a `motor.motor_asyncio.AsyncIOMotorClient`, which all win over
     `TASKMESH_URI`. None: the URI in `TASKMESH_URI`; without one, the embedded MongoDB of this directory (extra `embedded`).
+    `codec`: encrypts params, results, records, reasons and logs of all tasks that have no codec of their own: an `AESCodec`.
 
     What is done most often are methods of the mesh itself; all else is found on the objects that it holds: `listing`, `bulk`,
     `queues`, `fleet`, `schedules`, `inspect`, `what_if`, `audit`, and `publisher` and `tasks`, on which it stands.
     """
 
-    def __init__(self, client: Any = None, *, database: str = "taskmesh", collection: str = "tasks") -> None:
+    def __init__(
+        self,
+        client: Any = None,
+        *,
+        database: str = "taskmesh",
+        collection: str = "tasks",
+        codec: Codec | None = None,
+    ) -> None:
         super().__init__()
-        self.connection = Connection(client, database, collection)
+        self.connection = Connection(client, database, collection, Payloads(checked_codec(codec)))
         """Where the mesh is connected to."""
         self.tasks = Tasks(self.connection)
         """Single tasks: read, change, wait for one."""
@@ -212,6 +222,7 @@ class TaskMesh(Defining):
         projection: Sequence[str] | None = None,
         retry_on: ErrorTypes | None = None,
         fail_on: ErrorTypes | None = None,
+        codec: Codec | None = None,
         batch: int | None = None,
         batch_wait_ms: int | None = None,
         cron: str | None = None,
@@ -225,6 +236,7 @@ class TaskMesh(Defining):
         default for plain functions) or `"process"`. `projection`: load only these params at execution; the others keep
         their defaults. `retry_on`: only these types of errors are tried again, all by default; `fail_on`: these make the
         task FAIL for good at once, and win over `retry_on`; what is derived from them counts, lost leases do not.
+        `codec`: encrypts the values of these tasks, instead of the mesh's codec.
         `batch`: one call of the handler gets the items of up to so many tasks, as a list; `batch_wait_ms` (50): how long the
         first of them waits for others.
         `cron`, `interval_ms`, `timezone`: run it periodically, with the defaults of its params; `every` can say more.
@@ -250,6 +262,7 @@ class TaskMesh(Defining):
                 projection=projection,
                 retry_on=retry_on,
                 fail_on=fail_on,
+                codec=codec,
                 batch=batch,
                 batch_wait_ms=batch_wait_ms,
             )
@@ -374,7 +387,7 @@ class TaskMesh(Defining):
         """
         settings = Settings(
             worker_id=worker_id_or_new(worker_id),
-            labels=all_labels(labels),
+            labels=all_labels(labels) | self.connection.payloads.labels(),
             names=checked_names(self.definitions, names),
             queues=checked_queues(queues),
             concurrency=checked_concurrency(concurrency),

@@ -37,7 +37,7 @@ class Inspection:
 
     async def timeline(self, name: str, key: str) -> Timeline:
         """Return the task with its executions over time and what happened to it, in order. Raises `TaskNotFound`."""
-        found = await read_timeline(self._store, task_id(name, key))
+        found = await read_timeline(self._store, self._connection.payloads, task_id(name, key))
         if found is None:
             raise no_such_task(name, key)
         return found

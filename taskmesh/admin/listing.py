@@ -21,6 +21,7 @@ from taskmesh.model.ids import shown
 from taskmesh.model.task import Progress, Standing, Status, Task, checked_name, task_id
 from taskmesh.model.times import in_utc
 from taskmesh.store import Store
+from taskmesh.store.payloads import first_line
 
 logger = logging.getLogger("taskmesh.listing")
 
@@ -97,9 +98,17 @@ class Listing:
             return
         behind = None if after is None else task_id(which.name or "", after)
         async for document in listing.find(self._store, which, order=sort, limit=limit, params=params, after=behind):
-            task = _readable(document)
+            task = self._readable(document)
             if task is not None:
                 yield task
+
+    def _readable(self, document: dict[str, Any]) -> Task | None:
+        """Read a task, or skip a stranger's document with a word."""
+        try:
+            return self._connection.payloads.task(document)
+        except IncompatibleCollection as error:
+            logger.warning("skipped: %.300s", error)
+            return None
 
     async def count(self, where: str | TaskFilter = "", *, at_most: int | None = None) -> int:
         """Count the tasks that fit a filter, no further than `at_most`. Raises `InvalidOption`."""
@@ -188,6 +197,9 @@ def _text(value: Any) -> str:
 
 
 def _summary(document: dict[str, Any]) -> TaskSummary | None:
+    document["reason"] = first_line(document.get("reason"))
+    if isinstance(progress := document.get("progress"), dict):
+        progress["message"] = first_line(progress.get("message"))
     try:
         return TaskSummary.model_validate(document)
     except ValueError:  # a stranger's document
@@ -225,12 +237,3 @@ def filter_of(where: str | TaskFilter) -> TaskFilter:
     if not isinstance(where, TaskFilter):
         raise InvalidOption(f"a filter must be a text or a TaskFilter, got {shown(where)}")
     return where
-
-
-def _readable(document: dict[str, Any]) -> Task | None:
-    """Read a task, or skip a stranger's document with a word."""
-    try:
-        return Task.from_document(document)
-    except IncompatibleCollection as error:
-        logger.warning("skipped: %.300s", error)
-        return None

@@ -9,6 +9,7 @@ from datetime import datetime, timedelta
 from taskmesh.admin.store.gates import read_with_losses
 from taskmesh.model.task import Task
 from taskmesh.store import Store
+from taskmesh.store.payloads import Payloads
 
 _INSTANT = timedelta(milliseconds=1)
 
@@ -47,13 +48,13 @@ class Timeline:
     """What is known to have happened, in order."""
 
 
-async def read_timeline(store: Store, id_: str) -> Timeline | None:
+async def read_timeline(store: Store, payloads: Payloads, id_: str) -> Timeline | None:
     """Read a task with its life; None if there is none. Whether a lease ran out is what the claim rule says."""
     found = await read_with_losses(store, id_)
     if found is None:
         return None
     document, lost, now = found
-    task = Task.from_document(document)
+    task = payloads.task(document)
     bars = _bars(task, lost, now)
     return Timeline(task, bars, _happenings(task, bars))
 

@@ -18,6 +18,7 @@ import typer
 import taskmesh
 from taskmesh.mesh import TaskMesh
 from taskmesh.model.errors import TaskMeshError, TaskNotFound
+from taskmesh.store.payloads import concealed
 
 P = ParamSpec("P")
 
@@ -98,7 +99,8 @@ def run_at(mesh: TaskMesh, use: Callable[[TaskMesh], Awaitable[None]]) -> None:
     async def connect_and_use() -> None:
         await mesh.connect(create=False)
         try:
-            await use(mesh)
+            with concealed():
+                await use(mesh)
         except TaskNotFound as error:  # it may well be somewhere else
             raise TaskNotFound(f"{error}; looked at {mesh.address}") from None
         finally:

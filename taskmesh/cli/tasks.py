@@ -19,8 +19,9 @@ from taskmesh.cli.output import Json, Listing, Watch, nothing_found, show
 from taskmesh.client.handle import TaskHandle
 from taskmesh.client.tasks import UNSAID
 from taskmesh.mesh import TaskMesh
+from taskmesh.model.codec import ENCRYPTED
 from taskmesh.model.durations import age
-from taskmesh.model.errors import TaskMeshError
+from taskmesh.model.errors import CannotDecrypt, TaskMeshError
 from taskmesh.model.event import TaskEvent
 from taskmesh.model.jsonable import jsonable
 from taskmesh.model.labels import words
@@ -374,6 +375,8 @@ async def show_result(handle: TaskHandle[Any], timeout: float | None) -> None:
         value = await handle.result(timeout)
     except TimeoutError as error:
         raise TaskMeshError(str(error)) from None
+    except CannotDecrypt:
+        value = ENCRYPTED
     output.show_json(value)
 
 

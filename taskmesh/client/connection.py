@@ -20,6 +20,7 @@ from taskmesh.model.task import checked_key, checked_name
 from taskmesh.store import Store, reach, registry, schema
 from taskmesh.store.clock import ServerClock
 from taskmesh.store.numbers import Numbers
+from taskmesh.store.payloads import Payloads
 from taskmesh.store.server_errors import patiently
 
 logger = logging.getLogger("taskmesh.connection")
@@ -52,8 +53,10 @@ class Connection:
     _registry: Registry
     _acceptance: Acceptance
 
-    def __init__(self, client: Any, database: str, collection: str) -> None:
+    def __init__(self, client: Any, database: str, collection: str, payloads: Payloads | None = None) -> None:
         self.client = client
+        self.payloads = payloads or Payloads()
+        """How the values of tasks are written and read."""
         self.database = database
         self.collection = collection
         self._moved = False

@@ -152,7 +152,9 @@ class DataChanges:
             logger.warning("a change of %s is told without its document, as it fits into no task: %s", key, error)
             params = {self._param: data_changes.told(event, cut=True)}
             size = checked_size(name, params)
-        return Publication(name, key, params, self._definition.configuration, size)
+        publisher = self._definition.publisher
+        configuration, _ = publisher.settled(self._definition, self._definition.configuration)
+        return publisher.made(self._definition, key, params, configuration, size)
 
     async def _see_to(self, error: PyMongoError) -> None:
         """Do what an error asks for, or raise it. What passes is only told."""

@@ -10,6 +10,7 @@ from taskmesh.client.connection import Connection
 from taskmesh.client.data_changes import READER_OPTION, READER_QUEUE, DataChanges, reader_name
 from taskmesh.client.definition import Run, TaskDefinition
 from taskmesh.client.publisher import Publisher
+from taskmesh.model.codec import Codec, checked_codec
 from taskmesh.model.configuration import Configuration, checked_needs
 from taskmesh.model.data_change import FullDocument, OnLost, checked_watched
 from taskmesh.model.error_policy import ErrorPolicy, ErrorTypes
@@ -34,6 +35,7 @@ class Settings(TypedDict, total=False):
     run: Run | None
     retry_on: ErrorTypes | None
     fail_on: ErrorTypes | None
+    codec: Codec | None
 
 
 class TaskSettings(Settings, total=False):
@@ -201,6 +203,7 @@ class Defining:
         run: Run | None = None,
         retry_on: ErrorTypes | None = None,
         fail_on: ErrorTypes | None = None,
+        codec: Codec | None = None,
         projection: Sequence[str] | None = None,
         batch: int | None = None,
         batch_wait_ms: int | None = None,
@@ -210,6 +213,7 @@ class Defining:
         """Add a definition of any kind, and return it. Raises `InvalidOption`."""
         name = name or fn.__name__
         option = option or DEFAULT_OPTION
+        codec = checked_codec(codec)
         errors = ErrorPolicy.declared(retry_on, fail_on)
         if loop is not None:
             option = option_of_loop(name, option)
@@ -231,6 +235,8 @@ class Defining:
         if definition.name in self.definitions:
             raise InvalidOption(f"a task {definition.name!r} is defined already: give one of them another name")
         self.definitions[definition.name] = definition
+        if codec is not None:
+            self.publisher.payloads.set_codec(definition.name, codec)
         return definition
 
 

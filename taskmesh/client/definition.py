@@ -34,6 +34,8 @@ class TaskDefinition(Generic[P, R]):
     """How many tasks one call of the handler may get at most; 0: a call is one task's."""
     batch_wait_ms = 0
     """How long the first of them waits for others."""
+    encrypted = False
+    """Its publisher knows its codec, and has not to be told."""
 
     def __init__(
         self,
@@ -192,9 +194,17 @@ class TaskDefinition(Generic[P, R]):
         schema = self.params.json_schema()
         text = None if schema is None else json.dumps(schema, sort_keys=True)
         known = text is not None and len(text) <= _LONGEST_SCHEMA
-        described = {"queue": self.queue, "option": self.option.stored(), "schema": text if known else None}
+        described: dict[str, Any] = {
+            "queue": self.queue,
+            "option": self.option.stored(),
+            "schema": text if known else None,
+        }
         needs = self.configuration.needs
         kind = {"loop": self.loop.stored()} if self.loop else {"broadcast": True} if self.broadcast else {}
+        if self.publisher.payloads.codec_of(self.name) is not None:
+            described["encrypted"] = True
+        if secret := self.params.secrets():
+            described["secret"] = secret
         return described | ({"needs": words(needs)} if needs else {}) | kind
 
     def __repr__(self) -> str:

@@ -12,7 +12,6 @@ from pymongo.errors import PyMongoError
 from taskmesh.client.connection import Connection, sample
 from taskmesh.client.definition import TaskDefinition
 from taskmesh.client.handle import TaskHandle
-from taskmesh.client.params import with_stored_fields
 from taskmesh.client.publisher import Publisher
 from taskmesh.client.tasks import Tasks
 from taskmesh.model.dependency import Dependencies, OnDependencyFailure, label
@@ -131,13 +130,13 @@ class Flows:
                 "session was set: a flow is published as a whole by itself, not in a transaction of yours"
             )
         stored, size = known.to_store(params, configuration.fed)
-        configuration, size_of_fields = with_stored_fields(known.name, configuration)
+        configuration, size_of_fields = self._publisher.settled(known, configuration)
         if known.broadcast:
             raise InvalidOption(
                 f"task {known.name!r} is a broadcast, which is for the workers that are live when it is published: publish it "
                 "by a task of the flow, current_task().publish(…)"
             )
-        publication = Publication(known.name, checked_key(key), stored, configuration, size + size_of_fields)
+        publication = self._publisher.made(known, checked_key(key), stored, configuration, size + size_of_fields)
         handle: TaskHandle[R] = TaskHandle(
             self._tasks, known.name, key, created=False, updated=False, warnings=[], returns=known.returns
         )

@@ -18,7 +18,8 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from taskmesh.model.configuration import Configuration
 from taskmesh.model.dependency import FromDependency
 from taskmesh.model.errors import InvalidOption, InvalidParams, TaskTooLarge
-from taskmesh.store.values import TooLarge, Unstorable, size_of, storable, too_deep
+from taskmesh.store.payloads import marked_secret
+from taskmesh.store.values import TooLarge, Unstorable, hides, size_of, storable, too_deep
 
 
 class _Schema(GenerateJsonSchema):
@@ -106,7 +107,10 @@ class Params:
                 f"task {self._name!r}: {_lossy(checked, stored)} would not come back from MongoDB as it is: annotate the "
                 "parameter with its type, or pass plain values"
             )
-        return stored, checked_size(self._name, stored)
+        size = checked_size(self._name, stored)
+        if turned:
+            stored |= {name: marked_secret(stored[name]) for name, value in checked.items() if hides(value)}
+        return stored, size
 
     def to_run(self, stored: Any) -> tuple[list[Any], dict[str, Any]]:
         """Return the arguments to call the handler with. Raises `InvalidParams` for what does not fit (any more)."""
@@ -121,6 +125,17 @@ class Params:
             return self._model(frozenset(self.from_dependencies)).model_json_schema(schema_generator=_Schema)
         except (NameError, TypeError, PydanticUserError):
             return None
+
+    def secrets(self) -> list[str]:
+        """Return which params are not to be shown, by their annotations; none if these cannot be read here."""
+        try:
+            if not _mentions_secrets(self._model(frozenset(self.from_dependencies))):
+                return []
+            hints = self._hints()
+            models = {name: create_model("hint", __config__=_OF_HINTS, v=(hint, ...)) for name, hint in hints.items()}
+        except (NameError, TypeError, PydanticUserError):
+            return []
+        return [name for name in self._signature.parameters if name in models and _mentions_secrets(models[name])]
 
     def checked_projection(self, wanted: Any) -> list[str]:
         """Return which params are to be loaded. Raises `InvalidOption` unless the handler can be called with these alone."""
@@ -146,7 +161,8 @@ class Params:
         try:
             valid = self._model(left_out).model_validate(params)
         except ValidationError as error:
-            raise InvalidParams(f"task {self._name!r} takes {self._signature}; {when} {_explained(error)}") from None
+            said = _explained(error, shows=not _mentions_secrets(self._model(left_out)))
+            raise InvalidParams(f"task {self._name!r} takes {self._signature}; {when} {said}") from None
         given = valid.__dict__
         values = {name: given[attribute] for attribute, name in self._names if name not in left_out}
         return values | valid.model_extra if valid.model_extra else values
@@ -171,6 +187,14 @@ class Params:
                 fields[f"p{i}"] = (hints.get(parameter.name, Any), Field(default, alias=parameter.name))
         config = ConfigDict(extra="allow" if self._open_ended else "forbid", arbitrary_types_allowed=True)
         return create_model(f"{self._name}_params", __config__=config, **fields)
+
+
+_OF_HINTS = ConfigDict(arbitrary_types_allowed=True)
+
+
+def _mentions_secrets(model: type[BaseModel]) -> bool:
+    """Whether one of pydantic's secrets is somewhere in the annotations of a model."""
+    return "Secret" in repr(model.__pydantic_core_schema__)
 
 
 def checked_size(name: str, params: dict[str, Any]) -> int:
@@ -198,16 +222,18 @@ def with_stored_fields(name: str, configuration: Configuration) -> tuple[Configu
         raise TaskTooLarge(f"task {name!r}: {error}") from None
 
 
-def _explained(error: ValidationError) -> str:
+def _explained(error: ValidationError, *, shows: bool) -> str:
+    """Say what does not fit; `shows`: with the values."""
     problems = []
     for found in error.errors(include_url=False):
+        given = f"{found['input']!r:.200}" if shows else "**********"
         where = ".".join(str(part) for part in found["loc"]) or "params"
         if found["type"] == "missing":
             problems.append(f"{where!r} is missing")
         elif found["type"] == "extra_forbidden":
-            problems.append(f"there is no parameter {where!r} (given: {found['input']!r:.200})")
+            problems.append(f"there is no parameter {where!r} (given: {given})")
         else:
-            problems.append(f"{where!r}={found['input']!r:.200} does not fit: {found['msg']}")
+            problems.append(f"{where!r}={given} does not fit: {found['msg'] if shows else found['type']}")
     return "; ".join(problems)
 
 

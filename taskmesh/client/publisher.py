@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Protocol, Unpack
 
@@ -31,7 +31,8 @@ from taskmesh.model.task import Task, checked_key, checked_name
 from taskmesh.model.worker import able_workers
 from taskmesh.store import Store, dependencies
 from taskmesh.store.audit import author
-from taskmesh.store.driver import twin_of
+from taskmesh.store.driver import Document, twin_of
+from taskmesh.store.payloads import Payloads
 from taskmesh.store.publish import Publication, Published, give_numbers, publish, publish_in_session
 from taskmesh.store.server_errors import is_over_deadline, is_passing, patiently
 from taskmesh.store.values import new_id
@@ -49,6 +50,10 @@ class Publishable(Protocol):
     @property
     def broadcast(self) -> bool:
         """Whether each worker that is live at its publication runs it once."""
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether workers have registered that its values are encrypted."""
 
     @property
     def configuration(self) -> Configuration:
@@ -69,6 +74,11 @@ class Addressed:
     definition: Publishable
     configuration: Configuration
     broadcast = True
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether workers have registered that its values are encrypted."""
+        return self.definition.encrypted
 
     @property
     def name(self) -> str:
@@ -138,24 +148,15 @@ class Publisher:
         configuration = configuration or definition.configuration
         if definition.broadcast:
             configuration = await self.addressed(definition.name, configuration)
-        configuration, size_of_fields = with_stored_fields(definition.name, configuration)
+        configuration, size_of_fields = self.settled(definition, configuration)
         publish_id = new_id()
         publications = []
         for key, params in params_by_key.items():
             checked_key(key)
             stored, size = definition.to_store(params, configuration.fed)
-            size += size_of_fields
-            publications.append(
-                Publication(
-                    definition.name,
-                    key,
-                    stored,
-                    configuration,
-                    size,
-                    publish_id=publish_id,
-                    broadcast=definition.broadcast,
-                )
-            )
+            publication = self.made(definition, key, stored, configuration, size + size_of_fields)
+            publication.publish_id = publish_id
+            publications.append(publication)
         _check_no_circle(publications)
         store, clock = self._connection.store, self._connection.clock
         if not clock.stale:  # before anything is waited for: in the order of the calls
@@ -265,14 +266,39 @@ class Publisher:
             return configuration.changed(expire_time=self._connection.clock.now() - timedelta(seconds=1))
         return configuration.changed(specific_worker_ids=ids, concurrent_worker_cnt=len(ids))
 
+    @property
+    def payloads(self) -> Payloads:
+        """How the values of tasks are written and read."""
+        return self._connection.payloads
+
+    def settled(self, definition: Publishable, configuration: Configuration) -> tuple[Configuration, int]:
+        """Return how it is published, its `fields` as they are stored, and their size. Raises `InvalidOption`, `TaskTooLarge`.
+
+        What is encrypted needs a worker that has the key.
+        """
+        if needs := self.payloads.needs_of(definition.name):
+            configuration = replace(configuration, needs={**configuration.needs, **needs})
+        elif definition.encrypted:
+            raise InvalidOption(
+                f"task {definition.name!r} is encrypted by its workers, and this mesh has no codec for it: give it the key by "
+                "TaskMesh(codec=…); nothing was published in the clear"
+            )
+        return with_stored_fields(definition.name, configuration)
+
+    def made(
+        self, definition: Publishable, key: str, params: Document, configuration: Configuration, size: int
+    ) -> Publication:
+        """Return what is to be published of checked params, in a configuration that is `settled`: each is made here."""
+        name = definition.name
+        sealed = self.payloads.codec_of(name) is not None
+        stored = self.payloads.sealed_params(f"{name}:{key}", params)
+        return Publication(name, key, stored, configuration, size, sealed=sealed, broadcast=definition.broadcast)
+
     def publication_of(self, definition: Publishable, key: str, params: Mapping[str, Any]) -> Publication:
         """Check what a handler wants to be published with its SUCCESS. Raises as `publish` does."""
         stored, size = definition.to_store(params, definition.configuration.fed)
-        configuration, size_of_fields = with_stored_fields(definition.name, definition.configuration)
-        size += size_of_fields
-        publication = Publication(
-            definition.name, checked_key(key), stored, configuration, size, broadcast=definition.broadcast
-        )
+        configuration, size_of_fields = self.settled(definition, definition.configuration)
+        publication = self.made(definition, checked_key(key), stored, configuration, size + size_of_fields)
         _check_no_circle([publication])
         return publication
 
@@ -329,7 +355,7 @@ class Publisher:
     async def _opened_twin(self) -> Connection:
         ours = self._connection
         client = ours.client if ours.client is None or isinstance(ours.client, str) else twin_of(ours.client)
-        twin = Connection(client, ours.database, ours.collection)
+        twin = Connection(client, ours.database, ours.collection, ours.payloads)
         twin.numbers = ours.numbers  # one order for both loops
         await twin.open()
         return twin

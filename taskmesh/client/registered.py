@@ -16,6 +16,7 @@ from taskmesh.model.labels import from_words
 from taskmesh.model.loop import check_published
 from taskmesh.model.option import TaskOption
 from taskmesh.store.driver import Document
+from taskmesh.store.payloads import marked_secret
 from taskmesh.store.values import storable
 
 _MOST_MISFITS = 5
@@ -33,6 +34,8 @@ class RegisteredDefinition:
         self._schema: Any = True
         self._is_loop = bool(document and document.get("loop"))
         self.broadcast = bool(document and document.get("broadcast"))
+        self.encrypted = bool(document and document.get("encrypted"))
+        self._secret: list[str] = (document or {}).get("secret") or []
         if document is not None:
             # A worker of another release may have options that this one does not know.
             option = {field: value for field, value in document["option"].items() if field in TaskOption.model_fields}
@@ -54,4 +57,4 @@ class RegisteredDefinition:
             schema = {**schema, "required": [name for name in schema.get("required", ()) if name not in set(fed)]}
         if found := list(islice(misfits(storable(stored)[0], schema), _MOST_MISFITS)):
             raise InvalidParams(f"task {self.name!r}, as its workers have registered it: {'; '.join(found)}")
-        return stored, size
+        return stored | {name: marked_secret(stored[name]) for name in self._secret if name in stored}, size

@@ -16,9 +16,11 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 from pydantic_core import PydanticSerializationError
 
-from taskmesh.model.errors import UnstorableValue
+from taskmesh.model.codec import Encrypted
+from taskmesh.model.errors import CannotDecrypt, UnstorableValue
 from taskmesh.model.stage import Next
-from taskmesh.store.values import TooLarge, Unstorable, kept, size_of, storable, too_deep
+from taskmesh.store.payloads import marked_secret, unmarked
+from taskmesh.store.values import TooLarge, Unstorable, hides, kept, size_of, storable, too_deep
 
 _PLAIN = (Any, object, None, type(None), inspect.Signature.empty)
 """Annotations that say nothing of a value. `None` is among them: such a handler may still `set_result` in a transaction."""
@@ -68,10 +70,16 @@ class Returns:
         return self._first_that_is_stored(value, checked)
 
     def read(self, stored: Any) -> Any:
-        """Return what was stored as the annotated type, or as it is if nothing is annotated. Raises `UnstorableValue`."""
+        """Return what was stored as the annotated type, or as it is if nothing is annotated.
+
+        Raises `UnstorableValue`, and `CannotDecrypt` for what stands for an encrypted value.
+        """
+        if isinstance(stored, Encrypted):
+            raise CannotDecrypt(f"{self._label} cannot be read: {stored.reason}", stored.key_id)
         adapter = self._adapter
         if adapter is None or type(stored) is self._annotation:
             return stored
+        stored = unmarked(stored)
         try:
             return adapter.validate_python(stored, strict=False)
         except ValidationError as error:
@@ -85,7 +93,9 @@ class Returns:
         try:
             for form in self._forms(value):
                 try:
-                    return store(form)
+                    found = store(form)
+                    hidden = self._hides if self._adapter is not None else form is not value and hides(value)
+                    return store(marked_secret(form)) if hidden else found
                 except Unstorable as error:
                     first = first or error
         except TooLarge as error:
@@ -155,6 +165,11 @@ class Returns:
             except (PydanticUserError, TypeError, NameError):
                 continue
         return None
+
+    @functools.cached_property
+    def _hides(self) -> bool:
+        """Whether something in the annotation is not to be shown."""
+        return self._adapter is not None and "Secret" in repr(self._adapter.core_schema)
 
     @property
     def _said(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Generator, Mapping
 from datetime import datetime, timedelta
@@ -14,7 +15,7 @@ from taskmesh.client.handle import TaskHandle
 from taskmesh.client.params import checked_size, with_stored_fields
 from taskmesh.client.publisher import Publisher
 from taskmesh.model.configuration import Configuration
-from taskmesh.model.errors import InvalidOption, TaskNotFound
+from taskmesh.model.errors import CannotDecrypt, InvalidOption, TaskNotFound
 from taskmesh.model.ids import checked_remark, checked_text
 from taskmesh.model.schedule import (
     KEY_KEPT_MS,
@@ -116,20 +117,41 @@ class Schedules:
             fields["params"], _ = registered.to_store(params)
             if registered.found:
                 fields["base"] = _base(registered.configuration)
+        fields["params"] = await self._sealed(declaration, fields["params"])
 
         def first_time(now: datetime) -> datetime | None:
             return declaration.timing.after(now, now)
 
         id_ = declaration.schedule_id
-        info = ScheduleInfo.from_document(await schedules.declare(self._store, id_, fields, first_time))
+        info = self._info(await schedules.declare(self._store, id_, fields, first_time))
         if by is not None:
             about = {"name": info.name, "schedule_id": id_, "cron": info.cron, "interval_ms": info.interval_ms}
             await audit.note(self._store, "schedule.declare", by, **about)
         return info
 
+    async def _sealed(self, declaration: Declaration, params: Document) -> Document:
+        """Return the params as they are stored; as they stand there already, if they are the same: so nothing is changed."""
+        id_ = _id_of(declaration.name, declaration.schedule_id)
+        payloads = self._connection.payloads
+        if payloads.codec_of(declaration.name) is not None:
+            known = await schedules.read(self._store, declaration.schedule_id) or {}
+            there: Document = known.get("params", {})
+            with contextlib.suppress(CannotDecrypt):
+                if payloads.decrypted_params(id_, there) == params:
+                    return there
+        return payloads.sealed_params(id_, params)
+
+    def _info(self, schedule: Document) -> ScheduleInfo:
+        """Return a schedule for whoever looks at it."""
+        id_ = _id_of(schedule["name"], schedule["_id"])
+        return ScheduleInfo.from_document(
+            schedule | {"params": self._connection.payloads.shown_params(id_, schedule["params"])}
+        )
+
     async def publication_of_tick(self, schedule: Document, key: str, start_time: datetime | None) -> Publication:
         """Return the task of a tick: as its definition says if it is known here, else as it was known to who declared it."""
-        name, params = schedule["name"], schedule["params"]
+        name, payloads = schedule["name"], self._connection.payloads
+        params = payloads.decrypted_params(_id_of(name, schedule["_id"]), schedule["params"])
         definition = self._definitions.get(name)
         if definition is not None:
             configuration = definition.configuration
@@ -142,15 +164,16 @@ class Schedules:
             if (value := getattr(configuration.option, name)) is not None
         }
         configuration = configuration.changed(**kept)
-        broadcast = (definition or await self._publisher.registered(name)).broadcast
-        if broadcast:
+        known = definition or await self._publisher.registered(name)
+        if known.broadcast:
             configuration = await self._publisher.addressed(name, configuration)
-        size = checked_size(name, params)
-        return Publication(name, checked_key(key), params, configuration, size, broadcast=broadcast)
+        configuration, size_of_fields = self._publisher.settled(known, configuration)
+        size = checked_size(name, params) + size_of_fields
+        return self._publisher.made(known, checked_key(key), params, configuration, size)
 
     async def all(self) -> list[ScheduleInfo]:
         """Return all schedules, the next to tick first."""
-        return [ScheduleInfo.from_document(document) for document in await schedules.read_all(self._store)]
+        return [self._info(document) for document in await schedules.read_all(self._store)]
 
     async def pause(self, schedule_id: str, *, reason: str | None = None, by: str | None = None) -> ScheduleInfo:
         """Let a schedule tick no more, until `resume`. Raises `TaskNotFound`.
@@ -160,7 +183,7 @@ class Schedules:
         why, who = checked_remark("reason", reason), audit.author(by)
         told = {"paused": True, "paused_reason": why, "paused_by": who, "pause_time": self._connection.clock.now()}
         await schedules.set_paused(self._store, checked_text("schedule_id", schedule_id, most=_LONGEST_ID_BYTES), told)
-        paused = ScheduleInfo.from_document(await self._schedule(schedule_id))
+        paused = self._info(await self._schedule(schedule_id))
         await audit.note(self._store, "schedule.pause", who, schedule_id=schedule_id)
         return paused
 
@@ -176,7 +199,7 @@ class Schedules:
             gone = dict.fromkeys(("paused_reason", "paused_by", "pause_time"))
             await schedules.set_paused(self._store, schedule_id, {"paused": False, "next_time": next_time, **gone})
         await audit.note(self._store, "schedule.resume", who, schedule_id=schedule_id)
-        return ScheduleInfo.from_document(await self._schedule(schedule_id))
+        return self._info(await self._schedule(schedule_id))
 
     async def trigger(self, schedule_id: str, *, by: str | None = None) -> TaskHandle[Any]:
         """Publish the schedule's task now, beside its ticks, also while it is paused. Raises `TaskNotFound`.
@@ -185,13 +208,14 @@ class Schedules:
         """
         who = audit.author(by)
         schedule = await self._schedule(schedule_id)
-        moment = schedule["now"]
+        moment, id_ = schedule["now"], _id_of(schedule["name"], schedule_id)
+        params = self._connection.payloads.unsealed_params(id_, schedule["params"])
         while True:
             key = key_of(schedule_id, moment, "by-hand-")
             settings = {**schedule.get("base", {}), **schedule.get("settings", {})}
             if schedule["name"] in self._definitions:
                 settings = schedule.get("settings", {})
-            (handle,) = await self._publisher.publish_many(schedule["name"], {key: schedule["params"]}, **settings)
+            (handle,) = await self._publisher.publish_many(schedule["name"], {key: params}, **settings)
             if handle.created:
                 break
             moment += timedelta(milliseconds=1)
@@ -209,7 +233,7 @@ class Schedules:
         self._declarations.pop(schedule_id, None)
         await schedules.remove(self._store, schedule_id)
         await audit.note(self._store, "schedule.remove", who, schedule_id=schedule_id)
-        return ScheduleInfo.from_document(schedule)
+        return self._info(schedule)
 
     async def _schedule(self, schedule_id: str) -> Document:
         id_ = checked_text("schedule_id", schedule_id, most=_LONGEST_ID_BYTES)
@@ -217,6 +241,11 @@ class Schedules:
         if schedule is None:
             raise TaskNotFound(f"there is no schedule {schedule_id!r}: `taskmesh schedules` lists them")
         return schedule
+
+
+def _id_of(name: str, schedule_id: str) -> str:
+    """What stands for the task's `_id` where a schedule's own params are encrypted."""
+    return f"{name}:schedule:{schedule_id}"
 
 
 def _base(configuration: Configuration) -> Document:

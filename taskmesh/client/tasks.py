@@ -53,7 +53,7 @@ class Tasks:
             found = await find.get(self._store, [id_])
         if not found:
             raise no_such_task(name, key)
-        return Task.from_document(found[0])
+        return self._connection.payloads.task(found[0])
 
     async def _accepted(self, id_: str) -> bool:
         """Accept the task if another language has inserted it, and no worker has done so yet; whether that was so."""
@@ -77,7 +77,7 @@ class Tasks:
         cancelled = await self._change(id_, lambda: control.cancel(self._store, id_))
         # With no retention it is past it by now.
         found = await find.get(self._store, [id_], forgotten=True) if cancelled else []
-        task = Task.from_document(found[0]) if found else await self.get(name, key)
+        task = self._connection.payloads.task(found[0]) if found else await self.get(name, key)
         await audit.note(self._store, "task.cancel", who, name=name, key=key)
         return task
 
@@ -142,6 +142,7 @@ class Tasks:
         if signal_id is not None:
             checked_text("signal_id", signal_id)
         stored = Returns(f"the payload of signal {event!r}").to_store(given)
+        stored = self._connection.payloads.sealed(id_, "record", stored)
         size = len(encoded({"payload": stored})) + len(event.encode()) + _SIZE_OF_A_SIGNAL
         if size > signals.MAX_BYTES:
             raise TooManySignals(
@@ -174,7 +175,7 @@ class Tasks:
                 document = await results.finished(task_id(name, key), published=published)
         except TimeoutError:
             raise TimeoutError(f"task {name!r} {key!r} has not finished within {timeout} s") from None
-        return Task.from_document(document)
+        return self._connection.payloads.task(document)
 
 
 def no_such_task(name: str, key: str) -> TaskNotFound:

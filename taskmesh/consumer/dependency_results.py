@@ -8,20 +8,23 @@ from typing import Any
 
 from taskmesh.client.definition import TaskDefinition
 from taskmesh.client.params import Params
+from taskmesh.client.returns import PLAIN
 from taskmesh.model.dependency import label
 from taskmesh.model.errors import InvalidParams, TaskError
-from taskmesh.model.task import Status, Task
+from taskmesh.model.task import Status
 from taskmesh.store import Store
 from taskmesh.store.dependencies import waited_for
 from taskmesh.store.driver import Document
+from taskmesh.store.payloads import Payloads, unmarked
 from taskmesh.store.server_errors import patiently
 
 
 class DependencyResults:
     """Reads them, on one worker. Made in the event loop that it runs in."""
 
-    def __init__(self, store: Store, definitions: Mapping[str, TaskDefinition[Any, Any]]) -> None:
+    def __init__(self, store: Store, definitions: Mapping[str, TaskDefinition[Any, Any]], payloads: Payloads) -> None:
         self._store = store
+        self._payloads = payloads
         self._definitions = definitions
         self._loop = asyncio.get_running_loop()
 
@@ -83,9 +86,9 @@ class DependencyResults:
             return TaskError(
                 f"task {label(document['_id'])} is there no more: it was deleted, or is past its retention"
             )
-        task = Task.from_document(document)
+        task = self._payloads.task(document)
         if task.status is Status.SUCCESS and task.successes:
-            return task.successes[0].returns
+            return unmarked(PLAIN.read(task.successes[0].returns))
         reasons = task.fail_reasons
         said = f": {'; '.join(reasons)}" if reasons else ""
         return TaskError(f"task {label(document['_id'])} ended as {task.status}{said}", reasons)

@@ -25,6 +25,7 @@ from taskmesh.model.worker import Claimant
 from taskmesh.store.clock import ServerClock
 from taskmesh.store.driver import Document
 from taskmesh.store.finish import Outcome
+from taskmesh.store.payloads import is_boxed
 from taskmesh.store.publish import Publication
 
 T = TypeVar("T")
@@ -184,6 +185,8 @@ class Execution:
     """The child process that it runs in, while it does."""
     left = False
     """Whether its handler has really ended, after it was stopped from outside."""
+    secrets: tuple[str, ...] = ()
+    """What must stand in no log and no reason: the texts in those of its params that are not to be shown."""
     loop: Loop | None = None
     """How its task runs again and again, if it does: then it holds no slot, and its end is not that of the task."""
     recorded = False
@@ -231,6 +234,8 @@ class Execution:
     recorded_or_lost = False
     """Whether its outcome is recorded, or lost with the lease: so that its lease is of no interest any more."""
     _option: TaskOption | None = None
+    _stored_params: Document | None = None
+    """The params as they stand in the document, if they had to be decrypted."""
     _journal: Recorder | None = None
     _logs: deque[Document] | None = None
     _log_bytes = 0
@@ -272,6 +277,25 @@ class Execution:
         self.renewed(claim_sent)
         if (limit_ms := self.stored_option.get("run_timeout_ms")) is not None:
             self.run_time = RunTime(limit_ms)
+
+    # --- its params ---
+
+    def open_params(self) -> None:
+        """Decrypt them. Raises `CannotDecrypt`."""
+        params = self.document.get("params")
+        if isinstance(params, dict) and any(map(is_boxed, params.values())):
+            self._stored_params = params
+            payloads = self.publisher.payloads
+            self.document["params"] = payloads.unsealed_params(self.id, params)
+            self.secrets = tuple(payloads.secrets_in(self.id, params))
+
+    def shown(self) -> Task:
+        """Return the task for hooks: what is secret stays so."""
+        payloads = self.publisher.payloads
+        if self._stored_params is None:
+            return payloads.task(self.document)
+        params = self.document["params"] | payloads.shown_params(self.id, self._stored_params)
+        return payloads.task(self.document | {"params": params})
 
     # --- the lease ---
 
@@ -442,13 +466,14 @@ class Execution:
         """Keep the newest progress; it is written soon."""
         self.check_goes_on()
         share, text = checked_progress(fraction, message)
-        self.progress = {"fraction": share, "message": text, "time": self._clock.now()}
+        kept = None if text is None else self._kept_text(text)
+        self.progress = {"fraction": share, "message": kept, "time": self._clock.now()}
         self._progress_changed = True
         self._report()
 
     def log(self, message: str) -> None:
         """Keep a line; it is written soon."""
-        text = line_of(message)
+        text = self._kept_text(line_of(message))
         with _lock:
             if self._logs is None:
                 self._logs = deque()
@@ -459,6 +484,15 @@ class Execution:
                 self._dropped_logs += 1
             self._logs_changed = True
         self._report()
+
+    def redacted(self, text: str) -> str:
+        """Return the text with stars for what is not to be shown."""
+        for secret in self.secrets:
+            text = text.replace(secret, "**********")
+        return text
+
+    def _kept_text(self, text: str) -> str:
+        return self.publisher.payloads.sealed_text(self.id, self.redacted(text))
 
     async def publish(self, definition: Publishable | str, key: str, params: Mapping[str, Any]) -> None:
         """Keep a task to be published with this execution's SUCCESS. Raises what publishing it would."""
@@ -561,6 +595,9 @@ class Execution:
         """Return how this execution ended, with its logs and progress: the last report of them may have failed."""
         logs = self._stored_logs()
         size += self._log_bytes + 60 * len(logs.get("logs", ()))
+        if self.secrets and "fail_reason" in entry:
+            entry = {**entry, "fail_reason": self.redacted(entry["fail_reason"])}
+        entry = self.publisher.payloads.sealed_entry(self.id, entry)
         entry = {**entry, **logs} if logs else entry
         return Outcome(self.id, self.running_id, kind, entry, delay_ms, self.progress, size)
 

@@ -60,7 +60,6 @@ from taskmesh.consumer.settings import AfterHook, Settings
 from taskmesh.consumer.tracing import process_span
 from taskmesh.model.errors import LeaseLost, TaskFailed, TaskMeshError
 from taskmesh.model.stage import Next
-from taskmesh.model.task import Task
 from taskmesh.store.clock import ServerClock
 from taskmesh.store.driver import Document
 from taskmesh.store.finish import Outcome
@@ -213,11 +212,12 @@ class Executor:
             definition = self._definitions[execution.name].on(execution.queue)
             execution.returns, execution.errors = definition.returns, definition.errors
             _check_is_no_second(execution, definition)
+            execution.open_params()
             if self._dependency_results.are_wanted(definition.params, execution.document):
                 await self._dependency_results.feed(definition.params, execution.document)
             args, kwargs = definition.params.to_run(execution.document.get("params") or {})
             if self._before is not None or self._after is not None:
-                execution.as_task = Task.from_document(execution.document)
+                execution.as_task = execution.shown()
             self._count_run_time(execution)
             if self._before is not None:
                 await self._call_before(execution, self._before(execution.as_task))

@@ -64,6 +64,7 @@ from taskmesh.store.clock import ServerClock
 from taskmesh.store.dependencies import linking_pipeline
 from taskmesh.store.driver import Document, restored
 from taskmesh.store.finish import Outcome
+from taskmesh.store.payloads import Payloads
 from taskmesh.store.publish import Publication
 from taskmesh.store.renew import end_lease
 from taskmesh.store.server_errors import is_over_deadline, is_passing, patiently
@@ -286,7 +287,8 @@ class Journal:
                 self.leave(entry)
                 count = f"{left} task{'' if left == 1 else 's'}"
                 await self.suspend({"id": entry.id, "kind": "join", "name": count})
-            found = await patiently(lambda: children.ends(self._journals.store, ids))
+            stored = await patiently(lambda: children.ends(self._journals.store, ids))
+            found = {id_: self._payloads.unsealed_end(end) for id_, end in stored.items()}
             if record is None:
                 errors = [[id_, text] for id_ in dict.fromkeys(ids) if (text := error_of(id_, found.get(id_)))]
                 record = await self.write(entry, {"value": errors, "error": errors[0][1]} if errors else {"value": []})
@@ -310,6 +312,10 @@ class Journal:
         store, execution = self._journals.store, self._execution
         linking = linking_pipeline([execution.id], store.now)
         return await patiently(lambda: children.unfinished(store, ids, execution.id, linking)) if ids else 0
+
+    @property
+    def _payloads(self) -> Payloads:
+        return self._execution.publisher.payloads
 
     @property
     def lease_until(self) -> float:
@@ -377,9 +383,10 @@ class Journal:
                 found = state.get("steps")
                 if found is None and state.get("steps_bytes"):
                     found = await patiently(lambda: steps.read(self._journals.store, execution.id))
+                records = [self._payloads.unsealed_record(execution.id, restored(record)) for record in found or ()]
                 self._records = {}
-                for record in found or ():
-                    self._keep(restored(record))
+                for record in records:
+                    self._keep(record)
             return self._records
 
     async def write(self, entry: Entry, fields: Document, *, delay_ms: int | None = None) -> Document:
@@ -410,7 +417,8 @@ class Journal:
         if entry.kind == "step" and crash_points.asked_for and crash_points.is_reached(entry.name):
             await self._crash(entry)
         size = await self._checked_size(entry, fields)
-        made: Document = {"id": entry.id, "kind": entry.kind, "name": entry.name, **fields, "size": size}
+        sealed = self._payloads.sealed_record(execution.id, fields)
+        made: Document = {"id": entry.id, "kind": entry.kind, "name": entry.name, **sealed, "size": size}
         if entry.fingerprint is not None:
             made["fingerprint"] = entry.fingerprint
         made |= {
@@ -468,7 +476,7 @@ class Journal:
 
     def remember(self, outcome: Outcome) -> Document:
         """Keep what has been written, and return it."""
-        record = dict(outcome.step or {})
+        record = self._payloads.unsealed_record(self._execution.id, dict(outcome.step or {}))
         if self._records is not None:
             self._keep(record)
         return record
@@ -505,6 +513,7 @@ class Journal:
                     break
         if record is None:
             raise self.lost()
+        record = self._payloads.unsealed_record(self._execution.id, record)
         known = await self._read()
         self._bytes += record["size"] - known.get(entry.id, {}).get("size", 0)
         known[entry.id] = record

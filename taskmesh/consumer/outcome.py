@@ -22,6 +22,7 @@ from taskmesh.consumer.logs import fields_of
 from taskmesh.consumer.timing import varied
 from taskmesh.model.error_policy import ALWAYS_FINAL, Raised, raised
 from taskmesh.model.errors import (
+    CannotDecrypt,
     InvalidOption,
     InvalidParams,
     LeaseLost,
@@ -46,7 +47,7 @@ _ABOUT_THE_TASK = (TaskFailed, Retry, Snooze, Next)
 _CONFLICTS_IN_A_ROW = 100
 """So many conflicts of `transaction()` are a failure. Waiting between them takes longer than a dead worker's locks last."""
 _MISMATCH_WAITS_MS = 5_000
-"""So long, or for its retry delay where that is longer, a task waits whose code does not fit its records."""
+"""So long, or for its retry delay where that is longer, a task waits that the code or the keys of a worker do not fit."""
 _FIRST_WAIT_MS, _LONGEST_WAIT_MS = 20, 1_000
 _WINDOW_S = 10.0
 _TOLD_SINGLY = 20
@@ -105,13 +106,13 @@ def judged(execution: Execution, value: Any, error: BaseException | None) -> End
         met = f"TransactionConflict: {execution.conflicts + 1} executions in a row met one"
         remedy = "make what is in transaction() shorter, or let fewer of these tasks run at once"
         return replace(failed_by(error), reason=f"{met}: {remedy}\n{error}")
-    if isinstance(error, (Snooze, StepMismatch, Next)):
+    if isinstance(error, (Snooze, StepMismatch, CannotDecrypt, Next)):
         return _put_off(execution, error)
     return failed_by(error)
 
 
-def _put_off(execution: Execution, error: Snooze | StepMismatch | Next) -> Ending:
-    """How it ended if it snoozes, goes on elsewhere, or if its code does not fit the task's records: it waits, uncharged."""
+def _put_off(execution: Execution, error: Snooze | StepMismatch | CannotDecrypt | Next) -> Ending:
+    """How it ended if it snoozes, goes on elsewhere, or if code or keys here do not fit the task: it waits, uncharged."""
     if isinstance(error, Next):
         return Ending("moved", reason=reason_of(error).text, error=error)
     if isinstance(error, Snooze):
@@ -155,13 +156,18 @@ def success(execution: Execution, value: Any) -> Outcome:
 
     Of a loop it is not stored: the task rests, and runs again.
     """
-    if execution.loop is not None:
-        return execution.outcome("looped", {}, delay_ms=execution.loop.delay_ms(execution.stored_option))
     try:
-        entry, size = execution.returns.kept("returns", value)
+        return stored_success(execution, value)
     except UnstorableValue as error:
         reason = cleaned(f"UnstorableValue: {error}")
         return failure(execution, Ending("failed", reason=reason, error=error, fail_type="UnstorableValue"))
+
+
+def stored_success(execution: Execution, value: Any) -> Outcome:
+    """Return that outcome. Raises `UnstorableValue` for what cannot be stored."""
+    if execution.loop is not None:
+        return execution.outcome("looped", {}, delay_ms=execution.loop.delay_ms(execution.stored_option))
+    entry, size = execution.returns.kept("returns", value)
     return execution.outcome("succeeded", entry, size + 200)
 
 
@@ -202,7 +208,9 @@ def _tell(execution: Execution, ending: Ending, final: str | None) -> None:
         level, what = logging.ERROR, "failed for good" + (f" ({final})" if final is not None else "")
     else:
         level, what = logging.WARNING, f"failed and will be retried ({retries + 1} of {most})"
-    logger.log(level, "task %s %s: %s", execution.id, what, reason, exc_info=ending.error, extra=fields_of(execution))
+    shown = None if execution.secrets else ending.error  # a traceback may have one in it
+    reason = execution.redacted(reason)
+    logger.log(level, "task %s %s: %s", execution.id, what, reason, exc_info=shown, extra=fields_of(execution))
 
 
 def snoozed(execution: Execution, ending: Ending) -> Outcome:

@@ -21,7 +21,7 @@ from typing import Any, Literal, Protocol
 from pymongo.errors import OperationFailure, PyMongoError
 
 from taskmesh.consumer.execution import Execution
-from taskmesh.consumer.outcome import success
+from taskmesh.consumer.outcome import stored_success
 from taskmesh.consumer.pinger import Pinger
 from taskmesh.consumer.recording import Entry, Recorder, failed, inside, returns_of, stored
 from taskmesh.consumer.reporter import Reporter
@@ -35,7 +35,6 @@ from taskmesh.model.errors import (
     TaskFailed,
     TaskMeshError,
     TransactionConflict,
-    UnstorableValue,
 )
 from taskmesh.model.stage import Next
 from taskmesh.store import Store, children, steps
@@ -290,9 +289,7 @@ class Transactions:
             raise LeaseLost(
                 f"task {execution.name!r} {execution.key!r}: {told.value}, so nothing of the transaction remains"
             )
-        outcome = success(execution, execution.result)
-        if outcome.kind == "failed":
-            raise UnstorableValue(outcome.entry["fail_reason"].removeprefix("UnstorableValue: "))
+        outcome = stored_success(execution, execution.result)
         return Record(self._worker_id, outcome, execution.publications, self._clock.now())
 
     def resume(self, execution: Execution) -> None:

@@ -351,7 +351,7 @@ class Worker:
             self.journals,
             self.finisher,
             self.dependents,
-            dependency_results=DependencyResults(store, mesh.definitions),
+            dependency_results=DependencyResults(store, mesh.definitions, mesh.publisher.payloads),
             lifespan=mesh.worker_lifespan,
         )
         self.claimer = Claimer(

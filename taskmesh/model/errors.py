@@ -6,6 +6,7 @@
     ├── UnstorableValue                                           ... nor can what a function returned
     ├── TaskNotFound, TaskRunning, TaskFinished                   the task is not there, is busy, or is done
     ├── StepMismatch                                              a record was made by another step
+    ├── CannotDecrypt                                             a value is encrypted with a key that is not here
     ├── TaskError, TaskCancelled, TaskExpired                     how a task ended, raised by result()
     ├── LeaseLost                                                 this execution no longer holds its task
     ├── ProcessDied                                               the process of a handler is gone
@@ -70,6 +71,17 @@ class TooManySignals(TaskMeshError):
 
 class StepMismatch(TaskMeshError):
     """A step whose record was made by another function or other arguments, or that shares its name with one under way."""
+
+
+class CannotDecrypt(TaskMeshError):
+    """A value is encrypted with a key that this process does not have, or not under that id. `key_id` says which.
+
+    An execution that meets it is put off and charged nothing: a worker that has the key runs the task.
+    """
+
+    def __init__(self, message: str, key_id: str = "") -> None:
+        super().__init__(message)
+        self.key_id = key_id
 
 
 class TaskError(TaskMeshError):

@@ -61,6 +61,8 @@ class Publication:
     """Whether it goes on when that is cancelled or fails."""
     broadcast: bool = False
     """Whether it is for the workers that it names, as far as they live."""
+    sealed: bool = False
+    """Whether its params are encrypted: which key a worker needs is said anew with them."""
     loop: Document | None = None
     """How it runs again and again, if it does (see `Loop.stored`)."""
     number: int = 0
@@ -76,9 +78,10 @@ class Publication:
     @property
     def marks(self) -> Document:
         """What its publisher sets at the top of the document, of a new task and of an existing one alike."""
-        if self.loop is None:
+        if self.loop is None and not self.sealed:
             return self.configuration.marks
-        return {**self.configuration.marks, "loop": self.loop, "needs": words(self.configuration.needs)}
+        loop = {} if self.loop is None else {"loop": self.loop}
+        return {**self.configuration.marks, **loop, "needs": words(self.configuration.needs)}
 
 
 @dataclass(slots=True, frozen=True)

@@ -18,7 +18,7 @@ import bson
 from bson import ObjectId
 from bson.errors import BSONError
 from bson.raw_bson import RawBSONDocument
-from pydantic import BaseModel
+from pydantic import BaseModel, Secret, SecretBytes, SecretStr
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from taskmesh.store.driver import CODEC, Document
@@ -33,6 +33,8 @@ _COUNTED_DEPTH = 1_000
 _SHALLOW_BYTES = 8 * MAX_DEPTH
 """A value of fewer bytes cannot be nested so deeply: each level takes eight at least."""
 
+SECRETS = (SecretStr, SecretBytes, Secret)
+"""Types whose values are stored, and not shown."""
 _PLAIN = (str, int, float, bool, type(None), bytes, datetime)
 
 
@@ -161,8 +163,8 @@ def storable(value: Any) -> tuple[Any, bool]:
     if isinstance(value, (list, tuple)):
         items = [storable(item) for item in value]
         return [item for item, _ in items], any(turned for _, turned in items)
-    if isinstance(value, Enum):
-        return storable(value.value)[0], True
+    if isinstance(value, (Enum, *SECRETS)):
+        return storable(value.value if isinstance(value, Enum) else value.get_secret_value())[0], True
     if isinstance(value, BaseModel):
         return storable({name: getattr(value, name) for name in type(value).model_fields} | (value.model_extra or {}))[
             0
@@ -183,6 +185,19 @@ def storable(value: Any) -> tuple[Any, bool]:
         except (PydanticSerializationError, ValueError):
             return value, False
     return value, False
+
+
+def hides(value: Any) -> bool:
+    """Whether a value has something in it that is not to be shown. It must not be nested too deeply."""
+    if isinstance(value, SECRETS):
+        return True
+    if isinstance(value, BaseModel):
+        return any(hides(getattr(value, name)) for name in type(value).model_fields) or hides(value.model_extra)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return any(hides(getattr(value, field.name)) for field in dataclasses.fields(value))
+    if isinstance(value, dict):
+        return any(hides(part) for part in value.values())
+    return isinstance(value, (list, tuple, set, frozenset)) and any(hides(part) for part in value)
 
 
 def cleaned(text: str) -> str:

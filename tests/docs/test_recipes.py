@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import os
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
+from bson.codec_options import CodecOptions
 from pymongo import AsyncMongoClient, ReturnDocument
+from pymongo.asynchronous.encryption import AsyncClientEncryption
 
 from taskmesh import Retry, Snooze, TaskFailed, TaskMesh, TaskOption, current_task
 from tests.docs.examples import examples_in
@@ -17,7 +20,21 @@ from tests.docs.running import run
 
 DOCUMENT = "docs/recipes.md"
 RECIPES = {example.about: example for example in examples_in(DOCUMENT)}
-NAMES = (asyncio, functools, logging, ReturnDocument, Retry, Snooze, TaskFailed, TaskMesh, TaskOption, current_task)
+NAMES = (
+    AsyncClientEncryption,
+    CodecOptions,
+    asyncio,
+    functools,
+    logging,
+    os,
+    ReturnDocument,
+    Retry,
+    Snooze,
+    TaskFailed,
+    TaskMesh,
+    TaskOption,
+    current_task,
+)
 
 
 @pytest.fixture
@@ -32,7 +49,7 @@ def namespace(client: AsyncMongoClient[dict[str, Any]], database: str) -> Iterat
     given = {"client": client, "mesh": TaskMesh(client, database=database), "shop": client[database]}
     logger = logging.getLogger("taskmesh.executor")
     handlers = list(logger.handlers)
-    yield {found.__name__: found for found in NAMES} | given
+    yield {found.__name__: found for found in NAMES} | given | {"Any": Any}
     logger.handlers = handlers
 
 

@@ -49,6 +49,7 @@ def test_the_distribution_does_not_have_the_name_that_a_stranger_has_on_the_inde
         ("uvicorn", "import taskmesh.web", "web"),
         ("cronsim", "from taskmesh import TaskMesh; TaskMesh().task(name='x', cron='* * * * *')(lambda: 1)", "cron"),
         ("prometheus_client", "from taskmesh.cli.worker.endpoints import worker_metrics; worker_metrics()", "metrics"),
+        ("cryptography", "from taskmesh import AESCodec; AESCodec({'a': bytes(32)}, 'a')", "encryption"),
         ("pydantic_ai", "import taskmesh.integrations.pydantic_ai", "pydantic-ai"),
     ],
 )

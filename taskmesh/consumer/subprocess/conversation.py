@@ -301,6 +301,8 @@ class _Meant:
     definition: Publishable | None
     """What this process knows of it; None: it is defined in the child alone, which has checked the params."""
     returns = PLAIN
+    encrypted = False
+    """Whoever publishes it here has its codec, or that of the mesh."""
 
     @property
     def broadcast(self) -> bool:

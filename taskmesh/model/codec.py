@@ -1,0 +1,88 @@
+"""What encrypts the values of tasks, and what stands for a value that cannot be read here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from taskmesh.model.errors import InvalidOption
+from taskmesh.model.ids import checked_text, shown
+
+ENCRYPTED = "<encrypted>"
+"""What pages and commands show instead of an encrypted value."""
+_KEY_LABEL = "encryption-key:"
+_LONGEST_KEY_ID = 100
+
+
+@runtime_checkable
+class Codec(Protocol):
+    """Encrypts values. `AESCodec` is one; your own may ask a key management service that answers from memory.
+
+    Both methods are called in event loops and threads alike, often: they must not block. `context` names the task and the place
+    in it, and has to be authenticated: so no value can be put in the place of another.
+    """
+
+    @property
+    def current(self) -> str:
+        """The id of the key that encrypts, 1 to 100 characters. It is stored in the clear beside what it has encrypted."""
+
+    @property
+    def key_ids(self) -> frozenset[str]:
+        """The ids of all keys that decrypt."""
+
+    def encrypt(self, data: bytes, context: bytes) -> bytes:
+        """Return the data encrypted with the current key."""
+
+    def decrypt(self, key_id: str, data: bytes, context: bytes) -> bytes:
+        """Return what `encrypt` was given. Raises `ValueError` if the key of this id did not encrypt it, or not so."""
+
+
+class Encrypted(str):
+    """Stands for a value that is encrypted and cannot be read here: a text, `<encrypted>`."""
+
+    __slots__ = ("key_id", "reason")
+
+    key_id: str
+    """The id of the key that it is encrypted with."""
+    reason: str
+    """Why it cannot be read."""
+
+    @classmethod
+    def because(cls, key_id: str, reason: str) -> Encrypted:
+        """Return what stands for a value that was encrypted with this key."""
+        encrypted = cls(ENCRYPTED)
+        encrypted.key_id, encrypted.reason = key_id, reason
+        return encrypted
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Encrypted.because, (self.key_id, self.reason)
+
+
+def checked_codec(codec: Any) -> Codec | None:
+    """Return the codec, or None for none. Raises `InvalidOption` for what is none."""
+    if codec is None:
+        return None
+    if isinstance(codec, type) or not isinstance(codec, Codec):
+        raise InvalidOption(f"codec must be an AESCodec, or have its methods, got {shown(codec)}")
+    for key_id in codec.key_ids:
+        checked_key_id(key_id)
+    if codec.current not in codec.key_ids:
+        raise InvalidOption(f"codec: its current key {codec.current!r} is none of its keys: {listed(codec.key_ids)}")
+    return codec
+
+
+def checked_key_id(key_id: Any) -> str:
+    """Return the id of a key, or raise `InvalidOption`."""
+    if "=" in checked_text("the id of a key", key_id, most=_LONGEST_KEY_ID):
+        raise InvalidOption(f"the id of a key must not have a '=', got {key_id!r}: give it another id")
+    return str(key_id)
+
+
+def listed(key_ids: frozenset[str]) -> str:
+    """Name these keys in a sentence."""
+    return ", ".join(repr(key_id) for key_id in sorted(key_ids)) or "none"
+
+
+def needed_for(key_id: str) -> Mapping[str, Any]:
+    """What a worker has to have among its labels to be given a task whose params this key has encrypted."""
+    return {f"{_KEY_LABEL}{key_id}": True}

@@ -1,0 +1,355 @@
+"""Values that not everybody may read: encrypted, or marked as secret. How they stand in a document, each way in one place.
+
+A value is put into a box: a BSON binary of a subtype of our own, which says what is in it, and with which key. What has to stay
+a text in the document, since pipelines read it as one (a reason, a line of a log), is put into a text that begins `<encrypted>`.
+A box is bound to its task and to its place in it. Of params each is boxed by itself, so their names stay, and a projection works.
+
+A plain value of a plain task is stored as it is, and costs nothing here.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import bson
+from bson.binary import Binary
+from bson.errors import BSONError
+from pydantic import Secret
+
+from taskmesh.model.codec import ENCRYPTED, Codec, Encrypted, listed, needed_for
+from taskmesh.model.errors import CannotDecrypt, IncompatibleCollection
+from taskmesh.model.task import Task
+from taskmesh.store.driver import CODEC, Document
+
+_SUBTYPE = 0xA7
+"""Of the binaries that BSON leaves to users."""
+_MAGIC = b"tm1"
+_SECRET, _ENCRYPTED = 1, 2
+_SHORTEST_REDACTED = 4
+_TEXT = f"{ENCRYPTED}\n{_MAGIC.decode()}:"
+
+_concealed: ContextVar[bool] = ContextVar("taskmesh values concealed", default=False)
+
+
+@contextmanager
+def concealed() -> Iterator[None]:
+    """In the block a task is read as pages and commands show it: nothing is decrypted, whoever has the key."""
+    before = _concealed.set(True)
+    try:
+        yield
+    finally:
+        _concealed.reset(before)
+
+
+class _Box(NamedTuple):
+    flags: int
+    key_id: str
+    data: bytes
+
+    @property
+    def is_encrypted(self) -> bool:
+        return bool(self.flags & _ENCRYPTED)
+
+    def packed(self) -> bytes:
+        key_id = self.key_id.encode()
+        return _MAGIC + bytes([self.flags, *len(key_id).to_bytes(2)]) + key_id + self.data
+
+    @classmethod
+    def unpacked(cls, packed: bytes) -> _Box:
+        start = len(_MAGIC) + 3
+        end = start + int.from_bytes(packed[start - 2 : start])
+        return cls(packed[start - 3], packed[start:end].decode(), packed[end:])
+
+
+def is_boxed(value: Any) -> bool:
+    """Whether a stored value is in a box."""
+    return type(value) is Binary and value.subtype == _SUBTYPE and value.startswith(_MAGIC)
+
+
+def _box_of(value: Any) -> _Box | None:
+    """Return the box that a stored value is; None for a plain one."""
+    return _Box.unpacked(value) if is_boxed(value) else None
+
+
+def marked_secret(value: Any) -> Binary:
+    """Return the value in a box that says that it is not to be shown. It is not encrypted by this."""
+    return Binary(_Box(_SECRET, "", bson.encode({"v": value}, codec_options=CODEC)).packed(), _SUBTYPE)
+
+
+def unmarked(value: Any) -> Any:
+    """Return what `marked_secret` was given, or what a `Secret` holds; anything else as it is."""
+    if isinstance(value, Secret):
+        return value.get_secret_value()
+    box = _box_of(value)
+    return value if box is None or box.is_encrypted else _plain(box.data)
+
+
+def _plain(data: bytes) -> Any:
+    return bson.decode(data, CODEC)["v"]
+
+
+class Payloads:
+    """How the values of one mesh's tasks are written and read."""
+
+    def __init__(self, codec: Codec | None = None) -> None:
+        self._codec = codec
+        self._codecs: dict[str, Codec] = {}
+
+    def set_codec(self, name: str, codec: Codec) -> None:
+        """Let the tasks of this name have a codec of their own."""
+        self._codecs[name] = codec
+
+    def codec_of(self, name: str) -> Codec | None:
+        """Return what encrypts the values of the tasks of this name; None: they are plain."""
+        return self._codecs.get(name, self._codec)
+
+    def needs_of(self, name: str) -> Mapping[str, Any]:
+        """What a worker has to have among its labels to be given such a task as it is published now."""
+        codec = self.codec_of(name)
+        return {} if codec is None else needed_for(codec.current)
+
+    def labels(self) -> dict[str, Any]:
+        """The labels of a worker of this mesh: the keys that it has."""
+        codecs = [*self._codecs.values(), *([] if self._codec is None else [self._codec])]
+        return {name: value for codec in codecs for id_ in codec.key_ids for name, value in needed_for(id_).items()}
+
+    # --- on the way in ---
+
+    def sealed(self, id_: str, place: str, value: Any) -> Any:
+        """Return a value as it is stored at this place of this task. None stays None."""
+        codec = self.codec_of(_name(id_))
+        if codec is None or value is None:
+            return value
+        box = _box_of(value)
+        if box is not None and box.is_encrypted:
+            return value
+        flags, data = (0, bson.encode({"v": value}, codec_options=CODEC)) if box is None else (box.flags, box.data)
+        encrypted = codec.encrypt(data, _context(id_, place))
+        return Binary(_Box(flags | _ENCRYPTED, codec.current, encrypted).packed(), _SUBTYPE)
+
+    def sealed_params(self, id_: str, params: Document) -> Document:
+        """Return params as they are stored, each by itself."""
+        if self.codec_of(_name(id_)) is None:
+            return params
+        return {name: self.sealed(id_, f"params.{name}", value) for name, value in params.items()}
+
+    def sealed_text(self, id_: str, text: str) -> str:
+        """Return a text as it is stored: a text that shows nothing of it."""
+        codec = self.codec_of(_name(id_))
+        if codec is None:
+            return text
+        data = text.encode("utf-8", "surrogatepass")
+        box = _Box(_ENCRYPTED, codec.current, codec.encrypt(data, _context(id_, "text")))
+        return _TEXT + base64.b64encode(box.packed()).decode()
+
+    def sealed_entry(self, id_: str, entry: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return what an execution leaves in its entry, or for the task's next stage, as it is stored."""
+        if self.codec_of(_name(id_)) is None:
+            return entry
+        seal: dict[str, Callable[[Any], Any]] = {
+            "returns": lambda value: self.sealed(id_, "result", value),
+            "fail_reason": lambda text: self.sealed_text(id_, text),
+            "params": lambda params: self.sealed_params(id_, params),
+        }
+        return {name: seal[name](value) if name in seal else value for name, value in entry.items()}
+
+    def sealed_record(self, id_: str, fields: Document) -> Document:
+        """Return the fields of a record as they are stored."""
+        if self.codec_of(_name(id_)) is None:
+            return fields
+        seal: dict[str, Callable[[Any], Any]] = {
+            "value": lambda value: self.sealed(id_, "record", value),
+            "error": lambda text: self.sealed_text(id_, text),
+        }
+        return {name: seal[name](value) if name in seal else value for name, value in fields.items()}
+
+    # --- on the way out ---
+
+    def unsealed(self, id_: str, place: str, value: Any) -> Any:
+        """Return a stored value as it was given. Raises `CannotDecrypt`."""
+        box = _box_of(value)
+        return value if box is None else _plain(self._decrypted(id_, place, box))
+
+    def unsealed_params(self, id_: str, params: Document) -> Document:
+        """Return stored params as they were given. Raises `CannotDecrypt`."""
+        return {name: self.unsealed(id_, f"params.{name}", value) for name, value in params.items()}
+
+    def decrypted_params(self, id_: str, params: Document) -> Document:
+        """Return stored params in the clear, and what is secret still marked as that. Raises `CannotDecrypt`."""
+
+        def decrypted(place: str, value: Any) -> Any:
+            found = self.unsealed(id_, place, value)
+            box = _box_of(value)
+            return marked_secret(found) if box is not None and box.flags & _SECRET else found
+
+        return {name: decrypted(f"params.{name}", value) for name, value in params.items()}
+
+    def secrets_in(self, id_: str, params: Document) -> Iterator[str]:
+        """Yield the texts in those stored params that are not to be shown; but for short ones, which stand in many a text."""
+        for name, value in params.items():
+            box = _box_of(value)
+            if box is not None and box.flags & _SECRET:
+                yield from _texts(self.unsealed(id_, f"params.{name}", value))
+
+    def unsealed_text(self, id_: str, text: str) -> str:
+        """Return a stored text as it was given. Raises `CannotDecrypt`."""
+        box = _box_in(text)
+        return text if box is None else self._decrypted(id_, "text", box).decode("utf-8", "surrogatepass")
+
+    def unsealed_record(self, id_: str, record: Document) -> Document:
+        """Return a record as it was made. Raises `CannotDecrypt`."""
+        value, error = record.get("value"), record.get("error")
+        if is_boxed(value):
+            record = record | {"value": self.unsealed(id_, "record", value)}
+        return record if error is None else record | {"error": self.unsealed_text(id_, error)}
+
+    def unsealed_end(self, end: Document) -> Document:
+        """Return what has come of a child, its `value` and `reasons` as they were given. Raises `CannotDecrypt`."""
+        id_ = end["_id"]
+        reasons = [self.unsealed_text(id_, reason) for reason in end["reasons"]]
+        return end | {"value": self.unsealed(id_, "result", end.get("value")), "reasons": reasons}
+
+    def task(self, document: Document) -> Task:
+        """Read a stored task, for whoever looks at it.
+
+        An `Encrypted` stands for what cannot be read here, a `Secret` of pydantic's for what is marked as secret.
+        Raises `IncompatibleCollection` where it is not a task of ours.
+        """
+        try:
+            return Task.from_document(self._shown(document))
+        except (BSONError, UnicodeError, IndexError) as error:
+            raise IncompatibleCollection(
+                f"the document {document.get('_id')!r} has a value that taskmesh did not write so ({error})"
+            ) from error
+
+    def shown_params(self, id_: str, params: Document) -> Document:
+        """Return stored params for whoever looks at them."""
+        return {name: self._shown_value(id_, f"params.{name}", value) for name, value in params.items()}
+
+    def _shown(self, document: Document) -> Document:
+        id_, state = document.get("_id"), document.get("task_state")
+        if not isinstance(id_, str) or not isinstance(state, dict):  # a stranger's, which is told when it is read
+            return document
+
+        def value(place: str) -> Callable[[Any], Any]:
+            return lambda stored: self._shown_value(id_, place, stored)
+
+        def text(stored: Any) -> Any:
+            return self._shown_text(id_, stored)
+
+        def params(stored: Any) -> Any:
+            return self.shown_params(id_, stored) if isinstance(stored, dict) else stored
+
+        steps = _each(_fields(value=value("record"), error=text))
+        entries = _each(_fields(returns=value("result"), fail_reason=text, logs=_each(_fields(message=text))))
+        shown = _fields(
+            worker_states=entries,
+            progress=_fields(message=text),
+            steps=steps,
+            signals=_each(_fields(payload=value("record"))),
+            stages=_each(_fields(params=params, steps=steps)),
+        )
+        return _fields(params=params, task_state=shown)(document)  # type: ignore[no-any-return]  # a document, as it was
+
+    def _shown_value(self, id_: str, place: str, stored: Any) -> Any:
+        box = _box_of(stored)
+        if box is None:
+            return stored
+        found = self._read(id_, place, box)
+        if isinstance(found, Encrypted):
+            return found
+        return Secret(_plain(found)) if box.flags & _SECRET else _plain(found)
+
+    def _shown_text(self, id_: str, stored: Any) -> Any:
+        box = _box_in(stored) if isinstance(stored, str) else None
+        if box is None:
+            return stored
+        found = self._read(id_, "text", box)
+        return found if isinstance(found, Encrypted) else found.decode("utf-8", "surrogatepass")
+
+    def _read(self, id_: str, place: str, box: _Box) -> bytes | Encrypted:
+        """What is in a box, for whoever looks at it."""
+        if box.is_encrypted and _concealed.get():
+            return Encrypted.because(box.key_id, "pages and commands show no encrypted values")
+        try:
+            return self._decrypted(id_, place, box)
+        except CannotDecrypt as error:
+            return Encrypted.because(error.key_id, str(error))
+
+    def _decrypted(self, id_: str, place: str, box: _Box) -> bytes:
+        if not box.is_encrypted:
+            return box.data
+        name, _, key = id_.partition(":")
+        codec = self.codec_of(name)
+        what = f"{_SAID.get(place, place)} of task {name!r} {key!r}"
+        if codec is None or box.key_id not in codec.key_ids:
+            has = "has no codec for it" if codec is None else f"has only the keys {listed(codec.key_ids)}"
+            remedy = "give TaskMesh or the task a codec with that key"
+            raise CannotDecrypt(
+                f"{what}: encrypted with key {box.key_id!r}, and this process {has}: {remedy}", box.key_id
+            )
+        try:
+            return codec.decrypt(box.key_id, box.data, _context(id_, place))
+        except ValueError:
+            raise CannotDecrypt(
+                f"{what}: encrypted with another key {box.key_id!r} than this process has under that id, or changed since: "
+                "compare the keys of publishers and workers",
+                box.key_id,
+            ) from None
+
+
+_SAID = {"result": "the result", "record": "a step or signal", "text": "a text"}
+
+
+def first_line(text: Any) -> Any:
+    """Return what a listing shows of a stored text: of one that is encrypted nothing."""
+    return ENCRYPTED if isinstance(text, str) and text.startswith(_TEXT) else text
+
+
+def _name(id_: str) -> str:
+    return id_.partition(":")[0]
+
+
+def _context(id_: str, place: str) -> bytes:
+    return f"{id_}\0{place}".encode()
+
+
+def _box_in(text: str) -> _Box | None:
+    """Return the box that a stored text is; None for a plain one."""
+    if not text.startswith(_TEXT):
+        return None
+    try:
+        return _Box.unpacked(base64.b64decode(text[len(_TEXT) :], validate=True))
+    except (binascii.Error, ValueError, IndexError):  # somebody's own text, which begins like one of ours
+        return None
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for part in value:
+            yield from _texts(part)
+    elif isinstance(value, str) and len(value) >= _SHORTEST_REDACTED:
+        yield value
+
+
+def _fields(**change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return what reads these fields of a document, each in its way."""
+
+    def changed(document: Any) -> Any:
+        if not isinstance(document, dict):
+            return document
+        return document | {name: change[name](document[name]) for name in change.keys() & document.keys()}
+
+    return changed
+
+
+def _each(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return what reads each part of a list in this way."""
+    return lambda parts: [change(part) for part in parts] if isinstance(parts, list) else parts
