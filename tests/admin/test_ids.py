@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -61,6 +62,8 @@ CALLS: dict[str, Callable[[TaskMesh, Any], Any]] = {
     # tasks: by name, by key
     "get": lambda mesh, id_: mesh.get(id_, "k"),
     "get by key": lambda mesh, id_: mesh.get("job", id_),
+    "get_sync": lambda mesh, id_: asyncio.to_thread(mesh.get_sync, id_, "k"),
+    "get_sync by key": lambda mesh, id_: asyncio.to_thread(mesh.get_sync, "job", id_),
     "cancel": lambda mesh, id_: mesh.cancel(id_, "k"),
     "cancel by key": lambda mesh, id_: mesh.cancel("job", id_),
     "retry": lambda mesh, id_: mesh.retry(id_, "k"),
@@ -208,6 +211,7 @@ def test_every_public_call_that_names_something_is_tried(mongo_uri: str) -> None
     like = {
         "Publisher.publication_of",
         "Publisher.addressed",
+        "Publisher.made",
         "Publisher.handle_of",
         "TaskMesh.task",
         "Flows.member",
