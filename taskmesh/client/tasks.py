@@ -14,7 +14,7 @@ from taskmesh.model.errors import TaskFinished, TaskNotFound, TaskRunning, TooMa
 from taskmesh.model.flow import FlowStatus
 from taskmesh.model.ids import checked_step_name, checked_text
 from taskmesh.model.option import OptionFields
-from taskmesh.model.task import Task, task_id
+from taskmesh.model.task import Status, Task, task_id
 from taskmesh.store import Store, audit, control, find, signals
 from taskmesh.store.values import encoded, new_id
 
@@ -74,9 +74,13 @@ class Tasks:
         `by`: who, for the audit; by default the user of this process, and its host. Raises `TaskNotFound`.
         """
         id_, who = task_id(name, key), audit.author(by)
-        cancelled = await self._change(id_, lambda: control.cancel(self._store, id_))
-        # With no retention it is past it by now.
-        found = await find.get(self._store, [id_], forgotten=True) if cancelled else []
+        before = await find.get(self._store, [id_])
+        if await self._change(id_, lambda: control.cancel(self._store, id_)):
+            # With no retention it is past it by now, and the server may have removed it even before we look.
+            cancelled = {"status": Status.CANCELLED}
+            found = await find.get(self._store, [id_], forgotten=True) or [each | cancelled for each in before]
+        else:
+            found = []
         task = self._connection.payloads.task(found[0]) if found else await self.get(name, key)
         await audit.note(self._store, "task.cancel", who, name=name, key=key)
         return task

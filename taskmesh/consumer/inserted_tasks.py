@@ -1,7 +1,7 @@
 """What other languages insert: a worker accepts it, so that it can be found and claimed like any task (`store/acceptance.py`).
 
-The stream tells of it at once; a look at each second finds what it did not tell. The worker that comes first in a task's lane
-accepts it, and any other one that still finds it a second later.
+The stream tells of it at once. The worker that comes first in a task's lane accepts it, and any other one that still finds it a
+second later. A look now and then finds what the stream did not tell; each second where nobody listens to it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from pymongo.errors import PyMongoError
 
 from taskmesh.client.acceptance import Acceptance
 from taskmesh.consumer.partitions import Partitions
+from taskmesh.consumer.settings import Settings
 from taskmesh.consumer.timing import until, varied
 
 logger = logging.getLogger("taskmesh.consumer")
 
-_LOOK_EVERY_S = 1.0
+_LEFT_FOR_S = 1.0
+_LOOK_EVERY_S = 15.0
 _PAGE = 1_000
 _TOGETHER = 100
 
@@ -26,13 +28,14 @@ _TOGETHER = 100
 class InsertedTasks:
     """Accepts them, for one worker."""
 
-    def __init__(self, acceptance: Acceptance, worker_id: str, partitions: Partitions) -> None:
+    def __init__(self, acceptance: Acceptance, settings: Settings, partitions: Partitions) -> None:
         self._acceptance = acceptance
-        self._worker_id = worker_id
+        self._worker_id = settings.worker_id
+        self._look_every_s = _LOOK_EVERY_S if settings.listen else _LEFT_FOR_S
         self._partitions = partitions
         self._heard: set[str] = set()
         self._left: set[str] = set()
-        """What the last look left to the workers that come first."""
+        """What is left to the workers that come first, until the next look."""
         self._next_look = 0.0
         self._wake = asyncio.Event()
         self._wake.set()  # the first look is at once
@@ -44,6 +47,14 @@ class InsertedTasks:
         elif self._partitions.place_of(id_) == 0:
             self._heard.add(id_)
             self._wake.set()
+        else:
+            self._leave({id_})
+
+    def _leave(self, ids: set[str]) -> None:
+        """Leave these to others, and look in a second whether they have been accepted."""
+        self._left |= ids
+        self._next_look = min(self._next_look, time.monotonic() + varied(_LEFT_FOR_S, 0.1))
+        self._wake.set()  # whoever waits longer
 
     async def any_left(self) -> bool:
         """Whether a majority has something that nobody has accepted yet; then it is looked at at once."""
@@ -56,25 +67,28 @@ class InsertedTasks:
     async def run(self) -> None:
         """Accept for ever."""
         while True:
-            await until(self._wake, varied(_LOOK_EVERY_S, 0.1))
+            await until(self._wake, max(0.0, self._next_look - time.monotonic()))
             self._wake.clear()
             try:
                 while await self.run_once():
                     pass
             except PyMongoError as error:
+                self._next_look = time.monotonic() + varied(_LEFT_FOR_S, 0.1)
                 logger.debug("could not accept what others inserted (%s): trying again", type(error).__name__)
 
     async def run_once(self) -> int:
-        """Accept what was heard of and, once a second, what a look finds; return how many."""
+        """Accept what was heard of and, if it is time for a look, what that finds; return how many."""
         heard, self._heard = self._heard, set()
         now = time.monotonic()
         if now >= self._next_look:
             found = set(await self._acceptance.waiting(_PAGE))
             mine = {id_ for id_ in found if id_ in self._left or self._partitions.place_of(id_) == 0}
-            self._left = found - mine
             heard |= mine
-            if len(found) < _PAGE:
-                self._next_look = now + 0.8 * _LOOK_EVERY_S
+            self._left = set()
+            if len(found) < _PAGE or not mine:
+                self._next_look = now + varied(self._look_every_s, 0.1)
+                if others := found - mine:
+                    self._leave(others)
         ids = sorted(heard)
         return sum(
             [

@@ -384,7 +384,7 @@ class Worker:
             claim_filter,
             self.backup_claims,
         )
-        self.inserted_tasks = InsertedTasks(Acceptance(store, clock, Registry(store)), worker_id, self.partitions)
+        self.inserted_tasks = InsertedTasks(Acceptance(store, clock, Registry(store)), self._settings, self.partitions)
         orders = Orders(store, settings, consumer)
         self.listener = Listener(
             mesh.feed,
