@@ -41,7 +41,7 @@ def conditions(uri: str | None = None) -> dict[str, str]:
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "pymongo": version("pymongo"),
-        "taskmesh": f"{distribution.release()} at {_commit()}",
+        "taskmesh": f"{distribution.VERSION} at {_commit()}",
     }
     if uri is not None:
         with MongoClient[dict[str, object]](uri) as client:

@@ -12,19 +12,12 @@ Its rooms, in reading order; each imports only those before it:
 - `cli`, `web`: its faces. `embedded`: the MongoDB that comes along.
 """
 
-from taskmesh.admin.audit import NotedAction
-from taskmesh.admin.bulk import BulkAction, BulkResult, UndoResult
-from taskmesh.admin.doctor import Finding
-from taskmesh.admin.error_groups import ErrorGroup, ErrorReport
-from taskmesh.admin.explain import Explanation, Gate, Waiting
-from taskmesh.admin.filters import TaskFilter
-from taskmesh.admin.stats import Stats
-from taskmesh.admin.what_if import LimitEffect, OptionEffect
+from typing import TYPE_CHECKING, Any
+
 from taskmesh.client.batch import BatchDefinition
 from taskmesh.client.definition import TaskDefinition
 from taskmesh.client.flows import Flow
 from taskmesh.client.handle import TaskHandle
-from taskmesh.consumer import Consumer
 from taskmesh.consumer.context import (
     BlockingTaskContext,
     TaskContext,
@@ -34,8 +27,6 @@ from taskmesh.consumer.context import (
     current_task,
 )
 from taskmesh.consumer.lifespan import Lifespan
-from taskmesh.consumer.outcome import Ending
-from taskmesh.integrations.encryption import AESCodec
 from taskmesh.mesh import TaskMesh
 from taskmesh.model.codec import Codec, Encrypted
 from taskmesh.model.data_change import ChangeEvent
@@ -89,6 +80,19 @@ from taskmesh.model.task import (
     WorkerState,
 )
 from taskmesh.model.worker import LeaseLeft, WorkerInfo
+
+if TYPE_CHECKING:
+    from taskmesh.admin.audit import NotedAction
+    from taskmesh.admin.bulk import BulkAction, BulkResult, UndoResult
+    from taskmesh.admin.doctor import Finding
+    from taskmesh.admin.error_groups import ErrorGroup, ErrorReport
+    from taskmesh.admin.explain import Explanation, Gate, Waiting
+    from taskmesh.admin.filters import TaskFilter
+    from taskmesh.admin.stats import Stats
+    from taskmesh.admin.what_if import LimitEffect, OptionEffect
+    from taskmesh.consumer.outcome import Ending
+    from taskmesh.consumer.worker import Consumer
+    from taskmesh.integrations.encryption import AESCodec
 
 __all__ = [
     "AESCodec",
@@ -174,3 +178,37 @@ __all__ = [
     "current_blocking_task",
     "current_task",
 ]
+
+
+_LATER = {
+    "AESCodec": "taskmesh.integrations.encryption",
+    "BulkAction": "taskmesh.admin.bulk",
+    "BulkResult": "taskmesh.admin.bulk",
+    "Consumer": "taskmesh.consumer.worker",
+    "Ending": "taskmesh.consumer.outcome",
+    "ErrorGroup": "taskmesh.admin.error_groups",
+    "ErrorReport": "taskmesh.admin.error_groups",
+    "Explanation": "taskmesh.admin.explain",
+    "Finding": "taskmesh.admin.doctor",
+    "Gate": "taskmesh.admin.explain",
+    "LimitEffect": "taskmesh.admin.what_if",
+    "NotedAction": "taskmesh.admin.audit",
+    "OptionEffect": "taskmesh.admin.what_if",
+    "Stats": "taskmesh.admin.stats",
+    "TaskFilter": "taskmesh.admin.filters",
+    "UndoResult": "taskmesh.admin.bulk",
+    "Waiting": "taskmesh.admin.explain",
+}
+"""Names of the rooms of people and of workers, which are imported when they are asked for: whoever publishes needs neither."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module 'taskmesh' has no attribute {name!r}")
+    from importlib import import_module  # noqa: PLC0415 — `taskmesh.import_module` is no name of ours
+
+    return getattr(import_module(_LATER[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -6,19 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from datetime import datetime
-from typing import Any, ParamSpec, Protocol, Self, TypedDict, TypeVar, Unpack, overload
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, Self, TypedDict, TypeVar, Unpack, overload
 
-from taskmesh.admin.audit import Audit
-from taskmesh.admin.bulk import Bulk
-from taskmesh.admin.explain import Explanation
-from taskmesh.admin.filters import TaskFilter
-from taskmesh.admin.fleet import Fleet
-from taskmesh.admin.inspection import Inspection
-from taskmesh.admin.listing import Listing, filter_from
-from taskmesh.admin.queues import LimitFields, Queues
-from taskmesh.admin.stats import Stats
-from taskmesh.admin.store.index_choice import Order
-from taskmesh.admin.what_if import WhatIf
 from taskmesh.client.batch import DEFAULT_WAIT_MS, BatchDefinition
 from taskmesh.client.change_feed import Feed
 from taskmesh.client.connection import Connection
@@ -30,21 +20,7 @@ from taskmesh.client.handle import TaskHandle
 from taskmesh.client.publisher import Publisher
 from taskmesh.client.schedules import Declared, Schedules
 from taskmesh.client.tasks import UNSAID, Tasks
-from taskmesh.consumer import Consumer
 from taskmesh.consumer.lifespan import Lifespan, checked_lifespan
-from taskmesh.consumer.observer import Observer
-from taskmesh.consumer.settings import (
-    DEFAULT_STALL_LIMIT_MS,
-    AfterHook,
-    BeforeHook,
-    Settings,
-    all_labels,
-    checked_concurrency,
-    checked_names,
-    checked_queues,
-    worker_id_or_new,
-)
-from taskmesh.consumer.worker import ClaimHook
 from taskmesh.model.codec import Codec, checked_codec
 from taskmesh.model.configuration import Configuration, PublishSettings
 from taskmesh.model.error_policy import ErrorTypes
@@ -53,10 +29,27 @@ from taskmesh.model.flow import FlowStatus
 from taskmesh.model.option import OptionFields, TaskOption
 from taskmesh.model.schedule import Missed, Overlap, checked_declaration
 from taskmesh.model.task import Status, Task, checked_key, checked_name
-from taskmesh.model.worker import WorkerInfo
+from taskmesh.model.worker import DEFAULT_STALL_LIMIT_MS, WorkerInfo, checked_concurrency
 from taskmesh.store import Store
 from taskmesh.store.clock import ServerClock
 from taskmesh.store.payloads import Payloads
+
+# ruff: noqa: PLC0415 — what only workers and people need is a third of what we are: whoever only publishes does not load it
+if TYPE_CHECKING:
+    from taskmesh.admin.audit import Audit
+    from taskmesh.admin.bulk import Bulk
+    from taskmesh.admin.explain import Explanation
+    from taskmesh.admin.filters import TaskFilter
+    from taskmesh.admin.fleet import Fleet
+    from taskmesh.admin.inspection import Inspection
+    from taskmesh.admin.listing import Listing
+    from taskmesh.admin.queues import LimitFields, Queues
+    from taskmesh.admin.stats import Stats
+    from taskmesh.admin.store.index_choice import Order
+    from taskmesh.admin.what_if import WhatIf
+    from taskmesh.consumer.observer import Observer
+    from taskmesh.consumer.settings import AfterHook, BeforeHook
+    from taskmesh.consumer.worker import ClaimHook, Consumer
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -109,24 +102,59 @@ class TaskMesh(Defining):
         self.flows = Flows(self.connection, self.publisher, self.tasks)
         """Flows: tasks that are published as a whole."""
         self.tasks.flows = self.flows
-        self.listing = Listing(self.connection)
-        """Many tasks: find, count and page through them."""
-        self.bulk = Bulk(self.connection)
-        """Many tasks at once: retry, cancel, delete, purge by a filter, and undo that."""
-        self.queues = Queues(self.connection)
-        """Queues: list, pause, resume and limit them, and their groups."""
-        self.fleet = Fleet(self.connection)
-        """Workers: list them, and give them orders."""
-        self.inspect = Inspection(self.connection, self.listing)
-        """Why a task waits, what fails, and what is wrong."""
-        self.what_if = WhatIf(self.connection, self.tasks)
-        """What a change would do, told without making it."""
-        self.audit = Audit(self.connection)
-        """Who did what to single things; each verb writes it down."""
         self.hooks_of_consumers: Hooks = {}
         """The hooks that `hooks` has set."""
         self.worker_lifespan: Lifespan[Any] | None = None
         """What `lifespan` has set."""
+
+    @cached_property
+    def listing(self) -> Listing:
+        """Many tasks: find, count and page through them."""
+        from taskmesh.admin.listing import Listing
+
+        return Listing(self.connection)
+
+    @cached_property
+    def bulk(self) -> Bulk:
+        """Many tasks at once: retry, cancel, delete, purge by a filter, and undo that."""
+        from taskmesh.admin.bulk import Bulk
+
+        return Bulk(self.connection)
+
+    @cached_property
+    def queues(self) -> Queues:
+        """Queues: list, pause, resume and limit them, and their groups."""
+        from taskmesh.admin.queues import Queues
+
+        return Queues(self.connection)
+
+    @cached_property
+    def fleet(self) -> Fleet:
+        """Workers: list them, and give them orders."""
+        from taskmesh.admin.fleet import Fleet
+
+        return Fleet(self.connection)
+
+    @cached_property
+    def inspect(self) -> Inspection:
+        """Why a task waits, what fails, and what is wrong."""
+        from taskmesh.admin.inspection import Inspection
+
+        return Inspection(self.connection, self.listing)
+
+    @cached_property
+    def what_if(self) -> WhatIf:
+        """What a change would do, told without making it."""
+        from taskmesh.admin.what_if import WhatIf
+
+        return WhatIf(self.connection, self.tasks)
+
+    @cached_property
+    def audit(self) -> Audit:
+        """Who did what to single things; each verb writes it down."""
+        from taskmesh.admin.audit import Audit
+
+        return Audit(self.connection)
 
     # --- connecting ---
 
@@ -385,6 +413,15 @@ class TaskMesh(Defining):
         whose exception is logged. `observer`: who measures it, like `metrics.WorkerMetrics`. `stall_limit_ms`: for how long the
         event loop may stand still before its pings are given up. Raises `InvalidOption`.
         """
+        from taskmesh.consumer.settings import (
+            Settings,
+            all_labels,
+            checked_names,
+            checked_queues,
+            worker_id_or_new,
+        )
+        from taskmesh.consumer.worker import Consumer
+
         settings = Settings(
             worker_id=worker_id_or_new(worker_id),
             labels=all_labels(labels) | self.connection.payloads.labels(),
@@ -457,6 +494,8 @@ class TaskMesh(Defining):
         `sort="key"`). `where`: a filter, or its text (`status:FAIL error:timeout age>1h`), instead of `name`, `status`, `queue`,
         `key_prefix` and `tags`, of which a task has to have all. Raises `InvalidOption`, `InvalidName`, `InvalidKey`.
         """
+        from taskmesh.admin.listing import filter_from
+
         which = filter_from(where, name, status, queue, key_prefix, tags)
         return self.listing.find(which, limit=limit, sort=sort, params=params, after=after)
 

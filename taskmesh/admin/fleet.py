@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from taskmesh.client.connection import Connection
-from taskmesh.consumer.settings import checked_concurrency
 from taskmesh.model.errors import InvalidOption, TaskNotFound
 from taskmesh.model.ids import checked_worker_id
-from taskmesh.model.worker import WorkerInfo
+from taskmesh.model.worker import WorkerInfo, checked_concurrency
 from taskmesh.store import Store, audit, registry
 
 

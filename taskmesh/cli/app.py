@@ -13,7 +13,7 @@ from taskmesh.cli import audit, bulk, explain, fleet, flows, publishing, queues,
 from taskmesh.cli.connected import COMMAND_LINE_URI, Collection, Database, Uri, connected
 from taskmesh.cli.demo import demo
 from taskmesh.cli.worker.command import worker
-from taskmesh.model import distribution
+from taskmesh.model.distribution import VERSION
 
 app = typer.Typer(
     help="taskmesh: tasks on MongoDB, with leases, fencing and retries. See `taskmesh COMMAND --help`.",
@@ -25,7 +25,7 @@ app = typer.Typer(
 
 def _show_version(asked: bool) -> None:
     if asked:
-        typer.echo(f"taskmesh {distribution.release()}")
+        typer.echo(f"taskmesh {VERSION}")
         raise typer.Exit
 
 

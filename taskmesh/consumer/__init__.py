@@ -5,7 +5,3 @@ Read `worker` first: it has the diagram, and makes all the others. Then, as a ta
 `outcome` (for child processes the room `subprocess`), `transactions`, `together`, `pinger`, `reporter`, `finisher`; then `life`,
 `stopping` and `idleness`; beside them `settings`, `registration`, `unserved`, `ticker`, `context`, `logs`, `tracing`, `signals`.
 """
-
-from taskmesh.consumer.worker import Consumer
-
-__all__ = ["Consumer"]

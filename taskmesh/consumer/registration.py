@@ -19,7 +19,7 @@ from taskmesh.consumer.partitions import Partitions
 from taskmesh.consumer.settings import Settings
 from taskmesh.consumer.timing import until
 from taskmesh.consumer.worker_stats import Throughput, WorkerStats
-from taskmesh.model import distribution
+from taskmesh.model.distribution import VERSION
 from taskmesh.model.errors import InvalidOption, WorkerIdTaken
 from taskmesh.model.worker import WorkerInfo, read_workers
 from taskmesh.store import Store, registry
@@ -30,10 +30,6 @@ from taskmesh.store.uncut import CLOSE_DEADLINE_S
 from taskmesh.store.values import cleaned
 
 logger = logging.getLogger("taskmesh.registration")
-
-
-RELEASE = distribution.release()
-"""The release of taskmesh that runs here. Read once, at import: it takes a look into several files."""
 
 
 class Commanded(Protocol):
@@ -206,7 +202,7 @@ class Registration:
         return {
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "version": RELEASE,
+            "version": VERSION,
             "indexes": INDEX_GENERATION,
             "names": settings.names,
             "queues": settings.queues,

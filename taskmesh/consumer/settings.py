@@ -18,9 +18,6 @@ from taskmesh.model.queue import checked_queue
 from taskmesh.model.task import Task, checked_name
 from taskmesh.model.worker import Claimant
 
-DEFAULT_STALL_LIMIT_MS = 60_000
-MOST_AT_ONCE = 1_000_000
-
 BeforeHook = Callable[[Task], Awaitable[None] | None]
 AfterHook = Callable[[Task, Ending], Awaitable[None] | None]
 
@@ -64,13 +61,6 @@ def worker_id_or_new(worker_id: str | None) -> str:
     if worker_id is None:
         return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
     return checked_worker_id(worker_id)
-
-
-def checked_concurrency(concurrency: int) -> int:
-    """Return the number, or raise `InvalidOption`."""
-    if isinstance(concurrency, bool) or not isinstance(concurrency, int) or not 1 <= concurrency <= MOST_AT_ONCE:
-        raise InvalidOption(f"concurrency must be a whole number from 1 to {MOST_AT_ONCE}, got {concurrency!r}")
-    return concurrency
 
 
 def checked_names(defined: Iterable[str], names: Sequence[str] | None) -> list[str]:

@@ -57,7 +57,6 @@ from taskmesh.consumer.reporter import Reporter
 from taskmesh.consumer.scanner import Scanner
 from taskmesh.consumer.settings import (
     Settings,
-    checked_concurrency,
 )
 from taskmesh.consumer.signals import handled_by
 from taskmesh.consumer.slots import Slots
@@ -68,6 +67,7 @@ from taskmesh.consumer.transactions import Transactions
 from taskmesh.consumer.unserved import Unserved
 from taskmesh.consumer.worker_stats import WorkerStats
 from taskmesh.model.errors import WorkerIdTaken
+from taskmesh.model.worker import checked_concurrency
 from taskmesh.store import Store
 from taskmesh.store.clock import ServerClock
 from taskmesh.store.registry import register_definitions

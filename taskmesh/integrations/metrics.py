@@ -10,6 +10,11 @@ import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
+from taskmesh.model.distribution import check_extra
+
+check_extra("metrics", ("prometheus_client",), "WorkerMetrics")
+
+# ruff: noqa: E402 — after the check: without the extra it is a bare ImportError
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -18,8 +23,8 @@ from taskmesh.admin.fleet import Fleet
 from taskmesh.admin.inspection import Inspection
 from taskmesh.admin.queues import Queues
 from taskmesh.admin.stats import Stats
-from taskmesh.consumer import Consumer
 from taskmesh.consumer.observer import Wait
+from taskmesh.consumer.worker import Consumer
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1_800, 7_200)
@@ -127,9 +132,14 @@ class WorkerMetrics:
 class Watched(Protocol):
     """What is asked of a mesh."""
 
-    inspect: Inspection
-    fleet: Fleet
-    queues: Queues
+    # ruff: noqa: D102 — see `TaskMesh`
+
+    @property
+    def inspect(self) -> Inspection: ...
+    @property
+    def fleet(self) -> Fleet: ...
+    @property
+    def queues(self) -> Queues: ...
 
 
 async def fleet_metrics(mesh: Watched, stats: Stats | None = None) -> bytes:

@@ -1,7 +1,8 @@
-"""The installed distribution: what it is called, which release it is, and how to install one of its extras.
+"""The distribution: which release it is, what it is called where it is installed, and how to install one of its extras.
 
 The import name is not the distribution's name: a stranger's package is published as `taskmesh`. So nothing but the metadata
-of this installation knows what to ask pip for; every message asks here.
+of this installation knows what to ask pip for; every message asks here. It is read when there is such a message, since that
+takes a look at each package that is installed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from taskmesh.model.errors import ExtraMissing
+
+VERSION = "0.1.0"
+"""The release that this is; pyproject.toml takes it from here."""
 
 _IF_NOT_INSTALLED = "taskmesh-mongodb"
 """The name in pyproject.toml, for a source tree that is only on the path."""
@@ -30,12 +34,6 @@ def name() -> str:
     """Return the name by which pip knows this distribution."""
     found = _installed()
     return _IF_NOT_INSTALLED if found is None else found.name
-
-
-def release() -> str:
-    """Return the installed version, or `unknown` if only the source tree is on the path."""
-    found = _installed()
-    return "unknown" if found is None else found.version
 
 
 def install(extra: str) -> str:
@@ -66,6 +64,3 @@ def _clone() -> tuple[Path, bool] | None:
     if url.scheme != "file" or "dir_info" not in origin or not directory.is_dir():
         return None
     return directory, bool(origin["dir_info"].get("editable"))
-
-
-_clone()  # now: it reads files, and whoever asks later may do so in an event loop

@@ -10,7 +10,18 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from taskmesh.model.errors import InvalidOption
 from taskmesh.model.labels import WORKER, words
+
+DEFAULT_STALL_LIMIT_MS = 60_000
+MOST_AT_ONCE = 1_000_000
+
+
+def checked_concurrency(concurrency: int) -> int:
+    """Return the number, or raise `InvalidOption`."""
+    if isinstance(concurrency, bool) or not isinstance(concurrency, int) or not 1 <= concurrency <= MOST_AT_ONCE:
+        raise InvalidOption(f"concurrency must be a whole number from 1 to {MOST_AT_ONCE}, got {concurrency!r}")
+    return concurrency
 
 
 @dataclass(frozen=True, slots=True)

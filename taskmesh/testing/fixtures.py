@@ -15,8 +15,13 @@ from typing import Any
 
 import pytest
 
+from taskmesh.model.distribution import check_extra
+
+check_extra("cli", ("typer", "rich"), "the plugin for pytest")
+
+# ruff: noqa: E402 — after the check: without the extra it is a bare ImportError
 from taskmesh.cli.connected import load_mesh
-from taskmesh.consumer import Consumer
+from taskmesh.consumer.worker import Consumer
 from taskmesh.mesh import TaskMesh
 from taskmesh.store.blocking import drop_database
 from taskmesh.testing.wire import Wire, can_lead_through

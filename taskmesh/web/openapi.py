@@ -6,10 +6,9 @@ from typing import Any
 
 from pydantic import BaseModel, TypeAdapter
 
-from taskmesh.model import distribution
+from taskmesh.model.distribution import VERSION
 from taskmesh.web.operations import OPERATIONS, Operation
 
-RELEASE = distribution.release()  # at import: it reads a file
 _SECURITY = {
     "token": {"type": "http", "scheme": "bearer", "description": "The token with which the dashboard was started."},
     "program": {
@@ -44,7 +43,7 @@ def document(prefix: str, *, needs_token: bool) -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {
             "title": "taskmesh",
-            "version": RELEASE,
+            "version": VERSION,
             "description": "Everything that the command line can do. What changes something has to come from the same "
             "origin, or carry the header `X-Taskmesh: 1` (any value), or a token.",
         },

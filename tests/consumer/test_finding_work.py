@@ -15,8 +15,8 @@ from pymongo import MongoClient
 import taskmesh.consumer.claim_queue
 import taskmesh.consumer.queues
 from taskmesh import Status, TaskMesh, TaskOption, current_task
-from taskmesh.consumer import Consumer
 from taskmesh.consumer.listener import Listener
+from taskmesh.consumer.worker import Consumer
 from taskmesh.store import change_stream
 from taskmesh.store.change_stream import Change
 from taskmesh.store.find import unfinished_left

@@ -16,9 +16,9 @@ from taskmesh.cli.worker.child import Pipe
 from taskmesh.cli.worker.process import WorkerOptions, banner, run_one
 from taskmesh.cli.worker.supervisor import Supervisor
 from taskmesh.consumer import logs
-from taskmesh.consumer.settings import checked_concurrency
 from taskmesh.model.ids import checked_worker_id
 from taskmesh.model.labels import checked_labels, label_of
+from taskmesh.model.worker import checked_concurrency
 
 _MANY = "Several processes"
 _PROBES = "Probes and metrics"

@@ -97,7 +97,7 @@ async def _response(request: str, routes: Routes) -> bytes:
 
 
 if TYPE_CHECKING:
-    from taskmesh.consumer import Consumer
+    from taskmesh.consumer.worker import Consumer
     from taskmesh.integrations.metrics import WorkerMetrics
 
 

@@ -21,7 +21,7 @@ from taskmesh.cli.worker.child import FAILED, HOPELESS, Pipe
 from taskmesh.cli.worker.endpoints import Health, Routes, metrics, probes, serve, worker_metrics
 from taskmesh.cli.worker.force_exit import ForcedExit, stop_signals
 from taskmesh.cli.worker.system import loop_factory, notify
-from taskmesh.consumer import Consumer
+from taskmesh.consumer.worker import Consumer
 from taskmesh.mesh import TaskMesh
 from taskmesh.model.errors import IncompatibleCollection, InvalidOption, NotAReplicaSet, TaskMeshError, WorkerIdTaken
 from taskmesh.model.labels import WORKER
