@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from taskmesh.cli import audit, bulk, explain, fleet, flows, publishing, queues, serving, tasks
+from taskmesh.cli import audit, bulk, explain, fleet, flows, migration, publishing, queues, serving, tasks
 from taskmesh.cli.connected import COMMAND_LINE_URI, Collection, Database, Uri, connected
 from taskmesh.cli.demo import demo
 from taskmesh.cli.worker.command import worker
@@ -56,7 +56,7 @@ _COMMANDS: dict[str, list[Callable[..., Any]]] = {
             tasks.result,
             tasks.events,
         ),
-        *(flows.flow, explain.errors, bulk.retry, bulk.cancel, bulk.delete, bulk.purge, bulk.undo),
+        *(flows.flow, explain.errors, bulk.retry, bulk.cancel, bulk.delete, bulk.purge, bulk.undo, migration.migrate),
     ],
     "Queues": [queues.queues, queues.pause, queues.resume, queues.limit],
     "Schedules": [

@@ -1,0 +1,120 @@
+"""Celery's calls, on a mesh: they give what Celery gave, and what has no counterpart is refused with a way out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from taskmesh import InvalidOption, Status, TaskCancelled, TaskError, TaskMesh
+from taskmesh.integrations.celery_compat import Celery, chain, chord, group
+from tests.integrations.celery_calls import answers, define
+from tests.waiting import eventually
+from tests.working import working
+
+CELERY_GAVE = json.loads((Path(__file__).parent / "peers/celery-5.7.0.json").read_text())
+in_a_thread = anyio.to_thread.run_sync
+
+
+@pytest.fixture
+def app(mesh: TaskMesh) -> Iterator[Celery]:
+    app = Celery(mesh)
+    yield app
+    app.close()
+
+
+async def test_old_calls_give_what_celery_gave(mesh: TaskMesh, app: Celery) -> None:
+    tasks = define(app)
+    async with working(mesh, concurrency=20):
+        found = await in_a_thread(lambda: answers(tasks, chain, chord, group))
+    assert found == CELERY_GAVE
+
+
+async def test_a_task_of_celerys_is_one_of_the_mesh(mesh: TaskMesh, app: Celery) -> None:
+    @app.task(name="shop.add", queue="sums", time_limit=30, max_retries=None)
+    def add(x: int, y: int = 1) -> int:
+        return x + y
+
+    eta = datetime(2100, 1, 1)  # noqa: DTZ001 -- Celery takes it as UTC
+    options: dict[str, Any] = {"eta": eta, "expires": eta + timedelta(days=1), "queue": "late", "priority": 7}
+    await in_a_thread(lambda: add.apply_async((2,), task_id="k", **options))
+    task = await mesh.get("shop.add", "k")
+    assert (task.params, task.queue, task.task_option.priority) == ({"x": 2, "y": 1}, "late", 7)
+    assert task.task_state.start_time == eta.replace(tzinfo=UTC)
+    assert task.task_state.expire_time == eta.replace(tzinfo=UTC) + timedelta(days=1)
+    assert task.task_option.run_timeout_ms == 30_000
+    async with working(mesh):
+        handle = await add.definition.publish("new", x=4)  # as new code does
+        assert await handle.result(60) == 5
+        assert (await handle.task()).queue == "sums"
+
+
+async def test_a_handler_applies_tasks(mesh: TaskMesh, app: Celery) -> None:
+    @app.task
+    def inner(n: int) -> int:
+        return n + 1
+
+    @app.task
+    def outer(n: int) -> Any:
+        return [inner.delay(n).id, (inner.s(n) | inner.s()).apply_async().get(60)]
+
+    async with working(mesh):
+        key, value = await in_a_thread(lambda: outer.delay(1).get(60))
+        assert value == 3
+        assert (await eventually(lambda: _succeeded(mesh, inner.name, key))).successes[0].returns == 2
+    assert inner.name == f"{__name__}.inner", "as Celery names it"
+
+
+async def _succeeded(mesh: TaskMesh, name: str, key: str) -> Any:
+    task = await mesh.get(name, key)
+    return task if task.status is Status.SUCCESS else None
+
+
+async def test_what_fails_in_a_chain_is_told_at_its_end(mesh: TaskMesh, app: Celery) -> None:
+    @app.task(name="shop.fail")
+    def fail() -> int:
+        raise ValueError("out of paper")
+
+    @app.task(name="shop.double")
+    def double(x: int) -> int:
+        return 2 * x
+
+    async with working(mesh):
+        last = await in_a_thread(chain(fail.s(), double.s()))
+        with pytest.raises(TaskError, match=r"shop\.fail"):
+            await in_a_thread(lambda: last.get(60))
+        waits = await in_a_thread(lambda: double.apply_async((1,), countdown=3600))
+        assert await in_a_thread(lambda: waits.state) == "PENDING"
+        await in_a_thread(waits.revoke)
+        assert await in_a_thread(lambda: waits.state) == "REVOKED"
+        with pytest.raises(TaskCancelled):
+            await in_a_thread(waits.get)
+        await in_a_thread(waits.forget)
+
+
+async def test_a_chain_is_published_as_a_whole_or_not_at_all(mesh: TaskMesh, app: Celery) -> None:
+    @app.task
+    def double(x: int) -> int:
+        return 2 * x
+
+    with pytest.raises(InvalidOption, match="link"):
+        await in_a_thread(chain(double.s(1), double.s(), double.s().set(link="x")))
+    assert [task async for task in mesh.find()] == []
+
+
+async def test_what_has_no_counterpart_is_refused_and_the_loop_is_not_blocked(app: Celery) -> None:
+    with pytest.raises(InvalidOption, match=r"rate_limit.*docs/migrating\.md"):
+        app.task(rate_limit="10/m")
+
+    @app.task
+    def job() -> None: ...
+
+    with pytest.raises(InvalidOption, match="no task 'unheard of'"):
+        app.send_task("unheard of")
+    with pytest.raises(RuntimeError, match="would block the running event loop"):
+        job.delay()
