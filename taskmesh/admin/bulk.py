@@ -18,6 +18,7 @@ from taskmesh.admin.store import bulk, listing, undo
 from taskmesh.client.connection import Connection
 from taskmesh.model.errors import InvalidOption
 from taskmesh.model.ids import checked_text
+from taskmesh.model.queue import checked_queue
 from taskmesh.model.task import Status
 from taskmesh.store import Store, audit
 from taskmesh.store.settle import settle
@@ -109,6 +110,15 @@ class Bulk:
         0: it cannot. Raises `InvalidOption`, also for an empty filter: it would mean every task.
         """
         return await self._act("retry", _narrow(where), **options)
+
+    async def redrive(self, queue: str, **options: Unpack[BulkOptions]) -> BulkResult:
+        """Retry the dead letters of a queue: each goes back to the queue that it came from, its failures forgotten.
+
+        `queue`: what `on_fail` of their option names. Whatever else is FAIL in it is retried where it is. Options as in `retry`.
+        Raises `InvalidOption`.
+        """
+        which = TaskFilter(queue=checked_queue(queue), status=(Status.FAIL,))
+        return await self._act("retry", which, called="redrive", **options)
 
     async def cancel(self, where: str | TaskFilter, **options: Unpack[BulkOptions]) -> BulkResult:
         """Cancel every unfinished task that fits; finished ones are not counted either. Options as in `retry`.

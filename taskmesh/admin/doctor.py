@@ -13,7 +13,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from taskmesh.admin.queues import read_queues
+from taskmesh.admin.queues import COUNTED_TO, read_queues
 from taskmesh.admin.stats import read_counts
 from taskmesh.admin.store import server_state
 from taskmesh.client.data_changes import reader_name
@@ -269,6 +269,14 @@ async def _fleet(
                 subject="queues",
                 found=f"{queue.queue!r} is {queue.shut_because}, and {_waiting(queue)} in it",
                 remedy=f"taskmesh resume {queue.queue}",
+            )
+        if queue.dead_letters:
+            more = " or more" if queue.dead_letters >= COUNTED_TO else ""
+            yield Finding(
+                level="note",
+                subject="dead letters",
+                found=f"{queue.dead_letters}{more} in {queue.queue!r}",
+                remedy=f"taskmesh errors tells why; taskmesh redrive {queue.queue} sends them back to their queues",
             )
         for group, pause in queue.paused_groups.items():
             if queue.waiting:

@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, TypedDict, Unpack
 
-from taskmesh.admin.store import limit_usage, task_counts
+from taskmesh.admin.filters import TaskFilter
+from taskmesh.admin.store import limit_usage, listing, task_counts
 from taskmesh.client.connection import Connection
 from taskmesh.model.errors import InvalidOption
 from taskmesh.model.ids import checked_group, checked_remark
 from taskmesh.model.queue import GroupPause, QueueInfo, QueueLimits, checked_queue
+from taskmesh.model.task import Status
 from taskmesh.model.times import checked_time
 from taskmesh.store import Store, audit, limits, registry
 from taskmesh.store.driver import Document
@@ -24,9 +26,19 @@ COUNTED_TO = 1_000
 
 
 async def read_queues(store: Store, *, counted_to: int = COUNTED_TO) -> list[QueueInfo]:
-    """Return all queues that have settings or unfinished tasks."""
+    """Return all queues that have settings or unfinished tasks, and those that workers have registered for dead letters."""
     settings = await registry.queues(store)
-    return await _infos(store, sorted({*settings, *await queues_in_use(store)}), settings, counted_to)
+    of_the_dead = await registry.dead_letter_queues(store)
+    queues = sorted({*settings, *await queues_in_use(store), *of_the_dead})
+    dead = {queue: await listing.count(store, _dead_in(queue), COUNTED_TO) or 0 for queue in of_the_dead}
+    return [
+        info.model_copy(update={"dead_letters": dead.get(info.queue, 0)})
+        for info in await _infos(store, queues, settings, counted_to)
+    ]
+
+
+def _dead_in(queue: str) -> TaskFilter:
+    return TaskFilter(queue=queue, status=(Status.FAIL,))
 
 
 async def read_queue(store: Store, queue: str) -> QueueInfo:

@@ -175,7 +175,7 @@ class WhatIf:
         """
         task = await self._tasks.get(name, key)
         stored = task.task_option.changed(**changes).stored()
-        return await effect_of_option(self._store, name, key, {field: stored[field] for field in changes})
+        return await effect_of_option(self._store, name, key, {field: stored.get(field) for field in changes})
 
     async def limit(
         self,

@@ -56,7 +56,8 @@ _COMMANDS: dict[str, list[Callable[..., Any]]] = {
             tasks.result,
             tasks.events,
         ),
-        *(flows.flow, explain.errors, bulk.retry, bulk.cancel, bulk.delete, bulk.purge, bulk.undo, migration.migrate),
+        *(flows.flow, explain.errors, bulk.retry, bulk.cancel, bulk.delete, bulk.redrive, bulk.purge, bulk.undo),
+        migration.migrate,
     ],
     "Queues": [queues.queues, queues.pause, queues.resume, queues.limit],
     "Schedules": [

@@ -6,13 +6,13 @@ import inspect
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Unpack
 
 import typer
 from rich.console import RenderableType
 from rich.progress import Progress
 
-from taskmesh.admin.bulk import UNDO_MS, BulkAction, BulkResult
+from taskmesh.admin.bulk import UNDO_MS, BulkAction, BulkOptions, BulkResult
 from taskmesh.admin.filters import TaskFilter
 from taskmesh.cli import completion, output
 from taskmesh.cli.connected import App, Collection, Database, Uri, mesh_of, run_at
@@ -178,6 +178,28 @@ async def _many(
     output.say(f"{verb}: {counted.done} of {counted.matched} tasks")
     if counted.id is not None:
         output.say(f"for {duration(UNDO_MS)} this can be taken back: taskmesh undo {counted.id}", stderr=True)
+
+
+async def redrive(
+    mesh: TaskMesh,
+    queue: Annotated[
+        str, typer.Argument(metavar="QUEUE", help="The queue of dead letters.", autocompletion=completion.queue)
+    ],
+    *,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count them.")] = False,
+    undo: Undo = True,
+    yes: Yes = False,
+    as_json: Json = False,
+) -> None:
+    """Retry the dead letters of a queue: each goes back to the queue that it came from."""
+    if not dry_run:
+        output.check_can_ask("redrive", yes=yes)
+
+    async def act(_: TaskFilter, **options: Unpack[BulkOptions]) -> BulkResult:
+        options["undo_ms"] = UNDO_MS if undo else 0
+        return await mesh.bulk.redrive(queue, **options)
+
+    await _many(mesh, act, TaskFilter(), "redrive", dry_run=dry_run, yes=yes, as_json=as_json)
 
 
 async def purge(

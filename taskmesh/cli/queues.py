@@ -60,11 +60,12 @@ def queue_table(found: list[QueueInfo]) -> RenderableType:
             f"{each.waiting}+" if each.more_waiting else each.waiting,
             None if each.limits.rate is None else f"{each.started}/{each.limits.rate} in {each.limits.per_ms} ms",
             _of_groups(each),
+            each.dead_letters or None,
             each.shut_because,
         ]
         for each in found
     ]
-    return output.table(["QUEUE", "STATE", "RUNNING", "WAITING", "STARTS", "GROUPS", "WHY"], rows)
+    return output.table(["QUEUE", "STATE", "RUNNING", "WAITING", "STARTS", "GROUPS", "DEAD", "WHY"], rows)
 
 
 def _of(used: int, limit: int | None) -> str:

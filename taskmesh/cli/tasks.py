@@ -149,6 +149,7 @@ def _task_page(task: Task) -> RenderableType:
     facts: list[tuple[str, object]] = [
         ("status", f"{task.status}, {task.standing}" if task.standing else task.status),
         ("queue", task.queue if task.group is None else f"{task.queue}, group {task.group}"),
+        ("dead letter from", task.task_state.home),
         ("runs", None if task.loop is None else task.loop.sentence),
         ("rounds", None if state.rounds is None else f"{state.rounds.cnt}, the last one on {state.rounds.worker_id}"),
         ("last end", None if state.rounds is None else state.rounds.end_time),

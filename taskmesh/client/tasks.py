@@ -127,7 +127,7 @@ class Tasks:
             after = before.changed(**changes).stored()
             expected = before.stored()
             if await control.set_option(
-                self._store, task_id(name, key), {field: after[field] for field in changes}, expected
+                self._store, task_id(name, key), {field: after.get(field) for field in changes}, expected
             ):
                 await audit.note(self._store, "task.set_option", who, name=name, key=key, changes=dict(changes))
                 return await self.get(name, key)

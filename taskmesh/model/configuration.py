@@ -138,7 +138,7 @@ class Configuration:
         option = changed.option.changed(**options)
         before, stored = changed.option.stored(), option.stored()
         # What follows from what was set is set with it.
-        tuned = {name: value for name, value in stored.items() if name in options or value != before[name]}
+        tuned = {n: stored.get(n) for n in TaskOption.model_fields if n in options or stored.get(n) != before.get(n)}
         return replace(changed, option=option, tuned={**changed.tuned, **tuned})
 
     def _check_policies(self) -> None:

@@ -23,6 +23,7 @@ MOST_WORKERS = 1_000
 
 Milliseconds = Annotated[int, Field(ge=0, le=MAX_DURATION_MS)]
 Count = Annotated[int, Field(ge=0, le=1_000_000_000)]
+QueueName = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9_.\-]+$")]
 WorkerId = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -43,6 +44,7 @@ class OptionFields(TypedDict, total=False):
     run_timeout_ms: int | None
     retain_success_ms: int | None
     retain_failed_ms: int | None
+    on_fail: str | None
 
 
 class TaskOption(BaseModel):
@@ -98,6 +100,10 @@ class TaskOption(BaseModel):
     retain_failed_ms: Milliseconds | None = 7 * 86_400_000
     """How long a FAIL, CANCELLED or EXPIRED task is kept, and its key taken. None: for ever."""
 
+    on_fail: QueueName | None = None
+    """The queue for dead letters: a task that FAILs moves there, in the same write, and back to its own queue when it is retried
+    (`taskmesh redrive`). None: it stays where it is."""
+
     def __init__(self, **fields: Unpack[OptionFields]) -> None:
         derived = "worker_timeout_ms" in fields and "ping_interval_ms" not in fields
         if derived and isinstance(timeout_ms := fields["worker_timeout_ms"], int):
@@ -124,7 +130,10 @@ class TaskOption(BaseModel):
 
     def stored(self) -> dict[str, Any]:
         """Return the option as it is stored with a task."""
-        return {**dict(self), "specific_worker_ids": list(self.specific_worker_ids)}
+        stored = {**dict(self), "specific_worker_ids": list(self.specific_worker_ids)}
+        if self.on_fail is None:  # as in every task of an older release
+            del stored["on_fail"]
+        return stored
 
 
 def _explained(error: ValidationError) -> str:

@@ -89,6 +89,8 @@ class QueueInfo(BaseModel):
     """Tasks that could be claimed now if the queue has room."""
     more_waiting: bool = False
     """Whether there are more of them, which were not counted."""
+    dead_letters: int = 0
+    """Of a queue for dead letters: tasks that have FAILed and stand in it. At most 1,000 are counted."""
 
     @property
     def shut_because(self) -> str | None:

@@ -258,6 +258,8 @@ class TaskState(_Stored):
     worker_states: list[WorkerState] = []
     leaving: list[Leaving] = []
     after: After | None = None
+    home: str | None = None
+    """Of a dead letter: the queue that it came from, and goes back to when it is retried."""
     stages: list[Stage] = []
     """What the task did before it went on in its present queue; the newest hundred."""
     flow: str | None = None

@@ -101,6 +101,9 @@ _KNOWN_OF_UNTRIED = {
     *(f"task_option.unexpected_retry_{name}" for name in ("delay_ms", "delay_scope", "backoff", "jitter")),
     "task_option.retain_success_ms",
     "task_option.retain_failed_ms",
+    # What can be claimed is no dead letter.
+    "task_option.on_fail",
+    "task_state.home",
 }
 
 

@@ -37,6 +37,8 @@ KNOWN_OF_SINGLE = {
     "task_state.conflict_cnt",
     "task_state.progress",
     "task_option.retain_success_ms",
+    "task_option.on_fail",
+    "task_state.home",
     "event",
     "queue",
     "group",
@@ -521,6 +523,7 @@ def fresh_state(now: rules.Expression, changes: Document) -> rules.Expression:
         "moves_to",
         "debounced_since",
         "throttled_since",
+        "home",
     )
     links = (
         "flow",

@@ -121,6 +121,7 @@ WELL_FORMED: Document = {
                     "max_timeouts": _COUNT,
                     "retain_success_ms": _number(0, 2**40, optional=True),
                     "retain_failed_ms": _number(0, 2**40, optional=True),
+                    "on_fail": {"bsonType": ["string", "null"]},
                 },
             },
             "task_state": {
@@ -138,6 +139,7 @@ WELL_FORMED: Document = {
                     "lost_cnt": _number(0, 2**53, optional=True),
                     "dropped_fail_cnt": _number(0, 2**53, optional=True),
                     "conflict_cnt": _number(0, 2**53, optional=True),
+                    "home": {"bsonType": ["string", "null"]},
                     "wanted": _number(0, 2**53, optional=True),
                     "losses": {"bsonType": ["array", "null"]},
                     "leaving": {"bsonType": ["array", "null"]},

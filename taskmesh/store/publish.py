@@ -648,7 +648,7 @@ def _new_wish(publication: Publication, now: datetime, at: rules.Expression) -> 
 
 def _moves_to(placed: Mapping[str, Any]) -> rules.Expression:
     """Where the task is to go, from where it is or was to go; nothing new if that is the same. The derivation moves it."""
-    now_at = {"queue": "$queue", "group": {"$ifNull": ["$group", None]}}
+    now_at = {"queue": {"$ifNull": [rules.HOME, "$queue"]}, "group": {"$ifNull": ["$group", None]}}
     told = {name: f"{rules.MOVES_TO}.{name}" for name in now_at}
     going_to = {"$cond": [{"$gt": [rules.MOVES_TO, None]}, told, now_at]}
     wanted = {"$mergeObjects": ["$$going_to", {"$literal": placed}]}

@@ -197,6 +197,12 @@ async def loop_names(store: Store) -> list[str]:
     return [document["_id"] for document in await cursor.to_list(None)]
 
 
+async def dead_letter_queues(store: Store) -> list[str]:
+    """Return the queues that workers have registered for dead letters."""
+    found = await store.driver.collection(store.definitions).distinct("option.on_fail")
+    return [queue for queue in found if isinstance(queue, str)]
+
+
 async def _definitions(store: Store, names: list[str]) -> list[Document]:
     cursor = store.driver.collection(store.definitions).find({"_id": {"$in": names}})
     return await cursor.to_list(None)  # type: ignore[no-any-return]  # both drivers leave it untyped

@@ -43,6 +43,10 @@ MOVES_TO = "$task_state.moves_to"
 
 Limits count an execution where it was claimed: so the task moves with the first write, be it a claim, that finds these ended.
 """
+HOME = "$task_state.home"
+"""The queue that a dead letter has come from. A task that is FAIL stands in the queue that its option names (`on_fail`), and has
+this field for as long as it does.
+"""
 DEPENDENTS = "$task_state.dependents"
 """The `_id`s of the tasks that wait for this one, or have: in it from when they were published on."""
 HAS_DEPENDENTS: Expression = {"$or": [{"$gt": [DEPENDENTS, []]}, {"$gt": ["$task_state.parent", None]}]}
@@ -501,6 +505,9 @@ def derivation(now: Expression = NOW, *, where: Expression = True) -> list[Stage
         ]
     }
     kept_for_ever = {"$and": [{"$ne": ["$_derived.status", "DELETED"]}, {"$not": [{"$gt": [retained_ms, None]}]}]}
+    # Where it stands, but for a dead letter.
+    home = {"$cond": ["$_derived.moves", f"{MOVES_TO}.queue", {"$ifNull": [HOME, "$queue"]}]}
+    is_dead = {"$and": [{"$eq": ["$_derived.status", "FAIL"]}, {"$gt": ["$task_option.on_fail", None]}]}
     return [
         # Sort out the entries once, and keep aside all that follows: every field below is read off the same facts.
         {
@@ -531,7 +538,8 @@ def derivation(now: Expression = NOW, *, where: Expression = True) -> list[Stage
                     },
                     delete_time,
                 ),
-                "queue": {"$cond": ["$_derived.moves", f"{MOVES_TO}.queue", "$queue"]},
+                "queue": {"$cond": [is_dead, "$task_option.on_fail", home]},
+                "task_state.home": _present_if(is_dead, home),
                 "group": {"$cond": ["$_derived.moves", {"$ifNull": [f"{MOVES_TO}.group", "$$REMOVE"]}, "$group"]},
                 "task_state.moves_to": {"$cond": ["$_derived.moves", "$$REMOVE", MOVES_TO]},
                 "task_state.pending": _present_if({"$and": [{"$not": [finished]}, HAS_DEPENDENTS]}, True),

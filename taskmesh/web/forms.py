@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from taskmesh.admin.bulk import UndoResult
+from taskmesh.admin.bulk import BulkResult, UndoResult
 from taskmesh.model.errors import TaskMeshError
 from taskmesh.web import api
 from taskmesh.web.connection import mesh_of
@@ -71,8 +71,8 @@ def _done_text(name: str, given: dict[str, Any], result: Any) -> str:
     if isinstance(result, UndoResult):
         left = f"; {result.left} left as they are, since something has happened to them" if result.left else ""
         return f"undone: {result.action} of {result.restored} tasks{left}"
-    if name.startswith("bulk."):
-        return f"{name.removeprefix('bulk.')}: {result.done} of {result.matched} tasks"
+    if isinstance(result, BulkResult):
+        return f"{result.action}: {result.done} of {result.matched} tasks"
     return f"{name.partition('.')[2].replace('_', ' ')}: {what}"
 
 

@@ -44,6 +44,7 @@ from taskmesh.web.requests import (
     Publishing,
     PublishingMany,
     Purge,
+    Redriving,
     Resuming,
     Retrying,
     Scheduling,
@@ -245,7 +246,7 @@ async def _errors(mesh: TaskMesh, query: WhichErrors) -> ErrorReport:
     return await mesh.inspect.errors(query.name, at_most=query.at_most)
 
 
-def _undo_ms(body: Bulk) -> int:
+def _undo_ms(body: Redriving) -> int:
     return UNDO_MS if body.undo else 0
 
 
@@ -350,6 +351,12 @@ async def _pause(mesh: TaskMesh, query: TheQueue, body: Pausing) -> None:
 async def _resume(mesh: TaskMesh, query: TheQueue, body: Resuming) -> None:
     """Resume a queue, or one group of it: workers claim from it again."""
     await mesh.resume(query.queue, group=body.group)
+
+
+@_operation("queue.redrive", "POST", "/queues/{queue}/redrive")
+async def _redrive(mesh: TaskMesh, query: TheQueue, body: Redriving) -> BulkResult:
+    """Retry the dead letters of a queue: each goes back to the queue that it came from."""
+    return await mesh.bulk.redrive(query.queue, dry_run=body.dry_run, undo_ms=_undo_ms(body))
 
 
 @_operation("queue.set_limit", "PUT", "/queues/{queue}/limit")

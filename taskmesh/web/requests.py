@@ -169,13 +169,18 @@ class OptionChange(_Request):
     changes: dict[str, Any]
 
 
-class Bulk(_Request):
-    """What to do to all tasks that match a filter."""
+class Redriving(_Request):
+    """How to retry dead letters."""
 
-    where: Where
     dry_run: bool = Field(False, description="Only count.")
     by: Text | None = Field(None, description="Who does it, for the list of what was done.")
     undo: bool = Field(True, description="Copy each task aside, so that it can be undone within an hour.")
+
+
+class Bulk(Redriving):
+    """What to do to all tasks that match a filter."""
+
+    where: Where
 
 
 class Purge(_Request):

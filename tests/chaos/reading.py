@@ -186,6 +186,17 @@ class Reading:
         wanted = self.state.get("moves_to")
         return wanted is not None and not any(entry["running_id"] in wanted["held"] for entry in self.live(now))
 
+    def stands_in(self, now: datetime) -> str | None:
+        """The queue in which it stands, but for a dead letter."""
+        if self.moves(now):
+            return str(self.state["moves_to"]["queue"])
+        return self.state.get("home") or self.document.get("queue")
+
+    def home(self, now: datetime) -> str | None:
+        """Of a dead letter, which stands in the queue that its option names: the queue that it came from."""
+        is_dead = self.status(now) == "FAIL" and self.option.get("on_fail") is not None
+        return self.stands_in(now) if is_dead else None
+
     def derived(self, now: datetime) -> dict[str, Any]:
         """What a write at this time has to derive from the entries; None: the field is absent."""
         finished = self.finished(now)
@@ -202,6 +213,7 @@ class Reading:
         if self.state.get("moves_to") is not None and not self.moves(now):
             settles = sorted([*settles, max(entry["ping_expire_time"] for entry in self.live(now))])
         place = self.state["moves_to"] if self.moves(now) else self.document
+        queue = self.option["on_fail"] if self.home(now) is not None else self.stands_in(now)
         finish_time = (self.document.get("finish_time") or now) if finished else None
         status = self.status(now)
         retained_ms = self.option["retain_success_ms" if status == "SUCCESS" else "retain_failed_ms"]
@@ -219,7 +231,7 @@ class Reading:
             delete_time = None  # who is behind it in line does not know yet, or may not go on
         return {
             "status": status,
-            "queue": place.get("queue"),
+            "queue": queue,
             "group": place.get("group"),
             "pinned": bool(self.option["specific_worker_ids"]),
             "next_claim_time": None if opens == NEVER else opens,

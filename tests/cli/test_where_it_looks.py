@@ -32,6 +32,7 @@ EMPTY: list[list[str]] = [
     ["retry", "--where", "name:add", "--dry-run"],
     ["cancel", "--where", "name:add", "--yes"],
     ["purge", "--all", "--yes"],
+    ["redrive", "dead", "--yes"],
 ]
 
 
@@ -141,6 +142,21 @@ def test_a_bulk_action_that_nobody_can_be_asked_about_needs_yes(taskmesh: Shell)
         assert taskmesh.done(*words, "--where", "name:add", "--dry-run").status == 0
     assert taskmesh.done("stats", "--json").json["counts"] == {"add": {"INIT": 3}}
     assert taskmesh.done("cancel", "--where", "name:add", "--yes").out == "cancel: 3 of 3 tasks\n"
+
+
+def test_redrive_counts_asks_and_sends_dead_letters_back(taskmesh: Shell) -> None:
+    for n in range(2):
+        taskmesh.done("publish", "refuse", f"k{n}", '{"why": "it rained"}', "--option", "on_fail=dead")
+    assert taskmesh.worker("--until-idle").wait() == 0
+    shown = taskmesh.done("show", "refuse", "k0").out
+    assert "dead letter from" in shown
+    assert "default" in shown
+    refused = taskmesh("redrive", "dead")
+    assert (refused.status, refused.out) == (2, "")
+    assert "--yes" in refused.err
+    assert taskmesh.done("redrive", "dead", "--dry-run").out == "2 tasks match 'status:FAIL queue:dead'\n"
+    assert taskmesh.done("redrive", "dead", "--yes").out == "redrive: 2 of 2 tasks\n"
+    assert taskmesh.done("stats", "--json").json["counts"] == {"refuse": {"INIT": 2}}
 
 
 def test_purge_needs_a_filter_or_all(taskmesh: Shell) -> None:

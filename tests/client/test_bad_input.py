@@ -201,6 +201,7 @@ BAD_OPTIONS: list[Any] = [
     ("run_timeout_ms", 0),
     ("retain_success_ms", -1),
     ("retain_failed_ms", -1),
+    ("on_fail", "two words"),
     ("no_such_option", 1),
 ]
 

@@ -55,6 +55,7 @@ async def test_m9_every_option_can_be_set_at_publish_and_changed_later(mesh: Tas
         "run_timeout_ms": 1_000,
         "retain_success_ms": None,
         "retain_failed_ms": 0,
+        "on_fail": "dead",
     }
     assert set(options) == set(TaskOption.model_fields)
     for field, value in options.items():

@@ -233,6 +233,7 @@ async def test_an_option_changed_while_it_runs_disturbs_nothing_and_counts_from_
         "run_timeout_ms": 30_000,
         "retain_success_ms": None,
         "retain_failed_ms": None,
+        "on_fail": "dead",
         "specific_worker_ids": ("w", "somebody else"),
     }
     assert set(changes) == set(TaskOption.model_fields)

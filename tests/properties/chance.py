@@ -168,6 +168,7 @@ class Chance:
             "max_timeouts": pick((0, 1, 2, 5)),
             "retain_success_ms": pick((None, None, 0, 4_000)),
             "retain_failed_ms": pick((None, None, 0, 4_000)),
+            "on_fail": pick((None, None, "dead", QUEUES[0])),
         }
 
     def _claim(self, world: World, group: list[str]) -> Document:

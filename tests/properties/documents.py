@@ -50,6 +50,7 @@ class Documents:
             "max_timeouts": pick((0, 1, 2, 5)),
             "retain_success_ms": pick((None, 1_000)),
             "retain_failed_ms": pick((None, 2_000)),
+            "on_fail": pick((None, None, "dead")),
         }
         state = {
             "create_time": self.now - ms(7_000),
@@ -63,6 +64,7 @@ class Documents:
             "dropped_fail_cnt": pick((None, None, None, 1, 2)),
             "wanted": pick((None, None, 1, 2)),
             "moves_to": self._moves_to(id_),
+            "home": pick((None,) * 5 + ("odd",)),
             "deleted_time": self._time(0.03),
             "worker_states": self._entries(id_),
             "leaving": self._leaving(id_),

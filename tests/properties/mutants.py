@@ -83,6 +83,11 @@ def derived() -> Iterator[tuple[str, Mutant]]:
     yield "a task that runs moves at once", replaced(rules, "_moves", {"$gt": [rules.MOVES_TO, None]})
     yield "a task whose worker is gone moves when somebody comes", result(rules, "_settle_time", rules.MOVES_TO, None)
     yield "finish_time moves with every write", result(rules, "derivation", "$finish_time", None)
+    yield "a dead letter stays where it failed", result(rules, "derivation", "$task_option.on_fail", None)
+    yield (
+        "a dead letter forgets where it came from",
+        result(rules, "derivation", {"$ifNull": [rules.HOME, "$queue"]}, "$queue"),
+    )
     yield "a success is kept like a failure", result(rules, "derivation", *_RETENTION)
 
 

@@ -81,7 +81,7 @@ class Oracle:
         self.state.pop("pending", None)
         if reading.dependents and not finished:
             self.state["pending"] = True
-        derived, back_in_line = reading.derived(now), reading.back_in_line
+        derived, back_in_line, home = reading.derived(now), reading.back_in_line, reading.home(now)
         self.document |= derived
         if finished:
             self.state.pop("in_line", None)
@@ -89,6 +89,9 @@ class Oracle:
             self.state.update({"in_line": True, "place": (self.state.get("place") or 0) + 1})
         if moves:
             self.state["moves_to"] = None
+        self.state.pop("home", None)
+        if home is not None:
+            self.state["home"] = home
 
     def stamp(self, now: datetime, kind: str, *workers: str) -> None:
         self.document["event"] = [kind, *workers]
@@ -200,7 +203,8 @@ class Oracle:
 
     def _wish_elsewhere(self, placed: Mapping[str, Any], now: datetime) -> None:
         """Where limits count what runs, it stays till that has ended."""
-        goes_to = self.state.get("moves_to") or self.document
+        stands = self.document | {"queue": self.state.get("home") or self.document["queue"]}
+        goes_to = self.state.get("moves_to") or stands
         place = {name: goes_to.get(name) for name in ("queue", "group")}
         if place | dict(placed) != place:
             self.state["moves_to"] = place | dict(placed) | {"held": [entry["running_id"] for entry in self.live(now)]}
@@ -216,6 +220,7 @@ class Oracle:
             "moves_to",
             "debounced_since",
             "throttled_since",
+            "home",
         )
         line = ("line", "place", "in_line", "on_sequence_failure")
         kept = (*own, *line, "flow", "after", "waits_for", "unlinked", "dependents", "ask_time", "stages")

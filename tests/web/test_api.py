@@ -13,7 +13,7 @@ import pytest
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
-from taskmesh import TaskFailed, TaskMesh
+from taskmesh import TaskFailed, TaskMesh, TaskOption
 from taskmesh.web import create_app
 from taskmesh.web.api import _event_lines
 from tests.waiting import eventually
@@ -212,6 +212,23 @@ async def test_workers_are_told_what_to_do(mesh: TaskMesh, client: httpx.AsyncCl
     await ask(client, "POST", "/workers/{worker_id}/stop", 404, params={"worker_id": "nobody"}, json={})
 
 
+async def test_dead_letters_are_redriven(mesh: TaskMesh, client: httpx.AsyncClient) -> None:
+    @mesh.task(option=TaskOption(on_fail="dead", max_unexpected_retries=0))
+    async def work() -> None:
+        raise RuntimeError("no")
+
+    await work.publish("k")
+    await mesh.consumer().run(until_idle=True)
+    dead = next(each for each in await ask(client, "GET", "/queues") if each["queue"] == "dead")
+    assert dead["dead_letters"] == 1
+    queue = {"queue": "dead"}
+    counted = await ask(client, "POST", "/queues/{queue}/redrive", params=queue, json={"dry_run": True})
+    assert (counted["action"], counted["matched"], counted["done"]) == ("redrive", 1, 0)
+    done = await ask(client, "POST", "/queues/{queue}/redrive", params=queue, json={"by": "ann", "undo": False})
+    assert (done["done"], done["id"]) == (1, None)
+    assert (await mesh.get("work", "k")).queue == "default"
+
+
 async def test_queues_are_paused_and_limited(client: httpx.AsyncClient) -> None:
     queue = {"queue": "slow"}
     await ask(
@@ -394,7 +411,7 @@ async def test_the_openapi_document_names_every_operation(client: httpx.AsyncCli
     assert document["servers"] == [{"url": API}]
     called = {(path, method) for path, methods in document["paths"].items() for method in methods}
     assert ("/tasks/{name}/{key}/retry", "post") in called
-    assert len(called) == 44
+    assert len(called) == 45
     assert document["components"]["securitySchemes"].keys() == {"token", "program"}
     assert document["security"] == []
     assert document["paths"]["/tasks"]["post"]["security"] == [{"program": []}]
