@@ -90,8 +90,8 @@ def _fixed(text: str) -> Callable[[], str]:
     return lambda: text
 
 
-def _node(name: str, broker: str, promise: str, count: int) -> Peer:
-    script = str(ENVIRONMENT / "node" / f"{name}.mjs")
+def _node(name: str, broker: str, promise: str, count: int, package: str | None = None) -> Peer:
+    script, package = str(ENVIRONMENT / "node" / f"{name}.mjs"), package or name
     return Peer(
         name,
         broker,
@@ -99,8 +99,8 @@ def _node(name: str, broker: str, promise: str, count: int) -> Peer:
         lambda processes: [["node", script, "work"]] * processes,
         ["node", script],
         count,
-        ENVIRONMENT / "node" / "node_modules" / name,
-        _npm_version(name),
+        ENVIRONMENT / "node" / "node_modules" / package,
+        _npm_version(package),
         "Node",
         HERE / "node",
     )
@@ -204,6 +204,7 @@ PEERS: list[Peer] = [
     ),
     _node("bullmq", "redis", f"{_REDIS}; stalled jobs run again; unique keys", 60_000),
     _node("agenda", "mongo", "tasks on disk; locks time out after 10 minutes; keys not unique", 5_000),
+    _node("agenda-channel", "mongo", "as agenda, and told of jobs by a change stream", 5_000, "agenda"),
     _binary(
         "mscheduler",
         "mongo",
