@@ -21,7 +21,7 @@ from taskmesh.client.publisher import Publisher
 from taskmesh.client.schedules import Declared, Schedules
 from taskmesh.client.tasks import UNSAID, Tasks
 from taskmesh.consumer.lifespan import Lifespan, checked_lifespan
-from taskmesh.model.codec import Codec, checked_codec
+from taskmesh.model.codec import Codec, checked_codec, checked_threshold
 from taskmesh.model.configuration import Configuration, PublishSettings
 from taskmesh.model.error_policy import ErrorTypes
 from taskmesh.model.errors import InvalidOption
@@ -77,6 +77,8 @@ class TaskMesh(Defining):
     `client`: a MongoDB URI, a `pymongo.AsyncMongoClient` or a `motor.motor_asyncio.AsyncIOMotorClient`, which all win over
     `TASKMESH_URI`. None: the URI in `TASKMESH_URI`; without one, the embedded MongoDB of this directory (extra `embedded`).
     `codec`: encrypts params, results, records, reasons and logs of all tasks that have no codec of their own: an `AESCodec`.
+    `payload_threshold`: of params, or of a result, of more bytes than this, what is largest is stored apart from the task. None:
+    all stands in the task's document, and has to fit.
 
     What is done most often are methods of the mesh itself; all else is found on the objects that it holds: `listing`, `bulk`,
     `queues`, `fleet`, `schedules`, `inspect`, `what_if`, `audit`, and `publisher` and `tasks`, on which it stands.
@@ -89,9 +91,11 @@ class TaskMesh(Defining):
         database: str = "taskmesh",
         collection: str = "tasks",
         codec: Codec | None = None,
+        payload_threshold: int | None = None,
     ) -> None:
         super().__init__()
-        self.connection = Connection(client, database, collection, Payloads(checked_codec(codec)))
+        payloads = Payloads(checked_codec(codec), checked_threshold(payload_threshold))
+        self.connection = Connection(client, database, collection, payloads)
         """Where the mesh is connected to."""
         self.tasks = Tasks(self.connection)
         """Single tasks: read, change, wait for one."""

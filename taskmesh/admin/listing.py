@@ -98,7 +98,7 @@ class Listing:
             return
         behind = None if after is None else task_id(which.name or "", after)
         async for document in listing.find(self._store, which, order=sort, limit=limit, params=params, after=behind):
-            task = self._readable(document)
+            task = self._readable(await self._connection.fetched(document))
             if task is not None:
                 yield task
 

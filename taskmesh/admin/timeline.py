@@ -54,7 +54,7 @@ async def read_timeline(store: Store, payloads: Payloads, id_: str) -> Timeline 
     if found is None:
         return None
     document, lost, now = found
-    task = payloads.task(document)
+    task = payloads.task(await payloads.fetched(store, document))
     bars = _bars(task, lost, now)
     return Timeline(task, bars, _happenings(task, bars))
 

@@ -7,8 +7,11 @@ import logging
 import os
 import time
 import weakref
+from collections.abc import Iterable
 from typing import Any, Protocol
 from urllib.parse import urlsplit
+
+from pymongo.errors import PyMongoError
 
 from taskmesh.client.acceptance import Acceptance
 from taskmesh.client.change_feed import Feed
@@ -17,8 +20,9 @@ from taskmesh.client.registry import Registry
 from taskmesh.client.results import Results
 from taskmesh.model.errors import TaskMeshError
 from taskmesh.model.task import checked_key, checked_name
-from taskmesh.store import Store, reach, registry, schema
+from taskmesh.store import Store, apart, reach, registry, schema
 from taskmesh.store.clock import ServerClock
+from taskmesh.store.driver import Document
 from taskmesh.store.numbers import Numbers
 from taskmesh.store.payloads import Payloads
 from taskmesh.store.server_errors import patiently
@@ -240,6 +244,17 @@ class Connection:
         reader = EventReader(self.feed, self.store, name, key, after=after, buffer=buffer)
         self._event_readers.add(reader)
         return reader
+
+    async def fetched(self, document: Document) -> Document:
+        """Return the document of a task with what of it is stored apart."""
+        return await patiently(lambda: self.payloads.fetched(self.store, document))
+
+    async def remove_apart(self, ids: Iterable[Any]) -> None:
+        """Remove what no task refers to any more. What cannot be removed now, a sweep finds."""
+        try:
+            await apart.remove(self.store, ids)
+        except PyMongoError as error:
+            logger.debug("what was stored apart is left to a sweep (%s)", type(error).__name__)
 
     async def queues_changed(self) -> None:
         """Let our own consumers know before the caller goes on; the others hear of it by their streams."""

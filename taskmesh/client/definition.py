@@ -155,7 +155,7 @@ class TaskDefinition(Generic[P, R]):
         `fed`: those that come from dependencies.
         """
         check_published(self.name, is_loop=self.loop is not None)
-        return self.on(self.queue).params.to_store(params, fed)
+        return self.on(self.queue).params.to_store(params, fed, self.publisher.payloads.most_bytes)
 
     def _check_needs_no_params(self) -> None:
         try:

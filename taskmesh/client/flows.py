@@ -18,7 +18,7 @@ from taskmesh.model.dependency import Dependencies, OnDependencyFailure, label
 from taskmesh.model.errors import InvalidOption, TaskFinished, TaskNotFound, TaskTooLarge
 from taskmesh.model.flow import FlowStatus, FlowTask, TaskName
 from taskmesh.model.task import Status, checked_key, checked_name, task_id
-from taskmesh.store import Store, dependencies, flows
+from taskmesh.store import Store, apart, dependencies, flows
 from taskmesh.store.publish import Publication
 from taskmesh.store.server_errors import patiently
 
@@ -136,7 +136,8 @@ class Flows:
                 f"task {known.name!r} is a broadcast, which is for the workers that are live when it is published: publish it "
                 "by a task of the flow, current_task().publish(…)"
             )
-        publication = self._publisher.made(known, checked_key(key), stored, configuration, size + size_of_fields)
+        size += size_of_fields
+        publication = self._publisher.made(known, checked_key(key), stored, configuration, size, apart=True)
         handle: TaskHandle[R] = TaskHandle(
             self._tasks, known.name, key, created=False, updated=False, warnings=[], returns=known.returns
         )
@@ -164,12 +165,15 @@ class Flows:
                 raise TaskFinished(f"flow {key!r} is finished: give a flow with other members another key")
         for publication in publications:
             publication.flow = key
+        await patiently(lambda: apart.put(store, [value for each in publications for value in each.apart]))
         await patiently(lambda: flows.begin(store, key, list(members)))
         if self._connection.clock.stale:
             await sample(self._connection.clock, store)
         published = await patiently(lambda: flows.publish_members(store, publications, self._connection.clock.now()))
         for result, (_, handle) in zip(published, members.values(), strict=True):
             handle.is_published(created=result.created)
+        unwanted = [each for each, result in zip(publications, published, strict=True) if not result.created]
+        await self._connection.remove_apart(value.id for each in unwanted for value in each.apart)
         await patiently(lambda: flows.seal(store, key))
         try:
             await patiently(lambda: flows.open_members(store, key))

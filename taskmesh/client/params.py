@@ -19,7 +19,7 @@ from taskmesh.model.configuration import Configuration
 from taskmesh.model.dependency import FromDependency
 from taskmesh.model.errors import InvalidOption, InvalidParams, TaskTooLarge
 from taskmesh.store.payloads import marked_secret
-from taskmesh.store.values import TooLarge, Unstorable, hides, size_of, storable, too_deep
+from taskmesh.store.values import MAX_BYTES, TooLarge, Unstorable, hides, size_of, storable, too_deep
 
 
 class _Schema(GenerateJsonSchema):
@@ -84,8 +84,10 @@ class Params:
     def _hints(self) -> dict[str, Any]:
         return get_type_hints(self._fn, include_extras=True)
 
-    def to_store(self, params: Mapping[str, Any], fed: Iterable[str] = ()) -> tuple[dict[str, Any], int]:
-        """Return checked params in MongoDB's types, and their size in bytes. Raises `InvalidParams`, `TaskTooLarge`.
+    def to_store(
+        self, params: Mapping[str, Any], fed: Iterable[str] = (), most: int = MAX_BYTES
+    ) -> tuple[dict[str, Any], int]:
+        """Return checked params in MongoDB's types, and their size, of `most` bytes. Raises `InvalidParams`, `TaskTooLarge`.
 
         `fed`: those that come from dependencies, beside what is annotated so.
         """
@@ -107,7 +109,7 @@ class Params:
                 f"task {self._name!r}: {_lossy(checked, stored)} would not come back from MongoDB as it is: annotate the "
                 "parameter with its type, or pass plain values"
             )
-        size = checked_size(self._name, stored)
+        size = checked_size(self._name, stored, most)
         if turned:
             stored |= {name: marked_secret(stored[name]) for name, value in checked.items() if hides(value)}
         return stored, size
@@ -197,10 +199,10 @@ def _mentions_secrets(model: type[BaseModel]) -> bool:
     return "Secret" in repr(model.__pydantic_core_schema__)
 
 
-def checked_size(name: str, params: dict[str, Any]) -> int:
+def checked_size(name: str, params: dict[str, Any], most: int = MAX_BYTES) -> int:
     """Return the size of params in bytes. Raises `InvalidParams` for what cannot be stored, `TaskTooLarge`."""
     try:
-        return size_of(params, "params")
+        return size_of(params, "params", most)
     except Unstorable as error:
         raise InvalidParams(f"task {name!r}: {error}") from None
     except TooLarge as error:

@@ -24,18 +24,19 @@ from taskmesh.client.returns import Returns
 from taskmesh.client.tasks import Tasks
 from taskmesh.client.tracing import Carrier, carrier, going_on, publishing
 from taskmesh.model.configuration import Configuration, PublishSettings
-from taskmesh.model.errors import InvalidOption, InvalidParams, TaskMeshError
+from taskmesh.model.errors import InvalidOption, InvalidParams, TaskMeshError, TaskTooLarge
 from taskmesh.model.labels import words
 from taskmesh.model.option import MOST_WORKERS
 from taskmesh.model.task import Task, checked_key, checked_name
 from taskmesh.model.worker import able_workers
-from taskmesh.store import Store, dependencies
+from taskmesh.store import Store, apart, dependencies
+from taskmesh.store.apart import Apart
 from taskmesh.store.audit import author
 from taskmesh.store.driver import Document, twin_of
 from taskmesh.store.payloads import Payloads
 from taskmesh.store.publish import Publication, Published, give_numbers, publish, publish_in_session
 from taskmesh.store.server_errors import is_over_deadline, is_passing, patiently
-from taskmesh.store.values import new_id
+from taskmesh.store.values import MAX_BYTES, new_id
 
 PUBLISH_DEADLINE_S = 30.0
 
@@ -131,7 +132,9 @@ class Publisher:
 
     async def registered(self, name: str, *, newly: bool = False) -> RegisteredDefinition:
         """Return what workers have registered of the tasks of this name. `newly`: not as it was some seconds ago."""
-        return await self._connection.registry.definition(checked_name(name), newly=newly)
+        definition = await self._connection.registry.definition(checked_name(name), newly=newly)
+        definition.most_bytes = self.payloads.most_bytes
+        return definition
 
     async def publish_all(
         self,
@@ -154,7 +157,7 @@ class Publisher:
         for key, params in params_by_key.items():
             checked_key(key)
             stored, size = definition.to_store(params, configuration.fed)
-            publication = self.made(definition, key, stored, configuration, size + size_of_fields)
+            publication = self.made(definition, key, stored, configuration, size + size_of_fields, apart=True)
             publication.publish_id = publish_id
             publications.append(publication)
         _check_no_circle(publications)
@@ -162,6 +165,9 @@ class Publisher:
         if not clock.stale:  # before anything is waited for: in the order of the calls
             give_numbers(store, publications, clock.now())
         await self._connection.create_what_is_missing()
+        put_apart = [value for publication in publications for value in publication.apart]
+        if put_apart:
+            await patiently(lambda: apart.put(store, put_apart))
         with publishing(definition.name, list(params_by_key), configuration.queue) as trace:
             for publication in publications:
                 publication.trace = trace
@@ -171,6 +177,13 @@ class Publisher:
                 published = await publish_in_session(store, publications, clock.now(), configuration.session)
             else:
                 published = await self._published(store, publications)
+        if put_apart:
+            await self._connection.remove_apart(
+                value.id
+                for publication, result in zip(publications, published, strict=True)
+                if not (result.created or result.updated)
+                for value in publication.apart
+            )
         warnings = await self._warnings(definition.name, configuration, known=known)
         return [
             TaskHandle(
@@ -286,13 +299,37 @@ class Publisher:
         return with_stored_fields(definition.name, configuration)
 
     def made(
-        self, definition: Publishable, key: str, params: Document, configuration: Configuration, size: int
+        self,
+        definition: Publishable,
+        key: str,
+        params: Document,
+        configuration: Configuration,
+        size: int,
+        *,
+        apart: bool = False,
     ) -> Publication:
-        """Return what is to be published of checked params, in a configuration that is `settled`: each is made here."""
+        """Return what is to be published of checked params, in a configuration that is `settled`: each is made here.
+
+        `apart`: what is large may be stored apart, which the caller sees to. Raises `TaskTooLarge` for what fits in no document.
+        """
         name = definition.name
         sealed = self.payloads.codec_of(name) is not None
         stored = self.payloads.sealed_params(f"{name}:{key}", params)
-        return Publication(name, key, stored, configuration, size, sealed=sealed, broadcast=definition.broadcast)
+        put_apart: Sequence[Apart] = ()
+        if apart and self.payloads.is_large(size):
+            stored, put_apart, size = self.payloads.apart_params(f"{name}:{key}", stored)
+        if size > MAX_BYTES:
+            raise TaskTooLarge(
+                f"task {name!r}: params of {size} bytes fit in no document, and what a handler publishes is not stored apart: "
+                "store them elsewhere and pass a reference"
+            )
+        made = Publication(name, key, stored, configuration, size, sealed=sealed, broadcast=definition.broadcast)
+        made.apart = put_apart
+        return made
+
+    async def fetched(self, document: Document) -> Document:
+        """Return the document of a task with what of it is stored apart."""
+        return await self._connection.fetched(document)
 
     def publication_of(self, definition: Publishable, key: str, params: Mapping[str, Any]) -> Publication:
         """Check what a handler wants to be published with its SUCCESS. Raises as `publish` does."""

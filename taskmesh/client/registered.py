@@ -17,7 +17,7 @@ from taskmesh.model.loop import check_published
 from taskmesh.model.option import TaskOption
 from taskmesh.store.driver import Document
 from taskmesh.store.payloads import marked_secret
-from taskmesh.store.values import storable
+from taskmesh.store.values import MAX_BYTES, storable
 
 _MOST_MISFITS = 5
 
@@ -34,6 +34,8 @@ class RegisteredDefinition:
         self._schema: Any = True
         self._is_loop = bool(document and document.get("loop"))
         self.broadcast = bool(document and document.get("broadcast"))
+        self.most_bytes = MAX_BYTES
+        """Of params."""
         self.encrypted = bool(document and document.get("encrypted"))
         self._secret: list[str] = (document or {}).get("secret") or []
         if document is not None:
@@ -51,7 +53,7 @@ class RegisteredDefinition:
                 f"task {self.name!r}: params must be a mapping by parameter name, got {type(params).__name__}"
             )
         stored = dict(params or {})
-        size = checked_size(self.name, stored)
+        size = checked_size(self.name, stored, self.most_bytes)
         schema = self._schema
         if isinstance(schema, dict):  # what comes from dependencies is not to be given
             schema = {**schema, "required": [name for name in schema.get("required", ()) if name not in set(fed)]}

@@ -16,11 +16,11 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 from pydantic_core import PydanticSerializationError
 
-from taskmesh.model.codec import Encrypted
-from taskmesh.model.errors import CannotDecrypt, UnstorableValue
+from taskmesh.model.codec import Encrypted, NotLoaded
+from taskmesh.model.errors import CannotDecrypt, PayloadMissing, UnstorableValue
 from taskmesh.model.stage import Next
 from taskmesh.store.payloads import marked_secret, unmarked
-from taskmesh.store.values import TooLarge, Unstorable, hides, kept, size_of, storable, too_deep
+from taskmesh.store.values import MAX_BYTES, TooLarge, Unstorable, hides, kept, size_of, storable, too_deep
 
 _PLAIN = (Any, object, None, type(None), inspect.Signature.empty)
 """Annotations that say nothing of a value. `None` is among them: such a handler may still `set_result` in a transaction."""
@@ -48,15 +48,15 @@ class Returns:
         """Return what the handler of this queue returns."""
         return self.by_queue.get(queue, self)
 
-    def kept(self, name: str, value: Any) -> tuple[Mapping[str, Any], int]:
-        """Return a document with this one field, the value as it is stored, and its size in bytes.
+    def kept(self, name: str, value: Any, most: int = MAX_BYTES) -> tuple[Mapping[str, Any], int]:
+        """Return a document with this one field, the value as it is stored, and its size, of which it may have so many bytes.
 
         Raises `UnstorableValue`. Nothing that happens to the value later changes the document.
         """
         if value is None and self._adapter is None:
             return kept(name, value, "result")
         found: tuple[Mapping[str, Any], int] = self._first_that_is_stored(
-            value, lambda form: kept(name, form, "result")
+            value, lambda form: kept(name, form, "result", most)
         )
         return found
 
@@ -76,6 +76,8 @@ class Returns:
         """
         if isinstance(stored, Encrypted):
             raise CannotDecrypt(f"{self._label} cannot be read: {stored.reason}", stored.key_id)
+        if isinstance(stored, NotLoaded):
+            raise PayloadMissing(f"{self._label} cannot be read: {stored}")
         adapter = self._adapter
         if adapter is None or type(stored) is self._annotation:
             return stored

@@ -16,6 +16,8 @@ from taskmesh.model.ids import checked_step_name, checked_text
 from taskmesh.model.option import OptionFields
 from taskmesh.model.task import Status, Task, task_id
 from taskmesh.store import Store, audit, control, find, signals
+from taskmesh.store.driver import Document
+from taskmesh.store.payloads import references
 from taskmesh.store.values import encoded, new_id
 
 T = TypeVar("T")
@@ -47,13 +49,19 @@ class Tasks:
 
     async def get(self, name: str, key: str) -> Task:
         """Return the task as it stands now, params and all. Raises `TaskNotFound`."""
+        return await self._read(await self._stored(name, key))
+
+    async def _read(self, document: Document) -> Task:
+        return self._connection.payloads.task(await self._connection.fetched(document))
+
+    async def _stored(self, name: str, key: str) -> Document:
         id_ = task_id(name, key)
         found = await find.get(self._store, [id_])
         if found and "queue" not in found[0] and await self._accepted(id_):
             found = await find.get(self._store, [id_])
         if not found:
             raise no_such_task(name, key)
-        return self._connection.payloads.task(found[0])
+        return found[0]
 
     async def _accepted(self, id_: str) -> bool:
         """Accept the task if another language has inserted it, and no worker has done so yet; whether that was so."""
@@ -81,7 +89,7 @@ class Tasks:
             found = await find.get(self._store, [id_], forgotten=True) or [each | cancelled for each in before]
         else:
             found = []
-        task = self._connection.payloads.task(found[0]) if found else await self.get(name, key)
+        task = await self._read(found[0]) if found else await self.get(name, key)
         await audit.note(self._store, "task.cancel", who, name=name, key=key)
         return task
 
@@ -106,8 +114,10 @@ class Tasks:
         `by`: who, for the audit; by default the user of this process, and its host.
         """
         who = audit.author(by)
-        task = await self.get(name, key)
+        document = await self._stored(name, key)
+        task = await self._read(document)
         await control.delete(self._store, task_id(name, key))
+        await self._connection.remove_apart(references(document))
         await audit.note(self._store, "task.delete", who, name=name, key=key)
         return task
 
@@ -179,7 +189,7 @@ class Tasks:
                 document = await results.finished(task_id(name, key), published=published)
         except TimeoutError:
             raise TimeoutError(f"task {name!r} {key!r} has not finished within {timeout} s") from None
-        return self._connection.payloads.task(document)
+        return await self._read(document)
 
 
 def no_such_task(name: str, key: str) -> TaskNotFound:

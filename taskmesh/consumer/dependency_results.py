@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from taskmesh.client.definition import TaskDefinition
@@ -71,7 +72,8 @@ class DependencyResults:
         document["params"] = {**(document.get("params") or {}), **values}
 
     async def _waited_for(self, id_: str) -> list[Document]:
-        return await patiently(lambda: waited_for(self._store, id_))
+        found = await patiently(lambda: waited_for(self._store, id_))
+        return [await patiently(partial(self._payloads.fetched, self._store, each)) for each in found]
 
     def _result(self, document: Document) -> Any:
         value = self._plain(document)

@@ -280,11 +280,17 @@ class Execution:
 
     # --- its params ---
 
-    def open_params(self) -> None:
-        """Decrypt them. Raises `CannotDecrypt`."""
+    @property
+    def has_boxed_params(self) -> bool:
+        """Whether they have to be opened."""
         params = self.document.get("params")
-        if isinstance(params, dict) and any(map(is_boxed, params.values())):
-            self._stored_params = params
+        return isinstance(params, dict) and any(map(is_boxed, params.values()))
+
+    async def open_params(self) -> None:
+        """Fetch what is stored apart, and decrypt. Raises `CannotDecrypt`, `PayloadMissing`."""
+        if self.has_boxed_params:
+            self.document = await self.publisher.fetched(self.document)
+            self._stored_params = params = self.document["params"]
             payloads = self.publisher.payloads
             self.document["params"] = payloads.unsealed_params(self.id, params)
             self.secrets = tuple(payloads.secrets_in(self.id, params))

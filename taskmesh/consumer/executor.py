@@ -212,7 +212,8 @@ class Executor:
             definition = self._definitions[execution.name].on(execution.queue)
             execution.returns, execution.errors = definition.returns, definition.errors
             _check_is_no_second(execution, definition)
-            execution.open_params()
+            if execution.has_boxed_params:
+                await execution.open_params()
             if self._dependency_results.are_wanted(definition.params, execution.document):
                 await self._dependency_results.feed(definition.params, execution.document)
             args, kwargs = definition.params.to_run(execution.document.get("params") or {})

@@ -18,6 +18,7 @@ from typing import Any
 from pymongo.errors import PyMongoError
 
 from taskmesh.store import Store, steps
+from taskmesh.store.apart import put
 from taskmesh.store.finish import Kind, Outcome, finish, standing
 from taskmesh.store.server_errors import is_about_the_document, is_about_us, is_over_deadline, is_passing
 
@@ -110,6 +111,7 @@ class Finisher:
             split = False
             try:
                 outcomes = [outcome for outcome, _ in todo]
+                await put(self._store, [value for outcome in outcomes for value in outcome.apart])
                 write = steps.record if outcomes[0].kind == "stepped" else finish
                 if await write(self._store, self._worker_id, outcomes, deadline_ms=deadline_ms) == len(todo):
                     self._tell(todo, recorded=True)

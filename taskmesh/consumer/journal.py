@@ -288,7 +288,10 @@ class Journal:
                 count = f"{left} task{'' if left == 1 else 's'}"
                 await self.suspend({"id": entry.id, "kind": "join", "name": count})
             stored = await patiently(lambda: children.ends(self._journals.store, ids))
-            found = {id_: self._payloads.unsealed_end(end) for id_, end in stored.items()}
+            found = {
+                id_: self._payloads.unsealed_end(await self._payloads.fetched_end(self._journals.store, end))
+                for id_, end in stored.items()
+            }
             if record is None:
                 errors = [[id_, text] for id_ in dict.fromkeys(ids) if (text := error_of(id_, found.get(id_)))]
                 record = await self.write(entry, {"value": errors, "error": errors[0][1]} if errors else {"value": []})

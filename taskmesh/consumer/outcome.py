@@ -26,6 +26,7 @@ from taskmesh.model.errors import (
     InvalidOption,
     InvalidParams,
     LeaseLost,
+    PayloadMissing,
     Retry,
     Snooze,
     StepMismatch,
@@ -38,7 +39,7 @@ from taskmesh.model.errors import (
 from taskmesh.model.stage import Next, checked_next
 from taskmesh.store.driver import Document
 from taskmesh.store.finish import Outcome
-from taskmesh.store.values import MAX_REASON_CHARS, cleaned
+from taskmesh.store.values import MAX_BYTES, MAX_REASON_CHARS, cleaned
 
 logger = logging.getLogger("taskmesh.executor")
 
@@ -106,12 +107,12 @@ def judged(execution: Execution, value: Any, error: BaseException | None) -> End
         met = f"TransactionConflict: {execution.conflicts + 1} executions in a row met one"
         remedy = "make what is in transaction() shorter, or let fewer of these tasks run at once"
         return replace(failed_by(error), reason=f"{met}: {remedy}\n{error}")
-    if isinstance(error, (Snooze, StepMismatch, CannotDecrypt, Next)):
+    if isinstance(error, (Snooze, StepMismatch, CannotDecrypt, PayloadMissing, Next)):
         return _put_off(execution, error)
     return failed_by(error)
 
 
-def _put_off(execution: Execution, error: Snooze | StepMismatch | CannotDecrypt | Next) -> Ending:
+def _put_off(execution: Execution, error: Snooze | StepMismatch | CannotDecrypt | PayloadMissing | Next) -> Ending:
     """How it ended if it snoozes, goes on elsewhere, or if code or keys here do not fit the task: it waits, uncharged."""
     if isinstance(error, Next):
         return Ending("moved", reason=reason_of(error).text, error=error)
@@ -156,18 +157,19 @@ def success(execution: Execution, value: Any) -> Outcome:
 
     Of a loop it is not stored: the task rests, and runs again.
     """
+    payloads = execution.publisher.payloads
     try:
-        return stored_success(execution, value)
+        return payloads.apart_result(stored_success(execution, value, payloads.most_bytes))
     except UnstorableValue as error:
         reason = cleaned(f"UnstorableValue: {error}")
         return failure(execution, Ending("failed", reason=reason, error=error, fail_type="UnstorableValue"))
 
 
-def stored_success(execution: Execution, value: Any) -> Outcome:
-    """Return that outcome. Raises `UnstorableValue` for what cannot be stored."""
+def stored_success(execution: Execution, value: Any, most: int = MAX_BYTES) -> Outcome:
+    """Return that outcome, of a result of `most` bytes. Raises `UnstorableValue` for what cannot be stored."""
     if execution.loop is not None:
         return execution.outcome("looped", {}, delay_ms=execution.loop.delay_ms(execution.stored_option))
-    entry, size = execution.returns.kept("returns", value)
+    entry, size = execution.returns.kept("returns", value, most)
     return execution.outcome("succeeded", entry, size + 200)
 
 

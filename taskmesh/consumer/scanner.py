@@ -27,7 +27,7 @@ from taskmesh.consumer.partitions import Partitions
 from taskmesh.consumer.queues import LOOK_AHEAD_MS, Queues
 from taskmesh.consumer.settings import Settings
 from taskmesh.consumer.timing import until, varied
-from taskmesh.store import Store
+from taskmesh.store import Store, apart
 from taskmesh.store.clock import ServerClock
 from taskmesh.store.find import (
     Claimable,
@@ -39,6 +39,7 @@ from taskmesh.store.find import (
     scan,
     scan_leases,
 )
+from taskmesh.store.payloads import references
 from taskmesh.store.publish import lane_of
 from taskmesh.store.settle import settle
 
@@ -46,6 +47,8 @@ logger = logging.getLogger("taskmesh.scanner")
 
 SCAN_EVERY_S = 1.0
 _SETTLE_EVERY_S = 2.0
+_PAYLOADS_EVERY_S = 60.0
+"""How often to look whether something that is stored apart has no task any more."""
 _MAX_COMBINATIONS = 150
 """Of names × queues in one query; above about 200 the server sorts in memory instead of merging index ranges."""
 _FOR_ANYBODY: tuple[Sort, ...] = ("waiting", "shared")
@@ -100,7 +103,7 @@ class Scanner:
         """In which of them that has been done once."""
         self._heads_refused: set[tuple[int, Sort]] = set()
         """Where the last page was full, and had nothing for me."""
-        self._next_settle = self._next_sweep = 0.0
+        self._next_settle = self._next_sweep = self._next_payloads = 0.0
         self._next_leases = 0.0
         self._next_help = 0.0
         self._again_soon = False
@@ -161,6 +164,9 @@ class Scanner:
             if now >= self._next_sweep:
                 self._next_sweep = now + 0.8 * SCAN_EVERY_S
                 await self._dependents.sweep()
+            if now >= self._next_payloads:
+                self._next_payloads = now + varied(_PAYLOADS_EVERY_S, 0.2)
+                await apart.sweep(self._store, references)
             self._told_unsettled = False
         except PyMongoError as error:
             if not self._told_unsettled:

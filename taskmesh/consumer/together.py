@@ -25,6 +25,7 @@ from taskmesh.consumer.execution import Execution
 from taskmesh.consumer.timing import by_chance
 from taskmesh.model.errors import LeaseLost
 from taskmesh.store import Store
+from taskmesh.store.apart import put
 from taskmesh.store.clock import ServerClock
 from taskmesh.store.finish import Outcome, finish, standing
 from taskmesh.store.publish import Publication, publish_in_session
@@ -150,6 +151,7 @@ class Together:
 
     async def _write(self, todo: Sequence[_Waiting], at: list[str]) -> None:
         publications = [publication for waiting in todo for publication in waiting.publications]
+        await put(self._store, [value for waiting in todo for value in waiting.outcome.apart])
         async with self._store.driver.session() as session:
             await self._store.driver.start_transaction(session)
             outcomes = [waiting.outcome for waiting in todo]

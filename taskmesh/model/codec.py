@@ -12,6 +12,8 @@ ENCRYPTED = "<encrypted>"
 """What pages and commands show instead of an encrypted value."""
 _KEY_LABEL = "encryption-key:"
 _LONGEST_KEY_ID = 100
+LEAST_APART = 1_000
+"""Bytes of which params or a result must have more to be stored apart from the task."""
 
 
 @runtime_checkable
@@ -35,6 +37,12 @@ class Codec(Protocol):
 
     def decrypt(self, key_id: str, data: bytes, context: bytes) -> bytes:
         """Return what `encrypt` was given. Raises `ValueError` if the key of this id did not encrypt it, or not so."""
+
+
+class NotLoaded(str):
+    """Stands for a value that is stored apart and is not shown: a text that says how large it is."""
+
+    __slots__ = ()
 
 
 class Encrypted(str):
@@ -76,6 +84,18 @@ def checked_key_id(key_id: Any) -> str:
     if "=" in checked_text("the id of a key", key_id, most=_LONGEST_KEY_ID):
         raise InvalidOption(f"the id of a key must not have a '=', got {key_id!r}: give it another id")
     return str(key_id)
+
+
+def checked_threshold(payload_threshold: Any) -> int | None:
+    """Return the number of bytes, or None for none. Raises `InvalidOption`."""
+    if payload_threshold is None:
+        return None
+    if isinstance(payload_threshold, bool) or not isinstance(payload_threshold, int) or payload_threshold < LEAST_APART:
+        raise InvalidOption(
+            f"payload_threshold must be a whole number of bytes of at least {LEAST_APART}, or None, "
+            f"got {shown(payload_threshold)}"
+        )
+    return payload_threshold
 
 
 def listed(key_ids: frozenset[str]) -> str:

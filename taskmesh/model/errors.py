@@ -7,6 +7,7 @@
     ├── TaskNotFound, TaskRunning, TaskFinished                   the task is not there, is busy, or is done
     ├── StepMismatch                                              a record was made by another step
     ├── CannotDecrypt                                             a value is encrypted with a key that is not here
+    ├── PayloadMissing                                            a value that is stored apart is not there
     ├── TaskError, TaskCancelled, TaskExpired                     how a task ended, raised by result()
     ├── LeaseLost                                                 this execution no longer holds its task
     ├── ProcessDied                                               the process of a handler is gone
@@ -82,6 +83,13 @@ class CannotDecrypt(TaskMeshError):
     def __init__(self, message: str, key_id: str = "") -> None:
         super().__init__(message)
         self.key_id = key_id
+
+
+class PayloadMissing(TaskMeshError):
+    """A value that is stored apart from its task is not there: the task was changed a moment ago, or somebody has removed it.
+
+    An execution that meets it is put off and charged nothing.
+    """
 
 
 class TaskError(TaskMeshError):

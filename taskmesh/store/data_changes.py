@@ -59,7 +59,7 @@ def namespace(store: Store, watched: Watched) -> str:
 def is_our_own(store: Store, watched: Watched) -> bool:
     """Whether it is a collection of this mesh: each of its changes would make another."""
     in_ours = watched.database in (None, store.driver.database.name)
-    return in_ours and watched.collection in (*store.collections, store.meta)
+    return in_ours and watched.collection in (*store.collections, store.payloads, store.meta)
 
 
 def key_of(event: Document) -> str:

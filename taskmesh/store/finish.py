@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from taskmesh.store import plain, rules
+from taskmesh.store.apart import Apart
 from taskmesh.store.driver import Document
 from taskmesh.store.event_stamp import stamp
 from taskmesh.store.prepared import prepared
@@ -82,6 +83,8 @@ class Outcome:
     """`stepped`: the record. `suspended`: what is waited for: `id` of its record, `kind`, `name`, and of a signal `event`."""
     lease_ms: int = 0
     """`stepped`: how long the lease is to last from then on, at least."""
+    apart: Sequence[Apart] = ()
+    """What of it is stored apart, and has to be written first."""
     concerns_others: bool = True
     """Whether some task may wait for this one. Known when a SUCCESS is recorded: see `_finish_plain`."""
 

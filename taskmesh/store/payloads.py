@@ -11,26 +11,35 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import bson
+from bson import ObjectId
 from bson.binary import Binary
 from bson.errors import BSONError
 from pydantic import Secret
 
-from taskmesh.model.codec import ENCRYPTED, Codec, Encrypted, listed, needed_for
-from taskmesh.model.errors import CannotDecrypt, IncompatibleCollection
+from taskmesh.model.codec import ENCRYPTED, Codec, Encrypted, NotLoaded, listed, needed_for
+from taskmesh.model.errors import CannotDecrypt, IncompatibleCollection, PayloadMissing
 from taskmesh.model.task import Task
+from taskmesh.store import apart, values
+from taskmesh.store.apart import Apart
 from taskmesh.store.driver import CODEC, Document
+from taskmesh.store.finish import Outcome
+from taskmesh.store.store import Store
 
 _SUBTYPE = 0xA7
 """Of the binaries that BSON leaves to users."""
 _MAGIC = b"tm1"
-_SECRET, _ENCRYPTED = 1, 2
+_SECRET, _ENCRYPTED, _APART = 1, 2, 4
+_SHOWN_BYTES = 1_000_000
+"""Pages and commands load no value that is larger."""
 _SHORTEST_REDACTED = 4
+_REFERENCE_BYTES = 100
 _TEXT = f"{ENCRYPTED}\n{_MAGIC.decode()}:"
 
 _concealed: ContextVar[bool] = ContextVar("taskmesh values concealed", default=False)
@@ -54,6 +63,13 @@ class _Box(NamedTuple):
     @property
     def is_encrypted(self) -> bool:
         return bool(self.flags & _ENCRYPTED)
+
+    @property
+    def apart(self) -> tuple[ObjectId, int] | None:
+        """Where its data is, and how many bytes it has, if it is stored apart."""
+        if not self.flags & _APART:
+            return None
+        return ObjectId(self.data[:12]), int.from_bytes(self.data[12:])
 
     def packed(self) -> bytes:
         key_id = self.key_id.encode()
@@ -96,8 +112,11 @@ def _plain(data: bytes) -> Any:
 class Payloads:
     """How the values of one mesh's tasks are written and read."""
 
-    def __init__(self, codec: Codec | None = None) -> None:
+    def __init__(self, codec: Codec | None = None, threshold: int | None = None) -> None:
         self._codec = codec
+        self._threshold = threshold
+        self.most_bytes = values.MAX_BYTES if threshold is None else apart.MAX_BYTES
+        """Of params, or of a result."""
         self._codecs: dict[str, Codec] = {}
 
     def set_codec(self, name: str, codec: Codec) -> None:
@@ -167,6 +186,64 @@ class Payloads:
             "error": lambda text: self.sealed_text(id_, text),
         }
         return {name: seal[name](value) if name in seal else value for name, value in fields.items()}
+
+    # --- on the way in, stored apart ---
+
+    def is_large(self, size: int) -> bool:
+        """Whether params, or a result, of so many bytes are to be stored apart."""
+        return self._threshold is not None and size > self._threshold
+
+    def apart_params(self, id_: str, params: Document) -> tuple[Document, list[Apart], int]:
+        """Return params with references in the places of the largest, until the rest is small; what to write; and its size."""
+        assert self._threshold is not None
+        sizes = {name: len(bson.encode({"v": value}, codec_options=CODEC)) for name, value in params.items()}
+        rest, stored, put = sum(sizes.values()), dict(params), []
+        for name in sorted(sizes, key=lambda name: -sizes[name]):
+            if rest <= self._threshold:
+                break
+            stored[name], value = _put_apart(id_, params[name])
+            rest -= sizes[name] - _REFERENCE_BYTES
+            put.append(value)
+        return stored, put, rest
+
+    def apart_result(self, outcome: Outcome) -> Outcome:
+        """Return the outcome with a reference in the place of a result that is large, and what to write first."""
+        if self.is_large(outcome.size) and "returns" in outcome.entry:
+            reference, value = _put_apart(outcome.id, outcome.entry["returns"])
+            rest = {name: each for name, each in outcome.entry.items() if name != "returns"}
+            size = len(bson.encode(rest, codec_options=CODEC)) + 2 * _REFERENCE_BYTES
+            return replace(outcome, entry={"returns": reference, **rest}, size=size, apart=(value,))
+        return outcome
+
+    # --- on the way out, stored apart ---
+
+    async def fetched(self, store: Store, document: Document) -> Document:
+        """Return the document of a task with what of it is stored apart; as it is, if there is nothing."""
+        return _stored_values(document, await self._fetch(store, _values_of(document)))  # type: ignore[no-any-return]  # as it was
+
+    async def fetched_end(self, store: Store, end: Document) -> Document:
+        """Return what has come of a child, with its value."""
+        return end | {"value": (await self._fetch(store, [end.get("value")]))(end.get("value"))}
+
+    async def _fetch(self, store: Store, stored: Iterable[Any]) -> Callable[[Any], Any]:
+        """Read what these values refer to; return what puts it in their places."""
+        wanted = {}
+        for value in stored:
+            box = _box_of(value)
+            if box is not None and box.apart is not None and not (_concealed.get() and _is_not_shown(box)):
+                id_, size = box.apart
+                wanted[id_] = size
+        found = await apart.read(store, wanted) if wanted else {}
+
+        def fetched(value: Any) -> Any:
+            box = _box_of(value)
+            if box is None or box.apart is None:
+                return value
+            id_, size = box.apart
+            data = found.get(id_, b"")
+            return Binary(data, _SUBTYPE) if len(data) == size else value
+
+        return fetched
 
     # --- on the way out ---
 
@@ -261,7 +338,7 @@ class Payloads:
         if box is None:
             return stored
         found = self._read(id_, place, box)
-        if isinstance(found, Encrypted):
+        if isinstance(found, (Encrypted, NotLoaded)):
             return found
         return Secret(_plain(found)) if box.flags & _SECRET else _plain(found)
 
@@ -270,21 +347,28 @@ class Payloads:
         if box is None:
             return stored
         found = self._read(id_, "text", box)
-        return found if isinstance(found, Encrypted) else found.decode("utf-8", "surrogatepass")
+        return found.decode("utf-8", "surrogatepass") if isinstance(found, bytes) else found
 
-    def _read(self, id_: str, place: str, box: _Box) -> bytes | Encrypted:
+    def _read(self, id_: str, place: str, box: _Box) -> bytes | Encrypted | NotLoaded:
         """What is in a box, for whoever looks at it."""
         if box.is_encrypted and _concealed.get():
             return Encrypted.because(box.key_id, "pages and commands show no encrypted values")
+        if box.apart is not None:
+            return NotLoaded(f"<{box.apart[1]:,} bytes, stored apart>")
         try:
             return self._decrypted(id_, place, box)
         except CannotDecrypt as error:
             return Encrypted.because(error.key_id, str(error))
 
     def _decrypted(self, id_: str, place: str, box: _Box) -> bytes:
+        name, _, key = id_.partition(":")
+        if box.apart is not None:
+            raise PayloadMissing(
+                f"{_SAID.get(place, place)} of task {name!r} {key!r}: its {box.apart[1]:,} bytes, which are stored apart, are "
+                "not there: the task was changed a moment ago, or somebody has removed them"
+            )
         if not box.is_encrypted:
             return box.data
-        name, _, key = id_.partition(":")
         codec = self.codec_of(name)
         what = f"{_SAID.get(place, place)} of task {name!r} {key!r}"
         if codec is None or box.key_id not in codec.key_ids:
@@ -301,6 +385,50 @@ class Payloads:
                 "compare the keys of publishers and workers",
                 box.key_id,
             ) from None
+
+
+def references(document: Mapping[str, Any]) -> Iterator[ObjectId]:
+    """Yield what the document of a task refers to."""
+    for value in _values_of(document):
+        box = _box_of(value)
+        if box is not None and box.apart is not None:
+            yield box.apart[0]
+
+
+def _values_of(document: Mapping[str, Any]) -> list[Any]:
+    """Return what of a task's document may be stored apart."""
+    found: list[Any] = []
+
+    def note(value: Any) -> Any:
+        found.append(value)
+        return value
+
+    _stored_values(document, note)
+    return found
+
+
+def _stored_values(document: Any, change: Callable[[Any], Any]) -> Any:
+    """Return the document with each of those values changed."""
+
+    def params(stored: Any) -> Any:
+        return {name: change(value) for name, value in stored.items()} if isinstance(stored, dict) else stored
+
+    state = _fields(worker_states=_each(_fields(returns=change)), stages=_each(_fields(params=params)))
+    return _fields(params=params, task_state=state)(document)
+
+
+def _put_apart(id_: str, value: Any) -> tuple[Binary, Apart]:
+    """Return a reference to a value as it would be stored, and what to write for it."""
+    box = _box_of(value) or _Box(0, "", bson.encode({"v": value}, codec_options=CODEC))
+    data = box.packed()
+    where = Apart(ObjectId(), id_, data)
+    reference = _Box(box.flags | _APART, box.key_id, where.id.binary + len(data).to_bytes(8))
+    return Binary(reference.packed(), _SUBTYPE), where
+
+
+def _is_not_shown(box: _Box) -> bool:
+    """Whether pages and commands show nothing of it, so that it is not loaded for them."""
+    return box.is_encrypted or bool(box.flags & _SECRET) or (box.apart is not None and box.apart[1] > _SHOWN_BYTES)
 
 
 _SAID = {"result": "the result", "record": "a step or signal", "text": "a text"}

@@ -21,6 +21,7 @@ from taskmesh.model.configuration import Configuration
 from taskmesh.model.errors import TaskRunning, TaskTooLarge
 from taskmesh.model.labels import words
 from taskmesh.store import dependencies, repeated, rules, sequences
+from taskmesh.store.apart import Apart
 from taskmesh.store.control import NOT_DELETED, values_kept
 from taskmesh.store.driver import Document
 from taskmesh.store.event_stamp import stamp, stamped
@@ -61,6 +62,8 @@ class Publication:
     """Whether it goes on when that is cancelled or fails."""
     broadcast: bool = False
     """Whether it is for the workers that it names, as far as they live."""
+    apart: Sequence[Apart] = ()
+    """What of its params is stored apart, and has to be written first."""
     sealed: bool = False
     """Whether its params are encrypted: which key a worker needs is said anew with them."""
     loop: Document | None = None

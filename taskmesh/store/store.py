@@ -65,6 +65,7 @@ class Store:
         self.undo = f"{prefix}undo"
         self.definitions = f"{prefix}definitions"
         self.flows = f"{prefix}flows"
+        self.payloads = f"{prefix}payloads"
         self.sequences = f"{prefix}sequences"
         self.meta = f"{prefix}meta"
 

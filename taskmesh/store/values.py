@@ -49,23 +49,23 @@ class TooLarge(Exception):
     """A value of too many bytes."""
 
 
-def size_of(value: Any, path: str) -> int:
+def size_of(value: Any, path: str, most: int = MAX_BYTES) -> int:
     """Return how many bytes the value needs. Raises `Unstorable` with the path of the culprit, or `TooLarge`."""
-    return 1 if value is None or value is True or value is False else len(_encoded("v", value, path))
+    return 1 if value is None or value is True or value is False else len(_encoded("v", value, path, most))
 
 
-def kept(name: str, value: Any, path: str) -> tuple[Mapping[str, Any], int]:
+def kept(name: str, value: Any, path: str, most: int = MAX_BYTES) -> tuple[Mapping[str, Any], int]:
     """Return a document with this one field, and its size. Nothing that happens to the value later changes it.
 
     Raises as `size_of` does.
     """
     if value is None or value is True or value is False:
         return {name: value}, 1
-    encoded = _encoded(name, value, path)
+    encoded = _encoded(name, value, path, most)
     return {name: value} if type(value) in _PLAIN else RawBSONDocument(encoded), len(encoded)
 
 
-def _encoded(name: str, value: Any, path: str) -> bytes:
+def _encoded(name: str, value: Any, path: str, most: int) -> bytes:
     try:
         encoded = bson.encode({name: value}, codec_options=CODEC)
     except _REFUSALS as error:
@@ -74,9 +74,9 @@ def _encoded(name: str, value: Any, path: str) -> bytes:
         raise Unstorable(reference, "a dict with `$ref` and `$id` would come back as a DBRef: name its keys otherwise")
     if len(encoded) > _SHALLOW_BYTES and (refusal := too_deep(value, path)):
         raise refusal
-    if len(encoded) > MAX_BYTES:
+    if len(encoded) > most:
         raise TooLarge(
-            f"{path} has {len(encoded)} bytes, more than the {MAX_BYTES} that fit: store it elsewhere and pass a reference"
+            f"{path} has {len(encoded)} bytes, more than the {most} that fit: store it elsewhere and pass a reference"
         )
     return encoded
 

@@ -28,6 +28,7 @@ pytestmark = (
 
 _OFF_THE_PATH = (
     "acceptance",
+    "apart",
     "audit",
     "broadcasts",
     "data_changes",
@@ -38,8 +39,8 @@ _OFF_THE_PATH = (
     "sequences",
 )
 """Modules of verbs that have fault tests of their own (acceptance: tests/client/test_inserted_elsewhere.py; limits
-survive crashes, and data changes: tests/consumer; flows: tests/flows; loops and broadcasts: tests/loops; sequences:
-tests/processes, tests/consumer). An audit may fail: it is told, not promised."""
+survive crashes, data changes, what is stored apart: tests/consumer; flows: tests/flows; loops and broadcasts: tests/loops;
+sequences: tests/processes, tests/consumer). An audit may fail: it is told, not promised."""
 _LOST_REPLY = "the reply is lost"
 FAULTS: dict[str, dict[str, Any]] = {
     _LOST_REPLY: {},

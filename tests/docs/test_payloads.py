@@ -17,7 +17,7 @@ EXAMPLES = {example.about: example for example in examples_in(DOCUMENT)}
 
 def test_every_block_is_run_by_a_test() -> None:
     assert (ROOT / DOCUMENT).read_text("utf-8").count("```python") == len(EXAMPLES)
-    assert set(EXAMPLES) == {"encrypt", "secret"}
+    assert set(EXAMPLES) == {"encrypt", "secret", "large"}
 
 
 async def test_what_is_encrypted_comes_back(mongo_uri: str, database: str) -> None:
@@ -36,3 +36,9 @@ async def test_a_secret_is_not_shown(mongo_uri: str, database: str) -> None:
     }
     shown = await run(EXAMPLES["secret"].in_place, namespace, DOCUMENT)
     assert repr(shown) == "{'login': Secret('**********'), 'token': Secret('**********')}"
+
+
+async def test_what_is_large_comes_back(mongo_uri: str, database: str) -> None:
+    async with AsyncMongoClient[dict[str, Any]](mongo_uri) as client:
+        code = EXAMPLES["large"].in_place.replace('database="app"', f"database={database!r}")
+        assert await run(code, {"TaskMesh": TaskMesh, "client": client}, DOCUMENT) == bytes(200_000)
