@@ -23,7 +23,7 @@ MOST_WORKERS = 1_000
 
 Milliseconds = Annotated[int, Field(ge=0, le=MAX_DURATION_MS)]
 Count = Annotated[int, Field(ge=0, le=1_000_000_000)]
-QueueName = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9_.\-]+$")]
+QueueName = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9_.-]+$")]
 WorkerId = Annotated[str, Field(min_length=1, max_length=256)]
 
 

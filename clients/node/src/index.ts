@@ -29,6 +29,7 @@ export interface Configuration {
   run_timeout_ms?: number | null;
   retain_success_ms?: number | null;
   retain_failed_ms?: number | null;
+  on_fail?: string | null;
 }
 
 export class TaskMeshError extends Error {
