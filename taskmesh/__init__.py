@@ -7,7 +7,7 @@ Its rooms, in reading order; each imports only those before it:
 - `client`: who publishes and waits: definition, params, publisher, handle, results, events, schedules, on one connection.
 - `consumer`: a worker: it listens, scans, claims, executes, pings, finishes; `context` is what a handler sees.
 - `admin`: people who look and act: listings, explain, doctor, errors, bulk actions, queues, the fleet, the audit.
-- `integrations`: metrics for a monitoring system; AES for values; agents of pydantic-ai.
+- `integrations`: metrics for a monitoring system; AES for values; agents of pydantic-ai; a backend for Django's tasks.
 - `mesh`: `TaskMesh`, the front door, which composes all of these.
 - `cli`, `web`: its faces. `embedded`: the MongoDB that comes along.
 """
