@@ -60,9 +60,13 @@ class InsertedTasks:
         """Whether a majority has something that nobody has accepted yet; then it is looked at at once."""
         if not await self._acceptance.waiting(1):
             return False
+        self.look_soon()
+        return True
+
+    def look_soon(self) -> None:
+        """Look at once: something may have come that nobody told of."""
         self._next_look = 0.0
         self._wake.set()
-        return True
 
     async def run(self) -> None:
         """Accept for ever."""

@@ -150,6 +150,7 @@ class Listener:
     def _missed(self) -> None:
         """There was a gap: look at everything."""
         self._candidates.order_scan()
+        self._inserted_tasks.look_soon()
         self._queues_changed = self._orders_changed = True
         self._concerned.update(self._executions, self._candidates.being_claimed)
         self._something.set()

@@ -53,7 +53,7 @@ class Interest:
     names: frozenset[str] = frozenset()
     """Tasks of these names, when they can be claimed soon."""
     control: bool = False
-    """Whatever should stop an execution; changes of queues; orders to workers."""
+    """Whatever should stop an execution; changes of queues; orders to workers; what is to be accepted."""
     finished: bool = False
     """Tasks that finish, or are deleted."""
     events: bool = False
@@ -102,10 +102,6 @@ def pipeline(store: Store, interest: Interest) -> list[Document]:
                 "$expr": {"$lte": ["$fullDocument.next_claim_time", {"$add": ["$wallTime", HORIZON_OF_NEW_MS]}]},
             }
         )
-        # What other languages insert, whatever its name.
-        wanted.append(
-            tasks | {"operationType": "insert", "fullDocument.status": "INIT", "fullDocument.queue": {"$exists": False}}
-        )
         wanted.append(
             tasks
             | {
@@ -115,6 +111,10 @@ def pipeline(store: Store, interest: Interest) -> list[Document]:
             }
         )
     if interest.control:
+        # What other languages insert, whatever its name: under a backlog, too, since it may be urgent once it is accepted.
+        wanted.append(
+            tasks | {"operationType": "insert", "fullDocument.status": "INIT", "fullDocument.queue": {"$exists": False}}
+        )
         wanted.append(tasks | {f"{_UPDATED}.event": starting_with(STOPPING)})
         # Documents that somebody removes past us; most are the TTL monitor's, in bursts, and small.
         wanted.append(tasks | {"operationType": "delete"})

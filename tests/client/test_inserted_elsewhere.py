@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -16,7 +18,7 @@ from taskmesh import Status, TaskError, TaskMesh, TaskOption, current_task
 from taskmesh.client.handle import TaskHandle
 from tests.faults import failing_commands
 from tests.waiting import eventually
-from tests.working import all_working, finished, working
+from tests.working import all_working, finished, parts_of, working
 
 Tasks = AsyncCollection[dict[str, Any]]
 PATIENCE_S = 30.0
@@ -248,6 +250,25 @@ async def test_an_acceptance_that_fails_is_repeated_and_counts_once(
     assert first["queue"] == "default"
     assert await acceptance.accept(["job:k"], "w3") == 0
     assert await tasks.find_one({"_id": "job:k"}) == first
+
+
+async def test_an_urgent_one_passes_a_backlog(mesh: TaskMesh, tasks: Tasks) -> None:
+    """While more waits than a worker can take, its stream tells of no new tasks; of what is to be accepted it does."""
+    ran: list[str] = []
+
+    @mesh.task
+    async def job() -> None:
+        ran.append(current_task().key)
+        await asyncio.sleep(0.02)
+
+    await job.publish_many({str(n): {} for n in range(3_000)})
+    async with working(mesh, concurrency=2) as consumer:
+        await eventually(lambda: ran and not parts_of(consumer).listener.wants_hints)
+        parts_of(consumer).inserted_tasks._next_look = time.monotonic() + 3_600  # it has to hear of it
+        await tasks.insert_one(inserted("job", "urgent", configuration={"priority": 9}))
+        await eventually(lambda: "urgent" in ran)
+        waiting = [task async for task in mesh.find(status="INIT", limit=1)]
+    assert waiting, "the backlog was worked off before: the test proves nothing"
 
 
 async def test_until_idle_waits_for_what_was_inserted(mesh: TaskMesh, tasks: Tasks) -> None:
