@@ -31,7 +31,8 @@ async def test_two_full_workers_lose_few_claims_to_each_other(mesh: TaskMesh) ->
         tried, won = (sum(getattr(part.claimer, what) for part in parts) for what in ("tried", "won"))
         assert won == count
         assert all(part.claimer.won > count / 5 for part in parts), "both took their share"
-        assert (tried - won) / tried < 0.25
+        # A tenth where nothing else is at work; on a machine that is busy elsewhere, the first is at times later than the second.
+        assert (tried - won) / tried < 0.35
 
 
 @pytest.mark.parametrize("many", [3, 30])
