@@ -21,7 +21,7 @@ QUICK := -m "not slow and not chaos and not failover and not browser and not nod
 # Arguments that are handed on: `make test ARGS="-k fencing -x"`, `make demo ARGS=--help`
 ARGS ?=
 
-.PHONY: help install demo test test-web test-node screenshots test-all lint format bench bench-peers chaos soak docs docs-site clean
+.PHONY: help install demo test test-web test-packaging test-node screenshots test-all lint format bench bench-peers chaos soak docs docs-site clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,6 +56,9 @@ test-all: $(INSTALLED) ## Run all tests but chaos, browser and node ones: also t
 
 test-chaos: $(INSTALLED) ## Run the tests with faults: failover on three mongods, every verb with every fault, sabotage
 	$(BIN)/python -m pytest -m "chaos or failover" $(ARGS)
+
+test-packaging: $(INSTALLED) ## Check deploy/ by the real programs
+	$(BIN)/python -m pytest -n 2 tests/project/test_checkers.py $(ARGS)
 
 lint: $(INSTALLED) ## Check style, format and types
 	$(BIN)/ruff check $(CODE)

@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import typer.main
@@ -24,8 +25,10 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 DASHBOARD = json.loads((DEPLOY / "grafana.json").read_text())
 ALERTS = yaml.safe_load((DEPLOY / "alerts.yml").read_text())
 KUBERNETES = list(yaml.safe_load_all((DEPLOY / "kubernetes.yml").read_text()))
+AUTOSCALER = yaml.safe_load((DEPLOY / "hpa.yml").read_text())
 KEDA = list(yaml.safe_load_all((DEPLOY / "keda.yml").read_text()))
 UNIT = (DEPLOY / "taskmesh.service").read_text()
+UNIT_OF_WEB = (DEPLOY / "taskmesh-web.service").read_text()
 
 
 def asked() -> Iterator[tuple[str, str]]:
@@ -36,6 +39,9 @@ def asked() -> Iterator[tuple[str, str]]:
     for group in ALERTS["groups"]:
         for rule in group["rules"]:
             yield rule["alert"], rule["expr"]
+    for line in (DEPLOY / "hpa.yml").read_text().splitlines():
+        if "metricsQuery: " in line:
+            yield "hpa.yml", line.partition("metricsQuery: ")[2]
     for trigger in KEDA[0]["spec"]["triggers"]:
         yield trigger["type"], trigger["metadata"].get("query") or trigger["metadata"]["valueLocation"]
 
@@ -159,18 +165,23 @@ def test_alert_rules_have_the_shape_that_prometheus_wants() -> None:
 
 
 def test_manifests_have_the_shape_that_kubernetes_wants() -> None:
-    kinds = [(each.apiVersion, each.kind) for each in map(Manifest.model_validate, [*KUBERNETES, *KEDA])]
+    kinds = [(each.apiVersion, each.kind) for each in map(Manifest.model_validate, [*KUBERNETES, AUTOSCALER, *KEDA])]
     assert kinds == [
         ("apps/v1", "Deployment"),
         ("policy/v1", "PodDisruptionBudget"),
+        ("apps/v1", "Deployment"),
+        ("v1", "Service"),
+        ("autoscaling/v2", "HorizontalPodAutoscaler"),
         ("keda.sh/v1alpha1", "ScaledObject"),
         ("keda.sh/v1alpha1", "TriggerAuthentication"),
     ]
-    deployment, budget = (each["spec"] for each in KUBERNETES)
+    deployment, budget, web, service = (each["spec"] for each in KUBERNETES)
     labels = deployment["template"]["metadata"]["labels"]
     assert deployment["selector"]["matchLabels"] == budget["selector"]["matchLabels"] == labels
+    assert web["selector"]["matchLabels"] == service["selector"] == web["template"]["metadata"]["labels"]
     scaled = KEDA[0]["spec"]
-    assert scaled["scaleTargetRef"]["name"] == KUBERNETES[0]["metadata"]["name"]
+    for target in (scaled["scaleTargetRef"], AUTOSCALER["spec"]["scaleTargetRef"]):
+        assert target["name"] == KUBERNETES[0]["metadata"]["name"]
     triggers = [Trigger.model_validate(trigger) for trigger in scaled["triggers"]]
     assert [trigger.type for trigger in triggers] == ["prometheus", "metrics-api"]
 
@@ -194,10 +205,26 @@ def test_a_pod_has_time_to_drain_and_its_probes_and_metrics_are_where_they_are_a
     _accepted(before)
 
 
+def test_the_dashboard_is_where_its_probes_and_the_autoscaler_look() -> None:
+    _, _, deployment, service = KUBERNETES
+    [container] = deployment["spec"]["template"]["spec"]["containers"]
+    _accepted(container["args"])
+    [port] = container["ports"]
+    assert f"--port={port['containerPort']}" in container["args"]
+    for name, path in (("startupProbe", "/livez"), ("livenessProbe", "/livez"), ("readinessProbe", "/readyz")):
+        assert Probe.model_validate(container[name]).httpGet == {"path": path, "port": port["name"]}
+    url = urlsplit(KEDA[0]["spec"]["triggers"][1]["metadata"]["url"])
+    [offered] = service["spec"]["ports"]
+    assert (url.hostname, url.port) == (service["metadata"]["name"], offered["port"])
+    assert offered["targetPort"] == port["name"]
+
+
 def test_the_systemd_unit_starts_a_worker_and_waits_for_its_grace() -> None:
     settings = dict(line.split("=", 1) for line in UNIT.splitlines() if "=" in line and not line.startswith("#"))
     _accepted(["taskmesh", *settings["ExecStart"].split()[1:]])
     assert int(settings["TimeoutStopSec"]) > 30
+    web = dict(line.split("=", 1) for line in UNIT_OF_WEB.splitlines() if "=" in line and not line.startswith("#"))
+    _accepted(["taskmesh", *web["ExecStart"].split()[1:]])
 
 
 def _accepted(words: list[str]) -> None:
