@@ -219,6 +219,8 @@ class Payloads:
 
     async def fetched(self, store: Store, document: Document) -> Document:
         """Return the document of a task with what of it is stored apart; as it is, if there is nothing."""
+        if _is_plain(document):
+            return document
         return _stored_values(document, await self._fetch(store, _values_of(document)))  # type: ignore[no-any-return]  # as it was
 
     async def fetched_end(self, store: Store, end: Document) -> Document:
@@ -310,7 +312,9 @@ class Payloads:
 
     def _shown(self, document: Document) -> Document:
         id_, state = document.get("_id"), document.get("task_state")
-        if not isinstance(id_, str) or not isinstance(state, dict):  # a stranger's, which is told when it is read
+        if (
+            _is_plain(document) or not isinstance(id_, str) or not isinstance(state, dict)
+        ):  # a stranger's, which is told when it is read
             return document
 
         def value(place: str) -> Callable[[Any], Any]:
@@ -393,6 +397,40 @@ def references(document: Mapping[str, Any]) -> Iterator[ObjectId]:
         box = _box_of(value)
         if box is not None and box.apart is not None:
             yield box.apart[0]
+
+
+def _is_plain(document: Mapping[str, Any]) -> bool:
+    """Whether nothing in a task's document is in a box; most often so, and then it is read as it is."""
+    try:
+        return not any(map(_is_sealed, _stored(document)))
+    except (AttributeError, TypeError):  # a stranger's document: whoever reads it looks closely
+        return False
+
+
+def _is_sealed(value: Any) -> bool:
+    kind = type(value)
+    return (kind is Binary and is_boxed(value)) or (kind is str and value.startswith(_TEXT))
+
+
+def _stored(document: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield all of a task's document that may be in a box."""
+    yield from (document.get("params") or {}).values()
+    state = document.get("task_state", {})
+    yield (state.get("progress") or {}).get("message")
+    for entry in state.get("worker_states") or ():
+        yield entry.get("returns")
+        yield entry.get("fail_reason")
+        for line in entry.get("logs") or ():
+            yield line.get("message")
+    stages = state.get("stages") or ()
+    for stage in stages:
+        yield from (stage.get("params") or {}).values()
+    for steps in (state.get("steps") or (), *(stage.get("steps") or () for stage in stages)):
+        for step in steps:
+            yield step.get("value")
+            yield step.get("error")
+    for signal in state.get("signals") or ():
+        yield signal.get("payload")
 
 
 def _values_of(document: Mapping[str, Any]) -> list[Any]:
