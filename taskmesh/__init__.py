@@ -65,7 +65,7 @@ from taskmesh.model.errors import (
 from taskmesh.model.event import TaskEvent
 from taskmesh.model.flow import FlowStatus, FlowTask
 from taskmesh.model.option import TaskOption
-from taskmesh.model.queue import QueueInfo, QueueLimits
+from taskmesh.model.queue import FailurePause, QueueInfo, QueueLimits
 from taskmesh.model.schedule import ScheduleInfo, Tick
 from taskmesh.model.stage import Next
 from taskmesh.model.task import (
@@ -112,6 +112,7 @@ __all__ = [
     "ErrorReport",
     "Explanation",
     "ExtraMissing",
+    "FailurePause",
     "Finding",
     "Flow",
     "FlowStatus",

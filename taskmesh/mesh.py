@@ -24,7 +24,7 @@ from taskmesh.consumer.lifespan import Lifespan, checked_lifespan
 from taskmesh.model.codec import Codec, checked_codec, checked_threshold
 from taskmesh.model.configuration import Configuration, PublishSettings
 from taskmesh.model.error_policy import ErrorTypes
-from taskmesh.model.errors import InvalidOption
+from taskmesh.model.errors import InvalidOption, TaskMeshError
 from taskmesh.model.flow import FlowStatus
 from taskmesh.model.option import OptionFields, TaskOption
 from taskmesh.model.schedule import Missed, Overlap, checked_declaration
@@ -172,6 +172,7 @@ class TaskMesh(Defining):
         await self.connection.open(create=create)
         if create:
             await self.schedules.store_declared()
+            await self.queues.store_declared()
 
     async def close(self) -> None:
         """Stop the consumers that run, within their grace; then close what `connect` and `publish_sync` opened.
@@ -347,6 +348,19 @@ class TaskMesh(Defining):
             settings=dict(configuration),
         )
         return self.schedules.declare(declaration, by=by)
+
+    def queue(self, queue: str, *, pause_on_failures: float | None, of_last: int = 50, canary_ms: int = 30_000) -> None:
+        """Declare how a queue is. It is stored when the mesh connects, and holds for the whole fleet until it is changed.
+
+        `pause_on_failures`: it pauses by itself when this share (0.5: half) of its newest `of_last` executions failed; then one
+        task is tried every `canary_ms`, and opens it again when it SUCCEEDs. None: never. While the mesh is connected, await
+        `mesh.queues.pause_on_failures`. Raises `InvalidOption`; `TaskMeshError` if the mesh is connected already.
+        """
+        if self.connection.is_open:
+            raise TaskMeshError(
+                f"this mesh is connected already: declare queue {queue!r} before, or await mesh.queues.pause_on_failures(…)"
+            )
+        self.queues.declare(queue, pause_on_failures, of_last, canary_ms)
 
     # --- running ---
 

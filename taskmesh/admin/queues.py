@@ -9,12 +9,13 @@ from typing import Any, TypedDict, Unpack
 from taskmesh.admin.filters import TaskFilter
 from taskmesh.admin.store import limit_usage, listing, task_counts
 from taskmesh.client.connection import Connection
+from taskmesh.model.durations import duration
 from taskmesh.model.errors import InvalidOption
 from taskmesh.model.ids import checked_group, checked_remark
-from taskmesh.model.queue import GroupPause, QueueInfo, QueueLimits, checked_queue
+from taskmesh.model.queue import FailurePause, GroupPause, QueueInfo, QueueLimits, checked_queue
 from taskmesh.model.task import Status
 from taskmesh.model.times import checked_time
-from taskmesh.store import Store, audit, limits, registry
+from taskmesh.store import Store, audit, failure_pauses, limits, registry
 from taskmesh.store.driver import Document
 from taskmesh.store.find import queues_in_use
 
@@ -56,16 +57,24 @@ async def _infos(
 
 
 def _info(queue: str, settings: Document, usage: limit_usage.Usage, waiting: int, counted_to: int) -> QueueInfo:
-    stored = QueueLimits.from_document(settings.get("limits") or {})
+    failing = settings.get("failing") or {}
+    stored = QueueLimits.from_document(settings.get("own_limits" if failing else "limits") or {})
     used_up = {
         group: leaves
         for group, (count, leaves) in usage.group_starts.items()
         if stored.group_rate is not None and count >= stored.group_rate
     }
     pause = ("paused_by", "paused_reason", "pause_time", "paused_until") if settings.get("paused") else ()
+    told = {name: settings.get(name) for name in pause}
+    if failing and not pause:
+        each = duration(settings["failure_pause"]["canary_ms"])
+        why = f"{failing['failed']} of the last {failing['of']} executions failed; one is tried every {each}"
+        told = {"paused_by": "taskmesh", "paused_reason": why, "pause_time": failing["since"]}
     return QueueInfo(
         queue=queue,
-        paused=bool(settings.get("paused")),
+        paused=bool(told),
+        failure_pause=settings.get("failure_pause"),
+        failing=bool(failing),
         limits=stored,
         paused_groups={pause["g"]: GroupPause.model_validate(pause) for pause in settings.get("paused_groups") or ()},
         running=usage.running,
@@ -76,7 +85,7 @@ def _info(queue: str, settings: Document, usage: limit_usage.Usage, waiting: int
         next_start_by_group=used_up,
         waiting=min(waiting, counted_to),
         more_waiting=waiting > counted_to,
-        **{name: settings.get(name) for name in pause},
+        **told,
     )
 
 
@@ -133,11 +142,24 @@ def _whole(name: str, value: Any, least: int, most: int) -> int | None:
     return value
 
 
+def checked_failure_pause(share: Any, of_last: Any, canary_ms: Any) -> FailurePause:
+    """Return when a queue pauses by itself. Raises `InvalidOption`."""
+    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
+        raise InvalidOption(
+            f"the share of failures must be more than 0 and at most 1, like 0.5 for half, got {share!r}"
+        )
+    for name, value, least, most in (("of_last", of_last, 1, 1_000), ("canary_ms", canary_ms, 100, 86_400_000)):
+        if _whole(name, value, least, most) is None:
+            raise InvalidOption(f"{name} must be a whole number from {least} to {most}, got None")
+    return FailurePause(share=float(share), of_last=of_last, canary_ms=canary_ms)
+
+
 class Queues:
     """What can be asked and done about queues."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self._declared: dict[str, FailurePause | None] = {}
 
     @property
     def _store(self) -> Store:
@@ -187,7 +209,37 @@ class Queues:
             await self._changed("queue.resume", who, queue, group=group)
         else:
             await registry.set_queue(self._store, checked_queue(queue), {"paused": False, "paused_until": None})
+            await failure_pauses.reopen(self._store, queue)
             await self._changed("queue.resume", who, queue)
+
+    def declare(self, queue: str, share: float | None, of_last: int, canary_ms: int) -> None:
+        """Keep a declaration until the mesh connects. See `TaskMesh.queue`."""
+        pause = None if share is None else checked_failure_pause(share, of_last, canary_ms)
+        self._declared[checked_queue(queue)] = pause
+
+    async def store_declared(self) -> None:
+        """Store what was declared before the mesh was connected, where it is not so."""
+        stored = await registry.queues(self._store) if self._declared else {}
+        for queue, pause in self._declared.items():
+            settings = None if pause is None else pause.model_dump()
+            if stored.get(queue, {}).get("failure_pause") != settings:
+                await failure_pauses.set_failure_pause(self._store, queue, settings)
+
+    async def pause_on_failures(
+        self, queue: str, share: float | None, *, of_last: int = 50, canary_ms: int = 30_000, by: str | None = None
+    ) -> None:
+        """Let a queue pause by itself when `share` (0.5: half) of its newest `of_last` executions failed. None: never.
+
+        While it is paused so, one task is let through every `canary_ms`, in the whole fleet; when such a one SUCCEEDs, the queue
+        is open again, and counts anew. `resume` opens it at once. Failures are those of executions, retried or not; lost ones are
+        not counted. What is set now outlives the process. Raises `InvalidOption`.
+
+        `by`: who, for the audit; by default the user of this process, and its host.
+        """
+        who = audit.author(by)
+        settings = None if share is None else checked_failure_pause(share, of_last, canary_ms).model_dump()
+        await failure_pauses.set_failure_pause(self._store, checked_queue(queue), settings)
+        await self._changed("queue.pause_on_failures", who, queue, **(settings or {"share": None}))
 
     async def set_limit(
         self,

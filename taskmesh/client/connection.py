@@ -87,6 +87,11 @@ class Connection:
         self.collection = collection or self.collection
 
     @property
+    def is_open(self) -> bool:
+        """Whether it is open, in whatever loop."""
+        return self._store is not None
+
+    @property
     def is_placed(self) -> bool:
         """Whether code or `lead_to` says where it leads, and not the environment or the embedded MongoDB."""
         return self.client is not None

@@ -36,6 +36,7 @@ from taskmesh.consumer.dependency_results import DependencyResults
 from taskmesh.consumer.dependents import Dependents
 from taskmesh.consumer.execution import FROM_OUTSIDE, UNLIMITED, Execution, Stop
 from taskmesh.consumer.executions import Executions
+from taskmesh.consumer.failure_counts import FailureCounts
 from taskmesh.consumer.finisher import Finisher
 from taskmesh.consumer.first_step import FirstSteps
 from taskmesh.consumer.journal import Journals
@@ -94,6 +95,7 @@ class Executor:
         finisher: Finisher,
         dependents: Dependents,
         *,
+        failures: FailureCounts,
         dependency_results: DependencyResults,
         lifespan: Lifespan[Any] | None,
     ) -> None:
@@ -116,6 +118,7 @@ class Executor:
         self._journals = journals
         self._finisher = finisher
         self._dependents = dependents
+        self._failures = failures
         self._dependency_results = dependency_results
         self._lifespan = lifespan
         self._batches = Batches(settings)
@@ -413,6 +416,8 @@ class Executor:
                 self._succeeded(execution, concerns_others=outcome.concerns_others)
             elif recorded and (outcome.kind == "failed" or (outcome.step or {}).get("kind") == "join"):
                 self._dependents.finished(execution.id)
+            if recorded and outcome.kind == "failed":
+                self._failures.note(execution, failed=True)
             self._over(execution, recorded=recorded)
 
         if execution.handler_done is None or execution.handler_done.is_set():  # what goes on keeps its slot
@@ -437,6 +442,7 @@ class Executor:
     def _succeeded(self, execution: Execution, *, concerns_others: bool = True) -> None:
         """Its SUCCESS is recorded, and a majority has it."""
         self._successes.tell(execution)
+        self._failures.note(execution, failed=False)
         if concerns_others and execution.loop is None:
             self._dependents.finished(execution.id)
 

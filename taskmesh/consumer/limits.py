@@ -88,6 +88,8 @@ class Limits:
         self.paused_groups: frozenset[Place] = frozenset()
         """Groups that are paused for everybody, while the rest of their queue is open."""
         self._unchecked: set[str] = set()
+        self.canaries: set[str] = set()
+        """Tasks that were let through while their queue is paused for its failures."""
         self._given_back: set[str] = set()
         """What a claim had won that is not begun: its lease is on its way back."""
         self._shut: dict[Place, asyncio.TimerHandle] = {}
@@ -207,6 +209,8 @@ class Limits:
             booking = await self._book(queue, wishes) or booking
         if booking is None:
             return Admission(queue, candidates, {})
+        if booking.canary:
+            self.canaries.update(booking.ids)
         limits = self.queues.get(queue, {})
         admitted = [candidate for candidate in candidates if candidate.id in booking.ids]
         for candidate in admitted:
@@ -233,6 +237,7 @@ class Limits:
         not_won = [candidate for candidate in idle if candidate.id not in self._given_back]
         self._given_back.difference_update(candidate.id for candidate in idle)
         for candidate in idle:
+            self.canaries.discard(candidate.id)
             if answered and candidate in not_won:
                 self._slots.unused(candidate.id)
             else:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable
 from datetime import datetime
 
 from taskmesh.consumer.claim_queue import ClaimQueue
+from taskmesh.consumer.failure_counts import FailureCounts
 from taskmesh.consumer.limits import Limits
 from taskmesh.consumer.settings import Settings
 from taskmesh.store import Store, registry
@@ -24,7 +25,13 @@ class Queues:
     """What one consumer knows of queues."""
 
     def __init__(
-        self, store: Store, settings: Settings, candidates: ClaimQueue, limits: Limits, usual: Iterable[str]
+        self,
+        store: Store,
+        settings: Settings,
+        candidates: ClaimQueue,
+        limits: Limits,
+        failures: FailureCounts,
+        usual: Iterable[str],
     ) -> None:
         """`usual`: where tasks of ours are published unless somebody says otherwise: scanned though still empty."""
         self._store = store
@@ -32,6 +39,7 @@ class Queues:
         self._fixed = settings.queues is not None
         self._candidates = candidates
         self._limits = limits
+        self._failures = failures
         self._usual = frozenset(usual)
         known = sorted(self._usual) if settings.queues is None else settings.queues
         self._known: dict[str, float] = dict.fromkeys(known, time.monotonic())
@@ -47,6 +55,7 @@ class Queues:
         """Learn which queues are paused or limited now."""
         found = await registry.queues(self._store)
         self._limits.learn(found)
+        self._failures.learn(found)
         paused = frozenset(name for name, queue in found.items() if queue.get("paused"))
         if paused != self.paused:
             reopened = self.paused - paused

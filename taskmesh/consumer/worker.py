@@ -39,6 +39,7 @@ from taskmesh.consumer.dependency_results import DependencyResults
 from taskmesh.consumer.dependents import Dependents
 from taskmesh.consumer.executions import Executions
 from taskmesh.consumer.executor import Executor
+from taskmesh.consumer.failure_counts import FailureCounts
 from taskmesh.consumer.finisher import Finisher
 from taskmesh.consumer.groups import Groups
 from taskmesh.consumer.idleness import Idleness
@@ -329,7 +330,8 @@ class Worker:
         self.slots = Slots(store, clock)
         self.limits = Limits(store, settings, clock, self.candidates, self.executions, self.slots)
         usual_queues = ["default", *(queue for definition in definitions.values() for queue in definition.queues)]
-        self.queues = Queues(store, settings, self.candidates, self.limits, usual_queues)
+        self.failures = FailureCounts(store, self.limits)
+        self.queues = Queues(store, settings, self.candidates, self.limits, self.failures, usual_queues)
         # From the claim to the outcome.
         stats = WorkerStats()
         self.pinger = Pinger(store, settings, self.executions, stats)
@@ -351,6 +353,7 @@ class Worker:
             self.journals,
             self.finisher,
             self.dependents,
+            failures=self.failures,
             dependency_results=DependencyResults(store, mesh.definitions, mesh.publisher.payloads),
             lifespan=mesh.worker_lifespan,
         )
@@ -484,6 +487,7 @@ class Worker:
         loops.start_soon(self.listener.run, name="taskmesh listener")
         loops.start_soon(self.backup_claims.run, name="taskmesh backup claims")
         loops.start_soon(self.reporter.run, name="taskmesh reporter")
+        loops.start_soon(self.failures.run, name="taskmesh failure counts")
         loops.start_soon(self.unserved.run, name="taskmesh unserved")
         loops.start_soon(self.ticker.run, name="taskmesh ticker")
         loops.start_soon(self.registration.run, name="taskmesh registration")

@@ -59,6 +59,17 @@ class GroupPause(BaseModel):
         return _paused(self.by, self.reason, self.until)
 
 
+class FailurePause(BaseModel):
+    """When a queue pauses by itself: `share` of its newest `of_last` executions failed."""
+
+    model_config = ConfigDict(frozen=True)
+
+    share: float
+    of_last: int
+    canary_ms: int
+    """How often one task is tried while it is paused; when one SUCCEEDs, the queue is open again."""
+
+
 class QueueInfo(BaseModel):
     """A queue: what is set for it, and how much of that is used."""
 
@@ -71,6 +82,10 @@ class QueueInfo(BaseModel):
     pause_time: datetime | None = None
     paused_until: datetime | None = None
     """When the pause ends by itself."""
+    failure_pause: FailurePause | None = None
+    """When it pauses by itself, if it ever does."""
+    failing: bool = False
+    """Whether it is paused for its failures now: `paused_reason` and `pause_time` tell of them."""
     limits: QueueLimits = QueueLimits()
     running: int = 0
     """Executions that run now."""

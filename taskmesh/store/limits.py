@@ -73,6 +73,8 @@ class Booking:
     """Groups that had no room for all that was asked, and when their rate has room again, if it is that."""
     check: bool
     """Whether the caller is the one to check now which slots nobody uses any more."""
+    canary: bool = False
+    """Whether the queue is paused for its failures, and this is the one start that is let through."""
 
 
 async def set_limits(store: Store, queue: str, limits: Document) -> None:
@@ -86,7 +88,8 @@ async def set_limits(store: Store, queue: str, limits: Document) -> None:
             longer = {"$subtract": [limits[window], {"$ifNull": [f"${window}", limits[window]]}]}
             moved = {"$mergeObjects": ["$$this", {"leaves": {"$add": ["$$this.leaves", longer]}}]}
             changes[starts] = {"$map": {"input": stored_list(starts), "in": moved}}
-    await _change(store, queue, changes)
+    # The new limits, and with a window its starts.
+    await change(store, queue, [{"$set": changes}])
 
 
 async def read_limits(store: Store, queue: str) -> Document:
@@ -100,27 +103,32 @@ async def set_group_limit(store: Store, queue: str, group: str, running: int | N
     """Set how many of one group may run at once; None: as many as of any other group."""
     entry = [] if running is None else [{"g": group, "n": running}]
     others = {"$filter": {"input": stored_list("groups"), "cond": {"$ne": ["$$this.g", {"$literal": group}]}}}
-    await _change(store, queue, {"groups": {"$concatArrays": [others, {"$literal": entry}]}})
+    # The limit of this group; those of the others stay.
+    await change(store, queue, [{"$set": {"groups": {"$concatArrays": [others, {"$literal": entry}]}}}])
 
 
-async def _change(store: Store, queue: str, changes: Document) -> None:
+async def change(store: Store, queue: str, stages: Sequence[Document]) -> None:
     """Change the limits, count what runs without a slot, and let the workers know: of the newest change, whoever comes last."""
     changed = {"$max": [store.now, {"$add": ["$changed", 1]}]}
     document: Document = await find_and_update(
         store.driver.collection(store.limits),
         {"_id": queue},
-        # The new limits, and when: a later change has a later time, even within one millisecond.
-        [{"$set": changes | {"changed": changed}}],
-        dict.fromkeys((*_LIMITS, *WINDOWS, "changed"), 1) | {"_id": 0},
+        # What changes, and when: a later change has a later time, even within one millisecond.
+        [*stages, {"$set": {"changed": changed}}],
+        dict.fromkeys((*_LIMITS, *WINDOWS, "changed", "failure_pause", "failing"), 1) | {"_id": 0},
         upsert=True,
         return_document=ReturnDocument.AFTER,
     )
     await check(store, queue)
     changed_at = document.pop("changed")
+    failures, failing = document.pop("failure_pause", None), document.pop("failing", None)
     limits = {name: value for name, value in document.items() if value not in (None, [])}
+    settings: Document = {"limits": limits, "failure_pause": failures, "failing": failing}
+    if failing is not None:  # who does not know of canaries asks for room all the same, and for nothing too often
+        settings |= {"limits": {**limits, "rate": 1, "per_ms": failures["canary_ms"]}, "own_limits": limits}
     outdated = {"_id": queue, "limits_changed": {"$not": {"$gt": changed_at}}}
     # A plain update of the queue's settings, which every worker's stream shows; not if a newer change was told.
-    told = {"$set": {"limits": limits, "limits_changed": changed_at}}
+    told = {"$set": {**settings, "limits_changed": changed_at}}
     with contextlib.suppress(DuplicateKeyError):  # a newer change has been told already
         await store.driver.collection(store.queues).update_one(outdated, told, upsert=True)
 
@@ -145,10 +153,10 @@ async def book(
         {"_id": queue},
         # First free what the worker uses no more, then book: in one update, so that nobody else takes the room in between.
         [{"$set": {"slots": _kept(store, free, renew)}}, *_booking(store, token, worker_id, wishes, list(renew))],
-        dict.fromkeys(("booked", "next_start", "full_groups", "checker", *_LIMITS), 1),
+        dict.fromkeys(("booked", "next_start", "full_groups", "checker", "failing", *_LIMITS), 1),
         return_document=ReturnDocument.AFTER,
     )
-    if document is None or all(document.get(name) in (None, []) for name in _LIMITS):
+    if document is None or all(document.get(name) in (None, []) for name in (*_LIMITS, "failing")):
         return None
     booked = document["booked"]
     return Booking(
@@ -160,6 +168,7 @@ async def book(
         next_start=document.get("next_start"),
         full_groups={full["g"]: full.get("next") for full in document.get("full_groups") or ()},
         check=document.get("checker") == token,
+        canary=document.get("failing") is not None,
     )
 
 
@@ -228,7 +237,11 @@ def _booking(
     rate = {"$ifNull": ["$rate", NO_LIMIT]}
     rate_room = {"$subtract": [rate, {"$sum": "$starts.n"}]}
     run_room = {"$subtract": [{"$ifNull": ["$running", NO_LIMIT]}, {"$size": "$slots"}]}
-    room = {"$min": [rate_room, run_room]}
+    # Where too much fails, one start in a while, a canary; beside the limits, which hold as well.
+    is_failing = {"$gt": ["$failing", None]}
+    no_canary_yet = {"$and": [is_failing, {"$gt": ["$failing.next", now]}]}
+    canary = {"$cond": [no_canary_yet, 0, {"$cond": [is_failing, 1, NO_LIMIT]}]}
+    room = {"$min": [rate_room, run_room, canary]}
     # The best of them, in the order of the wishes.
     granted = _first({"$sortArray": {"input": "$_within", "sortBy": {"i": 1}}}, room)
     # Slots count executions: only where a limit on these holds.
@@ -246,6 +259,7 @@ def _booking(
         }
     }
     count = {"$size": "$_granted"}
+    next_canary = {"$add": [now, {"$ifNull": ["$failure_pause.canary_ms", 0]}]}
     leaves = {"$add": [until, {"$ifNull": ["$per_ms", 0]}]}
     # The window is counted from the end of the booking, its latest possible start, until `confirm` knows better.
     start = [{"t": token, "n": count, "leaves": leaves}]
@@ -293,7 +307,20 @@ def _booking(
                     "held": {"$setIntersection": ["$slots.t", {"$literal": list(renewed)}]},
                     "until": until,
                 },
-                "next_start": {"$cond": [{"$lt": [rate_room, len(wishes)]}, {"$min": "$starts.leaves"}, None]},
+                "next_start": {
+                    "$cond": [
+                        is_failing,
+                        {"$cond": [no_canary_yet, "$failing.next", next_canary]},
+                        {"$cond": [{"$lt": [rate_room, len(wishes)]}, {"$min": "$starts.leaves"}, None]},
+                    ]
+                },
+                "failing": {
+                    "$cond": [
+                        {"$and": [is_failing, {"$gt": [count, 0]}]},
+                        {"$mergeObjects": ["$failing", {"next": next_canary, "t": token}]},
+                        {"$ifNull": ["$failing", "$$REMOVE"]},
+                    ]
+                },
                 "slots": {"$concatArrays": ["$slots", "$_slots"]},
                 "starts": {
                     "$cond": [
@@ -416,7 +443,7 @@ async def confirm(store: Store, queue: str, token: str, unused: Collection[Wish]
     mine = {"$eq": ["$$this.t", token]}
     groups = {"$literal": [wish.group for wish in unused]}
     in_group = {"$filter": {"input": groups, "as": "group", "cond": {"$eq": ["$$group", "$$this.g"]}}}
-    fields = {}
+    fields: Document = {}
     for starts, window, count in (
         ("starts", "$per_ms", len(unused)),
         ("group_starts", "$group_per_ms", {"$size": in_group}),
@@ -428,6 +455,10 @@ async def confirm(store: Store, queue: str, token: str, unused: Collection[Wish]
         }
         one = {"$cond": [mine, {"$mergeObjects": ["$$this", started]}, "$$this"]}
         fields[starts] = {"$map": {"input": stored_list(starts), "in": one}}
+    if unused:  # a canary that found nothing to try leaves its turn to the next
+        free = {"$mergeObjects": ["$failing", {"next": store.now}]}
+        was_mine = {"$eq": [{"$ifNull": ["$failing.t", None]}, token]}
+        fields["failing"] = {"$cond": [was_mine, free, {"$ifNull": ["$failing", "$$REMOVE"]}]}
     # Both counts in one stage.
     await store.driver.collection(store.limits).update_one({"_id": queue}, [{"$set": fields}])
 

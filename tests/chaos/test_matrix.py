@@ -32,15 +32,16 @@ _OFF_THE_PATH = (
     "audit",
     "broadcasts",
     "data_changes",
+    "failure_pauses",
     "flows",
     "limits",
     "loops",
     "schedules",
     "sequences",
 )
-"""Modules of verbs that have fault tests of their own (acceptance: tests/client/test_inserted_elsewhere.py; limits
-survive crashes, data changes, what is stored apart: tests/consumer; flows: tests/flows; loops and broadcasts: tests/loops;
-sequences: tests/processes, tests/consumer). An audit may fail: it is told, not promised."""
+"""Modules of verbs that have fault tests of their own (acceptance: tests/client/test_inserted_elsewhere.py; limits that survive
+crashes, data changes, failure pauses, what is stored apart: tests/consumer; flows: tests/flows; loops and broadcasts:
+tests/loops; sequences: tests/processes, tests/consumer). An audit may fail: it is told, not promised."""
 _LOST_REPLY = "the reply is lost"
 FAULTS: dict[str, dict[str, Any]] = {
     _LOST_REPLY: {},
