@@ -18,7 +18,7 @@ import pytest
 from motor.motor_asyncio import AsyncIOMotorClient
 from pymongo import AsyncMongoClient, MongoClient
 
-from taskmesh import TaskDefinition, TaskMesh, TaskMeshError
+from taskmesh import Status, TaskDefinition, TaskMesh, TaskMeshError, TaskNotFound
 
 ROOT = Path(__file__).parents[2]
 
@@ -91,6 +91,18 @@ def test_t42_publish_sync_works_from_threads(job: TaskDefinition[..., Any], mong
     with MongoClient[dict[str, Any]](mongo_uri) as client:
         assert client[database]["tasks"].count_documents({}) == 25
     job.publisher.close_sync()
+
+
+def test_get_sync_reads_what_was_published_from_any_thread(
+    job: TaskDefinition[..., Any], unconnected: TaskMesh
+) -> None:
+    job.publish_sync("k", n=1)
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda _: unconnected.get_sync(job.name, "k"), range(8)))
+    assert [(task.status, task.params) for task in found] == [(Status.INIT, {"n": 1})] * 8
+    with pytest.raises(TaskNotFound):
+        unconnected.get_sync(job.name, "none")
+    unconnected.publisher.close_sync()
 
 
 async def test_publish_sync_beside_a_connected_mesh_is_closed_with_it(
