@@ -32,9 +32,10 @@ from taskmesh.model.worker import able_workers
 from taskmesh.store import Store, apart, dependencies
 from taskmesh.store.apart import Apart
 from taskmesh.store.audit import author
+from taskmesh.store.blocking import publish_in_any_session
 from taskmesh.store.driver import Document, twin_of
 from taskmesh.store.payloads import Payloads
-from taskmesh.store.publish import Publication, Published, give_numbers, publish, publish_in_session
+from taskmesh.store.publish import Publication, Published, give_numbers, publish
 from taskmesh.store.server_errors import is_over_deadline, is_passing, patiently
 from taskmesh.store.values import MAX_BYTES, new_id
 
@@ -174,7 +175,7 @@ class Publisher:
             if configuration.session is not None:
                 if clock.stale:
                     await sample(clock, store)
-                published = await publish_in_session(store, publications, clock.now(), configuration.session)
+                published = await publish_in_any_session(store, publications, clock.now(), configuration.session)
             else:
                 published = await self._published(store, publications)
         if put_apart:

@@ -75,7 +75,7 @@ class Configuration:
     delay_ms: int | None = None
     """Not before this long after the publish; instead of `start_time`."""
     session: Any = None
-    """The session of the caller's MongoDB transaction, to publish in."""
+    """The session of the caller's MongoDB transaction, to publish in: of an async client, or of a blocking one."""
     group: str | None = None
     """The task's group, for limits by group."""
     after: After | None = None

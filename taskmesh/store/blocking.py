@@ -6,16 +6,20 @@ A verb is a coroutine that waits for nothing but its driver. With a driver that 
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Mapping
+import asyncio
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, TypeVar
 
 from pymongo import MongoClient
+from pymongo.client_session import ClientSession
 from pymongo.errors import PyMongoError
 
 from taskmesh.store import rules
 from taskmesh.store.driver import CODEC, TRANSACTION, Document, checked, own_database
+from taskmesh.store.publish import Publication, Published, publish_in_session
 from taskmesh.store.store import Store
 
 T = TypeVar("T")
@@ -107,3 +111,17 @@ def run_now(coroutine: Coroutine[Any, Any, T]) -> T:
         return end.value  # type: ignore[no-any-return]
     coroutine.close()
     raise RuntimeError(f"{coroutine!r} waited, where nothing may wait")
+
+
+async def publish_in_any_session(
+    store: Store, publications: Sequence[Publication], now: datetime, session: Any
+) -> list[Published]:
+    """Publish inside the caller's transaction, whose session may be one of a blocking client: then in a thread.
+
+    Its caller waits meanwhile, so that one thread at a time uses the session.
+    """
+    if not isinstance(session, ClientSession):
+        return await publish_in_session(store, publications, now, session)
+    blocking = BlockingStore(session.client, store.driver.database.name, store.tasks, store.now)
+    blocking.numbers = store.numbers
+    return await asyncio.to_thread(lambda: run_now(publish_in_session(blocking, publications, now, session)))

@@ -113,6 +113,26 @@ async def test_publish_sync_beside_a_connected_mesh_is_closed_with_it(
         assert not (await job.publish("k", n=2)).created
 
 
+def test_publish_sync_in_the_transaction_of_a_blocking_client_comes_with_its_commit(
+    job: TaskDefinition[..., Any], unconnected: TaskMesh, mongo_uri: str, database: str
+) -> None:
+    job.publish_sync("first", n=0)
+    with MongoClient[dict[str, Any]](mongo_uri) as client, client.start_session() as session:
+        orders = client[database]["orders"]
+        for key, commit in (("kept", True), ("undone", False)):
+            session.start_transaction()
+            orders.insert_one({"_id": key}, session=session)
+            assert job.configure(session=session).publish_sync(key, n=1).created
+            with pytest.raises(TaskNotFound):
+                unconnected.get_sync(job.name, key)
+            session.commit_transaction() if commit else session.abort_transaction()
+        assert [order["_id"] for order in orders.find()] == ["kept"]
+    assert unconnected.get_sync(job.name, "kept").params == {"n": 1}
+    with pytest.raises(TaskNotFound):
+        unconnected.get_sync(job.name, "undone")
+    unconnected.publisher.close_sync()
+
+
 @pytest.mark.parametrize("driver", [AsyncMongoClient, AsyncIOMotorClient])
 async def test_publish_sync_works_beside_a_client_that_was_passed_in(
     mongo_uri: str, database: str, driver: Any
