@@ -93,10 +93,10 @@ class ThreeNodes:
 
 
 @contextmanager
-def three_nodes(directory: Path) -> Iterator[ThreeNodes]:
+def three_nodes(directory: Path, parameters: Mapping[str, object] | None = None) -> Iterator[ThreeNodes]:
     """Run a replica set of three below `directory`; all are stopped at the end, suspended ones too."""
     with ExitStack() as stack:
-        first, second, third = (small_mongod(directory / f"node{number}") for number in range(3))
+        first, second, third = (small_mongod(directory / f"node{n}", parameters=parameters) for n in range(3))
         for member in (first, second, third):
             stack.enter_context(member)
         first.initiate(second, third, settings=QUICK_ELECTIONS)

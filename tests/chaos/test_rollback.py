@@ -1,4 +1,4 @@
-"""T39: a failover takes back what only the old primary had. Nothing that somebody was told is among that."""
+"""T39, D16: a failover takes back what only the old primary had. Nothing that somebody was told or acted upon is among that."""
 
 from __future__ import annotations
 
@@ -100,6 +100,58 @@ async def test_t39_no_handler_starts_by_a_claim_that_a_failover_takes_back(
         primary.start()
         findings = await set_up.end(60.0)
     assert [str(violation)[:500] for violation in findings.violations] == []
+
+
+@pytest.mark.parametrize(
+    ("broken", "violated"), [((), set()), (("believes_one_server",), {"A1"})], ids=["whole", "believes one server"]
+)
+async def test_d16_what_waits_for_a_task_does_not_start_by_a_finish_that_a_failover_takes_back(
+    servers: Cluster, database: str, tmp_path: Path, broken: tuple[str, ...], violated: set[str]
+) -> None:
+    """Who finished `seen` asks on the old primary, where `taken` is finished as well, and opens gates on the new one."""
+    async with stage(servers.uri, database, tmp_path) as set_up:
+        w1 = set_up.worker("w1", "scans_when_told")  # so it does not ask in the place of w2
+        # Its lease outlasts the partition, so that the old primary takes its SUCCESS.
+        await set_up.publish("taken", {"waits": True}, specific_worker_ids=("w1", "w3"), worker_timeout_ms=8_000)
+        await set_up.until_marked("started")
+        await set_up.publish("seen", {"waits": True}, specific_worker_ids=("w2",))
+        after = [("work", "taken"), ("work", "seen")]
+        await set_up.publish("join", after=after, specific_worker_ids=("w3",))
+        w2 = set_up.worker("w2", "opens_when_told", broken=broken)
+        await set_up.until_marked("started", 2)
+        set_up.signs.give("w2 may end")
+        await set_up.until("w2 wants to ask")
+        old = servers.members[servers.primary()]
+        others = [member for member in servers.members if member is not old]
+        here = [*(member.pid for member in others), os.getpid()]
+        servers.divide([old.pid, w1.pid, w2.pid], here)
+        set_up.signs.give("w1 may end")
+
+        def is_finished_there() -> bool:
+            """Nobody but the old primary knows of it."""
+            with replica.direct_client(old.address) as client:
+                return client[database]["tasks"].find_one({"_id": "work:taken", "status": "SUCCESS"}) is not None
+
+        await eventually(is_finished_there, 3.0, what="the old primary has the finish")
+        set_up.signs.give("w2 may ask")
+        await set_up.until("w2 has asked")
+        assert replica.is_primary(old.address), "it has answered as a primary"
+        servers.divide([old.pid, w1.pid], [*here, w2.pid])
+        await eventually(lambda: any(replica.is_primary(member.address) for member in others), what="a new primary")
+        set_up.worker("w3")
+        set_up.signs.give("w2 may open")
+        await set_up.until_marked("started", 4 if broken else 3)
+        if not broken:
+            assert (await set_up.task("join")).status is Status.INIT
+        set_up.signs.give("w3 may end")
+        for key in ("taken", "join"):
+            await set_up.until_status(Status.SUCCESS, key)
+        servers.heal()
+        findings = await set_up.end(60.0)
+    assert set(findings.broken) == violated, [str(violation)[:500] for violation in findings.violations]
+    starts = [mark.key for mark in set_up.fleet.history if mark.what == "started"]
+    assert sorted(starts) == ["join", "seen", "taken", "taken"]
+    assert broken or starts[-1] == "join"
 
 
 async def _publish_here(set_up: Stage, key: str) -> None:

@@ -15,6 +15,7 @@ from taskmesh.consumer.execution import Execution, Stop
 from taskmesh.consumer.executor import Executor
 from taskmesh.consumer.finisher import Finisher
 from taskmesh.consumer.pinger import Pinger
+from taskmesh.store.driver import Driver
 from taskmesh.store.finish import finish
 
 PARTS: dict[str, Callable[[], None]] = {}
@@ -96,6 +97,17 @@ def dies_before_the_record_is_answered() -> None:
 def dies_after_the_record() -> None:
     """The worker has heard that its outcome is recorded, and dies before it does anything else."""
     replace(Executor, "_over", _die)
+
+
+@part
+def believes_one_server() -> None:
+    """Whatever it asks of what a majority has, it asks of what the primary has by now."""
+    collection = Driver.collection
+
+    def local(self: Driver, *what: Any, **settings: Any) -> Any:
+        return collection(self, *what, **settings | {"majority": False})
+
+    replace(Driver, "collection", local)
 
 
 def _die(*_: object, **__: object) -> Any:

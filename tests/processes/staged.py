@@ -15,6 +15,7 @@ from pymongo.errors import PyMongoError
 from taskmesh.consumer import finisher
 from taskmesh.consumer.claimer import Claimer
 from taskmesh.consumer.scanner import SCAN_EVERY_S, Scanner
+from taskmesh.store import Store, dependencies
 from tests.processes.sabotage import replace
 from tests.processes.signs import Signs
 
@@ -76,6 +77,30 @@ def tells_of_lost_outcomes(worker_id: str, signs: Signs) -> None:
             raise
 
     replace(finisher, "finish", finish_and_tell)
+
+
+@part
+def opens_when_told(worker_id: str, signs: Signs) -> None:
+    """It asks what dependents still wait for when it "… may ask", and opens their gates when it "… may open": on a primary."""
+    ask, open_gates = vars(dependencies)["_ask"], dependencies.open_gates
+
+    async def wait_and_ask(*arguments: Any) -> Any:
+        signs.give(f"{worker_id} wants to ask")
+        await signs.wait(f"{worker_id} may ask")
+        return await ask(*arguments)
+
+    async def wait_and_open(store: Store, ids: Any) -> bool:
+        signs.give(f"{worker_id} has asked")
+        await signs.wait(f"{worker_id} may open")
+        while True:
+            try:
+                await store.driver.command({"ping": 1})
+                return await open_gates(store, ids)
+            except PyMongoError:
+                await asyncio.sleep(0.1)
+
+    replace(dependencies, "_ask", wait_and_ask)
+    replace(dependencies, "open_gates", wait_and_open)
 
 
 @part
