@@ -584,7 +584,7 @@ SCENES = [
 def test_every_gate_and_every_part_is_broken_in_a_scene() -> None:
     assert {scene.broken for scene in SCENES} == set(BROKEN)
     gates = {*rules.task_gates("now"), *rules.worker_gates("w1"), *rules.queue_gate(["q"])}
-    gates -= {"dependencies", "flow", "suspended", "sequence"}  # which the mutants of the state machine break
+    gates -= {"dependencies", "flow", "suspended", "sequence"}  # which mutants break: tests/properties
     assert {name.removeprefix("gate ") for name in GATES} == gates
 
 

@@ -36,7 +36,7 @@ SABOTAGE: dict[str, tuple[str, Model]] = {
 
 
 def test_every_gate_is_broken_once() -> None:
-    # In no model a task waits for others, or for a signal: the mutants of the state machine break these gates.
+    # In no model a task waits for others, or for a signal: mutants break these gates, see tests/properties/mutants.py.
     gates = {*rules.task_gates("now"), *rules.worker_gates("w1")} - {"dependencies", "flow", "suspended", "sequence"}
     assert {name.removeprefix("gate ") for name in SABOTAGE if name.startswith("gate ")} == gates
 

@@ -18,12 +18,12 @@ _TASK_GATES = (
     "retries left",
     "timeouts left",
     "delay asked for",
-    "dependencies",
     "suspended",
-    "flow",
 )
+_LINK_GATES = ("dependencies", "flow", "sequence")
+"""The worlds of this suite have nothing that they are about; the documents on the shelf do."""
 _WORKER_GATES = ("worker allowed", "not twice", "retry delay")
-"""But *labels* and *sequence*: the worlds of this suite have neither; `test_claim_rule` and `test_sequences` ask for them."""
+"""But *labels*: `test_claim_rule` asks for them."""
 _OPEN_IN_TIME = ("started", "room", "delay asked for", "suspended", "not twice", "retry delay")
 _OWN = {"$in": ["$$this.running_id", ANYTHING]}
 """How the verbs of an execution find their entry."""
@@ -39,6 +39,36 @@ def gates() -> Iterator[tuple[str, Mutant]]:
             yield f"{gate}: a millisecond late", _gate(gate, _a_millisecond_late)
     yield "queue: always open", replaced(rules, "queue_gate", lambda _: {"queue": None})
     yield "queue: never open", replaced(rules, "queue_gate", lambda _: {"queue": rules.NEVER})
+
+
+def links() -> Iterator[tuple[str, Mutant]]:
+    """What others open, and what is derived of tasks that wait for others, or in line: found out by the shelf."""
+    for gate in _LINK_GATES:
+        yield f"{gate}: always open", _gate(gate, lambda _: None)
+        yield f"{gate}: never open", _gate(gate, lambda _: rules.NEVER)
+    concerned = {"$or": [rules.HAS_DEPENDENTS, ANYTHING, ANYTHING, _HAS_A_LINE]}
+    yield "nobody is asked when a place in line is left", result(rules, "derivation", concerned, rules.HAS_DEPENDENTS)
+    yield "nobody is asked when a dependency ends", result(rules, "derivation", concerned, _HAS_A_LINE)
+    waits_anew = {"$and": [ANYTHING, rules._waits_for_others]}
+    yield "nobody is asked about what waits anew", result(rules, "derivation", waits_anew, False)
+    yield "two marks are one", replaced(rules, "next_mark", lambda now: now)
+    pending = {"$and": [{"$not": ANYTHING}, rules.HAS_DEPENDENTS]}
+    yield "what others wait for is not pending", result(rules, "derivation", pending, False)
+    kept = {"$and": [rules.HAS_DEPENDENTS, {"$cond": ANYTHING}]}
+    yield "what others wait for is not kept", result(rules, "derivation", kept, False)
+    yield "what blocks its line is not kept", result(rules, "derivation", _BLOCKS, False)
+    back_or_there = {"$or": [ANYTHING, _IN_LINE]}
+    yield "begun anew, it is not back in line", result(rules, "derivation", back_or_there, _IN_LINE)
+    yield "begun anew, it has its old place", replaced(rules, "NEXT_PLACE", {"$ifNull": ["$task_state.place", 0]})
+    before_its_turn = {"$cond": [{"$and": [ANYTHING, _HAS_A_LINE]}, rules.NEVER, None]}
+    yield "begun anew, it seems to have its turn", result(rules, "derivation", before_its_turn, None)
+    unfinished_there = {"$and": [{"$not": ANYTHING}, back_or_there]}
+    yield "what is finished stays in line", result(rules, "derivation", unfinished_there, _IN_LINE)
+
+
+_HAS_A_LINE = {"$gt": [rules.LINE, None]}
+_IN_LINE = {"$eq": ["$task_state.in_line", True]}
+_BLOCKS = {"$eq": ["$task_state.on_sequence_failure", "block"]}
 
 
 def _a_millisecond_late(opens: Any) -> Any:

@@ -5,79 +5,38 @@ The filter of a claim ⇔ the oracle; scan, change stream and `next_claim_time` 
 
 from __future__ import annotations
 
-import os
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
-from datetime import datetime
-
-import pytest
-
 from taskmesh.admin.filters import TaskFilter
 from taskmesh.admin.store.listing import find
 from taskmesh.model.labels import words
 from taskmesh.model.worker import Claimant
-from taskmesh.store import Store, rules, schema
+from taskmesh.store import Store, rules
 from taskmesh.store.claim import claim, claim_one, won
 from taskmesh.store.find import ScanRange, look_up
 from tests.chaos.reading import ANYBODY_ELSE, ms, stripped
-from tests.properties.documents import Documents, renamed, without_key
-from tests.properties.oracle import Document, Oracle
+from tests.properties.documents import renamed, without_key
+from tests.properties.shelf import Shelf, differing
 from tests.properties.world import BEGIN, QUEUES, STATUSES, WORKERS, all_found, image, shown
 
-SEED = os.environ.get("SEED", "taskmesh")
-_COUNT = 2_000
 _ALL_WORKERS = (*WORKERS, ANYBODY_ELSE)
 _KEY = ("_id", "name", "key", "lane")
 _LATER_MS = (0, 1, 999, 1_000, 2_500, 3_000)
-
-
-@dataclass(frozen=True)
-class Shelf:
-    """Documents in the collection, as they were left at `BEGIN`, and an oracle for each."""
-
-    store: Store
-    oracles: dict[str, Oracle]
-
-    @property
-    def now(self) -> datetime:
-        now: datetime = self.store.now
-        return now
-
-    def later(self, milliseconds: int) -> None:
-        self.store.now = BEGIN + ms(milliseconds)
-
-    async def documents(self) -> dict[str, Document]:
-        return {document["_id"]: document for document in await self.store.find({}, {})}
-
-
-@pytest.fixture
-async def shelf(mongo_uri: str, database: str) -> AsyncIterator[Shelf]:
-    store = Store(mongo_uri, database, now=BEGIN)
-    try:
-        await schema.create_indexes(store)
-        documents = list(Documents(SEED, BEGIN).draw(_COUNT))
-        await store.driver.collection(store.tasks).insert_many(
-            [{name: value for name, value in document.items() if value is not None} for document in documents]
-        )
-        yield Shelf(store, {document["_id"]: Oracle(document) for document in documents})
-    finally:
-        await store.close()
-
-
-def differing(expected: Mapping[str, object], actual: Mapping[str, object]) -> list[str]:
-    """The first few differences, in words."""
-    assert expected.keys() == actual.keys()
-    return [
-        f"{id_}: {shown(actual[id_])}, by the oracle {shown(expected[id_])}"
-        for id_ in expected
-        if expected[id_] != actual[id_]
-    ][:5]
 
 
 async def test_the_derived_fields_follow_from_the_entries(shelf: Shelf) -> None:
     """`next_claim_time` is the earliest moment of any worker; `settle_time` when time alone will finish the task."""
     await shelf.store.driver.collection(shelf.store.tasks).update_many({}, rules.derivation(BEGIN))
     stored = {id_: image(document) for id_, document in (await shelf.documents()).items()}
+    assert not differing({id_: image(oracle.document) for id_, oracle in shelf.oracles.items()}, stored)
+
+
+async def test_what_is_begun_anew_is_asked_about_and_stands_in_line_again(shelf: Shelf) -> None:
+    """What was finished when it was last written, and is not by its entries: as after a retry."""
+    await shelf.store.driver.collection(shelf.store.tasks).update_many({}, {"$set": {"status": "FAIL"}})
+    await shelf.store.driver.collection(shelf.store.tasks).update_many({}, rules.derivation(BEGIN))
+    stored = {id_: image(document) for id_, document in (await shelf.documents()).items()}
+    for oracle in shelf.oracles.values():
+        oracle.document["status"] = "FAIL"
+        oracle.derive(BEGIN)
     assert not differing({id_: image(oracle.document) for id_, oracle in shelf.oracles.items()}, stored)
 
 

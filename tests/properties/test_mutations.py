@@ -8,8 +8,9 @@ from itertools import chain
 import pytest
 
 from taskmesh.store import rules
-from tests.properties import machine, mutants, oracle
+from tests.properties import machine, mutants, oracle, test_claim_rule
 from tests.properties.mutation import Mutant
+from tests.properties.shelf import Shelf
 from tests.properties.world import Difference
 
 _WORLDS = 3
@@ -22,6 +23,7 @@ MUTANTS = dict(
         *(mutants.guards(), mutants.verbs(), mutants.records()),
     )
 )
+LINKS = dict(mutants.links())
 
 
 @pytest.mark.slow
@@ -37,3 +39,19 @@ async def test_the_state_machine_finds_out(
         mutant(monkeypatch)
         with pytest.raises(Difference):
             await machine.drive(worlds, "mutants", _OPERATIONS, explained=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", LINKS.values(), ids=LINKS.keys())
+async def test_random_documents_find_out(shelf: Shelf, monkeypatch: pytest.MonkeyPatch, mutant: Mutant) -> None:
+    """What concerns several tasks, which the state machine's worlds do not have."""
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError):
+        await _compared(shelf)
+
+
+async def _compared(shelf: Shelf) -> None:
+    await test_claim_rule.test_t11_when_a_worker_may_claim_is_what_the_oracle_says(shelf)
+    shelf.later(0)
+    await test_claim_rule.test_the_derived_fields_follow_from_the_entries(shelf)
+    await test_claim_rule.test_what_is_begun_anew_is_asked_about_and_stands_in_line_again(shelf)
