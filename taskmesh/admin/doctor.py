@@ -18,6 +18,7 @@ from taskmesh.admin.stats import read_counts
 from taskmesh.admin.store import server_state
 from taskmesh.client.data_changes import reader_name
 from taskmesh.client.registry import Registry
+from taskmesh.model.dependency import label
 from taskmesh.model.durations import duration
 from taskmesh.model.queue import QueueInfo
 from taskmesh.model.worker import WorkerInfo, able_workers, known_names
@@ -409,11 +410,12 @@ async def _data_changes(store: Store, live: list[WorkerInfo]) -> AsyncIterator[F
 
 
 async def _tasks(store: Store) -> AsyncIterator[Finding]:
-    late, short, large, stranded = await asyncio.gather(
+    late, short, large, stranded, crossed = await asyncio.gather(
         server_state.unclaimed_leases(store, UNCLAIMED_S),
         server_state.short_leases(store),
         server_state.large_tasks(store, LARGE_TASK_BYTES),
         server_state.stranded(store, UNCLAIMED_S),
+        server_state.waits_for_its_own_line(store),
     )
     if late:
         yield Finding(
@@ -428,6 +430,14 @@ async def _tasks(store: Store) -> AsyncIterator[Finding]:
             subject="dependencies",
             found=f"gate closed, nothing pending: {', '.join(stranded)} wait for tasks that are all finished, not all as SUCCESS",
             remedy="with on_dependency_failure='wait': retry what failed, or publish again what was deleted and retry these",
+        )
+    if crossed:
+        head, behind = map(label, crossed)
+        yield Finding(
+            level="error",
+            subject="sequences",
+            found=f"{head} waits for {behind}, which is behind it in its own sequence: neither ever runs",
+            remedy=f"cancel {head}, and retry it when {behind} is done",
         )
     if short:
         yield Finding(

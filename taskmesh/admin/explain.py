@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 from taskmesh.admin.queues import read_queue
 from taskmesh.admin.store.gates import Judgement, judge
+from taskmesh.admin.store.server_state import waits_for_its_own_line
 from taskmesh.model.dependency import label
 from taskmesh.model.errors import TaskNotFound
 from taskmesh.model.queue import QueueInfo
@@ -82,19 +83,25 @@ async def judged(
         raise TaskNotFound(f"there is no task {id_!r}")
     queue = await read_queue(store, found[0].task["queue"])
     others = {
-        "dependencies": await _left_to_wait_for(store, id_) if found[0].task["waits_for"] else None,
+        "dependencies": await _left_to_wait_for(store, id_, found[0].task["line"])
+        if found[0].task["waits_for"]
+        else None,
         "sequence": await _stands_before(store, id_, found[0].task["line"]) if found[0].task["line"] else None,
     }
     return found[0], [_explanation(found[0], n, each, workers.get(each), queue, others) for n, each in enumerate(asked)]
 
 
-async def _left_to_wait_for(store: Store, id_: str) -> str:
-    """Say how many unfinished tasks it waits for, and which are the first."""
+async def _left_to_wait_for(store: Store, id_: str, line: str | None) -> str:
+    """Say how many unfinished tasks it waits for, and which are the first; and if that is in vain."""
     count, first = await open_edges(store, id_)
     if not count:
         return "waits for nothing unfinished"
     named = ", ".join(f"{label(task['_id'])} ({task['status']})" for task in first)
-    return f"waits for {count} unfinished: {named}{' …' if count > len(first) else ''}"
+    crossed = await waits_for_its_own_line(store, id_) if line else None
+    vain = (
+        f"; {label(crossed[1])} is behind it in its own sequence, so neither ever runs: cancel one" if crossed else ""
+    )
+    return f"waits for {count} unfinished: {named}{' …' if count > len(first) else ''}{vain}"
 
 
 async def _stands_before(store: Store, id_: str, line: str) -> str:

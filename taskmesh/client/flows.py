@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from graphlib import CycleError, TopologicalSorter
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -19,7 +20,7 @@ from taskmesh.model.errors import InvalidOption, TaskFinished, TaskNotFound, Tas
 from taskmesh.model.flow import FlowStatus, FlowTask, TaskName
 from taskmesh.model.task import Status, checked_key, checked_name, task_id
 from taskmesh.store import Store, apart, dependencies, flows
-from taskmesh.store.publish import Publication
+from taskmesh.store.publish import Publication, line_of
 from taskmesh.store.server_errors import patiently
 
 R = TypeVar("R")
@@ -249,30 +250,24 @@ class Flows:
 
 
 def _check_no_circle(key: str, publications: list[Publication]) -> None:
-    """Raise `InvalidOption` where members wait for each other in a circle."""
-    before = {each.id: list(after.ids) if (after := each.configuration.after) else [] for each in publications}
-    clear: set[str] = set()
-    for start in before:
-        path: dict[str, None] = {}
-        stack: list[tuple[str, int]] = [(start, 0)]
-        while stack:
-            id_, place = stack.pop()
-            if place == 0:
-                if id_ in clear:
-                    continue
-                path[id_] = None
-            waits_for = [other for other in before.get(id_, ()) if other in before]
-            if place == len(waits_for):
-                clear.add(id_)
-                path.pop(id_, None)
-                continue
-            stack.append((id_, place + 1))
-            if waits_for[place] in path:
-                circle = [*list(path)[list(path).index(waits_for[place]) :], waits_for[place]]
-                raise InvalidOption(
-                    f"flow {key!r} has a circle, so none of it could ever run: {' waits for '.join(map(label, circle[:5]))}"
-                )
-            stack.append((waits_for[place], 0))
+    """Raise `InvalidOption` where members wait for each other in a circle: by `after`, or by their places in a sequence."""
+    waits_for: dict[str, list[str]] = {}
+    last_in_line: dict[str, str] = {}
+    for each in publications:
+        waits_for[each.id] = list(each.configuration.after.ids) if each.configuration.after else []
+        if each.configuration.sequence_key is not None:
+            line = line_of(each.configuration)["line"]
+            if line in last_in_line:
+                waits_for[each.id].append(last_in_line[line])
+            last_in_line[line] = each.id
+    try:
+        TopologicalSorter(waits_for).prepare()
+    except CycleError as error:
+        circle = error.args[1][::-1]
+        remedy = ": of tasks with one sequence_key, add first what others wait for" if last_in_line else ""
+        raise InvalidOption(
+            f"flow {key!r} has a circle, so none of it could ever run: {' waits for '.join(map(label, circle[:5]))}{remedy}"
+        ) from None
 
 
 def _parts(id_: str) -> dict[str, str]:

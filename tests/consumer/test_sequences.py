@@ -259,3 +259,45 @@ async def test_a_head_that_is_put_back_stands_in_line_again(mesh: TaskMesh, how:
         await finished(mesh, "step", "c")
         await finished(mesh, "step", "a")
     assert ran == ["b", "a", "c"]
+
+
+async def test_a_flow_in_which_order_and_after_contradict_each_other_is_refused(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def step() -> None: ...
+
+    async def publish() -> None:
+        async with mesh.flow("f") as flow:
+            flow.add(step.configure(sequence_key="k"), "first", after=[("step", "between")])
+            flow.add(step, "between", after=[("step", "last")])
+            flow.add(step.configure(sequence_key="k"), "last")
+
+    with pytest.raises(InvalidOption, match=r"circle.* one sequence_key, add first what others wait for") as told:
+        await publish()
+    assert all(f"'step' '{key}'" in str(told.value) for key in ("first", "between", "last"))
+    assert await mesh.listing.count() == 0
+
+
+async def test_a_head_that_waits_for_a_task_behind_it_is_told_and_so_is_what_helps(mesh: TaskMesh) -> None:
+    ran: list[str] = []
+
+    @mesh.task
+    async def step() -> None:
+        ran.append(current_task().key)
+
+    line = step.configure(sequence_key="k")
+    before = await line.publish("before")
+    await line.configure(after=[before], on_dependency_failure="wait").publish("after")
+    assert "sequences" not in {finding.subject for finding in await mesh.inspect.doctor()}
+    await before.cancel()
+    await mesh.retry("step", "before")  # so it stands behind who waits for it
+    await mesh.consumer(worker_id="w").run(until_idle=True)
+    assert ran == []
+    [finding] = [finding for finding in await mesh.inspect.doctor() if finding.subject == "sequences"]
+    assert finding.found.startswith("'step' 'after' waits for 'step' 'before', which is behind it")
+    [told] = [gate for gate in (await mesh.explain("step", "after"))[0].gates if gate.name == "dependencies"]
+    assert "'step' 'before' is behind it in its own sequence" in told.reason
+    await mesh.cancel("step", "after")
+    await mesh.consumer(worker_id="w").run(until_idle=True)
+    await mesh.retry("step", "after")
+    await mesh.consumer(worker_id="w").run(until_idle=True)
+    assert ran == ["before", "after"]

@@ -211,6 +211,52 @@ async def stranded(store: Store, by_s: float) -> list[str]:
 
 
 @if_allowed
+async def waits_for_its_own_line(store: Store, id_: str | None = None) -> tuple[str, str] | None:
+    """Return a task at the head of its line, and one behind it that it waits for: neither ever runs. Of all, or this one."""
+    stages: list[Document] = [
+        # Some thousand heads that wait for others: their gate `sequence` is open.
+        {
+            "$match": {
+                **({} if id_ is None else {"_id": id_}),
+                "status": "INIT",
+                "task_state.waits_for": {"$exists": True},
+                "task_state.line": {"$exists": True},
+                "task_state.in_line": {"$exists": False},
+            }
+        },
+        {"$limit": _LOOKED_AT},
+        # What each waits for, and is behind it in line.
+        {
+            "$lookup": {
+                "from": store.tasks,
+                "localField": "_id",
+                "foreignField": "task_state.dependents",
+                "let": {"line": "$task_state.line"},
+                "pipeline": [
+                    # What is not finished, and has not had its turn.
+                    {"$match": {"task_state.pending": True, "task_state.in_line": True}},
+                    # In the same line; the first is enough.
+                    {"$match": {"$expr": {"$eq": ["$task_state.line", "$$line"]}}},
+                    {"$limit": 1},
+                    # (By name.)
+                    {"$project": {"_id": 1}},
+                ],
+                "as": "behind",
+            }
+        },
+        # One of them, by name.
+        {"$match": {"behind": {"$ne": []}}},
+        {"$limit": 1},
+        # (With what is behind it.)
+        {"$project": {"behind": {"$first": "$behind._id"}}},
+    ]
+    hint = "taskmesh_status" if id_ is None else "_id_"
+    cursor = await store.driver.aggregate(store.tasks, stages, hint=hint, maxTimeMS=DEADLINE_MS)
+    found = await cursor.to_list(None)
+    return (str(found[0]["_id"]), str(found[0]["behind"])) if found else None
+
+
+@if_allowed
 async def open_flows(store: Store, by_s: float) -> list[str]:
     """Return the keys of a few flows that somebody began to publish so long ago, and of which tasks wait for the rest."""
     old = {"$lt": ["$state_time", {"$subtract": [store.now, by_s * 1_000]}]}
