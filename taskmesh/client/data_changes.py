@@ -3,7 +3,7 @@
 A singleton reads the stream (see `mesh.singleton`): one reader in the fleet at a time, since each open stream costs the server
 work at every write. That is thrift, not the promise: for a moment two may read, as when one was suspended and wakes up. What
 makes it exactly one task is in `store/data_changes.py`: the transaction that publishes a set of events moves the place in the
-stream on. Why so: docs/decisions/0020-on-data-change.md.
+stream on. Why so: docs/decisions/0018-on-data-change.md.
 
 If the process dies, nothing is half done; the next reader begins where the place stands.
 """
