@@ -24,7 +24,7 @@ from taskmesh.consumer.lifespan import Lifespan, checked_lifespan
 from taskmesh.model.codec import Codec, checked_codec, checked_threshold
 from taskmesh.model.configuration import Configuration, PublishSettings
 from taskmesh.model.error_policy import ErrorTypes
-from taskmesh.model.errors import InvalidOption, TaskMeshError
+from taskmesh.model.errors import InvalidOption
 from taskmesh.model.flow import FlowStatus
 from taskmesh.model.option import OptionFields, TaskOption
 from taskmesh.model.schedule import Missed, Overlap, checked_declaration
@@ -356,10 +356,6 @@ class TaskMesh(Defining):
         task is tried every `canary_ms`, and opens it again when it SUCCEEDs. None: never. While the mesh is connected, await
         `mesh.queues.pause_on_failures`. Raises `InvalidOption`; `TaskMeshError` if the mesh is connected already.
         """
-        if self.connection.is_open:
-            raise TaskMeshError(
-                f"this mesh is connected already: declare queue {queue!r} before, or await mesh.queues.pause_on_failures(…)"
-            )
         self.queues.declare(queue, pause_on_failures, of_last, canary_ms)
 
     # --- running ---

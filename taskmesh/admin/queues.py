@@ -10,7 +10,7 @@ from taskmesh.admin.filters import TaskFilter
 from taskmesh.admin.store import limit_usage, listing, task_counts
 from taskmesh.client.connection import Connection
 from taskmesh.model.durations import duration
-from taskmesh.model.errors import InvalidOption
+from taskmesh.model.errors import InvalidOption, TaskMeshError
 from taskmesh.model.ids import checked_group, checked_remark
 from taskmesh.model.queue import FailurePause, GroupPause, QueueInfo, QueueLimits, checked_queue
 from taskmesh.model.task import Status
@@ -215,7 +215,12 @@ class Queues:
     def declare(self, queue: str, share: float | None, of_last: int, canary_ms: int) -> None:
         """Keep a declaration until the mesh connects. See `TaskMesh.queue`."""
         pause = None if share is None else checked_failure_pause(share, of_last, canary_ms)
-        self._declared[checked_queue(queue)] = pause
+        queue = checked_queue(queue)
+        if self._connection.is_open:
+            raise TaskMeshError(
+                f"this mesh is connected already: declare queue {queue!r} before, or await mesh.queues.pause_on_failures(…)"
+            )
+        self._declared[queue] = pause
 
     async def store_declared(self) -> None:
         """Store what was declared before the mesh was connected, where it is not so."""

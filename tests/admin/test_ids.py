@@ -118,6 +118,7 @@ CALLS: dict[str, Callable[[TaskMesh, Any], Any]] = {
     "pause of a group": lambda mesh, id_: mesh.pause("q", group=id_),
     "resume of a group": lambda mesh, id_: mesh.resume("q", group=id_),
     "set_limit": lambda mesh, id_: mesh.set_limit(id_, running=1),
+    "queue": lambda mesh, id_: mesh.queue(id_, pause_on_failures=0.5),
     "pause_on_failures": lambda mesh, id_: mesh.queues.pause_on_failures(id_, 0.5),
     "set_group_limit": lambda mesh, id_: mesh.queues.set_group_limit(id_, "g", 1),
     "set_group_limit of a group": lambda mesh, id_: mesh.queues.set_group_limit("q", id_, 1),
