@@ -84,6 +84,7 @@ _ELSEWHERE = {
     "registry.dead_letter_queues": "asked where queues are listed: tests/admin/test_dead_letters.py",
     "registry.pause_group": "asked by people, about a queue's groups: tests/consumer/test_groups.py",
     "registry.forget": "after a predecessor that was killed: tests/processes/test_worker_id.py",
+    "blocking.publish_in_any_session": "with a session of a blocking client: tests/client/test_loops_and_forks.py",
     "renew.still_held": "asked after a fault, so here after every one at renew.ping",
 }
 _STREAM = "change_stream.getMore"
