@@ -141,10 +141,12 @@ async def check_server(store: Store) -> Document:
     """Return the server's `hello`. Raises `NotAReplicaSet`; another `TaskMeshError` if it is too old or out of reach."""
     hello = await reach.hello(store)
     if "setName" not in hello and hello.get("msg") != "isdbgrid":
+        # Read from the installation's files, so not in the event loop.
+        embedded = await asyncio.to_thread(distribution.install, "embedded")
         raise NotAReplicaSet(
             f"the MongoDB at {reach.hosts(store)} is a standalone server, without change streams and transactions: start it "
             "with --replSet rs0 and run rs.initiate() once, or use the embedded one "
-            f"({distribution.install('embedded')})"
+            f"({embedded})"
         )
     if hello["maxWireVersion"] < OLDEST_WIRE_VERSION:
         raise TaskMeshError(f"the MongoDB at {reach.hosts(store)} is older than 6.0: upgrade it")
