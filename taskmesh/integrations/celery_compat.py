@@ -457,41 +457,34 @@ _RESULT: Any = object()
 
 
 @dataclass(frozen=True)
-class _Chain(_Canvas):
+class _Several(_Canvas):
+    """Some that are applied as one."""
+
     parts: tuple[_Canvas, ...]
 
     @property
     def app(self) -> Celery:
         return self.parts[0].app
 
+    def __call__(self) -> Any:
+        """Publish it, as Celery's chains and groups do when they are called."""
+        return self.apply_async()
+
+
+class _Chain(_Several):
     def add(self, flow: Flow, before: _Ends | None, options: Mapping[str, Any]) -> _Ends:
         ends = self.parts[0].add(flow, before, options)
         for part in self.parts[1:]:
             ends = part.add(flow, ends, {})
         return ends
 
-    def __call__(self) -> Any:
-        """Publish it, as Celery's chains do when they are called."""
-        return self.apply_async()
 
-
-@dataclass(frozen=True)
-class _Group(_Canvas):
-    parts: tuple[_Canvas, ...]
-
-    @property
-    def app(self) -> Celery:
-        return self.parts[0].app
-
+class _Group(_Several):
     def add(self, flow: Flow, before: _Ends | None, options: Mapping[str, Any]) -> _Ends:
         if before is not None:  # gathered once, and not by each part
             before = _Ends(self.app, [before.joined(flow)], many=False)
         ends = [part.add(flow, before, options) for part in self.parts]
         return _Ends(self.app, [each.joined(flow) for each in ends], many=True)
-
-    def __call__(self) -> Any:
-        """Publish it, as Celery's groups do when they are called."""
-        return self.apply_async()
 
 
 def chain(*parts: _Canvas) -> _Chain:
