@@ -102,6 +102,15 @@ async def test_a_job_that_begins_meanwhile_stays_there(mesh: TaskMesh, there: Da
     assert "taskmesh" not in (there[JOBS].find_one() or {})
 
 
+@pytest.mark.parametrize("stored", [{"$gte": 1}, {"$exists": False}])
+async def test_what_a_job_has_stored_is_a_value_and_no_operator(
+    mesh: TaskMesh, there: Database[dict[str, Any]], stored: dict[str, Any]
+) -> None:
+    there[JOBS].insert_one({"_id": 1, "name": "mail", "data": {}, "nextRunAt": LATER, "lastRunAt": stored})
+    assert [each.what for each in await moved(mesh, Agenda())] == ["moved"]
+    assert there[JOBS].count_documents({"taskmesh.state": "taken"}) == 1
+
+
 async def test_what_does_not_fit_the_handler_is_left_there_as_it_was(
     mesh: TaskMesh, there: Database[dict[str, Any]]
 ) -> None:

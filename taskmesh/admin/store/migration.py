@@ -43,7 +43,9 @@ class Source:
     async def take(self, job: Document, unchanged: Document, changes: Document) -> bool:
         """Stop a job there, unless anything has happened to it; whether that was done."""
         before = {name: job.get(name) for name in changes}
-        query = {"_id": job["_id"], MARK: {"$exists": False}, **unchanged}
+        # As values: what the other program has stored may look like an operator.
+        as_read = {name: {"$eq": value} for name, value in unchanged.items()}
+        query = {"_id": job["_id"], MARK: {"$exists": False}, **as_read}
         taken = {**changes, MARK: {"state": "taking", "before": before}}
         return bool((await self._jobs.update_one(query, {"$set": taken})).modified_count)
 
