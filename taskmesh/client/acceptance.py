@@ -20,7 +20,8 @@ from taskmesh.model.task import checked_key, checked_name
 from taskmesh.store import Store, acceptance
 from taskmesh.store.acceptance import Inserted, Verdict
 from taskmesh.store.clock import ServerClock
-from taskmesh.store.publish import Publication, give_numbers
+from taskmesh.store.publication import Publication
+from taskmesh.store.publish import give_numbers
 from taskmesh.store.registry import server_time
 from taskmesh.store.values import new_id
 

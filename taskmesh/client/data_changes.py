@@ -28,7 +28,7 @@ from taskmesh.model.option import TaskOption
 from taskmesh.store import data_changes
 from taskmesh.store.data_changes import Overtaken, Place
 from taskmesh.store.driver import Document
-from taskmesh.store.publish import Publication
+from taskmesh.store.publication import Publication
 from taskmesh.store.server_errors import is_event_too_large, is_history_lost, is_passing, patiently
 from taskmesh.store.values import Unstorable, size_of
 

@@ -20,7 +20,7 @@ from taskmesh.model.errors import InvalidOption, TaskFinished, TaskNotFound, Tas
 from taskmesh.model.flow import FlowStatus, FlowTask, TaskName
 from taskmesh.model.task import Status, checked_key, checked_name, task_id
 from taskmesh.store import Store, apart, dependencies, flows
-from taskmesh.store.publish import Publication, line_of
+from taskmesh.store.publication import Publication, line_of
 from taskmesh.store.server_errors import patiently
 
 R = TypeVar("R")

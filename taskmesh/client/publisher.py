@@ -35,7 +35,8 @@ from taskmesh.store.audit import author
 from taskmesh.store.blocking import publish_in_any_session
 from taskmesh.store.driver import Document, twin_of
 from taskmesh.store.payloads import Payloads
-from taskmesh.store.publish import Publication, Published, give_numbers, publish
+from taskmesh.store.publication import Publication
+from taskmesh.store.publish import Published, give_numbers, publish
 from taskmesh.store.server_errors import is_over_deadline, is_passing, patiently
 from taskmesh.store.values import MAX_BYTES, new_id
 

@@ -28,7 +28,7 @@ from taskmesh.model.schedule import (
 from taskmesh.model.task import checked_key
 from taskmesh.store import Store, audit, schedules
 from taskmesh.store.driver import Document
-from taskmesh.store.publish import Publication
+from taskmesh.store.publication import Publication
 
 logger = logging.getLogger("taskmesh.scheduling")
 _LONGEST_ID_BYTES = 400

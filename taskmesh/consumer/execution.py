@@ -26,7 +26,7 @@ from taskmesh.store.clock import ServerClock
 from taskmesh.store.driver import Document
 from taskmesh.store.finish import Outcome
 from taskmesh.store.payloads import is_boxed
-from taskmesh.store.publish import Publication
+from taskmesh.store.publication import Publication
 
 T = TypeVar("T")
 LOG_LINES = 100

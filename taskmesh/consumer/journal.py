@@ -65,7 +65,7 @@ from taskmesh.store.dependencies import linking_pipeline
 from taskmesh.store.driver import Document, restored
 from taskmesh.store.finish import Outcome
 from taskmesh.store.payloads import Payloads
-from taskmesh.store.publish import Publication
+from taskmesh.store.publication import Publication
 from taskmesh.store.renew import end_lease
 from taskmesh.store.server_errors import is_over_deadline, is_passing, patiently
 from taskmesh.store.values import cleaned, encoded

@@ -28,7 +28,8 @@ from taskmesh.model.loop import Loop
 from taskmesh.store import Store, loops
 from taskmesh.store.clock import ServerClock
 from taskmesh.store.find import Claimable, look_up
-from taskmesh.store.publish import Publication, publish
+from taskmesh.store.publication import Publication
+from taskmesh.store.publish import publish
 from taskmesh.store.rules import NEVER
 
 logger = logging.getLogger("taskmesh.loops")

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from hashlib import blake2b
 
-from taskmesh.store.publish import LANES, lane_of
+from taskmesh.store.publication import LANES, lane_of
 
 
 class Partitions:

@@ -40,7 +40,7 @@ from taskmesh.store.find import (
     scan_leases,
 )
 from taskmesh.store.payloads import references
-from taskmesh.store.publish import lane_of
+from taskmesh.store.publication import lane_of
 from taskmesh.store.settle import settle
 
 logger = logging.getLogger("taskmesh.scanner")

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from taskmesh.consumer.recording import Recorder
 from taskmesh.consumer.transactions import Transactions
 from taskmesh.model.errors import TaskFailed, TaskMeshError
-from taskmesh.store.publish import Publication
+from taskmesh.store.publication import Publication
 from taskmesh.store.server_errors import own_copy
 
 MAX_STARTS = 1_000

@@ -19,7 +19,7 @@ from taskmesh.model.schedule import Attendance, key_of, ticks_to_publish
 from taskmesh.model.task import task_id
 from taskmesh.store import Store, schedules
 from taskmesh.store.driver import Document
-from taskmesh.store.publish import Publication
+from taskmesh.store.publication import Publication
 
 logger = logging.getLogger("taskmesh.ticker")
 

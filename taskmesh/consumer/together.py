@@ -28,7 +28,8 @@ from taskmesh.store import Store
 from taskmesh.store.apart import put
 from taskmesh.store.clock import ServerClock
 from taskmesh.store.finish import Outcome, finish, standing
-from taskmesh.store.publish import Publication, publish_in_session
+from taskmesh.store.publication import Publication
+from taskmesh.store.publish import publish_in_session
 from taskmesh.store.server_errors import is_over_deadline, is_passing
 
 logger = logging.getLogger("taskmesh.finisher")

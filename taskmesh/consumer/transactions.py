@@ -42,7 +42,8 @@ from taskmesh.store.blocking import BlockingStore, StoreAddress, run_now
 from taskmesh.store.clock import ServerClock
 from taskmesh.store.driver import Document, maybe, settings_of
 from taskmesh.store.finish import Outcome
-from taskmesh.store.publish import Publication, publish_in_session
+from taskmesh.store.publication import Publication
+from taskmesh.store.publish import publish_in_session
 from taskmesh.store.renew import extend
 from taskmesh.store.server_errors import is_over_deadline, is_passing, is_transaction_gone
 

@@ -21,7 +21,7 @@ from taskmesh.store.driver import CODEC, Document
 from taskmesh.store.event_stamp import stamp
 from taskmesh.store.numbers import NUMBERS_PER_MS, number_at
 from taskmesh.store.prepared import prepared
-from taskmesh.store.publish import Publication, new_document
+from taskmesh.store.publication import Publication, new_document
 from taskmesh.store.store import Store
 
 _INSERTED: Document = {

@@ -21,7 +21,8 @@ from pymongo.errors import DuplicateKeyError
 
 from taskmesh.model.data_change import Watched
 from taskmesh.store.driver import CODEC, Document, read_ahead
-from taskmesh.store.publish import Publication, publish_in_session
+from taskmesh.store.publication import Publication
+from taskmesh.store.publish import publish_in_session
 from taskmesh.store.store import Store
 
 MOST = 500

@@ -18,7 +18,8 @@ from taskmesh.store import control, dependencies, finish, rules
 from taskmesh.store.driver import Document
 from taskmesh.store.event_stamp import stamp
 from taskmesh.store.prepared import prepared
-from taskmesh.store.publish import Publication, Published, publish
+from taskmesh.store.publication import Publication
+from taskmesh.store.publish import Published, publish
 from taskmesh.store.server_errors import Code
 from taskmesh.store.store import Store
 

@@ -21,7 +21,7 @@ from pymongo.errors import DuplicateKeyError, OperationFailure
 from taskmesh.model.schedule import Attendance
 from taskmesh.store import rules
 from taskmesh.store.driver import CODEC, Document, find_and_update
-from taskmesh.store.publish import Publication, new_document
+from taskmesh.store.publication import Publication, new_document
 from taskmesh.store.server_errors import Code
 from taskmesh.store.store import Store
 

@@ -8,7 +8,7 @@ from taskmesh import Status, Task, TaskMesh, TaskOption
 from taskmesh.consumer.partitions import Partitions
 from taskmesh.store import registry
 from taskmesh.store.claim import claim
-from taskmesh.store.publish import lane_of
+from taskmesh.store.publication import lane_of
 from tests.waiting import eventually
 from tests.working import working
 

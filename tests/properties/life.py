@@ -16,7 +16,8 @@ from taskmesh.store.claim import claim
 from taskmesh.store.driver import Document
 from taskmesh.store.find import get
 from taskmesh.store.finish import Kind, Outcome, finish, report
-from taskmesh.store.publish import Publication, Published, publish
+from taskmesh.store.publication import Publication
+from taskmesh.store.publish import Published, publish
 from taskmesh.store.renew import ping
 from taskmesh.store.settle import settle
 from tests.properties.patience import PatientStore

@@ -14,7 +14,7 @@ from typing import Any
 
 from taskmesh.model.configuration import Configuration
 from taskmesh.model.errors import TaskRunning
-from taskmesh.store.publish import Publication
+from taskmesh.store.publication import Publication
 from tests.chaos.reading import NEVER, Reading, ms, stripped
 
 Document = dict[str, Any]

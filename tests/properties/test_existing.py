@@ -6,7 +6,8 @@ import pytest
 
 from taskmesh.model.errors import TaskRunning
 from taskmesh.store import control
-from taskmesh.store.publish import Publication, publish
+from taskmesh.store.publication import Publication
+from taskmesh.store.publish import publish
 from tests.properties.life import Life
 
 FLAGS = ("clean_failed", "clean_success", "update_existing_params", "not_update_running")

@@ -14,7 +14,8 @@ from taskmesh.model.configuration import Configuration
 from taskmesh.store import Store, control, schema
 from taskmesh.store.change_stream import Interest, change_from, open_stream
 from taskmesh.store.finish import Kind, Outcome, finish, report
-from taskmesh.store.publish import Publication, publish
+from taskmesh.store.publication import Publication
+from taskmesh.store.publish import publish
 from taskmesh.store.settle import settle
 from tests.chaos.reading import ANYBODY_ELSE
 from tests.properties.documents import Documents

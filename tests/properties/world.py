@@ -26,7 +26,8 @@ from taskmesh.store.claim import CLAIMED_FIELDS, claim, claim_one, won
 from taskmesh.store.event_stamp import read_stamp
 from taskmesh.store.find import Claimable, ScanRange, Sort, get, scan, scan_leases, unfinished_left
 from taskmesh.store.finish import Outcome, finish, report, standing
-from taskmesh.store.publish import Publication, give_numbers, publish, publish_in_session
+from taskmesh.store.publication import Publication
+from taskmesh.store.publish import give_numbers, publish, publish_in_session
 from taskmesh.store.renew import keep_places, ping, still_held
 from taskmesh.store.settle import settle
 from taskmesh.store.signals import signal
