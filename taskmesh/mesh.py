@@ -395,10 +395,7 @@ class TaskMesh(Defining):
 
         What each does stands at `consumer`. Raises `InvalidOption` for what cannot be called.
         """
-        given: Hooks = {"on_claim": on_claim, "before": before, "after": after}
-        if wrong := [name for name, hook in given.items() if hook is not None and not callable(hook)]:
-            raise InvalidOption(f"the hook {wrong[0]} must be a function, got {dict(given)[wrong[0]]!r}")
-        self.hooks_of_consumers = given
+        self.hooks_of_consumers = _checked_hooks({"on_claim": on_claim, "before": before, "after": after})
 
     def consumer(
         self,
@@ -430,19 +427,21 @@ class TaskMesh(Defining):
         from taskmesh.consumer.settings import (
             Settings,
             all_labels,
+            checked_listen,
             checked_names,
             checked_queues,
             worker_id_or_new,
         )
         from taskmesh.consumer.worker import Consumer
 
+        _checked_hooks({"on_claim": on_claim, "before": before, "after": after})
         settings = Settings(
             worker_id=worker_id_or_new(worker_id),
             labels=all_labels(labels) | self.connection.payloads.labels(),
             names=checked_names(self.definitions, names),
             queues=checked_queues(queues),
             concurrency=checked_concurrency(concurrency),
-            listen=listen,
+            listen=checked_listen(listen),
             before=before or self.hooks_of_consumers.get("before"),
             after=after or self.hooks_of_consumers.get("after"),
             observer=observer,
@@ -653,3 +652,11 @@ class Hooks(TypedDict, total=False):
     on_claim: ClaimHook | None
     before: BeforeHook | None
     after: AfterHook | None
+
+
+def _checked_hooks(hooks: Hooks) -> Hooks:
+    """Return hooks, each of which can be called, or is None. Raises `InvalidOption`."""
+    for name, hook in hooks.items():
+        if hook is not None and not callable(hook):
+            raise InvalidOption(f"the hook {name} must be a function, got {hook!r}")
+    return hooks

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from taskmesh.client.connection import Connection
-from taskmesh.model.errors import InvalidOption, TaskNotFound
+from taskmesh.model.errors import TaskNotFound
 from taskmesh.model.ids import checked_worker_id
-from taskmesh.model.worker import WorkerInfo, checked_concurrency
+from taskmesh.model.worker import WorkerInfo, checked_concurrency, checked_grace
 from taskmesh.store import Store, audit, registry
 
 
@@ -30,9 +30,7 @@ class Fleet:
 
         `by`: who, for the audit; by default the user of this process, and its host.
         """
-        if isinstance(grace_ms, bool) or not isinstance(grace_ms, int) or grace_ms < 0:
-            raise InvalidOption(f"grace_ms must be a number of milliseconds, 0 or more, got {grace_ms!r}")
-        await self._order("worker.stop", by, worker_id, {"stop_grace_ms": grace_ms})
+        await self._order("worker.stop", by, worker_id, {"stop_grace_ms": checked_grace(grace_ms)})
 
     async def pause_worker(self, worker_id: str, *, by: str | None = None) -> None:
         """Let a consumer elsewhere claim no more; what it runs, runs on. Raises `TaskNotFound`.

@@ -101,11 +101,11 @@ class LimitFields(TypedDict, total=False):
 
 
 _BOUNDS: dict[str, tuple[int, int]] = {
-    "rate": (1, _LARGEST),
+    "rate": (0, _LARGEST),
     "per_ms": (1, _LONGEST_WINDOW_MS),
     "running": (0, _LARGEST),
     "group_running": (0, _LARGEST),
-    "group_rate": (1, _LARGEST),
+    "group_rate": (0, _LARGEST),
     "group_per_ms": (1, _LONGEST_WINDOW_MS),
 }
 

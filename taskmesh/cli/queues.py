@@ -126,11 +126,11 @@ async def resume(
 def limit(
     queue: Queue,
     *,
-    rate: Annotated[int | None, typer.Option(min=1, help="At most this many starts in --per-ms.")] = None,
+    rate: Annotated[int | None, typer.Option(min=0, help="At most this many starts in --per-ms.")] = None,
     per_ms: Annotated[int | None, typer.Option(min=1, help="The length of that window.  [default: 1000]")] = None,
     running: Annotated[int | None, typer.Option(min=0, help="At most this many executions at once.")] = None,
     group_running: Annotated[int | None, typer.Option(min=0, help="... and this many of each group.")] = None,
-    group_rate: Annotated[int | None, typer.Option(min=1, help="This many starts of each group in ...")] = None,
+    group_rate: Annotated[int | None, typer.Option(min=0, help="This many starts of each group in ...")] = None,
     group_per_ms: Annotated[int | None, typer.Option(min=1, help="... this window.  [default: 1000]")] = None,
     group: Annotated[str | None, typer.Option(help="With --running (or --none): of this one group.")] = None,
     without: Annotated[list[_Limit] | None, typer.Option(help="Remove this limit; may be given several times.")] = None,

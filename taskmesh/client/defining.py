@@ -14,7 +14,7 @@ from taskmesh.model.codec import Codec, checked_codec
 from taskmesh.model.configuration import Configuration, checked_needs
 from taskmesh.model.data_change import FullDocument, OnLost, checked_watched
 from taskmesh.model.error_policy import ErrorPolicy, ErrorTypes
-from taskmesh.model.errors import InvalidOption
+from taskmesh.model.errors import InvalidName, InvalidOption
 from taskmesh.model.loop import Loop, Per, checked_loop, option_of_broadcast, option_of_loop
 from taskmesh.model.option import TaskOption
 from taskmesh.model.queue import checked_queue
@@ -211,7 +211,7 @@ class Defining:
         broadcast: bool = False,
     ) -> TaskDefinition[Any, Any]:
         """Add a definition of any kind, and return it. Raises `InvalidOption`."""
-        name = name or fn.__name__
+        name = name_of(fn) if name is None else name
         option = option or DEFAULT_OPTION
         codec = checked_codec(codec)
         errors = ErrorPolicy.declared(retry_on, fail_on)
@@ -246,6 +246,14 @@ def checked_function(what: str, fn: Any) -> None:
         raise InvalidOption(
             f"{what} must be given a function, got {fn!r}: write @mesh.{what}(name={fn!r}) to name a task"
         )
+
+
+def name_of(fn: Any) -> str:
+    """Return the name of a function; or raise `InvalidName` for what has none, like a `functools.partial`."""
+    name: str | None = getattr(fn, "__name__", None)
+    if name is None:
+        raise InvalidName(f"{fn!r} has no name that the task could have: give it one by name=…")
+    return name
 
 
 def checked_option(option: Any) -> None:

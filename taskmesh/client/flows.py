@@ -19,6 +19,7 @@ from taskmesh.model.dependency import Dependencies, OnDependencyFailure, label
 from taskmesh.model.errors import InvalidOption, TaskFinished, TaskNotFound, TaskTooLarge
 from taskmesh.model.flow import FlowStatus, FlowTask, TaskName
 from taskmesh.model.task import Status, checked_key, checked_name, task_id
+from taskmesh.model.times import checked_timeout
 from taskmesh.store import Store, apart, dependencies, flows
 from taskmesh.store.publication import Publication, line_of
 from taskmesh.store.server_errors import patiently
@@ -223,8 +224,11 @@ class Flows:
         """See `FlowStatus.result`."""
         status = await self.status(key)
         handles = {last: self._handle(*last) for last in status.last}
-        async with asyncio.timeout(timeout):
-            return {last: await handle.result() for last, handle in handles.items()}
+        try:
+            async with asyncio.timeout(checked_timeout(timeout)):
+                return {last: await handle.result() for last, handle in handles.items()}
+        except TimeoutError:
+            raise TimeoutError(f"flow {key!r} has not finished within {timeout} s") from None
 
     async def cancel(self, key: str) -> FlowStatus:
         """See `FlowStatus.cancel`."""

@@ -18,6 +18,7 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from taskmesh.model.configuration import Configuration
 from taskmesh.model.dependency import FromDependency
 from taskmesh.model.errors import InvalidOption, InvalidParams, TaskTooLarge
+from taskmesh.model.ids import shown
 from taskmesh.store.payloads import marked_secret
 from taskmesh.store.values import MAX_BYTES, TooLarge, Unstorable, hides, size_of, storable, too_deep
 
@@ -91,6 +92,7 @@ class Params:
 
         `fed`: those that come from dependencies, beside what is annotated so.
         """
+        check_mapping(self._name, params)
         left_out = frozenset([*fed, *self.from_dependencies])
         if given := sorted(left_out.intersection(params)):
             raise InvalidParams(
@@ -197,6 +199,14 @@ _OF_HINTS = ConfigDict(arbitrary_types_allowed=True)
 def _mentions_secrets(model: type[BaseModel]) -> bool:
     """Whether one of pydantic's secrets is somewhere in the annotations of a model."""
     return "Secret" in repr(model.__pydantic_core_schema__)
+
+
+def check_mapping(name: str, params: Any) -> None:
+    """Raise `InvalidParams` for what has no names of parameters."""
+    if not isinstance(params, Mapping):
+        raise InvalidParams(
+            f"task {name!r}: params must be a dict by parameter name, got {type(params).__name__} {shown(params)}"
+        )
 
 
 def checked_size(name: str, params: dict[str, Any], most: int = MAX_BYTES) -> int:

@@ -156,9 +156,14 @@ class Publisher:
         configuration, size_of_fields = self.settled(definition, configuration)
         publish_id = new_id()
         publications = []
-        for key, params in params_by_key.items():
+        for key, params in _by_key(params_by_key).items():
             checked_key(key)
-            stored, size = definition.to_store(params, configuration.fed)
+            try:
+                stored, size = definition.to_store(params, configuration.fed)
+            except (InvalidParams, TaskTooLarge) as error:
+                if len(params_by_key) == 1:
+                    raise
+                raise type(error)(f"{error} (key {key!r}; none of these {len(params_by_key)} was published)") from None
             publication = self.made(definition, key, stored, configuration, size + size_of_fields, apart=True)
             publication.publish_id = publish_id
             publications.append(publication)
@@ -409,6 +414,13 @@ class Publisher:
         """Close what `publish_sync` opened, from code with an event loop."""
         if self._twin is not None:
             await asyncio.to_thread(self.close_sync)
+
+
+def _by_key(params_by_key: Any) -> Mapping[str, Mapping[str, Any]]:
+    """Return it; or raise `InvalidParams` for what says of no key which params it has."""
+    if not isinstance(params_by_key, Mapping):
+        raise InvalidParams(f"publish_many takes a dict of params by key, got {type(params_by_key).__name__}")
+    return params_by_key
 
 
 def _throttled(configuration: Configuration, publication: Publication, published: Published) -> list[str]:

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from taskmesh.client.json_schema import misfits
-from taskmesh.client.params import checked_size
+from taskmesh.client.params import check_mapping, checked_size
 from taskmesh.client.returns import PLAIN
 from taskmesh.model.configuration import Configuration
 from taskmesh.model.errors import InvalidParams
@@ -48,10 +48,8 @@ class RegisteredDefinition:
     def to_store(self, params: Mapping[str, Any] | None, fed: Iterable[str] = ()) -> tuple[dict[str, Any], int]:
         """Return params as they are stored, and their size. Raises `InvalidParams` for what does not fit the handler."""
         check_published(self.name, is_loop=self._is_loop)
-        if params is not None and not isinstance(params, Mapping):
-            raise InvalidParams(
-                f"task {self.name!r}: params must be a mapping by parameter name, got {type(params).__name__}"
-            )
+        if params is not None:
+            check_mapping(self.name, params)
         stored = dict(params or {})
         size = checked_size(self.name, stored, self.most_bytes)
         schema = self._schema

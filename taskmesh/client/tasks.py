@@ -15,6 +15,7 @@ from taskmesh.model.flow import FlowStatus
 from taskmesh.model.ids import checked_step_name, checked_text
 from taskmesh.model.option import OptionFields
 from taskmesh.model.task import Status, Task, task_id
+from taskmesh.model.times import checked_timeout
 from taskmesh.store import Store, audit, control, find, signals
 from taskmesh.store.driver import Document
 from taskmesh.store.payloads import references
@@ -179,13 +180,13 @@ class Tasks:
             )
 
     async def finished(self, name: str, key: str, timeout: float | None, *, published: bool = False) -> Task:
-        """Wait until the task is finished, and return it. Raises `TaskNotFound`, `TimeoutError`.
+        """Wait until the task is finished, and return it. Raises `TaskNotFound`, `TimeoutError`, `InvalidOption`.
 
         `published`: the caller has just published it, so that it may be past its retention already.
         """
         results = self._connection.results
         try:
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(checked_timeout(timeout)):
                 document = await results.finished(task_id(name, key), published=published)
         except TimeoutError:
             raise TimeoutError(f"task {name!r} {key!r} has not finished within {timeout} s") from None

@@ -121,7 +121,9 @@ class Limits:
     @property
     def shut_queues(self) -> frozenset[str]:
         """Queues from which nothing starts until somebody changes their limits."""
-        return frozenset(queue for queue, limits in self.queues.items() if limits.get("running") == 0)
+        return frozenset(
+            queue for queue, limits in self.queues.items() if QueueLimits.from_document(limits).starts_nothing
+        )
 
     @property
     def shut_groups(self) -> list[Document]:
@@ -131,7 +133,9 @@ class Limits:
             own = {entry["g"]: entry["n"] for entry in limits.get("groups") or []}
             if none := [group for group, running in own.items() if running == 0]:
                 shut.append({"queue": queue, "group": {"$in": none}})
-            if limits.get("group_running") == 0:
+            if limits.get("group_rate") == 0:
+                shut.append({"queue": queue, "group": {"$type": "string"}})
+            elif limits.get("group_running") == 0:
                 shut.append({"queue": queue, "group": {"$type": "string", "$nin": list(own)}})
         return shut
 
@@ -286,7 +290,7 @@ class Limits:
         """How long to wait for room. Where none may run, there is none before somebody changes that, of which we are told."""
         limits = QueueLimits.from_document(self.queues.get(queue, {}))
         most = limits.running if group is None else limits.of_group(group)
-        if most == 0:
+        if 0 in (most, limits.rate if group is None else limits.group_rate):
             return varied(_WHILE_SHUT_S, 0.3)
         all_ours = most is not None and self._slots.count((queue, group)) >= most
         return varied(_WHILE_ALL_OURS_S if all_ours else _ASK_AGAIN_S, 0.3)

@@ -12,7 +12,7 @@ from typing import Any
 from taskmesh.consumer.observer import Observer
 from taskmesh.consumer.outcome import Ending
 from taskmesh.model.errors import InvalidOption
-from taskmesh.model.ids import checked_worker_id
+from taskmesh.model.ids import checked_worker_id, shown
 from taskmesh.model.labels import HOST, checked_labels
 from taskmesh.model.queue import checked_queue
 from taskmesh.model.task import Task, checked_name
@@ -61,6 +61,13 @@ def worker_id_or_new(worker_id: str | None) -> str:
     if worker_id is None:
         return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
     return checked_worker_id(worker_id)
+
+
+def checked_listen(listen: Any) -> bool:
+    """Return whether it opens a change stream. Raises `InvalidOption`."""
+    if not isinstance(listen, bool):
+        raise InvalidOption(f"listen must be True or False, got {shown(listen)}")
+    return listen
 
 
 def checked_names(defined: Iterable[str], names: Sequence[str] | None) -> list[str]:

@@ -68,7 +68,7 @@ from taskmesh.consumer.transactions import Transactions
 from taskmesh.consumer.unserved import Unserved
 from taskmesh.consumer.worker_stats import WorkerStats
 from taskmesh.model.errors import WorkerIdTaken
-from taskmesh.model.worker import checked_concurrency
+from taskmesh.model.worker import checked_concurrency, checked_grace
 from taskmesh.store import Store
 from taskmesh.store.clock import ServerClock
 from taskmesh.store.registry import register_definitions
@@ -206,8 +206,9 @@ class Consumer:
     async def stop(self, grace_ms: int = DEFAULT_GRACE_MS) -> None:
         """Stop: no new claims; wait up to `grace_ms` for what runs; then cancel and release the rest, which is not counted.
 
-        Returns when the consumer has stopped. A second call with a shorter grace hastens the first.
+        Returns when the consumer has stopped. A second call with a shorter grace hastens the first. Raises `InvalidOption`.
         """
+        checked_grace(grace_ms)
         if not self._begun:
             self._end_before_it_ran()
         self.begin_stop(grace_ms)

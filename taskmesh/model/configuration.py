@@ -212,6 +212,8 @@ def _checked(settings: dict[str, Any]) -> dict[str, Any]:
             raise InvalidOption(
                 f"{name} must be a whole number from {least} to {MAX_DURATION_MS} (ten years), got {shown(ms)}"
             )
+    if (session := settings.get("session")) is not None and not hasattr(session, "in_transaction"):
+        raise InvalidOption(f"session must be what client.start_session() gives, got {shown(session)}")
     if "queue" in settings:
         checked_queue(settings["queue"])
     if settings.get("group") is not None:

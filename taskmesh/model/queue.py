@@ -37,6 +37,11 @@ class QueueLimits(BaseModel):
         groups = {entry["g"]: entry["n"] for entry in document.get("groups") or []}
         return cls.model_validate({**document, "groups": groups})
 
+    @property
+    def starts_nothing(self) -> bool:
+        """Whether nothing starts until somebody changes them."""
+        return 0 in (self.running, self.rate)
+
     def of_group(self, group: str | None) -> int | None:
         """Return how many of this group may run at a time."""
         return None if group is None else self.groups.get(group, self.group_running)
@@ -114,6 +119,8 @@ class QueueInfo(BaseModel):
             return _paused(self.paused_by, self.paused_reason, self.paused_until)
         if self.limits.running is not None and self.running >= self.limits.running:
             return f"{self.running} of at most {self.limits.running} executions run"
+        if self.limits.rate == 0:
+            return "its rate is 0: nothing starts until somebody changes that"
         if self.next_start is not None:
             return f"{self.started} of at most {self.limits.rate} starts in {self.limits.per_ms} ms are used up"
         return None
@@ -126,6 +133,8 @@ class QueueInfo(BaseModel):
             return f"group {group!r} is {self.paused_groups[group].sentence}"
         if limit is not None and running >= limit:
             return f"{running} of at most {limit} executions of group {group!r} run"
+        if limits.group_rate == 0:
+            return f"the rate of each group is 0: nothing of group {group!r} starts until somebody changes that"
         if group in self.next_start_by_group:
             started = self.started_by_group.get(group, 0)
             most = f"{limits.group_rate} starts in {limits.group_per_ms} ms"

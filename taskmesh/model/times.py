@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from math import isnan
 from typing import Any
 
 from taskmesh.model.errors import InvalidOption
@@ -12,6 +13,13 @@ from taskmesh.model.ids import shown
 def in_utc(moment: datetime) -> datetime:
     """Return a datetime as aware and in UTC; a naive one is UTC already."""
     return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
+
+
+def checked_timeout(timeout: Any) -> float | None:
+    """Return how many seconds to wait, None for ever; or raise `InvalidOption`. What is below 0 is no time at all."""
+    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or isnan(timeout)):
+        raise InvalidOption(f"timeout must be a number of seconds, or None to wait for ever, got {shown(timeout)}")
+    return timeout
 
 
 def checked_time(name: str, value: Any) -> datetime:

@@ -24,6 +24,13 @@ def checked_concurrency(concurrency: int) -> int:
     return concurrency
 
 
+def checked_grace(grace_ms: int) -> int:
+    """Return the milliseconds, or raise `InvalidOption`."""
+    if isinstance(grace_ms, bool) or not isinstance(grace_ms, int) or grace_ms < 0:
+        raise InvalidOption(f"grace_ms must be a whole number of milliseconds, 0 or more, got {grace_ms!r}")
+    return grace_ms
+
+
 @dataclass(frozen=True, slots=True)
 class Claimant:
     """Who claims, as the claim rule sees a worker."""

@@ -17,6 +17,7 @@ from pymongo import MongoClient
 from pymongo.client_session import ClientSession
 from pymongo.errors import PyMongoError
 
+from taskmesh.model.errors import InvalidOption
 from taskmesh.store import rules
 from taskmesh.store.driver import CODEC, TRANSACTION, Document, checked, own_database
 from taskmesh.store.publication import Publication
@@ -117,12 +118,32 @@ def run_now(coroutine: Coroutine[Any, Any, T]) -> T:
 async def publish_in_any_session(
     store: Store, publications: Sequence[Publication], now: datetime, session: Any
 ) -> list[Published]:
-    """Publish inside the caller's transaction, whose session may be one of a blocking client: then in a thread.
+    """Publish inside the caller's transaction, whose session may be of another client, also of a blocking one: then in a thread.
 
-    Its caller waits meanwhile, so that one thread at a time uses the session.
+    Its caller waits meanwhile, so that one thread at a time uses the session. Raises `InvalidOption` if it is of other servers.
     """
-    if not isinstance(session, ClientSession):
+    client = session.client
+    if client is store.driver.client:
         return await publish_in_session(store, publications, now, session)
-    blocking = BlockingStore(session.client, store.driver.database.name, store.tasks, store.now)
-    blocking.numbers = store.numbers
-    return await asyncio.to_thread(lambda: run_now(publish_in_session(blocking, publications, now, session)))
+    blocking = isinstance(session, ClientSession)
+    theirs = await (asyncio.to_thread(client.admin.command, "hello") if blocking else client.admin.command("hello"))
+    check_same_servers(await store.driver.admin({"hello": 1}), theirs)
+    name = store.driver.database.name
+    other = (BlockingStore if blocking else Store)(client, name, store.tasks, store.now)
+    other.numbers = store.numbers
+    if blocking:
+        return await asyncio.to_thread(lambda: run_now(publish_in_session(other, publications, now, session)))
+    return await publish_in_session(other, publications, now, session)
+
+
+def check_same_servers(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    """Raise `InvalidOption` if two answers to `hello` are not of one replica set: nobody would find there what is published."""
+    if (
+        "setName" not in ours or "setName" not in theirs
+    ):  # a sharded cluster, whose routers do not say to what they belong
+        return
+    if ours["setName"] != theirs["setName"] or set(ours["hosts"]).isdisjoint(theirs["hosts"]):
+        raise InvalidOption(
+            f"session is one of another replica set ({theirs['setName']} at {', '.join(theirs['hosts'])}; the mesh is on "
+            f"{ours['setName']} at {', '.join(ours['hosts'])}): give configure(session=…) one of a client of the same servers"
+        )

@@ -12,6 +12,7 @@ from datetime import datetime
 from pymongo import ReturnDocument
 from pymongo.errors import DuplicateKeyError
 
+from taskmesh.model.queue import QueueLimits
 from taskmesh.store import rules
 from taskmesh.store.driver import Document, find_and_update
 from taskmesh.store.store import Store
@@ -123,9 +124,13 @@ async def queues(store: Store) -> dict[str, Document]:
 
 
 async def closed_queues(store: Store) -> list[str]:
-    """Return the queues from which nobody claims: those that are paused, and those in which none may run."""
+    """Return the queues from which nobody claims: those that are paused, and those whose limits let nothing start."""
     settings = (await queues(store)).items()
-    return [name for name, queue in settings if queue["paused"] or (queue.get("limits") or {}).get("running") == 0]
+    return [
+        name
+        for name, queue in settings
+        if queue["paused"] or QueueLimits.from_document(queue.get("limits") or {}).starts_nothing
+    ]
 
 
 async def set_queue(store: Store, queue: str, settings: Document) -> None:

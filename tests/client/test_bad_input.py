@@ -5,7 +5,8 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime, timedelta, timezone
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import pytest
 from pymongo import MongoClient
@@ -16,6 +17,7 @@ from taskmesh import (
     InvalidOption,
     InvalidParams,
     TaskDefinition,
+    TaskHandle,
     TaskMesh,
     TaskNotFound,
     TaskOption,
@@ -87,12 +89,14 @@ async def test_a_bad_name_is_refused(mesh: TaskMesh, subtests: pytest.Subtests) 
                 await mesh.publish(name, "k")
             with pytest.raises(InvalidName):
                 await mesh.get(name, "k")
-            if name:  # without a name, a definition has its function's
 
-                async def function() -> None: ...
+            async def function() -> None: ...
 
-                with pytest.raises(InvalidName):
-                    mesh.task(name=name)(function)
+            with pytest.raises(InvalidName):
+                mesh.task(name=name)(function)
+    nameless: Any = partial(print, "a")
+    with pytest.raises(InvalidName, match="has no name that the task could have: give it one by name="):
+        mesh.task(nameless)
 
 
 async def test_params_that_do_not_fit_the_signature_are_refused_by_name_and_value(
@@ -111,8 +115,16 @@ async def test_params_that_do_not_fit_the_signature_are_refused_by_name_and_valu
         await anything.publish("k", path="a.png", height=3)
     with pytest.raises(InvalidParams, match="too many positional arguments"):
         await anything.publish("k", "a.png", 3, 4)
-    with pytest.raises(InvalidParams, match="'path' is missing"):
+    with pytest.raises(InvalidParams, match=r"'path' is missing \(key 'bad'; none of these 2 was published\)"):
         await anything.publish_many({"good": {"path": "a"}, "bad": {}})
+    for what in ("crop", "unknown"):
+        with pytest.raises(InvalidParams, match=r"params must be a dict by parameter name, got list \[3\] \(key 'bad'"):
+            await mesh.publisher.publish_many(what, {"good": {"path": "a"}, "bad": cast("Any", [3])})
+    with pytest.raises(InvalidParams, match="got NoneType None"):
+        await anything.publish_many({"bad": None})
+    for neither in (["k"], {"k"}, "k", None):
+        with pytest.raises(InvalidParams, match="publish_many takes a dict of params by key, got"):
+            await anything.publish_many(neither)
     with pytest.raises(InvalidParams, match="'path' is missing"):
         await mesh.publish("crop", "k", {})
 
@@ -156,7 +168,7 @@ async def test_params_that_hold_themselves_are_refused(mesh: TaskMesh) -> None:
 
 
 async def test_params_that_are_no_mapping_are_refused(mesh: TaskMesh) -> None:
-    with pytest.raises(InvalidParams, match="params must be a mapping by parameter name, got list"):
+    with pytest.raises(InvalidParams, match="params must be a dict by parameter name, got list"):
         await mesh.publish("unknown", "k", [1, 2])  # type: ignore[arg-type]  # that is the point
 
 
@@ -308,3 +320,24 @@ async def test_a_bad_definition_is_refused(mesh: TaskMesh) -> None:
 
 async def _takes_positional(*args: int) -> None:
     del args
+
+
+async def test_what_a_consumer_cannot_be_told_is_refused(mesh: TaskMesh, subtests: pytest.Subtests) -> None:
+    make: Any = mesh.consumer
+    for hook in ("on_claim", "before", "after"):
+        with subtests.test(hook), pytest.raises(InvalidOption, match=f"the hook {hook} must be a function, got 3"):
+            make(**{hook: 3})
+    with pytest.raises(InvalidOption, match="listen must be True or False, got 'no'"):
+        make(listen="no")
+    consumer = make()
+    for grace in (-1, "30", None, 1.5, True):
+        with subtests.test(grace=grace), pytest.raises(InvalidOption, match=f"0 or more, got {grace!r}"):
+            await consumer.stop(grace_ms=grace)
+    assert consumer.state == "ready"
+
+
+async def test_what_is_no_time_to_wait_is_refused(mesh: TaskMesh, subtests: pytest.Subtests) -> None:
+    handle: Any = TaskHandle(mesh.tasks, "job", "k", created=True, updated=False, warnings=[])
+    for timeout in ("5", timedelta(seconds=5), float("nan"), True):
+        with subtests.test(timeout=timeout), pytest.raises(InvalidOption, match="timeout must be a number of seconds"):
+            await handle.result(timeout=timeout)

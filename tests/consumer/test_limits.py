@@ -141,7 +141,7 @@ async def _started_is(mesh: TaskMesh, count: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    "limit", [{"running": -1}, {"rate": 0, "per_ms": 5}, {"per_ms": 5}, {"rate": 1.5, "per_ms": 5}, {"running": True}]
+    "limit", [{"running": -1}, {"rate": -1, "per_ms": 5}, {"per_ms": 5}, {"rate": 1.5, "per_ms": 5}, {"running": True}]
 )
 async def test_a_limit_that_makes_no_sense_is_refused(mesh: TaskMesh, limit: dict[str, object]) -> None:
     with pytest.raises(InvalidOption):

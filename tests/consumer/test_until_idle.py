@@ -59,31 +59,43 @@ async def test_it_waits_for_what_runs_elsewhere_and_may_come_to_it(mesh: TaskMes
     assert [entry.worker_id for entry in (await handle.task()).successes] == ["me"]
 
 
-async def test_it_does_not_wait_for_a_queue_in_which_nothing_may_run(mesh: TaskMesh) -> None:
+@pytest.mark.parametrize("limited", ["running", "rate"])
+async def test_it_does_not_wait_for_a_queue_in_which_nothing_may_run(mesh: TaskMesh, limited: str) -> None:
     @mesh.task(queue="shut")
     async def job() -> None: ...
 
-    await mesh.set_limit("shut", running=0)
+    await (mesh.set_limit("shut", running=0) if limited == "running" else mesh.set_limit("shut", rate=0))
     handle = await job.publish("k")
     await _works_until_idle(mesh)
     assert await handle.status() is Status.INIT
+    [*_, explained] = await mesh.explain("job", "k", worker_id="nobody")
+    [gate] = [gate for gate in explained.gates if gate.name == "queue"]
+    assert not gate.open
+    assert "0" in gate.reason
+    await mesh.set_limit("shut", running=None, rate=None)
+    await _works_until_idle(mesh)
+    assert await handle.status() is Status.SUCCESS
 
 
-@pytest.mark.parametrize("limited", ["one group", "every group"])
+@pytest.mark.parametrize("limited", ["one group", "every group", "the rate of every group"])
 async def test_it_does_not_wait_for_a_group_of_which_nothing_may_run(mesh: TaskMesh, limited: str) -> None:
     @mesh.task(queue="shared")
     async def job() -> None: ...
 
     if limited == "one group":
         await mesh.queues.set_group_limit("shared", "shut", 0)
+    elif limited == "the rate of every group":
+        await mesh.set_limit("shared", group_rate=0)
     else:
         await mesh.set_limit("shared", group_running=0)
         await mesh.queues.set_group_limit("shared", "open", 2)
     shut = await job.configure(group="shut").publish("of a shut group")
-    others = [await job.configure(group="open").publish("of another"), await job.publish("of none")]
+    others = [await job.publish("of none")]
+    if limited != "the rate of every group":
+        others.append(await job.configure(group="open").publish("of another"))
     await _works_until_idle(mesh)
     assert await shut.status() is Status.INIT
-    assert [await other.status() for other in others] == [Status.SUCCESS] * 2
+    assert [await other.status() for other in others] == [Status.SUCCESS] * len(others)
 
 
 async def test_it_runs_what_a_group_may_run_one_at_a_time(mesh: TaskMesh) -> None:
