@@ -121,8 +121,9 @@ async def test_params_that_do_not_fit_the_signature_are_refused_by_name_and_valu
         with pytest.raises(InvalidParams, match=r"params must be a dict by parameter name, got list \[3\] \(key 'bad'"):
             await mesh.publisher.publish_many(what, {"good": {"path": "a"}, "bad": cast("Any", [3])})
     with pytest.raises(InvalidParams, match="got NoneType None"):
-        await anything.publish_many({"bad": None})
-    for neither in (["k"], {"k"}, "k", None):
+        await anything.publish_many({"bad": cast("Any", None)})
+    neithers: list[Any] = [["k"], {"k"}, "k", None]
+    for neither in neithers:
         with pytest.raises(InvalidParams, match="publish_many takes a dict of params by key, got"):
             await anything.publish_many(neither)
     with pytest.raises(InvalidParams, match="'path' is missing"):
