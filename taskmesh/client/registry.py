@@ -12,6 +12,7 @@ from pymongo.errors import OperationFailure
 from taskmesh.client.registered import RegisteredDefinition
 from taskmesh.model.configuration import Configuration
 from taskmesh.model.labels import words
+from taskmesh.model.queue import QueueLimits
 from taskmesh.model.worker import WorkerInfo, able_workers, known_names, read_workers
 from taskmesh.store import Store, registry
 from taskmesh.store.driver import Document
@@ -121,8 +122,8 @@ class Registry:
         queue = self._queues.get(configuration.queue)
         if queue is not None and queue.get("paused"):
             found.append(f"queue {configuration.queue!r} is paused")
-        if queue is not None and (queue.get("limits") or {}).get("running") == 0:
-            found.append(f"queue {configuration.queue!r} is limited to 0 executions at a time")
+        if queue is not None and QueueLimits.from_document(queue.get("limits") or {}).starts_nothing:
+            found.append(f"queue {configuration.queue!r} is limited to 0: nothing starts until that is changed")
         if queue is not None and configuration.group in {pause["g"] for pause in queue.get("paused_groups") or ()}:
             found.append(f"group {configuration.group!r} of queue {configuration.queue!r} is paused")
         start = configuration.starts(now)
