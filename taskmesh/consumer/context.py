@@ -365,14 +365,20 @@ class BlockingTaskContext(_Context):
         self._running.publish_in_thread(definition, key, _named(definition, args, params))
 
     @overload
+    def step(
+        self, name: str, fn: Callable[..., Coroutine[Any, Any, T]], /, *args: Any, transactional: bool, **kwargs: Any
+    ) -> T: ...
+    @overload
     def step(self, name: str, fn: Callable[..., T], /, *args: Any, transactional: bool, **kwargs: Any) -> T: ...
+    @overload
+    def step(self, name: str, fn: Callable[P, Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
     @overload
     def step(self, name: str, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
     def step(self, name: str, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call `fn(*args, **kwargs)` once for this task, and return its value: recorded, and the same whoever resumes the task.
 
-        `fn` is a plain function. With `transactional=True` its `session=` is one of a blocking client. All else is as told at
-        `TaskContext.step`.
+        `fn` is a plain function, or an async one, which runs in an event loop of its own here. With `transactional=True` its
+        `session=` is one of a blocking client. All else is as told at `TaskContext.step`.
         """
         transactional = bool(kwargs.pop("transactional", False))
         return blocking_step(self._running.ledger, name, fn, args, kwargs, transactional=transactional)

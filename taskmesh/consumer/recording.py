@@ -5,8 +5,9 @@ Whoever keeps records is a `Recorder` (`journal.Journal`); a handler that blocks
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -178,6 +179,10 @@ def step_under_way() -> str | None:
     return _inside.get()
 
 
+async def _awaited(value: Awaitable[Any]) -> Any:
+    return await value
+
+
 def blocking_step(
     ledger: Ledger,
     name: str,
@@ -189,13 +194,14 @@ def blocking_step(
 ) -> Any:
     """See `BlockingTaskContext.step`."""
     returns = returns_of(name, fn)
-    if not callable(fn) or inspect.iscoroutinefunction(fn):
+    if not callable(fn):
         raise not_callable(name, fn)
     id_, record = ledger.begin_step(name, fingerprint(fn, args, kwargs), step_under_way())
 
     def made(**session: Any) -> Document:
         with inside(name):
-            return stored(returns, fn(*args, **kwargs, **session))
+            value = fn(*args, **kwargs, **session)
+            return stored(returns, asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value)
 
     written = False
     try:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -278,28 +278,35 @@ async def _fail_dependents(store: Store, marked: Sequence[_Marked], concerned: s
         by_dependency.setdefault(id_, []).append(dependent)
     done = True
     for id_, dependents in by_dependency.items():
-        done &= await _fail(store, dependents, id_, f"its dependency {label(id_)} ended as {ends[id_]}")
+        done &= await _fail(store, dependents, id_, _did_not_succeed([id_], ends))
     concerned.update(first)
     return done
 
 
 async def _fail_waiting(store: Store, waiting: Sequence[_Marked], concerned: set[str]) -> bool:
     """Fail those of which a dependency had ended badly before they were linked with it, or is gone: nobody else tells them."""
-    good: set[str] = set()
-    for part in _parts(list({id_ for task in waiting for id_ in task.after})):
-        query = {"_id": {"$in": part}, "status": {"$in": [*_UNFINISHED, "SUCCESS"]}}
-        good.update(document["_id"] for document in await store.find(query, {"_id": 1}, majority=True))
+    ends = await _ends(store, {id_ for task in waiting for id_ in task.after})
     done = True
     for task in waiting:
-        if bad := [id_ for id_ in task.after if id_ not in good]:
-            done &= await _fail(store, [task.id], bad[0], _did_not_succeed(bad))
+        if bad := [id_ for id_ in task.after if ends.get(id_) not in (*_UNFINISHED, "SUCCESS")]:
+            done &= await _fail(store, [task.id], bad[0], _did_not_succeed(bad, ends))
             concerned.add(task.id)
     return done
 
 
-def _did_not_succeed(ids: Sequence[str]) -> str:
-    names = ", ".join(map(label, ids[:_NAMED]))
-    return f"its dependency {names} did not end as SUCCESS, or is there no more"
+async def _ends(store: Store, ids: Collection[str]) -> dict[str, str]:
+    """Return the statuses of those of these tasks that are there."""
+    ends: dict[str, str] = {}
+    for part in _parts(list(ids)):
+        found = await store.find({"_id": {"$in": part}}, {"status": 1}, majority=True)
+        ends.update((document["_id"], document["status"]) for document in found)
+    return ends
+
+
+def _did_not_succeed(ids: Sequence[str], ends: Mapping[str, str]) -> str:
+    how = {id_: ends.get(id_, "DELETED") for id_ in ids[:_NAMED]}
+    told = [f"{label(id_)} {'was deleted' if end == 'DELETED' else f'ended as {end}'}" for id_, end in how.items()]
+    return f"its dependency {', '.join(told)}"
 
 
 async def _fail(store: Store, dependents: Sequence[str], dependency: str, reason: str) -> bool:
@@ -340,14 +347,14 @@ async def _restore_dependents(store: Store, marked: Sequence[_Marked], concerned
 async def _ask(store: Store, ids: Sequence[str], concerned: set[str]) -> bool:
     """Ask which of these tasks wait for nothing unfinished any more, and open their gates, or fail them."""
     ready = await _unblocked(store, ids)
-    succeeded = await _succeeded(store, {id_ for row in ready for id_ in row["wanted"]})
+    ends = await _ends(store, {id_ for row in ready for id_ in row["wanted"]})
     for row in ready:
-        row["unmet"] = [id_ for id_ in row["wanted"] if id_ not in succeeded][:_NAMED]
+        row["unmet"] = [id_ for id_ in row["wanted"] if ends.get(id_) != "SUCCESS"][:_NAMED]
     to_open = [row["_id"] for row in ready if not row["unmet"]]
     done = await open_gates(store, to_open)
     for row in ready:
         if row["unmet"] and row["policy"] == "fail":
-            done &= await _fail(store, [row["_id"]], row["unmet"][0], _did_not_succeed(row["unmet"]))
+            done &= await _fail(store, [row["_id"]], row["unmet"][0], _did_not_succeed(row["unmet"], ends))
             concerned.add(row["_id"])
     concerned.update(to_open)
     return done
@@ -402,14 +409,6 @@ async def _blocked(store: Store, ids: Sequence[str]) -> set[str]:
     ]
     cursor = await store.driver.aggregate(store.tasks, stages, majority=True, hint="taskmesh_pending")
     return {row["_id"] for row in await cursor.to_list(None)}
-
-
-async def _succeeded(store: Store, ids: Collection[str]) -> set[str]:
-    found: set[str] = set()
-    for part in _parts(list(ids)):
-        query = {"_id": {"$in": list(part)}, "status": "SUCCESS"}
-        found.update(document["_id"] for document in await store.find(query, {"_id": 1}, majority=True))
-    return found
 
 
 async def open_gates(store: Store, ids: Sequence[str]) -> bool:

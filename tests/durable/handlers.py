@@ -96,7 +96,7 @@ def in_a_process(directory: str) -> str:
     first = task.step("first", leave_a_mark, directory, "first")
     task.sleep("moment", milliseconds=5)
     word = task.wait_for("word")
-    second = task.step("second", leave_a_mark, directory, "second")
+    second = task.step("second", leave_a_mark_later, directory, "second")
     return f"{first} {word} {second}"
 
 
@@ -104,6 +104,12 @@ def leave_a_mark(directory: str, name: str) -> str:
     """Leave a file, which must not be there."""
     (Path(directory) / name).open("x").write(str(os.getpid()))
     return name
+
+
+async def leave_a_mark_later(directory: str, name: str) -> str:
+    """Leave a file, as code of an event loop does."""
+    await asyncio.sleep(0)
+    return leave_a_mark(directory, name)
 
 
 def in_a_process_with_a_transaction(database: str) -> int:

@@ -408,11 +408,17 @@ async def test_plain_handlers_in_threads_have_the_same_steps(mesh: TaskMesh) -> 
         calls.append(n)
         return Decimal(n)
 
+    async def charge_by_http(n: int) -> Decimal:
+        await asyncio.sleep(0)
+        assert current_blocking_task().key == "1"
+        return charge(n)
+
     @mesh.task(option=AGAIN)
     def work() -> Decimal:
         task = current_blocking_task()
-        value = task.step("charge", charge, 7)
-        assert type(value) is Decimal
+        value: Decimal = task.step("charge", charge, 7)
+        by_http: Decimal = task.step("by http", charge_by_http, 8)
+        assert (type(value), by_http) == (Decimal, Decimal(8))
         if task.attempt == 1:
             raise ValueError("again")
         with pytest.raises(TypeError):
@@ -422,4 +428,4 @@ async def test_plain_handlers_in_threads_have_the_same_steps(mesh: TaskMesh) -> 
     handle = await work.publish("1")
     async with working(mesh, "w1"):
         assert await handle.result(60) == Decimal(7)
-    assert calls == [7]
+    assert calls == [7, 8]

@@ -102,7 +102,13 @@ async def test_what_cannot_be_waited_for_is_refused_and_nothing_is_written(
     assert "dependents" not in str(await mesh.connection.store.find({}, {}))
 
 
-ENDS = ("fail", "cancel", "expire", "lost", "delete")
+ENDS = {
+    "fail": "ended as FAIL",
+    "cancel": "ended as CANCELLED",
+    "expire": "ended as EXPIRED",
+    "lost": "ended as FAIL",
+    "delete": "was deleted",
+}
 
 
 async def test_d14_however_a_dependency_ends_its_dependents_fail_wait_or_run(mesh: TaskMesh) -> None:
@@ -129,7 +135,7 @@ async def test_d14_however_a_dependency_ends_its_dependents_fail_wait_or_run(mes
         for end in ENDS:
             failed = await finished(mesh, "join", f"{end} fail")
             assert failed.status is Status.FAIL, end
-            assert f"'part' '{end}'" in failed.fail_reasons[0]
+            assert failed.fail_reasons[0] == f"its dependency 'part' '{end}' {ENDS[end]}"
             assert (await finished(mesh, "join", f"{end} run")).status is Status.SUCCESS, end
             await waiting_for(mesh, f"{end} wait")
         assert (await finished(mesh, "part", "expire")).status is Status.EXPIRED
@@ -142,6 +148,17 @@ async def test_d14_however_a_dependency_ends_its_dependents_fail_wait_or_run(mes
         for policy in ("wait", "fail"):
             await mesh.retry("join", f"delete {policy}")
             assert (await finished(mesh, "join", f"delete {policy}")).status is Status.SUCCESS
+
+
+async def test_what_had_ended_before_is_told_as_it_ended(mesh: TaskMesh) -> None:
+    part, join = define(mesh)
+    cancelled, failed = await part.publish("cancelled"), await part.publish("failed", broken=True)
+    await cancelled.cancel()
+    await drained(mesh)
+    await join.configure(after=[cancelled, failed]).publish("j")
+    assert (await finished(mesh, "join", "j")).fail_reasons == [
+        "its dependency 'part' 'cancelled' ended as CANCELLED, 'part' 'failed' ended as FAIL"
+    ]
 
 
 async def test_a_failure_goes_down_the_line_and_a_retry_brings_back_those_that_failed_because_of_it_alone(
