@@ -132,10 +132,10 @@ async def test_d14_however_a_dependency_ends_its_dependents_fail_wait_or_run(mes
     await mesh.cancel("part", "cancel")
     await mesh.delete("part", "delete")
     async with working(mesh, "w1"):
-        for end in ENDS:
+        for end, said in ENDS.items():
             failed = await finished(mesh, "join", f"{end} fail")
             assert failed.status is Status.FAIL, end
-            assert failed.fail_reasons[0] == f"its dependency 'part' '{end}' {ENDS[end]}"
+            assert failed.fail_reasons[0] == f"its dependency 'part' '{end}' {said}"
             assert (await finished(mesh, "join", f"{end} run")).status is Status.SUCCESS, end
             await waiting_for(mesh, f"{end} wait")
         assert (await finished(mesh, "part", "expire")).status is Status.EXPIRED
