@@ -9,7 +9,7 @@ Its rooms, in reading order; each imports only those before it:
 - `admin`: people who look and act: listings, explain, doctor, errors, bulk actions, queues, the fleet, the audit.
 - `integrations`: metrics for a monitoring system; AES for values; agents of pydantic-ai; a backend for Django's tasks.
 - `mesh`: `TaskMesh`, the front door, which composes all of these.
-- `cli`, `web`: its faces. `embedded`: the MongoDB that comes along.
+- `cli`, `web`: its faces. `embedded`: the bundled MongoDB.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -90,7 +90,7 @@ if TYPE_CHECKING:
     from taskmesh.admin.explain import Explanation, Gate, Waiting
     from taskmesh.admin.filters import TaskFilter
     from taskmesh.admin.stats import Stats
-    from taskmesh.admin.what_if import LimitEffect, OptionEffect
+    from taskmesh.admin.what_if import LimitEffect, OptionEffect, ScheduleEffect
     from taskmesh.consumer.outcome import Ending
     from taskmesh.consumer.worker import Consumer
     from taskmesh.integrations.encryption import AESCodec
@@ -139,6 +139,7 @@ __all__ = [
     "QueueInfo",
     "QueueLimits",
     "Retry",
+    "ScheduleEffect",
     "ScheduleInfo",
     "Signal",
     "Snooze",
@@ -197,6 +198,7 @@ _LATER = {
     "LimitEffect": "taskmesh.admin.what_if",
     "NotedAction": "taskmesh.admin.audit",
     "OptionEffect": "taskmesh.admin.what_if",
+    "ScheduleEffect": "taskmesh.admin.what_if",
     "Stats": "taskmesh.admin.stats",
     "TaskFilter": "taskmesh.admin.filters",
     "UndoResult": "taskmesh.admin.bulk",

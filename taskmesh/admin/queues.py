@@ -10,7 +10,7 @@ from taskmesh.admin.filters import TaskFilter
 from taskmesh.admin.store import limit_usage, listing, task_counts
 from taskmesh.client.connection import Connection
 from taskmesh.model.durations import duration
-from taskmesh.model.errors import InvalidOption, TaskMeshError
+from taskmesh.model.errors import InvalidOption, TaskMeshError, TaskNotFound
 from taskmesh.model.ids import checked_group, checked_remark
 from taskmesh.model.queue import FailurePause, GroupPause, QueueInfo, QueueLimits, checked_queue
 from taskmesh.model.task import Status
@@ -211,6 +211,24 @@ class Queues:
             await registry.set_queue(self._store, checked_queue(queue), {"paused": False, "paused_until": None})
             await failure_pauses.reopen(self._store, queue)
             await self._changed("queue.resume", who, queue)
+
+    async def forget(self, queue: str, *, by: str | None = None) -> None:
+        """Remove all that is set for a queue: pauses, limits, `pause_on_failures`. So a name that was a slip is listed no more.
+
+        Refused while there are unfinished tasks in it: what holds them back must not vanish unseen. What runs meanwhile is not
+        disturbed, and a setting that somebody makes at the same moment stays. Code that declares the queue brings it back.
+        Raises `TaskNotFound` if nothing is set, `TaskMeshError` if there are tasks.
+        `by`: who, for the audit; by default the user of this process, and its host.
+        """
+        who = audit.author(by)
+        if checked_queue(queue) not in await registry.queues(self._store):
+            raise TaskNotFound(f"nothing is set for a queue {queue!r}: `taskmesh queues` lists them")
+        if queue in await queues_in_use(self._store):
+            raise TaskMeshError(
+                f"queue {queue!r} has unfinished tasks: resume it, or take its limits away; it can be forgotten when it is empty"
+            )
+        await limits.forget(self._store, queue)
+        await self._changed("queue.forget", who, queue)
 
     def declare(self, queue: str, share: float | None, of_last: int, canary_ms: int) -> None:
         """Keep a declaration until the mesh connects. See `TaskMesh.queue`."""

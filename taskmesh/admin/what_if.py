@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from datetime import datetime
+from itertools import islice
 from math import inf
 from typing import Unpack
+from zoneinfo import ZoneInfo
 
 from pydantic import BaseModel, ConfigDict
 
@@ -18,6 +20,7 @@ from taskmesh.client.tasks import Tasks
 from taskmesh.model.ids import checked_group
 from taskmesh.model.option import OptionFields
 from taskmesh.model.queue import QueueInfo, QueueLimits, checked_queue
+from taskmesh.model.recurrence import checked_timing
 from taskmesh.model.task import Status, task_id
 from taskmesh.store import Store
 from taskmesh.store.driver import Document
@@ -82,6 +85,23 @@ class LimitEffect(BaseModel):
         said = f"{self.running} run and {most} wait, of which {self.claimable_now} could start now and {self.claimable_then} then"
         over = f"; {self.too_many} of those that run have to end before another one starts" if self.too_many else ""
         return said + over
+
+
+class ScheduleEffect(BaseModel):
+    """When a schedule that is declared so would run."""
+
+    model_config = ConfigDict(frozen=True)
+
+    words: str
+    """`At 06:00 every day (Europe/Berlin)`."""
+    times: list[datetime]
+    """The next runs, if it were declared now."""
+
+    @property
+    def sentence(self) -> str:
+        """Return the effect as a sentence for people."""
+        times = ", ".join(time.isoformat(" ", "seconds") for time in self.times) or "never"
+        return f"{self.words}; next {times}"
 
 
 async def effect_of_option(store: Store, name: str, key: str, changes: Document) -> OptionEffect:
@@ -188,6 +208,16 @@ class WhatIf:
             return now.model_copy(update=checked_limits(given, now.model_dump()))
 
         return await effect_of_limit(self._store, checked_queue(queue), changed)
+
+    async def schedule(
+        self, *, cron: str | None = None, interval_ms: int | None = None, timezone: str = "UTC", count: int = 5
+    ) -> ScheduleEffect:
+        """Tell when a schedule would run the next `count` times (at most 100). Changes nothing. Raises `InvalidOption`."""
+        timing = checked_timing(cron, interval_ms, timezone)
+        now = self._connection.clock.now()
+        zone = ZoneInfo(timezone)
+        times = [time.astimezone(zone) for time in islice(timing.ticks_after(now, now), min(count, 100))]
+        return ScheduleEffect(words=timing.words, times=times)
 
     async def group_limit(self, queue: str, group: str, running: int | None) -> LimitEffect:
         """Tell what `set_group_limit` would do: how many could start now, and then. Changes nothing."""

@@ -59,9 +59,10 @@ _COMMANDS: dict[str, list[Callable[..., Any]]] = {
         *(flows.flow, explain.errors, bulk.retry, bulk.cancel, bulk.delete, bulk.redrive, bulk.purge, bulk.undo),
         migration.migrate,
     ],
-    "Queues": [queues.queues, queues.pause, queues.resume, queues.limit],
+    "Queues": [queues.queues, queues.pause, queues.resume, queues.limit, queues.forget_queue],
     "Schedules": [
-        *(queues.schedules, queues.pause_schedule, queues.resume_schedule, queues.trigger, queues.unschedule),
+        *(queues.schedules, queues.schedule, queues.pause_schedule, queues.resume_schedule, queues.trigger),
+        queues.unschedule,
     ],
     "Fleet": [
         *(fleet.workers, fleet.stop_worker, fleet.pause_worker, fleet.resume_worker, fleet.set_concurrency),

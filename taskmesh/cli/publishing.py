@@ -69,18 +69,25 @@ def publish(
     ] = False,
     replace_running: Annotated[
         bool,
-        typer.Option("--replace-running", help="The same, and stop what runs of it.", rich_help_panel=_EXISTING),
+        typer.Option(
+            "--replace-running",
+            help="One more run; a running one is stopped.",
+            rich_help_panel=_EXISTING,
+        ),
     ] = False,
     debounce_ms: Annotated[
         int | None,
-        typer.Option(help="Run once when so long nobody has published it again.", rich_help_panel=_EXISTING),
+        typer.Option(help="Run once, this long after the last publication of this key.", rich_help_panel=_EXISTING),
     ] = None,
     debounce_max_ms: Annotated[
-        int | None, typer.Option(help="At the latest so long after the first of these.", rich_help_panel=_EXISTING)
+        int | None,
+        typer.Option(help="With --debounce-ms: no later than this after the first.", rich_help_panel=_EXISTING),
     ] = None,
     throttle_ms: Annotated[
         int | None,
-        typer.Option(help="Do nothing so soon after the last publication that counted.", rich_help_panel=_EXISTING),
+        typer.Option(
+            help="Ignore publications within this time after the last one that counted.", rich_help_panel=_EXISTING
+        ),
     ] = None,
     update_existing_params: Annotated[
         bool, typer.Option("--update-existing-params", help="Set these params.", rich_help_panel=_EXISTING)
@@ -146,7 +153,7 @@ def publish(
     elif key is None:
         raise typer.BadParameter("KEY is missing: give a key, or --from-file")
     else:
-        task = _object(params)
+        task = params_of(params)
 
         async def use(mesh: TaskMesh) -> None:
             handle = await _publish_one(mesh, name, key, task, configuration, as_json=as_json, wait=wait)
@@ -220,7 +227,8 @@ def _read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield task["key"], task.get("params") or {}
 
 
-def _object(text: str | None) -> dict[str, Any]:
+def params_of(text: str | None) -> dict[str, Any]:
+    """Read params, which are a JSON object. Raises typer's `BadParameter`, `InvalidParams`."""
     if text is None:
         return {}
     try:

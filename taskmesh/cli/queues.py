@@ -1,11 +1,11 @@
-"""Queues and schedules: `queues pause resume limit`, `schedules pause-schedule resume-schedule trigger unschedule`."""
+"""Queues and schedules: the commands of the panels `Queues` and `Schedules` of `taskmesh --help`."""
 
 from __future__ import annotations
 
 import difflib
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import RenderableType
@@ -15,11 +15,12 @@ from taskmesh.admin.queues import LimitFields
 from taskmesh.cli import completion, output
 from taskmesh.cli.connected import App, Collection, Database, Uri, mesh_of, run_at
 from taskmesh.cli.output import Json, Watch, show_found
+from taskmesh.cli.publishing import params_of
 from taskmesh.mesh import TaskMesh
 from taskmesh.model.queue import QueueInfo, QueueLimits, checked_queue
 from taskmesh.model.schedule import ScheduleInfo
 
-_NO_SCHEDULES = "no schedules (a worker declares those of its code: @mesh.task(cron=…), mesh.every)"
+_NO_SCHEDULES = "no schedules: declare one in code (@mesh.task(cron=…), mesh.every), or by `taskmesh schedule`"
 
 
 class _Limit(StrEnum):
@@ -199,6 +200,17 @@ def _limits_of(limits: QueueLimits, group: str | None) -> str:
     return ", ".join(filter(None, said)) or "no limit"
 
 
+async def forget_queue(
+    mesh: TaskMesh,
+    queue: Queue,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Remove the settings of an empty queue, so that it is listed no more: of a name that was a typo, for example."""
+    output.confirm(f"remove all that is set for queue {queue}?", yes=yes)
+    await mesh.queues.forget(queue)
+    output.say(f"queue {queue} is forgotten")
+
+
 async def schedules(mesh: TaskMesh, as_json: Json = False, watch: Watch = None) -> None:
     """List the schedules, the next to run first."""
     await show_found(mesh, mesh.schedules.all, _schedule_table, _NO_SCHEDULES, as_json=as_json, every_s=watch)
@@ -219,6 +231,76 @@ def _schedule_table(found: list[ScheduleInfo]) -> RenderableType:
         for each in found
     ]
     return output.table(["SCHEDULE", "TASK", "WHEN", "STATE", "NEXT", "LAST", "WHY"], rows)
+
+
+_WHEN = "When"
+
+
+async def schedule(
+    mesh: TaskMesh,
+    schedule_id: ScheduleId,
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="The task's name.", autocompletion=completion.name)
+    ] = None,
+    params: Annotated[str | None, typer.Argument(metavar="[JSON]", help="The task's params, as a JSON object.")] = None,
+    *,
+    cron: Annotated[
+        str | None, typer.Option(help="Minute, hour, day of month, month, day of week.", rich_help_panel=_WHEN)
+    ] = None,
+    timezone: Annotated[
+        str | None, typer.Option(help="The time zone of --cron.  [default: UTC]", rich_help_panel=_WHEN)
+    ] = None,
+    interval_ms: Annotated[
+        int | None, typer.Option(help="Or: milliseconds between runs.", rich_help_panel=_WHEN)
+    ] = None,
+    jitter_ms: Annotated[
+        int | None, typer.Option(help="Start each run up to this much later, at random.", rich_help_panel=_WHEN)
+    ] = None,
+    missed: Annotated[
+        str | None,
+        typer.Option(help="Runs that no worker was there for: latest, skip or all.", rich_help_panel=_WHEN),
+    ] = None,
+    overlap: Annotated[
+        str | None, typer.Option(help="While the previous run is unfinished: allow or skip.", rich_help_panel=_WHEN)
+    ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FIELD=VALUE", help="A setting of its tasks, like queue=mail or priority=5; can be repeated."
+        ),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show when it would run.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Create a schedule, or change one: what is not given stays as it is.
+
+    Code that declares the same schedule sets it back when a worker starts.
+    """
+    if dry_run:
+        effect = await mesh.what_if.schedule(cron=cron, interval_ms=interval_ms, timezone=timezone or "UTC")
+        output.show_json(effect) if as_json else output.say(f"schedule {schedule_id}: {effect.sentence}")
+        return
+    named: dict[str, Any] = {
+        "name": name,
+        "cron": cron,
+        "interval_ms": interval_ms,
+        "timezone": timezone,
+        "jitter_ms": jitter_ms,
+        "missed": missed,
+        "overlap": overlap,
+    }
+    given = {field: value for field, value in named.items() if value is not None}
+    given |= output.settings(option or [])
+    if params is not None:
+        given["params"] = params_of(params)
+    stored = await mesh.schedules.put(schedule_id, **given)
+    if as_json:
+        output.show_json(stored)
+        return
+    soon = await mesh.what_if.schedule(cron=stored.cron, interval_ms=stored.interval_ms, timezone=stored.timezone)
+    output.say(
+        f"schedule {schedule_id} publishes {stored.name}: {soon.sentence}" + (" (paused)" if stored.paused else "")
+    )
 
 
 async def pause_schedule(mesh: TaskMesh, schedule_id: ScheduleId, reason: Reason = None) -> None:

@@ -21,17 +21,27 @@ from taskmesh.model.schedule import (
     KEY_KEPT_MS,
     Declaration,
     ScheduleInfo,
+    checked_declaration,
     key_of,
     stored,
     timing_of,
 )
-from taskmesh.model.task import checked_key
+from taskmesh.model.task import checked_key, checked_name
 from taskmesh.store import Store, audit, schedules
 from taskmesh.store.driver import Document
 from taskmesh.store.publication import Publication
 
 logger = logging.getLogger("taskmesh.scheduling")
 _LONGEST_ID_BYTES = 400
+_DEFAULTS: Document = {
+    "cron": None,
+    "interval_ms": None,
+    "timezone": "UTC",
+    "params": {},
+    "missed": "latest",
+    "overlap": "allow",
+    "jitter_ms": 0,
+}
 
 
 class Declared:
@@ -98,9 +108,44 @@ class Schedules:
         except RuntimeError:  # no loop runs: definition time
             return False
 
-    async def store(self, declaration: Declaration, *, by: str | None = None) -> ScheduleInfo:
+    async def put(self, schedule_id: str, *, by: str | None = None, **given: Any) -> ScheduleInfo:
+        """Create a schedule, or change the given fields of one that is there; what is not given stays as it is.
+
+        `given`: `name` of the task and the keywords of `TaskMesh.every`. `cron` and `interval_ms` replace each other. Code that
+        declares the schedule sets it back to what it says. `by`: who, for the audit; by default the user of this process, and
+        its host. Raises `InvalidOption`, and `InvalidParams` if params are given that do not fit the task.
+        """
+        who = audit.author(by)
+        id_ = checked_text("schedule_id", checked_key(schedule_id), most=_LONGEST_ID_BYTES)
+        known = await schedules.read(self._store, id_)
+        fields, settings, stay = dict(_DEFAULTS), Document(), None
+        if known is not None:
+            fields |= {name: known[name] for name in ("name", *fields)}
+            settings |= known["settings"]
+            if "params" not in given:
+                if given.get("name", known["name"]) == known["name"]:
+                    stay = known["params"]
+                else:
+                    sealed_for = _id_of(known["name"], id_)
+                    fields["params"] = self._connection.payloads.decrypted_params(sealed_for, known["params"])
+        if given.get("cron") is not None or given.get("interval_ms") is not None:
+            fields |= {"cron": None, "interval_ms": None}  # it runs by one of them
+        fields |= {name: value for name, value in given.items() if name == "name" or name in fields}
+        settings |= {name: value for name, value in given.items() if name not in fields}
+        if "name" not in fields:
+            raise InvalidOption(
+                f"there is no schedule {schedule_id!r} yet: to create it, name the task that it publishes"
+            )
+        Configuration().changed(**settings)
+        declaration = checked_declaration(checked_name(fields.pop("name")), id_, settings=settings, **fields)
+        return await self.store(declaration, by=who, stay=stay)
+
+    async def store(
+        self, declaration: Declaration, *, by: str | None = None, stay: Document | None = None
+    ) -> ScheduleInfo:
         """Store one schedule, and write down who declared it if that is said.
 
+        `stay`: its params as they stand in the database, and are to stay: they may be encrypted, and nobody here have the key.
         Raises `InvalidParams` if its params do not fit a handler that is known here.
         """
         definition = self._definitions.get(declaration.name)
@@ -110,14 +155,16 @@ class Schedules:
         if settings.fields:
             fields["settings"]["fields"] = settings.fields
         if definition is not None:
-            fields["params"], _ = definition.to_store(params)
+            if stay is None:
+                fields["params"], _ = definition.to_store(params)
             fields["base"] = _base(definition.configuration)
         else:
             registered = await self._publisher.registered(declaration.name)
-            fields["params"], _ = registered.to_store(params)
+            if stay is None:
+                fields["params"], _ = registered.to_store(params)
             if registered.found:
                 fields["base"] = _base(registered.configuration)
-        fields["params"] = await self._sealed(declaration, fields["params"])
+        fields["params"] = stay if stay is not None else await self._sealed(declaration, fields["params"])
 
         def first_time(now: datetime) -> datetime | None:
             return declaration.timing.after(now, now)

@@ -15,6 +15,7 @@ from typing import Any
 from zoneinfo import ZoneInfo
 
 from taskmesh.model import distribution
+from taskmesh.model.durations import duration
 from taskmesh.model.errors import InvalidOption
 
 MIN_INTERVAL_MS = 10
@@ -31,6 +32,17 @@ class Timing:
     cron: str | None
     interval_ms: int | None
     timezone: str = "UTC"
+
+    @property
+    def words(self) -> str:
+        """When it runs, for people: `At 06:00 every day (Europe/Berlin)`."""
+        if self.interval_ms is not None:
+            return f"Every {duration(self.interval_ms)}"
+        try:
+            said = _cronsim().CronSim(self.cron, datetime(2026, 1, 1, tzinfo=UTC)).explain()
+        except InvalidOption:  # the extra is not there
+            said = self.cron
+        return f"{said} ({self.timezone})"
 
     def after(self, moment: datetime, anchor: datetime) -> datetime | None:
         """Return the first tick after a moment, in UTC; None if there is none. Intervals are counted from `anchor`."""

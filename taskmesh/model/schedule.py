@@ -80,8 +80,13 @@ class ScheduleInfo(BaseModel):
         return cls.model_validate({**document, "schedule_id": document["_id"]})
 
     @property
+    def words(self) -> str:
+        """When it runs, in words."""
+        return Timing(self.cron, self.interval_ms, self.timezone).words
+
+    @property
     def timing(self) -> str:
-        """When it ticks, in words."""
+        """When it runs, as it was declared."""
         if self.cron is not None:
             return f"{self.cron} ({self.timezone})"
         return f"every {(self.interval_ms or 0) / 1000:g} s"

@@ -133,6 +133,26 @@ async def change(store: Store, queue: str, stages: Sequence[Document]) -> None:
         await store.driver.collection(store.queues).update_one(outdated, told, upsert=True)
 
 
+async def forget(store: Store, queue: str) -> None:
+    """Remove all that is set for a queue; but what somebody sets while this goes on stays.
+
+    First it is opened and its limits are taken away, of which every worker hears as of any change; then both documents go,
+    each if nobody has changed it since. Safe to repeat, and to die in: what is left is an open queue without limits.
+    """
+    queues = store.driver.collection(store.queues)
+    # A plain update: nothing of it is computed.
+    await queues.update_one({"_id": queue}, {"$set": {"paused": False, "paused_until": None, "paused_groups": []}})
+    # No limits, and nothing that was counted by them.
+    await change(store, queue, [{"$replaceWith": {"_id": "$_id", "changed": "$changed"}}])
+    limited = await store.driver.collection(store.limits).find_one({"_id": queue}, {"changed": 1})
+    if limited is None:
+        return
+    as_seen = {"_id": queue, "changed": limited["changed"], **dict.fromkeys(_LIMITS), "failure_pause": None}
+    if (await store.driver.collection(store.limits).delete_one(as_seen)).deleted_count:
+        told = {"_id": queue, "limits_changed": limited["changed"], "paused": False, "paused_groups": []}
+        await queues.delete_one(told)
+
+
 async def book(
     store: Store,
     queue: str,

@@ -18,7 +18,7 @@ from taskmesh.admin.error_groups import ErrorReport
 from taskmesh.admin.explain import Explanation, Waiting
 from taskmesh.admin.listing import TaskPage
 from taskmesh.admin.stats import Stats
-from taskmesh.admin.what_if import LimitEffect, OptionEffect
+from taskmesh.admin.what_if import LimitEffect, OptionEffect, ScheduleEffect
 from taskmesh.mesh import TaskMesh
 from taskmesh.model.flow import FlowStatus
 from taskmesh.model.queue import QueueInfo
@@ -59,6 +59,7 @@ from taskmesh.web.requests import (
     TheWorker,
     WhatIfLimit,
     WhatIfOption,
+    WhatIfSchedule,
     WhichErrors,
 )
 
@@ -353,6 +354,12 @@ async def _resume(mesh: TaskMesh, query: TheQueue, body: Resuming) -> None:
     await mesh.resume(query.queue, group=body.group)
 
 
+@_operation("queue.forget", "DELETE", "/queues/{queue}")
+async def _forget(mesh: TaskMesh, query: TheQueue) -> None:
+    """Remove all that is set for an empty queue, so that it is listed no more."""
+    await mesh.queues.forget(query.queue)
+
+
 @_operation("queue.redrive", "POST", "/queues/{queue}/redrive")
 async def _redrive(mesh: TaskMesh, query: TheQueue, body: Redriving) -> BulkResult:
     """Retry the dead letters of a queue: each goes back to the queue that it came from."""
@@ -391,14 +398,15 @@ async def _schedules(mesh: TaskMesh) -> list[ScheduleInfo]:
 @_operation("schedule.declare", "PUT", "/schedules/{schedule_id}")
 async def _declare(mesh: TaskMesh, query: TheSchedule, body: Scheduling) -> ScheduleInfo:
     """Create a schedule, or change the given fields of an existing one."""
-    given = {field: getattr(body, field) for field in body.model_fields_set}
-    stored = next((one for one in await mesh.schedules.all() if one.schedule_id == query.schedule_id), None)
-    if stored is not None:
-        kept = {field: getattr(stored, field) for field in Scheduling.model_fields} | stored.settings
-        if given.get("cron") is not None or given.get("interval_ms") is not None:
-            kept |= {"cron": None, "interval_ms": None}  # it ticks by one of them
-        given = kept | given
-    return await mesh.every(schedule_id=query.schedule_id, **given)
+    return await mesh.schedules.put(
+        query.schedule_id, **{field: getattr(body, field) for field in body.model_fields_set}
+    )
+
+
+@_operation("schedule.what_if", "GET", "/schedules/what-if")
+async def _what_if_schedule(mesh: TaskMesh, query: WhatIfSchedule) -> ScheduleEffect:
+    """Show when a schedule would run next."""
+    return await mesh.what_if.schedule(cron=query.cron, interval_ms=query.interval_ms, timezone=query.timezone)
 
 
 @_operation("schedule.pause", "POST", "/schedules/{schedule_id}/pause")

@@ -160,7 +160,7 @@ class WhichErrors(_Request):
     """Which errors, and how far to look for them."""
 
     name: Name | None = None
-    at_most: int = Field(2_000, ge=1, le=100_000, description="Look at so many tasks, some of each name.")
+    at_most: int = Field(2_000, ge=1, le=100_000, description="How many tasks to look at, some of each name.")
 
 
 class OptionChange(_Request):
@@ -252,13 +252,18 @@ class GroupLimit(_Request):
     running: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
 
 
-class Scheduling(_Request):
-    """A schedule to declare, or to change: then what is not given stays as it is."""
+class WhatIfSchedule(_Request):
+    """When a schedule runs: `cron` or `interval_ms`."""
 
-    name: Name
     cron: Annotated[str, StringConstraints(max_length=200)] | None = None
     interval_ms: int | None = None
     timezone: Annotated[str, StringConstraints(max_length=100, pattern=r"^[^\x00]*$")] = "UTC"
+
+
+class Scheduling(WhatIfSchedule):
+    """A schedule to create, which needs a name; or to change: then what is not given stays as it is."""
+
+    name: Name | None = None
     params: dict[str, Any] = {}
     missed: Missed = "latest"
     overlap: Overlap = "allow"

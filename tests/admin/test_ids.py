@@ -120,6 +120,7 @@ CALLS: dict[str, Callable[[TaskMesh, Any], Any]] = {
     "set_limit": lambda mesh, id_: mesh.set_limit(id_, running=1),
     "queue": lambda mesh, id_: mesh.queue(id_, pause_on_failures=0.5),
     "pause_on_failures": lambda mesh, id_: mesh.queues.pause_on_failures(id_, 0.5),
+    "forget": lambda mesh, id_: mesh.queues.forget(id_),
     "set_group_limit": lambda mesh, id_: mesh.queues.set_group_limit(id_, "g", 1),
     "set_group_limit of a group": lambda mesh, id_: mesh.queues.set_group_limit("q", id_, 1),
     "what_if_limit": lambda mesh, id_: mesh.what_if.limit(id_, running=1),
@@ -134,6 +135,8 @@ CALLS: dict[str, Callable[[TaskMesh, Any], Any]] = {
     "consumer of queues": lambda mesh, id_: mesh.consumer(queues=[id_]),
     # schedules
     "every": lambda mesh, id_: mesh.every(id_, interval_ms=60_000),
+    "put": lambda mesh, id_: mesh.schedules.put(id_, name="job", interval_ms=60_000),
+    "put by name": lambda mesh, id_: mesh.schedules.put("tock", name=id_, interval_ms=60_000),
     "pause_schedule": lambda mesh, id_: mesh.schedules.pause(id_),
     "reason of a schedule": lambda mesh, id_: mesh.schedules.pause("tick", reason=id_),
     "resume_schedule": lambda mesh, id_: mesh.schedules.resume(id_),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import anyio
 import pytest
 
-from taskmesh import TaskMesh
+from taskmesh import TaskMesh, TaskMeshError, TaskNotFound
+from taskmesh.store import Store, limits
 from tests.waiting import eventually
 from tests.working import parts_of, working
 
@@ -109,3 +112,51 @@ async def test_a_queue_limited_to_nothing_says_so_at_publish(mesh: TaskMesh) -> 
     await mesh.set_limit("shut", running=0)
     handle = await mesh.publish("work", "k", queue="shut")
     assert any("limited to 0" in warning for warning in handle.warnings)
+
+
+async def test_a_queue_that_was_a_slip_is_forgotten(mesh: TaskMesh) -> None:
+    @mesh.task(queue="mial")
+    async def work() -> str:
+        return "done"
+
+    await mesh.pause("mial", reason="a slip")
+    await mesh.pause("mial", group="g")
+    await mesh.set_limit("mial", running=1, group_rate=2)
+    await mesh.queues.pause_on_failures("mial", 0.5)
+    async with working(mesh) as consumer:
+        await eventually(lambda: parts_of(consumer).queues.paused == {"mial"})
+        await mesh.queues.forget("mial", by="ann")
+        assert await mesh.queues.all() == []
+        for name in ("queues", "limits"):
+            assert await mesh.store.driver.collection(name).count_documents({}) == 0, name
+        assert await (await work.publish("k")).result(timeout=60) == "done", "the worker has heard that it is open"
+    [noted] = [each for each in await mesh.audit.actions() if each.action == "queue.forget"]
+    assert (noted.by, noted.about) == ("ann", "queue 'mial'")
+    with pytest.raises(TaskNotFound, match="nothing is set for a queue 'mial'"):
+        await mesh.queues.forget("mial")
+
+
+async def test_a_queue_with_tasks_in_it_is_not_forgotten(mesh: TaskMesh) -> None:
+    await mesh.publish("work", "k", queue="mail")
+    await mesh.pause("mail", reason="deploy")
+    with pytest.raises(TaskMeshError, match="queue 'mail' has unfinished tasks"):
+        await mesh.queues.forget("mail")
+    (queue,) = await mesh.queues.all()
+    assert (queue.paused, queue.paused_reason) == (True, "deploy")
+
+
+async def test_what_somebody_sets_while_a_queue_is_forgotten_stays(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await mesh.set_limit("mail", running=1)
+    change = limits.change
+
+    async def interrupted(store: Store, queue: str, stages: Sequence[dict[str, Any]]) -> None:
+        monkeypatch.setattr(limits, "change", change)
+        await change(store, queue, stages)
+        await mesh.set_limit("mail", running=7)
+
+    monkeypatch.setattr(limits, "change", interrupted)
+    await mesh.queues.forget("mail")
+    (queue,) = await mesh.queues.all()
+    assert queue.limits.running == 7

@@ -132,3 +132,17 @@ async def test_groups_and_pauses_count(mesh: TaskMesh) -> None:
             await mesh.what_if.limit("mail", **wrong)
     with pytest.raises(InvalidOption):
         await mesh.what_if.group_limit("mail", "", 1)
+
+
+async def test_a_schedule_is_told_in_words_and_times_across_a_change_of_the_clock(mesh: TaskMesh) -> None:
+    told = await mesh.what_if.schedule(cron="30 6 * * 1-5", timezone="Europe/Berlin", count=100)
+    assert told.words == "At 06:30 on Monday through Friday (Europe/Berlin)"
+    assert len(told.times) == 100
+    assert {(time.hour, time.minute) for time in told.times} == {(6, 30)}, "in its own zone"
+    assert len({time.utcoffset() for time in told.times}) == 2, "a hundred working days see summer and winter"
+    every = await mesh.what_if.schedule(interval_ms=90_000, count=2)
+    assert every.words == "Every 1 min 30 s"
+    assert (every.times[1] - every.times[0]).total_seconds() == 90
+    with pytest.raises(InvalidOption, match="cron='whenever' cannot be read"):
+        await mesh.what_if.schedule(cron="whenever")
+    assert await mesh.schedules.all() == []

@@ -153,3 +153,26 @@ def test_what_a_limit_would_do_is_told_and_not_done(taskmesh: Shell) -> None:
     [queue] = taskmesh.done("queues", "--json").json
     assert (queue["limits"]["running"], queue["limits"]["rate"], queue["limits"]["groups"]) == (None, None, {})
     assert taskmesh("limit", "default", "--dry-run").status == 2
+
+
+def test_a_schedule_is_created_and_changed(taskmesh: Shell) -> None:
+    created = taskmesh.done(
+        "schedule", "nightly", "add", '{"a": 1, "b": 2}', "--cron", "0 3 * * *", "--option", "priority=5"
+    )
+    assert created.out.startswith("schedule nightly publishes add: At 03:00 every day (UTC); next 20")
+    assert created.out.count(" 03:00:00") == 5
+    changed = taskmesh.done("schedule", "nightly", "--interval-ms", "60000", "--overlap", "skip", "--json").json
+    assert (changed["cron"], changed["interval_ms"], changed["overlap"]) == (None, 60_000, "skip")
+    assert (changed["name"], changed["params"], changed["settings"]) == ("add", {"a": 1, "b": 2}, {"priority": 5})
+    tried = taskmesh.done("schedule", "nightly", "--cron", "*/5 * * * *", "--dry-run", "--json").json
+    assert (tried["words"], len(tried["times"])) == ("Every fifth minute of every hour (UTC)", 5)
+    assert taskmesh.done("schedules", "--json").json[0]["interval_ms"] == 60_000, "a dry run changes nothing"
+    refused = taskmesh("schedule", "new", "--cron", "0 3 * * *")
+    assert (refused.status, "to create it, name the task" in refused.err) == (2, True)
+
+
+def test_a_paused_queue_that_was_a_typo_is_forgotten(taskmesh: Shell) -> None:
+    taskmesh.done("pause", "mial", "--reason", "typo")
+    assert taskmesh.done("forget-queue", "mial", "--yes").out == "queue mial is forgotten\n"
+    assert taskmesh.done("queues", "--json").json == []
+    assert "nothing is set for a queue 'mial'" in taskmesh("forget-queue", "mial", "--yes").err

@@ -8,8 +8,9 @@ from typing import Any
 import anyio
 import pytest
 
-from taskmesh import TaskMesh
+from taskmesh import InvalidOption, TaskMesh
 from taskmesh.consumer.ticker import Ticker
+from taskmesh.integrations.encryption import AESCodec
 from taskmesh.store import schedules
 from tests.waiting import eventually
 from tests.working import working
@@ -73,3 +74,44 @@ async def test_the_first_schedule_after_a_time_without_any_has_missed_nothing(
         first = (await eventually(ticks, what="it ticks"))[0]
     assert declared.next_time is not None
     assert first == declared.next_time
+
+
+async def test_put_changes_what_is_given_alone_and_is_written_down(mesh: TaskMesh) -> None:
+    await mesh.schedules.put(
+        "s", name="report", cron="0 3 * * *", timezone="Europe/Berlin", params={"a": 1}, priority=5
+    )
+    changed = await mesh.schedules.put("s", interval_ms=60_000, overlap="skip", by="ann")
+    assert (changed.name, changed.cron, changed.interval_ms, changed.overlap) == ("report", None, 60_000, "skip")
+    assert (changed.params, changed.settings, changed.timezone) == ({"a": 1}, {"priority": 5}, "Europe/Berlin")
+    assert (await mesh.schedules.put("s", name="other")).params == {"a": 1}
+    assert "ann" in [each.by for each in await mesh.audit.actions() if each.action == "schedule.declare"]
+
+
+async def test_put_leaves_params_alone_that_it_cannot_read(mesh: TaskMesh, mongo_uri: str) -> None:
+    codec = AESCodec(keys={"k": bytes(32)}, current="k")
+    async with TaskMesh(mongo_uri, database=mesh.connection.database, codec=codec) as owner:
+        await owner.schedules.put("s", name="report", interval_ms=60_000, params={"card": "4111"})
+        sealed = await schedules.read(mesh.store, "s")
+        await mesh.schedules.put("s", interval_ms=30_000)
+        changed = await schedules.read(mesh.store, "s")
+        assert sealed is not None
+        assert changed is not None
+        assert (changed["params"], changed["interval_ms"]) == (sealed["params"], 30_000)
+        [seen] = await owner.schedules.all()
+        assert seen.params == {"card": "4111"}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"cron": "0 3 * * *"}, "to create it, name the task that it publishes"),
+        ({"name": "report"}, "either cron or interval_ms"),
+        ({"name": "report", "cron": "0 3 *"}, "cron='0 3 \\*' cannot be read"),
+        ({"name": "report", "interval_ms": 60_000, "missed": "never"}, "missed must be"),
+        ({"name": "report", "interval_ms": 60_000, "prioritty": 1}, "prioritty"),
+    ],
+)
+async def test_put_refuses_what_makes_no_schedule(mesh: TaskMesh, given: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidOption, match=said):
+        await mesh.schedules.put("s", **given)
+    assert await mesh.schedules.all() == []

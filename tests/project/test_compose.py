@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
+from taskmesh.web.security import SHORTEST_TOKEN
+
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "docker-compose.yml"
 
@@ -50,6 +52,21 @@ def test_the_health_check_initiates_the_replica_set_that_the_workers_ask_for(ser
     assert 'rs.initiate({ _id: "rs0", members: [{ _id: 0, host: "127.0.0.1:27017" }] })' in script
     assert services["mongo"]["command"][:3] == ["mongod", "--replSet", "rs0"]
     assert "$" not in script, "compose would take it for a variable"
+
+
+def test_the_dashboard_can_be_reached_through_its_published_port(services: dict[str, Any]) -> None:
+    web = services["web"]
+    assert web["network_mode"] == "service:mongo", "whose ports are published"
+    assert "127.0.0.1:8080:8080" in services["mongo"]["ports"]
+    assert web["command"] == ["web", "--host", "0.0.0.0"], "Docker passes requests on from outside of the container"
+    _, _, token = web["environment"]["TASKMESH_WEB_TOKEN"].removesuffix("}").partition(":-")
+    assert len(token) >= SHORTEST_TOKEN, "it would refuse to start"
+    assert web["environment"]["TASKMESH_URI"] == services["worker"]["environment"]["TASKMESH_URI"]
+    assert web["depends_on"]["mongo"]["condition"] == "service_healthy"
+
+
+def test_workers_and_dashboard_can_be_built_with_packages_of_the_application(services: dict[str, Any]) -> None:
+    assert services["worker"]["build"] == services["web"]["build"] == "${TASKMESH_BUILD:-.}"
 
 
 def test_a_worker_waits_for_the_database_and_has_time_to_stop(services: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pydantic import BaseModel, ConfigDict, Field
 
 from taskmesh import TaskMesh
+from taskmesh.admin.doctor import CLAIMS_LOST_TOLERATED, CLAIMS_TELLING
 from taskmesh.cli.app import app
 from taskmesh.integrations.metrics import WorkerMetrics, fleet_metrics
 from tests.working import finished, working
@@ -164,6 +165,11 @@ def test_alert_rules_have_the_shape_that_prometheus_wants() -> None:
         assert rule.annotations.keys() == {"summary"}
 
 
+def test_the_alert_on_claims_is_as_patient_as_the_doctor() -> None:
+    [expr] = [expr for name, expr in asked() if name == "TaskmeshClaimsContended"]
+    assert [float(bound) for bound in re.findall(r"> ([\d.]+)", expr)] == [CLAIMS_LOST_TOLERATED, CLAIMS_TELLING]
+
+
 def test_manifests_have_the_shape_that_kubernetes_wants() -> None:
     kinds = [(each.apiVersion, each.kind) for each in map(Manifest.model_validate, [*KUBERNETES, AUTOSCALER, *KEDA])]
     assert kinds == [
@@ -189,7 +195,8 @@ def test_manifests_have_the_shape_that_kubernetes_wants() -> None:
 def test_a_pod_has_time_to_drain_and_its_probes_and_metrics_are_where_they_are_asked() -> None:
     pod = KUBERNETES[0]["spec"]["template"]
     [container] = pod["spec"]["containers"]
-    words = container["args"]
+    assert container["command"] == ["taskmesh"], "whatever entrypoint the image has"
+    words = ["taskmesh", *container["args"]]
     given = dict(word.removeprefix("--").split("=", 1) for word in words if word.startswith("--"))
     ports = {port["name"]: str(port["containerPort"]) for port in container["ports"]}
     assert (ports["health"], ports["metrics"]) == (given["health-port"], given["metrics-port"])
@@ -208,7 +215,8 @@ def test_a_pod_has_time_to_drain_and_its_probes_and_metrics_are_where_they_are_a
 def test_the_dashboard_is_where_its_probes_and_the_autoscaler_look() -> None:
     _, _, deployment, service = KUBERNETES
     [container] = deployment["spec"]["template"]["spec"]["containers"]
-    _accepted(container["args"])
+    assert container["command"] == ["taskmesh"], "whatever entrypoint the image has"
+    _accepted(["taskmesh", *container["args"]])
     [port] = container["ports"]
     assert f"--port={port['containerPort']}" in container["args"]
     for name, path in (("startupProbe", "/livez"), ("livenessProbe", "/livez"), ("readinessProbe", "/readyz")):

@@ -253,6 +253,9 @@ async def test_queues_are_paused_and_limited(client: httpx.AsyncClient) -> None:
     await ask(client, "POST", "/queues/{queue}/resume", params=queue, json={"group": "a/b"})
     (found,) = await ask(client, "GET", "/queues")
     assert found["paused_groups"] == {}
+    await ask(client, "DELETE", "/queues/{queue}", params=queue)
+    assert await ask(client, "GET", "/queues") == []
+    await ask(client, "DELETE", "/queues/{queue}", 404, params=queue)
 
 
 async def test_schedules_are_declared_paused_triggered_and_removed(client: httpx.AsyncClient) -> None:
@@ -267,6 +270,11 @@ async def test_schedules_are_declared_paused_triggered_and_removed(client: httpx
     await ask(client, "DELETE", "/schedules/{schedule_id}", params=one)
     await ask(client, "POST", "/schedules/{schedule_id}/trigger", 404, params=one)
     await ask(client, "PUT", "/schedules/{schedule_id}", 422, params=one, json={"name": "report", "cron": "whenever"})
+    await ask(client, "PUT", "/schedules/{schedule_id}", 422, params=one, json={"cron": "0 3 * * *"})
+    asked = {"cron": "0 3 * * *", "timezone": "Europe/Berlin"}
+    soon = await ask(client, "GET", "/schedules/what-if", params=asked)
+    assert (soon["words"], len(soon["times"])) == ("At 03:00 every day (Europe/Berlin)", 5)
+    await ask(client, "GET", "/schedules/what-if", 422, params={"cron": "whenever"})
 
 
 async def test_a_schedule_that_code_declared_is_changed_in_what_is_given_alone(
@@ -411,7 +419,7 @@ async def test_the_openapi_document_names_every_operation(client: httpx.AsyncCli
     assert document["servers"] == [{"url": API}]
     called = {(path, method) for path, methods in document["paths"].items() for method in methods}
     assert ("/tasks/{name}/{key}/retry", "post") in called
-    assert len(called) == 45
+    assert len(called) == 47
     assert document["components"]["securitySchemes"].keys() == {"token", "program"}
     assert document["security"] == []
     assert document["paths"]["/tasks"]["post"]["security"] == [{"program": []}]

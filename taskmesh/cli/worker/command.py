@@ -70,7 +70,7 @@ def worker(
     hang_timeout_ms: Annotated[
         int,
         typer.Option(
-            min=0, help="Replace a process whose event loop stands still for so long; 0: never.", rich_help_panel=_MANY
+            min=0, help="Replace a process whose event loop blocks for this long; 0: never.", rich_help_panel=_MANY
         ),
     ] = 90_000,
     health_port: Annotated[
