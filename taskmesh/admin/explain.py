@@ -19,6 +19,7 @@ from taskmesh.model.worker import Claimant, WorkerInfo, read_workers
 from taskmesh.store import Store, registry
 from taskmesh.store.dependencies import open_edges
 from taskmesh.store.driver import Document
+from taskmesh.store.find import get
 from taskmesh.store.rules import NEVER
 from taskmesh.store.sequences import head_of
 
@@ -66,6 +67,10 @@ class Waiting(BaseModel):
     """Why they are shut for the example."""
 
 
+_OPENED_BY_OTHERS = ("flow", "dependencies", "sequence")
+"""Gates that no time opens, but what other tasks do: their reasons say which."""
+
+
 async def explain(store: Store, id_: str, worker_id: str | None) -> list[Explanation]:
     """Return the gates of a task for one worker, or for every live one. Raises `TaskNotFound`."""
     return (await judged(store, id_, worker_id))[1]
@@ -108,9 +113,13 @@ async def _stands_before(store: Store, id_: str, line: str) -> str:
     """Say whose turn it is in the task's line."""
     queue, _, key = line.partition(":")
     head = await head_of(store, line)
-    turn = (
-        "it is at the head" if head == id_ else f"at the head is {label(head)}" if head else "the head is being found"
-    )
+    found = await get(store, [head], params=False) if head and head != id_ else []
+    if found:
+        status = found[0]["status"]
+        blocks = "; on_sequence_failure is 'block', so retry or delete it" if status == "FAIL" else ""
+        turn = f"at the head is {label(found[0]['_id'])} ({status}{blocks})"
+    else:
+        turn = "it is at the head" if head == id_ else "the head is being found"
     return f"sequence_key {key!r} in queue {queue}: {turn}"
 
 
@@ -160,7 +169,7 @@ def _explanation(
         Gate(
             name=name,
             open=moment is None or moment <= now,
-            reason=words.get(name, "") + _until(moment, now),
+            reason=words.get(name, "") + ("" if name in _OPENED_BY_OTHERS else _until(moment, now)),
             opens_at=moment if moment is not None and now < moment < NEVER else None,
         )
         for name, moment in opens.items()

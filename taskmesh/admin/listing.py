@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Self, get_args
@@ -219,15 +219,26 @@ def filter_from(
     if where is None:
         if status is not None and not status:
             return None
-        statuses = () if status is None else (status,) if isinstance(status, str) else tuple(status)
-        name = None if name is None else checked_name(name)
-        wanted = () if tags is None else (tags,) if isinstance(tags, str) else tuple(tags)
-        return TaskFilter.checked(name=name, status=statuses, queue=queue, key_prefix=key_prefix or None, tags=wanted)
+        return TaskFilter.checked(
+            name=None if name is None else checked_name(name),
+            status=_one_or_several("status", status),
+            queue=queue,
+            key_prefix=key_prefix or None,
+            tags=_one_or_several("tags", tags),
+        )
     if (name, status, queue, key_prefix, tags) != (None,) * 5:
         raise InvalidOption(
             "where already says which tasks are meant: leave name, status, queue, key_prefix and tags out"
         )
     return filter_of(where)
+
+
+def _one_or_several(what: str, given: Any) -> tuple[Any, ...]:
+    if given is None or isinstance(given, str):
+        return () if given is None else (given,)
+    if isinstance(given, Mapping) or not isinstance(given, Collection):
+        raise InvalidOption(f"{what} must be a str or a list of them, got {shown(given)}")
+    return tuple(given)
 
 
 def filter_of(where: str | TaskFilter) -> TaskFilter:

@@ -13,7 +13,7 @@ from taskmesh.client.returns import Returns
 from taskmesh.model.errors import TaskFinished, TaskNotFound, TaskRunning, TooManySignals, UnstorableValue
 from taskmesh.model.flow import FlowStatus
 from taskmesh.model.ids import checked_step_name, checked_text
-from taskmesh.model.option import OptionFields
+from taskmesh.model.option import OptionFields, ping_interval_for
 from taskmesh.model.task import Status, Task, task_id
 from taskmesh.model.times import checked_timeout
 from taskmesh.store import Store, audit, control, find, signals
@@ -128,17 +128,23 @@ class Tasks:
         `by`: who, for the audit; by default the user of this process, and its host.
 
         On a running task, a worker that is no longer in `specific_worker_ids` stops; `ping_interval_ms` counts from the
-        next ping; all else from the next claim.
+        next ping; all else from the next claim. A `ping_interval_ms` that follows from `worker_timeout_ms` goes on doing so.
         """
         who = audit.author(by)
         if not changes:
             return await self.get(name, key)
         while True:
             before = (await self.get(name, key)).task_option
-            after = before.changed(**changes).stored()
+            wanted: dict[str, Any] = dict(changes)
+            timeout_ms = changes.get("worker_timeout_ms")
+            if type(timeout_ms) is int and before.ping_interval_ms == ping_interval_for(before.worker_timeout_ms):
+                wanted.setdefault(
+                    "ping_interval_ms", ping_interval_for(timeout_ms)
+                )  # as in `TaskOption`, where nobody has set it
+            after = before.changed(**wanted).stored()
             expected = before.stored()
             if await control.set_option(
-                self._store, task_id(name, key), {field: after.get(field) for field in changes}, expected
+                self._store, task_id(name, key), {field: after.get(field) for field in wanted}, expected
             ):
                 await audit.note(self._store, "task.set_option", who, name=name, key=key, changes=dict(changes))
                 return await self.get(name, key)

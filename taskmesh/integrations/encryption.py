@@ -31,6 +31,8 @@ class AESCodec:
         if not isinstance(keys, Mapping):
             raise InvalidOption(f"keys must be a mapping of keys by their ids, got {type(keys).__name__}")
         self._ciphers = {checked_key_id(id_): AESGCM(_checked_key(id_, key)) for id_, key in keys.items()}
+        if not self._ciphers:
+            raise InvalidOption("keys is empty: give it the key named by `current`; AESCodec.new_key() makes one")
         if current not in self._ciphers:
             raise InvalidOption(
                 f"current must be the id of one of the keys, {listed(self.key_ids)}, got {current!r:.100}"

@@ -107,7 +107,7 @@ class TaskOption(BaseModel):
     def __init__(self, **fields: Unpack[OptionFields]) -> None:
         derived = "worker_timeout_ms" in fields and "ping_interval_ms" not in fields
         if derived and isinstance(timeout_ms := fields["worker_timeout_ms"], int):
-            fields["ping_interval_ms"] = max(1, min(_DEFAULT_PING_MS, timeout_ms // 2))
+            fields["ping_interval_ms"] = ping_interval_for(timeout_ms)
         try:
             super().__init__(**fields)
         except ValidationError as error:
@@ -134,6 +134,11 @@ class TaskOption(BaseModel):
         if self.on_fail is None:  # as in every task of an older release
             del stored["on_fail"]
         return stored
+
+
+def ping_interval_for(worker_timeout_ms: int) -> int:
+    """Return how often a lease of this length is renewed, in milliseconds, if nobody says how often."""
+    return max(1, min(_DEFAULT_PING_MS, worker_timeout_ms // 2))
 
 
 def _explained(error: ValidationError) -> str:

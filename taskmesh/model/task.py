@@ -424,8 +424,7 @@ def checked_key(key: str) -> str:
         ) from None
     if not 1 <= size <= _MAX_KEY_BYTES or "\0" in key:
         begins = key if size <= 80 else key[:60] + "…"
-        why = "is empty" if size == 0 else "has a NUL" if "\0" in key else f"has {size} bytes"
-        raise InvalidKey(
-            f"key must have 1 to {_MAX_KEY_BYTES} bytes and no NUL, but {begins!r} {why}: use a shorter one or a hash of it"
-        )
+        why = "has a NUL: take it out" if "\0" in key else f"has {size} bytes: use a shorter one or a hash of it"
+        why = why if size else "is empty: use what the task works on, or a random text"
+        raise InvalidKey(f"key must have 1 to {_MAX_KEY_BYTES} bytes and no NUL, but {begins!r} {why}")
     return key

@@ -7,7 +7,9 @@ MongoDB's own types imply: times are kept to the millisecond and in UTC, tuples 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Set as AbstractSet
 from datetime import date, datetime
 from decimal import Decimal
 from enum import Enum
@@ -113,23 +115,33 @@ def _culprit(value: Any, path: str, error: BaseException) -> Unstorable:
     """Find the innermost part that cannot be stored."""
     for step, part in _parts(value):
         if not isinstance(step, str):
-            return Unstorable(f"{path}[{step!r}]", f"a key of a dict must be a text, not {type(step).__name__}")
+            what = (
+                f"a key of a dict must be a str, got {type(step).__name__}: make it a str, or annotate the value's type"
+            )
+            return Unstorable(f"{path}[{step!r}]", what)
         if isinstance(value, dict) and "\0" in step:
-            return Unstorable(f"{path}[{step!r}]", "a key of a dict must not have a NUL")
+            return Unstorable(f"{path}[{step!r}]", "a key of a dict must not have a NUL: take it out")
         inner = f"{path}.{step}" if isinstance(value, dict) else f"{path}{step}"
         try:
             bson.encode({"v": part}, codec_options=CODEC)
         except _REFUSALS as inner_error:
             return _culprit(part, inner, inner_error)
     if isinstance(value, int):
-        return Unstorable(path, f"{value} does not fit into 64 bits")
+        return Unstorable(path, f"{value} does not fit into 64 bits: pass it as a str or a Decimal")
     if isinstance(value, str):
-        return Unstorable(path, f"{value[:40]!r} is not valid Unicode text")
+        return Unstorable(
+            path, f"{value[:40]!r} is not valid Unicode text: encode it to bytes, or replace the surrogates"
+        )
     if isinstance(value, Decimal):
-        return Unstorable(path, f"Decimal {value} has more than the 34 digits that MongoDB keeps")
+        what = f"Decimal {value} has more than the 34 digits that MongoDB keeps"
+        return Unstorable(path, f"{what}: round it, or pass it as a str")
     if isinstance(value, dict) and any(not isinstance(key, str) for key in value):
-        return Unstorable(path, "a key of a dict must be a text")
-    return Unstorable(path, f"MongoDB cannot store a {type(value).__name__} ({error})")
+        return Unstorable(path, "a key of a dict must be a str: make it one, or annotate the value's type")
+    kind = type(value).__qualname__.rpartition(".")[2]
+    # The driver's words hold the value itself, and reasons of failures are read by more people than values.
+    why = "" if isinstance(error, bson.errors.InvalidDocument) else f" ({error})"
+    how = "a dict, a list, a dataclass or a pydantic model of what can be stored"
+    return Unstorable(path, f"MongoDB cannot store a value of type {kind}{why}: use {how}")
 
 
 def _reference(value: Any, path: str) -> str | None:
@@ -159,24 +171,40 @@ def storable(value: Any) -> tuple[Any, bool]:
         return value, False
     if isinstance(value, dict):
         parts = {key: storable(part) for key, part in value.items()}
-        return {key: part for key, (part, _) in parts.items()}, any(turned for _, turned in parts.values())
+        plain = {key: part for key, (part, _) in parts.items()}
+        if all(isinstance(key, str) for key in plain):
+            return plain, any(turned for _, turned in parts.values())
+        return _with_text_keys(plain), True
     if isinstance(value, (list, tuple)):
         items = [storable(item) for item in value]
         return [item for item, _ in items], any(turned for _, turned in items)
+    if (parts := _in_parts(value)) is not value:
+        return storable(parts)[0], True
+    return _without_parts(value)
+
+
+def _in_parts(value: Any) -> Any:
+    """Return what an enum, a secret, a model, a dataclass or a collection is made of; anything else as it is."""
     if isinstance(value, (Enum, *SECRETS)):
-        return storable(value.value if isinstance(value, Enum) else value.get_secret_value())[0], True
+        return value.value if isinstance(value, Enum) else value.get_secret_value()
     if isinstance(value, BaseModel):
-        return storable({name: getattr(value, name) for name in type(value).model_fields} | (value.model_extra or {}))[
-            0
-        ], True
+        return {name: getattr(value, name) for name in type(value).model_fields} | (value.model_extra or {})
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return storable({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})[0], True
-    if isinstance(value, (set, frozenset)):
-        return [storable(item)[0] for item in value], True
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, (str, bytes, bytearray, memoryview)):
+        return value
+    return list(value) if isinstance(value, (AbstractSet, Sequence, ValuesView)) else value
+
+
+def _without_parts(value: Any) -> tuple[Any, bool]:
+    if isinstance(value, (bytearray, memoryview)):
+        return bytes(value), True
     if isinstance(value, date) and not isinstance(value, datetime):
         return value.isoformat(), True
     if isinstance(value, PurePath):
         return str(value), True
+    if isinstance(value, re.Pattern) and isinstance(value.pattern, str) and re.compile(value.pattern) == value:
+        return value.pattern, True
     try:
         bson.encode({"v": value}, codec_options=CODEC)
     except _REFUSALS:
@@ -185,6 +213,15 @@ def storable(value: Any) -> tuple[Any, bool]:
         except (PydanticSerializationError, ValueError):
             return value, False
     return value, False
+
+
+def _with_text_keys(value: dict[Any, Any]) -> dict[Any, Any]:
+    """Return a dict with the keys that JSON would give it; as it is, to be refused, if two came to one or one has no text."""
+    try:
+        texts = [key if isinstance(key, str) else next(iter(to_jsonable_python({key: None}))) for key in value]
+    except (PydanticSerializationError, ValueError):
+        return value
+    return dict(zip(texts, value.values(), strict=True)) if len(set(texts)) == len(texts) else value
 
 
 def hides(value: Any) -> bool:

@@ -111,6 +111,12 @@ async def test_bad_tags_and_fields_are_refused(mesh: TaskMesh) -> None:
     assert set(task) <= TaskModel.OWN_FIELDS, "whatever is stored at the top is ours"
 
 
+async def test_what_finds_nothing_by_its_type_is_refused(mesh: TaskMesh) -> None:
+    for which in ({"tags": 5}, {"tags": {"$ne": "a"}}, {"status": 5}, {"status": {"$ne": "FAIL"}}):
+        with pytest.raises(InvalidOption, match=r"(tags|status) must be a str or a list of them, got "):
+            await keys(mesh, **which)
+
+
 async def test_a_schedule_keeps_them(mesh: TaskMesh) -> None:
     await mesh.every("job", cron="0 3 * * *", tags=["nightly"], fields={"repo_id": 7})
     await mesh.schedules.trigger("job")

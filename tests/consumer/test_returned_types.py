@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import deque
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
@@ -122,8 +124,25 @@ def long_decimal() -> Decimal:
     return Decimal("3.14159265358979323846264338327950288419716939937510")
 
 
+def bytes_by_number() -> dict[int, bytes]:
+    return {7: b"\xff\0"}
+
+
+def newest() -> deque[bytes]:
+    return deque([b"\xff"])
+
+
+def pattern() -> re.Pattern[str]:
+    return re.compile("(?i)a+")
+
+
 @pytest.mark.parametrize(
-    "fn", [receipt, by_colour, by_number, strict, aliased, place, path, day, long_decimal], ids=lambda fn: fn.__name__
+    "fn",
+    [
+        *(receipt, by_colour, by_number, strict, aliased, place, path, day, long_decimal),
+        *(bytes_by_number, newest, pattern),
+    ],
+    ids=lambda fn: fn.__name__,
 )
 def test_what_is_stored_is_read_as_the_annotated_type(fn: Any) -> None:
     returns = Returns("the result", fn)
@@ -175,6 +194,39 @@ async def test_without_an_annotation_plain_values_come_back(mesh: TaskMesh) -> N
         "id": SOME_ID,
         "on": "2026-02-28",
     }
+
+
+@pytest.mark.parametrize(
+    ("value", "plain"),
+    [
+        ({1: {SOME_ID: b"\xff"}}, {"1": {str(SOME_ID): b"\xff"}}),
+        ({Colour.RED: None, None: 1}, {"red": None, "None": 1}),
+        (bytearray(b"\xff"), b"\xff"),
+        (memoryview(b"\xff"), b"\xff"),
+        (range(2), [0, 1]),
+        ({"a": b"\xff"}.values(), [b"\xff"]),
+        (deque([NOON]), [NOON]),
+    ],
+    ids=repr,
+)
+def test_without_an_annotation_what_python_has_more_becomes_plain(value: Any, plain: Any) -> None:
+    assert Returns("the result").to_store(value) == plain
+
+
+@pytest.mark.parametrize("value", [{1: "a", "1": "b"}, {(1, object()): "a"}, {object(): "a"}], ids=repr)
+def test_keys_that_no_text_stands_for_alone_are_refused(value: Any) -> None:
+    with pytest.raises(UnstorableValue, match=r"a key of a dict must be a str, got (int|tuple|object): make it"):
+        Returns("the result").to_store(value)
+
+
+def test_a_refusal_does_not_show_the_value() -> None:
+    class Account:
+        def __repr__(self) -> str:
+            return "top secret"
+
+    with pytest.raises(UnstorableValue, match="cannot store a value of type Account: use a dict") as caught:
+        Returns("the result").to_store([Account()])
+    assert "top secret" not in str(caught.value)
 
 
 async def test_what_does_not_fit_fails_once_and_its_value_is_not_told(mesh: TaskMesh) -> None:

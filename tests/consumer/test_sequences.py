@@ -162,8 +162,7 @@ async def test_a_finished_one_that_is_retried_stands_in_line_again(mesh: TaskMes
         [why] = await mesh.explain("step", "a", worker_id="w")
         [gate] = [gate for gate in why.gates if gate.name == "sequence"]
         assert not gate.open
-        assert "'k'" in gate.reason
-        assert "'b'" in gate.reason
+        assert gate.reason == "sequence_key 'k' in queue default: at the head is 'step' 'b' (RUNNING)"
         go_on.set()
         await finished(mesh, "step", "c")
         await finished(mesh, "step", "a")
