@@ -36,10 +36,14 @@ _MOST_MISFITS = 5
 
 
 class Returns:
-    """What one function returns. `label` says in errors whose value it is: "the result of task 'order'"."""
+    """What one function returns. `label` says in errors whose value it is: "the result of task 'order'".
 
-    def __init__(self, label: str, fn: Callable[..., Any] | None = None) -> None:
+    `root`: how the path to a part of it begins there.
+    """
+
+    def __init__(self, label: str, fn: Callable[..., Any] | None = None, root: str = "result") -> None:
         self._label = label
+        self._root = root
         self._fn = fn
         self.by_queue: dict[str, Returns] = {}
         """What the handlers of single queues return."""
@@ -54,9 +58,9 @@ class Returns:
         Raises `UnstorableValue`. Nothing that happens to the value later changes the document.
         """
         if value is None and self._adapter is None:
-            return kept(name, value, "result")
+            return kept(name, value, self._root)
         found: tuple[Mapping[str, Any], int] = self._first_that_is_stored(
-            value, lambda form: kept(name, form, "result", most)
+            value, lambda form: kept(name, form, self._root, most)
         )
         return found
 
@@ -64,7 +68,7 @@ class Returns:
         """Return the value in MongoDB's types, from which `read` makes it again. Raises `UnstorableValue`."""
 
         def checked(form: Any) -> Any:
-            size_of(form, "result")
+            size_of(form, self._root)
             return form
 
         return self._first_that_is_stored(value, checked)
@@ -109,7 +113,7 @@ class Returns:
         adapter = self._adapter
         if adapter is None or (type(value) in _AS_IT_IS and type(value) is self._annotation):
             yield value
-            if too_deep(value, "result") is None:
+            if too_deep(value, self._root) is None:
                 try:
                     form, turned = storable(value)
                 except RecursionError:

@@ -162,7 +162,7 @@ class Tasks:
             )
         if signal_id is not None:
             checked_text("signal_id", signal_id)
-        stored = Returns(f"the payload of signal {event!r}").to_store(given)
+        stored = Returns(f"the payload of signal {event!r}", root="payload").to_store(given)
         stored = self._connection.payloads.sealed(id_, "record", stored)
         size = len(encoded({"payload": stored})) + len(event.encode()) + _SIZE_OF_A_SIGNAL
         if size > signals.MAX_BYTES:

@@ -169,7 +169,7 @@ class TaskContext(_Context):
     @overload
     async def publish(self, definition: str, key: str, /, **params: Any) -> None: ...
     async def publish(self, definition: TaskDefinition[..., Any] | str, key: str, /, *args: Any, **params: Any) -> None:
-        """Publish a task if, and only if, this execution SUCCEEDs, and atomically with it.
+        """Publish a task if, and only if, this execution SUCCEEDs or goes on by `Next`, and atomically with that.
 
         `definition`: what `@mesh.task` returned, or a task's name; whose queue, option and params are those that workers have
         registered, where this mesh has no such task. Raises `InvalidParams`, `InvalidKey`.
@@ -357,7 +357,7 @@ class BlockingTaskContext(_Context):
     @overload
     def publish(self, definition: str, key: str, /, **params: Any) -> None: ...
     def publish(self, definition: TaskDefinition[..., Any] | str, key: str, /, *args: Any, **params: Any) -> None:
-        """Publish a task if, and only if, this execution SUCCEEDs, and atomically with it.
+        """Publish a task if, and only if, this execution SUCCEEDs or goes on by `Next`, and atomically with that.
 
         `definition`: what `@mesh.task` returned, or a task's name; whose queue, option and params are those that workers have
         registered, where this mesh has no such task. Raises `InvalidParams`, `InvalidKey`.

@@ -73,6 +73,8 @@ logger = logging.getLogger("taskmesh.executor")
 _UNWINDS_WITHIN_S = 10.0
 """How long a handler that is put aside may take to clean up, until it is cancelled."""
 _SUCCESSES = ("succeeded", "looped")
+_PUBLISHING = (*_SUCCESSES, "moved")
+"""With which outcomes it is published what the handler has published: nobody runs that handler again for it."""
 _CANCELLED_ENDS_WITHIN_S = 10.0
 """How long a cancelled handler may take to clean up, until its outcome is recorded without it."""
 
@@ -401,9 +403,9 @@ class Executor:
         else:
             self._over(execution, recorded=False)
             return
-        if outcome.kind in _SUCCESSES and execution.publications:
+        if outcome.kind in _PUBLISHING and execution.publications:
             recording = self._transactions.record(execution, outcome)
-            self._go_on(execution, recording, partial(self._recorded_with_publications, execution))
+            self._go_on(execution, recording, partial(self._recorded_with_publications, execution, outcome))
             return
         self._record(execution, outcome)
 
@@ -426,10 +428,11 @@ class Executor:
             self._slot_freed()
         self._finisher.add(outcome, over)
 
-    def _recorded_with_publications(self, execution: Execution, error: BaseException | None) -> None:
-        """SUCCESS and the tasks that the handler published were recorded as one, or refused, in whatever way."""
+    def _recorded_with_publications(self, execution: Execution, outcome: Outcome, error: BaseException | None) -> None:
+        """The outcome and the tasks that the handler published were recorded as one, or refused, in whatever way."""
         if error is None:
-            self._succeeded(execution)
+            if outcome.kind in _SUCCESSES:
+                self._succeeded(execution)
             for publication in execution.publications:
                 if publication.configuration.after or publication.configuration.sequence_key is not None:
                     self._dependents.finished(publication.id)  # it waits for others, and is asked about now

@@ -118,7 +118,7 @@ def inside(name: str) -> Iterator[None]:
 
 def returns_of(name: str, fn: Any) -> Returns:
     """Return what the function of a step returns."""
-    return Returns(f"the value of step {name!r}", fn if callable(fn) else None)
+    return Returns(f"the value of step {name!r}", fn if callable(fn) else None, "value")
 
 
 def stored(returns: Returns, value: Any) -> Document:

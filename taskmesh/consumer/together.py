@@ -68,7 +68,7 @@ class _Waiting:
 
 
 class Together:
-    """The SUCCESSes of one consumer whose handlers published, on their way to the database."""
+    """The outcomes of one consumer whose handlers published, on their way to the database."""
 
     def __init__(self, store: Store, worker_id: str, clock: ServerClock) -> None:
         self._store = store
@@ -206,12 +206,14 @@ async def write(
     now: datetime,
     touching: Callable[[str], object] = lambda _: None,
 ) -> None:
-    """Write SUCCESSes and publications in a transaction. Raises `LeaseLost` if one of the executions is not held any more.
+    """Write outcomes and publications in a transaction. Raises `LeaseLost` if one of the executions is not held any more.
 
     `touching` is told which task is about to be published.
     """
-    if await finish(store, worker_id, outcomes, session=session) < len(outcomes):
-        raise lost(outcomes[0])
+    for kind in dict.fromkeys(outcome.kind for outcome in outcomes):
+        of_kind = [outcome for outcome in outcomes if outcome.kind == kind]
+        if await finish(store, worker_id, of_kind, session=session) < len(of_kind):
+            raise lost(of_kind[0])
     await publish_in_session(store, publications, now, session, touching)
 
 

@@ -14,7 +14,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Literal, Protocol
 
@@ -171,8 +171,12 @@ class Transactions:
                     if not started:
                         return strangers
                     outcome = await journal.started([each.id for each in started])
-                    if new := [each for each in started if each.id not in there]:
-                        await publish_in_session(self._store, new, self._clock.now(), session)
+                    for each in started:
+                        if (
+                            each.id in there
+                        ):  # and not recorded: from before its parent started over, and it does so with it
+                            each.configuration = replace(each.configuration, run_again=True)
+                    await publish_in_session(self._store, started, self._clock.now(), session)
                     if not await steps.record_start(self._store, self._worker_id, outcome, session):
                         raise lost(outcome)
                     await commit(self._store, session, asyncio.sleep)

@@ -7,7 +7,7 @@ from typing import Any
 
 from pymongo import AsyncMongoClient
 
-from taskmesh import Status, TaskMesh, TaskOption, current_task
+from taskmesh import Next, Status, TaskMesh, TaskOption, current_task
 from tests.waiting import eventually
 from tests.working import finished, working
 
@@ -72,6 +72,50 @@ async def test_what_cannot_be_published_fails_its_own_handlers_alone(mesh: TaskM
     assert {n for n, task in ends.items() if task.status is Status.SUCCESS} == {n for n in range(20) if n % 5}
     assert "is running" in (ends[0].task_state.worker_states[0].fail_reason or "")
     assert {task.key async for task in mesh.find("child")} == {str(n) for n in range(20) if n % 5}
+
+
+async def test_tasks_stages_and_loops_that_end_at_once_each_end_as_what_they_are(mesh: TaskMesh) -> None:
+    go_together = asyncio.Event()
+    rounds: list[str] = []
+
+    async def follow() -> None:
+        task = current_task()
+        await go_together.wait()
+        await task.publish("followed", f"{task.name}-{task.key}")
+
+    @mesh.task(option=ONCE)
+    async def plain() -> str:
+        await follow()
+        return "done"
+
+    @mesh.loop(interval_ms=3_600_000, option=ONCE)
+    async def sweep() -> None:
+        rounds.append("begun")
+        await follow()
+
+    @mesh.task(option=ONCE)
+    async def video() -> Any:
+        await follow()
+        raise Next(queue="encode")
+
+    @video.on_queue("encode")
+    async def encode() -> str:
+        return "encoded"
+
+    await plain.publish_many({str(n): {} for n in range(5)})
+    await video.publish_many({str(n): {} for n in range(5)})
+    async with working(mesh, names=["plain", "video", "sweep"], concurrency=30) as consumer:
+        await eventually(lambda: len(consumer.running) == 11)
+        go_together.set()
+        for n in range(5):
+            assert (await finished(mesh, "plain", str(n))).successes[0].returns == "done"
+            film = await finished(mesh, "video", str(n))
+            assert (film.successes[0].returns, [stage.queue for stage in film.stages]) == ("encoded", ["default"])
+        await eventually(lambda: not consumer.running)
+    loop = await mesh.get("sweep", "fleet")
+    assert (loop.status, rounds) == (Status.INIT, ["begun"])
+    keys = {task.key async for task in mesh.find("followed")}
+    assert keys == {"sweep-fleet"} | {f"{name}-{n}" for name in ("plain", "video") for n in range(5)}
 
 
 async def test_a_key_that_is_locked_holds_up_no_other_publications(

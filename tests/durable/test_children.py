@@ -200,6 +200,33 @@ async def test_children_of_a_parent_that_fails_are_cancelled(mesh: TaskMesh) -> 
         await status_is(mesh, "pack", "own", Status.CANCELLED)
 
 
+async def test_children_start_over_with_their_parent_whatever_has_become_of_them(mesh: TaskMesh) -> None:
+    stuck = True
+
+    @mesh.task
+    async def child(n: int) -> int:
+        if stuck:
+            await current_task().sleep("long", hours=1)
+        return n
+
+    @mesh.task
+    async def parent(n: int) -> list[int]:
+        task = current_task()
+        return await task.results([await task.start(child, "c", n=n)])
+
+    handle = await parent.publish("p", n=1)
+    async with working(mesh, "w1"):
+        await suspended(mesh, "parent", "p")
+        await suspended(mesh, "child", "c")
+        await handle.cancel()
+        await finished(mesh, "child", "c")
+        stuck = False
+        await mesh.retry("parent", "p", fresh=True)  # the child is CANCELLED
+        assert await handle.result(30) == [1]
+        await parent.configure(run_again=True).publish("p", n=2)  # it is SUCCESS
+        assert await handle.result(30) == [2]
+
+
 async def test_only_the_children_that_are_awaited_are_waited_for(mesh: TaskMesh) -> None:
     @mesh.task
     async def pack(n: int) -> int:
