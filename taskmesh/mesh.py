@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import AbstractAsyncContextManager
 from datetime import datetime
 from functools import cached_property
+from types import EllipsisType
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, Self, TypedDict, TypeVar, Unpack, overload
 
 from taskmesh.client.batch import DEFAULT_WAIT_MS, BatchDefinition
@@ -349,14 +350,27 @@ class TaskMesh(Defining):
         )
         return self.schedules.declare(declaration, by=by)
 
-    def queue(self, queue: str, *, pause_on_failures: float | None, of_last: int = 50, canary_ms: int = 30_000) -> None:
+    def queue(
+        self,
+        queue: str,
+        *,
+        pause_on_failures: float | EllipsisType | None = ...,
+        of_last: int = 50,
+        canary_ms: int = 30_000,
+        **limits: Unpack[LimitFields],
+    ) -> None:
         """Declare how a queue is. It is stored when the mesh connects, and holds for the whole fleet until it is changed.
 
+        `limits`: `rate` with `per_ms`, `running`, `group_running`, `group_rate` with `group_per_ms`, as in `set_limit`. They are
+        stored where nobody has set a limit yet: who starts first sets them, and what people change or take away later stays so.
         `pause_on_failures`: it pauses by itself when this share (0.5: half) of its newest `of_last` executions failed; then one
         task is tried every `canary_ms`, and opens it again when it SUCCEEDs. None: never. While the mesh is connected, await
         `mesh.queues.pause_on_failures`. Raises `InvalidOption`; `TaskMeshError` if the mesh is connected already.
         """
-        self.queues.declare(queue, pause_on_failures, of_last, canary_ms)
+        if isinstance(pause_on_failures, EllipsisType):  # nothing is said of it
+            self.queues.declare(queue, limits)
+            return
+        self.queues.declare(queue, limits, (pause_on_failures, of_last, canary_ms))
 
     # --- running ---
 

@@ -90,7 +90,7 @@ def _info(queue: str, settings: Document, usage: limit_usage.Usage, waiting: int
 
 
 class LimitFields(TypedDict, total=False):
-    """What `set_limit` takes as keywords; None: no limit (any more)."""
+    """What `set_limit` takes as keywords; None takes the limit away."""
 
     rate: int | None
     per_ms: int | None
@@ -160,6 +160,7 @@ class Queues:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._declared: dict[str, FailurePause | None] = {}
+        self._declared_limits: dict[str, dict[str, int | None]] = {}
 
     @property
     def _store(self) -> Store:
@@ -230,23 +231,34 @@ class Queues:
         await limits.forget(self._store, queue)
         await self._changed("queue.forget", who, queue)
 
-    def declare(self, queue: str, share: float | None, of_last: int, canary_ms: int) -> None:
-        """Keep a declaration until the mesh connects. See `TaskMesh.queue`."""
-        pause = None if share is None else checked_failure_pause(share, of_last, canary_ms)
+    def declare(self, queue: str, limited: LimitFields, pause: tuple[float | None, int, int] | None = None) -> None:
+        """Keep a declaration until the mesh connects. `pause`: when it pauses by itself; None: nothing is said."""
         queue = checked_queue(queue)
+        checked = checked_limits(limited, {})
+        if pause is None and not checked:
+            raise InvalidOption(
+                f"nothing is declared about queue {queue!r}: give pause_on_failures, or a limit like running=5"
+            )
         if self._connection.is_open:
             raise TaskMeshError(
-                f"this mesh is connected already: declare queue {queue!r} before, or await mesh.queues.pause_on_failures(…)"
+                f"this mesh is connected already: declare queue {queue!r} before, or await mesh.queues.pause_on_failures(…) "
+                "and mesh.set_limit(…)"
             )
-        self._declared[queue] = pause
+        if checked:
+            self._declared_limits[queue] = checked
+        if pause is not None:
+            share, of_last, canary_ms = pause
+            self._declared[queue] = None if share is None else checked_failure_pause(share, of_last, canary_ms)
 
     async def store_declared(self) -> None:
-        """Store what was declared before the mesh was connected, where it is not so."""
+        """Store what was declared before the mesh was connected, where it is not so; limits, where nobody has set any."""
         stored = await registry.queues(self._store) if self._declared else {}
         for queue, pause in self._declared.items():
             settings = None if pause is None else pause.model_dump()
             if stored.get(queue, {}).get("failure_pause") != settings:
                 await failure_pauses.set_failure_pause(self._store, queue, settings)
+        for queue, limited in self._declared_limits.items():
+            await limits.set_first_limits(self._store, queue, limited)
 
     async def pause_on_failures(
         self, queue: str, share: float | None, *, of_last: int = 50, canary_ms: int = 30_000, by: str | None = None

@@ -92,6 +92,18 @@ async def set_limits(store: Store, queue: str, limits: Document) -> None:
     await change(store, queue, [{"$set": changes}])
 
 
+async def set_first_limits(store: Store, queue: str, limits: Document) -> None:
+    """Set those limits that are given, unless somebody has set or taken away one of this queue before."""
+    own = ("running", "rate", "group_running", "group_rate")
+    known = await store.driver.collection(store.limits).find_one({"_id": queue}, dict.fromkeys(own, 1)) or {}
+    if any(name in known for name in own):  # the rule: nothing is written at most starts
+        return
+    first = {"$and": [{"$eq": [{"$type": f"${name}"}, "missing"]} for name in own]}
+    # The limits, if they are still the first; else all stays as it is. One update, so that of two who start together one wins.
+    stages = [{"$set": {name: {"$cond": [first, {"$literal": limits[name]}, f"${name}"]} for name in limits}}]
+    await change(store, queue, stages)
+
+
 async def read_limits(store: Store, queue: str) -> Document:
     """Return the limits of a queue as they are stored, with all that moves left out."""
     fields = dict.fromkeys((*_LIMITS, *WINDOWS), 1)
