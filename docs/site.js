@@ -1,0 +1,9 @@
+"use strict";
+// What scrolls sideways on a phone can be reached with the keyboard. The theme wraps tables when the page is there.
+document$.subscribe(() => setTimeout(() => {
+  for (const wrap of document.querySelectorAll(".md-typeset__scrollwrap")) {
+    wrap.tabIndex = 0;
+    wrap.setAttribute("role", "group");
+    wrap.setAttribute("aria-label", "Table");
+  }
+}));
