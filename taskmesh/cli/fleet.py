@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
+from enum import StrEnum
 from typing import Annotated, Any, get_args
 
 import typer
@@ -122,12 +123,29 @@ async def stats(mesh: TaskMesh, as_json: Json = False, watch: Watch = None) -> N
     await show(read, as_json=as_json, every_s=watch)
 
 
-def stats_page(found: Stats) -> RenderableType:
+class Sort(StrEnum):
+    """By what the tasks stand in order; of the numbers, the largest first."""
+
+    NAME = "name"
+    PENDING = "pending"
+    RUNNING = "running"
+    FAILED = "failed"
+
+    @property
+    def status(self) -> Status | None:
+        """The status that it counts."""
+        return {"pending": Status.INIT, "running": Status.RUNNING, "failed": Status.FAIL}.get(self.value)
+
+
+def stats_page(found: Stats, sort: Sort = Sort.NAME) -> RenderableType:
     """Return a table of counts, and a line about speed."""
     # A terminal has little room: of what INIT holds there is a column where there is something to tell.
     words = [word for word in get_args(Standing) if any(by.get(word) for by in found.standing.values())]
     rows: list[list[object]] = []
-    for name, by_status in sorted(found.counts.items()):
+    by_name = sorted(found.counts.items())
+    if (counted := sort.status) is not None:
+        by_name.sort(key=lambda item: -item[1].get(counted, 0))
+    for name, by_status in by_name:
         init, *others = (by_status.get(status, 0) for status in Status)
         more = "+" if name in found.standing_at_least else ""
         rows.append([name, init, *(f"{found.standing.get(name, {}).get(word, 0)}{more}" for word in words), *others])
@@ -232,10 +250,11 @@ _HISTORY = 60
 async def top(
     mesh: TaskMesh,
     every: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Refresh interval.")] = 1.0,
+    sort: Annotated[Sort, typer.Option(help="The order of the tasks; numbers: the largest first.")] = Sort.NAME,
     once: Annotated[bool, typer.Option("--once", help="Show it once and exit.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show tasks, queues and workers, live, until Ctrl-C. --json prints an array with one object each time."""
+    """Show workers, queues and tasks, live, until q or Ctrl-C; arrow keys scroll. --json prints an array with one object."""
     history: deque[float] = deque(maxlen=_HISTORY)
 
     async def read() -> Listing:
@@ -244,13 +263,13 @@ async def top(
         history.append(stats.finished_per_s)
         parts: list[RenderableType] = [
             Text(f"{mesh.address}   {datetime.now(UTC).isoformat(' ', 'seconds')}", style="dim"),
-            Text(""),
-            stats_page(stats),
             Text(f"finished/s {sparkline(history)} {stats.finished_per_s:.1f}"),
+            Text(""),
+            _worker_table(workers),  # first: on a small screen they would be the ones that are not seen
             Text(""),
             queue_table(queues),
             Text(""),
-            _worker_table(workers),
+            stats_page(stats, sort),
         ]
         return Listing([{"stats": stats, "queues": queues, "workers": workers}], Group(*parts))
 

@@ -17,11 +17,11 @@ from typing import Annotated, Any, TypeVar
 
 import anyio
 import typer
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from taskmesh.cli.live import live
 from taskmesh.mesh import TaskMesh
 from taskmesh.model.durations import age
 from taskmesh.model.jsonable import jsonable
@@ -206,7 +206,11 @@ async def show(read: Callable[[], Awaitable[Listing]], *, as_json: bool, every_s
         if as_json or not sys.stdout.isatty():
             await _repeat(read, every_s, as_json)
         else:
-            await _live(read, every_s)
+
+            async def shown() -> RenderableType:
+                return (await read()).shown
+
+            await live(console(), shown, lambda took_s: max(every_s, _REST_SHARE * took_s))
     except (KeyboardInterrupt, anyio.get_cancelled_exc_class()):
         raise typer.Exit(0) from None  # that is how one ends it
 
@@ -245,15 +249,6 @@ async def _repeat(read: Callable[[], Awaitable[Listing]], every_s: float, as_jso
             console().print(listing.shown)
             print(flush=True)
         await _rest(every_s, began)
-
-
-async def _live(read: Callable[[], Awaitable[Listing]], every_s: float) -> None:
-    with Live(console=console(), screen=True, auto_refresh=False, vertical_overflow="ellipsis") as live:
-        while True:
-            began = time.monotonic()
-            shown = (await read()).shown
-            live.update(Group(shown, Text(f"\nevery {every_s:g} s · Ctrl-C ends", style="dim")), refresh=True)
-            await _rest(every_s, began)
 
 
 async def _rest(every_s: float, began: float) -> None:
