@@ -276,6 +276,8 @@ def _gates_of(worker: WorkerInfo, name: str, queue: str) -> list[Gate]:
     ]
     if worker.on_claim is not None:
         said = f"this worker asks its hook on_claim as well, which {worker.on_claim}"
-        told = said if worker.on_claim_claims_nothing else f"{said}; whether the task fits that is not looked at here"
+        told = (
+            said if worker.on_claim_claims_nothing else f"{said}; whether it would take this task is not checked here"
+        )
         gates.append(Gate(name="on_claim", open=not worker.on_claim_claims_nothing, reason=told))
     return gates

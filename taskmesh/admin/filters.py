@@ -132,7 +132,7 @@ class TaskFilter(BaseModel):
 
     @property
     def is_empty(self) -> bool:
-        """Whether every task fits."""
+        """Whether every task matches."""
         return self == type(self)()
 
 

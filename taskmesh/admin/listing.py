@@ -48,6 +48,12 @@ class TaskSummary(BaseModel):
     finish_time: datetime | None = None
     progress: Progress | None = None
     fail_cnt: int = 0
+    executions: int = 0
+    """How often it was begun, as far as that is known."""
+    took_ms: int | None = None
+    """Of its newest execution: how long it took, or has been running."""
+    worker: str | None = None
+    """Who ran it last."""
     running_on: list[str] = []
     """The workers that run it now."""
     reason: str = ""

@@ -31,6 +31,8 @@ class Stats(BaseModel):
     """Names of which more tasks wait for a time than were looked at: there are at least so many as `standing` says."""
     oldest_claimable_ms: float | None
     """For how long the oldest claimable task has been waiting, or None if none is. The number to scale workers by."""
+    oldest_claimable_ms_by_queue: dict[str, float] = {}
+    """For how long the oldest claimable task of each queue has been waiting; queues without one are left out."""
     started_per_s: float
     finished_per_s: float
     """Executions of all live workers, per second, as of their last signs of life."""
@@ -42,12 +44,14 @@ async def read_stats(store: Store) -> Stats:
     counts = _counted(await task_counts.counts(store), stale)
     standing, at_least = await _standing(store, counts, stale)
     now, oldest = await task_counts.oldest_claimable(store)
+    waits = {queue: max(0.0, (now - time).total_seconds() * 1000) for queue, time in oldest.items()}
     live = [worker for worker in await registry.workers(store) if worker.get("live")]
     return Stats(
         counts=counts,
         standing=standing,
         standing_at_least=at_least,
-        oldest_claimable_ms=None if oldest is None else max(0.0, (now - oldest).total_seconds() * 1000),
+        oldest_claimable_ms=max(waits.values(), default=None),
+        oldest_claimable_ms_by_queue=waits,
         started_per_s=sum(float(worker.get("started_per_s", 0)) for worker in live),
         finished_per_s=sum(float(worker.get("finished_per_s", 0)) for worker in live),
     )

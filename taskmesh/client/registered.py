@@ -45,6 +45,11 @@ class RegisteredDefinition:
             self.configuration = Configuration(queue=document["queue"], option=TaskOption(**option), needs=needs)
             self._schema = json.loads(document["schema"]) if document.get("schema") else True
 
+    @property
+    def schema(self) -> Any:
+        """The JSON schema of the params; True: anything."""
+        return self._schema
+
     def to_store(self, params: Mapping[str, Any] | None, fed: Iterable[str] = ()) -> tuple[dict[str, Any], int]:
         """Return params as they are stored, and their size. Raises `InvalidParams` for what does not fit the handler."""
         check_published(self.name, is_loop=self._is_loop)

@@ -6,6 +6,8 @@ minutes, so that what is old goes by itself.
 
 from __future__ import annotations
 
+import resource
+import sys
 import threading
 import time
 from collections import deque
@@ -78,9 +80,11 @@ class WorkerStats:
 
 
 class Throughput:
-    """Turns the worker's counts into rates over the last second or more."""
+    """Turns the worker's counts into rates over the last second or more, and tells what its process uses."""
 
     def __init__(self) -> None:
+        self._cpu_s = time.process_time()
+        self._cpu_share = 0.0
         self._since = time.monotonic()
         self._counted = (0, 0)
         self._rates = (0.0, 0.0)
@@ -93,4 +97,12 @@ class Throughput:
             before = self._counted
             self._rates = (started - before[0]) / elapsed, (finished - before[1]) / elapsed
             self._since, self._counted = now, (started, finished)
-        return {"started_per_s": round(self._rates[0], 1), "finished_per_s": round(self._rates[1], 1)}
+            cpu_s = time.process_time()
+            self._cpu_share, self._cpu_s = (cpu_s - self._cpu_s) / elapsed, cpu_s
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return {
+            "started_per_s": round(self._rates[0], 1),
+            "finished_per_s": round(self._rates[1], 1),
+            "cpu_share": round(self._cpu_share, 2),
+            "memory_peak_bytes": peak if sys.platform == "darwin" else peak * 1024,
+        }

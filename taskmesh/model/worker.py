@@ -97,6 +97,10 @@ class WorkerInfo(BaseModel):
     finished: int = 0
     started_per_s: float = 0.0
     finished_per_s: float = 0.0
+    cpu_share: float | None = None
+    """What its process used of one core lately; children that run handlers are not counted."""
+    memory_peak_bytes: int | None = None
+    """The most memory that its process has had."""
     claims_tried: int = 0
     """Tasks that it tried to claim within the last hour."""
     claims_won: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 
@@ -59,7 +60,10 @@ def create_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        keeping = asyncio.get_running_loop().create_task(pulse.keep(), name="taskmesh charts")
         yield
+        keeping.cancel()
+        await asyncio.wait([keeping])
         await pulse.close()
         await connection.close()
 

@@ -15,6 +15,7 @@ from taskmesh.model.errors import TaskMeshError
 from taskmesh.web import api
 from taskmesh.web.connection import mesh_of
 from taskmesh.web.operations import OPERATIONS
+from taskmesh.web.param_fields import params_from
 from taskmesh.web.rendering import cookie_path, led_back, rendered
 from taskmesh.web.requests import Published
 from taskmesh.web.security import Rules, prefix_of
@@ -47,6 +48,7 @@ async def do(request: Request) -> Response:
             given |= {
                 name: _json_field(name, given[name]) for name in ("params", "configuration", "changes") if name in given
             }
+            given = _with_params(given)
         mesh = await mesh_of(request)
         with api.signed(request, mesh, operation, given):
             result = await api.perform(mesh, operation, given)
@@ -61,6 +63,15 @@ def _json_field(name: str, text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise api.BadRequest(f"{name} must be JSON: {error}") from None
+
+
+def _with_params(given: dict[str, Any]) -> dict[str, Any]:
+    """Put together the params of which each has a field of its own."""
+    try:
+        params, rest = params_from(given)
+    except ValueError as error:
+        raise api.BadRequest(str(error)) from None
+    return rest | {"params": params} if params else rest
 
 
 def _done_text(name: str, given: dict[str, Any], result: Any) -> str:

@@ -1,6 +1,7 @@
 """The pulse: what the pages show live. One reader of the event stream and one look at the counts, for all browsers together.
 
-It beats only while somebody watches. Browsers are told what changed twice a second at most, and fetch what they show anew.
+It beats only while somebody watches; else it looks at the counts a few times a minute, for the charts. Browsers are told what
+changed twice a second at most, and fetch what they show anew.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -23,6 +23,7 @@ from taskmesh.model.event import TaskEvent
 from taskmesh.model.jsonable import to_json
 from taskmesh.model.queue import QueueInfo
 from taskmesh.web.connection import Connection, DatabaseUnavailable
+from taskmesh.web.history import History, Sample
 
 logger = logging.getLogger("taskmesh.web.pulse")
 
@@ -33,7 +34,9 @@ _REST_SHARE = 4
 """After a look at the counts that took so long, at least so many times that long passes before the next."""
 _STALE_SHARE = 5
 """Counts that are older than so many of these rests are shown to nobody."""
-_SAMPLES_KEPT = 150
+_UNWATCHED_EVERY_S = 20.0
+_UNWATCHED_REST_SHARE = 100
+"""While nobody watches, looks at the counts may take a hundredth of the time."""
 _NAMED_AT_MOST = 100
 _REMEMBERED = 20_000
 _LATENCIES_KEPT = 2_000
@@ -41,23 +44,6 @@ _MOST_WATCHERS = 200
 _KEEP_ALIVE_S = 15.0
 _ANYTHING = 'event: changed\ndata: {"tasks": [], "more": true}\n\n'
 """Anything may have changed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """The fleet at one moment."""
-
-    time: datetime
-    waiting: int
-    running: int
-    failed: int
-    started_per_s: float
-    finished_per_s: float
-    oldest_claimable_ms: float | None
-    wait_ms: tuple[float, float] | None
-    """From publish to claim, median and 95th percentile, of what was seen lately."""
-    run_ms: tuple[float, float] | None
-    """From claim to finish, median and 95th percentile, of what was seen lately."""
 
 
 class Pulse:
@@ -75,7 +61,7 @@ class Pulse:
         self._look_took = 0.0
         self._looking = asyncio.Lock()
         self._look_behind: asyncio.Task[None] | None = None
-        self.samples: deque[Sample] = deque(maxlen=_SAMPLES_KEPT)
+        self.history = History()
         self._changed: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._more = False
         self._reading = False
@@ -121,19 +107,27 @@ class Pulse:
         def total(status: str) -> int:
             return sum(by_status.get(status, 0) for by_status in counts)
 
-        self.samples.append(
+        wait, run = _percentiles(self._waits), _percentiles(self._runs)
+        self.history.add(
             Sample(
                 time=mesh.clock.now(),
                 waiting=total("INIT"),
                 running=total("RUNNING"),
-                failed=total("FAIL"),
-                started_per_s=self._stats.started_per_s,
                 finished_per_s=self._stats.finished_per_s,
-                oldest_claimable_ms=self._stats.oldest_claimable_ms,
-                wait_ms=_percentiles(self._waits),
-                run_ms=_percentiles(self._runs),
+                wait_ms=wait and wait[0],
+                wait_95_ms=wait and wait[1],
+                run_ms=run and run[0],
+                run_95_ms=run and run[1],
             )
         )
+
+    async def keep(self) -> None:
+        """Look at the fleet now and then, for ever, so that charts are full when somebody comes."""
+        while True:
+            with contextlib.suppress(PyMongoError, TaskMeshError):  # a gap in the charts
+                if not self._watchers:
+                    await self.stats()
+            await asyncio.sleep(max(_UNWATCHED_EVERY_S, _UNWATCHED_REST_SHARE * self._look_took))
 
     # --- watching ---
 
@@ -248,12 +242,10 @@ class Pulse:
                 PyMongoError, DatabaseUnavailable
             ):  # the pages show the last numbers, and their age
                 await self.stats()
-                self._broadcast("overview", self.samples[-1] if self.samples else None)
+                self._broadcast("overview", {})
             await asyncio.sleep(max(_LOOK_EVERY_S, _REST_SHARE * self._look_took))
 
     def _broadcast(self, event: str, data: Any) -> None:
-        if isinstance(data, Sample):
-            data = sample_data(data)
         line = f"event: {event}\ndata: {to_json(data)}\n\n"
         for told in self._watchers:
             if told.full():  # a browser that does not read: of all that it has missed it is told in one line
@@ -262,11 +254,6 @@ class Pulse:
                 told.put_nowait(_ANYTHING)
             else:
                 told.put_nowait(line)
-
-
-def sample_data(sample: Sample) -> dict[str, Any]:
-    """Return a sample by field."""
-    return {name: getattr(sample, name) for name in Sample.__slots__}
 
 
 def _remember(times: OrderedDict[tuple[str, str], datetime], task: tuple[str, str], moment: datetime) -> None:

@@ -11,7 +11,7 @@ from typing import Any, get_args
 from urllib.parse import quote
 
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from taskmesh.admin.bulk import cancellable
@@ -20,23 +20,30 @@ from taskmesh.admin.listing import TaskPage
 from taskmesh.admin.stats import Stats
 from taskmesh.mesh import TaskMesh
 from taskmesh.model.durations import milliseconds
-from taskmesh.model.errors import InvalidOption
+from taskmesh.model.errors import InvalidOption, TaskNotFound
 from taskmesh.model.jsonable import to_json
 from taskmesh.model.option import TaskOption
+from taskmesh.model.queue import QueueLimits
 from taskmesh.model.task import Standing, Status
+from taskmesh.model.worker import known_names
 from taskmesh.web import api
 from taskmesh.web.alerts import remarks
 from taskmesh.web.flow_graph import drawn
 from taskmesh.web.forms import do, do_selected, login, logout
-from taskmesh.web.live_view import Pulse, sample_data
+from taskmesh.web.history import WINDOWS, window_named
+from taskmesh.web.live_view import Pulse
 from taskmesh.web.operations import OPERATIONS
+from taskmesh.web.param_fields import param_fields
 from taskmesh.web.rendering import as_page, error_page, rendered
-from taskmesh.web.views import STATIC, copied, copied_settings, option_rows, whys_of
+from taskmesh.web.security import prefix_of
+from taskmesh.web.views import STATIC, copied, copied_settings, failures_of, option_rows, query, whys_of
 
 _COUNT_AT_MOST = 10_000
 _COUNT_WITHIN_MS = 120
 _LISTED_WITHIN_MS = 1_500
 _ERRORS_AMONG = 1_000
+_TRAIL = 30
+"""So many pages back one can go: an address must not be too long."""
 _FITS_AT_MOST = 1_000
 _FITS_WITHIN_MS = 60
 _WORST_FIRST = ("error", "warning", "note", "ok")
@@ -48,11 +55,13 @@ def routes() -> list[Route]:
     return [
         Route("/", as_page(overview)),
         Route("/tasks", as_page(tasks)),
+        Route("/publish", publish),
         Route("/task", as_page(task)),
         Route("/flow", as_page(flow)),
         Route("/bulk", as_page(bulk)),
         Route("/errors", as_page(errors)),
         Route("/workers", as_page(workers)),
+        Route("/worker", as_page(worker)),
         Route("/queues", as_page(queues)),
         Route("/schedules", as_page(schedules)),
         Route("/doctor", as_page(doctor)),
@@ -72,6 +81,7 @@ def routes() -> list[Route]:
 async def overview(request: Request, mesh: TaskMesh) -> Response:
     """Show how it is going."""
     pulse: Pulse = request.app.state.pulse
+    window = window_named(request.query_params.get("window", ""))
     stats = await pulse.stats()
     all_workers = await mesh.workers()
     live_workers = [worker for worker in all_workers if worker.live]
@@ -86,7 +96,9 @@ async def overview(request: Request, mesh: TaskMesh) -> Response:
         failures=sorted(
             ((name, counts["FAIL"]) for name, counts in stats.counts.items() if counts.get("FAIL")), key=lambda f: -f[1]
         ),
-        samples=to_json([sample_data(sample) for sample in pulse.samples]),
+        points=to_json(pulse.history.points(window)),
+        window=window,
+        windows=WINDOWS,
         workers=live_workers,
         slots=sum(worker.concurrency for worker in live_workers),
         busy=sum(worker.running for worker in live_workers),
@@ -129,6 +141,8 @@ async def tasks(request: Request, mesh: TaskMesh) -> Response:
         page = await mesh.listing.page(which, newest_first=newest, after=after, deadline_ms=_LISTED_WITHIN_MS)
         count = await mesh.listing.count_within(which, at_most=_COUNT_AT_MOST, deadline_ms=_COUNT_WITHIN_MS)
     stats = await request.app.state.pulse.stats()
+    to_publish = request.query_params.get("publish", "")
+    registered = await mesh.publisher.registered(to_publish) if to_publish else None
     return rendered(
         request,
         "tasks.html",
@@ -140,8 +154,14 @@ async def tasks(request: Request, mesh: TaskMesh) -> Response:
         count=count,
         counted_all=count is not None and count < _COUNT_AT_MOST,
         names=sorted(stats.counts),
+        publishable=sorted({*stats.counts, *known_names([each for each in await mesh.workers() if each.live])}),
+        publish=to_publish,
+        is_known=registered is not None and registered.found,
+        param_fields=param_fields(registered.schema) if registered is not None else None,
         order="newest" if newest else "key",
         is_first=not request.query_params.get("after"),
+        after=request.query_params.get("after"),
+        trail=request.query_params.getlist("trail")[-_TRAIL:],
     )
 
 
@@ -165,6 +185,7 @@ async def task(request: Request, mesh: TaskMesh) -> Response:
         copy_settings=copied_settings(found, definition.option if definition is not None else TaskOption()),
         flow=await mesh.flows.key_of(name, key),
         bars=timeline.bars,
+        failures=failures_of(found),
         whys=whys_of(explanations),
         option_rows=option_rows(found.task_option),
         api_path=f"tasks/{quote(name, safe='')}/{quote(key, safe='')}",
@@ -235,6 +256,23 @@ async def workers(request: Request, mesh: TaskMesh) -> Response:
     return rendered(request, "workers.html", workers=found)
 
 
+async def worker(request: Request, mesh: TaskMesh) -> Response:
+    """Show one worker: what it runs, what it uses, and how it fares."""
+    id_ = request.query_params.get("id", "")
+    found = next((each for each in await mesh.workers() if each.worker_id == id_), None)
+    if found is None:
+        raise TaskNotFound(f"no worker {id_!r} has been here within the last hour")
+    lists = []
+    for name, title, statuses in (
+        ("running", "What it runs", (Status.RUNNING,)),
+        ("failed", "What failed, and it had a part in", (Status.FAIL,)),
+    ):
+        which = TaskFilter.checked(worker=id_, status=statuses)
+        page = await mesh.listing.page(which, limit=20, deadline_ms=_COUNT_WITHIN_MS)
+        lists.append((name, title, page, str(which)))
+    return rendered(request, "worker.html", worker=found, lists=lists)
+
+
 async def queues(request: Request, mesh: TaskMesh) -> Response:
     """Show which queues there are; asked so, also what other limits would do to one of them."""
     effect = None
@@ -243,12 +281,21 @@ async def queues(request: Request, mesh: TaskMesh) -> Response:
         asked: dict[str, str | None] = {"queue": request.query_params["queue"]}
         asked |= {field: request.query_params[field] or None for field in limits if field in request.query_params}
         effect = await api.perform(mesh, OPERATIONS["queue.what_if_limit"], asked)
-    return rendered(request, "queues.html", queues=await mesh.queues.all(), effect=effect)
+    waits = (await request.app.state.pulse.stats()).oldest_claimable_ms_by_queue
+    found = await mesh.queues.all()
+    settled = {each.queue for each in found if each.paused or each.failure_pause or each.limits != QueueLimits()}
+    return rendered(request, "queues.html", queues=found, settled=settled, waits=waits, effect=effect)
 
 
 async def schedules(request: Request, mesh: TaskMesh) -> Response:
-    """Show what runs periodically."""
-    return rendered(request, "schedules.html", schedules=await mesh.schedules.all())
+    """Show what runs periodically; asked so, also when a schedule would run that is not declared yet."""
+    fields = ("schedule_id", "name", "cron", "timezone", "interval_ms", "params")
+    asked = {field: request.query_params.get(field, "") for field in fields}
+    effect = None
+    if asked["cron"] or asked["interval_ms"]:
+        when = {field: asked[field] for field in ("cron", "timezone", "interval_ms") if asked[field]}
+        effect = await api.perform(mesh, OPERATIONS["schedule.what_if"], when)
+    return rendered(request, "schedules.html", schedules=await mesh.schedules.all(), effect=effect, asked=asked)
 
 
 async def api_page(request: Request, _: TaskMesh) -> Response:
@@ -257,6 +304,12 @@ async def api_page(request: Request, _: TaskMesh) -> Response:
 
 
 # --- what the pages load ---
+
+
+async def publish(request: Request) -> Response:
+    """Lead to the form for the params of the task that is named: a form without scripts can only send what it has."""
+    where = "/tasks?" + query(publish=request.query_params.get("name")) + "#publish"
+    return RedirectResponse(prefix_of(request.scope) + where, 303)
 
 
 async def live(request: Request) -> Response:

@@ -25,6 +25,14 @@ _LONGEST_TOLD = 3_500
 """A browser drops a cookie of more than 4 096 bytes, and nobody would be told anything."""
 _ENVIRONMENT = environment()
 
+_TITLES = {
+    403: "This is not allowed",
+    404: "Not found",
+    409: "This cannot be done now",
+    422: "This cannot be read",
+    503: "The database does not answer",
+}
+
 Page = Callable[[Request, TaskMesh], Coroutine[Any, Any, Response]]
 
 
@@ -35,8 +43,10 @@ def as_page(show: Page) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         try:
             return await _shown_in_time(show, request)
         except Exception as error:  # noqa: BLE001 — each becomes a page; what is unexpected is logged
-            status, name, message = api.told(error)
-            return HTMLResponse(error_page(request, status, name, message), status)
+            status, _, message = api.told(error)
+            return HTMLResponse(
+                error_page(request, status, _TITLES.get(status, "Something went wrong"), message), status
+            )
 
     return endpoint
 

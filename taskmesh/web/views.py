@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from importlib.resources import files
 from typing import Any
 from urllib.parse import urlencode
+from zoneinfo import ZoneInfo
 
 from jinja2 import DictLoader, Environment, StrictUndefined
 from markupsafe import Markup, escape
@@ -100,6 +101,44 @@ def copied_settings(task: Task, published: TaskOption) -> str:
     return to_json(settings, indent=2)
 
 
+_WORDS = {"INIT": "pending", "SUCCESS": "succeeded", "FAIL": "failed"}
+
+
+def word(status: Any) -> str:
+    """Return a status, or the state of an execution, in a word for people; filters know it by its stored name."""
+    return _WORDS.get(str(status), str(status).lower())
+
+
+def absolute(value: datetime, timezone: str = "UTC") -> str:
+    """Return a time as a text, to the minute where nothing is lost, in a zone."""
+    try:
+        local = value.astimezone(ZoneInfo(timezone))
+    except (KeyError, ValueError, OSError):  # a schedule of a worker that knows more zones
+        local = value.astimezone(UTC)
+    return local.strftime("%a %Y-%m-%d %H:%M:%S" if local.second else "%a %Y-%m-%d %H:%M")
+
+
+@dataclass(slots=True)
+class Failures:
+    """Failures of one task that ended with the same words."""
+
+    reason: str
+    worker_ids: list[str]
+    times: list[datetime | None]
+
+
+def failures_of(task: Task) -> list[Failures]:
+    """Return the failures of a task, equal ones folded into one; the newest last."""
+    found: dict[str, Failures] = {}
+    for entry in task.task_state.worker_states:
+        if entry.fail_reason:
+            alike = found.pop(entry.fail_reason, Failures(entry.fail_reason, [], []))
+            alike.worker_ids.append(entry.worker_id)
+            alike.times.append(entry.fail_time)
+            found[entry.fail_reason] = alike
+    return list(found.values())
+
+
 def number(value: float | None) -> str:
     """Return a number with its thousands apart."""
     if value is None:
@@ -116,7 +155,10 @@ def percent(share: float | None) -> str:
 
 def query(**parameters: Any) -> str:
     """Return a query string of those parameters that are set."""
-    return urlencode({name: str(value) for name, value in parameters.items() if value not in (None, "")})
+    given = {name: value for name, value in parameters.items() if value not in (None, "")}
+    return urlencode(
+        {name: value if isinstance(value, list) else str(value) for name, value in given.items()}, doseq=True
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +186,7 @@ def whys_of(explanations: Iterable[Explanation]) -> list[Why]:
 
 
 def option_rows(option: TaskOption) -> list[tuple[str, str, bool]]:
-    """Return the fields of an option, each as a text for people, with whether it is not the default."""
+    """Return the fields of an option, each as a text for people, with whether it is not the default; such come first."""
     rows = []
     for name, field in TaskOption.model_fields.items():
         value = getattr(option, name)
@@ -157,7 +199,7 @@ def option_rows(option: TaskOption) -> list[tuple[str, str, bool]]:
         else:
             text = str(value)
         rows.append((name, text, value != field.default))
-    return rows
+    return sorted(rows, key=lambda row: not row[2])
 
 
 def environment() -> Environment:
@@ -172,6 +214,8 @@ def environment() -> Environment:
         pretty=pretty,
         number=number,
         with_times=with_times,
+        word=word,
+        absolute=absolute,
     )
     found.globals.update(query=query, static_version=STATIC_VERSION)
     return found

@@ -45,7 +45,7 @@ async def test_the_list_of_tasks_says_it_and_leads_to_each(mesh: TaskMesh) -> No
     await mesh.publish("work", "scheduled", delay_ms=600_000)
     async with browser(mesh) as client:
         page = (await client.get("/tasks?where=name:work")).text
-        assert '<span class="dim">scheduled</span>' in page
+        assert '<span class="status scheduled" title="scheduled">scheduled</span>' in page
         links = dict(re.findall(r'<a class="chip" href="/tasks\?([^"]+)">(\w+)</a>', page))
         by_word = {word: link for link, word in links.items()}
         assert "No task matches" in (await client.get(f"/tasks?{by_word['ready']}")).text
@@ -57,21 +57,17 @@ async def test_the_overview_counts_it_and_leads_to_each(mesh: TaskMesh) -> None:
     await mesh.publish("work", "scheduled", delay_ms=600_000)
     async with browser(mesh) as client:
         page = (await client.get("/")).text
-        tiles = re.findall(r'<a class="tile (\w+)" href="/(tasks\?status=\w+)"><b>([^<]*)</b>', page)
-        assert [(word, count) for word, _, count in tiles[:4]] == [
-            ("init", "2"),
-            ("ready", "1"),
-            ("scheduled", "1"),
-            ("retrying", "0"),
-        ]
+        assert '<a class="tile init" href="/tasks?status=INIT"><b>2</b> pending</a>' in page
+        held = re.findall(r'<a href="/(tasks\?status=\w+)">(\d+) (\w+)</a>', page)
+        assert [(word, count) for _, count, word in held] == [("ready", "1"), ("scheduled", "1")]
         cells = re.findall(r'data-label="(\w+)">(?:<a href="([^"]*)">)?(?:<span class="dim">)?(\d+)', page)
         assert [(word, count) for word, _, count in cells[:4]] == [
-            ("INIT", "2"),
+            ("pending", "2"),
             ("ready", "1"),
             ("scheduled", "1"),
             ("retrying", "0"),
         ]
-        for link in (tiles[2][1], cells[2][1].replace("&amp;", "&")):
+        for link in (held[1][0], cells[2][1].replace("&amp;", "&")):
             listed = (await client.get(link)).text
             assert 'data-key="work:scheduled"' in listed
             assert 'data-key="work:now"' not in listed

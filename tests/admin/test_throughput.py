@@ -61,10 +61,21 @@ async def test_signs_of_life_that_follow_each_other_closely_make_no_rates_of_the
 def test_a_rate_is_over_a_second_or_more(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr("taskmesh.consumer.worker_stats.time.monotonic", lambda: now)
+    cpu = 7.0
+    monkeypatch.setattr("taskmesh.consumer.worker_stats.time.process_time", lambda: cpu)
     counted = Throughput()
-    now += 0.1
-    assert counted.rates(50, 50) == {"started_per_s": 0.0, "finished_per_s": 0.0}
-    now += 1.9
-    assert counted.rates(100, 80) == {"started_per_s": 50.0, "finished_per_s": 40.0}
+
+    def rates(started: int, finished: int) -> list[float]:
+        told = counted.rates(started, finished)
+        return [told[name] for name in ("started_per_s", "finished_per_s", "cpu_share")]
+
+    now, cpu = now + 0.1, cpu + 0.1
+    assert rates(50, 50) == [0.0, 0.0, 0.0]
+    now, cpu = now + 1.9, cpu + 0.9
+    assert rates(100, 80) == [50.0, 40.0, 0.5]
     now += 0.5
-    assert counted.rates(900, 900) == {"started_per_s": 50.0, "finished_per_s": 40.0}
+    assert rates(900, 900) == [50.0, 40.0, 0.5]
+
+
+def test_the_memory_of_a_process_is_told_in_bytes() -> None:
+    assert 10_000_000 < Throughput().rates(0, 0)["memory_peak_bytes"] < 10_000_000_000

@@ -45,7 +45,7 @@ async def test_a_page_says_how_old_it_is_while_the_database_is_away_and_goes_on_
             await asyncio.to_thread(own_mongod.kill)
         await expect(page.locator("#live")).to_contain_text("s old")
         await expect(page.locator("#silence")).to_contain_text("The database does not answer")
-        await expect(page.locator("#head .status").first).to_have_text("INIT")
+        await expect(page.locator("#head .status").first).to_have_text("scheduled")
         later = await context.new_page()
         await later.goto("/tasks")
         await expect(later.locator("#problem")).to_contain_text("the database has not answered for")
@@ -57,7 +57,7 @@ async def test_a_page_says_how_old_it_is_while_the_database_is_away_and_goes_on_
         await expect(page.locator("#silence")).to_be_hidden()
         await expect(later.locator("#listing")).to_contain_text("work")
         await mesh.cancel("work", "k")
-        await expect(page.locator("#head .status").first).to_have_text("CANCELLED")
+        await expect(page.locator("#head .status").first).to_have_text("cancelled")
         await context.close()
         assert watched.wrong == []
         assert started.stop() == 0

@@ -21,7 +21,7 @@ from tests.browser.site import Site, opened
 
 pytestmark = pytest.mark.browser
 
-PHONE = ViewportSize(width=390, height=844)
+PHONE = ViewportSize(width=360, height=780)
 DESK = ViewportSize(width=1200, height=560)
 
 
@@ -43,6 +43,7 @@ PAGES = {
     "doctor": "/doctor",
     "done-to-many": "/bulk",
     "workers": "/workers",
+    "worker": "/worker?id=photo-1",
     "queues": "/queues",
     "schedules": "/schedules",
     "api": "/api",
@@ -98,5 +99,5 @@ async def _curves(page: Page, site: Site) -> None:
         await expect(page.locator("#live")).to_have_text("live")
         for number in range(252, 256):
             await shop.publish("image.resize", f"2026/11/21/IMG_{number:04}.jpg", {"path": f"original/{number:04}.jpg"})
-        await expect(page.locator("figcaption", has_text="Run, median")).not_to_contain_text("nothing yet")
-        await expect(page.locator("figcaption", has_text="Wait, median")).not_to_contain_text("nothing yet")
+        await expect(page.locator("figcaption", has_text="Run: median")).not_to_contain_text("nothing yet")
+        await expect(page.locator("figcaption", has_text="Wait: median")).not_to_contain_text("nothing yet")

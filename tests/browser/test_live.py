@@ -23,7 +23,7 @@ SAME = "window.same === true"
 async def test_a_task_is_followed_from_its_publishing_to_its_result(page: Page, site: Site, shop: TaskMesh) -> None:
     await shop.publish("report.monthly", "2026-02", {"month": "2026-02"}, delay_ms=3_600_000)
     await page.goto("/task?name=report.monthly&key=2026-02")
-    await expect(page.locator("#head .status").first).to_have_text("INIT")
+    await expect(page.locator("#head .status").first).to_have_text("scheduled")
     await expect(page.locator("#explain")).to_contain_text("Why is it not running?")
     await expect(page.locator("#live")).to_have_text("live")
     await page.evaluate(MARK)
@@ -33,7 +33,7 @@ async def test_a_task_is_followed_from_its_publishing_to_its_result(page: Page, 
         site.open(f"2026-02.{step}")
         await expect(page.locator("#head")).to_contain_text(what)
     site.open("2026-02.3")
-    await expect(page.locator("#head .status").first).to_have_text("SUCCESS")
+    await expect(page.locator("#head .status").first).to_have_text("succeeded")
     await expect(page.locator("#timeline")).to_contain_text("reports/2026-02.pdf")
     assert await page.evaluate(SAME), "it was the same page all the time"
 
@@ -47,8 +47,8 @@ async def test_a_killed_workers_task_is_seen_to_be_taken_over(page: Page, site: 
     await shop.set_option("video.transcode", "film-1", specific_worker_ids=[])
     doomed.signal(signal.SIGKILL)
     site.open("film-1")
-    await expect(page.locator("#timeline .status").first).to_have_text("LOST")
-    await expect(page.locator("#head .status").first).to_have_text("SUCCESS")
+    await expect(page.locator("#timeline .status").first).to_have_text("lost")
+    await expect(page.locator("#head .status").first).to_have_text("succeeded")
     await expect(page.locator("#timeline rect.lost").first).to_be_attached()
     await expect(page.locator("#timeline rect.success")).to_have_count(1)
 
@@ -69,12 +69,12 @@ async def test_what_a_reader_does_survives_a_refresh(page: Page, shop: TaskMesh)
     )
     await page.goto("/tasks?where=key:keep-&order=key")
     await expect(page.locator("#live")).to_have_text("live")
-    await page.get_by_label("Tick keep-1").check()
+    await page.get_by_label("Select keep-1").check()
     link = page.get_by_role("link", name="keep-2")
     await link.focus()
     await shop.cancel("image.resize", "keep-0")
     await expect(page.locator("#listing .status.cancelled")).to_have_count(1)
-    await expect(page.get_by_label("Tick keep-1")).to_be_checked()
+    await expect(page.get_by_label("Select keep-1")).to_be_checked()
     await expect(link).to_be_focused()
 
 
@@ -92,7 +92,7 @@ async def test_when_the_dashboard_is_away_the_page_says_so_and_catches_up(
         await shop.cancel("image.resize", "away")
         await gate.open()
         await expect(page.locator("#live")).to_have_text("live")
-        await expect(page.locator("#head .status").first).to_have_text("CANCELLED")
+        await expect(page.locator("#head .status").first).to_have_text("cancelled")
         await context.close()
 
 
@@ -182,9 +182,9 @@ async def test_what_was_held_back_for_a_press_or_a_selection_is_shown_behind_it(
     async with page.expect_response(lambda answer: "/task?" in answer.url):
         await shop.cancel("image.resize", "held")
     await expect(page.locator("#explain")).to_be_hidden()  # what is not selected moves on
-    assert await page.evaluate(selected) == "INIT"
+    assert await page.evaluate(selected) == "scheduled"
     await page.evaluate("getSelection().removeAllRanges()")
-    await expect(page.locator("#head .status").first).to_have_text("CANCELLED")
+    await expect(page.locator("#head .status").first).to_have_text("cancelled")
 
 
 HIDEABLE = """
@@ -218,7 +218,7 @@ async def test_tabs_that_nobody_sees_take_no_connection_and_catch_up_when_they_a
     await expect(last.locator("#live")).to_have_text("live")
     for tab in (first, tabs[1]):
         await tab.evaluate("hide(false)")
-        await expect(tab.locator("#head .status").first).to_have_text("CANCELLED")
+        await expect(tab.locator("#head .status").first).to_have_text("cancelled")
         await expect(tab.locator("#live")).to_have_text("live")
     await context.close()
 

@@ -195,7 +195,7 @@ async def test_explain_tells_that_the_hook_is_asked_and_what_it_said_last(mesh: 
 
     async with working(mesh, "w", on_claim=lambda _: says), working(mesh, "plain", names=["job"], queues=["other"]):
         told = await eventually(gate, what="explain tells of the filter")
-        assert "whether the task fits that is not looked at here" in told.reason
+        assert "whether it would take this task is not checked here" in told.reason
         says = None
         await eventually(claims_nothing, what="explain tells that nothing is claimed")
         assert "on_claim" not in {gate.name for gate in (await mesh.explain("job", "k", "plain"))[0].gates}

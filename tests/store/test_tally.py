@@ -36,21 +36,35 @@ async def _first_due(mesh: TaskMesh) -> datetime:
 @pytest.mark.parametrize("priorities", [3, 25])
 async def test_the_oldest_that_waits_is_found_under_whatever_is_more_urgent(mesh: TaskMesh, priorities: int) -> None:
     """`priorities`: few enough for a look at each, and more than that."""
-    assert (await task_counts.oldest_claimable(mesh.store))[1] is None
+    assert (await task_counts.oldest_claimable(mesh.store))[1] == {}
     await mesh.publish("work", "oldest", priority=-priorities)
     oldest = await _first_due(mesh)
     await eventually(lambda: mesh.clock.now() > oldest + timedelta(milliseconds=20))
     for priority in range(priorities):
         await mesh.publish("work", f"more-urgent-{priority}", priority=-priority)
     await mesh.publish("work", "later", delay_ms=60_000, priority=9)
-    assert (await task_counts.oldest_claimable(mesh.store))[1] == oldest
+    assert (await task_counts.oldest_claimable(mesh.store))[1] == {"default": oldest}
 
 
 @pytest.mark.parametrize("option", [{"specific_worker_ids": ("w",)}, {}])
 async def test_a_pinned_task_that_waits_counts_like_any_other(mesh: TaskMesh, option: dict[str, Any]) -> None:
     await mesh.publish("work", "k", **option)
-    assert (await task_counts.oldest_claimable(mesh.store))[1] == await _first_due(mesh)
+    assert (await task_counts.oldest_claimable(mesh.store))[1] == {"default": await _first_due(mesh)}
     assert [(queue.waiting, queue.more_waiting) for queue in await mesh.queues.all()] == [(1, False)]
+
+
+async def test_how_long_the_oldest_waits_is_told_of_each_queue(mesh: TaskMesh) -> None:
+    await mesh.publish("work", "first", queue="slow")
+    await mesh.publish("work", "then", queue="quick")
+    await mesh.publish("work", "pinned", queue="pinned", specific_worker_ids=("w",))
+    await mesh.publish("work", "held", queue="paused")
+    await mesh.publish("work", "later", queue="later", delay_ms=60_000)
+    await mesh.pause("paused")
+    stats = await mesh.stats()
+    waits = stats.oldest_claimable_ms_by_queue
+    assert waits.keys() == {"slow", "quick", "pinned"}
+    assert waits["slow"] >= waits["quick"]
+    assert stats.oldest_claimable_ms == max(waits.values())
 
 
 async def test_what_waits_is_counted_as_far_as_asked_for(mesh: TaskMesh) -> None:

@@ -238,9 +238,19 @@ def _behind(behind: list[Any], *, newest: bool) -> Document:
 
 def _short(now: rules.Expression) -> Document:
     """What a page shows of a task: no params, no results, no logs."""
-    entries = {"$cond": [{"$isArray": [rules.ENTRIES]}, rules.ENTRIES, []]}
+    entries = _array(rules.ENTRIES)
     fails = {"$filter": {"input": entries, "cond": {"$eq": ["$$this.state", "FAIL"]}}}
     live = {"$filter": {"input": entries, "cond": rules.is_live(now)}}
+    dropped = {"$cond": [{"$isNumber": "$task_state.dropped_fail_cnt"}, "$task_state.dropped_fail_cnt", 0]}
+
+    def last(field: str) -> Document:
+        """Return a field of the newest execution."""
+        return {"$last": {"$map": {"input": entries, "in": {"$ifNull": [f"$$this.{field}", None]}}}}
+
+    still = {"$cond": [{"$eq": [last("state"), "RUNNING"]}, now, None]}
+    ended = {"$ifNull": [last("success_time"), last("fail_time"), still]}
+    both = {"$and": [{"$eq": [{"$type": moment}, "date"]} for moment in (last("start_time"), ended)]}
+    took_ms = {"$cond": [both, {"$subtract": [ended, last("start_time")]}, None]}
     last_reason = {"$arrayElemAt": [{"$map": {"input": fails, "in": {"$ifNull": ["$$this.fail_reason", ""]}}}, -1]}
     return {
         "name": 1,
@@ -263,6 +273,14 @@ def _short(now: rules.Expression) -> Document:
         "finish_time": 1,
         "progress": "$task_state.progress",
         "fail_cnt": {"$size": fails},
+        "executions": {"$add": [{"$size": entries}, {"$size": _array("$task_state.losses")}, dropped]},
+        "took_ms": took_ms,
+        "worker": {"$cond": [{"$eq": [{"$type": last("worker_id")}, "string"]}, last("worker_id"), None]},
         "running_on": {"$map": {"input": live, "in": "$$this.worker_id"}},
         "reason": {"$substrCP": [{"$ifNull": [last_reason, ""]}, 0, 200]},
     }
+
+
+def _array(field: str) -> Document:
+    """Return an array of the document; an empty one if it is none. A stranger may have put anything there."""
+    return {"$cond": [{"$isArray": [field]}, field, []]}

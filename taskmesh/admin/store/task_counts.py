@@ -320,8 +320,8 @@ def _due(now: rules.Expression) -> Document:
     return {"next_claim_time": {"$type": "date"}, "$expr": {"$lte": ["$next_claim_time", now]}}
 
 
-async def oldest_claimable(store: Store) -> tuple[datetime, datetime | None]:
-    """Return the server's time, and since when the oldest claimable task has been so. In a paused queue none is."""
+async def oldest_claimable(store: Store) -> tuple[datetime, dict[str, datetime]]:
+    """Return the server's time, and since when the oldest claimable task of each queue has been so. In a paused one none is."""
     now = await server_time(store)
     closed = await closed_queues(store)
     # A loop is due for a moment at each round, or waits until code declares it again: neither tells of too few workers.
@@ -338,13 +338,17 @@ async def oldest_claimable(store: Store) -> tuple[datetime, datetime | None]:
     # In a row the tasks of one priority stand together, the oldest first: so it is one look for each priority.
     for _ in range(_MOST_PRIORITIES):
         answers = await _ask_each(store, [_oldest_of_row(row, lower, now) for row, lower in left.items()])
-        found += [answer["next_claim_time"] for answer in answers]
+        found += [(answer["_id"]["queue"], answer["next_claim_time"]) for answer in answers]
         left = {Row(**answer["_id"]): {"task_option.priority": {"$lt": answer.get("priority")}} for answer in answers}
         if not left or not all(isinstance(answer.get("priority"), (int, float)) for answer in answers):
             break
     if left or waiting_rows is None:  # very many priorities, or a stranger's among them
         found += await _oldest(store, {"status": "INIT", "pinned": False, **open_}, now, "taskmesh_waiting_in_order")
-    return now, min((time for time in found if isinstance(time, datetime)), default=None)
+    oldest: dict[str, datetime] = {}
+    for queue, time in found:
+        if isinstance(time, datetime) and isinstance(queue, str):
+            oldest[queue] = min(time, oldest.get(queue, time))
+    return now, oldest
 
 
 def _oldest_of_row(row: Row, lower: Document, now: datetime) -> list[Document]:
@@ -361,13 +365,13 @@ def _oldest_of_row(row: Row, lower: Document, now: datetime) -> list[Document]:
     ]
 
 
-async def _oldest(store: Store, query: Document, now: datetime, index: str) -> list[datetime]:
-    """Return the earliest `next_claim_time` of what is due, if anything is, by reading all of it."""
+async def _oldest(store: Store, query: Document, now: datetime, index: str) -> list[tuple[Any, datetime]]:
+    """Return the earliest `next_claim_time` of what is due in each queue, by reading all of it."""
     stages: list[Any] = [
         # All of it that is due.
         {"$match": query | {"next_claim_time": {"$type": "date", "$lte": now}}},
-        # The earliest moment among it.
-        {"$group": {"_id": None, "oldest": {"$min": "$next_claim_time"}}},
+        # The earliest moment in each queue.
+        {"$group": {"_id": "$queue", "oldest": {"$min": "$next_claim_time"}}},
     ]
     cursor = await store.driver.aggregate(store.tasks, stages, hint=index)
-    return [row["oldest"] for row in await cursor.to_list(None)]
+    return [(row["_id"], row["oldest"]) for row in await cursor.to_list(None)]

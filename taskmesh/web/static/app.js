@@ -53,6 +53,20 @@
     if (event.target.id === "all") for (const box of boxes()) box.checked = event.target.checked;
   });
 
+  // --- the params of the task that somebody is about to publish ---
+  const asksParams = document.getElementById("publish-fields");
+  if (asksParams) {
+    asksParams.hidden = true;
+    asksParams.form.elements.name.addEventListener("change", async (event) => {
+      const place = document.getElementById("publish-params");
+      const name = event.target.value;
+      const answer = await fetch(`${prefix}/tasks?publish=${encodeURIComponent(name)}`, { credentials: "same-origin" }).catch(() => null);
+      if (!answer || !answer.ok || name !== event.target.value) return; // the fields stay as they are: JSON does as well
+      const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
+      place.replaceChildren(...fresh.getElementById("publish-params").children);
+    });
+  }
+
   // --- show what was fetched anew, without disturbing who reads, types or clicks ---
   // Elements stay the same elements, so that focus, what is typed, ticked and opened, and a click on its way stay theirs.
   const keyed = (region) => { // idiomorph knows elements again by their id
@@ -86,9 +100,9 @@
     if (active.isConnected && active !== document.activeElement) active.focus({ preventScroll: true }); // its row has moved
     if (at.row && at.row.isConnected) at.row.classList.add("at");
     else if (at.row) mark(at.place, false);
-    const kept = JSON.parse(fresh.getElementById("curves")?.dataset.samples || "[]");
-    if (kept.length >= samples.length) { // also what happened while nobody saw this page
-      samples = kept;
+    const freshCurves = fresh.getElementById("curves");
+    if (curves && freshCurves && !curves.querySelector(".curve:hover")) { // else somebody reads a value
+      points = JSON.parse(freshCurves.dataset.points);
       draw();
     }
     showAll();
@@ -137,43 +151,73 @@
     }
   };
 
-  // --- curves ---
+  // --- charts ---
   const curves = document.getElementById("curves");
-  let samples = [];
-  const valueOf = (sample, field) => field.split(".").reduce((value, part) => (value == null ? null : value[part]), sample);
+  let points = []; // each: its time in ms, and the values behind it
   const svg = (name, attributes) => {
     const element = document.createElementNS("http://www.w3.org/2000/svg", name);
     for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
     return element;
   };
+  const shown = (value) => (value == null ? "–" : Number(value.toPrecision(3)).toLocaleString("en").replaceAll(",", "\u2009"));
+  const clock = (ms, seconds) => new Date(ms).toLocaleString(undefined, seconds > 86400
+    ? { weekday: "short", hour: "2-digit", minute: "2-digit" } : { hour: "2-digit", minute: "2-digit", second: seconds > 3600 ? undefined : "2-digit" });
+  const roundUp = (value) => { // the end of an axis: 1, 2 or 5 times a power of ten
+    const size = 10 ** Math.floor(Math.log10(value));
+    return [1, 2, 5, 10].find((times) => times * size >= value * 0.999999) * size;
+  };
+  const width = 300, height = 90;
   const draw = () => {
-    if (!curves || samples.length < 2) return;
+    if (!curves || !points.length) return;
     curves.hidden = false;
     document.getElementById("no-curves").hidden = true;
-    const width = 300, height = 90, top = 14;
-    for (const figure of curves.querySelectorAll("svg.curve")) {
-      const fields = figure.dataset.fields.split(" ");
-      const most = Math.max(1e-9, ...samples.flatMap((sample) => fields.map((field) => valueOf(sample, field) || 0)));
-      figure.replaceChildren();
-      figure.setAttribute("viewBox", `0 0 ${width} ${height}`);
-      figure.setAttribute("preserveAspectRatio", "none");
-      fields.forEach((field, which) => {
-        const points = samples.map((sample, place) => [place, valueOf(sample, field)]).filter(([, value]) => value != null)
-          .map(([place, value]) => `${(place / (samples.length - 1)) * width},${height - (value / most) * (height - top)}`);
+    const seconds = Number(curves.dataset.seconds);
+    const end = points.at(-1)[0], begin = end - seconds * 1000;
+    for (const figure of curves.querySelectorAll("figure")) {
+      const chart = figure.querySelector("svg.curve");
+      const lines = [...Array(Number(chart.dataset.lines)).keys()].map((line) => Number(chart.dataset.at) + line);
+      const values = points.flatMap((point) => lines.map((line) => point[line])).filter((value) => value != null);
+      const top = roundUp(Math.max(values.length ? Math.max(...values) : 0, 1e-9) < 1e-6 ? 1 : Math.max(...values));
+      chart.replaceChildren();
+      chart.setAttribute("viewBox", `0 0 ${width} ${height}`);
+      chart.setAttribute("preserveAspectRatio", "none");
+      for (const share of [0, 0.5, 1]) chart.append(svg("path", { class: "grid", d: `M0 ${height * share}H${width}` }));
+      lines.forEach((line, which) => {
+        const drawn = points.filter((point) => point[line] != null)
+          .map((point) => `${Math.max(0, ((point[0] - begin) / (seconds * 1000)) * width)},${height - (point[line] / top) * height}`);
         // One point alone would be no line, and not be seen.
-        if (points.length === 1) points.unshift(points[0].replace(/^[^,]*/, (x) => Math.max(0, x - 4)));
-        figure.append(svg("polyline", { points: points.join(" "), class: which ? "second" : "first" }));
+        if (drawn.length === 1) drawn.unshift(drawn[0].replace(/^[^,]*/, (x) => Math.max(0, x - 4)));
+        chart.append(svg("polyline", { points: drawn.join(" "), class: which ? "second" : "first" }));
       });
-      const shown = (value) => (value == null ? "–" : Number(value.toPrecision(3)).toLocaleString("en").replaceAll(",", "\u2009"));
-      const caption = figure.previousElementSibling;
-      caption.querySelectorAll("[data-now]").forEach((place, which) => { place.textContent = shown(valueOf(samples.at(-1), fields[which])); });
-      const any = samples.some((sample) => fields.some((field) => valueOf(sample, field) != null));
-      caption.querySelector("[data-most]").textContent = any ? `most ${shown(most < 1e-6 ? 0 : most)}` : "nothing yet";
+      chart.append(svg("path", { class: "at", d: "" }));
+      figure.querySelector(".scale").replaceChildren(...[top, top / 2, 0].map((value) => Object.assign(document.createElement("li"), { textContent: shown(value) })));
+      figure.querySelector(".when").replaceChildren(...[begin, (begin + end) / 2, end].map((ms) => Object.assign(document.createElement("span"), { textContent: clock(ms, seconds) })));
+      tellPoint(figure, values.length ? points.at(-1) : null, lines);
     }
   };
+  const tellPoint = (figure, point, lines, at = null) => {
+    figure.querySelectorAll("[data-now]").forEach((place, which) => { place.textContent = shown(point && point[lines[which]]); });
+    figure.querySelector("[data-said]").textContent = point ? (at === null ? "" : `at ${clock(point[0], Number(curves.dataset.seconds))}`) : "nothing yet";
+  };
+  const point_at = (event) => {
+    const figure = event.target.closest("figure");
+    const chart = figure && figure.querySelector("svg.curve");
+    if (!chart || !points.length) return;
+    const lines = [...Array(Number(chart.dataset.lines)).keys()].map((line) => Number(chart.dataset.at) + line);
+    const mark = chart.querySelector(".at");
+    const box = chart.getBoundingClientRect();
+    const share = (event.clientX - box.left) / box.width;
+    const length = Number(curves.dataset.seconds) * 1000, begin = points.at(-1)[0] - length;
+    if (event.type === "pointerleave" || share < 0 || share > 1) { mark.setAttribute("d", ""); tellPoint(figure, points.at(-1), lines); return; }
+    const wanted = begin + share * length;
+    const near = points.reduce((best, point) => (Math.abs(point[0] - wanted) < Math.abs(best[0] - wanted) ? point : best));
+    mark.setAttribute("d", `M${((near[0] - begin) / length) * width} 0V${height}`);
+    tellPoint(figure, near, lines, share);
+  };
   if (curves) {
-    samples = JSON.parse(curves.dataset.samples);
+    points = JSON.parse(curves.dataset.points);
     draw();
+    for (const chart of curves.querySelectorAll("svg.curve")) for (const type of ["pointermove", "pointerleave"]) chart.addEventListener(type, point_at);
   }
 
   // --- the live stream ---
@@ -208,12 +252,8 @@
     const { name, key } = body.dataset;
     if (watch !== "task" || more || tasks.some(([taskName, taskKey]) => taskName === name && taskKey === key)) refresh();
   };
-  const sampled = (event) => {
-    const sample = JSON.parse(event.data);
-    if (!sample) return;
-    samples = [...samples, sample].slice(-150);
-    draw();
-    if (["overview", "workers", "queues", "schedules"].includes(watch)) refresh();
+  const sampled = () => {
+    if (["overview", "workers", "worker", "queues", "schedules"].includes(watch)) refresh();
   };
   // Only a page that is seen listens: a browser has six connections to a host, for all its tabs together.
   let stream = null;
