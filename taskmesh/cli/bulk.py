@@ -35,7 +35,7 @@ Where = Annotated[
 DryRun = Annotated[bool, typer.Option("--dry-run", help="With --where: only count the tasks.")]
 Undo = Annotated[
     bool,
-    typer.Option("--undo/--no-undo", help="With --where: keep copies, so that `taskmesh undo` can restore the tasks."),
+    typer.Option("--undo/--no-undo", help="Of many tasks: keep copies, so that `taskmesh undo` can restore them."),
 ]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 Fresh = Annotated[

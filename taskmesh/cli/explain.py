@@ -246,7 +246,7 @@ def _word(text: str) -> str:
 
 
 async def doctor(mesh: TaskMesh, as_json: Json = False) -> None:
-    """Look for what is wrong, with the remedy for each finding. Ends with 1 if something hurts now."""
+    """Look for what is wrong, with the remedy for each finding. Exits with 1 if something needs attention now."""
     findings = await mesh.inspect.doctor()
 
     async def found() -> list[Finding]:

@@ -21,11 +21,11 @@ async def flow(
     mesh: TaskMesh,
     key: Annotated[str, typer.Argument(metavar="KEY", help="The flow's key.")],
     cancel: Annotated[bool, typer.Option("--cancel", help="Cancel its tasks that are not finished.")] = False,
-    retry: Annotated[bool, typer.Option("--retry", help="Begin anew what did not end as SUCCESS.")] = False,
+    retry: Annotated[bool, typer.Option("--retry", help="Retry its tasks that did not succeed.")] = False,
     as_json: Json = False,
     watch: Watch = None,
 ) -> None:
-    """Show how far a flow has come: its tasks by status, and what waits for what."""
+    """Show the progress of a flow: its tasks by status, and what waits for what."""
     if cancel and retry:
         raise InvalidOption("--cancel and --retry were both given: use one of them")
     if cancel:

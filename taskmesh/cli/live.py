@@ -39,22 +39,60 @@ class Page:
         return lines[self.top : self.top + height]
 
 
+class Keyboard:
+    """The keys of standard input, if that is a terminal: each is heard at once while it is open."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stdin.fileno() if sys.stdin.isatty() else None
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Let the terminal hand over keys at once, and afterwards lines again."""
+        if self._terminal is None:
+            yield
+            return
+        import termios  # noqa: PLC0415 — not on every system that has the rest
+        import tty  # noqa: PLC0415
+
+        before = termios.tcgetattr(self._terminal)
+        try:
+            tty.setcbreak(self._terminal)
+            yield
+        finally:
+            termios.tcsetattr(self._terminal, termios.TCSADRAIN, before)
+
+    async def typed(self) -> str:
+        """Wait until something is typed, and return it; for ever if there is no terminal, or no longer."""
+        loop = asyncio.get_running_loop()
+        ready: asyncio.Future[None] = loop.create_future()
+        if (terminal := self._terminal) is None:
+            await ready
+            return ""
+        loop.add_reader(terminal, lambda: None if ready.done() else ready.set_result(None))
+        try:
+            await ready
+        finally:
+            loop.remove_reader(terminal)
+        keys = await asyncio.to_thread(os.read, terminal, 1024)
+        if not keys:  # it is gone
+            self._terminal = None
+        return keys.decode(errors="ignore")
+
+
 async def live(
     console: Console, read: Callable[[], Awaitable[RenderableType]], rest_s: Callable[[float], float]
 ) -> None:
     """Show what `read` returns, again and again. `rest_s`: how long to wait after a look that took so many seconds."""
-    page = Page()
-    pressed = asyncio.Event()
-    with console.screen(hide_cursor=True), _keys(page, pressed):
+    page, keyboard = Page(), Keyboard()
+    with console.screen(hide_cursor=True), keyboard.opened():
         while not page.ended:
             began = time.monotonic()
             lines = console.render_lines(await read(), pad=False, new_lines=True)
             until = time.monotonic() + rest_s(time.monotonic() - began)
             while not page.ended:
                 _draw(console, page, lines)
-                pressed.clear()
                 try:
-                    await asyncio.wait_for(pressed.wait(), max(0.0, until - time.monotonic()))
+                    page.press(await asyncio.wait_for(keyboard.typed(), max(0.0, until - time.monotonic())))
                 except TimeoutError:
                     break
 
@@ -70,32 +108,3 @@ def _draw(console: Console, page: Page, lines: list[list[Segment]]) -> None:
     console.control(Control.home(), Control.clear())
     console.print(SegmentLines(shown), end="")
     console.print(Text(f"\n{part}q ends", style="dim"), end="", no_wrap=True, overflow="crop")
-
-
-@contextlib.contextmanager
-def _keys(page: Page, pressed: asyncio.Event) -> Iterator[None]:
-    """Hear each key at once, where there is a keyboard."""
-    if not sys.stdin.isatty():
-        yield
-        return
-    import termios  # noqa: PLC0415 — not on every system that has the rest
-    import tty  # noqa: PLC0415
-
-    stdin = sys.stdin.fileno()
-
-    def hear() -> None:
-        keys = os.read(stdin, 1024)
-        if not keys:  # the terminal is gone
-            loop.remove_reader(stdin)
-        page.press(keys.decode(errors="ignore"))
-        pressed.set()
-
-    before = termios.tcgetattr(stdin)
-    loop = asyncio.get_running_loop()
-    try:
-        tty.setcbreak(stdin)
-        loop.add_reader(stdin, hear)
-        yield
-    finally:
-        loop.remove_reader(stdin)
-        termios.tcsetattr(stdin, termios.TCSADRAIN, before)

@@ -36,7 +36,7 @@ async def migrate(
         ),
     ] = None,
     param: Annotated[
-        str, typer.Option(help="mscheduler: the parameter that gets params which are no object.")
+        str, typer.Option(help="mscheduler: the parameter that receives params that are not an object.")
     ] = "params",
     take: Annotated[bool, typer.Option("--take", help="Do it; else only show what would be done.")] = False,
     as_json: Json = False,

@@ -116,7 +116,7 @@ def _place(queue: str, group: str | None) -> str:
 async def resume(
     mesh: TaskMesh,
     queue: Queue,
-    group: Annotated[str | None, typer.Option(help="Only this group, which was paused by itself.")] = None,
+    group: Annotated[str | None, typer.Option(help="Only this group, if the group was paused.")] = None,
 ) -> None:
     """Let workers claim from a queue again."""
     await _tell_if_nobody_knows(mesh, queue)
@@ -130,9 +130,13 @@ def limit(
     rate: Annotated[int | None, typer.Option(min=0, help="At most this many starts in --per-ms.")] = None,
     per_ms: Annotated[int | None, typer.Option(min=1, help="The length of that window.  [default: 1000]")] = None,
     running: Annotated[int | None, typer.Option(min=0, help="At most this many executions at once.")] = None,
-    group_running: Annotated[int | None, typer.Option(min=0, help="... and this many of each group.")] = None,
-    group_rate: Annotated[int | None, typer.Option(min=0, help="This many starts of each group in ...")] = None,
-    group_per_ms: Annotated[int | None, typer.Option(min=1, help="... this window.  [default: 1000]")] = None,
+    group_running: Annotated[
+        int | None, typer.Option(min=0, help="At most this many executions of each group at once.")
+    ] = None,
+    group_rate: Annotated[
+        int | None, typer.Option(min=0, help="At most this many starts of each group in --group-per-ms.")
+    ] = None,
+    group_per_ms: Annotated[int | None, typer.Option(min=1, help="The length of that window.  [default: 1000]")] = None,
     group: Annotated[str | None, typer.Option(help="With --running (or --none): of this one group.")] = None,
     without: Annotated[list[_Limit] | None, typer.Option(help="Remove this limit; may be given several times.")] = None,
     none: Annotated[bool, typer.Option("--none", help="Remove every limit of the queue, or that of --group.")] = False,
@@ -205,7 +209,7 @@ async def forget_queue(
     queue: Queue,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
-    """Remove the settings of an empty queue, so that it is listed no more: of a name that was a typo, for example."""
+    """Remove the settings of an empty queue, like one whose name was a typo; it is no longer listed then."""
     output.confirm(f"remove all that is set for queue {queue}?", yes=yes)
     await mesh.queues.forget(queue)
     output.say(f"queue {queue} is forgotten")
@@ -310,7 +314,7 @@ async def pause_schedule(mesh: TaskMesh, schedule_id: ScheduleId, reason: Reason
 
 
 async def resume_schedule(mesh: TaskMesh, schedule_id: ScheduleId) -> None:
-    """Resume a paused schedule. What it missed meanwhile is not made up for."""
+    """Resume a paused schedule. Runs that it missed meanwhile are not made up for."""
     schedule = await mesh.schedules.resume(schedule_id)
     output.say(
         f"schedule {schedule_id} is active again" + (f", next at {schedule.next_time}" if schedule.next_time else "")

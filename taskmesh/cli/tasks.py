@@ -281,9 +281,11 @@ async def signal(
     name: Name,
     key: Key,
     event: Annotated[str, typer.Argument(metavar="EVENT", help="What the handler waits for.")],
-    payload: Annotated[str | None, typer.Argument(metavar="[JSON]", help="What it gets; {} without.")] = None,
+    payload: Annotated[
+        str | None, typer.Argument(metavar="[JSON]", help="The payload, as JSON.  [default: {}]")
+    ] = None,
     signal_id: Annotated[
-        str | None, typer.Option(metavar="ID", help="Sent again under the same id, it is the same signal.")
+        str | None, typer.Option(metavar="ID", help="Identifies the signal: sent twice, it counts once.")
     ] = None,
 ) -> None:
     """Send a task a signal, which its handler waits for or will wait for."""

@@ -9,7 +9,7 @@ import anyio
 import httpx
 
 from taskmesh import TaskMesh, TaskOption
-from tests.web.test_pages import shown
+from tests.web.test_pages import shown, told
 from tests.working import finished, working
 
 
@@ -115,3 +115,20 @@ async def test_zeros_are_quiet_and_statuses_are_words(mesh: TaskMesh, client: ht
     listed = await shown(client, "/tasks")
     for word in ("pending", "running", "succeeded", "failed", "cancelled", "expired"):
         assert f">{word}</a>" in listed
+
+
+async def test_a_queue_that_was_a_slip_can_be_forgotten_on_its_page_and_one_with_tasks_cannot(
+    mesh: TaskMesh, client: httpx.AsyncClient
+) -> None:
+    await mesh.publish("work", "k", queue="mail")
+    await mesh.pause("mial")
+    await mesh.pause("mail")
+
+    async def forgettable() -> list[str]:
+        forms = re.findall(r'action="/do/queue.forget".*?</form>', await shown(client, "/queues"), re.DOTALL)
+        return re.findall(r'name="queue" value="(\w+)"', "".join(forms))
+
+    assert await forgettable() == ["mial"]
+    assert "good" in await told(client, "queue.forget", queue="mial")
+    assert [queue.queue for queue in await mesh.queues.all()] == ["mail"]
+    assert "bad: queue &#39;mail&#39; has unfinished tasks" in await told(client, "queue.forget", queue="mail")

@@ -38,7 +38,8 @@ def worker(
     label: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME=VALUE", help="A label that tasks may need: gpu=true (JSON, else a text); several times."
+            metavar="NAME=VALUE",
+            help="A label that tasks may need: gpu=true (JSON, else a text); can be given several times.",
         ),
     ] = None,
     until_idle: Annotated[
@@ -78,7 +79,7 @@ def worker(
         typer.Option(min=0, max=65_535, help="Port for /livez and /readyz; 0: any free port.", rich_help_panel=_PROBES),
     ] = None,
     health_host: Annotated[
-        str, typer.Option(help="On this address; 0.0.0.0 in a container.", rich_help_panel=_PROBES)
+        str, typer.Option(help="The address to listen on; 0.0.0.0 in a container.", rich_help_panel=_PROBES)
     ] = "127.0.0.1",
     metrics_port: Annotated[
         int | None,
@@ -90,7 +91,7 @@ def worker(
         ),
     ] = None,
     metrics_host: Annotated[
-        str, typer.Option(help="On this address; 0.0.0.0 in a container.", rich_help_panel=_PROBES)
+        str, typer.Option(help="The address to listen on; 0.0.0.0 in a container.", rich_help_panel=_PROBES)
     ] = "127.0.0.1",
     uri: Uri = None,
     database: Database = None,
