@@ -26,6 +26,7 @@ from pymongo.errors import OperationFailure, PyMongoError
 from taskmesh.model.dependency import label
 from taskmesh.model.errors import TaskNotFound
 from taskmesh.store import children, find, rules, sequences
+from taskmesh.store.by_id import own_value
 from taskmesh.store.driver import Document
 from taskmesh.store.event_stamp import stamp
 from taskmesh.store.malformed import WELL_FORMED
@@ -517,8 +518,8 @@ async def _unmark_all(
             stages: list[Document] = [{"$set": {"task_state.ask_time": mark}}, *derived]
             await _update(store, ids, {"task_state.ask_time": time}, stages)
         return
-    place = {"$indexOfArray": [{"$literal": [task.id for task in marked]}, "$_id"]}
-    answered = {"$eq": [rules.ASK_TIME, {"$arrayElemAt": [{"$literal": [task.ask_time for task in marked]}, place]}]}
+    its_own = own_value([task.id for task in marked], [task.ask_time for task in marked])
+    answered = {"$eq": [rules.ASK_TIME, its_own]}
     # Where the mark is the one that was answered: it goes, or is put off.
     stages = [{"$set": {"task_state.ask_time": {"$cond": [answered, mark, rules.ASK_TIME]}}}, *derived]
     await _update(store, [task.id for task in marked], {"task_state.ask_time": {"$exists": True}}, stages)

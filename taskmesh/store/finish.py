@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from taskmesh.store import plain, rules
 from taskmesh.store.apart import Apart
+from taskmesh.store.by_id import own_value
 from taskmesh.store.driver import Document
 from taskmesh.store.event_stamp import stamp
 from taskmesh.store.prepared import prepared
@@ -400,13 +401,14 @@ def held_entry(outcomes: Iterable[Outcome]) -> rules.Expression:
 
 def own(values: Sequence[Any], outcomes: Sequence[Outcome]) -> rules.Expression:
     """The one of `values` that belongs to the document at hand. User data, so never but inside `$literal`."""
-    if all(value == values[0] and type(value) is type(values[0]) for value in values):
-        if values[0] in ({}, {"returns": None}, None):
-            return {"$literal": values[0]}
-        if len(values) == 1:
-            return {"$literal": values[0]}
-    ids = [outcome.id for outcome in outcomes]
-    return {"$arrayElemAt": [{"$literal": list(values)}, {"$indexOfArray": [{"$literal": ids}, "$_id"]}]}
+    first = values[0]
+    same = all(value == first and type(value) is type(first) for value in values)
+    # What lies deeper may be equal and differ: 1 and True.
+    if len(values) == 1 or (
+        same and (first is None or isinstance(first, (int, str)) or first in ({}, {"returns": None}))
+    ):
+        return {"$literal": first}
+    return own_value([outcome.id for outcome in outcomes], values)
 
 
 def asked_for(outcomes: Sequence[Outcome], now: rules.Expression) -> rules.Expression:

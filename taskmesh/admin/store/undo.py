@@ -17,6 +17,7 @@ from typing import Any
 from bson import ObjectId
 
 from taskmesh.store import rules
+from taskmesh.store.by_id import own_value
 from taskmesh.store.driver import Document
 from taskmesh.store.event_stamp import stamp, starting_with
 from taskmesh.store.numbers import NUMBERS_PER_MS
@@ -99,8 +100,7 @@ def publications_of(states: dict[str, list[Any]]) -> set[Any]:
 
 def as_copied(states: dict[str, list[Any]]) -> rules.Expression:
     """The condition that a task is as its copy says."""
-    place = {"$indexOfArray": [{"$literal": list(states)}, "$_id"]}
-    return {"$eq": [_STATE, {"$arrayElemAt": [{"$literal": list(states.values())}, place]}]}
+    return {"$eq": [_STATE, own_value(list(states), list(states.values()))]}
 
 
 async def put_back(store: Store, id_: str, action: str, batch: int = 500) -> tuple[int, int]:

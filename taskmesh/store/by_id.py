@@ -1,0 +1,37 @@
+"""Updates of many documents at once, in which each has values of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isqrt
+from typing import Any
+
+from taskmesh.store.rules import Expression
+
+_AT_ONCE = 32
+"""So many are looked through from the first to the last."""
+
+
+def own_value(ids: Sequence[str], values: Sequence[Any]) -> Expression:
+    """The one of `values` that stands where `ids` has the `_id` of the document at hand; for documents of these ids alone.
+
+    MongoDB compares with one after the other, so that 500 took 12 µs of its time for each value of each document. In order, in
+    parts of which it first finds the right one, they take 3. User data, so never but inside `$literal`.
+    """
+    if len(ids) <= _AT_ONCE:
+        return _one_by_one(ids, values)
+    # As the server compares texts: byte by byte.
+    order = sorted(range(len(ids)), key=lambda place: ids[place].encode())
+    size = isqrt(len(ids))
+    parts = [order[start : start + size] for start in range(0, len(order), size)]
+    found = [_one_by_one([ids[place] for place in part], [values[place] for place in part]) for part in parts]
+    last_of_each = [ids[part[-1]] for part in parts]
+    branches = [
+        {"case": {"$lte": ["$_id", {"$literal": last}]}, "then": then}
+        for last, then in zip(last_of_each[:-1], found[:-1], strict=True)
+    ]
+    return {"$switch": {"branches": branches, "default": found[-1]}}
+
+
+def _one_by_one(ids: Sequence[str], values: Sequence[Any]) -> Expression:
+    return {"$arrayElemAt": [{"$literal": list(values)}, {"$indexOfArray": [{"$literal": list(ids)}, "$_id"]}]}
