@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, Unpack, cast
 
 from taskmesh.client.handle import TaskHandle
@@ -12,6 +12,7 @@ from taskmesh.client.params import Params
 from taskmesh.client.publisher import Publisher
 from taskmesh.client.returns import Returns
 from taskmesh.model.configuration import Configuration, PublishSettings
+from taskmesh.model.dependency import After
 from taskmesh.model.error_policy import NO_POLICY, ErrorPolicy, ErrorTypes
 from taskmesh.model.errors import InvalidOption, InvalidParams
 from taskmesh.model.labels import words
@@ -149,13 +150,13 @@ class TaskDefinition(Generic[P, R]):
         changed.__dict__.update(self.__dict__, configuration=self.configuration.changed(**configuration))
         return changed
 
-    def to_store(self, params: Mapping[str, Any], fed: Iterable[str] = ()) -> tuple[dict[str, Any], int]:
+    def to_store(self, params: Mapping[str, Any], after: After | None = None) -> tuple[dict[str, Any], int]:
         """Return checked params in MongoDB's types, and their size in bytes. Raises `InvalidParams`, `TaskTooLarge`.
 
-        `fed`: those that come from dependencies.
+        `after`: what the task is to wait for, whose results are params too; None: that is not said.
         """
         check_published(self.name, is_loop=self.loop is not None)
-        return self.on(self.queue).params.to_store(params, fed, self.publisher.payloads.most_bytes)
+        return self.on(self.queue).params.to_store(params, after, self.publisher.payloads.most_bytes)
 
     def _check_needs_no_params(self) -> None:
         try:

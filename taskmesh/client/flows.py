@@ -131,7 +131,7 @@ class Flows:
             raise InvalidOption(
                 "session was set: a flow is published as a whole by itself, not in a transaction of yours"
             )
-        stored, size = known.to_store(params, configuration.fed)
+        stored, size = known.to_store(params, configuration.told_after)
         configuration, size_of_fields = self._publisher.settled(known, configuration)
         if known.broadcast:
             raise InvalidOption(

@@ -7,7 +7,7 @@ always change together.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, get_type_hints
 
@@ -16,7 +16,7 @@ from pydantic.errors import PydanticUserError
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 
 from taskmesh.model.configuration import Configuration
-from taskmesh.model.dependency import FromDependency
+from taskmesh.model.dependency import After, FromDependency, label
 from taskmesh.model.errors import InvalidOption, InvalidParams, TaskTooLarge
 from taskmesh.model.ids import shown
 from taskmesh.store.payloads import marked_secret
@@ -86,14 +86,14 @@ class Params:
         return get_type_hints(self._fn, include_extras=True)
 
     def to_store(
-        self, params: Mapping[str, Any], fed: Iterable[str] = (), most: int = MAX_BYTES
+        self, params: Mapping[str, Any], after: After | None = None, most: int = MAX_BYTES
     ) -> tuple[dict[str, Any], int]:
         """Return checked params in MongoDB's types, and their size, of `most` bytes. Raises `InvalidParams`, `TaskTooLarge`.
 
-        `fed`: those that come from dependencies, beside what is annotated so.
+        `after`: what the task is to wait for, which is checked against the annotations; None: that is not said.
         """
         check_mapping(self._name, params)
-        left_out = frozenset([*fed, *self.from_dependencies])
+        left_out = frozenset([*(after.params if after is not None else ()), *self.from_dependencies])
         if given := sorted(left_out.intersection(params)):
             raise InvalidParams(
                 f"task {self._name!r}: {', '.join(given)} comes from a dependency: leave it out of the params"
@@ -102,6 +102,8 @@ class Params:
             raise InvalidParams(
                 f"task {self._name!r} takes {self._signature}: after names {', '.join(unknown)}, which is no parameter of it"
             )
+        if after is not None:
+            self._check_fed(after)
         if refusal := too_deep(params, "params"):  # what comes now goes from level to level by itself
             raise InvalidParams(f"task {self._name!r}: {refusal}")
         checked = self._validated(params, "at publish", left_out)
@@ -115,6 +117,21 @@ class Params:
         if turned:
             stored |= {name: marked_secret(stored[name]) for name, value in checked.items() if hides(value)}
         return stored, size
+
+    def _check_fed(self, after: After) -> None:
+        """Raise `InvalidParams` unless each param that is annotated so gets the result of what the task is to wait for."""
+        for name, mark in self.from_dependencies.items():
+            if name in after.params or self.is_optional(name):
+                continue
+            if mark.id is None and len(after.ids) != 1:
+                raise InvalidParams(
+                    f"task {self._name!r}: {name!r} is the result of its only dependency, and after names {len(after.ids)}: "
+                    f"pass after=[…] with one, after={{{name!r}: handle}}, or say which in FromDependency(name, key)"
+                )
+            if mark.id is not None and mark.id not in after.ids:
+                raise InvalidParams(
+                    f"task {self._name!r}: {name!r} is the result of {label(mark.id)}, which after does not name: name it there"
+                )
 
     def to_run(self, stored: Any) -> tuple[list[Any], dict[str, Any]]:
         """Return the arguments to call the handler with. Raises `InvalidParams` for what does not fit (any more)."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Protocol, Unpack
@@ -24,6 +24,7 @@ from taskmesh.client.returns import Returns
 from taskmesh.client.tasks import Tasks
 from taskmesh.client.tracing import Carrier, carrier, going_on, publishing
 from taskmesh.model.configuration import Configuration, PublishSettings
+from taskmesh.model.dependency import After
 from taskmesh.model.errors import InvalidOption, InvalidParams, TaskMeshError, TaskTooLarge
 from taskmesh.model.labels import words
 from taskmesh.model.option import MOST_WORKERS
@@ -66,7 +67,7 @@ class Publishable(Protocol):
     def returns(self) -> Returns:
         """What its results are."""
 
-    def to_store(self, params: Mapping[str, Any], fed: Iterable[str] = ()) -> tuple[dict[str, Any], int]:
+    def to_store(self, params: Mapping[str, Any], after: After | None = None) -> tuple[dict[str, Any], int]:
         """Return checked params as they are stored, and their size in bytes. Raises `InvalidParams`, `TaskTooLarge`."""
 
 
@@ -93,9 +94,9 @@ class Addressed:
         """What its results are."""
         return self.definition.returns
 
-    def to_store(self, params: Mapping[str, Any], fed: Iterable[str] = ()) -> tuple[dict[str, Any], int]:
+    def to_store(self, params: Mapping[str, Any], after: After | None = None) -> tuple[dict[str, Any], int]:
         """Return checked params as they are stored, and their size in bytes."""
-        return self.definition.to_store(params, fed)
+        return self.definition.to_store(params, after)
 
 
 class Publisher:
@@ -159,7 +160,7 @@ class Publisher:
         for key, params in _by_key(params_by_key).items():
             checked_key(key)
             try:
-                stored, size = definition.to_store(params, configuration.fed)
+                stored, size = definition.to_store(params, configuration.told_after)
             except (InvalidParams, TaskTooLarge) as error:
                 if len(params_by_key) == 1:
                     raise
@@ -340,7 +341,7 @@ class Publisher:
 
     def publication_of(self, definition: Publishable, key: str, params: Mapping[str, Any]) -> Publication:
         """Check what a handler wants to be published with its SUCCESS. Raises as `publish` does."""
-        stored, size = definition.to_store(params, definition.configuration.fed)
+        stored, size = definition.to_store(params, definition.configuration.told_after)
         configuration, size_of_fields = self.settled(definition, definition.configuration)
         publication = self.made(definition, checked_key(key), stored, configuration, size + size_of_fields)
         _check_no_circle([publication])

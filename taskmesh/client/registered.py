@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
@@ -11,6 +11,7 @@ from taskmesh.client.json_schema import misfits
 from taskmesh.client.params import check_mapping, checked_size
 from taskmesh.client.returns import PLAIN
 from taskmesh.model.configuration import Configuration
+from taskmesh.model.dependency import After
 from taskmesh.model.errors import InvalidParams
 from taskmesh.model.labels import from_words
 from taskmesh.model.loop import check_published
@@ -50,7 +51,7 @@ class RegisteredDefinition:
         """The JSON schema of the params; True: anything."""
         return self._schema
 
-    def to_store(self, params: Mapping[str, Any] | None, fed: Iterable[str] = ()) -> tuple[dict[str, Any], int]:
+    def to_store(self, params: Mapping[str, Any] | None, after: After | None = None) -> tuple[dict[str, Any], int]:
         """Return params as they are stored, and their size. Raises `InvalidParams` for what does not fit the handler."""
         check_published(self.name, is_loop=self._is_loop)
         if params is not None:
@@ -59,7 +60,8 @@ class RegisteredDefinition:
         size = checked_size(self.name, stored, self.most_bytes)
         schema = self._schema
         if isinstance(schema, dict):  # what comes from dependencies is not to be given
-            schema = {**schema, "required": [name for name in schema.get("required", ()) if name not in set(fed)]}
+            fed = after.params if after is not None else ()
+            schema = {**schema, "required": [name for name in schema.get("required", ()) if name not in fed]}
         if found := list(islice(misfits(storable(stored)[0], schema), _MOST_MISFITS)):
             raise InvalidParams(f"task {self.name!r}, as its workers have registered it: {'; '.join(found)}")
         return stored | {name: marked_secret(stored[name]) for name in self._secret if name in stored}, size

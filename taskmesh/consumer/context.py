@@ -16,6 +16,7 @@ from taskmesh.consumer.recording import (
     Ledger,
     Recorder,
     blocking_step,
+    checked_handles,
     checked_moment,
     duration_ms,
     step_under_way,
@@ -296,7 +297,7 @@ class TaskContext(_Context):
         A child that did not succeed raises `TaskError`, or with `return_errors=True` stands as that error in its place. It is the
         same after a retry: values stay with the children, which are kept until this task is finished.
         """
-        return await self._running.journal.results(handles, return_errors=return_errors)
+        return await self._running.journal.results(checked_handles(handles), return_errors=return_errors)
 
     async def dependencies(self) -> dict[tuple[str, str], Any]:
         """Return the results of the tasks that this one has waited for, by `(name, key)`, in the order of `after`.
@@ -465,7 +466,7 @@ class BlockingTaskContext(_Context):
         A child that did not succeed raises `TaskError`, or with `return_errors=True` stands as that error in its place. It is the
         same after a retry: values stay with the children, which are kept until this task is finished.
         """
-        return self._running.ledger.results(handles, return_errors=return_errors)
+        return self._running.ledger.results(checked_handles(handles), return_errors=return_errors)
 
     def dependencies(self) -> dict[tuple[str, str], Any]:
         """Return the results of the tasks that this one has waited for, by `(name, key)`, in the order of `after`.

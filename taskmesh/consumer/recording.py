@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -17,7 +17,9 @@ from typing import Any, Protocol
 from taskmesh.client.handle import TaskHandle
 from taskmesh.client.returns import Returns
 from taskmesh.consumer.fingerprint import fingerprint
+from taskmesh.model.dependency import Named
 from taskmesh.model.errors import InvalidOption, TaskFailed
+from taskmesh.model.ids import shown
 from taskmesh.store.driver import Document
 from taskmesh.store.finish import Outcome
 from taskmesh.store.values import cleaned, decoded, encoded
@@ -144,6 +146,15 @@ def not_callable(name: str, fn: Any) -> TypeError:
         ": pass the function and its arguments, step(name, fn, *args), not its call" if inspect.isawaitable(fn) else ""
     )
     return TypeError(f"step {name!r}: fn must be callable, got {type(fn).__name__}{hint}")
+
+
+def checked_handles(handles: Any) -> list[Any]:
+    """Return the handles of children, or raise `TypeError` for what is no list of such."""
+    listed = isinstance(handles, Iterable) and not isinstance(handles, (str, bytes, Mapping))
+    found = list(handles) if listed else []
+    if wrong := [each for each in found if not isinstance(each, Named)] or ([] if listed else [handles]):
+        raise TypeError(f"results() takes a list of what start() returned, like [handle], got {shown(wrong[0])}")
+    return found
 
 
 def checked_ms(what: str, ms: Any) -> int:

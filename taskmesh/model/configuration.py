@@ -182,9 +182,9 @@ class Configuration:
         return {**self.fields, **({"tags": list(self.tags)} if self.tags is not None else {})}
 
     @property
-    def fed(self) -> tuple[str, ...]:
-        """The params that get results of what the task waits for."""
-        return () if self.after is None else tuple(self.after.params)
+    def told_after(self) -> After | None:
+        """What the task waits for; None: for what it has waited for before, if it exists."""
+        return self.after or (None if self.changes_existing else After())
 
     @property
     def changes_existing(self) -> bool:

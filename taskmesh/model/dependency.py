@@ -97,9 +97,11 @@ def dependency_id(dependency: Any) -> str:
     """Return the `_id` of a dependency. Raises `InvalidOption` for what names no task, `InvalidName`, `InvalidKey`."""
     if isinstance(dependency, Named):
         return task_id(dependency.name, dependency.key)
-    if isinstance(dependency, (tuple, list)) and len(dependency) == 2:
+    if isinstance(dependency, (tuple, list)) and len(dependency) == 2 and isinstance(dependency[0], str):
         return task_id(*dependency)
-    raise InvalidOption(f"a dependency must be a handle or a (name, key) pair, got {shown(dependency)}")
+    raise InvalidOption(
+        f"a dependency must be a handle, or a name and a key like ('load', 'part-1'), got {shown(dependency)}"
+    )
 
 
 def checked_policy(policy: Any) -> OnDependencyFailure:

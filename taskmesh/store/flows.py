@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 from pymongo.errors import OperationFailure
@@ -20,7 +21,7 @@ from taskmesh.store.event_stamp import stamp
 from taskmesh.store.prepared import prepared
 from taskmesh.store.publication import Publication
 from taskmesh.store.publish import Published, publish
-from taskmesh.store.server_errors import Code
+from taskmesh.store.server_errors import Code, patiently
 from taskmesh.store.store import Store
 
 MAX_BYTES = 12_000_000
@@ -139,7 +140,8 @@ async def cancel(store: Store, ids: Sequence[str]) -> None:
     unfinished = rules.with_facts(now, {"$in": [rules.status(now), ["INIT", "RUNNING"]]})
     for start in range(0, len(ids), _SET):
         part = list(ids[start : start + _SET])
-        await store.update({"_id": {"$in": part}, "$expr": unfinished}, finish.cancel_pipeline(now))
+        query = {"_id": {"$in": part}, "$expr": unfinished}
+        await patiently(partial(store.update, query, finish.cancel_pipeline(now)))  # again: those that are left
     await dependencies.tell(store, ids)
 
 
@@ -149,7 +151,8 @@ async def retry(store: Store, ids: Sequence[str]) -> None:
     running = rules.with_facts(now, {"$in": [rules.status(now), ["INIT", "RUNNING", "SUCCESS"]]})
     for start in range(0, len(ids), _SET):
         part = list(ids[start : start + _SET])
-        await store.update({"_id": {"$in": part}, "$expr": {"$not": [running]}}, control.retry_pipeline(now))
+        query = {"_id": {"$in": part}, "$expr": {"$not": [running]}}
+        await patiently(partial(store.update, query, control.retry_pipeline(now)))
     await dependencies.tell(store, ids)
 
 

@@ -275,6 +275,10 @@ async def test_what_was_not_started_here_is_not_waited_for(mesh: TaskMesh) -> No
 
     @mesh.task(option=TaskOption(max_unexpected_retries=0))
     async def work() -> None:
+        nonsense: Any
+        for nonsense in (stranger, [7], "1", None):
+            with pytest.raises(TypeError, match="takes a list of what start"):
+                await current_task().results(nonsense)
         await current_task().results([stranger])
 
     handle = await work.publish("1")

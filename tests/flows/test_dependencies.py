@@ -85,7 +85,7 @@ async def test_d13_nothing_to_wait_for_is_done_at_once(mesh: TaskMesh) -> None:
         ({"after": [("part", "nobody"), ("part", "there")]}, TaskNotFound, "'part' 'nobody'"),
         ({"after": [("join", "j")]}, InvalidOption, "would wait for itself"),
         ({"after": "part"}, InvalidOption, "must be a list"),
-        ({"after": [7]}, InvalidOption, "handle or a \\(name, key\\) pair, got 7"),
+        ({"after": [7]}, InvalidOption, "a handle, or a name and a key like .*, got 7"),
         ({"after": [("part", "there")], "on_dependency_failure": "ignore"}, InvalidOption, "'fail', 'wait' or 'run'"),
         ({"after": [("part", "there")], "run_again": True}, InvalidOption, "run_again"),
     ],

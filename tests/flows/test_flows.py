@@ -19,6 +19,7 @@ from taskmesh import (
 )
 from taskmesh.client.definition import TaskDefinition
 from taskmesh.store import flows as verbs
+from tests.faults import failing_commands
 from tests.waiting import eventually
 from tests.working import status_is, working
 
@@ -140,6 +141,21 @@ async def test_cancel_and_retry_of_a_flow(mesh: TaskMesh) -> None:
     async with mesh.flow("g") as flow:
         flow.add(merge, "m2", after=[flow.add(load.configure(delay_ms=3_600_000), "late")])
     assert (await flow.cancel()).counts == {"CANCELLED": 2}
+
+
+@pytest.mark.parametrize("fault", [{"errorCode": 50}, {"closeConnection": True}], ids=["over the deadline", "cut off"])
+async def test_verbs_of_a_flow_are_tried_again_while_the_database_falters(
+    mesh: TaskMesh, mongo_uri: str, fault: Any
+) -> None:
+    load, _ = define(mesh)
+    async with mesh.flow("f") as flow:
+        flow.add(load, "x")
+    async with failing_commands(mongo_uri, ["update"], times=1, **fault) as have_failed:
+        assert (await flow.cancel()).counts == {"CANCELLED": 1}
+        await have_failed()
+    async with failing_commands(mongo_uri, ["update"], times=1, **fault) as have_failed:
+        assert (await flow.retry()).counts == {"INIT": 1}
+        await have_failed()
 
 
 @pytest.mark.parametrize(

@@ -164,7 +164,7 @@ class Remote:
     def publish_in_thread(self, definition: Any, key: str, params: Mapping[str, Any]) -> None:
         """Publish with the SUCCESS. The params are checked here, where the types are that they are annotated with."""
         if isinstance(definition, TaskDefinition):
-            stored, _ = definition.params.to_store(params, definition.configuration.fed)
+            stored, _ = definition.params.to_store(params, definition.configuration.told_after)
             self.ask(
                 "publish", definition.name, configuration_as_data(definition.configuration), checked_key(key), stored
             )

@@ -11,7 +11,7 @@ import asyncio
 import pickle
 import signal
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +32,7 @@ from taskmesh.consumer.subprocess.processes import MAX_ENDING_S, Child, Processe
 from taskmesh.consumer.subprocess.wire import PutAside, configuration_of, error_of
 from taskmesh.consumer.transactions import Transactions
 from taskmesh.model.configuration import Configuration
+from taskmesh.model.dependency import After
 from taskmesh.model.errors import LeaseLost, ProcessDied, TaskMeshError, TaskSuspended
 from taskmesh.store.blocking import run_now
 from taskmesh.store.finish import Outcome
@@ -309,9 +310,9 @@ class _Meant:
         """Whether it is for each worker that is live when it is published."""
         return self.definition is not None and self.definition.broadcast
 
-    def to_store(self, params: Mapping[str, Any], fed: Iterable[str] = ()) -> tuple[dict[str, Any], int]:
+    def to_store(self, params: Mapping[str, Any], after: After | None = None) -> tuple[dict[str, Any], int]:
         if self.definition is not None:
-            return self.definition.to_store(params, fed)
+            return self.definition.to_store(params, after)
         stored = dict(params)
         return stored, checked_size(self.name, stored)
 
