@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import re
 from datetime import UTC, datetime, timedelta
+from html import unescape
 
+import httpx
+
+from taskmesh import TaskMesh
+from taskmesh.web import create_app
 from taskmesh.web.history import WINDOWS, History, Sample
+from tests.waiting import eventually
+from tests.web.conftest import ORIGIN
 
 NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)
 
@@ -42,3 +51,17 @@ def test_what_was_before_a_gap_longer_than_a_window_is_not_in_it() -> None:
     assert [point[1] for point in history.points("15m")] == [2]
     assert [point[1] for point in history.points("6h")] == [1, 2]
     assert History().points("7d") == []
+
+
+async def test_the_dashboard_keeps_what_charts_show_though_nobody_watches(mesh: TaskMesh) -> None:
+    await mesh.publish("work", "k")
+    app = create_app(mesh)
+    history: History = app.state.pulse.history
+    async with app.router.lifespan_context(app):
+        await eventually(lambda: history.points("7d"))
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url=ORIGIN) as client:
+            page = (await client.get("/?window=7d")).text
+    found = re.search(r'data-points="([^"]*)" data-seconds="604800"', page)
+    assert found is not None
+    assert json.loads(unescape(found[1]))[-1][1] == 1, "one task waits"
