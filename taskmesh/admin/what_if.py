@@ -21,8 +21,8 @@ from taskmesh.model.ids import checked_group
 from taskmesh.model.option import OptionFields
 from taskmesh.model.queue import QueueInfo, QueueLimits, checked_queue
 from taskmesh.model.recurrence import checked_timing
-from taskmesh.model.task import Status, task_id
-from taskmesh.store import Store
+from taskmesh.model.task import Status, checked_key, task_id
+from taskmesh.store import Store, schedules
 from taskmesh.store.driver import Document
 
 _COUNTED_TO = 10_000
@@ -210,13 +210,30 @@ class WhatIf:
         return await effect_of_limit(self._store, checked_queue(queue), changed)
 
     async def schedule(
-        self, *, cron: str | None = None, interval_ms: int | None = None, timezone: str = "UTC", count: int = 5
+        self,
+        schedule_id: str | None = None,
+        *,
+        cron: str | None = None,
+        interval_ms: int | None = None,
+        timezone: str | None = None,
+        count: int = 5,
     ) -> ScheduleEffect:
-        """Tell when a schedule would run the next `count` times (at most 100). Changes nothing. Raises `InvalidOption`."""
-        timing = checked_timing(cron, interval_ms, timezone)
+        """Tell when a schedule that is declared so would run the next `count` times (at most 100). Changes nothing.
+
+        `schedule_id`: what is not given is as that schedule has it, if there is one, as in `mesh.schedules.put`. `timezone`: else
+        UTC. Raises `InvalidOption`.
+        """
+        stored = None
+        if schedule_id is not None:
+            stored = await schedules.read(self._store, checked_key(schedule_id))
+        if stored is not None:
+            if cron is None and interval_ms is None:
+                cron, interval_ms = stored["cron"], stored["interval_ms"]
+            timezone = timezone or stored["timezone"]
+        zone = timezone or "UTC"
+        timing = checked_timing(cron, interval_ms, zone)
         now = self._connection.clock.now()
-        zone = ZoneInfo(timezone)
-        times = [time.astimezone(zone) for time in islice(timing.ticks_after(now, now), min(count, 100))]
+        times = [time.astimezone(ZoneInfo(zone)) for time in islice(timing.ticks_after(now, now), min(count, 100))]
         return ScheduleEffect(words=timing.words, times=times)
 
     async def group_limit(self, queue: str, group: str, running: int | None) -> LimitEffect:

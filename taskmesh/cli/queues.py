@@ -281,7 +281,7 @@ async def schedule(
     Code that declares the same schedule sets it back when a worker starts.
     """
     if dry_run:
-        effect = await mesh.what_if.schedule(cron=cron, interval_ms=interval_ms, timezone=timezone or "UTC")
+        effect = await mesh.what_if.schedule(schedule_id, cron=cron, interval_ms=interval_ms, timezone=timezone)
         output.show_json(effect) if as_json else output.say(f"schedule {schedule_id}: {effect.sentence}")
         return
     named: dict[str, Any] = {
@@ -301,7 +301,7 @@ async def schedule(
     if as_json:
         output.show_json(stored)
         return
-    soon = await mesh.what_if.schedule(cron=stored.cron, interval_ms=stored.interval_ms, timezone=stored.timezone)
+    soon = await mesh.what_if.schedule(schedule_id)
     output.say(
         f"schedule {schedule_id} publishes {stored.name}: {soon.sentence}" + (" (paused)" if stored.paused else "")
     )

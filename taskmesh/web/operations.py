@@ -406,7 +406,9 @@ async def _declare(mesh: TaskMesh, query: TheSchedule, body: Scheduling) -> Sche
 @_operation("schedule.what_if", "GET", "/schedules/what-if")
 async def _what_if_schedule(mesh: TaskMesh, query: WhatIfSchedule) -> ScheduleEffect:
     """Show when a schedule would run next."""
-    return await mesh.what_if.schedule(cron=query.cron, interval_ms=query.interval_ms, timezone=query.timezone)
+    return await mesh.what_if.schedule(
+        query.schedule_id, cron=query.cron, interval_ms=query.interval_ms, timezone=query.timezone
+    )
 
 
 @_operation("schedule.pause", "POST", "/schedules/{schedule_id}/pause")

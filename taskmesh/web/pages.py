@@ -293,7 +293,7 @@ async def schedules(request: Request, mesh: TaskMesh) -> Response:
     asked = {field: request.query_params.get(field, "") for field in fields}
     effect = None
     if asked["cron"] or asked["interval_ms"]:
-        when = {field: asked[field] for field in ("cron", "timezone", "interval_ms") if asked[field]}
+        when = {field: asked[field] for field in ("schedule_id", "cron", "timezone", "interval_ms") if asked[field]}
         effect = await api.perform(mesh, OPERATIONS["schedule.what_if"], when)
     return rendered(request, "schedules.html", schedules=await mesh.schedules.all(), effect=effect, asked=asked)
 

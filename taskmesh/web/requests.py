@@ -252,18 +252,26 @@ class GroupLimit(_Request):
     running: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
 
 
+Cron = Annotated[str, StringConstraints(max_length=200)]
+TimeZone = Annotated[str, StringConstraints(max_length=100, pattern=r"^[^\x00]*$")]
+
+
 class WhatIfSchedule(_Request):
-    """When a schedule runs: `cron` or `interval_ms`."""
+    """When to run: `cron` or `interval_ms`. What is not given is as the schedule of that id has it, if there is one."""
 
-    cron: Annotated[str, StringConstraints(max_length=200)] | None = None
+    schedule_id: Key | None = None
+    cron: Cron | None = None
     interval_ms: int | None = None
-    timezone: Annotated[str, StringConstraints(max_length=100, pattern=r"^[^\x00]*$")] = "UTC"
+    timezone: TimeZone | None = None
 
 
-class Scheduling(WhatIfSchedule):
+class Scheduling(_Request):
     """A schedule to create, which needs a name; or to change: then what is not given stays as it is."""
 
     name: Name | None = None
+    cron: Cron | None = None
+    interval_ms: int | None = None
+    timezone: TimeZone = "UTC"
     params: dict[str, Any] = {}
     missed: Missed = "latest"
     overlap: Overlap = "allow"

@@ -28,6 +28,7 @@ BAD: dict[str, Any] = {
     "half a surrogate pair": "\ud800",
 }
 MAY_BE_NONE = {
+    "what_if of a schedule",
     "pause of a group",
     "resume of a group",
     "explain",
@@ -136,6 +137,7 @@ CALLS: dict[str, Callable[[TaskMesh, Any], Any]] = {
     # schedules
     "every": lambda mesh, id_: mesh.every(id_, interval_ms=60_000),
     "put": lambda mesh, id_: mesh.schedules.put(id_, name="job", interval_ms=60_000),
+    "what_if of a schedule": lambda mesh, id_: mesh.what_if.schedule(id_, interval_ms=60_000),
     "put by name": lambda mesh, id_: mesh.schedules.put("tock", name=id_, interval_ms=60_000),
     "pause_schedule": lambda mesh, id_: mesh.schedules.pause(id_),
     "reason of a schedule": lambda mesh, id_: mesh.schedules.pause("tick", reason=id_),

@@ -146,3 +146,15 @@ async def test_a_schedule_is_told_in_words_and_times_across_a_change_of_the_cloc
     with pytest.raises(InvalidOption, match="cron='whenever' cannot be read"):
         await mesh.what_if.schedule(cron="whenever")
     assert await mesh.schedules.all() == []
+
+
+async def test_what_is_not_said_of_a_schedule_is_as_it_stands(mesh: TaskMesh) -> None:
+    await mesh.schedules.put("s", name="report", cron="0 3 * * *", timezone="Europe/Berlin")
+    assert (await mesh.what_if.schedule("s")).words == "At 03:00 every day (Europe/Berlin)"
+    moved = await mesh.what_if.schedule("s", cron="30 4 * * *")
+    assert moved.words == "At 04:30 every day (Europe/Berlin)"
+    assert {(time.hour, time.minute) for time in moved.times} == {(4, 30)}
+    assert (await mesh.what_if.schedule("s", interval_ms=60_000)).words == "Every 1 min"
+    assert (await mesh.what_if.schedule("new", cron="30 4 * * *")).words == "At 04:30 every day (UTC)"
+    [stored] = await mesh.schedules.all()
+    assert stored.cron == "0 3 * * *"

@@ -187,6 +187,22 @@ async def test_what_was_held_back_for_a_press_or_a_selection_is_shown_behind_it(
     await expect(page.locator("#head .status").first).to_have_text("cancelled")
 
 
+async def test_a_chart_has_a_window_an_axis_and_its_values_under_the_pointer(page: Page) -> None:
+    await page.goto("/")
+    await page.get_by_role("link", name="6 hours").click()
+    await expect(page.get_by_role("heading", name="The last 6 hours")).to_be_visible()
+    figure = page.locator("#curves figure").nth(1)
+    await expect(figure.locator(".scale li")).to_have_count(3)
+    await expect(figure.locator(".when span")).to_have_count(3)
+    box = await figure.locator("svg.curve").bounding_box()
+    assert box is not None
+    said = figure.locator("[data-said]")
+    await page.mouse.move(box["x"] + box["width"] - 3, box["y"] + 20)
+    await expect(said).to_contain_text("at ")
+    await page.mouse.move(1, 1)
+    await expect(said).to_have_text("")
+
+
 HIDEABLE = """
 Object.defineProperty(document, "hidden", { get: () => sessionStorage.getItem("hidden") === "yes" });
 window.hide = (hidden) => {

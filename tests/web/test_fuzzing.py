@@ -71,4 +71,4 @@ def test_no_request_makes_the_api_fail(api: str, mode: GenerationMode) -> None:
             case.validate_response(response, checks=CHECKS)
 
         answers()
-    assert asked == 39
+    assert asked == 46
