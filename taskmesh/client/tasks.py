@@ -14,7 +14,7 @@ from taskmesh.model.errors import TaskFinished, TaskNotFound, TaskRunning, TooMa
 from taskmesh.model.flow import FlowStatus
 from taskmesh.model.ids import checked_step_name, checked_text
 from taskmesh.model.option import OptionFields, ping_interval_for
-from taskmesh.model.task import Status, Task, task_id
+from taskmesh.model.task import Task, task_id
 from taskmesh.model.times import checked_timeout
 from taskmesh.store import Store, audit, control, find, signals
 from taskmesh.store.driver import Document
@@ -55,6 +55,10 @@ class Tasks:
     async def _read(self, document: Document) -> Task:
         return self._connection.payloads.task(await self._connection.fetched(document))
 
+    async def _as_written(self, document: Document) -> Task:
+        """Return the task as a change has left it: a worker may have gone on with it since."""
+        return await self._read(await find.written(self._store, document))
+
     async def _stored(self, name: str, key: str) -> Document:
         id_ = task_id(name, key)
         found = await find.get(self._store, [id_])
@@ -83,14 +87,8 @@ class Tasks:
         `by`: who, for the audit; by default the user of this process, and its host. Raises `TaskNotFound`.
         """
         id_, who = task_id(name, key), audit.author(by)
-        before = await find.get(self._store, [id_])
-        if await self._change(id_, lambda: control.cancel(self._store, id_)):
-            # With no retention it is past it by now, and the server may have removed it even before we look.
-            cancelled = {"status": Status.CANCELLED}
-            found = await find.get(self._store, [id_], forgotten=True) or [each | cancelled for each in before]
-        else:
-            found = []
-        task = await self._read(found[0]) if found else await self.get(name, key)
+        cancelled = await self._change(id_, lambda: control.cancel(self._store, id_))
+        task = await (self.get(name, key) if cancelled is None else self._as_written(cancelled))
         await audit.note(self._store, "task.cancel", who, name=name, key=key)
         return task
 
@@ -102,10 +100,11 @@ class Tasks:
         `by`: who, for the audit; by default the user of this process, and its host. Raises `TaskRunning`, `TaskNotFound`.
         """
         id_, who = task_id(name, key), audit.author(by)
-        if not await self._change(id_, lambda: control.retry(self._store, id_, fresh=fresh)):
+        retried = await self._change(id_, lambda: control.retry(self._store, id_, fresh=fresh))
+        if retried is None:
             await self.get(name, key)
             raise TaskRunning(f"task {name!r} {key!r} is running: cancel it first, or publish it with run_again")
-        task = await self.get(name, key)
+        task = await self._as_written(retried)
         await audit.note(self._store, "task.retry", who, name=name, key=key)
         return task
 
@@ -143,11 +142,12 @@ class Tasks:
                 )  # as in `TaskOption`, where nobody has set it
             after = before.changed(**wanted).stored()
             expected = before.stored()
-            if await control.set_option(
+            written = await control.set_option(
                 self._store, task_id(name, key), {field: after.get(field) for field in wanted}, expected
-            ):
+            )
+            if written is not None:
                 await audit.note(self._store, "task.set_option", who, name=name, key=key, changes=dict(changes))
-                return await self.get(name, key)
+                return await self._as_written(written)
 
     async def signal(
         self, name: str, key: str, event: str, payload: Any = UNSAID, *, signal_id: str | None = None

@@ -16,7 +16,7 @@ from bson import ObjectId
 
 from taskmesh.model.errors import TaskNotFound
 from taskmesh.store import dependencies, repeated, rules
-from taskmesh.store.driver import Document
+from taskmesh.store.driver import CODEC, Document
 from taskmesh.store.event_stamp import stamp
 from taskmesh.store.finish import cancel_pipeline, fresh_state
 from taskmesh.store.prepared import prepared
@@ -24,8 +24,8 @@ from taskmesh.store.server_errors import patiently
 from taskmesh.store.store import Store
 
 
-async def cancel(store: Store, id_: str) -> bool:
-    """Cancel an unfinished task; False if there is none. Raises as `_change` does."""
+async def cancel(store: Store, id_: str) -> Document | None:
+    """Cancel an unfinished task, and return it as it was written; None if there is none. Raises as `_change` does."""
     now = store.now
     unfinished = rules.with_facts(now, {"$in": [rules.status(now), ["INIT", "RUNNING"]]})
     cancelled = await _change(store, id_, unfinished, cancel_pipeline(now))
@@ -38,36 +38,41 @@ async def _standing(store: Store, id_: str) -> Document | None:
     return found[0] if found else None
 
 
-async def _change(store: Store, id_: str, condition: rules.Expression, pipeline: list[Document]) -> bool:
-    """Change the task that stands under this `_id` now; False if there is none, or it does not fit the condition.
+async def _change(store: Store, id_: str, condition: rules.Expression, pipeline: list[Document]) -> Document | None:
+    """Change the task that stands under this `_id` now; None if there is none, or it does not fit the condition.
+
+    Returned is the task as it was written, before anybody else can have changed it: a worker may claim it at once.
 
     Goes on while the database falters. What it has done once it does not do again, whatever became of the task since, and never
     to another. Raises `TaskNotFound` if the task was deleted before it was changed, whatever stands in its place.
     """
     task = await _standing(store, id_)
     if task is None:
-        return False
+        return None
     change_id = ObjectId()
     query = {**repeated.unchanged_by(task, change_id), "$expr": condition}
     # The change's own id stays in the task: by it a repetition knows that the change was made.
     stages = [*pipeline, {"$set": {"change_ids": repeated.with_change(change_id)}}]
 
-    async def change() -> bool:
-        if (await store.update(query, stages))["n"]:
-            return True
-        found = await store.find(repeated.same(task), repeated.FIELDS)
+    async def change() -> Document | None:
+        changed: Document | None = (await store.update(query, stages, returning=True))["value"]
+        if changed is not None:
+            return changed
+        found = await store.find(repeated.same(task), {}, codec=CODEC)
         if not found:
             name, _, key = id_.partition(":")
             raise TaskNotFound(
                 f"the task {name!r} {key!r} was deleted meanwhile: look at what stands under its key now"
             )
-        return repeated.is_changed_by(found[0], change_id)
+        return found[0] if repeated.is_changed_by(found[0], change_id) else None
 
     return await patiently(change)
 
 
-async def retry(store: Store, id_: str, *, fresh: bool = False) -> bool:
-    """Make a finished task INIT again, a waiting one due at once; False if it is running or there is none.
+async def retry(store: Store, id_: str, *, fresh: bool = False) -> Document | None:
+    """Make a finished task INIT again, a waiting one due at once, and return it as it was written.
+
+    None if it is running or there is none.
 
     What it has recorded stays, but for errors. `fresh`: it begins as if nobody had tried. Raises as `_change` does.
     """
@@ -194,8 +199,10 @@ async def _remove(store: Store, which: Document) -> None:
     await tasks.delete_one({**which, **DELETED_AND_EMPTY})
 
 
-async def set_option(store: Store, id_: str, changes: Document, expected: Document) -> bool:
-    """Change these fields of the option; False if the option is not as `expected` any more, or there is no task.
+async def set_option(store: Store, id_: str, changes: Document, expected: Document) -> Document | None:
+    """Change these fields of the option, and return the task as it was written.
+
+    None if the option is not as `expected` any more, or there is no task.
 
     Raises as `_change` does.
     """

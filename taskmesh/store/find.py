@@ -18,7 +18,7 @@ from pymongo.read_concern import ReadConcern
 
 from taskmesh.model.worker import Claimant
 from taskmesh.store import rules
-from taskmesh.store.driver import PLAIN_CODEC, Document
+from taskmesh.store.driver import PLAIN_CODEC, Document, restored
 from taskmesh.store.malformed import WELL_FORMED, Strange, past_strangers
 from taskmesh.store.numbers import number_at
 from taskmesh.store.prepared import prepared
@@ -70,6 +70,17 @@ def as_read(now: rules.Expression, *, params: bool, forgotten: bool = False, kep
         # Params may be large: only for who asked for them.
         *([] if params else [{"$unset": "params"}]),
     ]
+
+
+async def written(store: Store, document: Document) -> Document:
+    """Return a document, of just now, as `get` shows it: with what follows from it and is not stored."""
+    stages = [
+        # The document: values of users, so a literal.
+        {"$documents": [{"$literal": document}]},
+        *as_it_stands(store.now),
+    ]
+    reply = await store.driver.command({"aggregate": 1, "pipeline": stages, "cursor": {}})
+    return restored(reply["cursor"]["firstBatch"][0])  # type: ignore[no-any-return]  # a document
 
 
 def as_it_stands(now: rules.Expression) -> list[Document]:

@@ -19,7 +19,7 @@ from pymongo.errors import PyMongoError
 
 from taskmesh.model.errors import InvalidName, TaskMeshError
 from taskmesh.store import rules
-from taskmesh.store.driver import PLAIN_CODEC, Document, Driver, checked
+from taskmesh.store.driver import PLAIN_CODEC, Document, Driver, checked, restored
 from taskmesh.store.inserts import Inserts
 from taskmesh.store.numbers import Numbers
 from taskmesh.store.uncut import CLOSE_DEADLINE_S, ended_in_time
@@ -128,14 +128,27 @@ class Store:
         session: Any = None,
         constants: Document | None = None,
         hint: str | None = None,
+        *,
+        returning: bool = False,
     ) -> Document:
         """Update all tasks that match, and return the reply with `n` (matched) and `nModified`.
 
-        `constants`: values that the pipeline refers to by name (`$$name`).
+        `constants`: values that the pipeline refers to by name (`$$name`). `returning`: update one, and return it as `value`, as
+        it was written, before anybody else can have changed it; None if none matches.
 
         Not repeated by the driver after a network error: the caller asks by `running_id` what happened.
         """
         command = self.update_command(query, pipeline, deadline_ms, hint=hint)
+        if returning:
+            [one] = command["updates"]
+            find_and_modify: Document = {
+                "findAndModify": self.tasks,
+                "query": one["q"],
+                "update": one["u"],
+                "new": True,
+            }
+            settings = {name: command[name] for name in ("let", "writeConcern", "maxTimeMS")}
+            return {"value": restored((await self.driver.command(find_and_modify | settings))["value"])}
         if constants is not None:
             command["updates"][0]["c"] = constants
         if session is not None and session.in_transaction:

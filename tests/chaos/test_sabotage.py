@@ -334,14 +334,14 @@ async def _a_cancel_is_repeated_after_a_retry(stage: Stage) -> None:
     await stage.publish(delay_ms=_NEVER_HERE_MS)
     update = stage.mesh.store.update
 
-    async def update_without_an_answer(*arguments: Any) -> Any:
+    async def update_without_an_answer(*arguments: Any, **settings: Any) -> Any:
         stage.mesh.store.update = update  # type: ignore[method-assign]
-        await update(*arguments)
+        await update(*arguments, **settings)
         await stage.mesh.retry("work", "victim")
-        async with _on_tasks(stage, "update", appname=STAGE, times=1, errorCode=10107):
-            return await update(*arguments)
+        async with _on_tasks(stage, "findAndModify", appname=STAGE, times=1, errorCode=10107):
+            return await update(*arguments, **settings)
 
-    stage.mesh.store.update = update_without_an_answer  # type: ignore[assignment,method-assign]
+    stage.mesh.store.update = update_without_an_answer  # type: ignore[method-assign]
     await stage.cancel()
     stage.worker("w1")
 

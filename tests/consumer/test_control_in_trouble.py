@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from decimal import Decimal
 from typing import Any
 
 import pytest
 
 from taskmesh import Status, TaskMesh, TaskNotFound, TaskOption, current_task
 from tests.faults import failing_commands
+from tests.waiting import eventually
 from tests.working import finished, working
 
 CONTROLS: dict[str, Callable[[TaskMesh], Awaitable[Any]]] = {
@@ -34,7 +36,7 @@ async def test_it_is_done_in_spite_of_a_fault(mongo_uri: str, database: str, con
 
     async with mesh:
         await job.configure(delay_ms=3_600_000).publish("k")
-        async with failing_commands(mongo_uri, ["update"], times=2, **FAULTS[fault]):
+        async with failing_commands(mongo_uri, ["update", "findAndModify"], times=2, **FAULTS[fault]):
             await CONTROLS[control](mesh)
         match control:
             case "delete":
@@ -64,17 +66,44 @@ async def test_a_retry_whose_answer_is_lost_makes_the_task_run_once_more_and_not
             await finished(mesh, "job", "k")
             update = mesh.store.update
 
-            async def update_without_an_answer(*arguments: Any) -> Any:
+            async def update_without_an_answer(*arguments: Any, **settings: Any) -> Any:
                 mesh.store.update = update  # type: ignore[method-assign]
-                await update(*arguments)
+                await update(*arguments, **settings)
                 await finished(mesh, "job", "k")  # it has run again by the time that its owner asks once more
-                async with failing_commands(mongo_uri, ["update"], times=1, errorCode=10107):
-                    return await update(*arguments)
+                async with failing_commands(mongo_uri, ["findAndModify"], times=1, errorCode=10107):
+                    return await update(*arguments, **settings)
 
-            mesh.store.update = update_without_an_answer  # type: ignore[assignment,method-assign]
+            mesh.store.update = update_without_an_answer  # type: ignore[method-assign]
             await mesh.retry("job", "k")
             await finished(mesh, "job", "k")
         assert runs == ["k", "k"]
+
+
+async def test_a_retry_returns_the_task_as_it_was_retried_though_a_worker_has_run_it_since(mesh: TaskMesh) -> None:
+    runs: list[Decimal] = []
+
+    @mesh.task
+    async def job(price: Decimal) -> None:
+        runs.append(price)
+
+    await job.publish("k", price=Decimal("1.10"))
+    async with working(mesh):
+        await finished(mesh, "job", "k")
+        update = mesh.store.update
+
+        async def update_that_is_answered_late(*arguments: Any, **settings: Any) -> Any:
+            reply = await update(*arguments, **settings)
+            if settings.get("returning"):
+                await eventually(lambda: len(runs) == 2)
+                await finished(mesh, "job", "k")
+            return reply
+
+        mesh.store.update = update_that_is_answered_late  # type: ignore[method-assign]
+        retried = await mesh.retry("job", "k")
+    assert (retried.status, retried.standing, list(retried.task_state.worker_states)) == (Status.INIT, "ready", [])
+    assert retried.params == {"price": Decimal("1.10")}
+    assert retried.task_state.create_time.tzinfo is not None
+    assert (await mesh.get("job", "k")).status is Status.SUCCESS
 
 
 async def test_what_is_cancelled_and_kept_for_no_time_is_returned_all_the_same(mesh: TaskMesh) -> None:

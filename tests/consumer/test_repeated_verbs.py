@@ -32,7 +32,7 @@ def _loses_an_answer(mesh: TaskMesh, uri: str, meanwhile: Callable[[], Awaitable
         mesh.store.update = update  # type: ignore[method-assign]
         await update(*arguments, **settings)
         await meanwhile()
-        async with failing_commands(uri, ["update"], times=1, errorCode=10107):
+        async with failing_commands(uri, ["update", "findAndModify"], times=1, errorCode=10107):
             return await update(*arguments, **settings)
 
     mesh.store.update = update_without_an_answer  # type: ignore[method-assign]

@@ -127,7 +127,7 @@ class Life:
 
     async def set_option(self, **changes: Any) -> bool:
         stored = (await self.document())["task_option"]
-        return await control.set_option(self.store, self.id, changes, stored)
+        return bool(await control.set_option(self.store, self.id, changes, stored))
 
     async def document(self) -> Document:
         """The task as a reader sees it."""

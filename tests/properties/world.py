@@ -313,11 +313,11 @@ class World:
         return [(changed, changed)]
 
     async def _cancel(self, task: str) -> list[tuple[Any, Any]]:
-        return [(self.oracles[task].cancel(self.now), await control.cancel(self.store, task))]
+        return [(self.oracles[task].cancel(self.now), bool(await control.cancel(self.store, task)))]
 
     async def _retry(self, task: str, fresh: bool = False) -> list[tuple[Any, Any]]:
         expected = self.oracles[task].retry(self.now, fresh=fresh)
-        return [(expected, await control.retry(self.store, task, fresh=fresh))]
+        return [(expected, bool(await control.retry(self.store, task, fresh=fresh)))]
 
     async def _delete(self, task: str) -> list[tuple[Any, Any]]:
         return [(self.oracles[task].delete(self.now), await control.delete(self.store, task))]
@@ -329,7 +329,7 @@ class World:
         if outdated:
             seen["priority"] = -1
         expected = not outdated and self.oracles[task].set_option(copy.deepcopy(changes), self.now)
-        return [(expected, await control.set_option(self.store, task, changes, seen))]
+        return [(expected, bool(await control.set_option(self.store, task, changes, seen)))]
 
     async def _settle(self) -> list[tuple[Any, Any]]:
         expected = sum(oracle.settle(self.now) for oracle in self.oracles.values())
