@@ -46,6 +46,8 @@ def events_of(change: Change) -> Iterator[TaskEvent]:
     stamp = read_stamp(change.stamp)
     for worker_id in stamp.lost:
         yield event("timed_out", worker_id)
+    if stamp.progressed:  # in one write with how the execution ended
+        yield event("progressed", stamp.worker_id)
     if stamp.kind not in ("settled", "stopped", "opened"):
         yield event("published" if stamp.kind == "replaced" else stamp.kind, stamp.worker_id)
     if change.status in FINISHED:

@@ -605,7 +605,7 @@ class Execution:
             entry = {**entry, "fail_reason": self.redacted(entry["fail_reason"])}
         entry = self.publisher.payloads.sealed_entry(self.id, entry)
         entry = {**entry, **logs} if logs else entry
-        return Outcome(self.id, self.running_id, kind, entry, delay_ms, self.progress, size)
+        return Outcome(self.id, self.running_id, kind, entry, delay_ms, self.progress, self._progress_changed, size)
 
     def report(self) -> Outcome | None:
         """Return what is new in logs and progress, to be written while the execution goes on."""

@@ -2,7 +2,8 @@
 
 A text, because a change stream shows changed parts of sub-documents under dotted names, but a text whole. It holds the
 kind, the server's time (two stamps are never the same, so each shows as a change), the worker, and the workers whose
-leases were found run out. Pings leave no stamp: nobody hears of them.
+leases were found run out. Pings leave no stamp: nobody hears of them. Progress that is written with the outcome of its
+execution is a mark behind the time, which older releases do not read.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from datetime import datetime
 from taskmesh.store import rules
 
 _SEPARATOR = "\x1f"
+_PROGRESS = "p"
 
 
 @dataclass(slots=True, frozen=True)
@@ -23,16 +25,25 @@ class Stamp:
     kind: str
     worker_id: str | None
     lost: tuple[str, ...]
+    progressed: bool = False
+    """Whether progress came with it that nobody was told of before."""
 
 
 def stamp(
-    kind: str, now: rules.Expression, worker_id: rules.Expression = "", lost: rules.Expression | None = None
+    kind: str,
+    now: rules.Expression,
+    worker_id: rules.Expression = "",
+    lost: rules.Expression | None = None,
+    progressed: rules.Expression = False,
 ) -> rules.Expression:
-    """The expression of a stamp. `worker_id`: one that gives the id (user data in a `$literal`); `lost`: a list of them."""
+    """The expression of a stamp. `worker_id`: one that gives the id (user data in a `$literal`); `lost`: a list of them.
+
+    `progressed`: whether progress comes with it of which nobody was told yet.
+    """
     parts: list[rules.Expression] = [
         kind + _SEPARATOR,
         {"$toString": {"$toLong": now}},
-        _SEPARATOR,
+        _SEPARATOR if progressed is False else {"$cond": [progressed, _PROGRESS + _SEPARATOR, _SEPARATOR]},
         worker_id,
     ]
     if lost is not None:
@@ -49,8 +60,8 @@ def stamped(kind: str, now: datetime) -> str:
 
 def read_stamp(text: str) -> Stamp:
     """Read a stamp back."""
-    kind, _, worker_id, *lost = text.split(_SEPARATOR)
-    return Stamp(kind, worker_id or None, tuple(lost))
+    kind, time, worker_id, *lost = text.split(_SEPARATOR)
+    return Stamp(kind, worker_id or None, tuple(lost), time.endswith(_PROGRESS))
 
 
 def starting_with(kinds: Collection[str]) -> dict[str, str]:

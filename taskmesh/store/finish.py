@@ -78,6 +78,8 @@ class Outcome:
     delay_ms: int | None = None
     """Of `Retry` and `Snooze`: no worker claims the task before this has passed. Of a record: when what it waits for is over."""
     progress: Document | None = None
+    progress_untold: bool = False
+    """Whether no report has written this progress, so that readers of events have not heard of it."""
     size: int = 0
     """About how many bytes `entry` needs, so that a batch stays within one message."""
     step: Document | None = None
@@ -124,7 +126,7 @@ async def finish(
     pipeline = [
         *stages,
         # Tell how it ended. A conflict is told as a snooze: readers see a task that comes back later.
-        {"$set": {"event": stamp(_TOLD_AS.get(kind, kind), store.now, {"$literal": worker_id})}},
+        {"$set": {"event": _told(_TOLD_AS.get(kind, kind), worker_id, outcomes, store.now)}},
         # Status and times follow.
         *prepared(rules.derivation, store.now),
     ]
@@ -166,7 +168,7 @@ async def _finish_plain(
                     "ask_time": {"$cond": [rules.HAS_DEPENDENTS, now, "$$REMOVE"]},
                     **_progress(outcomes),
                 },
-                "event": stamp("succeeded", now, {"$literal": worker_id}),
+                "event": _told("succeeded", worker_id, outcomes, now),
                 # The task is finished, and is kept for as long as its option says.
                 "status": "SUCCESS",
                 "next_claim_time": "$$REMOVE",
@@ -422,6 +424,13 @@ def _resume_time(outcomes: Sequence[Outcome], now: rules.Expression) -> Document
         return {}
     latest = {"$max": ["$task_state.resume_time", asked_for(outcomes, now)]}
     return {"resume_time": {"$ifNull": [latest, "$$REMOVE"]}}
+
+
+def _told(kind: str, worker_id: str, outcomes: Sequence[Outcome], now: rules.Expression) -> rules.Expression:
+    """The stamp of how executions ended, and that they got somewhere, if that comes with it."""
+    untold = [outcome.progress_untold for outcome in outcomes]
+    progressed = own(untold, outcomes) if any(untold) else False
+    return stamp(kind, now, {"$literal": worker_id}, progressed=progressed)
 
 
 def _progress(outcomes: Sequence[Outcome]) -> Document:

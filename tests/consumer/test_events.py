@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pymongo import AsyncMongoClient
 
-from taskmesh import InvalidOption, Retry, Snooze, Status, TaskEvent, TaskMesh, TaskOption, current_task
+from taskmesh import InvalidOption, Retry, Snooze, Status, TaskDefinition, TaskEvent, TaskMesh, TaskOption, current_task
 from taskmesh.client.events import EventReader
 from taskmesh.store.claim import claim
 from tests.waiting import eventually
@@ -33,13 +33,23 @@ def define_all(mesh: TaskMesh) -> dict[str, Any]:
         await eventually(lambda: _progress_of(mesh, "talks"))
 
     @mesh.task
+    async def says_and_ends() -> None:
+        await current_task().progress(0.5)
+
+    @mesh.task(option=AT_ONCE.changed(max_unexpected_retries=0))
+    async def says_and_fails() -> None:
+        await current_task().progress(0.5)
+        raise ValueError
+
+    @mesh.task
     async def snoozes() -> None:
         if not snoozed:
             snoozed.append(True)
             raise Snooze(delay_ms=0)
 
     snoozed: list[bool] = []
-    return {"good": good, "bad": bad, "talks": talks, "snoozes": snoozes}
+    kinds: list[TaskDefinition[[], Any]] = [good, bad, talks, says_and_ends, says_and_fails, snoozes]
+    return {kind.name: kind for kind in kinds}
 
 
 async def _progress_of(mesh: TaskMesh, name: str) -> Any:
@@ -64,6 +74,8 @@ async def until_finished(events: EventReader, count: int = 1) -> list[TaskEvent]
         ("good", ["published", "claimed", "succeeded", "finished"]),
         ("bad", ["published", "claimed", "failed", "claimed", "failed", "finished"]),
         ("talks", ["published", "claimed", "progressed", "succeeded", "finished"]),
+        ("says_and_ends", ["published", "claimed", "progressed", "succeeded", "finished"]),
+        ("says_and_fails", ["published", "claimed", "progressed", "failed", "finished"]),
         ("snoozes", ["published", "claimed", "snoozed", "claimed", "succeeded", "finished"]),
     ],
 )
@@ -75,7 +87,7 @@ async def test_a_task_s_life_is_told_in_order(mesh: TaskMesh, name: str, kinds: 
     assert [event.kind for event in told] == kinds
     assert {(event.name, event.key) for event in told} == {(name, "k")}
     assert [event.worker_id for event in told] == [None] + ["w1"] * (len(kinds) - 1)
-    assert told[-1].status == (Status.FAIL if name == "bad" else Status.SUCCESS)
+    assert told[-1].status == (Status.FAIL if name in ("bad", "says_and_fails") else Status.SUCCESS)
     assert sorted(event.time for event in told) == [event.time for event in told]
     assert all(event.time.utcoffset() is not None for event in told)
 
