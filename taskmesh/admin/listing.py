@@ -100,6 +100,8 @@ class Listing:
         """
         if sort not in get_args(Order):
             raise InvalidOption(f"sort must be one of {', '.join(get_args(Order))}, got {sort!r}")
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
+            raise InvalidOption(f"limit must be a whole number, 0 or more (0: all), got {shown(limit)}")
         if which is None:
             return
         behind = None if after is None else task_id(which.name or "", after)

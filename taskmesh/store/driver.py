@@ -24,11 +24,13 @@ from pymongo.read_preferences import ReadPreference
 from pymongo.write_concern import WriteConcern
 
 from taskmesh.model.errors import InvalidName
+from taskmesh.model.ids import shown
 from taskmesh.store.server_errors import Code
 from taskmesh.store.uncut import Uncut, UncutCalls
 
 Document = dict[str, Any]
 MAJORITY = WriteConcern("majority")
+_LONGEST_DATABASE = 63
 TRANSACTION: Mapping[str, Any] = {
     "read_concern": ReadConcern("local"),
     "write_concern": MAJORITY,
@@ -79,6 +81,9 @@ class Driver:
                 f"client must be a MongoDB URI, a pymongo.AsyncMongoClient or a motor AsyncIOMotorClient, "
                 f"got {type(client).__name__}"
             )
+        if not isinstance(database, str) or len(database.encode()) > _LONGEST_DATABASE:
+            why = f"it is a str of up to {_LONGEST_DATABASE} bytes"
+            raise InvalidName(f"database must be a name that MongoDB allows, got {shown(database)}: {why}")
         try:
             self.database = own_database(client, database)
         except (PyMongoInvalidName, TypeError) as error:

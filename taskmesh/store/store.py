@@ -44,6 +44,8 @@ class Store:
             self.driver.collection(collection)
         except (PyMongoInvalidName, TypeError) as error:
             raise InvalidName(f"collection must be a name that MongoDB allows, got {collection!r}: {error}") from None
+        if collection.startswith("system."):
+            raise InvalidName(f"collection must not begin with 'system.', which is MongoDB's own, got {collection!r}")
         self._name(collection, now)
         self._inserts = Inserts(self.driver, self.tasks)
 

@@ -350,3 +350,19 @@ async def test_what_is_no_time_to_wait_is_refused(mesh: TaskMesh, subtests: pyte
     for timeout in ("5", timedelta(seconds=5), float("nan"), True):
         with subtests.test(timeout=timeout), pytest.raises(InvalidOption, match="timeout must be a number of seconds"):
             await handle.result(timeout=timeout)
+
+
+async def test_what_cannot_be_looked_for_is_refused(mesh: TaskMesh, subtests: pytest.Subtests) -> None:
+    find: Any = mesh.find
+    bad: list[tuple[str, Any]] = [*(("limit", limit) for limit in (-1, "x", 1.5, True)), ("status", 3), ("tags", 3)]
+    for name, value in bad:
+        with subtests.test(name=name, value=value), pytest.raises(InvalidOption, match=f"got {value!r}"):
+            [task async for task in find(**{name: value})]
+
+
+async def test_a_place_that_mongodb_does_not_have_is_refused(mongo_uri: str, subtests: pytest.Subtests) -> None:
+    bad: list[tuple[str, Any]] = [("database", name) for name in (None, 3, "", "a b", "d" * 64)]
+    bad += [("collection", name) for name in (None, "", "$x", "system.tasks")]
+    for name, value in bad:
+        with subtests.test(name=name, value=value), pytest.raises(InvalidName, match=f"{name} must"):
+            await TaskMesh(mongo_uri, **{name: value}).connect()
