@@ -67,8 +67,8 @@ class Waiting(BaseModel):
     """Why they are shut for the example."""
 
 
-_OPENED_BY_OTHERS = ("flow", "dependencies", "sequence")
-"""Gates that no time opens, but what other tasks do: their reasons say which."""
+_OPENED_BY_OTHERS: tuple[str, ...] = ("flow", "dependencies", "sequence")
+"""Gates that no time opens, but what other tasks do: their reasons say which. So is that of who waits for children."""
 
 
 async def explain(store: Store, id_: str, worker_id: str | None) -> list[Explanation]:
@@ -165,11 +165,16 @@ def _explanation(
         "dependencies": _dependencies(found.task["waits_for"], told.get("dependencies")),
         "sequence": told.get("sequence") or ("waits for its turn" if found.task["line"] else "has no sequence_key"),
     }
+    opened_by_others = _OPENED_BY_OTHERS
+    if (found.task.get("suspended_for") or {}).get("kind") == "join":
+        opened_by_others += ("suspended",)
+        if told.get("dependencies") and (opens["suspended"] or now) > now:
+            words["suspended"] = f"{told['dependencies']}, which it has started"
     gates = [
         Gate(
             name=name,
             open=moment is None or moment <= now,
-            reason=words.get(name, "") + ("" if name in _OPENED_BY_OTHERS else _until(moment, now)),
+            reason=words.get(name, "") + ("" if name in opened_by_others else _until(moment, now)),
             opens_at=moment if moment is not None and now < moment < NEVER else None,
         )
         for name, moment in opens.items()

@@ -49,6 +49,11 @@ async def test_a_handler_starts_children_once_and_gets_their_values_in_order(mes
         assert waits_for is not None
         assert (waits_for.kind, waits_for.name) == ("join", "3 tasks")
         assert task.status is Status.INIT
+        [explained] = await mesh.explain("order", "1", worker_id="w1")
+        [gate] = [gate for gate in explained.gates if gate.name == "suspended"]
+        assert gate.reason == (
+            "waits for 3 unfinished: 'pack' '1-0' (INIT), 'pack' '1-1' (INIT), 'pack' '1-2' (INIT), which it has started"
+        )
         async with working(mesh, "w2", names=["pack"]):
             assert await handle.result(60) == [0.0, 1.0, 2.0]
     assert created[0] == [True, True, True]
