@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict
 from taskmesh.admin.queues import read_queue
 from taskmesh.admin.store.gates import Judgement, judge
 from taskmesh.admin.store.server_state import waits_for_its_own_line
+from taskmesh.client.tasks import no_such_task
 from taskmesh.model.dependency import label
-from taskmesh.model.errors import TaskNotFound
 from taskmesh.model.queue import QueueInfo
 from taskmesh.model.task import SuspendedFor
 from taskmesh.model.worker import Claimant, WorkerInfo, read_workers
@@ -85,7 +85,8 @@ async def judged(
     asked = [worker_id] if worker_id is not None else live or [NO_WORKER]
     found = await judge(store, [id_], [_claimant(each, workers) for each in asked], as_if)
     if not found:
-        raise TaskNotFound(f"there is no task {id_!r}")
+        name, _, key = id_.partition(":")
+        raise no_such_task(name, key)
     queue = await read_queue(store, found[0].task["queue"])
     others = {
         "dependencies": await _left_to_wait_for(store, id_, found[0].task["line"])

@@ -141,7 +141,9 @@ def limit(
     without: Annotated[list[_Limit] | None, typer.Option(help="Remove this limit; may be given several times.")] = None,
     none: Annotated[bool, typer.Option("--none", help="Remove every limit of the queue, or that of --group.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show how many tasks could start then.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print JSON.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the queue as JSON; with --dry-run, what would change.")
+    ] = False,
     app: App = None,
     uri: Uri = None,
     database: Database = None,
@@ -176,7 +178,10 @@ def limit(
             await mesh.set_limit(queue, **limits)
         info = next((each for each in await mesh.queues.all(counted_to=1) if each.queue == queue), None)
         where = f"queue {queue}" if group is None else f"queue {queue}, group {group}"
-        output.say(f"{where}: {_limits_of(info.limits if info else QueueLimits(), group)}")
+        if as_json:
+            output.show_json(info or QueueInfo(queue=queue))
+        else:
+            output.say(f"{where}: {_limits_of(info.limits if info else QueueLimits(), group)}")
 
     async def tell(mesh: TaskMesh) -> None:
         if group is not None:

@@ -51,6 +51,8 @@ def test_queues_are_listed_with_their_pauses_and_limits(taskmesh: Shell) -> None
     taskmesh.done("pause", "shut", "--reason", "maintenance")
     limited = taskmesh.done("limit", "busy", "--rate", "5", "--per-ms", "2000", "--running", "3")
     assert limited.out == "queue busy: 5 starts in 2000 ms, 3 at a time\n"
+    told = taskmesh.done("limit", "busy", "--running", "3", "--json").json
+    assert (told["queue"], told["limits"]["rate"], told["limits"]["running"]) == ("busy", 5, 3)
     busy, shut = taskmesh.done("queues", "--json").json
     assert (busy["queue"], busy["waiting"], busy["limits"]["rate"], busy["limits"]["running"]) == ("busy", 1, 5, 3)
     assert (shut["queue"], shut["paused"], shut["paused_reason"]) == ("shut", True, "maintenance")
@@ -107,7 +109,7 @@ def test_one_group_is_paused_by_itself(taskmesh: Shell) -> None:
 WRONG: list[list[str]] = [
     ["limit", "q"],
     ["limit", "q", "--none", "--rate", "1"],
-    ["limit", "q", "--rate", "0"],
+    ["limit", "q", "--rate", "-1"],
     ["limit", "q", "--running", "1", "--without", "running"],
     ["limit", "q", "--group-running", "-1"],
     ["limit", "q", "--group", "g", "--rate", "1"],
