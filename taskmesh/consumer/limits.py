@@ -88,6 +88,8 @@ class Limits:
         self.paused_groups: frozenset[Place] = frozenset()
         """Groups that are paused for everybody, while the rest of their queue is open."""
         self._unchecked: set[str] = set()
+        self._asking: dict[str, asyncio.Lock] = {}
+        """By queue: who is asking for room."""
         self.canaries: set[str] = set()
         """Tasks that were let through while their queue is paused for its failures."""
         self._given_back: set[str] = set()
@@ -171,16 +173,14 @@ class Limits:
         in_hand: dict[str, list[tuple[Candidate, Slot]]] = {}
         to_ask: dict[str, list[Candidate]] = {}
         for candidate in candidates:
-            queue, group = candidate.queue, candidate.group
+            queue = candidate.queue
             limits = self.queues.get(queue)
             if limits is None:
                 unlimited.append(candidate)
             elif (slot := self._slot_in_hand(candidate, limits, asking=queue in to_ask)) is not None:
                 in_hand.setdefault(queue, []).append((candidate, slot))
-            elif (queue, None) in self._shut:
-                self._park((queue, None), candidate)
-            elif (queue, group) in self._shut:
-                self._park((queue, group), candidate)
+            elif self._parks(candidate):
+                continue
             elif len(to_ask.get(queue, ())) >= _LARGEST_WISH:
                 self._candidates.offer(candidate)
             else:
@@ -195,6 +195,14 @@ class Limits:
         ]
         return Sorted(unlimited, admitted, to_ask)
 
+    def _parks(self, candidate: Candidate) -> bool:
+        """Put a candidate aside if its queue or its group has no room; whether that was so."""
+        for place in ((candidate.queue, None), (candidate.queue, candidate.group)):
+            if place in self._shut:
+                self._park(place, candidate)
+                return True
+        return False
+
     def _slot_in_hand(self, candidate: Candidate, limits: Document, *, asking: bool) -> Slot | None:
         """Return a slot of ours for the candidate, if there is one and it does not take the room from those before it."""
         if _counts_starts(limits) or (asking and limits.get("running") is not None):
@@ -202,7 +210,13 @@ class Limits:
         return self._slots.use(_place(candidate, limits), Wish(candidate.id, candidate.group))
 
     async def admit(self, queue: str, candidates: list[Candidate]) -> Admission:
-        """Book what there is room for, and put the rest aside."""
+        """Book what there is room for, and put the rest aside: one set after the other, so that what goes first asks first."""
+        async with self._asking.setdefault(queue, asyncio.Lock()):
+            # The set before may have learnt that there is no room.
+            to_ask = [candidate for candidate in candidates if not self._parks(candidate)]
+            return await self._admit(queue, to_ask) if to_ask else Admission(queue, [], {})
+
+    async def _admit(self, queue: str, candidates: list[Candidate]) -> Admission:
         if queue in self._unchecked:
             # What was claimed before we knew of the limit has no slot yet.
             self._unchecked.discard(queue)

@@ -252,3 +252,21 @@ def test_numbers_are_in_the_order_of_the_calls_though_the_clock_is_set_back() ->
     later = now + timedelta(milliseconds=1)
     assert numbers.take(1, later) == number_at(later)
     assert number_at(datetime(2200, 1, 1, tzinfo=UTC)) < 2**63
+
+
+@pytest.mark.parametrize("limit", ["running", "group_running"])
+async def test_where_one_may_run_at_a_time_order_and_priority_hold_whatever_the_concurrency(
+    mesh: TaskMesh, limit: str
+) -> None:
+    ran: list[str] = []
+
+    @mesh.task
+    async def job() -> None:
+        ran.append(current_task().key)
+
+    await mesh.set_limit("default", **{limit: 1})  # type: ignore[misc]  # mypy does not follow names of limits
+    of_one = job.configure(group="g") if limit == "group_running" else job
+    await of_one.publish_many({f"k{n}": {} for n in range(8)})
+    await of_one.configure(priority=5).publish_many({f"first-{n}": {} for n in range(8)})
+    await mesh.consumer(worker_id="w", concurrency=20).run(until_idle=True)
+    assert ran == [*(f"first-{n}" for n in range(8)), *(f"k{n}" for n in range(8))]
