@@ -264,7 +264,7 @@ async def test_where_one_may_run_at_a_time_order_and_priority_hold_whatever_the_
     async def job() -> None:
         ran.append(current_task().key)
 
-    await mesh.set_limit("default", **{limit: 1})  # type: ignore[misc]  # mypy does not follow names of limits
+    await mesh.set_limit("default", **{limit: 1})  # type: ignore[arg-type]  # mypy does not know which name it is
     of_one = job.configure(group="g") if limit == "group_running" else job
     await of_one.publish_many({f"k{n}": {} for n in range(8)})
     await of_one.configure(priority=5).publish_many({f"first-{n}": {} for n in range(8)})
