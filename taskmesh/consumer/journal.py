@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from datetime import datetime, timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -232,15 +232,26 @@ class Journal:
     async def wait_for(self, event: str, timeout_ms: int | None, outer: str | None = None) -> Any:
         """See `TaskContext.wait_for`."""
         entry = self.entry("wait", event, outer=outer)
+        wait: Document = {"id": entry.id, "kind": "wait", "name": entry.name, "event": event}
         try:
             record = await self.look_up(entry)
-            if record is None or record.get("time") is None:
+            if timeout_ms is not None:
+                checked_ms("timeout_ms", timeout_ms)
+            if record is None and self._waits_in_vain(timeout_ms):
+                # One update less: the one that puts the task aside records the wait, and sees what has come meanwhile.
+                wait |= {"record": (await self.outcome(entry, {})).step, "timeout_ms": timeout_ms}
+            elif record is None or record.get("time") is None:
                 record = await self._take_signal(entry, event, timeout_ms)
         finally:
             self.leave(entry)
-        if record.get("time") is None:
-            await self.suspend({"id": entry.id, "kind": "wait", "name": entry.name, "event": event})
+        if record is None or record.get("time") is None:
+            await self.suspend(wait)
         return record["value"]
+
+    def _waits_in_vain(self, timeout_ms: int | None) -> bool:
+        """Whether no signal had come when the task was claimed, and its wait is not over at once."""
+        signalled = self._execution.document["task_state"].get("signals_bytes")
+        return not signalled and (timeout_ms is None or timeout_ms > 1000 * _IN_PLACE_S)
 
     # --- children ---
 
@@ -500,8 +511,6 @@ class Journal:
 
     async def _take_signal(self, entry: Entry, event: str, timeout_ms: int | None) -> Document:
         """Look for the signal, again while the database only falters: what the server has done it tells the next time."""
-        if timeout_ms is not None:
-            checked_ms("timeout_ms", timeout_ms)
         async with self._exclusive:
             outcome = await self.outcome(entry, {})
             while True:
@@ -524,7 +533,7 @@ class Journal:
 
     # --- suspension ---
 
-    async def suspend(self, wait: Document) -> None:
+    async def suspend(self, wait: Document) -> NoReturn:
         """Put the task aside, as soon as the steps under way are recorded. Raises `TaskSuspended`, always."""
         while self._suspending:
             self._changed.clear()

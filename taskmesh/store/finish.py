@@ -332,23 +332,32 @@ def _looped(outcomes: Sequence[Outcome], now: rules.Expression) -> list[Document
 def _suspended(outcomes: Sequence[Outcome], now: rules.Expression) -> Document:
     """Shut the gate until what is waited for has come: for ever, or until the time that its record has fixed.
 
-    A signal that has come since the execution looked for it is seen here, in the same update: the gate stays open.
+    A signal that has come since the execution looked for it is seen here, in the same update: the gate stays open. A wait that
+    brings its `record` is recorded here too, with the end of its `timeout_ms`.
     """
     waits = [outcome.step or {} for outcome in outcomes]
     mine = {
         "$filter": {"input": rules.STEPS, "cond": {"$eq": ["$$this.id", own([w.get("id") for w in waits], outcomes)]}}
     }
-    until = {"$getField": {"field": "until", "input": {"$ifNull": [{"$first": mine}, {}]}}}
+    until: rules.Expression = {"$getField": {"field": "until", "input": {"$ifNull": [{"$first": mine}, {}]}}}
+    recorded: Document = {}
+    if any("record" in wait for wait in waits):
+        until = {"$ifNull": [until, {"$add": [now, own([wait.get("timeout_ms") for wait in waits], outcomes)]}]}
+        made: rules.Expression = own([[wait["record"]] if "record" in wait else [] for wait in waits], outcomes)
+        ends: Document = {"until": {"$ifNull": [until, "$$REMOVE"]}}
+        fixed: Document = {"$map": {"input": made, "in": {"$mergeObjects": ["$$this", ends]}}}
+        sizes = own([wait.get("record", {}).get("size", 0) for wait in waits], outcomes)
+        bytes_before = {"$ifNull": ["$task_state.steps_bytes", 0]}
+        recorded["steps"] = {"$concatArrays": [rules.STEPS, fixed]}
+        recorded["steps_bytes"] = {"$add": [bytes_before, sizes]}
     events = {"$map": {"input": rules.SIGNALS, "in": "$$this.event"}}
     arrived = {"$in": [own([wait.get("event") for wait in waits], outcomes), events]}
     told = own([{name: wait[name] for name in ("kind", "name", "event") if name in wait} for wait in waits], outcomes)
     # Who waits for children waits as for any dependencies: the gate shuts, and the mark has somebody ask whether any is left.
     joins = {"$eq": [own([wait.get("kind") for wait in waits], outcomes), "join"]}
-    gate = {
+    return recorded | {
         "waits_for": {"$cond": [joins, "run", {"$ifNull": ["$task_state.waits_for", "$$REMOVE"]}]},
         "ask_time": {"$cond": [joins, now, {"$ifNull": [rules.ASK_TIME, "$$REMOVE"]}]},
-    }
-    return gate | {
         "suspended_until": {"$cond": [arrived, now, {"$ifNull": [until, rules.NEVER]}]},
         "suspended_for": {"$mergeObjects": [told, {"until": {"$ifNull": [until, "$$REMOVE"]}}]},
     }

@@ -224,7 +224,11 @@ class Chance:
             told = {name: record[name] for name in ("id", "kind", "name")}
             return told | ({"event": record["name"]} if record["kind"] == "wait" else {})
         event = self.random.choice(EVENTS)
-        return {"id": f"wait:9:{event}", "kind": "wait", "name": event, "event": event}
+        wait: Document = {"id": f"wait:9:{event}", "kind": "wait", "name": event, "event": event}
+        if self.random.random() < 0.8 and not any(record["id"] == wait["id"] for record in known):
+            record = {"id": wait["id"], "kind": "wait", "name": event, "size": 10}
+            wait |= {"record": record, "timeout_ms": self.random.choice((None, 1_000, 4_000))}
+        return wait
 
     def _step(self, world: World, group: list[str]) -> Document | None:
         first = self._held(world, group)

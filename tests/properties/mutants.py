@@ -230,6 +230,11 @@ def records() -> Iterator[tuple[str, Mutant]]:
     yield "a finished task takes signals", sent("signal", lambda q, p: (changed(q, ["INIT", "RUNNING"], _ANY), p))
     yield "who suspends does not look for signals", result(finish, "_suspended", {"$in": ANYTHING}, False)
     yield "who suspends does so for ever", result(finish, "_suspended", {"$getField": ANYTHING}, None)
+    yield "who suspends forgets its wait", result(finish, "_suspended", {"$concatArrays": ANYTHING}, rules.STEPS)
+    yield (
+        "a wait that is put aside at once is never over",
+        result(finish, "_suspended", {"$ifNull": [{"$getField": ANYTHING}, ANYTHING]}, None),
+    )
     yield "a wait forgets when it ends", _wait("$_wait.known.until", None)
     yield "a wait leaves the signal that it took", _wait({"$ne": ["$$this.id", "$_wait.oldest.id"]}, True)
     yield "a wait that is over takes another signal", _wait({"$gt": ["$_wait.known.time", None]}, False)

@@ -333,6 +333,11 @@ class Oracle:
         """Shut the gate, unless a signal that would open it is there."""
         known = next((record for record in self.state.get("steps") or [] if record["id"] == wait.get("id")), None)
         until = known.get("until") if known else None
+        if "record" in wait:
+            timeout_ms = wait["timeout_ms"]
+            until = until or (None if timeout_ms is None else now + ms(timeout_ms))
+            self.state["steps"] = [*(self.state.get("steps") or []), wait["record"] | {"until": until}]
+            self.state["steps_bytes"] = (self.state.get("steps_bytes") or 0) + wait["record"]["size"]
         arrived = any(signal["event"] == wait.get("event") for signal in self.state.get("signals") or [])
         self.state["suspended_until"] = now if arrived else until or NEVER
         told = {name: wait[name] for name in ("kind", "name", "event") if name in wait}
