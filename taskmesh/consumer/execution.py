@@ -5,23 +5,23 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from datetime import datetime, timedelta
-from enum import Enum
 from typing import Any, Protocol, TypeVar
 
 from taskmesh.client.publisher import Publishable, Publisher
 from taskmesh.client.returns import PLAIN, Returns
 from taskmesh.consumer.recording import Ledger, Recorder
+from taskmesh.consumer.report import Report, checked_progress, line_of
+from taskmesh.consumer.run_time import UNLIMITED, RunTime
+from taskmesh.consumer.stop_reasons import FROM_OUTSIDE, Stop
 from taskmesh.consumer.tracing import ProcessSpan
 from taskmesh.model.error_policy import NO_POLICY, ErrorPolicy
-from taskmesh.model.errors import InvalidParams, LeaseLost, TaskMeshError, TaskSuspended
+from taskmesh.model.errors import LeaseLost, TaskMeshError, TaskSuspended
 from taskmesh.model.loop import Loop
 from taskmesh.model.option import TaskOption
 from taskmesh.model.task import Task
-from taskmesh.model.worker import Claimant
 from taskmesh.store.clock import ServerClock
 from taskmesh.store.driver import Document
 from taskmesh.store.finish import Outcome
@@ -29,82 +29,10 @@ from taskmesh.store.payloads import is_boxed
 from taskmesh.store.publication import Publication
 
 T = TypeVar("T")
-LOG_LINES = 100
-LOG_LINE_CHARS = 2_000
-LOG_BYTES = 32_000
-"""Of one execution's log. A document keeps the logs of up to `rules.KEPT_FAILS` executions, and has room for results too."""
 _MARGIN_SHARE, _LARGEST_MARGIN_S = 0.1, 1.0
 _LATEST_PING_SHARE = 0.6
 _lock = threading.Lock()
 """Handlers in threads log, publish and ask whether to stop; one lock for all is enough, since it is held for a moment."""
-
-
-class Stop(Enum):
-    """Why an execution is to stop before its handler returns."""
-
-    LEASE_LOST = "the lease was lost"
-    CANCELLED = "the task was cancelled"
-    DELETED = "the task was deleted"
-    NOT_ALLOWED = "this worker is no longer in specific_worker_ids"
-    BEGUN_ANEW = "the task was cancelled, deleted or replaced, and has begun anew since"
-    TIMEOUT = "run_timeout_ms has passed"
-    WORKER_STOPS = "the worker stops"
-
-
-class RunTime:
-    """How long an execution may still take, by `run_timeout_ms`. It stands still until user code can run."""
-
-    __slots__ = ("_ends", "_left_s", "_timer")
-
-    def __init__(self, limit_ms: int | None) -> None:
-        self._left_s = None if limit_ms is None else limit_ms / 1000
-        self._ends: float | None = None
-        self._timer: asyncio.TimerHandle | None = None
-
-    @property
-    def left_s(self) -> float | None:
-        """How much is left; None if there is no limit."""
-        return self._left_s if self._ends is None else self._ends - time.monotonic()
-
-    def go_on(self, over: Callable[[], None]) -> None:
-        """Count from now on, and call this in the running loop when nothing is left."""
-        if self._left_s is not None and self._ends is None:
-            self._ends = time.monotonic() + self._left_s
-            self._timer = asyncio.get_running_loop().call_later(self._left_s, over)
-
-    def stand_still(self) -> None:
-        """Count no more, until told to go on."""
-        if self._ends is None:
-            return
-        self._left_s, self._ends = self.left_s, None
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-
-UNLIMITED = RunTime(None)
-"""Of all executions that may take as long as they like: it never counts."""
-
-FROM_OUTSIDE = frozenset([Stop.CANCELLED, Stop.DELETED, Stop.NOT_ALLOWED, Stop.BEGUN_ANEW])
-"""Somebody has stopped it: what it does counts no more, but while its handler is at work it keeps its place in the task."""
-
-
-def why_stopped(task: Document | None, running_id: str, worker: Claimant) -> Stop | None:
-    """Why this execution has to stop, by its task as it stands now (None: gone); None if it holds the task."""
-    if task is None or task["task_state"].get("deleted_time") is not None:
-        return Stop.DELETED
-    if task["status"] == "CANCELLED":
-        return Stop.CANCELLED
-    state = task["task_state"]
-    mine = [entry["state"] for entry in state["worker_states"] if entry["running_id"] == running_id]
-    if mine == ["RUNNING"] and task["status"] in ("INIT", "RUNNING"):  # a lease that is over its worker knows of
-        return None
-    allowed = task["task_option"]["specific_worker_ids"]
-    if not worker.is_allowed(allowed):
-        return Stop.NOT_ALLOWED
-    if any(entry["running_id"] == running_id for entry in state.get("leaving") or ()):
-        return Stop.BEGUN_ANEW
-    return Stop.LEASE_LOST
 
 
 class Reports(Protocol):
@@ -227,7 +155,6 @@ class Execution:
     """Whether its outcome is decided, so that nothing can stop it any more: it is judged, or its transaction commits."""
     handler_done: asyncio.Event | None = None
     """Set when the handler has really ended, if that may be later: a thread, or what ignores its cancellation."""
-    progress: Document | None = None
     result: Any = None
     as_task: Any = None
     """The `Task` that hooks are shown."""
@@ -237,11 +164,8 @@ class Execution:
     _stored_params: Document | None = None
     """The params as they stand in the document, if they had to be decrypted."""
     _journal: Recorder | None = None
-    _logs: deque[Document] | None = None
-    _log_bytes = 0
-    _dropped_logs = 0
-    _logs_changed = False
-    _progress_changed = False
+    _report: Report | None = None
+    """What it has told on its way, if it has told anything."""
 
     def __init__(
         self,
@@ -472,24 +396,19 @@ class Execution:
         """Keep the newest progress; it is written soon."""
         self.check_goes_on()
         share, text = checked_progress(fraction, message)
-        kept = None if text is None else self._kept_text(text)
-        self.progress = {"fraction": share, "message": kept, "time": self._clock.now()}
-        self._progress_changed = True
-        self._report()
+        self._begun_report().set_progress(share, None if text is None else self._kept_text(text), self._clock.now())
+        self._report_soon()
 
     def log(self, message: str) -> None:
         """Keep a line; it is written soon."""
-        text = self._kept_text(line_of(message))
+        self._begun_report().add_line(self._kept_text(line_of(message)), self._clock.now())
+        self._report_soon()
+
+    def _begun_report(self) -> Report:
         with _lock:
-            if self._logs is None:
-                self._logs = deque()
-            self._logs.append({"time": self._clock.now(), "message": text})
-            self._log_bytes += len(text.encode())
-            while len(self._logs) > LOG_LINES or self._log_bytes > LOG_BYTES:
-                self._log_bytes -= len(self._logs.popleft()["message"].encode())
-                self._dropped_logs += 1
-            self._logs_changed = True
-        self._report()
+            if self._report is None:
+                self._report = Report()
+            return self._report
 
     def redacted(self, text: str) -> str:
         """Return the text with stars for what is not to be shown."""
@@ -584,7 +503,7 @@ class Execution:
         with _lock:
             self.ended = self.judged
 
-    def _report(self) -> None:
+    def _report_soon(self) -> None:
         if not self.hushed:
             self._reports.add(self)
 
@@ -593,47 +512,27 @@ class Execution:
         self.hushed = False
         self.silent_until = 0.0
         self.next_ping = time.monotonic()
-        self._report()
+        self._report_soon()
 
     # --- the outcome ---
 
     def outcome(self, kind: Any, entry: Mapping[str, Any], size: int = 0, delay_ms: int | None = None) -> Outcome:
         """Return how this execution ended, with its logs and progress: the last report of them may have failed."""
-        logs = self._stored_logs()
-        size += self._log_bytes + 60 * len(logs.get("logs", ()))
+        told = self._report
+        logs, progress, untold = (told.logs(), told.progress, told.progress_untold) if told else ({}, None, False)
+        size += told.size if told else 0
         if self.secrets and "fail_reason" in entry:
             entry = {**entry, "fail_reason": self.redacted(entry["fail_reason"])}
         entry = self.publisher.payloads.sealed_entry(self.id, entry)
         entry = {**entry, **logs} if logs else entry
-        return Outcome(self.id, self.running_id, kind, entry, delay_ms, self.progress, self._progress_changed, size)
+        return Outcome(self.id, self.running_id, kind, entry, delay_ms, progress, untold, size)
 
     def report(self) -> Outcome | None:
         """Return what is new in logs and progress, to be written while the execution goes on."""
-        logs = self._stored_logs() if self._logs_changed else {}
-        progress = self.progress if self._progress_changed else None
-        self._logs_changed = self._progress_changed = False
+        logs, progress = self._report.unwritten() if self._report is not None else ({}, None)
         return Outcome(self.id, self.running_id, "succeeded", logs, None, progress) if logs or progress else None
 
     def report_failed(self, report: Outcome) -> None:
         """Tell again, a little later, what could not be written."""
-        self._logs_changed = self._logs_changed or bool(report.entry)
-        self._progress_changed = self._progress_changed or report.progress is not None
-        self._report()
-
-    def _stored_logs(self) -> Document:
-        if self._logs is None:
-            return {}
-        with _lock:
-            return {"logs": list(self._logs), "dropped_log_cnt": self._dropped_logs}
-
-
-def checked_progress(fraction: object, message: object) -> tuple[float, str | None]:
-    """Return them as they can be stored. Raises `InvalidParams`."""
-    if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 <= fraction <= 1:
-        raise InvalidParams(f"progress must be from 0 to 1, got {fraction!r}")
-    return float(fraction), None if message is None else line_of(message)
-
-
-def line_of(message: object) -> str:
-    """A line as it can be stored: valid Unicode, and not too long."""
-    return str(message).encode("utf-8", "replace").decode()[:LOG_LINE_CHARS]
+        self._begun_report().not_written(dict(report.entry), report.progress)
+        self._report_soon()

@@ -34,7 +34,7 @@ from taskmesh.consumer.claim_queue import ClaimQueue
 from taskmesh.consumer.context import BlockingTaskContext, TaskContext, enter
 from taskmesh.consumer.dependency_results import DependencyResults
 from taskmesh.consumer.dependents import Dependents
-from taskmesh.consumer.execution import FROM_OUTSIDE, UNLIMITED, Execution, Stop
+from taskmesh.consumer.execution import Execution
 from taskmesh.consumer.executions import Executions
 from taskmesh.consumer.failure_counts import FailureCounts
 from taskmesh.consumer.finisher import Finisher
@@ -57,7 +57,9 @@ from taskmesh.consumer.outcome import (
 )
 from taskmesh.consumer.pinger import Pinger
 from taskmesh.consumer.reporter import Reporter
+from taskmesh.consumer.run_time import UNLIMITED
 from taskmesh.consumer.settings import AfterHook, Settings
+from taskmesh.consumer.stop_reasons import FROM_OUTSIDE, Stop
 from taskmesh.consumer.tracing import process_span
 from taskmesh.model.errors import LeaseLost, TaskFailed, TaskMeshError
 from taskmesh.model.stage import Next

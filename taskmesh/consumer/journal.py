@@ -30,7 +30,7 @@ from pymongo.errors import PyMongoError
 
 from taskmesh.client.handle import TaskHandle
 from taskmesh.consumer import crash_points
-from taskmesh.consumer.execution import Execution, Stop
+from taskmesh.consumer.execution import Execution
 from taskmesh.consumer.fingerprint import fingerprint
 from taskmesh.consumer.finisher import Finisher
 from taskmesh.consumer.journal_in_thread import InThread, done_in_loop
@@ -47,6 +47,7 @@ from taskmesh.consumer.recording import (
     value_of,
 )
 from taskmesh.consumer.starts import MAX_STARTS, Starts
+from taskmesh.consumer.stop_reasons import Stop
 from taskmesh.consumer.transactions import Transactions
 from taskmesh.model.errors import (
     LeaseLost,

@@ -16,7 +16,7 @@ from pymongo.errors import PyMongoError
 from taskmesh.client.change_feed import Feed, Subscription
 from taskmesh.consumer.backup_claims import BackupClaims
 from taskmesh.consumer.claim_queue import Candidate, ClaimQueue
-from taskmesh.consumer.execution import Execution, why_stopped
+from taskmesh.consumer.execution import Execution
 from taskmesh.consumer.executions import Executions
 from taskmesh.consumer.inserted_tasks import InsertedTasks
 from taskmesh.consumer.partitions import Partitions
@@ -24,6 +24,7 @@ from taskmesh.consumer.pinger import Pinger
 from taskmesh.consumer.queues import Queues
 from taskmesh.consumer.registration import Orders
 from taskmesh.consumer.settings import Settings
+from taskmesh.consumer.stop_reasons import why_stopped
 from taskmesh.consumer.timing import until
 from taskmesh.store import Store, schema
 from taskmesh.store.change_stream import STOPPING, Change, Interest

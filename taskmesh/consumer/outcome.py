@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from taskmesh.client.definition import TaskDefinition
-from taskmesh.consumer.execution import Execution, Stop
+from taskmesh.consumer.execution import Execution
 from taskmesh.consumer.logs import fields_of
+from taskmesh.consumer.stop_reasons import Stop
 from taskmesh.consumer.timing import varied
 from taskmesh.model.error_policy import ALWAYS_FINAL, Raised, raised
 from taskmesh.model.errors import (

@@ -11,10 +11,11 @@ from typing import Any
 
 from taskmesh.consumer import finisher
 from taskmesh.consumer.claimer import Claimer
-from taskmesh.consumer.execution import Execution, Stop
+from taskmesh.consumer.execution import Execution
 from taskmesh.consumer.executor import Executor
 from taskmesh.consumer.finisher import Finisher
 from taskmesh.consumer.pinger import Pinger
+from taskmesh.consumer.stop_reasons import Stop
 from taskmesh.store.driver import Driver
 from taskmesh.store.finish import finish
 

@@ -29,9 +29,9 @@ from taskmesh.client.params import Params, checked_size
 from taskmesh.client.returns import PLAIN, Returns
 from taskmesh.client.tracing import Carrier, going_on
 from taskmesh.consumer.context import BlockingTaskContext, enter
-from taskmesh.consumer.execution import checked_progress, line_of
 from taskmesh.consumer.logs import SetUp, set_up
 from taskmesh.consumer.recording import Started
+from taskmesh.consumer.report import checked_progress, line_of
 from taskmesh.consumer.subprocess.handler_reference import HandlerRef, found
 from taskmesh.consumer.subprocess.wire import PutAside, configuration_as_data, error_as_data, packed
 from taskmesh.consumer.transactions import End, Record, blocking_again, blocking_block, blocking_step_again
