@@ -10,7 +10,8 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+from weakref import WeakKeyDictionary
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
@@ -144,42 +145,74 @@ class Returns:
     # --- the annotation, which is read at first use: by then the names in it exist ---
 
     @functools.cached_property
+    def _read(self) -> _Annotation:
+        return _annotation_of(self._fn)
+
+    @property
     def _annotation(self) -> Any:
-        fn = self._fn
-        while isinstance(fn, functools.partial):
-            fn = fn.func
-        if isinstance(fn, type):
-            return fn
-        try:
-            if fn is not None and not inspect.isroutine(inspect.unwrap(fn)):
-                fn = type(fn).__call__
-            return _without_next(get_type_hints(fn, include_extras=True).get("return", Any))
-        except Exception:  # noqa: BLE001 — an annotation is anybody's code, and what cannot be read says nothing
-            return Any
+        return self._read.type
 
-    @functools.cached_property
+    @property
     def _adapter(self) -> TypeAdapter[Any] | None:
-        """What checks and turns such values; None if nothing is annotated, or nothing that pydantic knows how to check."""
-        if any(self._annotation is plain for plain in _PLAIN):
-            return None
-        for config in (
-            ConfigDict(arbitrary_types_allowed=True),
-            None,
-        ):  # a model refuses it: it has a config of its own
-            try:
-                return TypeAdapter(self._annotation, config=config)
-            except (PydanticUserError, TypeError, NameError):
-                continue
-        return None
+        return self._read.adapter
 
-    @functools.cached_property
+    @property
     def _hides(self) -> bool:
-        """Whether something in the annotation is not to be shown."""
-        return self._adapter is not None and "Secret" in repr(self._adapter.core_schema)
+        return self._read.hides
 
     @property
     def _said(self) -> str:
         return f"the annotation -> {inspect.formatannotation(self._annotation)}"
+
+
+class _Annotation(NamedTuple):
+    """What a function says that it returns."""
+
+    type: Any
+    adapter: TypeAdapter[Any] | None
+    """What checks and turns such values; None if nothing is annotated, or nothing that pydantic knows how to check."""
+    hides: bool
+    """Whether something in it is not to be shown."""
+
+
+_known: WeakKeyDictionary[Any, _Annotation] = WeakKeyDictionary()
+"""By function: that of a step is asked about at each call, and making an adapter takes as long as all else about the step."""
+
+
+def _annotation_of(fn: Any) -> _Annotation:
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    asked = getattr(fn, "__func__", fn)  # a bound method is a new object each time
+    try:
+        if (known := _known.get(asked)) is None:
+            known = _known[asked] = _read_annotation(fn)
+    except TypeError:  # it has no hash, or nothing can refer to it weakly
+        return _read_annotation(fn)
+    return known
+
+
+def _read_annotation(fn: Any) -> _Annotation:
+    found = _type_of(fn)
+    if any(found is plain for plain in _PLAIN):
+        return _Annotation(found, None, hides=False)
+    for config in (ConfigDict(arbitrary_types_allowed=True), None):  # a model refuses it: it has a config of its own
+        try:
+            adapter = TypeAdapter(found, config=config)
+        except (PydanticUserError, TypeError, NameError):
+            continue
+        return _Annotation(found, adapter, hides="Secret" in repr(adapter.core_schema))
+    return _Annotation(found, None, hides=False)
+
+
+def _type_of(fn: Any) -> Any:
+    if isinstance(fn, type):
+        return fn
+    try:
+        if fn is not None and not inspect.isroutine(inspect.unwrap(fn)):
+            fn = type(fn).__call__
+        return _without_next(get_type_hints(fn, include_extras=True).get("return", Any))
+    except Exception:  # noqa: BLE001 — an annotation is anybody's code, and what cannot be read says nothing
+        return Any
 
 
 def _without_next(annotation: Any) -> Any:
