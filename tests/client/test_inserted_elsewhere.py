@@ -133,7 +133,7 @@ async def _all_accepted(tasks: Tasks) -> bool:
     ("fields", "complaint"),
     [
         ({"params": {"n": "many"}}, "'n'"),
-        ({"params": ["n"]}, "params must be a mapping"),
+        ({"params": ["n"]}, "params must be a dict"),
         ({"params": {}}, "'n'"),
         ({"params": {"n": 1}, "configuration": {"priority": "high"}}, "priority='high'"),
         ({"params": {"n": 1}, "configuration": {"run_again": True}}, "unknown setting run_again"),
