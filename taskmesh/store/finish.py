@@ -343,13 +343,19 @@ def _suspended(outcomes: Sequence[Outcome], now: rules.Expression) -> Document:
     recorded: Document = {}
     if any("record" in wait for wait in waits):
         until = {"$ifNull": [until, {"$add": [now, own([wait.get("timeout_ms") for wait in waits], outcomes)]}]}
-        made: rules.Expression = own([[wait["record"]] if "record" in wait else [] for wait in waits], outcomes)
-        ends: Document = {"until": {"$ifNull": [until, "$$REMOVE"]}}
-        fixed: Document = {"$map": {"input": made, "in": {"$mergeObjects": ["$$this", ends]}}}
-        sizes = own([wait.get("record", {}).get("size", 0) for wait in waits], outcomes)
-        bytes_before = {"$ifNull": ["$task_state.steps_bytes", 0]}
-        recorded["steps"] = {"$concatArrays": [rules.STEPS, fixed]}
-        recorded["steps_bytes"] = {"$add": [bytes_before, sizes]}
+        made = own([wait.get("record") for wait in waits], outcomes)
+        fixed = {"$mergeObjects": [made, {"until": {"$ifNull": [until, "$$REMOVE"]}}]}
+        longer = {
+            "steps": {"$concatArrays": [rules.STEPS, [fixed]]},
+            "steps_bytes": {
+                "$add": [{"$ifNull": ["$task_state.steps_bytes", 0]}, {"$getField": {"field": "size", "input": made}}]
+            },
+        }
+        # What is put aside in the same set may have its record already.
+        recorded = {
+            name: {"$cond": [{"$gt": [made, None]}, value, {"$ifNull": [f"$task_state.{name}", "$$REMOVE"]}]}
+            for name, value in longer.items()
+        }
     events = {"$map": {"input": rules.SIGNALS, "in": "$$this.event"}}
     arrived = {"$in": [own([wait.get("event") for wait in waits], outcomes), events]}
     told = own([{name: wait[name] for name in ("kind", "name", "event") if name in wait} for wait in waits], outcomes)
