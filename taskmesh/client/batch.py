@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar, Union, get_args, get_origin, get_type_
 from taskmesh.client.definition import Run, TaskDefinition
 from taskmesh.client.params import Params
 from taskmesh.client.publisher import Publisher
-from taskmesh.client.returns import Returns
+from taskmesh.client.returns import Annotation, Returns, annotation
 from taskmesh.model.configuration import Configuration
 from taskmesh.model.error_policy import ErrorPolicy
 from taskmesh.model.errors import InvalidOption, UnstorableValue
@@ -96,13 +96,13 @@ class ItemReturns(Returns):
     """What such a task returns: what the handler returns a list of, without the errors in it."""
 
     @functools.cached_property
-    def _annotation(self) -> Any:
-        parts = _parts(super()._annotation)
+    def _said_to_return(self) -> Annotation:
+        parts = _parts(super()._said_to_return.type)
         lists = [part for part in parts if get_origin(part) in _LISTS]
         if len(lists) != 1:
-            return Any
+            return annotation(Any)
         values = [part for part in _parts(get_args(lists[0])[0]) if not _is_error(part)]
-        return Union[tuple(values)] if values else Any  # noqa: UP007 — of parts that are not known here
+        return annotation(Union[tuple(values)] if values else Any)  # noqa: UP007 — of parts that are not known here
 
 
 def values_of(name: str, returned: Any, count: int) -> list[Any]:

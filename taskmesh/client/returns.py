@@ -145,27 +145,27 @@ class Returns:
     # --- the annotation, which is read at first use: by then the names in it exist ---
 
     @functools.cached_property
-    def _read(self) -> _Annotation:
+    def _said_to_return(self) -> Annotation:
         return _annotation_of(self._fn)
 
     @property
     def _annotation(self) -> Any:
-        return self._read.type
+        return self._said_to_return.type
 
     @property
     def _adapter(self) -> TypeAdapter[Any] | None:
-        return self._read.adapter
+        return self._said_to_return.adapter
 
     @property
     def _hides(self) -> bool:
-        return self._read.hides
+        return self._said_to_return.hides
 
     @property
     def _said(self) -> str:
         return f"the annotation -> {inspect.formatannotation(self._annotation)}"
 
 
-class _Annotation(NamedTuple):
+class Annotation(NamedTuple):
     """What a function says that it returns."""
 
     type: Any
@@ -175,33 +175,33 @@ class _Annotation(NamedTuple):
     """Whether something in it is not to be shown."""
 
 
-_known: WeakKeyDictionary[Any, _Annotation] = WeakKeyDictionary()
+_known: WeakKeyDictionary[Any, Annotation] = WeakKeyDictionary()
 """By function: that of a step is asked about at each call, and making an adapter takes as long as all else about the step."""
 
 
-def _annotation_of(fn: Any) -> _Annotation:
+def _annotation_of(fn: Any) -> Annotation:
     while isinstance(fn, functools.partial):
         fn = fn.func
     asked = getattr(fn, "__func__", fn)  # a bound method is a new object each time
     try:
         if (known := _known.get(asked)) is None:
-            known = _known[asked] = _read_annotation(fn)
+            known = _known[asked] = annotation(_type_of(fn))
     except TypeError:  # it has no hash, or nothing can refer to it weakly
-        return _read_annotation(fn)
+        return annotation(_type_of(fn))
     return known
 
 
-def _read_annotation(fn: Any) -> _Annotation:
-    found = _type_of(fn)
+def annotation(found: Any) -> Annotation:
+    """Return what checks values of this type."""
     if any(found is plain for plain in _PLAIN):
-        return _Annotation(found, None, hides=False)
+        return Annotation(found, None, hides=False)
     for config in (ConfigDict(arbitrary_types_allowed=True), None):  # a model refuses it: it has a config of its own
         try:
             adapter = TypeAdapter(found, config=config)
         except (PydanticUserError, TypeError, NameError):
             continue
-        return _Annotation(found, adapter, hides="Secret" in repr(adapter.core_schema))
-    return _Annotation(found, None, hides=False)
+        return Annotation(found, adapter, hides="Secret" in repr(adapter.core_schema))
+    return Annotation(found, None, hides=False)
 
 
 def _type_of(fn: Any) -> Any:

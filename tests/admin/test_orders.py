@@ -56,5 +56,5 @@ async def test_a_worker_outlives_an_order_that_it_cannot_obey(mesh: TaskMesh) ->
 
 @pytest.mark.parametrize("grace_ms", [-1, 0.5, "1", None])
 async def test_a_grace_that_makes_no_sense_is_refused(mesh: TaskMesh, grace_ms: Any) -> None:
-    with pytest.raises(InvalidOption, match="grace_ms must be a number of milliseconds"):
+    with pytest.raises(InvalidOption, match="grace_ms must be a whole number of milliseconds"):
         await mesh.stop_worker("w", grace_ms=grace_ms)
