@@ -101,9 +101,11 @@ class Log:
                 self.claims[version.id].add((entry["running_id"], entry["worker_id"]))
         if version.after.get("event") == version.before.get("event"):
             return
-        kind, _, _, *lost = version.after["event"].split("\x1f")
+        kind, time, _, *lost = version.after["event"].split("\x1f")
         self.done[Asked(version.id, kind)] += 1
         self.happened[version.id] += ["timed_out"] * len(lost)
+        if time.endswith("p"):  # progress that came with how the execution ended
+            self.happened[version.id].append("progressed")
         if kind not in ("settled", "stopped", "opened"):
             self.happened[version.id].append(kind)
         status = version.after["status"]
