@@ -15,7 +15,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,7 +89,7 @@ class Proxy:
 
     def cut(self) -> None:
         """Reset every connection. New ones are let in."""
-        self._soon(self._cut_all)
+        self._now(self._cut_all)
 
     def refuse(self, refuses: bool) -> None:
         """Reset every connection, and each new one, until told otherwise."""
@@ -100,12 +100,12 @@ class Proxy:
     def shut_out(self, pids: Iterable[int]) -> None:
         """Reset every connection of these processes, and each new one, until told otherwise: they are elsewhere."""
         self._shut_out = frozenset(pids)
-        self._soon(self._cut_those_shut_out)
+        self._now(self._cut_those_shut_out)
 
     def hang(self, hangs: bool) -> None:
         """Let nothing through in either direction, though connections stay open, until told otherwise."""
         assert self._flows is not None
-        self._soon(self._flows.clear if hangs else self._flows.set)
+        self._now(self._flows.clear if hangs else self._flows.set)
 
     def slow(self, delay_s: float) -> None:
         """Hold every message up for so long; 0: no longer."""
@@ -130,13 +130,21 @@ class Proxy:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._soon(self._loop.stop)
+        self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10.0)
 
     # --- the thread ---
 
-    def _soon(self, call: Any) -> None:
-        self._loop.call_soon_threadsafe(call)
+    def _now(self, call: Callable[[], object]) -> None:
+        """Call it in the loop, and wait until that is done: who goes on meets what it has changed."""
+        done = threading.Event()
+
+        def called() -> None:
+            call()
+            self._loop.call_soon(done.set)  # after what the call itself has put off: an aborted connection closes then
+
+        self._loop.call_soon_threadsafe(called)
+        done.wait(5.0)  # not for ever, should the thread have ended
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

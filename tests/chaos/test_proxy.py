@@ -26,7 +26,7 @@ def proxy(mongod: Mongod) -> Iterator[Proxy]:
 @pytest.fixture
 def client(proxy: Proxy) -> Iterator[Client]:
     uri = f"mongodb://127.0.0.1:{proxy.port}/?directConnection=true&retryWrites=false&retryReads=false"
-    with MongoClient[dict[str, Any]](uri, socketTimeoutMS=500, serverSelectionTimeoutMS=5_000) as connected:
+    with MongoClient[dict[str, Any]](uri, socketTimeoutMS=500, serverSelectionTimeoutMS=2_000) as connected:
         yield connected
 
 
