@@ -39,6 +39,7 @@ _OF_TASKS = {
     "note_stopped": 4,
     "keep_place": 1,
     "delete": 1,
+    "tell": 6,
 }
 _PLACES = (
     {"queue": QUEUES[0]},
@@ -55,6 +56,7 @@ LABELS = frozenset(
         *(f"publish {flag}" for flag in FLAGS),
         "publish elsewhere",
         *("retry fresh", "wait with a value", "step that fails", "step with a time"),
+        "publish after others",
         *("publish created", "publish in session", "finish Retry", "finish TaskFailed", "claim of several"),
     ]
 )
@@ -73,6 +75,7 @@ def labels(operation: Operation) -> Iterator[str]:
     if operation.kind == "publish":
         yield from (f"publish {flag}" for flag in given["flags"])
         yield from ["publish created"] * (not given["flags"])
+        yield from ["publish after others"] * bool(given["after"])
         yield from ["publish in session"] * given["in_session"]
         yield from ["publish elsewhere"] * (
             bool(given["placed"]) and bool({"update_existing_params", "run_again"} & given["flags"])
@@ -116,6 +119,9 @@ class Chance:
             kind = self.random.choice(
                 ("publish", "publish", "publish", "retry", "signal", "signal")
             )  # where nothing goes on
+        marked = any(world.oracles[id_].document and world.oracles[id_].state.get("ask_time") for id_ in group)
+        if marked and self.random.random() < 0.3:
+            kind = "tell"
         arguments = getattr(self, f"_{kind}")(world, group)
         return None if arguments is None else Operation(kind, arguments)
 
@@ -138,6 +144,9 @@ class Chance:
         policy = self.random.choice(POLICIES) if self.random.random() < 0.15 else {}
         if policy or "replace_running" in flags:
             flags.discard("not_update_running")
+        before = [each for each in group if each < task]  # so that no two wait for each other
+        new = world.oracles[task].document is None and not policy
+        after = self.random.sample(before, self.random.choice((0, 1, len(before)))) if new and before else []
         option = self._option()
         tuned = {name: option[name] for name in self.random.sample(list(option), self.random.choice((0, 0, 1, 2)))}
         return {
@@ -150,7 +159,9 @@ class Chance:
             "expire_ms": self.random.choice((None,) * 6 + (2_500, 9_000, 0)),
             "flags": frozenset(flags),
             "placed": self.random.choice(({}, {}, {}, *_PLACES)),
-            "in_session": self.random.random() < 0.1,
+            "in_session": not after and self.random.random() < 0.1,
+            "after": tuple(after),
+            "on_dependency_failure": self.random.choice(("fail", "fail", "wait", "run")),
         }
 
     def _option(self) -> Document:
@@ -307,6 +318,9 @@ class Chance:
         return {"task": self.random.choice(group)}
 
     _delete = _cancel
+
+    def _tell(self, _: World, group: list[str]) -> Document:
+        return {"tasks": sorted(group)}
 
     def _retry(self, _: World, group: list[str]) -> Document:
         return {"task": self.random.choice(group), "fresh": self.random.random() < 0.2}

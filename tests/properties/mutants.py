@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from taskmesh.store import claim, control, driver, finish, publish, renew, rules, settle, steps
+from taskmesh.store import claim, control, dependencies, driver, finish, publish, renew, rules, settle, steps
 from tests.properties.mutation import ANYTHING, Mutant, changed, constant, replaced, result, sent, unguarded, written
 
 _TASK_GATES = (
@@ -262,6 +262,60 @@ def _wait(old: Any, new: Any) -> Mutant:
         return await original(collection, query, changed(list(stages), old, new), **options)
 
     return replaced(steps, "find_and_update", mutated)
+
+
+def asked() -> Iterator[tuple[str, Mutant]]:
+    """What becomes of tasks that wait for others."""
+    linking = "linking_pipeline"
+    yield (
+        "a link forgets who waited before",
+        result(dependencies, linking, {"$cond": [{"$isArray": ANYTHING}, *_TWO]}, []),
+    )
+    yield "a link leaves the retention running", result(dependencies, linking, "task_state.released_time", "nothing")
+    yield "what is kept is asked about too early", result(dependencies, linking, 1_000, 999)
+    yield "whoever waits fails with what it waits for", _linked(_WANTS_TO_FAIL, {"status": "INIT"})
+    yield "what failed because of others is restored", _linked(_FAILED_BY_IT, {"status": "FAIL"})
+    yield "a dependency that failed has succeeded", replaced(dependencies, "_succeeded", _all_of_them)
+    yield "a gate opens while a dependency is unfinished", _looked_up({"left": []}, {})
+    yield "retention begins while somebody waits", _looked_up({"by.unfinished": {"$ne": True}}, {})
+    yield (
+        "nobody asks again about what is kept",
+        _linked({"$cond": [{"$and": ANYTHING}, ANYTHING, "$$REMOVE"]}, "$$REMOVE"),
+    )
+    yield "marks stay", replaced(dependencies, "_unmark", _left_marked)
+
+
+_TWO = (ANYTHING, ANYTHING)
+_WANTS_TO_FAIL = {"task_state.waits_for": "fail", "status": "INIT"}
+_FAILED_BY_IT = {"task_state.dependency_failure.id": ANYTHING, "status": "FAIL"}
+
+
+def _linked(old: Any, new: Any) -> Mutant:
+    """A change to what is written to tasks that wait for others, or are waited for."""
+    original = vars(dependencies)["_update"]
+
+    async def mutated(store: Any, ids: Any, query: Any, pipeline: Any) -> Any:
+        return await original(store, ids, changed(query, old, new), changed(list(pipeline), old, new))
+
+    return replaced(dependencies, "_update", mutated)
+
+
+def _looked_up(old: Any, new: Any) -> Mutant:
+    """A change to a question about them."""
+    original = driver.Driver.aggregate
+
+    async def mutated(self: Any, collection: Any, pipeline: Any, **options: Any) -> Any:
+        return await original(self, collection, changed(pipeline, old, new), **options)
+
+    return replaced(driver.Driver, "aggregate", mutated)
+
+
+async def _all_of_them(_: Any, ids: Any) -> set[str]:
+    return set(ids)
+
+
+async def _left_marked(*_: Any) -> None:
+    """Let the marks stand."""
 
 
 def _renewed_too_briefly(patch: pytest.MonkeyPatch) -> None:

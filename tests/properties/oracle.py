@@ -159,6 +159,15 @@ class Oracle:
         told = {} if self.document is None else {"event": ["published"]}  # an insert tells by itself
         leaving = None if self.document is None else self.sent_away(now, self.entries("RUNNING"))
         state["leaving"] = leaving
+        if asked.after:
+            state |= asked.after.stored() | {
+                "waits_for": asked.on_dependency_failure,
+                "unlinked": True,
+                "ask_time": now,
+            }
+        untold = self.document is not None and self.reading.deleted and self.state.get("ask_time") is not None
+        if untold and self.reading.dependents:  # who has not heard that the old one was deleted, waits for the new one
+            state |= {name: self.state[name] for name in ("dependents", "ask_time")}
         self.document = {
             "queue": asked.queue,
             "group": asked.group,
@@ -169,7 +178,7 @@ class Oracle:
             **told,
         }
         # If it has expired, those who read will see.
-        self.derive(now if leaving else min(now, (asked.expire_time or NEVER) - ms(1)))
+        self.derive(now if leaving or state.get("dependents") else min(now, (asked.expire_time or NEVER) - ms(1)))
         return True, False
 
     def _clean(self, asked: Configuration, before: Document, now: datetime) -> None:
@@ -464,6 +473,8 @@ class Oracle:
             if not fresh:
                 kept |= {name: self.state.get(name) for name in ("signals", "signals_bytes")}
             self._start_afresh(now, start_time=None, expire_time=expire_time, **kept)
+        if self.state.get("waits_for") in ("fail", "wait") and self.state.get("after") is not None:
+            self.state.update(unlinked=True, ask_time=now)
         self.stamp(now, "retried")
         return True
 
@@ -487,9 +498,12 @@ class Oracle:
             self.state.update(deleted_time=now, worker_states=[], leaving=leaving, steps=None, signals=None)
             del self.document["params"]
             self.stamp(now, "deleted")
-            if not leaving:
-                self.document = None
         return True
+
+    def forget_if_empty(self) -> None:
+        """The document of a deleted task goes when nobody needs it: no handler, and nobody who has not heard of it."""
+        if self.document and self.reading.deleted and not self.state.get("leaving") and not self.state.get("ask_time"):
+            self.document = None
 
     def settle(self, now: datetime) -> bool:
         if self.document is None or (self.document.get("settle_time") or NEVER) > now:

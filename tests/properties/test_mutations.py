@@ -20,7 +20,7 @@ _OPERATIONS = int(os.environ.get("OPERATIONS", "8000"))
 MUTANTS = dict(
     chain(
         *(mutants.gates(), mutants.facts(), mutants.derived(), mutants.places()),
-        *(mutants.guards(), mutants.verbs(), mutants.records()),
+        *(mutants.guards(), mutants.verbs(), mutants.records(), mutants.asked()),
     )
 )
 LINKS = dict(mutants.links())

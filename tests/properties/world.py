@@ -19,9 +19,10 @@ from taskmesh.admin.filters import TaskFilter
 from taskmesh.admin.store.listing import find
 from taskmesh.admin.store.task_counts import counts, stale_counts
 from taskmesh.model.configuration import Configuration
+from taskmesh.model.dependency import After
 from taskmesh.model.errors import TaskRunning
 from taskmesh.model.option import TaskOption
-from taskmesh.store import Store, control, rules, schema
+from taskmesh.store import Store, control, dependencies, rules, schema
 from taskmesh.store.claim import CLAIMED_FIELDS, claim, claim_one, won
 from taskmesh.store.event_stamp import read_stamp
 from taskmesh.store.find import Claimable, ScanRange, Sort, get, scan, scan_leases, unfinished_left
@@ -34,6 +35,7 @@ from taskmesh.store.signals import signal
 from taskmesh.store.steps import record as write_record
 from taskmesh.store.steps import stands, take_signal
 from tests.chaos.reading import ANYBODY_ELSE, NEVER, ms, stripped
+from tests.properties.links import Links
 from tests.properties.oracle import Document, Oracle
 from tests.properties.patience import PATIENCE_MS, PatientStore
 
@@ -145,6 +147,8 @@ class World:
         policy: Document,
         placed: Document,
         in_session: bool,
+        after: tuple[str, ...] = (),
+        on_dependency_failure: Any = "fail",
     ) -> list[tuple[Any, Any]]:
         name, _, key = task.partition(":")
         by_time = n % 2 and start_ms is not None
@@ -157,6 +161,8 @@ class World:
             start_time=self.now + ms(start_ms or 0) if by_time else None,
             delay_ms=None if by_time else start_ms,
             expire_time=None if expire_ms is None else self.now + ms(expire_ms),
+            after=After(after) if after else None,
+            on_dependency_failure=on_dependency_failure,
         ).changed(**dict.fromkeys(flags, True), **policy)
         publication = Publication(name, key, {"n": n}, configuration)
         expected: Any
@@ -313,14 +319,29 @@ class World:
         return [(changed, changed)]
 
     async def _cancel(self, task: str) -> list[tuple[Any, Any]]:
-        return [(self.oracles[task].cancel(self.now), bool(await control.cancel(self.store, task)))]
+        expected = self.oracles[task].cancel(self.now)
+        Links(self.oracles).tell([task] if expected else [], self.now)
+        return [(expected, bool(await control.cancel(self.store, task)))]
 
     async def _retry(self, task: str, fresh: bool = False) -> list[tuple[Any, Any]]:
         expected = self.oracles[task].retry(self.now, fresh=fresh)
+        Links(self.oracles).tell([task] if expected else [], self.now)
         return [(expected, bool(await control.retry(self.store, task, fresh=fresh)))]
 
     async def _delete(self, task: str) -> list[tuple[Any, Any]]:
-        return [(self.oracles[task].delete(self.now), await control.delete(self.store, task))]
+        oracle = self.oracles[task]
+        expected = oracle.delete(self.now)
+        Links(self.oracles).tell([task], self.now)
+        oracle.forget_if_empty()
+        return [(expected, await control.delete(self.store, task))]
+
+    async def _tell(self, tasks: list[str]) -> list[tuple[Any, Any]]:
+        """Those that wait for these hear what has become of them."""
+        before = copy.deepcopy([self.oracles[id_].document for id_ in tasks])
+        Links(self.oracles).tell(tasks, self.now)
+        await dependencies.tell(self.store, tasks)
+        changed = before != [self.oracles[id_].document for id_ in tasks]
+        return [(changed, changed)]
 
     async def _set_option(self, task: str, changes: Document, outdated: bool) -> list[tuple[Any, Any]]:
         """`outdated`: somebody else has changed the option since it was read."""
@@ -456,6 +477,10 @@ def image(document: Document) -> Document:
     if "event" in shown:
         stamp = read_stamp(shown["event"])
         shown["event"] = [part for part in (stamp.kind, stamp.worker_id, *stamp.lost) if part]
+    if dependents := shown["task_state"].get("dependents"):
+        shown["task_state"] = shown["task_state"] | {
+            "dependents": sorted(dependents)
+        }  # a set: the server orders it anyhow
     return stripped(shown)  # type: ignore[no-any-return]
 
 

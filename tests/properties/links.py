@@ -1,0 +1,186 @@
+"""What becomes of tasks that wait for others, in plain Python: the questions of `store.dependencies.tell`, a second time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+
+from taskmesh.model.dependency import label
+from tests.chaos.reading import ms
+from tests.properties.oracle import Oracle
+
+_UNFINISHED = ("INIT", "RUNNING")
+_FIRST_HOLD_MS, _LONGEST_HOLD_MS = 1_000, 86_400_000
+
+
+@dataclass(frozen=True)
+class _Marked:
+    """A task with a mark, as it was when somebody began to ask."""
+
+    id: str
+    status: str
+    dependents: list[str]
+    policy: str | None
+    after: list[str]
+    linked: bool
+    ask_time: datetime
+    held: bool
+
+    @property
+    def finished(self) -> bool:
+        return self.status not in _UNFINISHED
+
+
+class Links:
+    """The tasks of one world, by `_id`."""
+
+    def __init__(self, oracles: Mapping[str, Oracle]) -> None:
+        self._oracles = oracles
+
+    def tell(self, ids: Iterable[str], now: datetime) -> None:
+        """Answer the marks of these tasks, and of those that this concerns in turn."""
+        todo = set(ids)
+        while todo:
+            marked = [self._marked(id_) for id_ in sorted(todo) if self._state(id_).get("ask_time") is not None]
+            todo = self._answer(marked, now)
+
+    def _state(self, id_: str) -> Mapping[str, object]:
+        oracle = self._oracles[id_]
+        return {} if oracle.document is None else oracle.state
+
+    def _status(self, id_: str) -> str | None:
+        document = self._oracles[id_].document
+        return None if document is None else document["status"]
+
+    def _marked(self, id_: str) -> _Marked:
+        oracle = self._oracles[id_]
+        state, finish_time = oracle.state, oracle.document.get("finish_time")
+        policy = state.get("waits_for")
+        return _Marked(
+            id=id_,
+            status=oracle.document["status"],
+            dependents=list(oracle.reading.dependents),
+            policy=policy,
+            after=list(state["after"]["ids"]) if policy is not None and state.get("after") else [],
+            linked=state.get("unlinked") is None,
+            ask_time=state["ask_time"],
+            held=finish_time is not None and state["ask_time"] > finish_time,
+        )
+
+    def _answer(self, marked: list[_Marked], now: datetime) -> set[str]:
+        concerned: set[str] = set()
+        for task in marked:
+            if task.after and not task.linked and not task.finished:
+                self._link(task, now)
+        self._fail_dependents(marked, concerned, now)
+        for task in marked:
+            bad = [id_ for id_ in task.after if self._status(id_) not in (*_UNFINISHED, "SUCCESS")]
+            if task.policy == "fail" and not task.finished and bad:
+                self._fail(task.id, bad[0], _did_not_succeed(bad), now)
+                concerned.add(task.id)
+        for task in marked:
+            if not task.finished:
+                concerned.update(task.dependents)
+                for dependent in task.dependents:
+                    self._restore(dependent, task.id, now)
+        asked = {id_ for task in marked if task.finished for id_ in task.dependents}
+        asked |= {task.id for task in marked if task.policy is not None and not task.finished}
+        self._ask(sorted(asked), concerned, now)
+        for task in marked:
+            if task.held:
+                self._release(task.id, now)
+        for task in marked:
+            self._unmark(task, now)
+        return concerned
+
+    def _link(self, waiting: _Marked, now: datetime) -> None:
+        """Each task that this one waits for names it, and is kept for it."""
+        for id_ in waiting.after:
+            oracle = self._oracles[id_]
+            if oracle.document is None:
+                continue
+            state = oracle.state
+            state["dependents"] = sorted({*oracle.reading.dependents, waiting.id})
+            state["released_time"] = None
+            if oracle.document["status"] not in _UNFINISHED:
+                state["ask_time"] = state.get("ask_time") or now + ms(_FIRST_HOLD_MS)
+            oracle.derive(now)
+        self._oracles[waiting.id].state["unlinked"] = None
+
+    def _fail_dependents(self, marked: list[_Marked], concerned: set[str], now: datetime) -> None:
+        first: dict[str, _Marked] = {}
+        for task in marked:
+            if task.finished and task.status != "SUCCESS":
+                for dependent in task.dependents:
+                    first.setdefault(dependent, task)
+        for dependent, task in first.items():
+            self._fail(dependent, task.id, f"its dependency {label(task.id)} ended as {task.status}", now)
+        concerned.update(first)
+
+    def _fail(self, id_: str, dependency: str, reason: str, now: datetime) -> None:
+        oracle = self._oracles[id_]
+        if self._status(id_) == "INIT" and oracle.state.get("waits_for") == "fail":
+            oracle.state["dependency_failure"] = {"id": dependency, "reason": reason, "time": now}
+            oracle.stamp(now, "dependency_failed")
+
+    def _restore(self, id_: str, dependency: str, now: datetime) -> None:
+        """What failed because of that one alone has not failed when that is begun anew."""
+        oracle = self._oracles[id_]
+        if self._status(id_) == "FAIL" and (oracle.state.get("dependency_failure") or {}).get("id") == dependency:
+            oracle.state["dependency_failure"] = None
+            oracle.stamp(now, "retried")
+
+    def _ask(self, ids: list[str], concerned: set[str], now: datetime) -> None:
+        """Open what waits for nothing unfinished any more, or fail it."""
+        ready = {}
+        for id_ in ids:
+            state = self._state(id_)
+            waits = state.get("waits_for") is not None and state.get("unlinked") is None
+            if waits and self._status(id_) == "INIT" and not self._is_blocked(id_):
+                wanted = [] if state["waits_for"] == "run" else self._oracles[id_].state["after"]["ids"]
+                ready[id_] = [each for each in wanted if self._status(each) != "SUCCESS"]
+        for id_, unmet in ready.items():
+            if not unmet:
+                self._oracles[id_].state["waits_for"] = None
+                self._oracles[id_].stamp(now, "opened")
+                concerned.add(id_)
+        for id_, unmet in ready.items():
+            if unmet and self._oracles[id_].state["waits_for"] == "fail":
+                self._fail(id_, unmet[0], _did_not_succeed(unmet), now)
+                concerned.add(id_)
+
+    def _is_blocked(self, id_: str) -> bool:
+        named = (each.state for each in self._oracles.values() if each.document is not None)
+        return any(state.get("pending") and id_ in (state.get("dependents") or []) for state in named)
+
+    def _release(self, id_: str, now: datetime) -> None:
+        """Its retention begins when the last of those that waited for it is finished, or is gone."""
+        oracle = self._oracles[id_]
+        if oracle.document is None or oracle.document.get("finish_time") is None:
+            return
+        by = [each.document for name in oracle.reading.dependents if (each := self._oracles[name]).document is not None]
+        if not any(document["status"] in _UNFINISHED for document in by):
+            ends = [document["finish_time"] for document in by if document.get("finish_time") is not None]
+            oracle.state["released_time"] = max(ends, default=now)
+            oracle.derive(now)
+
+    def _unmark(self, task: _Marked, now: datetime) -> None:
+        """The mark that was answered goes; what is kept for others is asked about again, a while later."""
+        oracle = self._oracles[task.id]
+        if oracle.document is None or oracle.state.get("ask_time") != task.ask_time:
+            return
+        document, state = oracle.document, oracle.state
+        names = "retain_success_ms" if document["status"] == "SUCCESS" else "retain_failed_ms"
+        retained_ms = document["task_option"].get(names)
+        kept = document["status"] not in (*_UNFINISHED, "DELETED") and bool(oracle.reading.dependents)
+        state["ask_time"] = None
+        if kept and retained_ms is not None and state.get("released_time") is None:
+            waited_ms = (now - document["finish_time"]) / ms(1) / 4
+            state["ask_time"] = now + ms(int(min(max(_FIRST_HOLD_MS, retained_ms, waited_ms), _LONGEST_HOLD_MS)))
+        if task.status == "DELETED":
+            oracle.derive(now)
+
+
+def _did_not_succeed(bad: list[str]) -> str:
+    return f"its dependency {', '.join(map(label, bad[:3]))} did not end as SUCCESS, or is there no more"
