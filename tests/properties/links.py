@@ -77,7 +77,7 @@ class Links:
         for task in marked:
             bad = [id_ for id_ in task.after if self._status(id_) not in (*_UNFINISHED, "SUCCESS")]
             if task.policy == "fail" and not task.finished and bad:
-                self._fail(task.id, bad[0], _did_not_succeed(bad), now)
+                self._fail(task.id, bad[0], self._did_not_succeed(bad), now)
                 concerned.add(task.id)
         for task in marked:
             if not task.finished:
@@ -147,7 +147,7 @@ class Links:
                 concerned.add(id_)
         for id_, unmet in ready.items():
             if unmet and self._oracles[id_].state["waits_for"] == "fail":
-                self._fail(id_, unmet[0], _did_not_succeed(unmet), now)
+                self._fail(id_, unmet[0], self._did_not_succeed(unmet), now)
                 concerned.add(id_)
 
     def _is_blocked(self, id_: str) -> bool:
@@ -181,6 +181,7 @@ class Links:
         if task.status == "DELETED":
             oracle.derive(now)
 
-
-def _did_not_succeed(bad: list[str]) -> str:
-    return f"its dependency {', '.join(map(label, bad[:3]))} did not end as SUCCESS, or is there no more"
+    def _did_not_succeed(self, bad: list[str]) -> str:
+        ends = [(label(id_), self._status(id_)) for id_ in bad[:3]]
+        told = [f"{task} {'was deleted' if end in (None, 'DELETED') else f'ended as {end}'}" for task, end in ends]
+        return f"its dependency {', '.join(told)}"
