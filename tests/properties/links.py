@@ -115,7 +115,7 @@ class Links:
                 for dependent in task.dependents:
                     first.setdefault(dependent, task)
         for dependent, task in first.items():
-            self._fail(dependent, task.id, f"its dependency {label(task.id)} ended as {task.status}", now)
+            self._fail(dependent, task.id, f"its dependency {_told(task.id, task.status)}", now)
         concerned.update(first)
 
     def _fail(self, id_: str, dependency: str, reason: str, now: datetime) -> None:
@@ -182,6 +182,8 @@ class Links:
             oracle.derive(now)
 
     def _did_not_succeed(self, bad: list[str]) -> str:
-        ends = [(label(id_), self._status(id_)) for id_ in bad[:3]]
-        told = [f"{task} {'was deleted' if end in (None, 'DELETED') else f'ended as {end}'}" for task, end in ends]
-        return f"its dependency {', '.join(told)}"
+        return f"its dependency {', '.join(_told(id_, self._status(id_)) for id_ in bad[:3])}"
+
+
+def _told(id_: str, end: str | None) -> str:
+    return f"{label(id_)} {'was deleted' if end in (None, 'DELETED') else f'ended as {end}'}"
