@@ -275,7 +275,7 @@ def asked() -> Iterator[tuple[str, Mutant]]:
     yield "what is kept is asked about too early", result(dependencies, linking, 1_000, 999)
     yield "whoever waits fails with what it waits for", _linked(_WANTS_TO_FAIL, {"status": "INIT"})
     yield "what failed because of others is restored", _linked(_FAILED_BY_IT, {"status": "FAIL"})
-    yield "a dependency that failed has succeeded", replaced(dependencies, "_succeeded", _all_of_them)
+    yield "a dependency that failed has succeeded", replaced(dependencies, "_ends", _all_succeeded)
     yield "a gate opens while a dependency is unfinished", _looked_up({"left": []}, {})
     yield "retention begins while somebody waits", _looked_up({"by.unfinished": {"$ne": True}}, {})
     yield (
@@ -310,8 +310,8 @@ def _looked_up(old: Any, new: Any) -> Mutant:
     return replaced(driver.Driver, "aggregate", mutated)
 
 
-async def _all_of_them(_: Any, ids: Any) -> set[str]:
-    return set(ids)
+async def _all_succeeded(_: Any, ids: Any) -> dict[str, str]:
+    return dict.fromkeys(ids, "SUCCESS")
 
 
 async def _left_marked(*_: Any) -> None:
