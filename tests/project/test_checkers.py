@@ -39,14 +39,14 @@ FIRES = {
     "TaskmeshLeasesLost": ['taskmesh_executions_total{outcome="lost",name="mail"}', "0+1x30"],
     "TaskmeshWorkerCutOff": ['taskmesh_silent_seconds{instance="a"}', "0+20x30"],
     "TaskmeshStreamSilent": ['taskmesh_stream_silent_seconds{instance="a"}', "0+20x30"],
-    "TaskmeshClaimsContended": ["taskmesh_claims_won_total", "0+50x60", "taskmesh_claims_tried_total", "0+100x60"],
+    "TaskmeshClaimsContended": ["taskmesh_claims_won_total", "0+1600x90", "taskmesh_claims_tried_total", "0+4000x90"],
 }
 """Series, minute by minute, of which each alert has to tell."""
 QUIET = {
     "TaskmeshNoWorkers": ['taskmesh_workers{state="running"}', "2x30"],
     "TaskmeshLag": ["taskmesh_oldest_claimable_seconds", "3x30"],
     "TaskmeshFailures": ['taskmesh_tasks{status="FAIL",name="mail"}', "40x30"],
-    "TaskmeshClaimsContended": ["taskmesh_claims_won_total", "0+90x60", "taskmesh_claims_tried_total", "0+100x60"],
+    "TaskmeshClaimsContended": ["taskmesh_claims_won_total", "0+2400x90", "taskmesh_claims_tried_total", "0+4000x90"],
 }
 """Series of a fleet that is well: these must not fire."""
 
@@ -86,7 +86,7 @@ def test_each_alert_fires_when_it_should_and_not_when_all_is_well(tmp_path: Path
     tests = []
     for name, series in [*FIRES.items(), *QUIET.items()]:
         given = [{"series": one, "values": values} for one, values in zip(series[::2], series[1::2], strict=True)]
-        minutes = 80 if name == "TaskmeshQueuePaused" else 55 if name == "TaskmeshClaimsContended" else 25
+        minutes = 80 if name in ("TaskmeshQueuePaused", "TaskmeshClaimsContended") else 25
         tests.append(
             {
                 "interval": "1m",
