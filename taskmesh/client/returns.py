@@ -183,6 +183,8 @@ def _annotation_of(fn: Any) -> Annotation:
     while isinstance(fn, functools.partial):
         fn = fn.func
     asked = getattr(fn, "__func__", fn)  # a bound method is a new object each time
+    if isinstance(fn, type):  # its annotation is itself, and would keep it
+        return annotation(fn)
     try:
         if (known := _known.get(asked)) is None:
             known = _known[asked] = annotation(_type_of(fn))
@@ -205,8 +207,6 @@ def annotation(found: Any) -> Annotation:
 
 
 def _type_of(fn: Any) -> Any:
-    if isinstance(fn, type):
-        return fn
     try:
         if fn is not None and not inspect.isroutine(inspect.unwrap(fn)):
             fn = type(fn).__call__

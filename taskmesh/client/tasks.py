@@ -13,7 +13,7 @@ from taskmesh.client.returns import Returns
 from taskmesh.model.errors import TaskFinished, TaskNotFound, TaskRunning, TooManySignals, UnstorableValue
 from taskmesh.model.flow import FlowStatus
 from taskmesh.model.ids import checked_step_name, checked_text
-from taskmesh.model.option import OptionFields, ping_interval_for
+from taskmesh.model.option import OptionFields
 from taskmesh.model.task import Task, task_id
 from taskmesh.model.times import checked_timeout
 from taskmesh.store import Store, audit, control, find, signals
@@ -134,16 +134,11 @@ class Tasks:
             return await self.get(name, key)
         while True:
             before = (await self.get(name, key)).task_option
-            wanted: dict[str, Any] = dict(changes)
-            timeout_ms = changes.get("worker_timeout_ms")
-            if type(timeout_ms) is int and before.ping_interval_ms == ping_interval_for(before.worker_timeout_ms):
-                wanted.setdefault(
-                    "ping_interval_ms", ping_interval_for(timeout_ms)
-                )  # as in `TaskOption`, where nobody has set it
-            after = before.changed(**wanted).stored()
-            expected = before.stored()
+            expected, after = before.stored(), before.changed(**changes).stored()
+            # What was asked for, and what follows from it.
+            changed = {*changes, *(field for field in after if after[field] != expected.get(field))}
             written = await control.set_option(
-                self._store, task_id(name, key), {field: after.get(field) for field in wanted}, expected
+                self._store, task_id(name, key), {field: after.get(field) for field in changed}, expected
             )
             if written is not None:
                 await audit.note(self._store, "task.set_option", who, name=name, key=key, changes=dict(changes))

@@ -172,9 +172,8 @@ class Transactions:
                         return strangers
                     outcome = await journal.started([each.id for each in started])
                     for each in started:
-                        if (
-                            each.id in there
-                        ):  # and not recorded: from before its parent started over, and it does so with it
+                        # There and not recorded: from before its parent started over, so it does that too.
+                        if each.id in there:
                             each.configuration = replace(each.configuration, run_again=True)
                     await publish_in_session(self._store, started, self._clock.now(), session)
                     if not await steps.record_start(self._store, self._worker_id, outcome, session):

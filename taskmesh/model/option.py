@@ -125,8 +125,15 @@ class TaskOption(BaseModel):
         return self
 
     def changed(self, **fields: Any) -> TaskOption:
-        """Return a copy with `fields` changed, checked as a whole. Raises `InvalidOption`."""
-        return TaskOption(**{**{name: getattr(self, name) for name in self.model_fields_set}, **fields})
+        """Return a copy with `fields` changed, checked as a whole. Raises `InvalidOption`.
+
+        A `ping_interval_ms` that is what it would be if nobody had set it follows `worker_timeout_ms`: a stored option does not
+        say who has.
+        """
+        kept = {name: getattr(self, name) for name in self.model_fields_set}
+        if "worker_timeout_ms" in fields and self.ping_interval_ms == ping_interval_for(self.worker_timeout_ms):
+            kept.pop("ping_interval_ms", None)
+        return TaskOption(**{**kept, **fields})
 
     def stored(self) -> dict[str, Any]:
         """Return the option as it is stored with a task."""

@@ -138,10 +138,8 @@ async def publish_in_any_session(
 
 def check_same_servers(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
     """Raise `InvalidOption` if two answers to `hello` are not of one replica set: nobody would find there what is published."""
-    if (
-        "setName" not in ours or "setName" not in theirs
-    ):  # a sharded cluster, whose routers do not say to what they belong
-        return
+    if "setName" not in ours or "setName" not in theirs:
+        return  # a sharded cluster, whose routers do not say to what they belong
     if ours["setName"] != theirs["setName"] or set(ours["hosts"]).isdisjoint(theirs["hosts"]):
         raise InvalidOption(
             f"session is one of another replica set ({theirs['setName']} at {', '.join(theirs['hosts'])}; the mesh is on "

@@ -55,7 +55,7 @@ async def _change(store: Store, id_: str, condition: rules.Expression, pipeline:
     stages = [*pipeline, {"$set": {"change_ids": repeated.with_change(change_id)}}]
 
     async def change() -> Document | None:
-        changed: Document | None = (await store.update(query, stages, returning=True))["value"]
+        changed = await store.update_one(query, stages)
         if changed is not None:
             return changed
         found = await store.find(repeated.same(task), {}, codec=CODEC)

@@ -130,33 +130,32 @@ class Store:
         session: Any = None,
         constants: Document | None = None,
         hint: str | None = None,
-        *,
-        returning: bool = False,
     ) -> Document:
         """Update all tasks that match, and return the reply with `n` (matched) and `nModified`.
 
-        `constants`: values that the pipeline refers to by name (`$$name`). `returning`: update one, and return it as `value`, as
-        it was written, before anybody else can have changed it; None if none matches.
+        `constants`: values that the pipeline refers to by name (`$$name`).
 
         Not repeated by the driver after a network error: the caller asks by `running_id` what happened.
         """
         command = self.update_command(query, pipeline, deadline_ms, hint=hint)
-        if returning:
-            [one] = command["updates"]
-            find_and_modify: Document = {
-                "findAndModify": self.tasks,
-                "query": one["q"],
-                "update": one["u"],
-                "new": True,
-            }
-            settings = {name: command[name] for name in ("let", "writeConcern", "maxTimeMS")}
-            return {"value": restored((await self.driver.command(find_and_modify | settings))["value"])}
         if constants is not None:
             command["updates"][0]["c"] = constants
         if session is not None and session.in_transaction:
             del command["writeConcern"]
             del command["maxTimeMS"]
         return await self.driver.command(command, session)
+
+    async def update_one(self, query: Document, pipeline: Sequence[Mapping[str, Any]]) -> Document | None:
+        """Update the task that matches, and return it as it was written, before anybody else can have changed it.
+
+        None if none matches. Not repeated by the driver after a network error: the caller finds out what happened.
+        """
+        command = self.update_command(query, pipeline)
+        [statement] = command.pop("updates")
+        del command["update"]
+        changing = {"findAndModify": self.tasks, "query": statement["q"], "update": statement["u"], "new": True}
+        reply = await self.driver.command(changing | command)
+        return restored(reply["value"])  # type: ignore[no-any-return]  # a document, or None
 
     async def update_each(
         self, statements: Sequence[tuple[Document, Sequence[Mapping[str, Any]], Document]], session: Any

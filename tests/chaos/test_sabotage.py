@@ -332,16 +332,16 @@ async def _a_deletion_is_repeated_after_a_publication(stage: Stage) -> None:
 
 async def _a_cancel_is_repeated_after_a_retry(stage: Stage) -> None:
     await stage.publish(delay_ms=_NEVER_HERE_MS)
-    update = stage.mesh.store.update
+    update_one = stage.mesh.store.update_one
 
-    async def update_without_an_answer(*arguments: Any, **settings: Any) -> Any:
-        stage.mesh.store.update = update  # type: ignore[method-assign]
-        await update(*arguments, **settings)
+    async def update_without_an_answer(*arguments: Any) -> Any:
+        stage.mesh.store.update_one = update_one  # type: ignore[method-assign]
+        await update_one(*arguments)
         await stage.mesh.retry("work", "victim")
         async with _on_tasks(stage, "findAndModify", appname=STAGE, times=1, errorCode=10107):
-            return await update(*arguments, **settings)
+            return await update_one(*arguments)
 
-    stage.mesh.store.update = update_without_an_answer  # type: ignore[method-assign]
+    stage.mesh.store.update_one = update_without_an_answer  # type: ignore[method-assign]
     await stage.cancel()
     stage.worker("w1")
 

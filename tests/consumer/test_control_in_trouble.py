@@ -64,16 +64,16 @@ async def test_a_retry_whose_answer_is_lost_makes_the_task_run_once_more_and_not
         await job.publish("k")
         async with working(mesh):
             await finished(mesh, "job", "k")
-            update = mesh.store.update
+            update_one = mesh.store.update_one
 
-            async def update_without_an_answer(*arguments: Any, **settings: Any) -> Any:
-                mesh.store.update = update  # type: ignore[method-assign]
-                await update(*arguments, **settings)
+            async def update_without_an_answer(*arguments: Any) -> Any:
+                mesh.store.update_one = update_one  # type: ignore[method-assign]
+                await update_one(*arguments)
                 await finished(mesh, "job", "k")  # it has run again by the time that its owner asks once more
                 async with failing_commands(mongo_uri, ["findAndModify"], times=1, errorCode=10107):
-                    return await update(*arguments, **settings)
+                    return await update_one(*arguments)
 
-            mesh.store.update = update_without_an_answer  # type: ignore[method-assign]
+            mesh.store.update_one = update_without_an_answer  # type: ignore[method-assign]
             await mesh.retry("job", "k")
             await finished(mesh, "job", "k")
         assert runs == ["k", "k"]
@@ -89,16 +89,15 @@ async def test_a_retry_returns_the_task_as_it_was_retried_though_a_worker_has_ru
     await job.publish("k", price=Decimal("1.10"))
     async with working(mesh):
         await finished(mesh, "job", "k")
-        update = mesh.store.update
+        update_one = mesh.store.update_one
 
-        async def update_that_is_answered_late(*arguments: Any, **settings: Any) -> Any:
-            reply = await update(*arguments, **settings)
-            if settings.get("returning"):
-                await eventually(lambda: len(runs) == 2)
-                await finished(mesh, "job", "k")
-            return reply
+        async def update_that_is_answered_late(*arguments: Any) -> Any:
+            changed = await update_one(*arguments)
+            await eventually(lambda: len(runs) == 2)
+            await finished(mesh, "job", "k")
+            return changed
 
-        mesh.store.update = update_that_is_answered_late  # type: ignore[method-assign]
+        mesh.store.update_one = update_that_is_answered_late  # type: ignore[method-assign]
         retried = await mesh.retry("job", "k")
     assert (retried.status, retried.standing, list(retried.task_state.worker_states)) == (Status.INIT, "ready", [])
     assert retried.params == {"price": Decimal("1.10")}

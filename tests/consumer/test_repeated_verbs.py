@@ -26,16 +26,21 @@ VERBS: dict[str, Callable[[TaskMesh], Awaitable[Any]]] = {
 
 def _loses_an_answer(mesh: TaskMesh, uri: str, meanwhile: Callable[[], Awaitable[Any]]) -> None:
     """Let the server do the next update of this mesh, then let others do something, and only then tell of an election."""
-    update = mesh.store.update
+    real = {name: getattr(mesh.store, name) for name in ("update", "update_one")}
 
-    async def update_without_an_answer(*arguments: Any, **settings: Any) -> Any:
-        mesh.store.update = update  # type: ignore[method-assign]
-        await update(*arguments, **settings)
-        await meanwhile()
-        async with failing_commands(uri, ["update", "findAndModify"], times=1, errorCode=10107):
-            return await update(*arguments, **settings)
+    def without_an_answer(name: str) -> Callable[..., Awaitable[Any]]:
+        async def update(*arguments: Any, **settings: Any) -> Any:
+            for each, method in real.items():
+                setattr(mesh.store, each, method)
+            await real[name](*arguments, **settings)
+            await meanwhile()
+            async with failing_commands(uri, ["update", "findAndModify"], times=1, errorCode=10107):
+                return await real[name](*arguments, **settings)
 
-    mesh.store.update = update_without_an_answer  # type: ignore[method-assign]
+        return update
+
+    for each in real:
+        setattr(mesh.store, each, without_an_answer(each))
 
 
 @pytest.fixture
