@@ -5,12 +5,14 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from taskmesh.embedded import Mongod
+from pymongo.errors import PyMongoError
+
+from taskmesh.embedded import Mongod, replica
 from tests.leftovers import IN_MEMORY, ends_with_us
 from tests.processes.wrong_clock import clock_off
 from tests.waiting import wait_until
@@ -90,6 +92,23 @@ class ThreeNodes:
         """Return the running members that are not the primary."""
         primary = self.primary()
         return [member for member in self.members if member.running and member is not primary]
+
+    def heal(self) -> None:
+        """Let all members run again, and wait for a primary."""
+        for member in self.members:
+            if not member.running:
+                member.start()
+        self.primary()
+
+    def primary_goes(self, *, killed: bool) -> None:
+        """Let all members run, then lose the primary: by SIGKILL, or by stepping down for some seconds."""
+        self.heal()
+        primary = self.primary()
+        if killed:
+            primary.kill()
+            return
+        with suppress(PyMongoError), replica.direct_client(primary.address) as client:  # it may close our connection
+            client.admin.command("replSetStepDown", 5, secondaryCatchUpPeriodSecs=1, force=True)
 
 
 @contextmanager

@@ -16,7 +16,6 @@ from pymongo import MongoClient
 from pymongo.errors import PyMongoError
 
 from taskmesh import TaskMesh, TaskMeshError, TaskNotFound
-from taskmesh.embedded import replica
 from tests.durable.order_handlers import ACCOUNTS, MEMBERS, TRANSFERS, Handlers, define
 from tests.mongods import ThreeNodes, quick_directory, three_nodes
 from tests.processes.fleet import Fleet, Worker
@@ -58,7 +57,7 @@ async def test_whatever_is_killed_what_is_recorded_stands_and_all_of_it_ends(
                 await _published(handlers, flows[n::_ROUNDS])
                 await chaos.round(n)
                 unsignalled = await _signalled(mesh, unsignalled)
-            chaos.heal()
+            nodes.heal()
 
             async def all_are_signalled() -> bool:
                 unsignalled[:] = await _signalled(mesh, unsignalled)
@@ -97,28 +96,11 @@ class _Chaos:
         wait_until(lambda: all("ready" in worker.told for worker in self._living), what="both are at work")
         await asyncio.sleep(2.0 * self._chance.random())  # the moment of a kill is what the test is about
         if n % 2:
-            self._primary_goes(killed=n % 4 == 1)
+            self._nodes.primary_goes(killed=n % 4 == 1)
             await asyncio.sleep(1.0 * self._chance.random())  # amid the election, or after it
         victim = self._living.pop(0)
         victim.kill()
         self._living.append(self._worker(victim.worker_id))
-
-    def heal(self) -> None:
-        """Let all members be there again."""
-        for member in self._nodes.members:
-            if not member.running:
-                member.start()
-        self._nodes.primary()
-
-    def _primary_goes(self, *, killed: bool) -> None:
-        self.heal()
-        primary = self._nodes.primary()
-        logger.info("the primary %s", "is killed" if killed else "steps down")
-        if killed:
-            primary.kill()
-            return
-        with suppress(PyMongoError), replica.direct_client(primary.address) as client:  # it may close our connection
-            client.admin.command("replSetStepDown", 3, secondaryCatchUpPeriodSecs=1, force=True)
 
     def _worker(self, worker_id: str | None = None) -> Worker:
         return self._fleet.start(worker_id, handlers="tests.durable.order_handlers", concurrency=10)

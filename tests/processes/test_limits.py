@@ -15,7 +15,6 @@ from pymongo import MongoClient
 from pymongo.errors import PyMongoError
 
 from taskmesh import TaskMesh
-from taskmesh.embedded import replica
 from tests.mongods import ThreeNodes, quick_directory, three_nodes
 from tests.processes.fleet import Fleet, Worker
 from tests.processes.handlers import define
@@ -91,27 +90,10 @@ async def _trouble(mesh: TaskMesh, nodes: ThreeNodes, fleet: Fleet, chance: rand
             if await mesh.listing.count("status:SUCCESS") > 0.9 * _TASKS:
                 break
         if n % 4 == 3:
-            _primary_goes(nodes, killed=n % 8 == 7)
+            nodes.primary_goes(killed=n % 8 == 7)
         wait_until(lambda: any("ready" in worker.told for worker in living), 60.0, what="one of them is at work")
         victim = chance.choice([worker for worker in living if "ready" in worker.told])
         living.remove(victim)
         victim.kill()
         living.append(fleet.start(victim.worker_id, concurrency=_CONCURRENCY))
-    _all_are_there(nodes)
-
-
-def _all_are_there(nodes: ThreeNodes) -> None:
-    for member in nodes.members:
-        if not member.running:
-            member.start()
-    nodes.primary()
-
-
-def _primary_goes(nodes: ThreeNodes, *, killed: bool) -> None:
-    _all_are_there(nodes)
-    primary = nodes.primary()
-    if killed:
-        primary.kill()
-        return
-    with suppress(PyMongoError), replica.direct_client(primary.address) as client:  # it may close our connection
-        client.admin.command("replSetStepDown", 5, force=True)
+    nodes.heal()
