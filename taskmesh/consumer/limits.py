@@ -306,7 +306,9 @@ class Limits:
         most = limits.running if group is None else limits.of_group(group)
         if 0 in (most, limits.rate if group is None else limits.group_rate):
             return varied(_WHILE_SHUT_S, 0.3)
-        all_ours = most is not None and self._slots.count((queue, group)) >= most
+        if self._slots.any_idle(queue, group):  # it has become free since we asked
+            return 0.0
+        all_ours = most is not None and self._slots.count(queue, group) >= most
         return varied(_WHILE_ALL_OURS_S if all_ours else _ASK_AGAIN_S, 0.3)
 
     def _shut_for(self, place: Place, pause: float) -> None:
@@ -339,7 +341,9 @@ class Limits:
     def _use_room(self, place: Place) -> None:
         """Try the best of those that wait for the room that has just become free."""
         parked = self._parked.get(place)
-        if parked and place in self._shut:
+        if parked and place in self._shut and _counts_starts(self.queues.get(place[0], {})):
+            self._reopen(place)  # a slot in hand is not enough: each start is asked for
+        elif parked and place in self._shut:
             self._candidates.offer(replace(heapq.heappop(parked)[2], due=time.monotonic(), timed=False))
             self._candidates.ready.set()
         elif (queue := (place[0], None)) in self._shut:

@@ -63,9 +63,13 @@ class Slots:
         self._idle: dict[Place, list[Slot]] = {}
         self._wake = asyncio.Event()
 
-    def count(self, place: Place) -> int:
-        """Return how many of a place are held."""
-        return sum(slot.place == place for slot in self._held.values())
+    def count(self, queue: str, group: str | None) -> int:
+        """Return how many of a queue, or of a group of it, are held."""
+        return sum(slot.place[0] == queue and group in (None, slot.place[1]) for slot in self._held.values())
+
+    def any_idle(self, queue: str, group: str | None) -> bool:
+        """Whether one of a queue, or of a group of it, is held and not used."""
+        return any(slots and place[0] == queue and group in (None, place[1]) for place, slots in self._idle.items())
 
     def booked(self, place: Place, wish: Wish, token: str, good_until: datetime) -> None:
         """Take over a slot that was booked for a task."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import anyio
 import pytest
 
@@ -44,6 +47,25 @@ async def test_a_rate_holds_in_every_window_and_is_used_up(mesh: TaskMesh) -> No
     starts = sorted(start for start, _ in await starts_of(mesh, "work"))
     assert most_starts_within(starts, 500) == 10
     assert (starts[-1] - starts[0]).total_seconds() < 10, "2 s if all is well; 14 s if bookings had to run out"
+
+
+@pytest.mark.parametrize("limits", [{"rate": 1_000}, {"group_rate": 1_000}], ids=["rate", "group_rate"])
+@pytest.mark.parametrize("most", ["running", "group_running"])
+async def test_room_is_used_at_once_where_starts_are_counted_too(
+    mesh: TaskMesh, most: str, limits: dict[str, Any]
+) -> None:
+    @mesh.task(queue="narrow")
+    async def work() -> None:
+        return None
+
+    await mesh.set_limit("narrow", **limits | {most: 2})
+    await work.configure(group="g").publish_many({f"k{n}": {} for n in range(40)})
+    before = time.monotonic()
+    await mesh.consumer(concurrency=10).run(until_idle=True)
+    assert await mesh.listing.count("status:SUCCESS") == 40
+    assert time.monotonic() - before < 30, (
+        "well below a second if all is well; 100 s if each pair waits for a second look"
+    )
 
 
 async def test_a_queue_at_its_limit_holds_up_no_other_queue(mesh: TaskMesh) -> None:
