@@ -28,6 +28,7 @@ PROGRAMS = {
     "taskmesh": "taskmesh.cli:main",
     "worker": "tests.processes.worker:main",
     "publisher": "tests.client.publishers:main",
+    "payloads": "tests.processes.payload_writers:main",
 }
 _IMPORTED = (
     "taskmesh.cli.app",
