@@ -65,7 +65,7 @@ from taskmesh.model.errors import (
 from taskmesh.model.event import TaskEvent
 from taskmesh.model.flow import FlowStatus, FlowTask
 from taskmesh.model.option import TaskOption
-from taskmesh.model.queue import FailurePause, QueueInfo, QueueLimits
+from taskmesh.model.queue import FailurePause, Percentiles, QueueInfo, QueueLatency, QueueLimits
 from taskmesh.model.schedule import ScheduleInfo, Tick
 from taskmesh.model.stage import Next
 from taskmesh.model.task import (
@@ -134,9 +134,11 @@ __all__ = [
     "NotedAction",
     "OptionEffect",
     "PayloadMissing",
+    "Percentiles",
     "ProcessDied",
     "Progress",
     "QueueInfo",
+    "QueueLatency",
     "QueueLimits",
     "Retry",
     "ScheduleEffect",

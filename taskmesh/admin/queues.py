@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, TypedDict, Unpack
 
 from taskmesh.admin.filters import TaskFilter
-from taskmesh.admin.store import limit_usage, listing, task_counts
+from taskmesh.admin.store import limit_usage, listing, newest_ended, task_counts
 from taskmesh.client.connection import Connection
 from taskmesh.model.durations import duration
 from taskmesh.model.errors import InvalidOption, TaskMeshError, TaskNotFound
 from taskmesh.model.ids import checked_group, checked_remark
-from taskmesh.model.queue import FailurePause, GroupPause, QueueInfo, QueueLimits, checked_queue
+from taskmesh.model.queue import (
+    FailurePause,
+    GroupPause,
+    Percentiles,
+    QueueInfo,
+    QueueLatency,
+    QueueLimits,
+    checked_queue,
+)
 from taskmesh.model.task import Status
 from taskmesh.model.times import checked_time
 from taskmesh.store import Store, audit, failure_pauses, limits, registry
@@ -22,20 +31,41 @@ from taskmesh.store.find import queues_in_use
 _LARGEST = 1_000_000
 _DEFAULT_WINDOW_MS = 1_000
 _LONGEST_WINDOW_MS = 7 * 86_400_000
+NEWEST_ENDED = newest_ended.LOOKED_AT
+"""So many of the tasks that ended tell of latencies."""
 COUNTED_TO = 1_000
 """How far the tasks that wait in a queue are counted: each takes the server some 10 µs."""
 
 
-async def read_queues(store: Store, *, counted_to: int = COUNTED_TO) -> list[QueueInfo]:
-    """Return all queues that have settings or unfinished tasks, and those that workers have registered for dead letters."""
+async def read_queues(store: Store, *, counted_to: int = COUNTED_TO, latencies: bool = False) -> list[QueueInfo]:
+    """Return all queues that have settings or unfinished tasks, and those that workers have registered for dead letters.
+
+    With `latencies` also those of which a task ended lately.
+    """
     settings = await registry.queues(store)
     of_the_dead = await registry.dead_letter_queues(store)
-    queues = sorted({*settings, *await queues_in_use(store), *of_the_dead})
+    latency = await _latencies(store) if latencies else {}
+    queues = sorted({*settings, *await queues_in_use(store), *of_the_dead, *latency})
     dead = {queue: await listing.count(store, _dead_in(queue), COUNTED_TO) or 0 for queue in of_the_dead}
     return [
-        info.model_copy(update={"dead_letters": dead.get(info.queue, 0)})
+        info.model_copy(update={"dead_letters": dead.get(info.queue, 0), "latency": latency.get(info.queue)})
         for info in await _infos(store, queues, settings, counted_to)
     ]
+
+
+async def _latencies(store: Store) -> dict[str, QueueLatency]:
+    """Return how long tasks waited and ran, by queue, of the newest that ended."""
+    by_queue: defaultdict[str, list[newest_ended.Ended]] = defaultdict(list)
+    for ended in await newest_ended.newest_ended(store):
+        by_queue[ended.queue].append(ended)
+    return {
+        queue: QueueLatency(
+            ended=len(tasks),
+            wait=Percentiles.of(task.wait_ms for task in tasks if task.wait_ms is not None),
+            run=Percentiles.of(task.run_ms for task in tasks if task.run_ms is not None),
+        )
+        for queue, tasks in by_queue.items()
+    }
 
 
 def _dead_in(queue: str) -> TaskFilter:
@@ -313,9 +343,11 @@ class Queues:
         await self._connection.queues_changed()
         await audit.note(self._store, action, by, queue=queue, **about)
 
-    async def all(self, *, counted_to: int = COUNTED_TO) -> list[QueueInfo]:
+    async def all(self, *, counted_to: int = COUNTED_TO, latencies: bool = False) -> list[QueueInfo]:
         """Return the queues that have settings or unfinished tasks, with their pauses and limits.
 
-        `counted_to`: how far to count the tasks that wait in each.
+        `counted_to`: how far to count the tasks that wait in each. `latencies`: also tell, as `QueueInfo.latency`, how long the
+        tasks of each waited and ran; then queues of which a task ended lately are listed too. It is told of the newest 1,000
+        tasks that ended, in whatever queue; not of those that are kept for ever, or not at all.
         """
-        return await read_queues(self._store, counted_to=counted_to)
+        return await read_queues(self._store, counted_to=counted_to, latencies=latencies)

@@ -8,18 +8,20 @@ from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.text import Text
 
-from taskmesh.admin.queues import LimitFields
+from taskmesh.admin.queues import NEWEST_ENDED, LimitFields
 from taskmesh.cli import completion, output
 from taskmesh.cli.connected import App, Collection, Database, Uri, mesh_of, run_at
 from taskmesh.cli.output import Json, Watch, show_found
 from taskmesh.cli.publishing import params_of
 from taskmesh.mesh import TaskMesh
-from taskmesh.model.queue import QueueInfo, QueueLimits, checked_queue
+from taskmesh.model.durations import duration
+from taskmesh.model.queue import Percentiles, QueueInfo, QueueLatency, QueueLimits, checked_queue
 from taskmesh.model.schedule import ScheduleInfo
 
+_OF_ENDED = f"of the newest {NEWEST_ENDED:,} tasks that ended".replace(",", " ")
 _NO_SCHEDULES = "no schedules: declare one in code (@mesh.task(cron=…), mesh.every), or by `taskmesh schedule`"
 
 
@@ -45,8 +47,12 @@ Reason = Annotated[str | None, typer.Option(help="Why; shown in listings and by 
 
 
 async def queues(mesh: TaskMesh, as_json: Json = False, watch: Watch = None) -> None:
-    """List the queues that have tasks or settings, with how far their limits are used up."""
-    await show_found(mesh, mesh.queues.all, queue_table, "no queues", as_json=as_json, every_s=watch)
+    """List the queues that have tasks or settings, how far their limits are used up, and how long their tasks wait and run."""
+
+    async def read() -> list[QueueInfo]:
+        return await mesh.queues.all(latencies=True)
+
+    await show_found(mesh, read, queue_table, "no queues", as_json=as_json, every_s=watch)
 
 
 def queue_table(found: list[QueueInfo]) -> RenderableType:
@@ -66,7 +72,17 @@ def queue_table(found: list[QueueInfo]) -> RenderableType:
         ]
         for each in found
     ]
-    return output.table(["QUEUE", "STATE", "RUNNING", "WAITING", "STARTS", "GROUPS", "DEAD", "WHY"], rows)
+    columns = ["QUEUE", "STATE", "RUNNING", "WAITING", "STARTS", "GROUPS", "DEAD", "WHY"]
+    if not any(each.latency for each in found):
+        return output.table(columns, rows)
+    for row, latency in zip(rows, (each.latency or QueueLatency(ended=0) for each in found), strict=True):
+        row.extend(map(_percentiles, (latency.wait, latency.run)))
+    told = Text(f"WAITED, RAN: at most so long 50 %, 95 % and 99 % {_OF_ENDED}", "dim")
+    return Group(output.table([*columns, "WAITED", "RAN"], rows), told)
+
+
+def _percentiles(times: Percentiles | None) -> str | None:
+    return None if times is None else ", ".join(map(duration, (times.p50_ms, times.p95_ms, times.p99_ms)))
 
 
 def _of(used: int, limit: int | None) -> str:

@@ -21,10 +21,11 @@ from prometheus_client.registry import Collector
 
 from taskmesh.admin.fleet import Fleet
 from taskmesh.admin.inspection import Inspection
-from taskmesh.admin.queues import Queues
+from taskmesh.admin.queues import NEWEST_ENDED, Queues
 from taskmesh.admin.stats import Stats
 from taskmesh.consumer.observer import Wait
 from taskmesh.consumer.worker import Consumer
+from taskmesh.model.queue import Percentiles
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1_800, 7_200)
@@ -184,11 +185,29 @@ async def _of_queues(mesh: Watched) -> list[Metric]:
     waiting = GaugeMetricFamily("taskmesh_queue_waiting", f"Due tasks, counted to {_COUNTED_TO}.", labels=["queue"])
     running = GaugeMetricFamily("taskmesh_queue_running", "Executions of a queue.", labels=["queue"])
     paused = GaugeMetricFamily("taskmesh_queue_paused", "1 if nothing is claimed from it.", labels=["queue"])
-    for queue in await mesh.queues.all(counted_to=_COUNTED_TO):
+    of_ended = f"Of the newest {NEWEST_ENDED} tasks that ended: "
+    waits = GaugeMetricFamily(
+        "taskmesh_queue_wait_seconds",
+        f"{of_ended}from when each could start to its first start.",
+        labels=["queue", "quantile"],
+    )
+    runs = GaugeMetricFamily(
+        "taskmesh_queue_run_seconds", f"{of_ended}how long its last execution ran.", labels=["queue", "quantile"]
+    )
+    for queue in await mesh.queues.all(counted_to=_COUNTED_TO, latencies=True):
+        if queue.latency is not None:
+            _add_quantiles(waits, queue.queue, queue.latency.wait)
+            _add_quantiles(runs, queue.queue, queue.latency.run)
         waiting.add_metric([queue.queue], queue.waiting)
         running.add_metric([queue.queue], queue.running)
         paused.add_metric([queue.queue], int(queue.paused))
-    return [waiting, running, paused]
+    return [waiting, running, paused, waits, runs]
+
+
+def _add_quantiles(metric: GaugeMetricFamily, queue: str, times: Percentiles | None) -> None:
+    if times is not None:
+        for quantile, ms in (("0.5", times.p50_ms), ("0.95", times.p95_ms), ("0.99", times.p99_ms)):
+            metric.add_metric([queue, quantile], ms / 1000)
 
 
 class _Read(Collector):

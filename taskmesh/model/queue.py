@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -75,6 +76,39 @@ class FailurePause(BaseModel):
     """How often one task is tried while it is paused; when one SUCCEEDs, the queue is open again."""
 
 
+class Percentiles(BaseModel):
+    """So long, in ms, half of some times are at most, 95 and 99 of a hundred."""
+
+    model_config = ConfigDict(frozen=True)
+
+    p50_ms: float
+    p95_ms: float
+    p99_ms: float
+
+    @classmethod
+    def of(cls, times_ms: Iterable[float]) -> Percentiles | None:
+        """Return the percentiles of these times, each of them one that occurred; None of none."""
+        ordered = sorted(times_ms)
+        if not ordered:
+            return None
+        p50, p95, p99 = (ordered[max(0, math.ceil(len(ordered) * share) - 1)] for share in (0.5, 0.95, 0.99))
+        return cls(p50_ms=p50, p95_ms=p95, p99_ms=p99)
+
+
+class QueueLatency(BaseModel):
+    """How long tasks of a queue waited and ran, of those that ended last."""
+
+    model_config = ConfigDict(frozen=True)
+
+    ended: int
+    """So many tasks of the queue this is about: its share of the newest 1,000 that ended, in whatever queue."""
+    wait: Percentiles | None = None
+    """From publication, or its `start_time` or the end of its last delay, to its first start. Not counted: tasks that were
+    suspended, or lost a worker."""
+    run: Percentiles | None = None
+    """How long the last execution ran, from its claim to its outcome."""
+
+
 class QueueInfo(BaseModel):
     """A queue: what is set for it, and how much of that is used."""
 
@@ -111,6 +145,8 @@ class QueueInfo(BaseModel):
     """Whether there are more of them, which were not counted."""
     dead_letters: int = 0
     """Of a queue for dead letters: tasks that have FAILed and stand in it. At most 1,000 are counted."""
+    latency: QueueLatency | None = None
+    """None: nobody asked (`mesh.queues.all(latencies=True)`), or none of the newest tasks that ended was of this queue."""
 
     @property
     def shut_because(self) -> str | None:

@@ -208,6 +208,13 @@ async def dead_letter_queues(store: Store) -> list[str]:
     return [queue for queue in found if isinstance(queue, str)]
 
 
+async def retentions_ms(store: Store) -> set[int]:
+    """Return for how long the tasks that workers have registered are kept when they are finished; not those kept for ever."""
+    definitions = store.driver.collection(store.definitions)
+    found = [await definitions.distinct(f"option.{field}") for field in ("retain_success_ms", "retain_failed_ms")]
+    return {value for values in found for value in values if isinstance(value, int)}
+
+
 async def _definitions(store: Store, names: list[str]) -> list[Document]:
     cursor = store.driver.collection(store.definitions).find({"_id": {"$in": names}})
     return await cursor.to_list(None)  # type: ignore[no-any-return]  # both drivers leave it untyped

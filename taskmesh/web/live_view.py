@@ -56,7 +56,7 @@ class Pulse:
         self._asking: asyncio.Task[None] | None = None
         self._stats: Stats | None = None
         self.queues: list[QueueInfo] = []
-        """The queues as they were when the counts were taken."""
+        """The queues as they were when the counts were taken, with how long their tasks waited and ran."""
         self._looked_at = float("-inf")
         self._look_took = 0.0
         self._looking = asyncio.Lock()
@@ -98,7 +98,7 @@ class Pulse:
     async def _look(self) -> None:
         mesh = await self._connection.connected()
         began = time.monotonic()
-        self.queues = await mesh.queues.all()
+        self.queues = await mesh.queues.all(latencies=True)
         self._stats = await mesh.stats()
         self._looked_at = time.monotonic()
         self._look_took = self._looked_at - began

@@ -337,8 +337,8 @@ async def _set_concurrency(mesh: TaskMesh, query: TheWorker, body: Concurrency) 
 
 @_operation("queues.list", "GET", "/queues")
 async def _queues(mesh: TaskMesh) -> list[QueueInfo]:
-    """Return the queues with their pauses and limits."""
-    return await mesh.queues.all()
+    """Return the queues with their pauses and limits, and how long their tasks waited and ran, of the newest that ended."""
+    return await mesh.queues.all(latencies=True)
 
 
 @_operation("queue.pause", "POST", "/queues/{queue}/pause")

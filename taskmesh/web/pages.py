@@ -17,13 +17,14 @@ from starlette.routing import Route
 from taskmesh.admin.bulk import cancellable
 from taskmesh.admin.filters import TaskFilter
 from taskmesh.admin.listing import TaskPage
+from taskmesh.admin.queues import NEWEST_ENDED
 from taskmesh.admin.stats import Stats
 from taskmesh.mesh import TaskMesh
 from taskmesh.model.durations import milliseconds
 from taskmesh.model.errors import InvalidOption, TaskNotFound
 from taskmesh.model.jsonable import to_json
 from taskmesh.model.option import TaskOption
-from taskmesh.model.queue import QueueLimits
+from taskmesh.model.queue import QueueInfo, QueueLimits
 from taskmesh.model.task import Standing, Status
 from taskmesh.model.worker import known_names
 from taskmesh.web import api
@@ -281,10 +282,22 @@ async def queues(request: Request, mesh: TaskMesh) -> Response:
         asked: dict[str, str | None] = {"queue": request.query_params["queue"]}
         asked |= {field: request.query_params[field] or None for field in limits if field in request.query_params}
         effect = await api.perform(mesh, OPERATIONS["queue.what_if_limit"], asked)
-    waits = (await request.app.state.pulse.stats()).oldest_claimable_ms_by_queue
+    pulse: Pulse = request.app.state.pulse
+    waits = (await pulse.stats()).oldest_claimable_ms_by_queue
+    latency = {each.queue: each.latency for each in pulse.queues if each.latency is not None}
     found = await mesh.queues.all()
     settled = {each.queue for each in found if each.paused or each.failure_pause or each.limits != QueueLimits()}
-    return rendered(request, "queues.html", queues=found, settled=settled, waits=waits, effect=effect)
+    at_rest = [QueueInfo(queue=queue) for queue in latency.keys() - {each.queue for each in found}]
+    return rendered(
+        request,
+        "queues.html",
+        queues=sorted([*found, *at_rest], key=lambda each: each.queue),
+        settled=settled,
+        waits=waits,
+        latency=latency,
+        ended=NEWEST_ENDED,
+        effect=effect,
+    )
 
 
 async def schedules(request: Request, mesh: TaskMesh) -> Response:
