@@ -341,7 +341,7 @@ async def _a_cancel_is_repeated_after_a_retry(stage: Stage) -> None:
         async with _on_tasks(stage, "findAndModify", appname=STAGE, times=1, errorCode=10107):
             return await update_one(*arguments)
 
-    stage.mesh.store.update_one = update_without_an_answer  # type: ignore[method-assign]
+    stage.mesh.store.update_one = update_without_an_answer  # type: ignore[method-assign, assignment]  # it takes anything
     await stage.cancel()
     stage.worker("w1")
 

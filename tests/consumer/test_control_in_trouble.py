@@ -73,7 +73,7 @@ async def test_a_retry_whose_answer_is_lost_makes_the_task_run_once_more_and_not
                 async with failing_commands(mongo_uri, ["findAndModify"], times=1, errorCode=10107):
                     return await update_one(*arguments)
 
-            mesh.store.update_one = update_without_an_answer  # type: ignore[method-assign]
+            mesh.store.update_one = update_without_an_answer  # type: ignore[method-assign, assignment]  # it takes anything
             await mesh.retry("job", "k")
             await finished(mesh, "job", "k")
         assert runs == ["k", "k"]
@@ -97,7 +97,7 @@ async def test_a_retry_returns_the_task_as_it_was_retried_though_a_worker_has_ru
             await finished(mesh, "job", "k")
             return changed
 
-        mesh.store.update_one = update_that_is_answered_late  # type: ignore[method-assign]
+        mesh.store.update_one = update_that_is_answered_late  # type: ignore[method-assign, assignment]  # it takes anything
         retried = await mesh.retry("job", "k")
     assert (retried.status, retried.standing, list(retried.task_state.worker_states)) == (Status.INIT, "ready", [])
     assert retried.params == {"price": Decimal("1.10")}
