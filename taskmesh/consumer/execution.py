@@ -525,7 +525,17 @@ class Execution:
             entry = {**entry, "fail_reason": self.redacted(entry["fail_reason"])}
         entry = self.publisher.payloads.sealed_entry(self.id, entry)
         entry = {**entry, **logs} if logs else entry
-        return Outcome(self.id, self.running_id, kind, entry, delay_ms, progress, untold, size)
+        return Outcome(
+            self.id,
+            self.running_id,
+            kind,
+            entry,
+            delay_ms,
+            progress,
+            untold,
+            size,
+            concerns_others="pending" in self.document["task_state"],
+        )
 
     def report(self) -> Outcome | None:
         """Return what is new in logs and progress, to be written while the execution goes on."""

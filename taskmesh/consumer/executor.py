@@ -434,7 +434,7 @@ class Executor:
         """The outcome and the tasks that the handler published were recorded as one, or refused, in whatever way."""
         if error is None:
             if outcome.kind in _SUCCESSES:
-                self._succeeded(execution)
+                self._succeeded(execution, concerns_others=outcome.concerns_others)
             for publication in execution.publications:
                 if publication.configuration.after or publication.configuration.sequence_key is not None:
                     self._dependents.finished(publication.id)  # it waits for others, and is asked about now

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from taskmesh.client.handle import TaskHandle
 from taskmesh.client.returns import Returns
 from taskmesh.consumer.fingerprint import fingerprint
-from taskmesh.model.dependency import Named
+from taskmesh.model.dependency import is_named
 from taskmesh.model.errors import InvalidOption, TaskFailed
 from taskmesh.model.ids import shown
 from taskmesh.store.driver import Document
@@ -152,7 +152,7 @@ def checked_handles(handles: Any) -> list[Any]:
     """Return the handles of children, or raise `TypeError` for what is no list of such."""
     listed = isinstance(handles, Iterable) and not isinstance(handles, (str, bytes, Mapping))
     found = list(handles) if listed else []
-    if wrong := [each for each in found if not isinstance(each, Named)] or ([] if listed else [handles]):
+    if wrong := [each for each in found if not is_named(each)] or ([] if listed else [handles]):
         raise TypeError(f"results() takes a list of what start() returned, like [handle], got {shown(wrong[0])}")
     return found
 

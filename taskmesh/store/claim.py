@@ -27,7 +27,15 @@ LOADED_WITH_CLAIM_BYTES = 256_000
 _ENTRY_FIELDS = {"task_state.worker_states.running_id": 1, "task_state.worker_states.state": 1}
 _STATE_FIELDS = {
     f"task_state.{field}": 1
-    for field in ("dropped_fail_cnt", "lost_cnt", "conflict_cnt", "progress", "params_version", "steps_bytes")
+    for field in (
+        "dropped_fail_cnt",
+        "lost_cnt",
+        "conflict_cnt",
+        "progress",
+        "params_version",
+        "steps_bytes",
+        "pending",
+    )
 }
 _FEW_STEPS: Document = {
     # What was recorded comes with the claim, so that to resume costs no reading; unless it is much (see `steps`).

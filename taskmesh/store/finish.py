@@ -26,14 +26,13 @@ _GIVEN_BACK: tuple[Kind, ...] = ("released", "snoozed", "suspended", "conflicted
 KEPT_STAGES = 100
 _TOLD_AS: dict[Kind, str] = {"conflicted": "snoozed", "looped": "succeeded"}
 _STATE_OF: dict[Kind, str] = {"succeeded": "SUCCESS", "failed": "FAIL", "stopped": "FAIL"}
-KNOWN_OF_SINGLE = {
+_WAITED_FOR = {"task_state.parent", "task_state.dependents"}
+KNOWN_OF_SINGLE = _WAITED_FOR | {
     # Asked for by `_single`.
     "status",
     "task_option.concurrent_worker_cnt",
     "task_state.worker_states",
     # Written as the rule would, or left as they are.
-    "task_state.parent",
-    "task_state.dependents",
     "task_state",
     "task_state.timeout_cnt",
     "task_state.conflict_cnt",
@@ -47,6 +46,7 @@ KNOWN_OF_SINGLE = {
     "next_claim_time",
     "settle_time",
     # Of a task that is finished the rule does not look at these.
+    *(f"task_state.{name}" for name in ("after", "stages", "detached")),
     *(f"task_state.{name}" for name in ("create_time", "start_time", "expire_time", "resume_time", "params_version")),
     "task_state.steps_bytes",
     *(f"task_state.{name}" for name in ("debounced_since", "throttled_since")),
@@ -89,7 +89,9 @@ class Outcome:
     apart: Sequence[Apart] = ()
     """What of it is stored apart, and has to be written first."""
     concerns_others: bool = True
-    """Whether some task may wait for this one. Known when a SUCCESS is recorded: see `_finish_plain`."""
+    """Whether some task may wait for this one. Beforehand: it was so when it was claimed, or that is not known; once a SUCCESS is
+    recorded: it is so.
+    """
 
 
 async def finish(
@@ -111,10 +113,14 @@ async def finish(
         return await _note_stopped(store, outcomes)
     counted = 0
     if kind == "succeeded":
-        counted = await _finish_plain(store, worker_id, outcomes, session, deadline_ms)
+        alone = [outcome for outcome in outcomes if not outcome.concerns_others]
+        watched = [outcome for outcome in outcomes if outcome.concerns_others]
+        counted = await _finish_plain(store, worker_id, alone, session, deadline_ms, alone=True)
+        if counted < len(alone):  # perhaps since one of them is waited for by now, and nobody knows which
+            for outcome in alone:
+                outcome.concerns_others = True
+        counted += await _finish_plain(store, worker_id, watched, session, deadline_ms, alone=False)
         if counted == len(outcomes):
-            for outcome in outcomes:  # such tasks have no dependents, no parent and no mark: nobody has to be asked
-                outcome.concerns_others = False
             return counted
     query = still_held_by(outcomes, store.now)
     if kind == "looped":
@@ -135,9 +141,14 @@ async def finish(
 
 
 async def _finish_plain(
-    store: Store, worker_id: str, outcomes: Sequence[Outcome], session: Any, deadline_ms: int
+    store: Store, worker_id: str, outcomes: Sequence[Outcome], session: Any, deadline_ms: int, *, alone: bool
 ) -> int:
-    """Record SUCCESS where the execution is the only one of its task: what the whole form comes to there."""
+    """Record SUCCESS where the execution is the only one of its task: what the whole form comes to there.
+
+    `alone`: and only where nobody waits for the task, so that nobody has to be told.
+    """
+    if not outcomes:
+        return 0
     now = store.now
     held = [
         {"_id": {"$in": ids}, "task_state.worker_states": at_work(running_id)}
@@ -148,7 +159,7 @@ async def _finish_plain(
             {"_id": {"$in": [outcome.id for outcome in outcomes]}, "status": "RUNNING"},
             # Twice `$nor` is `$or`, but nothing to look for by an index: for that the server may read each document twice.
             *(held if len(held) == 1 else [{"$nor": [{"$nor": held}]}]),
-            prepared(_single, now),
+            prepared(_single, now, alone),
         ]
     }
     retained_ms = "$task_option.retain_success_ms"
@@ -182,14 +193,15 @@ async def _finish_plain(
     return int(reply["n"])
 
 
-def _single(now: rules.Expression) -> Document:
+def _single(now: rules.Expression, alone: bool) -> Document:
     """The conditions under which the SUCCESS of a task's only entry finishes it; that this is RUNNING is asked beside."""
     whole = [*_ended([Outcome("", "", "succeeded")], now), *rules.derivation(now)]
+    known = KNOWN_OF_SINGLE - _WAITED_FOR if alone else KNOWN_OF_SINGLE
     return {
         **plain.ALONE,
         "task_state.worker_states": {"$size": 1},
         # Whatever else the rule asks about.
-        **plain.without_others(whole, KNOWN_OF_SINGLE),
+        **plain.without_others(whole, known),
         "$expr": {"$gt": [{"$arrayElemAt": [f"{rules.ENTRIES}.ping_expire_time", 0]}, now]},
     }
 

@@ -273,3 +273,32 @@ async def test_a_deleted_dependency_of_many_is_told_to_all_and_goes(mesh: TaskMe
 
     async with working(mesh, "w1"):
         await eventually(gone, 30.0)
+
+
+def _told_after(finished: Task, woken: Task) -> timedelta:
+    [entry] = woken.task_state.worker_states
+    assert finished.finish_time is not None
+    assert entry.start_time is not None
+    return entry.start_time - finished.finish_time
+
+
+async def test_whoever_records_a_success_tells_what_waits_for_it_and_leaves_that_to_no_sweep(mesh: TaskMesh) -> None:
+    """Of several the quickest counts: a sweep answers no mark that is younger than a second."""
+    part, join = define(mesh)
+
+    @mesh.task
+    async def parent() -> list[int]:
+        task = current_task()
+        return await task.results([await task.start(part.configure(delay_ms=300), f"of-{task.key}", n=7)])
+
+    first = [await part.configure(delay_ms=300 + 50 * n).publish(f"p{n}") for n in range(5)]
+    joins = [await join.configure(after=[each]).publish(each.key) for each in first]
+    parents = [await parent.publish(f"{n}") for n in range(5)]
+    async with working(mesh, "w1"):
+        assert [await each.result(60) for each in joins] == ["joined"] * 5
+        assert [await each.result(60) for each in parents] == [[7]] * 5
+    by_after = [_told_after(await one.task(), await other.task()) for one, other in zip(first, joins, strict=True)]
+    children = [await mesh.get("part", f"of-{n}") for n in range(5)]
+    by_parent = [_told_after(one, await other.task()) for one, other in zip(children, parents, strict=True)]
+    soon = timedelta(milliseconds=dependencies.MARKS_FOUND_AFTER_MS)
+    assert (min(by_after) < soon, min(by_parent) < soon) == (True, True), (by_after, by_parent)
