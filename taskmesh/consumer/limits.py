@@ -20,7 +20,7 @@ from taskmesh.consumer.claim_queue import Candidate, ClaimQueue
 from taskmesh.consumer.executions import Executions
 from taskmesh.consumer.settings import Settings
 from taskmesh.consumer.slots import Place, Slot, Slots
-from taskmesh.consumer.timing import varied
+from taskmesh.consumer.timing import until, varied
 from taskmesh.model.queue import QueueLimits
 from taskmesh.store import Store
 from taskmesh.store import limits as store_limits
@@ -252,17 +252,17 @@ class Limits:
     async def claimed(self, admission: Admission, *, answered: bool) -> None:
         """Note what became of a claim: what does not run here now was not won, if the claim was answered."""
         idle = [candidate for candidate in admission.candidates if candidate.id not in self._executions]
-        not_won = [candidate for candidate in idle if candidate.id not in self._given_back]
+        not_won = [candidate for candidate in idle if candidate.id not in self._given_back] if answered else []
         self._given_back.difference_update(candidate.id for candidate in idle)
+        self.canaries.difference_update(candidate.id for candidate in idle)
+        has_room = {self._slots.unused(each.id) or (each.queue, each.group) for each in not_won}
         for candidate in idle:
-            self.canaries.discard(candidate.id)
-            if answered and candidate in not_won:
-                self._slots.unused(candidate.id)
-            else:
-                self._slots.forget(candidate.id)
+            self._slots.forget(candidate.id)
         if answered and admission.counted is not None:
             unused = [Wish(candidate.id, candidate.group) for candidate in not_won]
             await store_limits.confirm(self._store, admission.queue, admission.counted, unused)
+        for place in has_room:  # by now, also for those that count starts
+            self._use_room(place)
 
     def given_back(self, id_: str) -> None:
         """Note that a claim has won a task that is not begun."""
@@ -276,6 +276,21 @@ class Limits:
             self._use_room(place)
 
     # --- waiting for room ---
+
+    async def run(self) -> None:
+        """Keep what is booked, for ever."""
+        while True:
+            self._slots.changed.clear()
+            await until(self._slots.changed, await self.run_once())
+
+    async def run_once(self) -> float | None:
+        """Give back what nothing uses, which others here may still wait for; return when to look again."""
+        given_back, pause = await self._slots.keep()
+        for queue, group in given_back:
+            for place in {(queue, group), (queue, None)}:
+                if place in self._shut and self._parked.get(place):
+                    self._reopen(place)
+        return pause
 
     def _put_aside(self, queue: str, booking: Booking, refused: list[Candidate]) -> None:
         """Shut the place that had no room, for as long as it makes no sense to ask again."""

@@ -17,7 +17,6 @@ from datetime import datetime
 
 from pymongo.errors import PyMongoError
 
-from taskmesh.consumer.timing import until
 from taskmesh.store import Store
 from taskmesh.store import limits as store_limits
 from taskmesh.store.clock import ServerClock
@@ -61,7 +60,7 @@ class Slots:
         self._held: dict[str, Slot] = {}
         self._by_task: dict[str, Slot] = {}
         self._idle: dict[Place, list[Slot]] = {}
-        self._wake = asyncio.Event()
+        self.changed = asyncio.Event()
 
     def count(self, queue: str, group: str | None) -> int:
         """Return how many of a queue, or of a group of it, are held."""
@@ -76,7 +75,7 @@ class Slots:
         slot = Slot(token, place, wish.group, good_until, wish.id, time.monotonic(), wish.id)
         self._held[token] = slot
         self._by_task[wish.id] = slot
-        self._wake.set()
+        self.changed.set()
 
     def use(self, place: Place, wish: Wish) -> Slot | None:
         """Use a slot of this place that is held already for this task; None if there is none."""
@@ -97,7 +96,7 @@ class Slots:
             return None
         slot.task, slot.idle_since = None, time.monotonic()
         self._idle.setdefault(slot.place, []).append(slot)
-        self._wake.set()
+        self.changed.set()
         return slot.place
 
     def forget(self, id_: str) -> None:
@@ -137,27 +136,27 @@ class Slots:
 
     # --- keeping them ---
 
-    async def run(self) -> None:
-        """Give back and tell, for ever."""
-        while True:
-            self._wake.clear()
-            await until(self._wake, await self.run_once())
+    async def keep(self) -> tuple[list[Place], float | None]:
+        """Give back what has been idle for a moment, and tell what the others are used for.
 
-    async def run_once(self) -> float | None:
-        """Give back what has been idle for a moment, and tell what the others are used for; return when to look again."""
+        Return the places of what was given back, and when to look again.
+        """
         now = time.monotonic()
+        places: list[Place] = []
         for queue in {slot.place[0] for slot in self._held.values()}:
-            free = self._give_up(self._idle_before(queue, now - _IDLE_S))
+            idle = self._idle_before(queue, now - _IDLE_S)
+            free = self._give_up(idle)
             said = self.to_tell(queue, now)
             if free or said:
                 try:
                     self.told(said, *await store_limits.keep(self._store, queue, free=free, renew=said))
                 except PyMongoError as error:  # what is not given back is written off; what is used is told later
                     logger.debug("the slots of queue %s could not be kept (%s)", queue, type(error).__name__)
-                    return _TOLD_EVERY_S
+                    return places, _TOLD_EVERY_S
+            places += {slot.place for slot in idle}
         if any(self._idle.values()):
-            return _IDLE_S
-        return _TOLD_EVERY_S / 2 if self._by_task else None
+            return places, _IDLE_S
+        return places, _TOLD_EVERY_S / 2 if self._by_task else None
 
     def _idle_before(self, queue: str, moment: float) -> list[Slot]:
         found = []

@@ -484,7 +484,7 @@ class Worker:
         loops.start_soon(self.scanner.run, name="taskmesh scanner")
         loops.start_soon(self.claimer.run, name="taskmesh claimer")
         loops.start_soon(self.groups.run, name="taskmesh groups")
-        loops.start_soon(self.slots.run, name="taskmesh slots")
+        loops.start_soon(self.limits.run, name="taskmesh limits")
         loops.start_soon(self.listener.run, name="taskmesh listener")
         loops.start_soon(self.backup_claims.run, name="taskmesh backup claims")
         loops.start_soon(self.reporter.run, name="taskmesh reporter")

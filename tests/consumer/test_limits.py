@@ -68,6 +68,34 @@ async def test_room_is_used_at_once_where_starts_are_counted_too(
     )
 
 
+@pytest.mark.parametrize("limits", [{}, {"rate": 1_000}], ids=["running", "running and rate"])
+async def test_who_waits_for_room_is_not_held_up_by_those_before_it_that_nobody_claims(
+    mesh: TaskMesh, limits: dict[str, Any]
+) -> None:
+    gate = anyio.Event()
+
+    @mesh.task(queue="narrow")
+    async def work() -> None:
+        await gate.wait()
+
+    await mesh.set_limit("narrow", running=1, **limits)
+    await work.configure(priority=9).publish("first")
+    await work.configure(priority=2).publish_many({f"gone-{n}": {} for n in range(20)})
+    await work.configure(priority=1, group="paused").publish_many({f"paused-{n}": {} for n in range(20)})
+    await work.publish_many({f"k{n}": {} for n in range(10)})
+    async with working(mesh, "w1", concurrency=10) as consumer:
+        await eventually(lambda: consumer.running == ["first"])
+        await mesh.pause("narrow", group="paused")
+        for n in range(20):
+            await mesh.cancel("work", f"gone-{n}")
+        gate.set()
+        before = time.monotonic()
+        await all_finished(mesh, "work", 1 + 20 + 10)
+    assert time.monotonic() - before < 30, (
+        "well below a second if all is well; seconds for each that is not claimed if not"
+    )
+
+
 async def test_a_queue_at_its_limit_holds_up_no_other_queue(mesh: TaskMesh) -> None:
     gate = anyio.Event()
 
