@@ -214,55 +214,41 @@ def _booking(
         by_group.setdefault(wish.group, []).append({"id": wish.id, "g": wish.group, "i": place})
     # The wishes by group, each with its place among all: values of users, so a literal.
     asked = {"$literal": [{"g": group, "of": of} for group, of in by_group.items()]}
-    in_slots = {"$size": {"$filter": {"input": "$slots", "as": "slot", "cond": {"$eq": ["$$slot.g", "$$ask.g"]}}}}
-    of_group = {"$filter": {"input": "$group_starts", "as": "start", "cond": {"$eq": ["$$start.g", "$$ask.g"]}}}
-    # What a group has room for: executions at once, and starts in its window.
-    run_room_of_group = {"$subtract": [_limit_of("$$ask.g"), in_slots]}
-    rate_room_of_group = _let({"started": of_group}, {"$subtract": ["$group_rate", {"$sum": "$$started.n"}]})
+    # Of all that is counted, which may be thousands, only what concerns these groups is compared with each of them.
+    concerned = {"$in": ["$$this.g", {"$literal": [group for group in by_group if group is not None]}]}
+    in_slots = {"$filter": {"input": "$slots", "cond": concerned}}
+    started = {"$filter": {"input": "$group_starts", "cond": concerned}}
     has_rate = {"$gt": ["$group_rate", None]}
-    room_in_group = {"$min": [run_room_of_group, {"$cond": [has_rate, rate_room_of_group, NO_LIMIT]}]}
-    # Of each group as many as it has room for, all in one list; without a group there is no such limit.
+    in_slots_of_group = {"$size": {"$filter": {"input": "$$in_slots", "cond": {"$eq": ["$$this.g", "$$ask.g"]}}}}
+    started_of_group = {"$filter": {"input": "$$started", "cond": {"$eq": ["$$this.g", "$$ask.g"]}}}
+    # What a group has room for: executions at once, and starts in its window. Without a group there is no such limit.
+    run_room = {"$subtract": [_limit_of("$$ask.g"), "$$running"]}
+    rate_room = {"$cond": [has_rate, {"$subtract": ["$group_rate", {"$sum": "$$started.n"}]}, NO_LIMIT]}
+    room = {"$cond": [{"$eq": ["$$ask.g", None]}, NO_LIMIT, {"$min": ["$$run_room", "$$rate_room"]}]}
+    # When a start leaves the window; null if it is not the rate that has no room.
+    next_start = {"$cond": [{"$lte": ["$$rate_room", 0]}, {"$min": "$$started.leaves"}, None]}
+    reckoned = {"$mergeObjects": ["$$ask", {"room": room, "next": next_start}]}
+    of_each = _let(
+        {"running": in_slots_of_group, "started": started_of_group},
+        _let({"run_room": run_room, "rate_room": rate_room}, reckoned),
+    )
+    reckoned_of_groups = _let(
+        {"in_slots": in_slots, "started": started}, {"$map": {"input": asked, "as": "ask", "in": of_each}}
+    )
+    # Of each group as many as it has room for, all in one list.
     within_groups = {
         "$reduce": {
-            "input": {
-                "$map": {
-                    "input": asked,
-                    "as": "ask",
-                    "in": {
-                        "$cond": [
-                            {"$eq": ["$$ask.g", None]},
-                            "$$ask.of",
-                            _first("$$ask.of", room_in_group),
-                        ]
-                    },
-                }
-            },
+            "input": "$_asked",
             "initialValue": [],
-            "in": {"$concatArrays": ["$$value", "$$this"]},
+            "in": {"$concatArrays": ["$$value", _first("$$this.of", "$$this.room")]},
         }
     }
     # Groups that had no room for all that was asked.
+    had_no_room = {"$lt": ["$$this.room", {"$size": "$$this.of"}]}
     full_groups = {
         "$map": {
-            "input": {
-                "$filter": {
-                    "input": asked,
-                    "as": "ask",
-                    "cond": {"$and": [{"$ne": ["$$ask.g", None]}, {"$lt": [room_in_group, {"$size": "$$ask.of"}]}]},
-                }
-            },
-            "as": "ask",
-            "in": {
-                "g": "$$ask.g",
-                # When a start leaves the window; null if it is not the rate that has no room.
-                "next": {
-                    "$cond": [
-                        {"$and": [has_rate, {"$lte": [rate_room_of_group, 0]}]},
-                        _let({"started": of_group}, {"$min": "$$started.leaves"}),
-                        None,
-                    ]
-                },
-            },
+            "input": {"$filter": {"input": "$_asked", "cond": had_no_room}},
+            "in": {"g": "$$this.g", "next": "$$this.next"},
         }
     }
     # What the queue has room for: starts in this window, and executions at once.
@@ -322,6 +308,8 @@ def _booking(
                 "groups": stored_list("groups"),
             }
         },
+        # What each group has room for.
+        {"$set": {"_asked": reckoned_of_groups}},
         # What the limits of groups let through.
         {"$set": {"_within": within_groups, "full_groups": full_groups}},
         # Of these, what the limits of the queue let through.
@@ -369,7 +357,7 @@ def _booking(
             }
         },
         # Steps of the reckoning are not stored.
-        {"$unset": ["_within", "_granted", "_check", "_slots"]},
+        {"$unset": ["_asked", "_within", "_granted", "_check", "_slots"]},
     ]
 
 
