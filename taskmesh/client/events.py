@@ -50,6 +50,8 @@ def events_of(change: Change) -> Iterator[TaskEvent]:
         yield event("progressed", stamp.worker_id)
     if stamp.kind not in ("settled", "stopped", "opened"):
         yield event("published" if stamp.kind == "replaced" else stamp.kind, stamp.worker_id)
+    if stamp.recorded:  # by one write with the signal that a wait was for
+        yield event("step_recorded", stamp.worker_id)
     if change.status in FINISHED:
         yield event("finished", stamp.worker_id, change.status)
 

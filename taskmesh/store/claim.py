@@ -35,6 +35,7 @@ _STATE_FIELDS = {
         "params_version",
         "steps_bytes",
         "pending",
+        "signals_bytes",
     )
 }
 _FEW_STEPS: Document = {
@@ -77,12 +78,13 @@ _ALL_THAT_RUNS_NEED: Document = (
 _FIRST_RUN: Document = {"task_state.worker_states": {"$size": 1}, "task_state.steps_bytes": None}
 """No failures with their logs, and no records: of others the fields are picked."""
 _RUNNING_ID = "task_state.worker_states.running_id"
+_PUT_OFF_BY = ("start_time", "resume_time", "suspended_until")
 _KNOWN_OF_UNTRIED = {
     # Asked for by `_untried`.
     "status",
     "task_state.worker_states",
     "task_state.timeout_cnt",
-    "task_state.start_time",
+    *(f"task_state.{name}" for name in _PUT_OFF_BY),
     *(
         f"task_option.{name}"
         for name in (
@@ -100,6 +102,7 @@ _KNOWN_OF_UNTRIED = {
     "task_state.params_version",
     "task_state.parent",
     "task_state.dependents",
+    "task_state.steps_bytes",
     "event",
     "queue",
     "group",
@@ -189,6 +192,7 @@ async def claim_one(
                 projection=fields,
                 return_document=ReturnDocument.AFTER,
                 maxTimeMS=deadline_ms,
+                hint="_id_",
             )
         except OperationFailure as error:
             if isinstance(error, WriteConcernError) and is_unconfirmed(error):
@@ -225,7 +229,7 @@ def _never_by(running_id: str) -> Document:
 def _plain_candidates(
     ids: Any, closed_queues: Collection[str], narrowed_by: Mapping[str, Any] | None, now: rules.Expression
 ) -> Document:
-    """Match what nobody has tried and nothing holds back: what `plain_claim_pipeline` may claim."""
+    """Match what nobody works on or has failed at, and nothing holds back: what `plain_claim_pipeline` may claim."""
     conditions: list[Any] = [{"_id": ids, "status": "INIT"}, prepared(_untried, now)]
     if closed_queues:
         conditions.append({"queue": {"$nin": sorted(closed_queues)}})
@@ -245,7 +249,7 @@ def _untried(now: rules.Expression) -> Document:
         "task_state.timeout_cnt": 0,
         # Whatever else the rule asks about.
         **plain.without_others(claim_pipeline(now), _KNOWN_OF_UNTRIED),
-        "$expr": {"$lte": ["$task_state.start_time", now]},
+        "$expr": {"$lte": [{"$max": [f"$task_state.{name}" for name in _PUT_OFF_BY]}, now]},
     }
 
 

@@ -3,7 +3,7 @@
 A text, because a change stream shows changed parts of sub-documents under dotted names, but a text whole. It holds the
 kind, the server's time (two stamps are never the same, so each shows as a change), the worker, and the workers whose
 leases were found run out. Pings leave no stamp: nobody hears of them. Progress that is written with the outcome of its
-execution is a mark behind the time, which older releases do not read.
+execution, and the record that a signal completes, are marks behind the time, which older releases do not read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from datetime import datetime
 from taskmesh.store import rules
 
 _SEPARATOR = "\x1f"
-_PROGRESS = "p"
+_PROGRESS, _RECORD = "p", "r"
 
 
 @dataclass(slots=True, frozen=True)
@@ -27,6 +27,8 @@ class Stamp:
     lost: tuple[str, ...]
     progressed: bool = False
     """Whether progress came with it that nobody was told of before."""
+    recorded: bool = False
+    """Whether a record came to its end with it."""
 
 
 def stamp(
@@ -35,15 +37,17 @@ def stamp(
     worker_id: rules.Expression = "",
     lost: rules.Expression | None = None,
     progressed: rules.Expression = False,
+    recorded: rules.Expression = False,
 ) -> rules.Expression:
     """The expression of a stamp. `worker_id`: one that gives the id (user data in a `$literal`); `lost`: a list of them.
 
-    `progressed`: whether progress comes with it of which nobody was told yet.
+    `progressed`: whether progress comes with it of which nobody was told yet. `recorded`: whether a record comes to its end.
     """
     parts: list[rules.Expression] = [
         kind + _SEPARATOR,
         {"$toString": {"$toLong": now}},
-        _SEPARATOR if progressed is False else {"$cond": [progressed, _PROGRESS + _SEPARATOR, _SEPARATOR]},
+        *({"$cond": [is_so, mark, ""]} for is_so, mark in ((progressed, _PROGRESS), (recorded, _RECORD)) if is_so),
+        _SEPARATOR,
         worker_id,
     ]
     if lost is not None:
@@ -61,7 +65,7 @@ def stamped(kind: str, now: datetime) -> str:
 def read_stamp(text: str) -> Stamp:
     """Read a stamp back."""
     kind, time, worker_id, *lost = text.split(_SEPARATOR)
-    return Stamp(kind, worker_id or None, tuple(lost), time.endswith(_PROGRESS))
+    return Stamp(kind, worker_id or None, tuple(lost), time.endswith(_PROGRESS), time.endswith(_RECORD))
 
 
 def starting_with(kinds: Collection[str]) -> dict[str, str]:

@@ -370,7 +370,9 @@ def _suspended(outcomes: Sequence[Outcome], now: rules.Expression) -> Document:
         }
     events = {"$map": {"input": rules.SIGNALS, "in": "$$this.event"}}
     arrived = {"$in": [own([wait.get("event") for wait in waits], outcomes), events]}
-    told = own([{name: wait[name] for name in ("kind", "name", "event") if name in wait} for wait in waits], outcomes)
+    told = own(
+        [{name: wait[name] for name in ("id", "kind", "name", "event") if name in wait} for wait in waits], outcomes
+    )
     # Who waits for children waits as for any dependencies: the gate shuts, and the mark has somebody ask whether any is left.
     joins = {"$eq": [own([wait.get("kind") for wait in waits], outcomes), "join"]}
     return recorded | {

@@ -1,16 +1,18 @@
 """Signals: what others tell a task, kept with it until its handler waits for it.
 
-A mailbox in the task itself: who signals writes one update, which also wakes a task that waits for this very event. A signal is
-known by its id, in the mailbox and in the record that has consumed it: to send it again changes nothing.
+A mailbox in the task itself: who signals writes one update. A task that is put aside until this very event comes has it in the
+record of its wait with that, and is woken; whoever resumes it finds the wait at its end. A signal is known by its id, in the
+mailbox and in the record that has consumed it: to send it again changes nothing.
 """
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
-from taskmesh.store import rules
+from taskmesh.store import plain, rules
 from taskmesh.store.driver import Document
 from taskmesh.store.event_stamp import stamp
+from taskmesh.store.finish import KNOWN_OF_SINGLE
 from taskmesh.store.prepared import prepared
 from taskmesh.store.server_errors import patiently
 from taskmesh.store.store import Store
@@ -22,11 +24,11 @@ Answer = Literal["sent", "known", "finished", "full", "absent"]
 
 
 async def signal(store: Store, id_: str, event: str, signal_id: str, payload: Any, size: int) -> Answer:
-    """Put a signal into the task's mailbox, and wake the task if it waits for this event; say what became of it.
+    """Put a signal into the record of the wait that it ends, or else into the task's mailbox; say what became of it.
 
     `known`: a signal of this id is there, or was consumed, whatever became of the task since. Goes on while the database
-    falters. Eligible: the task is not finished, and the mailbox has room. Writes: `signals`, `signals_bytes`,
-    `suspended_until`, the derived fields.
+    falters. Eligible: the task is not finished, and the mailbox has room. Writes: the record and `steps_bytes`, or `signals`
+    and `signals_bytes`; `suspended_until`, the derived fields.
     """
     now = store.now
     unfinished = rules.with_facts(now, {"$in": [rules.status(now), ["INIT", "RUNNING"]]})
@@ -38,32 +40,11 @@ async def signal(store: Store, id_: str, event: str, signal_id: str, payload: An
     }
     unknown = {"task_state.signals.id": {"$ne": signal_id}, "task_state.steps.signal_id": {"$ne": signal_id}}
     query = {"_id": id_, **unknown, "$expr": {"$and": [{"$not": [rules.is_forgotten(now)]}, unfinished, has_room]}}
-    sent = {
-        "$mergeObjects": [
-            {"$literal": {"event": event, "id": signal_id, "payload": payload, "size": size}},
-            {"time": now},
-        ]
-    }
-    waits_for_it = {
-        "$and": [
-            {"$gt": ["$task_state.suspended_until", now]},
-            {"$eq": ["$task_state.suspended_for.event", {"$literal": event}]},
-        ]
-    }
-    until = {"$ifNull": ["$task_state.suspended_until", "$$REMOVE"]}
-    stages: list[Document] = [
-        # The signal, behind the others; a task that is suspended until this event comes may be claimed from now on.
-        {
-            "$set": {
-                "task_state": {
-                    "signals": {"$concatArrays": [rules.SIGNALS, [sent]]},
-                    "signals_bytes": {"$add": [{"$ifNull": ["$task_state.signals_bytes", 0]}, size]},
-                    "suspended_until": {"$cond": [waits_for_it, now, until]},
-                },
-                "event": stamp("signalled", now),
-            }
-        },
-        *prepared(rules.derivation, now),
+    sent = {"event": event, "id": signal_id, "payload": payload, "size": size}
+    # First as if the task waits for it and for nothing else: then little follows.
+    waiting = [
+        {"_id": id_, "status": "INIT", "task_state.suspended_for.event": event, **unknown, "$expr": has_room},
+        prepared(_waiting, now),
     ]
     told = {
         "forgotten": rules.is_forgotten(now),
@@ -79,8 +60,9 @@ async def signal(store: Store, id_: str, event: str, signal_id: str, payload: An
 
     async def send() -> Answer:
         while True:
-            if (await store.update(query, stages))["n"]:
-                return "sent"
+            for which, pipeline, hint in (({"$and": waiting}, _woken, "_id_"), (query, _signalled, None)):
+                if (await store.update(which, prepared(pipeline, now), constants={"sent": sent}, hint=hint))["n"]:
+                    return "sent"
             found = await store.find({"_id": id_}, told, majority=True)
             if not found or found[0]["forgotten"]:
                 return "absent"
@@ -92,3 +74,86 @@ async def signal(store: Store, id_: str, event: str, signal_id: str, payload: An
                 return "full"
 
     return await patiently(send)
+
+
+def _signalled(now: rules.Expression) -> list[Document]:
+    """Put the signal `$$sent` where it belongs, and wake a task that waits for it."""
+    return [*_put(now), *rules.derivation(now)]
+
+
+def _woken(now: rules.Expression) -> list[Document]:
+    """What `_signalled` comes to for a task that is `_waiting` for this event."""
+    times = [f"$task_state.{name}" for name in ("create_time", "start_time", "resume_time")]
+    # It may be claimed from now on, unless it was put off beside; all else stays as it is.
+    return [*_put(now), {"$set": {"next_claim_time": {"$max": [*times, now]}}}]
+
+
+def _waiting(now: rules.Expression) -> Document:
+    """The conditions under which a task that is INIT is held back by what it waits for, and by nothing else."""
+    return {
+        "task_state.worker_states": {"$size": 0},
+        "task_state.steps_bytes": {"$gte": 0},
+        # Whatever else the rule asks about.
+        **plain.without_others(_signalled(now), _KNOWN_OF_WAITING),
+        "$expr": {"$gt": ["$task_state.suspended_until", now]},
+    }
+
+
+_KNOWN_OF_WAITING = KNOWN_OF_SINGLE.union(
+    {"task_option.concurrent_worker_cnt"},
+    (f"task_state.{name}" for name in ("has_children", "steps", "signals", "signals_bytes")),
+    (f"task_state.{name}" for name in ("suspended_until", "suspended_for")),
+)
+
+
+def _put(now: rules.Expression) -> list[Document]:
+    waits = {
+        "$and": [
+            {"$gt": ["$task_state.suspended_until", now]},
+            {"$eq": ["$task_state.suspended_for.event", "$$sent.event"]},
+        ]
+    }
+    # The record of this wait. Not one that has ended: what a wait was given never changes.
+    its = {
+        "$and": [
+            {"$eq": ["$$this.id", "$task_state.suspended_for.id"]},
+            {"$not": [{"$gt": ["$$this.time", None]}]},
+        ]
+    }
+    ended = {
+        "value": "$$sent.payload",
+        "signal_id": "$$sent.id",
+        "time": now,
+        "size": {"$add": ["$$this.size", "$$sent.size"]},
+    }
+    delivered = {
+        "steps": {
+            "$map": {"input": rules.STEPS, "in": {"$cond": [its, {"$mergeObjects": ["$$this", ended]}, "$$this"]}}
+        },
+        "steps_bytes": {"$add": ["$task_state.steps_bytes", "$$sent.size"]},
+    }
+    kept = {
+        "signals": {"$concatArrays": [rules.SIGNALS, [{"$mergeObjects": ["$$sent", {"time": now}]}]]},
+        "signals_bytes": {"$add": [{"$ifNull": ["$task_state.signals_bytes", 0]}, "$$sent.size"]},
+    }
+    return [
+        # Whether it ends the wait for which the task is put aside.
+        {"$set": {"_waits": waits}},
+        # A stage of its own: it reads what was found above.
+        {"$set": {"_ends": {"$and": ["$_waits", {"$ne": [{"$filter": {"input": rules.STEPS, "cond": its}}, []]}]}}},
+        # Then that is over, with this for its value; else it is behind the other signals. Who waited may be claimed from now on.
+        {
+            "$set": {
+                "task_state": {
+                    "$mergeObjects": [
+                        "$task_state",
+                        {"$cond": ["$_ends", delivered, kept]},
+                        {"$cond": ["$_waits", {"suspended_until": now}, {}]},
+                    ]
+                },
+                "event": stamp("signalled", now, recorded="$_ends"),
+            }
+        },
+        # What was found is not stored.
+        {"$unset": ["_waits", "_ends"]},
+    ]

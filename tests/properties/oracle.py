@@ -349,7 +349,7 @@ class Oracle:
             self.state["steps_bytes"] = (self.state.get("steps_bytes") or 0) + wait["record"]["size"]
         arrived = any(signal["event"] == wait.get("event") for signal in self.state.get("signals") or [])
         self.state["suspended_until"] = now if arrived else until or NEVER
-        told = {name: wait[name] for name in ("kind", "name", "event") if name in wait}
+        told = {name: wait[name] for name in ("id", "kind", "name", "event") if name in wait}
         self.state["suspended_for"] = told | {"until": until}
 
     def record(self, running_id: str, record: Document, delay_ms: int | None, lease_ms: int, now: datetime) -> bool:
@@ -411,10 +411,17 @@ class Oracle:
             return "finished"
         if len(signals) >= 1_000 or (self.state.get("signals_bytes") or 0) + size > 1_000_000:
             return "full"
-        sent = {"event": event, "id": signal_id, "payload": payload, "size": size, "time": now}
-        self.state.update(signals=[*signals, sent], signals_bytes=(self.state.get("signals_bytes") or 0) + size)
-        waits_for = (self.state.get("suspended_for") or {}).get("event")
-        if (self.state.get("suspended_until") or now) > now and waits_for == event:
+        waits_for = self.state.get("suspended_for") or {}
+        waits = (self.state.get("suspended_until") or now) > now and waits_for.get("event") == event
+        records: Entries = self.state.get("steps") or []
+        ended = [each for each in records if waits and each["id"] == waits_for.get("id") and each.get("time") is None]
+        for record in ended:  # one, or none
+            record |= {"value": payload, "signal_id": signal_id, "time": now, "size": record["size"] + size}
+            self.state["steps_bytes"] += size
+        if not ended:
+            sent = {"event": event, "id": signal_id, "payload": payload, "size": size, "time": now}
+            self.state.update(signals=[*signals, sent], signals_bytes=(self.state.get("signals_bytes") or 0) + size)
+        if waits:
             self.state["suspended_until"] = now
         self.stamp(now, "signalled")
         return "sent"

@@ -1,6 +1,6 @@
-"""The short forms of claim, SUCCESS and record do to the tasks that they take what the whole forms do, and take most plain ones.
+"""The short forms of claim, SUCCESS, record and signal do to the tasks that they take what the whole forms do.
 
-On documents that differ from a plain task in few things, so that each thing is what alone keeps a short form away.
+They take most plain ones. On documents that differ from a plain task in few things, so that each thing is what alone keeps a short form away.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import pytest
 from taskmesh.store import Store, finish, rules, steps
 from taskmesh.store.claim import claim
 from taskmesh.store.finish import Outcome
-from tests.chaos.reading import ms
+from taskmesh.store.signals import signal
+from tests.chaos.reading import NEVER, ms
 from tests.properties.documents import Documents
 from tests.properties.oracle import Document, Oracle
 from tests.properties.patience import PatientStore
@@ -170,6 +171,39 @@ async def test_the_record_of_a_single_execution_is_the_record_by_the_whole_rule(
     assert counts[2] > _COUNT / 8
 
 
+async def test_a_signal_that_is_waited_for_is_the_signal_by_the_whole_rule(
+    mongo_uri: str, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents = _nearly_plain(claimed=False)
+    for n, document in enumerate(documents):
+        records: list[Document] = [
+            {"id": "wait:1:go#2", "kind": "wait", "name": "go#2", "size": 10},
+            {"id": "wait:2:go", "kind": "wait", "name": "go#2", "size": 10} | ({"time": BEGIN} if n % 11 == 0 else {}),
+        ]
+        waits: Document = {"id": "wait:2:go", "kind": "wait", "name": "go#2", "event": "go" if n % 5 else "no"}
+        if n % 13 == 0:  # an older release
+            del waits["id"]
+        until = BEGIN + ms((-1, 0, 1, 9_000, 9_000, 9_000)[n % 6])
+        state = {"steps": records, "steps_bytes": 20, "suspended_for": waits, "suspended_until": until}
+        if n % 3 == 0:
+            state |= {"signals": [{"event": "other", "id": "s", "size": 1}], "signals_bytes": 1}
+        document["task_state"] |= state
+        Oracle(document).derive(BEGIN)
+    async with _store(mongo_uri, database, "short") as short, _store(mongo_uri, database, "whole") as whole:
+        before = await _filled(short, [_stored(document) for document in documents])
+        await _filled(whole, [_stored(document) for document in documents])
+        _whole_only(monkeypatch, whole)
+        for n, id_ in enumerate(before):
+            payload = ({"$n": n}, "$name", n)[n % 3]
+            answers = [await signal(store, id_, "go", f"s{n}", payload, 5) for store in (short, whole)]
+            assert answers[0] == answers[1]
+        after = await _documents(short)
+        assert after == await _documents(whole)
+    taken = [task["task_state"] for task in after.values() if task["task_state"]["steps_bytes"] > 20]
+    assert _COUNT / 8 < len(taken) < _COUNT * 7 / 8
+    assert all((state["steps"][1]["size"], state["suspended_until"]) == (15, BEGIN) for state in taken)
+
+
 async def test_short_forms_take_the_plain_tasks_and_no_others(
     mongo_uri: str, database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,5 +248,16 @@ async def test_short_forms_take_the_plain_tasks_and_no_others(
         sent.clear()
         assert await finish.finish(store, "w1", [Outcome("job:plain", "r1", "succeeded", {"returns": None})]) == 1
         assert len(sent) == 1, "a single execution's SUCCESS took the whole form"
+
+        sent.clear()
+        waiting = state | {"steps": [{"id": "wait:1:go", "size": 1}], "steps_bytes": 1, "suspended_until": NEVER}
+        waiting["suspended_for"] = {"id": "wait:1:go", "event": "go"}
+        suspended = plain | {"_id": "job:suspended", "task_state": waiting}
+        Oracle(suspended).derive(BEGIN)
+        await store.driver.collection(store.tasks).insert_one(_stored(suspended))
+        assert await signal(store, "job:suspended", "go", "s", {"$x": 1}, 1) == "sent"
+        assert len(sent) == 1, "a signal to a task that waits for it took the whole form"
+        assert await claim(store, ["job:suspended"], "w1", "r3") == 1
+        assert len(sent) == 2, "the claim of a task that was put aside took the whole form"
         store.now = BEGIN + ms(1)
         assert await claim(store, ["job:gated"], "w1", "r2") == 1
