@@ -40,7 +40,13 @@ async def test_the_page_and_rest_tell_the_steps_and_what_is_waited_for_and_take_
             body = {"payload": {"by": "ann"}, "signal_id": "a"}
             assert (await client.post("/api/v1/tasks/order/7/signals/approved", json=body)).status_code == 200
         task = (await client.get("/api/v1/tasks/order/7")).json()
-        assert [signal["event"] for signal in task["task_state"]["signals"]] == ["approved"]
+        assert [(step["name"], step["value"]) for step in task["task_state"]["steps"]][1:] == [
+            ("approved", {"by": "ann"})
+        ]
+        assert task["task_state"]["signals"] == [], "what is waited for is in the record of the wait at once"
+        assert (await client.post("/api/v1/tasks/order/7/signals/later", json={})).status_code == 200
+        task = (await client.get("/api/v1/tasks/order/7")).json()
+        assert [signal["event"] for signal in task["task_state"]["signals"]] == ["later"]
         assert (await client.post("/api/v1/tasks/order/none/signals/x", json={})).status_code == 404
     async with working(mesh, "w1"):
         await status_is(mesh, "order", "7", Status.SUCCESS)

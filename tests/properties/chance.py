@@ -289,7 +289,7 @@ class Chance:
             "event": self.random.choice(EVENTS),
             "signal_id": f"s{self.serial}" if self.random.random() < 0.8 else f"s{self.random.randrange(self.serial)}",
             "payload": self.random.choice(({}, 7, "$x", {"$literal": 1})),
-            "size": self.random.choice((10, 10, 400_000)),
+            "size": self.random.choice((10, 10, 600_000)),
         }
 
     @staticmethod

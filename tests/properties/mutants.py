@@ -226,6 +226,8 @@ def records() -> Iterator[tuple[str, Mutant]]:
     yield "a signal that was consumed comes again", unguarded("signal", "task_state.steps.signal_id")
     yield "a signal wakes nobody", written("signal", "suspended_until", "nothing")
     yield "a signal wakes whoever waits", written("signal", {"$eq": [_WAITS_FOR, ANYTHING]}, True)
+    yield "a signal ends another wait too", written("signal", {"$eq": ["$$this.id", _WAIT]}, True)
+    yield "a signal that ends a wait is lost", written("signal", {"$mergeObjects": ["$$this", ANYTHING]}, "$$this")
     yield "a full mailbox takes more", sent("signal", lambda q, p: (changed(q, 1_000_000, 9_000_000), p))
     yield "a finished task takes signals", sent("signal", lambda q, p: (changed(q, ["INIT", "RUNNING"], _ANY), p))
     yield "who suspends does not look for signals", result(finish, "_suspended", {"$in": ANYTHING}, False)
@@ -246,7 +248,7 @@ def records() -> Iterator[tuple[str, Mutant]]:
 
 _UNKNOWN = {"$not": [{"$in": [ANYTHING, {"$map": ANYTHING}]}]}
 _LEASE_ENDS = "$$this.ping_expire_time"
-_WAITS_FOR = "$task_state.suspended_for.event"
+_WAITS_FOR, _WAIT = "$task_state.suspended_for.event", "$task_state.suspended_for.id"
 _ANY = ["INIT", "RUNNING", "SUCCESS", "FAIL", "CANCELLED", "EXPIRED"]
 
 
