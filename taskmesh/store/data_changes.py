@@ -20,7 +20,7 @@ from typing import Any
 from pymongo.errors import DuplicateKeyError
 
 from taskmesh.model.data_change import Watched
-from taskmesh.store.driver import CODEC, Document, read_ahead
+from taskmesh.store.driver import CODEC, Document, next_event, read_ahead
 from taskmesh.store.publication import Publication
 from taskmesh.store.publish import publish_in_session
 from taskmesh.store.store import Store
@@ -119,10 +119,10 @@ async def opened(store: Store, watched: Watched, token: Document | None, *, cut:
 
 async def next_events(stream: Any, most: int = MOST) -> list[Document]:
     """Return the next events, as many as have come together; none if none came within half a second."""
-    event = await stream.try_next()
+    event = await next_event(stream)
     events = [] if event is None else [event]
     while events and len(events) < most and read_ahead(stream):
-        events.append(await stream.try_next())
+        events.append(await next_event(stream))
     return events
 
 
