@@ -57,8 +57,8 @@ test-all: $(INSTALLED) ## Run all tests but chaos, browser and node ones: also t
 test-chaos: $(INSTALLED) ## Run the tests with faults: failover on three mongods, every verb with every fault, sabotage
 	$(BIN)/python -m pytest -m "chaos or failover" $(ARGS)
 
-test-packaging: $(INSTALLED) ## Install wheel and sdist into empty environments; check deploy/ by the real programs
-	$(BIN)/python -m pytest -n 2 tests/project/test_install.py tests/project/test_checkers.py $(ARGS)
+test-packaging: $(INSTALLED) ## Install wheel and sdist into empty environments; check deploy/ and the image by the real programs
+	$(BIN)/python -m pytest -n 2 tests/project/test_install.py tests/project/test_checkers.py tests/project/test_image.py $(ARGS)
 
 lint: $(INSTALLED) ## Check style, format and types
 	$(BIN)/ruff check $(CODE)

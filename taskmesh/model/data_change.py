@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict
 
 from taskmesh.model.errors import InvalidOption
 from taskmesh.model.ids import shown
+from taskmesh.model.read_only import ReadOnly
 
 FullDocument = Literal["updateLookup", "default", "whenAvailable"]
 OnLost = Literal["stop", "skip"]
@@ -20,10 +21,10 @@ STAGES = ("$match", "$project", "$addFields", "$set", "$unset", "$redact")
 _DATABASE = re.compile(r'[^\s/\\."$*<>:|?\0]{1,63}')
 
 
-class ChangeEvent(BaseModel):
+class ChangeEvent(ReadOnly):
     """One change of a document, or of the collection, as the handler of `mesh.on_change` gets it."""
 
-    model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
+    model_config = ConfigDict(arbitrary_types_allowed=True)
 
     operation: str | None = None
     """`insert`, `update`, `replace`, `delete`; of the collection `drop`, `rename`. What a `$project` leaves out is None."""

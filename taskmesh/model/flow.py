@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from pydantic import BaseModel, ConfigDict, PrivateAttr
+from pydantic import PrivateAttr
+
+from taskmesh.model.read_only import ReadOnly
 
 TaskName = tuple[str, str]
 """A task's name and key."""
@@ -20,10 +22,8 @@ class FlowActions(Protocol):
     async def retry(self, key: str) -> FlowStatus: ...
 
 
-class FlowTask(BaseModel):
+class FlowTask(ReadOnly):
     """A member of a flow, as it stood."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     key: str
@@ -31,10 +31,8 @@ class FlowTask(BaseModel):
     """None: it is there no more."""
 
 
-class FlowStatus(BaseModel):
+class FlowStatus(ReadOnly):
     """A flow as it stood when it was read."""
-
-    model_config = ConfigDict(frozen=True)
 
     key: str
     counts: dict[str, int]

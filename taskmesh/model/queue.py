@@ -7,17 +7,14 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
 from taskmesh.model.errors import InvalidName, InvalidOption
 from taskmesh.model.ids import shown
+from taskmesh.model.read_only import ReadOnly
 from taskmesh.model.task import checked_name
 
 
-class QueueLimits(BaseModel):
+class QueueLimits(ReadOnly):
     """What a queue is limited to, over the whole fleet. None: no limit."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     rate: int | None = None
     """At most so many starts in any `per_ms`."""
@@ -48,10 +45,8 @@ class QueueLimits(BaseModel):
         return None if group is None else self.groups.get(group, self.group_running)
 
 
-class GroupPause(BaseModel):
+class GroupPause(ReadOnly):
     """Why nothing of a group is claimed."""
-
-    model_config = ConfigDict(frozen=True)
 
     by: str | None = None
     reason: str | None = None
@@ -65,10 +60,8 @@ class GroupPause(BaseModel):
         return _paused(self.by, self.reason, self.until)
 
 
-class FailurePause(BaseModel):
+class FailurePause(ReadOnly):
     """When a queue pauses by itself: `share` of its newest `of_last` executions failed."""
-
-    model_config = ConfigDict(frozen=True)
 
     share: float
     of_last: int
@@ -76,10 +69,8 @@ class FailurePause(BaseModel):
     """How often one task is tried while it is paused; when one SUCCEEDs, the queue is open again."""
 
 
-class Percentiles(BaseModel):
+class Percentiles(ReadOnly):
     """So long, in ms, half of some times are at most, 95 and 99 of a hundred."""
-
-    model_config = ConfigDict(frozen=True)
 
     p50_ms: float
     p95_ms: float
@@ -95,10 +86,8 @@ class Percentiles(BaseModel):
         return cls(p50_ms=p50, p95_ms=p95, p99_ms=p99)
 
 
-class QueueLatency(BaseModel):
+class QueueLatency(ReadOnly):
     """How long tasks of a queue waited and ran, of those that ended last."""
-
-    model_config = ConfigDict(frozen=True)
 
     ended: int
     """So many tasks of the queue this is about: its share of the newest 1,000 that ended, in whatever queue."""
@@ -109,10 +98,8 @@ class QueueLatency(BaseModel):
     """How long the last execution ran, from its claim to its outcome."""
 
 
-class QueueInfo(BaseModel):
+class QueueInfo(ReadOnly):
     """A queue: what is set for it, and how much of that is used."""
-
-    model_config = ConfigDict(frozen=True)
 
     queue: str
     paused: bool = False

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
-
 from taskmesh.model.errors import InvalidOption
+from taskmesh.model.read_only import ReadOnly
 from taskmesh.model.recurrence import Timing, checked_timing
 
 Document = Mapping[str, Any]
@@ -38,10 +37,8 @@ class Attendance:
         return self.outage_from is not None and self.outage_to is not None and self.outage_from < tick < self.outage_to
 
 
-class Tick(BaseModel):
+class Tick(ReadOnly):
     """A tick of a schedule, and what came of it."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     time: datetime
     key: str
@@ -49,10 +46,8 @@ class Tick(BaseModel):
     """`triggered`: by hand. `overlapped`: left out, as the task before it was not finished."""
 
 
-class ScheduleInfo(BaseModel):
+class ScheduleInfo(ReadOnly):
     """A schedule as it is stored."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     schedule_id: str
     name: str

@@ -11,13 +11,14 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from taskmesh.model.durations import duration
 from taskmesh.model.errors import IncompatibleCollection, InvalidKey, InvalidName, InvalidOption
 from taskmesh.model.ids import shown
 from taskmesh.model.labels import from_words
 from taskmesh.model.option import TaskOption
+from taskmesh.model.read_only import ReadOnly
 
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,100}\Z")
 _MAX_KEY_BYTES = 512
@@ -43,8 +44,8 @@ Standing = Literal["ready", "scheduled", "retrying"]
 """What INIT means: some worker may claim it now; it has not run and waits for its time; it ran and waits to be tried again."""
 
 
-class _Stored(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore", arbitrary_types_allowed=True)
+class _Stored(ReadOnly):
+    model_config = ConfigDict(arbitrary_types_allowed=True)
 
 
 class LogLine(_Stored):

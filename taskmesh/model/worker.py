@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
 from taskmesh.model.errors import InvalidOption
 from taskmesh.model.labels import WORKER, words
+from taskmesh.model.read_only import ReadOnly
 
 DEFAULT_STALL_LIMIT_MS = 60_000
 MOST_AT_ONCE = 1_000_000
@@ -61,10 +60,8 @@ class Claimant:
         return all(need in self.labels for need in needs)
 
 
-class LeaseLeft(BaseModel):
+class LeaseLeft(ReadOnly):
     """How near the leases of a worker came to their end within the last hour."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     name: str
     """Of the tasks."""
@@ -72,10 +69,8 @@ class LeaseLeft(BaseModel):
     """The smallest share of a lease that was left when it was renewed: near 0 a task is about to run twice."""
 
 
-class WorkerInfo(BaseModel):
+class WorkerInfo(ReadOnly):
     """A worker as it last described itself."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     worker_id: str
     host: str

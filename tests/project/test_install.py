@@ -235,14 +235,14 @@ def test_a_type_checker_sees_our_types_in_what_was_installed(
 def test_importing_us_costs_little_more_than_importing_the_driver(
     built: dict[str, Path], installed: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """A bound for what creeps in, as a ratio, since machines differ: 0.17 s of processor time over pymongo's 0.127 s, so 1.34."""
+    """At most 0.15 s of processor time, where pymongo itself takes 0.127 s; as a share of that where the machine is slower."""
     python = installed(str(built["wheel"]))
     run(python, "-c", "import taskmesh", cwd=tmp_path)  # compiled from now on
     least: defaultdict[str, float] = defaultdict(lambda: float("inf"))
-    for _ in range(15):
+    for _ in range(25):
         for package in ("pymongo", "taskmesh"):
             pid = os.posix_spawn(python, [str(python), "-c", f"import {package}"], {})
             _, status, used = os.wait4(pid, 0)
             assert status == 0
             least[package] = min(least[package], used.ru_utime)
-    assert least["taskmesh"] - least["pymongo"] < 1.7 * least["pymongo"], least
+    assert least["taskmesh"] - least["pymongo"] <= 0.15 * max(1, least["pymongo"] / 0.127), least
