@@ -221,13 +221,12 @@ class Listener:
 
     def _heard_of_update(self, change: Change) -> None:
         assert change.stamp is not None
-        if read_stamp(change.stamp).kind in STOPPING:
+        kind = read_stamp(change.stamp).kind
+        if kind in STOPPING:
             self._heard_of_end(change)
-        if (
-            change.next_claim_time is not None
-            and isinstance(change.id, str)
-            and change.id.partition(":")[0] in self._names
-        ):
+        # A changed option may open a gate that no time tells of: whom the task is for.
+        opened = change.next_claim_time is not None or kind == "option_changed"
+        if opened and isinstance(change.id, str) and change.id.partition(":")[0] in self._names:
             self._candidates.came_back(change.id)
             self._woken.add(change.id)
             self._something.set()

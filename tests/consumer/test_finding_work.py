@@ -14,6 +14,7 @@ from pymongo import MongoClient
 
 import taskmesh.consumer.claim_queue
 import taskmesh.consumer.queues
+import taskmesh.consumer.scanner
 from taskmesh import Status, TaskMesh, TaskOption, current_task
 from taskmesh.consumer.listener import Listener
 from taskmesh.consumer.worker import Consumer
@@ -118,6 +119,25 @@ async def test_what_no_event_announces_is_found_by_the_scan_alone(
         await mesh.set_option("job", "set free", specific_worker_ids=())
         for key in ("published later", "failing", "delayed", "set free", "elsewhere"):
             assert (await finished(mesh, "job", key, SCAN_FINDS_WITHIN_S)).status is Status.SUCCESS
+
+
+async def test_a_task_that_is_set_free_for_all_workers_starts_before_any_scan(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @mesh.task
+    async def job() -> None:
+        return None
+
+    await job.publish("there before")
+    async with working(mesh) as consumer:
+        await finished(mesh, "job", "there before")
+        await job.configure(specific_worker_ids=("somebody else",)).publish("set free")
+        monkeypatch.setattr(taskmesh.consumer.scanner, "SCAN_EVERY_S", 3_600.0)
+        scanner = parts_of(consumer).scanner
+        scans = scanner.scans
+        await eventually(lambda: scanner.scans > scans)  # it has rested for the last time
+        await mesh.set_option("job", "set free", specific_worker_ids=())
+        await finished(mesh, "job", "set free")
 
 
 async def test_a_consumer_that_does_not_listen_hears_of_cancellations_by_its_pings(mesh: TaskMesh) -> None:
