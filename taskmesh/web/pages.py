@@ -24,7 +24,7 @@ from taskmesh.model.durations import milliseconds
 from taskmesh.model.errors import InvalidOption, TaskNotFound
 from taskmesh.model.jsonable import to_json
 from taskmesh.model.option import TaskOption
-from taskmesh.model.queue import QueueInfo, QueueLimits
+from taskmesh.model.queue import QueueLimits
 from taskmesh.model.task import Standing, Status
 from taskmesh.model.worker import known_names
 from taskmesh.web import api
@@ -284,17 +284,15 @@ async def queues(request: Request, mesh: TaskMesh) -> Response:
         effect = await api.perform(mesh, OPERATIONS["queue.what_if_limit"], asked)
     pulse: Pulse = request.app.state.pulse
     waits = (await pulse.stats()).oldest_claimable_ms_by_queue
-    latency = {each.queue: each.latency for each in pulse.queues if each.latency is not None}
     found = await mesh.queues.all()
     settled = {each.queue for each in found if each.paused or each.failure_pause or each.limits != QueueLimits()}
-    at_rest = [QueueInfo(queue=queue) for queue in latency.keys() - {each.queue for each in found}]
     return rendered(
         request,
         "queues.html",
-        queues=sorted([*found, *at_rest], key=lambda each: each.queue),
+        queues=found,
         settled=settled,
         waits=waits,
-        latency=latency,
+        latencies={each.queue: each.latency for each in pulse.queues if each.latency is not None},
         ended=NEWEST_ENDED,
         effect=effect,
     )

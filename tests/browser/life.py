@@ -47,6 +47,14 @@ async def a_day(site: Site, shop: TaskMesh) -> None:
     await shop.pause(
         "imports", reason="the supplier sends a new list", by="mia", until=shop.clock.now() + timedelta(hours=6)
     )
+    async with shop.flow("album-2026-11") as album:
+        pages = [
+            album.add(shop.definitions["image.resize"], f"album/page-{n}", path=f"original/{n:04}.jpg")
+            for n in range(3)
+        ]
+        album.add(
+            shop.definitions["mail.send"], "album-is-ready", after=pages, to="ava@photos.example", template="shipped"
+        )
     await shop.set_limit("mail", rate=600, per_ms=60_000, running=20)
     await shop.set_limit("imports", group_running=1)
     await shop.queues.set_group_limit("imports", "northern-lights", 2)
