@@ -11,7 +11,7 @@ import asyncio
 import heapq
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
@@ -241,12 +241,13 @@ class Limits:
     async def _book(self, queue: str, wishes: Mapping[str, Wish]) -> Booking | None:
         """Ask for room, and give back what is in hand and not used."""
         said = self._slots.to_tell(queue, time.monotonic())
-        free = self._slots.take_idle(queue)
+        free, places = self._slots.take_idle(queue)
         booking = await store_limits.book(
             self._store, queue, self._worker_id, list(wishes.values()), free=free, renew=said
         )
         if booking is not None:
             self._slots.told(said, booking.held, booking.until)
+        self._reopen_all(places)
         return booking
 
     async def claimed(self, admission: Admission, *, answered: bool) -> None:
@@ -286,11 +287,14 @@ class Limits:
     async def run_once(self) -> float | None:
         """Give back what nothing uses, which others here may still wait for; return when to look again."""
         given_back, pause = await self._slots.keep()
-        for queue, group in given_back:
-            for place in {(queue, group), (queue, None)}:
-                if place in self._shut and self._parked.get(place):
-                    self._reopen(place)
+        self._reopen_all(given_back)
         return pause
+
+    def _reopen_all(self, given_back: Iterable[Place]) -> None:
+        """Try again where slots were given back: what waits for them here has to ask anew."""
+        for place in {place for queue, group in given_back for place in ((queue, group), (queue, None))}:
+            if place in self._shut:
+                self._reopen(place)
 
     def _put_aside(self, queue: str, booking: Booking, refused: list[Candidate]) -> None:
         """Shut the place that had no room, for as long as it makes no sense to ask again."""
@@ -356,13 +360,15 @@ class Limits:
     def _use_room(self, place: Place) -> None:
         """Try the best of those that wait for the room that has just become free."""
         parked = self._parked.get(place)
-        if parked and place in self._shut and _counts_starts(self.queues.get(place[0], {})):
-            self._reopen(place)  # a slot in hand is not enough: each start is asked for
-        elif parked and place in self._shut:
+        if place not in self._shut:
+            place = (place[0], None)
+        elif parked and not _counts_starts(self.queues.get(place[0], {})):
+            # The slot is in hand, and the place stays shut for the others.
             self._candidates.offer(replace(heapq.heappop(parked)[2], due=time.monotonic(), timed=False))
             self._candidates.ready.set()
-        elif (queue := (place[0], None)) in self._shut:
-            self._reopen(queue)
+            return
+        if place in self._shut:
+            self._reopen(place)
 
     def close(self) -> None:
         """Wait for nothing any more."""

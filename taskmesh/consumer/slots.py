@@ -105,12 +105,10 @@ class Slots:
         if slot is not None:
             self._held.pop(slot.token, None)
 
-    def take_idle(self, queue: str) -> list[str]:
-        """Return the tokens of the slots that nothing uses now, to be given back."""
-        tokens = []
-        for place in [place for place in self._idle if place[0] == queue]:
-            tokens += self._give_up(self._idle.pop(place))
-        return tokens
+    def take_idle(self, queue: str) -> tuple[list[str], set[Place]]:
+        """Return the tokens of the slots that nothing uses now, to be given back, and their places."""
+        places = {place for place, slots in self._idle.items() if place[0] == queue and slots}
+        return [token for place in places for token in self._give_up(self._idle.pop(place))], places
 
     def to_tell(self, queue: str, now: float) -> dict[str, Wish]:
         """Return, by token, what slots are used for without anybody else knowing it."""
@@ -136,13 +134,13 @@ class Slots:
 
     # --- keeping them ---
 
-    async def keep(self) -> tuple[list[Place], float | None]:
+    async def keep(self) -> tuple[set[Place], float | None]:
         """Give back what has been idle for a moment, and tell what the others are used for.
 
         Return the places of what was given back, and when to look again.
         """
         now = time.monotonic()
-        places: list[Place] = []
+        places: set[Place] = set()
         for queue in {slot.place[0] for slot in self._held.values()}:
             idle = self._idle_before(queue, now - _IDLE_S)
             free = self._give_up(idle)
@@ -153,7 +151,7 @@ class Slots:
                 except PyMongoError as error:  # what is not given back is written off; what is used is told later
                     logger.debug("the slots of queue %s could not be kept (%s)", queue, type(error).__name__)
                     return places, _TOLD_EVERY_S
-            places += {slot.place for slot in idle}
+            places |= {slot.place for slot in idle}
         if any(self._idle.values()):
             return places, _IDLE_S
         return places, _TOLD_EVERY_S / 2 if self._by_task else None
@@ -172,7 +170,8 @@ class Slots:
     async def close(self) -> None:
         """Give back what nothing uses, at the end: what is left after that, others find out."""
         for queue in {slot.place[0] for slot in self._held.values()}:
-            if free := self.take_idle(queue):
+            free, _ = self.take_idle(queue)
+            if free:
                 try:
                     await store_limits.keep(self._store, queue, free=free)
                 except PyMongoError as error:

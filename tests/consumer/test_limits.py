@@ -8,6 +8,7 @@ from typing import Any
 import anyio
 import pytest
 
+import taskmesh.consumer.limits
 from taskmesh import InvalidOption, Status, TaskMesh
 from tests.consumer.sampling import most_running, most_starts_within, starts_of
 from tests.waiting import eventually
@@ -94,6 +95,23 @@ async def test_who_waits_for_room_is_not_held_up_by_those_before_it_that_nobody_
     assert time.monotonic() - before < 30, (
         "well below a second if all is well; seconds for each that is not claimed if not"
     )
+
+
+async def test_workers_that_take_turns_with_the_slots_of_groups_leave_none_behind(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slot that is free is asked for as soon as it is, and not when a worker looks once more though it has all the room."""
+    monkeypatch.setattr(taskmesh.consumer.limits, "_WHILE_ALL_OURS_S", 3_600.0)
+
+    @mesh.task(queue="narrow")
+    async def work() -> None:
+        await anyio.sleep(0.01)
+
+    await mesh.set_limit("narrow", group_running=1)
+    async with all_working(mesh, ["w1", "w2", "w3", "w4"], concurrency=8):
+        for group in range(15):
+            await work.configure(group=f"g{group}").publish_many({f"{group}-{n}": {} for n in range(10)})
+        await all_finished(mesh, "work", 150)
 
 
 async def test_a_queue_at_its_limit_holds_up_no_other_queue(mesh: TaskMesh) -> None:
