@@ -155,9 +155,11 @@ async def _beside_a_backlog(uri: str, database: str, backlog: int) -> tuple[floa
         many = {f"big-{n}": {"key": f"big-{n}", "seconds": NAP_S} for n in range(backlog)}
         await nap.configure(group="big").publish_many(many)
         done = consumer.finished
-        # Until the announcements of the backlog are through.
-        while consumer.finished < done + 50:  # noqa: ASYNC110 -- the consumer has no event for it
-            await asyncio.sleep(2 * NAP_S)
+        # Until it is worked on, and its announcements are through: it waits, as it would for hours.
+        heard = -1
+        while consumer.finished < done + 50 or mesh.feed.delivered > heard:
+            heard = mesh.feed.delivered
+            await asyncio.sleep(5 * NAP_S)
         delays = await asyncio.gather(*(late(f"small-{n}", f"tenant-{n}") for n in range(TENANTS - 1)))
         await consumer.stop(grace_ms=0)
         await running

@@ -19,7 +19,7 @@ from pymongo.errors import OperationFailure, PyMongoError
 
 from taskmesh.store import Store
 from taskmesh.store.change_stream import Change, Interest, change_from, open_stream
-from taskmesh.store.driver import Document, next_event, read_ahead
+from taskmesh.store.driver import Document, next_event
 from taskmesh.store.server_errors import is_history_lost, offers_no_stream
 from taskmesh.store.uncut import CLOSE_DEADLINE_S, ended_in_time
 
@@ -201,9 +201,9 @@ class Feed:
                 if event is None and relaxed:
                     await asyncio.sleep(_RELAXED_PAUSE_S)
                 elif event is not None and time.monotonic() - paused_at > _EAGER_PAUSE_S:
-                    # What comes next comes together: a read that waits is woken by every write to the server. What is here
-                    # already only lets others have their turn.
-                    await asyncio.sleep(0 if read_ahead(stream) else _EAGER_PAUSE_S)
+                    # What comes next comes together: a read that waits is woken by every write to the server. And others
+                    # have their turn, however much has come.
+                    await asyncio.sleep(_EAGER_PAUSE_S)
                     paused_at = time.monotonic()
         finally:
             await stream.close()
