@@ -95,6 +95,8 @@ class Limits:
         self._given_back: set[str] = set()
         """What a claim had won that is not begun: its lease is on its way back."""
         self._shut: dict[Place, asyncio.TimerHandle] = {}
+        self._rate_used_up: set[Place] = set()
+        """Of the places that are shut those where an execution that ends makes no room."""
         self._parked: dict[Place, list[tuple[Any, int, Candidate]]] = {}
         self._sequence = 0
 
@@ -262,7 +264,8 @@ class Limits:
         if answered and admission.counted is not None:
             unused = [Wish(candidate.id, candidate.group) for candidate in not_won]
             await store_limits.confirm(self._store, admission.queue, admission.counted, unused)
-        for place in has_room:  # by now, also for those that count starts
+        for place in has_room:  # by now; and the start that was counted for it is given back too
+            self._rate_used_up -= {place, (place[0], None)}
             self._use_room(place)
 
     def given_back(self, id_: str) -> None:
@@ -293,7 +296,7 @@ class Limits:
     def _reopen_all(self, given_back: Iterable[Place]) -> None:
         """Try again where slots were given back: what waits for them here has to ask anew."""
         for place in {place for queue, group in given_back for place in ((queue, group), (queue, None))}:
-            if place in self._shut:
+            if place in self._shut and place not in self._rate_used_up:
                 self._reopen(place)
 
     def _put_aside(self, queue: str, booking: Booking, refused: list[Candidate]) -> None:
@@ -301,23 +304,24 @@ class Limits:
         if not refused:
             return
         if booking.next_start is not None:
-            self._shut_for((queue, None), self._until(booking.next_start, queue, "per_ms"))
+            self._shut_until((queue, None), booking.next_start, "per_ms")
         elif all(candidate.group in booking.full_groups for candidate in refused):
             for group, next_start in booking.full_groups.items():
-                pause = (
-                    self._pause(queue, group) if next_start is None else self._until(next_start, queue, "group_per_ms")
-                )
-                self._shut_for((queue, group), pause)
+                if next_start is None:
+                    self._shut_for((queue, group), self._pause(queue, group))
+                else:
+                    self._shut_until((queue, group), next_start, "group_per_ms")
         else:
             self._shut_for((queue, None), self._pause(queue))
         for candidate in refused:
             group_is_shut = (queue, candidate.group) in self._shut
             self._park((queue, candidate.group if group_is_shut else None), candidate)
 
-    def _until(self, next_start: datetime, queue: str, window: str) -> float:
-        """How long to wait for room under a rate: never longer than its window, whatever our clock."""
-        per = float(self.queues.get(queue, {}).get(window) or 1000) / 1000
-        return min(max(self._clock.monotonic(next_start) - time.monotonic(), 0.0) + 0.002, per)
+    def _shut_until(self, place: Place, next_start: datetime, window: str) -> None:
+        """Wait for room under a rate: never longer than its window, whatever our clock."""
+        per = float(self.queues.get(place[0], {}).get(window) or 1000) / 1000
+        self._shut_for(place, min(max(self._clock.monotonic(next_start) - time.monotonic(), 0.0) + 0.002, per))
+        self._rate_used_up.add(place)
 
     def _pause(self, queue: str, group: str | None = None) -> float:
         """How long to wait for room. Where none may run, there is none before somebody changes that, of which we are told."""
@@ -331,9 +335,9 @@ class Limits:
         return varied(_WHILE_ALL_OURS_S if all_ours else _ASK_AGAIN_S, 0.3)
 
     def _shut_for(self, place: Place, pause: float) -> None:
-        earlier = self._shut.pop(place, None)
-        if earlier is not None:
+        if (earlier := self._shut.pop(place, None)) is not None:
             earlier.cancel()
+        self._rate_used_up.discard(place)
         self._shut[place] = asyncio.get_running_loop().call_later(pause, self._reopen, place)
 
     def _park(self, place: Place, candidate: Candidate) -> None:
@@ -344,9 +348,9 @@ class Limits:
 
     def _reopen(self, place: Place) -> None:
         """Try again, the best of those that wait first."""
-        timer = self._shut.pop(place, None)
-        if timer is not None:
+        if (timer := self._shut.pop(place, None)) is not None:
             timer.cancel()
+        self._rate_used_up.discard(place)
         parked = self._parked.get(place, [])
         now = time.monotonic()
         for _ in range(min(_TRIED_AT_ONCE, len(parked))):
@@ -367,7 +371,7 @@ class Limits:
             self._candidates.offer(replace(heapq.heappop(parked)[2], due=time.monotonic(), timed=False))
             self._candidates.ready.set()
             return
-        if place in self._shut:
+        if place in self._shut and place not in self._rate_used_up:
             self._reopen(place)
 
     def close(self) -> None:

@@ -331,7 +331,8 @@ def _booking(
                     "$cond": [
                         is_failing,
                         {"$cond": [no_canary_yet, "$failing.next", next_canary]},
-                        {"$cond": [{"$lt": [rate_room, len(wishes)]}, {"$min": "$starts.leaves"}, None]},
+                        # Only if it is the rate that has no room left: of what runs nobody knows when it ends.
+                        {"$cond": [{"$lte": [rate_room, count]}, {"$min": "$starts.leaves"}, None]},
                     ]
                 },
                 "failing": {

@@ -12,7 +12,7 @@ import taskmesh.consumer.limits
 from taskmesh import InvalidOption, Status, TaskMesh
 from tests.consumer.sampling import most_running, most_starts_within, starts_of
 from tests.waiting import eventually
-from tests.working import all_working, finished, working
+from tests.working import all_working, finished, parts_of, working
 
 
 async def all_finished(mesh: TaskMesh, name: str, count: int, deadline_s: float = 120.0) -> None:
@@ -112,6 +112,28 @@ async def test_workers_that_take_turns_with_the_slots_of_groups_leave_none_behin
         for group in range(15):
             await work.configure(group=f"g{group}").publish_many({f"{group}-{n}": {} for n in range(10)})
         await all_finished(mesh, "work", 150)
+
+
+async def test_who_waits_for_an_execution_to_end_is_not_put_off_until_a_rate_has_room_again(mesh: TaskMesh) -> None:
+    gate, begun = anyio.Event(), 0
+
+    @mesh.task(queue="narrow")
+    async def work() -> None:
+        nonlocal begun
+        begun += 1
+        if begun == 8:
+            await gate.wait()
+
+    await mesh.set_limit("narrow", running=1, rate=10, per_ms=600_000)
+    await work.publish_many({f"k{n}": {} for n in range(30)})
+    async with working(mesh, "w1", concurrency=10) as first:
+        await eventually(lambda: begun == 8)
+        async with working(mesh, "w2", concurrency=10) as second:
+            room = parts_of(second).limits
+            await eventually(lambda: room.is_full("narrow", None), what="there are fewer starts left than it asks for")
+            gate.set()
+            await first.stop()
+            await eventually(lambda: begun == 10)
 
 
 async def test_a_queue_at_its_limit_holds_up_no_other_queue(mesh: TaskMesh) -> None:
