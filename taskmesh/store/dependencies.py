@@ -51,6 +51,7 @@ _FEW = 20
 _FEW_TIMES = 8
 _FIRST_HOLD_MS, _LONGEST_HOLD_MS = 1_000, 86_400_000
 _UNFINISHED = ["INIT", "RUNNING"]
+_FAILS_WITH_OTHERS: Document = {"task_state.waits_for": "fail", "status": "INIT"}
 _ID_ALONE = {"$project": {"_id": 1}}
 
 
@@ -197,10 +198,7 @@ async def _answer(store: Store, marked: Sequence[_Marked]) -> set[str]:
     for some in _sets(marked):
         done = [
             await _link(store, [task for task in some if task.after and not task.linked and not task.finished]),
-            await _fail_dependents(store, some, concerned),
-            await _fail_waiting(
-                store, [task for task in some if task.policy == "fail" and not task.finished], concerned
-            ),
+            await _fail_those_with_failures(store, some, concerned),
             await _restore_dependents(store, some, concerned),
         ]
         # What was started by a task that did not succeed is not wanted any more.
@@ -265,33 +263,23 @@ def linking_pipeline(dependents: Sequence[str], now: rules.Expression) -> list[D
 _is_finished: rules.Expression = {"$not": [{"$in": ["$status", _UNFINISHED]}]}
 
 
-async def _fail_dependents(store: Store, marked: Sequence[_Marked], concerned: set[str]) -> bool:
-    """Where a task ended in any other way than SUCCESS: fail those that wait for it and want that."""
-    first: dict[str, str] = {}
-    ends = {task.id: task.status for task in marked if task.finished and task.status != "SUCCESS"}
-    for task in marked:
-        if task.id in ends:
-            for dependent in task.dependents:
-                if dependent != task.parent:  # whose handler hears of it, from `results`
-                    first.setdefault(dependent, task.id)
-    by_dependency: dict[str, list[str]] = {}
-    for dependent, id_ in first.items():
-        by_dependency.setdefault(id_, []).append(dependent)
-    done = True
-    for id_, dependents in by_dependency.items():
-        done &= await _fail(store, dependents, id_, _did_not_succeed([id_], ends))
-    concerned.update(first)
-    return done
+async def _fail_those_with_failures(store: Store, marked: Sequence[_Marked], concerned: set[str]) -> bool:
+    """Fail what wants that and waits for a task that ended in any other way than SUCCESS: with all that are known by now.
 
-
-async def _fail_waiting(store: Store, waiting: Sequence[_Marked], concerned: set[str]) -> bool:
-    """Fail those of which a dependency had ended badly before they were linked with it, or is gone: nobody else tells them."""
-    ends = await _ends(store, {id_ for task in waiting for id_ in task.after})
-    done = True
-    for task in waiting:
-        if bad := [id_ for id_ in task.after if ends.get(id_) not in (*_UNFINISHED, "SUCCESS")]:
-            done &= await _fail(store, [task.id], bad[0], _did_not_succeed(bad, ends))
-            concerned.add(task.id)
+    Those that name one of these tasks among the tasks that they wait for; and of these, what such a task had ended before it
+    could tell, or is gone.
+    """
+    after_of = {task.id: task.after for task in marked if task.policy == "fail" and not task.finished}
+    bad = [task for task in marked if task.finished and task.status != "SUCCESS"]
+    # But for a child's parent, whose handler hears of it from `results`.
+    told = {id_ for task in bad for id_ in task.dependents if id_ != task.parent}
+    for part in _parts(sorted(told - after_of.keys())):
+        waiting = {"_id": {"$in": part}, **_FAILS_WITH_OTHERS}
+        rows = await store.find(waiting, {"after": "$task_state.after.ids"}, majority=True)
+        after_of |= {row["_id"]: row.get("after", ()) for row in rows}
+    ends = await _ends(store, {id_ for after in after_of.values() for id_ in after})
+    done, failed = await _fail(store, after_of, ends, (*_UNFINISHED, "SUCCESS"))
+    concerned.update(told, failed)
     return done
 
 
@@ -304,25 +292,32 @@ async def _ends(store: Store, ids: Collection[str]) -> dict[str, str]:
     return ends
 
 
-def _did_not_succeed(ids: Sequence[str], ends: Mapping[str, str]) -> str:
-    how = {id_: ends.get(id_, "DELETED") for id_ in ids[:_NAMED]}
-    told = [f"{label(id_)} {'was deleted' if end == 'DELETED' else f'ended as {end}'}" for id_, end in how.items()]
-    return f"its dependency {', '.join(told)}"
+async def _fail(
+    store: Store, after_of: Mapping[str, Sequence[str]], ends: Mapping[str, str], wanted: Collection[str]
+) -> tuple[bool, Collection[str]]:
+    """Fail each of these that waits for a task whose end is none of those `wanted`; return whether all is done, and which.
 
-
-async def _fail(store: Store, dependents: Sequence[str], dependency: str, reason: str) -> bool:
+    The reason names the first few in the order of its `after`, so that it is the same whoever tells, and in whatever order.
+    """
+    by_cause: dict[tuple[str, ...], list[str]] = {}
+    for dependent, after in after_of.items():
+        if bad := [id_ for id_ in after if ends.get(id_) not in wanted]:
+            by_cause.setdefault(tuple(bad[:_NAMED]), []).append(dependent)
     now = store.now
-    failure = {"id": {"$literal": dependency}, "reason": {"$literal": reason}, "time": now}
-    query = {"task_state.waits_for": "fail", "status": "INIT"}
-    pipeline = [
-        # Why it failed, without having run; from which its status follows.
-        {"$set": {"task_state.dependency_failure": failure, "event": stamp("dependency_failed", now)}},
-        *prepared(rules.derivation, now),
-    ]
     done = True
-    for part in _parts(dependents):
-        done &= await _update(store, part, query, pipeline)
-    return done
+    for bad, dependents in by_cause.items():
+        how = {label(id_): ends.get(id_, "DELETED") for id_ in bad}
+        told = [f"{name} {'was deleted' if end == 'DELETED' else f'ended as {end}'}" for name, end in how.items()]
+        reason = f"its dependency {', '.join(told)}"
+        failure = {"id": {"$literal": bad[0]}, "reason": {"$literal": reason}, "time": now}
+        pipeline = [
+            # Why it failed, without having run; from which its status follows.
+            {"$set": {"task_state.dependency_failure": failure, "event": stamp("dependency_failed", now)}},
+            *prepared(rules.derivation, now),
+        ]
+        for part in _parts(dependents):
+            done &= await _update(store, part, _FAILS_WITH_OTHERS, pipeline)
+    return done, [dependent for dependents in by_cause.values() for dependent in dependents]
 
 
 async def _restore_dependents(store: Store, marked: Sequence[_Marked], concerned: set[str]) -> bool:
@@ -349,16 +344,13 @@ async def _ask(store: Store, ids: Sequence[str], concerned: set[str]) -> bool:
     """Ask which of these tasks wait for nothing unfinished any more, and open their gates, or fail them."""
     ready = await _unblocked(store, ids)
     ends = await _ends(store, {id_ for row in ready for id_ in row["wanted"]})
-    for row in ready:
-        row["unmet"] = [id_ for id_ in row["wanted"] if ends.get(id_) != "SUCCESS"][:_NAMED]
-    to_open = [row["_id"] for row in ready if not row["unmet"]]
-    done = await open_gates(store, to_open)
-    for row in ready:
-        if row["unmet"] and row["policy"] == "fail":
-            done &= await _fail(store, [row["_id"]], row["unmet"][0], _did_not_succeed(row["unmet"], ends))
-            concerned.add(row["_id"])
-    concerned.update(to_open)
-    return done
+    to_open = [row["_id"] for row in ready if all(ends.get(id_) == "SUCCESS" for id_ in row["wanted"])]
+    opened = await open_gates(store, to_open)
+    done, failed = await _fail(
+        store, {row["_id"]: row["wanted"] for row in ready if row["policy"] == "fail"}, ends, ("SUCCESS",)
+    )
+    concerned.update(to_open, failed)
+    return opened and done
 
 
 async def _unblocked(store: Store, ids: Sequence[str]) -> list[Document]:

@@ -47,6 +47,10 @@ async def drained(mesh: TaskMesh) -> None:
     await mesh.consumer(worker_id="w1").run(until_idle=True)
 
 
+async def no_sweep(*_: object, **__: object) -> None:
+    """Do nothing where a sweep would be."""
+
+
 async def waiting_for(mesh: TaskMesh, key: str) -> Task:
     task = await mesh.get("join", key)
     assert (task.status, task.next_claim_time) == (Status.INIT, None)
@@ -161,6 +165,23 @@ async def test_what_had_ended_before_is_told_as_it_ended(mesh: TaskMesh) -> None
     ]
 
 
+async def test_all_failures_that_are_known_are_told_whoever_tells_and_in_the_order_of_after(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part, join = define(mesh)
+    parts = [await part.publish(key, broken=key != "good") for key in ("d", "good", "b", "c", "a")]
+    handle = await join.configure(after=parts).publish("j")
+    with monkeypatch.context() as patch:
+        patch.setattr(Dependents, "finished", lambda *_: None)  # nobody tells before all have ended
+        patch.setattr(Dependents, "sweep", no_sweep)
+        async with working(mesh, "w1"):
+            for each in parts:
+                await status_is(mesh, "part", each.key, Status.SUCCESS if each.key == "good" else Status.FAIL)
+    await dependencies.tell(mesh.store, ["part:a"])
+    reason = "its dependency 'part' 'd' ended as FAIL, 'part' 'b' ended as FAIL, 'part' 'c' ended as FAIL"
+    assert (await handle.task()).fail_reasons == [reason]
+
+
 async def test_a_failure_goes_down_the_line_and_a_retry_brings_back_those_that_failed_because_of_it_alone(
     mesh: TaskMesh,
 ) -> None:
@@ -186,8 +207,6 @@ async def test_a_failure_goes_down_the_line_and_a_retry_brings_back_those_that_f
 async def test_d10_two_that_finish_at_once_in_transactions_open_what_waits_for_both_without_a_sweep(
     mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def no_sweep(*_: object, **__: object) -> None: ...
-
     monkeypatch.setattr(Dependents, "sweep", no_sweep)
     met = asyncio.Barrier(2)
 

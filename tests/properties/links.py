@@ -73,12 +73,15 @@ class Links:
         for task in marked:
             if task.after and not task.linked and not task.finished:
                 self._link(task, now)
-        self._fail_dependents(marked, concerned, now)
-        for task in marked:
-            bad = [id_ for id_ in task.after if self._status(id_) not in (*_UNFINISHED, "SUCCESS")]
-            if task.policy == "fail" and not task.finished and bad:
-                self._fail(task.id, bad[0], self._did_not_succeed(bad), now)
-                concerned.add(task.id)
+        told = {id_ for task in marked if task.finished and task.status != "SUCCESS" for id_ in task.dependents}
+        waiting = told | {task.id for task in marked if not task.finished}
+        failed_before = {id_: self._status(id_) for id_ in self._oracles}
+        for id_ in waiting:
+            after = (self._state(id_).get("after") or {}).get("ids") or []
+            bad = [each for each in after if failed_before[each] not in (*_UNFINISHED, "SUCCESS")]
+            if bad and self._fail(id_, bad, now):
+                concerned.add(id_)
+        concerned.update(told)
         for task in marked:
             if not task.finished:
                 concerned.update(task.dependents)
@@ -108,21 +111,15 @@ class Links:
             oracle.derive(now)
         self._oracles[waiting.id].state["unlinked"] = None
 
-    def _fail_dependents(self, marked: list[_Marked], concerned: set[str], now: datetime) -> None:
-        first: dict[str, _Marked] = {}
-        for task in marked:
-            if task.finished and task.status != "SUCCESS":
-                for dependent in task.dependents:
-                    first.setdefault(dependent, task)
-        for dependent, task in first.items():
-            self._fail(dependent, task.id, f"its dependency {_told(task.id, task.status)}", now)
-        concerned.update(first)
-
-    def _fail(self, id_: str, dependency: str, reason: str, now: datetime) -> None:
+    def _fail(self, id_: str, bad: list[str], now: datetime) -> bool:
+        """Fail it because of all of these, if it waits and wants that."""
         oracle = self._oracles[id_]
-        if self._status(id_) == "INIT" and oracle.state.get("waits_for") == "fail":
-            oracle.state["dependency_failure"] = {"id": dependency, "reason": reason, "time": now}
-            oracle.stamp(now, "dependency_failed")
+        if self._status(id_) != "INIT" or oracle.state.get("waits_for") != "fail":
+            return False
+        reason = f"its dependency {', '.join(_told(each, self._status(each)) for each in bad[:3])}"
+        oracle.state["dependency_failure"] = {"id": bad[0], "reason": reason, "time": now}
+        oracle.stamp(now, "dependency_failed")
+        return True
 
     def _restore(self, id_: str, dependency: str, now: datetime) -> None:
         """What failed because of that one alone has not failed when that is begun anew."""
@@ -146,8 +143,7 @@ class Links:
                 self._oracles[id_].stamp(now, "opened")
                 concerned.add(id_)
         for id_, unmet in ready.items():
-            if unmet and self._oracles[id_].state["waits_for"] == "fail":
-                self._fail(id_, unmet[0], self._did_not_succeed(unmet), now)
+            if unmet and self._fail(id_, unmet, now):
                 concerned.add(id_)
 
     def _is_blocked(self, id_: str) -> bool:
@@ -180,9 +176,6 @@ class Links:
             state["ask_time"] = now + ms(int(min(max(_FIRST_HOLD_MS, retained_ms, waited_ms), _LONGEST_HOLD_MS)))
         if task.status == "DELETED":
             oracle.derive(now)
-
-    def _did_not_succeed(self, bad: list[str]) -> str:
-        return f"its dependency {', '.join(_told(id_, self._status(id_)) for id_ in bad[:3])}"
 
 
 def _told(id_: str, end: str | None) -> str:
