@@ -62,6 +62,7 @@ from taskmesh.model.ids import checked_step_name
 from taskmesh.model.task import task_id
 from taskmesh.store import Store, children, steps
 from taskmesh.store.clock import ServerClock
+from taskmesh.store.control import restore_children
 from taskmesh.store.dependencies import linking_pipeline
 from taskmesh.store.driver import Document, restored
 from taskmesh.store.finish import Outcome
@@ -295,11 +296,17 @@ class Journal:
                         f"{self._label}: results() takes what start() returned, and {handle!r} was not started by this task: "
                         "wait for other tasks by after="
                     )
-            if record is None and (left := await self._unfinished(ids)):
-                self.leave(entry)
-                count = f"{left} task{'' if left == 1 else 's'}"
-                await self.suspend({"id": entry.id, "kind": "join", "name": count})
-            stored = await patiently(lambda: children.ends(self._journals.store, ids))
+            while True:
+                if record is None and (left := await self._unfinished(ids)):
+                    self.leave(entry)
+                    count = f"{left} task{'' if left == 1 else 's'}"
+                    await self.suspend({"id": entry.id, "kind": "join", "name": count})
+                stored = await patiently(lambda: children.ends(self._journals.store, ids))
+                cancelled = [id_ for id_, end in stored.items() if record is None and end["with_parent"]]
+                if not cancelled:
+                    break
+                self._execution.check_lease()  # it was retried since it ended, and they go on with it
+                await patiently(partial(restore_children, self._journals.store, cancelled, self._execution.id))
             found = {
                 id_: self._payloads.unsealed_end(await self._payloads.fetched_end(self._journals.store, end))
                 for id_, end in stored.items()

@@ -1,7 +1,8 @@
 """Children: tasks that a handler has started, and waits for. A child names its parent; what has come of it, it keeps itself.
 
 That a child exists and that its parent has recorded it are one transaction. It is kept until the parent is finished. Of a parent
-that ends in any other way than SUCCESS, the unfinished children are cancelled, but for those that were started `detached`.
+that ends in any other way than SUCCESS, the unfinished children are cancelled, but for those that were started `detached`. They
+keep in mind that it was with their parent: if that is retried, and wants them again, they go on too (`control.restore_children`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from taskmesh.store.finish import cancel_pipeline
 from taskmesh.store.prepared import prepared
 from taskmesh.store.store import Store
 
+CANCELLED_WITH_PARENT = "task_state.cancelled_with_parent"
 _SET = 1_000
 _UNFINISHED = ["INIT", "RUNNING"]
 _DEADLINE_MS = 2_000
@@ -31,13 +33,17 @@ async def parents_of(store: Store, ids: Sequence[str], session: Any) -> dict[str
 
 
 async def ends(store: Store, ids: Sequence[str]) -> dict[str, Document]:
-    """Return what came of each that is there: its `status`, its first `value`, and the `reasons` of its failures."""
+    """Return what came of each that is there: its `status`, its first `value`, and the `reasons` of its failures.
+
+    `with_parent`: whether it was cancelled with its parent.
+    """
     success = {"$filter": {"input": rules.ENTRIES, "cond": {"$eq": ["$$this.state", "SUCCESS"]}}}
     fails = {"$filter": {"input": rules.ENTRIES, "cond": {"$eq": ["$$this.state", "FAIL"]}}}
     fields: Document = {
         "status": 1,
         "value": {"$first": {"$map": {"input": success, "in": "$$this.returns"}}},
         "reasons": {"$map": {"input": fails, "in": {"$ifNull": ["$$this.fail_reason", ""]}}},
+        "with_parent": {"$eq": [f"${CANCELLED_WITH_PARENT}", True]},
     }
     found: dict[str, Document] = {}
     for part in _parts(ids):
@@ -79,8 +85,10 @@ async def cancel(store: Store, parents: Sequence[str]) -> list[str]:
         "status": {"$in": _UNFINISHED},
     }
     ids = [row["_id"] for row in await store.find(query, {"_id": 1})]
+    # By what they were cancelled, and that they are.
+    pipeline = [{"$set": {CANCELLED_WITH_PARENT: True}}, *cancel_pipeline(store.now)]
     for part in _parts(ids):
-        await store.update({"_id": {"$in": list(part)}, **query}, cancel_pipeline(store.now), _DEADLINE_MS)
+        await store.update({"_id": {"$in": list(part)}, **query}, pipeline, _DEADLINE_MS)
     return ids
 
 

@@ -11,17 +11,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from bson import ObjectId
 
 from taskmesh.model.errors import TaskNotFound
-from taskmesh.store import dependencies, repeated, rules
+from taskmesh.store import children, dependencies, repeated, rules
 from taskmesh.store.driver import CODEC, Document
 from taskmesh.store.event_stamp import stamp
 from taskmesh.store.finish import cancel_pipeline, fresh_state
 from taskmesh.store.prepared import prepared
 from taskmesh.store.server_errors import patiently
 from taskmesh.store.store import Store
+
+_SET = 1_000
 
 
 async def cancel(store: Store, id_: str) -> Document | None:
@@ -123,6 +126,18 @@ def retry_pipeline(now: rules.Expression, *, fresh: bool = False) -> list[Docume
         # Status and times follow.
         *prepared(rules.derivation, now),
     ]
+
+
+async def restore_children(store: Store, ids: Sequence[str], parent: str) -> None:
+    """Retry those of these children that were cancelled with this parent, which goes on by now. Safe to repeat."""
+    cancelled = {"task_state.parent": parent, children.CANCELLED_WITH_PARENT: True, "status": "CANCELLED"}
+    for start in range(0, len(ids), _SET):
+        part = {"_id": {"$in": list(ids[start : start + _SET])}}
+        await store.update({**part, **cancelled}, retry_pipeline(store.now))
+    await dependencies.tell(store, ids)
+    [standing] = await store.find({"_id": parent}, {"status": 1}) or [{"status": "DELETED"}]
+    if standing["status"] not in ("INIT", "RUNNING"):  # cancelled again meanwhile, when these were not there to be
+        await children.cancel(store, [parent])
 
 
 _waits: rules.Expression = {

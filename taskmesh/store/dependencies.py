@@ -51,7 +51,6 @@ _FEW = 20
 _FEW_TIMES = 8
 _FIRST_HOLD_MS, _LONGEST_HOLD_MS = 1_000, 86_400_000
 _UNFINISHED = ["INIT", "RUNNING"]
-_FAILS_WITH_OTHERS: Document = {"task_state.waits_for": "fail", "status": "INIT"}
 _ID_ALONE = {"$project": {"_id": 1}}
 
 
@@ -274,7 +273,7 @@ async def _fail_those_with_failures(store: Store, marked: Sequence[_Marked], con
     # But for a child's parent, whose handler hears of it from `results`.
     told = {id_ for task in bad for id_ in task.dependents if id_ != task.parent}
     for part in _parts(sorted(told - after_of.keys())):
-        waiting = {"_id": {"$in": part}, **_FAILS_WITH_OTHERS}
+        waiting = {"_id": {"$in": part}, "status": "INIT"}
         rows = await store.find(waiting, {"after": "$task_state.after.ids"}, majority=True)
         after_of |= {row["_id"]: row.get("after", ()) for row in rows}
     ends = await _ends(store, {id_ for after in after_of.values() for id_ in after})
@@ -295,7 +294,9 @@ async def _ends(store: Store, ids: Collection[str]) -> dict[str, str]:
 async def _fail(
     store: Store, after_of: Mapping[str, Sequence[str]], ends: Mapping[str, str], wanted: Collection[str]
 ) -> tuple[bool, Collection[str]]:
-    """Fail each of these that waits for a task whose end is none of those `wanted`; return whether all is done, and which.
+    """Fail each of these that wants it, and waits for a task whose end is none of those `wanted`.
+
+    Returns whether all is done, and which were to fail.
 
     The reason names the first few in the order of its `after`, so that it is the same whoever tells, and in whatever order.
     """
@@ -305,18 +306,18 @@ async def _fail(
             by_cause.setdefault(tuple(bad[:_NAMED]), []).append(dependent)
     now = store.now
     done = True
-    for bad, dependents in by_cause.items():
-        how = {label(id_): ends.get(id_, "DELETED") for id_ in bad}
+    for causes, dependents in by_cause.items():
+        how = {label(id_): ends.get(id_, "DELETED") for id_ in causes}
         told = [f"{name} {'was deleted' if end == 'DELETED' else f'ended as {end}'}" for name, end in how.items()]
         reason = f"its dependency {', '.join(told)}"
-        failure = {"id": {"$literal": bad[0]}, "reason": {"$literal": reason}, "time": now}
+        failure = {"id": {"$literal": causes[0]}, "reason": {"$literal": reason}, "time": now}
         pipeline = [
             # Why it failed, without having run; from which its status follows.
             {"$set": {"task_state.dependency_failure": failure, "event": stamp("dependency_failed", now)}},
             *prepared(rules.derivation, now),
         ]
         for part in _parts(dependents):
-            done &= await _update(store, part, _FAILS_WITH_OTHERS, pipeline)
+            done &= await _update(store, part, {"task_state.waits_for": "fail", "status": "INIT"}, pipeline)
     return done, [dependent for dependents in by_cause.values() for dependent in dependents]
 
 

@@ -12,6 +12,7 @@ from taskmesh import (
     InvalidKey,
     Status,
     TaskError,
+    TaskFailed,
     TaskMesh,
     TaskOption,
     current_task,
@@ -230,6 +231,69 @@ async def test_children_start_over_with_their_parent_whatever_has_become_of_them
         assert await handle.result(30) == [1]
         await parent.configure(run_again=True).publish("p", n=2)  # it is SUCCESS
         assert await handle.result(30) == [2]
+
+
+async def test_children_that_were_cancelled_with_their_parent_go_on_with_it_and_others_stay_cancelled(
+    mesh: TaskMesh,
+) -> None:
+    done: list[str] = []
+
+    async def pick(key: str) -> str:
+        done.append(key)
+        return key
+
+    @mesh.task
+    async def pack() -> str:
+        task = current_task()
+        picked = await task.step("pick", pick, task.key)
+        return picked + str(await task.wait_for("go"))
+
+    @mesh.task
+    async def order() -> list[str]:
+        task = current_task()
+        found = await task.results([await task.start(pack, key) for key in ("a", "b", "c")], return_errors=True)
+        return [str(each) for each in found]
+
+    handle = await order.publish("1")
+    async with working(mesh, "w1"):
+        await suspended(mesh, "order", "1")
+        for key in ("a", "b", "c"):
+            await suspended(mesh, "pack", key)
+        await mesh.cancel("pack", "b")
+        await mesh.signal("pack", "c", "go", "!")
+        await status_is(mesh, "pack", "c", Status.SUCCESS)
+        await handle.cancel()
+        await status_is(mesh, "pack", "a", Status.CANCELLED)
+        await mesh.retry("order", "1")
+        await suspended(mesh, "pack", "a")
+        await mesh.signal("pack", "a", "go", "!")
+        assert await handle.result(60) == ["a!", "the child 'pack' 'b' ended as CANCELLED", "c!"]
+    assert sorted(done) == ["a", "b", "c"], "a recorded step ran again"
+
+
+async def test_a_parent_that_failed_by_one_child_goes_on_with_all_when_both_are_retried(mesh: TaskMesh) -> None:
+    broken = True
+
+    @mesh.task
+    async def pack(n: int) -> int:
+        if n and broken:
+            raise TaskFailed("no box")
+        return n
+
+    @mesh.task(option=TaskOption(max_unexpected_retries=0))
+    async def order() -> list[int]:
+        task = current_task()
+        late = await task.start(pack.configure(delay_ms=3_600_000), "late", n=0)
+        return await task.results([await task.start(pack, "bad", n=1)]) + await task.results([late])
+
+    handle = await order.publish("1")
+    async with working(mesh, "w1"):
+        assert (await finished(mesh, "order", "1")).status is Status.FAIL
+        await status_is(mesh, "pack", "late", Status.CANCELLED)
+        broken = False
+        await mesh.retry("pack", "bad")
+        await mesh.retry("order", "1")
+        assert await handle.result(60) == [1, 0]
 
 
 async def test_only_the_children_that_are_awaited_are_waited_for(mesh: TaskMesh) -> None:

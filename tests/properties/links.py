@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any
 
 from taskmesh.model.dependency import label
 from tests.chaos.reading import ms
@@ -45,7 +46,7 @@ class Links:
             marked = [self._marked(id_) for id_ in sorted(todo) if self._state(id_).get("ask_time") is not None]
             todo = self._answer(marked, now)
 
-    def _state(self, id_: str) -> Mapping[str, object]:
+    def _state(self, id_: str) -> Mapping[str, Any]:
         oracle = self._oracles[id_]
         return {} if oracle.document is None else oracle.state
 
