@@ -25,6 +25,7 @@ from taskmesh import Consumer, TaskDefinition, TaskHandle, TaskMesh, current_tas
 Tasks = AsyncCollection[dict[str, Any]]
 _CROWD = 10_000
 _SUSPENDED = 100_000
+_AT_REST_S = 0.1
 _STEPS, _AT_ONCE, _STEPS_AT_ONCE, _SIGNALS = 200, 200, 10, 60
 
 
@@ -81,6 +82,14 @@ class Bench:
         cpu, began = self._cpu(), time.monotonic()
         await doing
         return Took(time.monotonic() - began, self._cpu() - cpu)
+
+    async def at_rest(self) -> None:
+        """Wait until the consumer listens again: after a flood it looks for tasks by scans, and finds the next a second later."""
+        for n in range(1_000):
+            sent = time.monotonic()
+            await (await self.noop.publish(f"rest-{time.monotonic_ns()}-{n}")).result(60)
+            if time.monotonic() - sent < _AT_REST_S:
+                return
 
     async def unrelated(self, prefix: str, count: int) -> None:
         """Publish so many tasks, and wait until all are done."""
@@ -247,7 +256,9 @@ async def _crowd(bench: Bench, answer: Answer, repetitions: int, share: float) -
     await bench.begin()
     await bench.unrelated("warm", size // 5)
     for repetition in range(repetitions):
+        await bench.at_rest()
         took["bare"].append(await bench.took(bench.unrelated(f"u{repetition}", size)))
+        await bench.at_rest()
         handle = await bench.crowd.publish(str(repetition), size=size)
         took["durable"].append(await bench.took(handle.result(600)))
     stored = await bench.tasks.find_one({"_id": "crowd:0"}, {"size": {"$bsonSize": "$$ROOT"}})

@@ -307,10 +307,7 @@ class Journal:
                     break
                 self._execution.check_lease()  # it was retried since it ended, and they go on with it
                 await patiently(partial(restore_children, self._journals.store, cancelled, self._execution.id))
-            found = {
-                id_: self._payloads.unsealed_end(await self._payloads.fetched_end(self._journals.store, end))
-                for id_, end in stored.items()
-            }
+            found = await self._payloads.ends(self._journals.store, stored.values())
             if record is None:
                 errors = [[id_, text] for id_ in dict.fromkeys(ids) if (text := error_of(id_, found.get(id_)))]
                 record = await self.write(entry, {"value": errors, "error": errors[0][1]} if errors else {"value": []})

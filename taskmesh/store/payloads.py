@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -223,9 +223,13 @@ class Payloads:
             return document
         return _stored_values(document, await self._fetch(store, _values_of(document)))  # type: ignore[no-any-return]  # as it was
 
-    async def fetched_end(self, store: Store, end: Document) -> Document:
-        """Return what has come of a child, with its value."""
-        return end | {"value": (await self._fetch(store, [end.get("value")]))(end.get("value"))}
+    async def ends(self, store: Store, ends: Collection[Document]) -> dict[str, Document]:
+        """Return what has come of children, by their `_id`s, with `value` and `reasons` as they were given.
+
+        Raises `CannotDecrypt`.
+        """
+        fetched = await self._fetch(store, [end.get("value") for end in ends])
+        return {end["_id"]: self._unsealed_end(end, fetched(end.get("value"))) for end in ends}
 
     async def _fetch(self, store: Store, stored: Iterable[Any]) -> Callable[[Any], Any]:
         """Read what these values refer to; return what puts it in their places."""
@@ -287,11 +291,10 @@ class Payloads:
             record = record | {"value": self.unsealed(id_, "record", value)}
         return record if error is None else record | {"error": self.unsealed_text(id_, error)}
 
-    def unsealed_end(self, end: Document) -> Document:
-        """Return what has come of a child, its `value` and `reasons` as they were given. Raises `CannotDecrypt`."""
+    def _unsealed_end(self, end: Document, value: Any) -> Document:
         id_ = end["_id"]
         reasons = [self.unsealed_text(id_, reason) for reason in end["reasons"]]
-        return end | {"value": self.unsealed(id_, "result", end.get("value")), "reasons": reasons}
+        return end | {"value": self.unsealed(id_, "result", value), "reasons": reasons}
 
     def task(self, document: Document) -> Task:
         """Read a stored task, for whoever looks at it.
