@@ -29,14 +29,16 @@ def param_fields(schema: Any) -> list[ParamField] | None:
     """Return the fields for these params, those that are required first; None if the schema does not name them."""
     if not isinstance(schema, dict) or not isinstance(properties := schema.get("properties"), dict):
         return None
-    required = schema.get("required", ())
-    fields = [_field(name, about, name in required) for name, about in properties.items()]
+    required = schema.get("required")
+    named = required if isinstance(required, list) else []
+    fields = [_field(name, about, name in named) for name, about in properties.items()]
     return sorted(fields, key=lambda field: not field.required)
 
 
 def _field(name: str, about: Any, required: bool) -> ParamField:
     about = about if isinstance(about, dict) else {}
-    options = [option for option in about.get("anyOf", ()) if option != {"type": "null"}]
+    any_of = about.get("anyOf")
+    options = [option for option in any_of if option != {"type": "null"}] if isinstance(any_of, list) else []
     kind = {**about, **options[0]} if len(options) == 1 and isinstance(options[0], dict) else about
     type_ = kind.get("type")
     default = f"{json.dumps(about['default'], ensure_ascii=False)} if left empty" if "default" in about else ""

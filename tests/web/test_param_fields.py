@@ -53,7 +53,16 @@ def test_a_schema_that_names_no_params_asks_for_json(schema: object) -> None:
 
 def test_any_schema_makes_a_form() -> None:
     made = param_fields(
-        {"properties": {"a": True, "b": {"enum": ["x", 1]}, "c.d": {"$ref": "#/$defs/C"}, "e": {"anyOf": [{}, {}]}}}
+        {
+            "properties": {
+                "a": True,
+                "b": {"enum": ["x", 1]},
+                "c.d": {"$ref": "#/$defs/C"},
+                "e": {"anyOf": [{}, {}]},
+                "f": {"anyOf": 3},
+            },
+            "required": 7,
+        }
     )
     assert made is not None
     assert [(each.field, each.input) for each in made] == [
@@ -61,6 +70,7 @@ def test_any_schema_makes_a_form() -> None:
         ("params.json.b", "select"),
         ("params.json.c.d", "json"),
         ("params.json.e", "json"),
+        ("params.json.f", "json"),
     ]
     assert made[1].choices == ('"x"', "1")
     assert params_from({"params.json.c.d": "[1]", "key": "k"}) == ({"c.d": [1]}, {"key": "k"})
