@@ -29,7 +29,7 @@ from taskmesh import (
 )
 from taskmesh.consumer.worker import Consumer
 from tests.waiting import eventually
-from tests.working import working
+from tests.working import parts_of, working
 
 AGAIN = TaskOption(unexpected_retry_delay_ms=0)
 
@@ -550,6 +550,46 @@ async def test_a_task_that_failed_says_why_though_it_had_waited(mesh: TaskMesh) 
         await handle.signal("reason", "no stock")
         with pytest.raises(TaskError, match="no stock"):
             await handle.result(60)
+
+
+async def test_nothing_that_a_worker_does_looks_at_tasks_that_are_put_aside(mesh: TaskMesh) -> None:
+    """So that they cost the others nothing, however many they are."""
+
+    @mesh.task
+    async def sleeper() -> None:
+        await current_task().sleep("night", hours=8)
+
+    @mesh.task
+    async def waiter() -> None:
+        await current_task().wait_for("go")
+
+    @mesh.task
+    async def job() -> None: ...
+
+    database, tasks = mesh.store.driver.database, mesh.store.driver.collection(mesh.store.tasks)
+    many = 500
+    async with working(mesh, "w1") as consumer:
+        for definition in (sleeper, waiter):
+            await definition.publish("first")
+            await suspended(mesh, definition.name, "first")
+            first = f"{definition.name}:first"
+            stored = await tasks.find_one({"_id": first})
+            await tasks.insert_many([stored | {"_id": f"{first}-{n}", "key": f"first-{n}"} for n in range(many)])
+        await at_rest(consumer)
+        scanner = parts_of(consumer).scanner
+        await database.command({"profile": 2})
+        try:
+            before = scanner.scans
+            for n in range(5):
+                await (await job.publish(str(n))).result(60)
+            await eventually(lambda: scanner.scans > before + 2, what="it has looked for work")
+        finally:
+            await database.command({"profile": 0})
+        of_tasks = {"ns": f"{database.name}.{mesh.store.tasks}"}
+        done = await database["system.profile"].find(of_tasks).to_list(None)
+    looked_at = [(each.get("keysExamined", 0) + each.get("docsExamined", 0), each["command"]) for each in done]
+    assert len(looked_at) > 10
+    assert [command for count, command in looked_at if count > many / 10] == []
 
 
 @pytest.mark.parametrize("what", ["sleep", "wait", "join"])
