@@ -41,6 +41,8 @@ MARKS_FOUND_AFTER_MS = 1_000
 _ASKED_BY_ANOTHER_MS = 2_000
 """For how long a sweep leaves a mark to another sweep that has just begun with it."""
 _SET = 1_000
+_ASKED_AT_ONCE = 3
+"""So many sets; while the server works on one, others wait for their majority."""
 _MOST_NAMED = 10_000
 _DEADLINE_MS = 2_000
 _PART_DEADLINE_MS = 300
@@ -205,7 +207,10 @@ async def _answer(store: Store, marked: Sequence[_Marked]) -> set[str]:
         concerned.update(await children.cancel(store, childless) if childless else ())
         asked = {id_ for task in some if task.finished for id_ in task.dependents}
         asked |= {task.id for task in some if task.policy is not None and not task.finished}
-        done += [await _ask(store, part, concerned) for part in _parts(sorted(asked))]
+        parts = list(_parts(sorted(asked)))
+        for start in range(0, len(parts), _ASKED_AT_ONCE):
+            asking = (_ask(store, part, concerned) for part in parts[start : start + _ASKED_AT_ONCE])
+            done += await asyncio.gather(*asking)
         done.append(await sequences.advance(store, {task.line for task in some if task.line is not None}))
         await _release(store, [task.id for task in some if task.held])
         if all(done):
