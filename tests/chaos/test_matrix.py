@@ -64,6 +64,7 @@ _ONLY_FOR: dict[str, set[str]] = {
 _ELSEWHERE = {
     "registry.loop_names": "asked by stats and doctor: tests/loops",
     "renew.end_lease": "what a fault test does: tests/docs/test_testing.py",
+    "registry.retentions_ms": "asked for latencies of queues: tests/admin/test_latencies.py",
     "registry.read_definition": "asked by who publishes by name: tests/client/test_by_name.py",
     "control.restore_children": "asked of children that were cancelled with their parent: tests/durable/test_children.py",
     "dependencies.any_marks": "asked with until_idle: tests/consumer/test_when_it_runs.py",
