@@ -235,7 +235,7 @@ def test_a_type_checker_sees_our_types_in_what_was_installed(
 def test_importing_us_costs_little_more_than_importing_the_driver(
     built: dict[str, Path], installed: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """At most 0.15 s of processor time; more where pymongo itself takes more than 0.11 s, as it did here: machines differ."""
+    """At most 1.6 times as much processor time: 0.14 s here, where pymongo took 0.11 s; by the ratio, since machines differ."""
     python = installed(str(built["wheel"]))
     run(python, "-c", "import taskmesh", cwd=tmp_path)  # compiled from now on
     least: defaultdict[str, float] = defaultdict(lambda: float("inf"))
@@ -245,4 +245,4 @@ def test_importing_us_costs_little_more_than_importing_the_driver(
             _, status, used = os.wait4(pid, 0)
             assert status == 0
             least[package] = min(least[package], used.ru_utime)
-    assert least["taskmesh"] - least["pymongo"] <= 0.15 * max(1, least["pymongo"] / 0.11), least
+    assert least["taskmesh"] - least["pymongo"] <= 1.6 * least["pymongo"], least
