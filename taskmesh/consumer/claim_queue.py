@@ -86,6 +86,7 @@ class ClaimQueue:
         self.groups_wanted = asyncio.Event()
         """Set when more of some group is needed than is held here."""
         self._taken: set[str] = set()
+        self._came_back: set[str] = set()
         self.overflowed = False
         """Whether something was dropped since the last scan began: there is more work than is held here."""
         self._known_to: Rank | None = NOTHING
@@ -264,14 +265,21 @@ class ClaimQueue:
         """Note that a scan looks at everything from now on; what is taken meanwhile it may still see as claimable."""
         self.overflowed = False
         self._taken = set(self.being_claimed)
+        self._came_back = set()
 
     def taken_meanwhile(self, id_: str) -> bool:
-        """Whether a candidate was taken since the scan began, or was being claimed then: what the scan saw is old."""
+        """Whether a candidate was taken since the scan began, or was being claimed then: what was seen before is old."""
         return id_ in self._taken
 
     def came_back(self, id_: str) -> None:
         """Note that a task that was taken is claimable again: what is seen of it from now on is not old."""
-        self._taken.discard(id_)
+        if id_ in self._taken:
+            self._taken.remove(id_)
+            self._came_back.add(id_)
+
+    def came_back_meanwhile(self, id_: str) -> bool:
+        """Whether a task was taken and came back since the scan began: the scan may have seen it before it had failed."""
+        return id_ in self._came_back
 
     def _ripen(self, now: float) -> None:
         """Move what has become due to the ready heap, and clear what was forgotten from the heads of both."""

@@ -216,7 +216,7 @@ class Scanner:
             await self._groups.note(what.queues, full=len(full) > full_before)
         # From here to the last offer nothing is waited for: no hint comes in between.
         self._candidates.know_to(known_to)
-        brought = sum(map(self._backup_claims.offer, found))
+        brought = self._offer(found)
         if brought:
             self._heads_refused.clear()
         if full:
@@ -228,6 +228,14 @@ class Scanner:
                     if sort in _FOR_ANYBODY:
                         brought += await self._read_behind_refused((number, sort), what)
         return brought
+
+    def _offer(self, rows: Sequence[Claimable], *, place: int | None = None, overdue: bool = False) -> int:
+        """Offer what was found; return how many of it are new candidates.
+
+        Not what has run and come back since: its event tells of it as it is now, and the row may be from before it failed.
+        """
+        offer, came_back = self._backup_claims.offer, self._candidates.came_back_meanwhile
+        return sum(offer(row, place=place, overdue=overdue) for row in rows if not came_back(row.id))
 
     async def _fitting(self, rows: list[Claimable]) -> list[Claimable]:
         """Those that the hook `on_claim` allows now."""
@@ -241,9 +249,9 @@ class Scanner:
         brought = 0
         for _, what in self._ranges(None):
             leases = await scan_leases(self._store, self._me, what, _PAGE_BESIDE)
-            brought += sum(self._backup_claims.offer(row, overdue=True) for row in await self._fitting(leases))
+            brought += self._offer(await self._fitting(leases), overdue=True)
             shared = await scan(self._store, self._me, what, _PAGE_BESIDE, "shared")
-            brought += sum(map(self._backup_claims.offer, await self._fitting(shared.rows)))
+            brought += self._offer(await self._fitting(shared.rows))
         return brought
 
     async def _help_others(self, now: float) -> int:
@@ -281,7 +289,7 @@ class Scanner:
         brought = 0
         for row in rows:
             if lane_of(row.id) in neglected and brought < max(free, 1):
-                brought += self._backup_claims.offer(row, place=0)
+                brought += self._offer([row], place=0)
         return brought
 
     async def _read_behind_refused(self, place: tuple[int, Sort], what: ScanRange) -> int:
@@ -293,7 +301,7 @@ class Scanner:
         while not brought:
             found: list[Any] = await self._refused[place].to_list(_PAGE_OF_REFUSED)
             rows = await judged(self._store, self._me, found)
-            brought = sum(map(self._backup_claims.offer, await self._fitting(rows)))
+            brought = self._offer(await self._fitting(rows))
             if len(found) < _PAGE_OF_REFUSED:
                 await self._refused.pop(place).close()
                 self._read_to_the_end.add(place)

@@ -12,6 +12,7 @@ import pytest
 
 from taskmesh import Retry, Snooze, Status, Task, TaskMesh, TaskOption, current_task
 from taskmesh.store import change_stream
+from taskmesh.store.find import Claimable, Page, look_up, scan
 from tests.waiting import eventually
 from tests.working import finished, parts_of, working
 
@@ -132,6 +133,37 @@ async def test_m8_tasks_run_by_priority_then_attempts_then_as_published(mesh: Ta
     expected = [(key, 1) for key in priority] + [(key, 2) for key in sorted(failing)]
     expected.sort(key=lambda run: (-priority[run[0]], run[1], run[0]))
     assert ran == expected
+
+
+async def test_m8_what_a_scan_saw_before_a_task_failed_does_not_put_it_before_fresh_ones(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers come so late that much of what they tell of has run and failed meanwhile."""
+    ran: list[tuple[int, str]] = []
+
+    async def late_scan(*args: Any) -> Page:
+        page = await scan(*args)
+        await asyncio.sleep(0.15)
+        return page
+
+    async def late_look(*args: Any) -> list[Claimable]:
+        rows = await look_up(*args)
+        await asyncio.sleep(0.15)
+        return rows
+
+    monkeypatch.setattr("taskmesh.consumer.scanner.scan", late_scan)
+    monkeypatch.setattr("taskmesh.consumer.listener.look_up", late_look)
+
+    @mesh.task(option=AT_ONCE)
+    async def job() -> None:
+        ran.append((current_task().attempt, current_task().key))
+        await asyncio.sleep(0.02)
+        if current_task().attempt == 1:
+            raise ValueError("once")
+
+    await job.publish_many({f"k{i:02}": {} for i in range(80)})
+    await mesh.consumer(concurrency=1).run(until_idle=True)
+    assert ran == [(attempt, f"k{i:02}") for attempt in (1, 2) for i in range(80)]
 
 
 async def test_m8_a_task_that_failed_stands_behind_a_fresh_one_though_it_was_due_before(mesh: TaskMesh) -> None:
