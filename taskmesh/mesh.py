@@ -564,7 +564,8 @@ class TaskMesh(Defining):
         """Make a finished task INIT again, its entries and counts dropped; a waiting one is due at once.
 
         It resumes: what its handler has recorded by `step`, `sleep` and `wait_for` stays, but for errors, and a sleep is not cut
-        short. `fresh`: it starts over, with nothing recorded and no signals. Returns the task as it stands after.
+        short. `fresh`: it starts over in its first stage, with nothing recorded and no signals. Returns the task as it stands
+        after.
 
         `by`: who, for the audit; by default the user of this process, and its host.
         Raises `TaskRunning`, `TaskNotFound`.

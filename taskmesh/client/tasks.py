@@ -95,8 +95,8 @@ class Tasks:
     async def retry(self, name: str, key: str, *, fresh: bool = False, by: str | None = None) -> Task:
         """Make a finished task INIT again, its entries and counts dropped; a waiting one is due at once.
 
-        It resumes: what its handler has recorded stays, but for errors, and a sleep is not cut short. `fresh`: it starts over,
-        with nothing recorded and no signals.
+        It resumes: what its handler has recorded stays, but for errors, and a sleep is not cut short. `fresh`: it starts over in
+        its first stage, with nothing recorded and no signals.
         `by`: who, for the audit; by default the user of this process, and its host. Raises `TaskRunning`, `TaskNotFound`.
         """
         id_, who = task_id(name, key), audit.author(by)

@@ -15,6 +15,7 @@ class Next(Exception):
 
     `params` replace those of the task; None: they stay. What ends here is kept in `Task.stages`; the next stage begins with
     `attempt` 1. The handler is the one that `@definition.on_queue(queue)` gave the queue; without one, the task's own.
+    A retry stays in the stage that failed; what starts over (`fresh=True`, `run_again`, `clean_success`) begins in the first.
 
         raise Next(queue="encode", params={"path": path, "codec": "av1"})
 

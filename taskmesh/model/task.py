@@ -262,7 +262,7 @@ class TaskState(_Stored):
     home: str | None = None
     """Of a dead letter: the queue that it came from, and goes back to when it is retried."""
     stages: list[Stage] = []
-    """What the task did before it went on in its present queue; the newest hundred."""
+    """What the task did before it went on in its present queue: see `Task.stages`."""
     flow: str | None = None
     """While its gate `flow` is shut: the flow whose publication has not come to its end."""
     waits_for: str | None = None
@@ -366,7 +366,10 @@ class Task(_Stored):
 
     @property
     def stages(self) -> list[Stage]:
-        """The stages before this one, the first of them first: each ended with `Next`."""
+        """The stages before this one, the first of them first: each ended with `Next`. The first one and the newest 99 are kept.
+
+        The queue and the params of the first are those with which the task begins if it starts over: a publication changes them.
+        """
         return self.task_state.stages
 
     @property

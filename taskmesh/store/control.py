@@ -19,7 +19,7 @@ from taskmesh.model.errors import TaskNotFound
 from taskmesh.store import children, dependencies, repeated, rules
 from taskmesh.store.driver import CODEC, Document
 from taskmesh.store.event_stamp import stamp
-from taskmesh.store.finish import cancel_pipeline, fresh_state
+from taskmesh.store.finish import begun_anew, cancel_pipeline, first_params_if, fresh_state
 from taskmesh.store.prepared import prepared
 from taskmesh.store.server_errors import patiently
 from taskmesh.store.store import Store
@@ -77,7 +77,8 @@ async def retry(store: Store, id_: str, *, fresh: bool = False) -> Document | No
 
     None if it is running or there is none.
 
-    What it has recorded stays, but for errors. `fresh`: it begins as if nobody had tried. Raises as `_change` does.
+    What it has recorded stays, but for errors, and it stays in its stage. `fresh`: it begins in its first stage, as if nobody had
+    tried. Raises as `_change` does.
     """
     now = store.now
     not_running = rules.with_facts(now, {"$ne": [rules.status(now), "RUNNING"]})
@@ -110,10 +111,17 @@ def retry_pipeline(now: rules.Expression, *, fresh: bool = False) -> list[Docume
         ]
     }
     # A finished task begins its life again: no entries, no counts; what it has recorded it need not do again.
-    anew = fresh_state(now, {"start_time": None, "expire_time": expire_time, **recorded})
+    times = {"start_time": None, "expire_time": expire_time}
+    anew = begun_anew(now, times) if fresh else fresh_state(now, {**times, **recorded})
     return [
         # One of the two, and a stamp that wakes the workers.
-        {"$set": {"task_state": {"$cond": [waiting, due, anew]}, "event": stamp("retried", now)}},
+        {
+            "$set": {
+                "task_state": {"$cond": [waiting, due, anew]},
+                "event": stamp("retried", now),
+                **({"params": first_params_if(True)} if fresh else {}),
+            }
+        },
         # No delay is left that `Retry` or `Snooze` asked for: a merge of objects cannot remove it.
         {"$unset": "task_state.resume_time"},
         # What waits for others is linked with them anew, and asked about: one may have been deleted and published again.

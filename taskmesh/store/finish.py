@@ -43,6 +43,7 @@ KNOWN_OF_SINGLE = _WAITED_FOR | {
     "event",
     "queue",
     "group",
+    "params",
     "next_claim_time",
     "settle_time",
     # Of a task that is finished the rule does not look at these.
@@ -387,17 +388,22 @@ def _moved(outcomes: Sequence[Outcome], now: rules.Expression) -> list[Document]
     """Begin the task anew in the queue that its handler named, with the params it gave; what ended here is a stage of it."""
     mine = held_entry(outcomes)
     entry = {"$first": {"$filter": {"input": rules.ENTRIES, "cond": mine}}}
+    # The first is where the task begins when it begins anew: so it is where a publication meanwhile has wanted it to stand.
+    begins_in = {"$cond": [STAGED, "$queue", {"$ifNull": [f"{rules.MOVES_TO}.queue", "$queue"]}]}
     stage = {
-        "queue": "$queue",
+        "queue": begins_in,
         "params": "$params",
         "worker_id": "$$entry.worker_id",
         "running_id": "$$entry.running_id",
+        "wish": {"$ifNull": ["$$entry.wish", 0]},
         "steps": rules.STEPS,
         "start_time": "$$entry.start_time",
         "end_time": now,
     }
     ended = {"$let": {"vars": {"entry": entry}, "in": [stage]}}
-    before = {"$slice": [{"$ifNull": ["$task_state.stages", []]}, -(KEPT_STAGES - 1)]}
+    stages = {"$ifNull": ["$task_state.stages", []]}
+    first_and_newest = {"$concatArrays": [{"$slice": [stages, 1]}, {"$slice": [stages, -(KEPT_STAGES - 2)]}]}
+    before = {"$cond": [{"$lt": [{"$size": stages}, KEPT_STAGES]}, stages, first_and_newest]}
     version = {"$add": [{"$ifNull": ["$task_state.params_version", 0]}, 1]}
     anew = fresh_state(
         now,
@@ -405,9 +411,10 @@ def _moved(outcomes: Sequence[Outcome], now: rules.Expression) -> list[Document]
             "stages": {"$concatArrays": [before, ended]},
             "params_version": {"$cond": [{"$gt": ["$_next.params", None]}, version, "$task_state.params_version"]},
             "leaving": rules.sent_away(now, {"$not": [mine]}),
-            "moves_to": "$$REMOVE",  # the newest word counts
+            "moves_to": "$$REMOVE",  # of the queue the newest word counts
         },
     )
+    wanted_group = {"$ifNull": [f"{rules.MOVES_TO}.group", "$$REMOVE"]}
     return [
         # What the handler said.
         {"$set": {"_next": own([outcome.entry for outcome in outcomes], outcomes)}},
@@ -416,6 +423,7 @@ def _moved(outcomes: Sequence[Outcome], now: rules.Expression) -> list[Document]
             "$set": {
                 "task_state": {"$mergeObjects": [anew]},
                 "queue": "$_next.queue",
+                "group": {"$cond": [{"$gt": [rules.MOVES_TO, None]}, wanted_group, "$group"]},
                 "params": {"$ifNull": ["$_next.params", "$params"]},
             }
         },
@@ -506,7 +514,8 @@ def reopened_if_wished(now: rules.Expression, reopened_by: rules.Expression = "$
     """Re-open a task that is finished now, if `run_again` was asked for after its executions had started.
 
     An execution notes at its claim how many wishes there were (`wish`); a publish during the run adds one. A wish is served
-    by all that SUCCEEDed after it, or, if the task FAILs, by one execution after it, be it lost.
+    by all that SUCCEEDed after it, or, if the task FAILs, by one execution after it, be it lost; of a task that has moved on by
+    `Next`, by the stages that began after it.
     """
     lost = {"$concatArrays": ["$$lost", {"$ifNull": ["$task_state.losses", []]}]}
     served = {
@@ -520,7 +529,10 @@ def reopened_if_wished(now: rules.Expression, reopened_by: rules.Expression = "$
         "$let": {
             "vars": {"status": rules.status(now)},
             "in": {
-                "$and": [{"$in": ["$$status", ["SUCCESS", "FAIL"]]}, {"$gt": ["$task_state.wanted", served]}],
+                "$and": [
+                    {"$in": ["$$status", ["SUCCESS", "FAIL"]]},
+                    {"$gt": ["$task_state.wanted", {"$ifNull": [of_first_stage("wish"), served]}]},
+                ],
             },
         }
     }
@@ -532,9 +544,14 @@ def reopened_if_wished(now: rules.Expression, reopened_by: rules.Expression = "$
         name: {"$cond": [has_line, value, f"$task_state.{name}"]}
         for name, value in (("in_line", True), ("place", rules.NEXT_PLACE), ("ask_time", rules.next_mark(now)))
     }
-    afresh = fresh_state(now, {"reopened_by": reopened_by, **in_line})
+    afresh = begun_anew(now, {"reopened_by": reopened_by, **in_line})
     # Begin anew in the very write that would have finished the task: nobody sees it finished in between.
-    return {"$set": {"task_state": {"$cond": [condition, afresh, "$task_state"]}}}
+    return {
+        "$set": {
+            "task_state": {"$cond": [condition, afresh, "$task_state"]},
+            "params": first_params_if(condition),
+        }
+    }
 
 
 def _wishes(entries: rules.Expression) -> rules.Expression:
@@ -586,6 +603,35 @@ def fresh_state(now: rules.Expression, changes: Document) -> rules.Expression:
     )
     kept = {name: f"$task_state.{name}" for name in (*times, *links)}
     return {**kept, "timeout_cnt": 0, "worker_states": {"$literal": []}, "leaving": rules.sent_away(now), **changes}
+
+
+STAGED: rules.Expression = {"$gt": ["$task_state.stages", []]}
+"""Whether the task has moved on by `Next`: then the first of its stages says where and with which params it begins anew."""
+
+
+def begun_anew(now: rules.Expression, changes: Document) -> rules.Expression:
+    """`task_state` as of a task that nobody has tried, which stands in its first stage again: see also `first_params_if`."""
+    return fresh_state(now, {**in_first_stage(), **changes})
+
+
+def in_first_stage() -> Document:
+    """The fields of `task_state` that bring a task back to the queue of its first stage. The derivation moves it."""
+    moves_on = {"$mergeObjects": [rules.MOVES_TO, {"queue": of_first_stage("queue")}]}
+    return {
+        "home": {"$ifNull": [of_first_stage("queue"), rules.HOME, "$$REMOVE"]},
+        "moves_to": {"$cond": [{"$and": [STAGED, {"$gt": [rules.MOVES_TO, None]}]}, moves_on, rules.MOVES_TO]},
+        "stages": "$$REMOVE",
+    }
+
+
+def first_params_if(condition: rules.Expression) -> rules.Expression:
+    """The params with which the task begins, where the condition holds; else those that it has."""
+    return {"$cond": [{"$and": [STAGED, condition]}, of_first_stage("params"), "$params"]}
+
+
+def of_first_stage(name: str) -> rules.Expression:
+    """A field of the first stage; missing where there is none."""
+    return {"$let": {"vars": {"first": {"$arrayElemAt": ["$task_state.stages", 0]}}, "in": f"$$first.{name}"}}
 
 
 async def report(store: Store, worker_id: str, outcomes: Sequence[Outcome]) -> int:

@@ -15,12 +15,13 @@ from typing import Any
 
 from pymongo.errors import OperationFailure, WriteConcernError
 
+from taskmesh.model.configuration import Configuration
 from taskmesh.model.errors import TaskRunning, TaskTooLarge
 from taskmesh.store import dependencies, repeated, rules
 from taskmesh.store.control import NOT_DELETED, values_kept
 from taskmesh.store.driver import Document
 from taskmesh.store.event_stamp import stamp
-from taskmesh.store.finish import fresh_state
+from taskmesh.store.finish import STAGED, begun_anew, first_params_if, in_first_stage, of_first_stage
 from taskmesh.store.key_policies import debounced, not_throttled
 from taskmesh.store.numbers import number_at
 from taskmesh.store.prepared import prepared
@@ -409,7 +410,7 @@ def change_pipeline(publication: Publication, now: datetime, at: rules.Expressio
     marked = publication.marks if sets_params else {}
     if marked:
         before["marks"] = {name: f"${name}" for name in marked}
-    before["params_stay"] = {"$eq": ["$params", "$$params"]} if sets_params else True
+    before |= _of_params(configuration) if sets_params else {"params_stay": True}
     if configuration.begins_anew:
         before["waits"] = {"$eq": [rules.with_facts(at, rules.status(at)), "INIT"]}
     # Remember it inside the document while the stages below change it.
@@ -419,7 +420,7 @@ def change_pipeline(publication: Publication, now: datetime, at: rules.Expressio
         stages.append({"$set": _new_wish(publication, now, at)})
     if sets_params and configuration.placed:
         # Where it is to go. It moves with the first write that finds no execution of the old place at work.
-        stages.append({"$set": {"task_state.moves_to": rules.with_facts(at, _moves_to(configuration.placed))}})
+        stages.append({"$set": {"task_state.moves_to": rules.with_facts(at, _moves(configuration))}})
     running = rules.with_facts(at, IS_RUNNING)
     if configuration.runs_again and configuration.sequence_key is not None:
         # A task that is finished, and written down as that, has left its line: it may stand in another.
@@ -432,32 +433,14 @@ def change_pipeline(publication: Publication, now: datetime, at: rules.Expressio
         }
         stages.append({"$set": {"task_state": moved}})
     if configuration.runs_again:
-        again = fresh_state(at, {"wanted": {"$add": [{"$ifNull": ["$task_state.wanted", 0]}, 1]}})
+        again = begun_anew(at, {"wanted": {"$add": [{"$ifNull": ["$task_state.wanted", 0]}, 1]}})
         one_more = {"$mergeObjects": ["$task_state", {"wanted": again["wanted"]}]}
         # A running task is counted as wanted once more, and begins anew when it ends; any other, or one that is to be replaced,
         # begins anew now: what runs is stopped, and keeps its place until its handler has ended.
         goes_on = False if configuration.replace_running else running
-        stages.append({"$set": {"task_state": {"$cond": [goes_on, one_more, again]}}})
-    for wanted, state in ((configuration.clean_success, "SUCCESS"), (configuration.clean_failed, "FAIL")):
-        if wanted:
-            # Forget the entries of this state, so that it runs again; not under the hands of a running handler.
-            stages.append({"$set": {"task_state": {"$cond": [running, "$task_state", _without(state, at)]}}})
-    if configuration.clean_success:
-        # A task that had succeeded starts over, with nothing recorded.
-        succeeded = {"$in": ["SUCCESS", "$_before.task_state.worker_states.state"]}
-        over = {"$and": [succeeded, {"$not": [running]}]}
-        dropped = {name: {"$cond": [over, "$$REMOVE", f"$task_state.{name}"]} for name in RECORDED}
-        stages.append({"$set": {"task_state": dropped}})
-    if configuration.clean_failed:
-        # A failure that was recorded is forgotten like the entries; values stay.
-        forgets = {"$and": [rules.BEGUN, {"$not": [running]}]}
-        kept = {
-            name: {"$cond": [forgets, values_kept()[name], f"$task_state.{name}"]} for name in ("steps", "steps_bytes")
-        }
-        stages.append({"$set": {"task_state": kept}})
-        forgotten = {name: {"$cond": [running, f"$task_state.{name}", "$$REMOVE"]} for name in _COUNTED_AGAINST}
-        # And what was counted of its failures: a merge of objects cannot remove fields.
-        stages.append({"$set": {"task_state": forgotten}})
+        begun = {"task_state": {"$cond": [goes_on, one_more, again]}, "params": first_params_if({"$not": [goes_on]})}
+        stages.append({"$set": begun})
+    stages += _cleaned(configuration, running, at)
     same = [{"$eq": [f"${field}", f"$_before.{field}"]} for field in ("task_option", "task_state")]
     same += [{"$eq": [f"${name}", f"$_before.marks.{name}"]} for name in marked]
     unchanged = {"$and": ["$_before.params_stay", *same]}
@@ -484,6 +467,56 @@ def change_pipeline(publication: Publication, now: datetime, at: rules.Expressio
     ]
 
 
+def _cleaned(configuration: Configuration, running: rules.Expression, at: rules.Expression) -> list[Document]:
+    """What `clean_success` and `clean_failed` drop, but under the hands of a running handler."""
+    stages: list[Document] = []
+    for wanted, state in ((configuration.clean_success, "SUCCESS"), (configuration.clean_failed, "FAIL")):
+        if wanted:
+            # Forget the entries of this state, so that it runs again; but not while one is at work.
+            stages.append({"$set": {"task_state": {"$cond": [running, "$task_state", _without(state, at)]}}})
+    if configuration.clean_success:
+        # A task that had succeeded starts over, with nothing recorded, in its first stage.
+        succeeded = {"$in": ["SUCCESS", "$_before.task_state.worker_states.state"]}
+        over = {"$and": [succeeded, {"$not": [running]}]}
+        begins = {**dict.fromkeys(RECORDED, "$$REMOVE"), **in_first_stage()}
+        begun = {name: {"$cond": [over, value, f"$task_state.{name}"]} for name, value in begins.items()}
+        stages.append({"$set": {"task_state": begun, "params": first_params_if(over)}})
+    if configuration.clean_failed:
+        # A failure that was recorded is forgotten like the entries; values stay.
+        forgets = {"$and": [rules.BEGUN, {"$not": [running]}]}
+        kept = {
+            name: {"$cond": [forgets, values_kept()[name], f"$task_state.{name}"]} for name in ("steps", "steps_bytes")
+        }
+        stages.append({"$set": {"task_state": kept}})
+        forgotten = {name: {"$cond": [running, f"$task_state.{name}", "$$REMOVE"]} for name in _COUNTED_AGAINST}
+        # And what was counted of its failures: a merge of objects cannot remove fields.
+        stages.append({"$set": {"task_state": forgotten}})
+    return stages
+
+
+def _of_params(configuration: Configuration) -> Document:
+    """Whether the params of a task become those of this publication (`params_follow`), and whether none changes (`params_stay`).
+
+    They are those with which the task begins. One that has moved on by `Next` keeps what its handler gave it there, until it
+    begins anew; if that was nothing, or this publication takes it elsewhere, it has these too.
+    """
+    follow: rules.Expression = {"$not": [STAGED]}
+    if not configuration.runs_again:
+        own = {"$ne": ["$params", of_first_stage("params")]}
+        follow = True if "queue" in configuration.placed else {"$not": [{"$and": [STAGED, own]}]}
+    same = {"$eq": ["$params", "$$params"]}
+    begins_the_same = {"$cond": [STAGED, {"$eq": [of_first_stage("params"), "$$params"]}, True]}
+    return {"params_follow": follow, "params_stay": {"$and": [begins_the_same, {"$cond": [follow, same, True]}]}}
+
+
+def _first_stage(configuration: Configuration) -> rules.Expression:
+    """The stages of a task, of which the first says where and with which params it begins: as this publication wants it."""
+    placed = {name: {"$literal": place} for name, place in configuration.placed.items() if name == "queue"}
+    first = {"$mergeObjects": [{"$arrayElemAt": ["$task_state.stages", 0]}, {"params": "$$params", **placed}]}
+    others = {"$slice": ["$task_state.stages", 1, {"$size": "$task_state.stages"}]}
+    return {"$cond": [STAGED, {"$concatArrays": [[first], others]}, {"$ifNull": ["$task_state.stages", "$$REMOVE"]}]}
+
+
 def _new_wish(publication: Publication, now: datetime, at: rules.Expression) -> Document:
     """The params, and the times and options that the publisher set itself."""
     configuration = publication.configuration
@@ -497,7 +530,8 @@ def _new_wish(publication: Publication, now: datetime, at: rules.Expression) -> 
                 {"$ifNull": ["$task_state.params_version", "$$REMOVE"]},
                 {"$add": [version, 1]},
             ]
-        }
+        },
+        "stages": _first_stage(configuration),
     }
     if start_time is not None or configuration.runs_again:
         state["start_time"] = start_time
@@ -507,7 +541,7 @@ def _new_wish(publication: Publication, now: datetime, at: rules.Expression) -> 
         state["throttled_since"] = at
     if configuration.expire_time is not None or configuration.runs_again:
         state["expire_time"] = configuration.expire_time
-    changes: Document = {"params": "$$params", "task_state": state}
+    changes: Document = {"params": {"$cond": ["$_before.params_follow", "$$params", "$params"]}, "task_state": state}
     changes |= {name: {"$literal": value} for name, value in publication.marks.items()}
     if configuration.tags == ():
         changes["tags"] = "$$REMOVE"
@@ -516,6 +550,15 @@ def _new_wish(publication: Publication, now: datetime, at: rules.Expression) -> 
     if configuration.tuned:
         changes["task_option"] = {name: {"$literal": value} for name, value in configuration.tuned.items()}
     return changes
+
+
+def _moves(configuration: Configuration) -> rules.Expression:
+    """Where the task is to go. One that has moved on by `Next` and runs again ends where it is: it begins anew in that queue."""
+    moves_to = _moves_to(configuration.placed)
+    if not configuration.runs_again or "queue" not in configuration.placed:
+        return moves_to
+    placed = {name: place for name, place in configuration.placed.items() if name != "queue"}
+    return {"$cond": [STAGED, _moves_to(placed), moves_to]}
 
 
 def _moves_to(placed: Mapping[str, Any]) -> rules.Expression:

@@ -222,6 +222,41 @@ async def test_encrypted_and_secret_values_stay_so_apart(mongo_uri: str, databas
     assert [each async for each in stored.payloads.find() if b"large" in each.get("data", b"")] == []
 
 
+async def test_params_of_a_first_stage_outlive_later_ones_apart_and_encrypted(
+    mongo_uri: str, database: str, stored: Any
+) -> None:
+    codec = AESCodec({"2026": bytes(32)}, "2026")
+    read: list[str] = []
+    async with TaskMesh(mongo_uri, database=database, codec=codec, payload_threshold=1_000) as mesh:
+
+        @mesh.task(queue="first")
+        async def staged(text: str, secret: SecretStr) -> str:
+            read.append(text + secret.get_secret_value())
+            raise Next(queue="last", params={"n": 1})
+
+        @staged.on_queue("last")
+        async def last(n: int) -> str:
+            return str(n)
+
+        handle = await staged.publish("k", text=LARGE, secret=SecretStr("s"))
+        for _ in range(2):
+            await mesh.consumer().run(until_idle=True)
+            assert await handle.result(60) == "1"
+            for _ in range(3):
+                assert await swept(mesh, hours=1) == 0, "the first stage refers to it"
+            await mesh.retry("staged", "k", fresh=True)
+            for _ in range(3):
+                assert await swept(mesh, hours=1) == 0, "the task refers to it again"
+        await mesh.consumer().run(until_idle=True)
+        await staged.configure(run_again=True).publish("k", text=LARGER, secret=SecretStr("t"))
+        await mesh.consumer().run(until_idle=True)
+        assert [await swept(mesh, hours=1) for _ in range(3)] == [0, 1, 0], "what the publication has replaced goes"
+        await mesh.retry("staged", "k", fresh=True)
+        await mesh.consumer().run(until_idle=True)
+    assert read == [LARGE + "s"] * 3 + [LARGER + "t"] * 2
+    assert await apart_of(stored) == 1
+
+
 async def reveal(secret: SecretStr, text: str) -> str:
     return secret.get_secret_value() + text
 
