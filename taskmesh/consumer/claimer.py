@@ -177,12 +177,21 @@ class Claimer:
     async def _claim_limited(self, queue: str, candidates: list[Candidate], narrowed_by: Mapping[str, Any]) -> bool:
         """Claim what the queue's limits have room for."""
         try:
-            admission = await self._limits.admit(queue, candidates)
+            admission = await self._admit(queue, candidates)
             return await self._claim_admitted(admission, narrowed_by)
         except PyMongoError as error:  # what was booked is written off in time
             logger.warning("the limits of queue %s could not be asked (%s)", queue, type(error).__name__)
             self._pause_until = time.monotonic() + 0.1
             return False
+
+    async def _admit(self, queue: str, candidates: list[Candidate]) -> Admission:
+        """Ask for room. Meanwhile no scan offers the same tasks again."""
+        ids = [candidate.id for candidate in candidates]
+        self._candidates.being_claimed.update(ids)
+        try:
+            return await self._limits.admit(queue, candidates)
+        finally:
+            self._candidates.being_claimed.difference_update(ids)
 
     async def _claim_admitted(self, admission: Admission, narrowed_by: Mapping[str, Any]) -> bool:
         """Claim that for which there is room."""

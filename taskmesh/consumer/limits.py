@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import itertools
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
-from taskmesh.consumer.claim_queue import Candidate, ClaimQueue
+from taskmesh.consumer.claim_queue import Candidate, ClaimQueue, Rank
 from taskmesh.consumer.executions import Executions
 from taskmesh.consumer.settings import Settings
 from taskmesh.consumer.slots import Place, Slot, Slots
@@ -63,6 +64,31 @@ class Sorted:
     """By queue: room has to be booked."""
 
 
+class _Parked(Iterator[Candidate]):
+    """Candidates that wait for room in one place: iterating takes the best out first."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[Rank, str, Candidate]] = []
+        self._known: set[tuple[Rank, str]] = set()
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def __next__(self) -> Candidate:
+        if not self._heap:
+            raise StopIteration
+        rank, id_, candidate = heapq.heappop(self._heap)
+        self._known.discard((rank, id_))
+        return candidate
+
+    def add(self, candidate: Candidate) -> None:
+        """Put one aside. What is too much is forgotten: a scan finds it again."""
+        place = candidate.rank, candidate.id
+        if len(self._heap) < _PARKED_AT_MOST and place not in self._known:
+            self._known.add(place)
+            heapq.heappush(self._heap, (*place, candidate))
+
+
 class Limits:
     """The limited queues, as one consumer sees them."""
 
@@ -97,8 +123,7 @@ class Limits:
         self._shut: dict[Place, asyncio.TimerHandle] = {}
         self._rate_used_up: set[Place] = set()
         """Of the places that are shut those where an execution that ends makes no room."""
-        self._parked: dict[Place, list[tuple[Any, int, Candidate]]] = {}
-        self._sequence = 0
+        self._parked: dict[Place, _Parked] = {}
 
     def learn(self, settings: Mapping[str, Document]) -> None:
         """Take over which queues have limits now, and which groups are paused."""
@@ -272,12 +297,19 @@ class Limits:
         """Note that a claim has won a task that is not begun."""
         self._given_back.add(id_)
 
-    def ended(self, id_: str, *, recorded: bool) -> None:
-        """Note that an execution is over. If nobody can doubt that, there is room again where it ran, and it is used at once."""
-        if not recorded:
-            self._slots.forget(id_)
-        elif (place := self._slots.unused(id_)) is not None:
+    def ended(self, id_: str) -> None:
+        """Note that an execution is over, which nobody can doubt: there is room again where it ran, and it is used at once."""
+        if (place := self._slots.unused(id_)) is not None:
             self._use_room(place)
+
+    def slot_in_doubt(self, id_: str) -> Slot | None:
+        """Return the slot of an execution of which it is being found out what became of its entry: until then nobody uses it."""
+        return self._slots.taken_from(id_)
+
+    def free(self, slot: Slot) -> None:
+        """Note that no entry answers to this slot any more."""
+        self._slots.free(slot)
+        self._use_room(slot.place)
 
     # --- waiting for room ---
 
@@ -341,20 +373,16 @@ class Limits:
         self._shut[place] = asyncio.get_running_loop().call_later(pause, self._reopen, place)
 
     def _park(self, place: Place, candidate: Candidate) -> None:
-        parked = self._parked.setdefault(place, [])
-        if len(parked) < _PARKED_AT_MOST:  # what is forgotten here, a scan finds again
-            self._sequence += 1
-            heapq.heappush(parked, (candidate.rank, self._sequence, candidate))
+        self._parked.setdefault(place, _Parked()).add(candidate)
 
     def _reopen(self, place: Place) -> None:
         """Try again, the best of those that wait first."""
         if (timer := self._shut.pop(place, None)) is not None:
             timer.cancel()
         self._rate_used_up.discard(place)
-        parked = self._parked.get(place, [])
-        now = time.monotonic()
-        for _ in range(min(_TRIED_AT_ONCE, len(parked))):
-            self._candidates.offer(replace(heapq.heappop(parked)[2], due=now, timed=False))
+        parked = self._parked.get(place, ())
+        for candidate in itertools.islice(parked, _TRIED_AT_ONCE):
+            self._candidates.offer(replace(candidate, due=time.monotonic(), timed=False))
         if not parked:
             self._parked.pop(place, None)
             if timer is not None:
@@ -368,7 +396,7 @@ class Limits:
             place = (place[0], None)
         elif parked and not _counts_starts(self.queues.get(place[0], {})):
             # The slot is in hand, and the place stays shut for the others.
-            self._candidates.offer(replace(heapq.heappop(parked)[2], due=time.monotonic(), timed=False))
+            self._candidates.offer(replace(next(parked), due=time.monotonic(), timed=False))
             self._candidates.ready.set()
             return
         if place in self._shut and place not in self._rate_used_up:

@@ -72,6 +72,7 @@ class Slots:
 
     def booked(self, place: Place, wish: Wish, token: str, good_until: datetime) -> None:
         """Take over a slot that was booked for a task."""
+        self.unused(wish.id)  # two claims of one task need no more than one slot
         slot = Slot(token, place, wish.group, good_until, wish.id, time.monotonic(), wish.id)
         self._held[token] = slot
         self._by_task[wish.id] = slot
@@ -80,9 +81,11 @@ class Slots:
     def use(self, place: Place, wish: Wish) -> Slot | None:
         """Use a slot of this place that is held already for this task; None if there is none."""
         idle = self._idle.get(place)
+        if wish.id in self._by_task:  # a claim of the same task is under way
+            return None
         while idle:
             slot = idle.pop()
-            if self._clock.monotonic(slot.good_until) - time.monotonic() > _GOOD_FOR_S and wish.id not in self._by_task:
+            if self._clock.monotonic(slot.good_until) - time.monotonic() > _GOOD_FOR_S:
                 slot.task, slot.group = wish.id, wish.group
                 self._by_task[wish.id] = slot
                 return slot
@@ -91,13 +94,24 @@ class Slots:
 
     def unused(self, id_: str) -> Place | None:
         """The task for which a slot was meant does not run, or no more: the slot is free. Return its place."""
-        slot = self._by_task.pop(id_, None)
+        slot = self.taken_from(id_)
         if slot is None:
             return None
-        slot.task, slot.idle_since = None, time.monotonic()
+        self.free(slot)
+        return slot.place
+
+    def taken_from(self, id_: str) -> Slot | None:
+        """Take its slot from a task. Nobody uses it until it is `free`."""
+        slot = self._by_task.pop(id_, None)
+        if slot is not None:
+            slot.task = None
+        return slot
+
+    def free(self, slot: Slot) -> None:
+        """Keep a slot that was taken from its task for the next one."""
+        slot.idle_since = time.monotonic()
         self._idle.setdefault(slot.place, []).append(slot)
         self.changed.set()
-        return slot.place
 
     def forget(self, id_: str) -> None:
         """It is not known whether the task runs: others find out, by its lease."""
