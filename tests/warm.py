@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import gc
 import importlib
+import io
 import json
 import os
 import select
@@ -22,7 +23,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 PROGRAMS = {
     "taskmesh": "taskmesh.cli:main",
@@ -32,6 +33,8 @@ PROGRAMS = {
 }
 _IMPORTED = (
     "taskmesh.cli.app",
+    "anyio._backends._asyncio",
+    "uvloop",
     "typer.rich_utils",  # what tells of wrong usage
     "tests.processes.worker",
     "tests.processes.handlers",
@@ -151,6 +154,9 @@ def _serve() -> Callable[[], None]:
     """Fork as ordered, and tell who ended; returns in the children, with what they have to do."""
     for module in _IMPORTED:
         importlib.import_module(module)
+    importlib.import_module(
+        "taskmesh.cli.app"
+    ).command()  # read from all signatures: half of what a short command computes
     gc.freeze()  # what is here already is not looked through, and so not copied, in each child
     ended, wake = os.pipe()
     os.set_blocking(ended, False)
@@ -205,6 +211,9 @@ def _child(order: Mapping[str, Any]) -> Callable[[], None]:
     os.chdir(order["cwd"])
     os.environ.clear()
     os.environ.update(order["env"])
+    if encoding := os.environ.get("PYTHONIOENCODING"):  # what Python does with it when it starts
+        for stream in (sys.stdin, sys.stdout, sys.stderr):
+            cast(io.TextIOWrapper, stream).reconfigure(encoding=encoding)
     module, _, function = PROGRAMS[order["program"]].partition(":")
     sys.argv = [order["program"], *order["words"]]
     main: Callable[[], None] = getattr(importlib.import_module(module), function)

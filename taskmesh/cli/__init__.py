@@ -27,9 +27,9 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")  # a terminal may know no "–", and no key is worth a traceback
     try:
         check_extra("cli", ("typer", "rich"), "the command line")
-        from taskmesh.cli.app import app  # noqa: PLC0415  # not there without the extra
+        from taskmesh.cli.app import command  # noqa: PLC0415  # not there without the extra
 
-        app(prog_name="taskmesh")
+        command()(prog_name="taskmesh")
     except (InvalidName, InvalidKey, InvalidOption, InvalidParams) as error:
         _end(error, WRONG_USAGE)
     except TaskMeshError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
+from functools import cache
 from typing import Annotated, Any
 
 import typer
@@ -18,7 +19,6 @@ from taskmesh.model.distribution import VERSION
 app = typer.Typer(
     help="taskmesh: tasks on MongoDB, with leases, fencing and retries. See `taskmesh COMMAND --help`.",
     no_args_is_help=True,
-    pretty_exceptions_enable=False,  # main() says errors in a sentence; a bug shows Python's own traceback
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -75,3 +75,12 @@ for _panel, _commands in _COMMANDS.items():
     for _command in _commands:
         _run = connected(_command) if inspect.iscoroutinefunction(_command) else _command
         app.command(_command.__name__.removesuffix("_task").replace("_", "-"), rich_help_panel=_panel)(_run)
+
+
+@cache
+def command() -> Callable[..., Any]:
+    """Return all of them as what is called, made once in a process: typer needs 40 ms to read their signatures.
+
+    Called by itself, `app` would make them each time, and show its own picture of a bug instead of Python's traceback.
+    """
+    return typer.main.get_command(app)

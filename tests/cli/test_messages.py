@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -117,23 +113,13 @@ def test_what_the_command_line_says_names_no_calls_of_python(taskmesh: Shell) ->
 def test_output_that_the_terminal_cannot_show_is_escaped(taskmesh: Shell) -> None:
     key = "Straße–7"
     taskmesh.done("publish", "add", key, '{"a": 1, "b": 2}')
-    environment = os.environ | {
-        "PYTHONIOENCODING": "ascii",
-        "TASKMESH_URI": taskmesh.uri,
-        "TASKMESH_DATABASE": taskmesh.database,
-    }
-
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "taskmesh.cli", *words]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-
-    for words in (["ls"], ["show", "add", key], ["explain", "add", key], ["workers"], ["ls", "--json"], ["--help"]):
-        ended = run(*words)
-        assert ended.returncode == 0, ended
-        assert "Traceback" not in ended.stderr
-    assert r"Stra\xdfe\u20137" in run("ls").stdout
-    assert [task["key"] for task in json.loads(run("ls", "--json").stdout)] == [key]
-    assert run("show", "add", "ß").returncode == 1
+    ascii_alone = {"PYTHONIOENCODING": "ascii"}
+    commands = (["ls"], ["show", "add", key], ["explain", "add", key], ["workers"], ["ls", "--json"], ["--help"])
+    ended = {" ".join(words): taskmesh.done(*words, **ascii_alone) for words in commands}
+    assert all("Traceback" not in each.err and each.out.isascii() for each in ended.values())
+    assert r"Stra\xdfe\u20137" in ended["ls"].out
+    assert [task["key"] for task in ended["ls --json"].json] == [key]
+    assert taskmesh("show", "add", "ß", **ascii_alone).status == 1
 
 
 def test_an_error_of_ours_in_the_users_module_is_one_sentence_and_one_line(tmp_path: Path, taskmesh: Shell) -> None:
