@@ -20,7 +20,7 @@ FLAGS = (
     "replace_running",
 )
 POLICIES = ({"debounce_ms": 1_000}, {"debounce_ms": 500, "debounce_max_ms": 1_200}, {"throttle_ms": 1_500})
-ENDINGS = ("succeeded", "failed", "released", "snoozed", "suspended", "conflicted")
+ENDINGS = ("succeeded", "failed", "released", "snoozed", "suspended", "conflicted", "moved")
 EVENTS = ("paid", "$x")
 _SHARE_OF_THE_WORLDS = 0.55
 _OF_THE_WORLD = {"advance": 8, "settle": 2, "sweep": 1}
@@ -56,7 +56,7 @@ LABELS = frozenset(
         *(f"publish {flag}" for flag in FLAGS),
         "publish elsewhere",
         *("retry fresh", "wait with a value", "step that fails", "step with a time"),
-        "publish after others",
+        *("publish after others", "publish in line", "publish anew in line", "finish with new params"),
         *("publish created", "publish in session", "finish Retry", "finish TaskFailed", "claim of several"),
     ]
 )
@@ -72,10 +72,15 @@ def labels(operation: Operation) -> Iterator[str]:
         if given["ending"] == "failed":
             yield from ["finish Retry"] * any(delay is not None for delay in given["delays"])
             yield from ["finish TaskFailed"] * any(fields.get("final") for fields in given["fields"])
+        if given["ending"] == "moved":
+            yield from ["finish with new params"] * any("params" in fields for fields in given["fields"])
     if operation.kind == "publish":
         yield from (f"publish {flag}" for flag in given["flags"])
         yield from ["publish created"] * (not given["flags"])
         yield from ["publish after others"] * bool(given["after"])
+        yield from ["publish in line", *(["publish anew in line"] * ("run_again" in given["flags"]))] * (
+            given["links"]["sequence_key"] is not None
+        )
         yield from ["publish in session"] * given["in_session"]
         yield from ["publish elsewhere"] * (
             bool(given["placed"]) and bool({"update_existing_params", "run_again"} & given["flags"])
@@ -161,7 +166,11 @@ class Chance:
             "placed": self.random.choice(({}, {}, {}, *_PLACES)),
             "in_session": not after and self.random.random() < 0.1,
             "after": tuple(after),
-            "on_dependency_failure": self.random.choice(("fail", "fail", "wait", "run")),
+            "links": {
+                "on_dependency_failure": self.random.choice(("fail", "fail", "wait", "run")),
+                "sequence_key": group[0] if self.random.random() < 0.3 else None,
+                "on_sequence_failure": self.random.choice(("continue", "continue", "block")),
+            },
         }
 
     def _option(self) -> Document:
@@ -210,7 +219,7 @@ class Chance:
         first = self._held(world, group)
         if first is None:
             return None
-        ending = self.random.choices(ENDINGS, (4, 6, 1, 2, 3, 1))[0]
+        ending = self.random.choices(ENDINGS, (4, 6, 1, 2, 3, 1, 3))[0]
         if self._others_run(world, first) and self.random.random() < 0.4:
             ending = "snoozed"  # several ask for a delay: which of them counts?
         others = [h for h in self._known(world, group) if h.worker_id == first.worker_id and h.id != first.id]
@@ -306,6 +315,9 @@ class Chance:
         if ending == "failed":
             fields: Document = {"fail_reason": "no luck", "retry_jitter": self.random.choice((-1.0, -0.5, 0.0, 1.0))}
             return fields | ({"final": True} if self.random.random() < 0.1 else {})
+        if ending == "moved":
+            params = {"params": {"n": self.random.randrange(4)}} if self.random.random() < 0.6 else {}
+            return {"queue": self.random.choice(QUEUES), **params}
         return {}
 
     def _note_stopped(self, world: World, group: list[str]) -> Document | None:

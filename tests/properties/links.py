@@ -1,4 +1,4 @@
-"""What becomes of tasks that wait for others, in plain Python: the questions of `store.dependencies.tell`, a second time."""
+"""What becomes of tasks that wait for others, or in line, in plain Python: `store.dependencies.tell`, a second time."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ class _Marked:
     linked: bool
     ask_time: datetime
     held: bool
+    line: str | None
 
     @property
     def finished(self) -> bool:
@@ -38,6 +39,8 @@ class Links:
 
     def __init__(self, oracles: Mapping[str, Oracle]) -> None:
         self._oracles = oracles
+        self.heads: dict[str, tuple[str, int]] = {}
+        """Of each line that is not empty: the task whose turn it is, and its place."""
 
     def tell(self, ids: Iterable[str], now: datetime) -> None:
         """Answer the marks of these tasks, and of those that this concerns in turn."""
@@ -67,6 +70,7 @@ class Links:
             linked=state.get("unlinked") is None,
             ask_time=state["ask_time"],
             held=finish_time is not None and state["ask_time"] > finish_time,
+            line=state.get("line"),
         )
 
     def _answer(self, marked: list[_Marked], now: datetime) -> set[str]:
@@ -91,6 +95,8 @@ class Links:
         asked = {id_ for task in marked if task.finished for id_ in task.dependents}
         asked |= {task.id for task in marked if task.policy is not None and not task.finished}
         self._ask(sorted(asked), concerned, now)
+        for line in sorted({task.line for task in marked if task.line is not None}):
+            self._advance(line, now)
         for task in marked:
             if task.held:
                 self._release(task.id, now)
@@ -151,6 +157,27 @@ class Links:
         named = (each.state for each in self._oracles.values() if each.document is not None)
         return any(state.get("pending") and id_ in (state.get("dependents") or []) for state in named)
 
+    def _advance(self, line: str, now: datetime) -> None:
+        """Whoever has its turn in a line may be claimed; when it has left the line, it is the turn of the first that waits."""
+        if line in self.heads and self._has_left(*self.heads[line]):
+            del self.heads[line]
+        if line not in self.heads:
+            states = {id_: self._state(id_) for id_ in self._oracles}
+            waiting = [id_ for id_, state in states.items() if state.get("line") == line and state.get("in_line")]
+            if not waiting:
+                return
+            first = min(waiting, key=lambda id_: (self._oracles[id_].document["publish_number"], id_))
+            self.heads[line] = first, states[first]["place"]
+        head = self._oracles[self.heads[line][0]]
+        if head.state.get("in_line"):
+            head.state["in_line"] = None
+            head.stamp(now, "opened")
+
+    def _has_left(self, id_: str, place: int) -> bool:
+        state, status = self._state(id_), self._status(id_)
+        blocks = status == "FAIL" and state.get("on_sequence_failure") == "block"
+        return state.get("place") != place or (status not in _UNFINISHED and not blocks)
+
     def _release(self, id_: str, now: datetime) -> None:
         """Its retention begins when the last of those that waited for it is finished, or is gone."""
         oracle = self._oracles[id_]
@@ -175,7 +202,7 @@ class Links:
         if kept and retained_ms is not None and state.get("released_time") is None:
             waited_ms = (now - document["finish_time"]) / ms(1) / 4
             state["ask_time"] = now + ms(int(min(max(_FIRST_HOLD_MS, retained_ms, waited_ms), _LONGEST_HOLD_MS)))
-        if task.status == "DELETED":
+        if task.status == "DELETED" or (task.line is not None and task.finished):
             oracle.derive(now)
 
 

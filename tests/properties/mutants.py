@@ -7,7 +7,19 @@ from typing import Any
 
 import pytest
 
-from taskmesh.store import claim, control, dependencies, driver, finish, publish, renew, rules, settle, steps
+from taskmesh.store import (
+    claim,
+    control,
+    dependencies,
+    driver,
+    finish,
+    publish,
+    renew,
+    rules,
+    sequences,
+    settle,
+    steps,
+)
 from tests.properties.mutation import ANYTHING, Mutant, changed, constant, replaced, result, sent, unguarded, written
 
 _TASK_GATES = (
@@ -21,7 +33,7 @@ _TASK_GATES = (
     "suspended",
 )
 _LINK_GATES = ("dependencies", "flow", "sequence")
-"""The worlds of this suite have nothing that they are about; the documents on the shelf do."""
+"""Found out by the documents on the shelf, which have all that they are about."""
 _WORKER_GATES = ("worker allowed", "not twice", "retry delay")
 """But *labels*: `test_claim_rule` asks for them."""
 _OPEN_IN_TIME = ("started", "room", "delay asked for", "suspended", "not twice", "retry delay")
@@ -264,6 +276,96 @@ def _wait(old: Any, new: Any) -> Mutant:
         return await original(collection, query, changed(list(stages), old, new), **options)
 
     return replaced(steps, "find_and_update", mutated)
+
+
+def stages() -> Iterator[tuple[str, Mutant]]:
+    """What goes on by `Next`, and where it begins anew."""
+    yield "a stage has the params of the one before it", result(finish, "_moved", _NEXT_PARAMS, "$params")
+    yield (
+        "new params of a stage are no other version",
+        result(finish, "_moved", {"$gt": ["$_next.params", None]}, False),
+    )
+    yield "of too many stages the first is dropped", result(finish, "_moved", *_FIRST_KEPT)
+    yield "a stage that goes on forgets in which group it was wanted", result(finish, "_moved", _GROUP, "$group")
+    yield "a stage that goes on forgets where it was to begin", result(finish, "_moved", *_BEGINS)
+    yield "who works beside it loses his place", result(finish, "_moved", {"$not": [_MINE]}, False)
+    yield "who goes on keeps its own place", result(finish, "_moved", {"$not": [_MINE]}, True)
+    yield "what starts over stays in its stage", replaced(finish, "in_first_stage", dict)
+    yield "what has succeeded starts over in its stage", replaced(publish, "in_first_stage", dict)
+    yield (
+        "what starts over goes where its stage was wanted",
+        result(finish, "in_first_stage", {"$and": ANYTHING}, False),
+    )
+    for module in (finish, control, publish):
+        last_params = replaced(module, "first_params_if", lambda _: "$params")
+        yield f"what starts over has the params of its stage, in {module.__name__}", last_params
+    yield "a later stage serves a wish", result(finish, "reopened_if_wished", finish.of_first_stage("wish"), None)
+    yield "a publication changes the params under way", _params_follow(follow=True)
+    yield "a publication leaves the params of a stage that has none of its own", _params_follow(follow=False)
+    yield "a publication changes no first stage", replaced(publish, "_first_stage", lambda _: _STAGES)
+    yield "a publication takes a stage elsewhere", replaced(publish, "_moves", lambda c: publish._moves_to(c.placed))
+    yield "a first stage forgets where it is wanted", result(publish, "_first_stage", *_PLACED)
+
+
+_NEXT_PARAMS = {"$ifNull": ["$_next.params", "$params"]}
+_FIRST_KEPT = ({"$concatArrays": [{"$slice": [ANYTHING, 1]}, ANYTHING]}, {"$slice": ["$task_state.stages", -2]})
+_GROUP = {"$cond": [{"$gt": [rules.MOVES_TO, None]}, ANYTHING, "$group"]}
+_BEGINS = ({"$cond": [finish.STAGED, "$queue", ANYTHING]}, "$queue")
+_MINE = {"$and": [{"$eq": ["$$this.state", "RUNNING"]}, _OWN]}
+_STAGES = {"$ifNull": ["$task_state.stages", "$$REMOVE"]}
+_PLACED = ({"params": "$$params", "queue": ANYTHING}, {"params": "$$params"})
+
+
+def _params_follow(*, follow: bool) -> Mutant:
+    original = publish._of_params
+
+    def mutated(configuration: Any) -> Any:
+        return original(configuration) | {"params_follow": follow or {"$not": [finish.STAGED]}}
+
+    return replaced(publish, "_of_params", mutated)
+
+
+def lines() -> Iterator[tuple[str, Mutant]]:
+    """Whose turn it is among the tasks of one sequence key."""
+    yield "a failure that blocks its line lets the next go on", replaced(sequences, "_has_left", _left(blocks=False))
+    yield "who is begun anew is still at the head", replaced(sequences, "_has_left", _left(place=False))
+    yield "who was finished has left its line for good", replaced(sequences, "_has_left", _left(returns=False))
+    yield "a line goes by keys", _looked_up({"task_state.line": 1, "publish_number": 1, "_id": 1}, {"_id": 1})
+    yield "no head makes way", replaced(sequences, "_confirmed", _nobody_has_left)
+    yield "the head of a line is not opened", replaced(sequences, "_is_shut", lambda _: False)
+    yield "what is begun anew stays in its old line", result(publish, "change_pipeline", *_OTHER_LINE)
+    yield "a wish keeps its place in line", result(finish, "reopened_if_wished", rules.NEXT_PLACE, "$task_state.place")
+    yield "what is done with a line is kept", replaced(dependencies, "_unmark_all", _underived_unmark)
+
+
+_OTHER_LINE = ({"$not": [{"$in": ["$status", ["INIT", "RUNNING"]]}]}, False)
+
+
+def _left(*, blocks: bool = True, place: bool = True, returns: bool = True) -> Callable[[Any, Any], bool]:
+    original = sequences._has_left
+
+    def mutated(head: Any, task: Any) -> bool:
+        state = {} if task is None else task["task_state"]
+        if task is not None and not blocks:
+            state = {name: value for name, value in state.items() if name != "on_sequence_failure"}
+        if task is not None and not place:
+            state = state | {"place": head["place"]}
+        if not returns and task is not None and task["status"] == "INIT" and state.get("place") != head["place"]:
+            return False
+        return original(head, None if task is None else {**task, "task_state": state})
+
+    return mutated
+
+
+async def _nobody_has_left(_: Any, gone: Any, heads: Any) -> list[str]:
+    return [line for line in gone if line not in heads]
+
+
+_unmark_all = dependencies._unmark_all
+
+
+async def _underived_unmark(store: Any, marked: Any, mark: Any, _: Any) -> None:
+    await _unmark_all(store, marked, mark, [])
 
 
 def asked() -> Iterator[tuple[str, Mutant]]:

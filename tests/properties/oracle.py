@@ -19,7 +19,7 @@ from tests.chaos.reading import NEVER, Reading, ms, stripped
 
 Document = dict[str, Any]
 Entries = list[Document]
-KEPT_FAILS, KEPT_LOSSES = 32, 8
+KEPT_FAILS, KEPT_LOSSES, KEPT_STAGES = 32, 8, 100
 RECORDED = ("steps", "steps_bytes", "signals", "signals_bytes", "suspended_until", "suspended_for")
 
 
@@ -132,16 +132,15 @@ class Oracle:
         if asked.debounce_ms is not None:
             times["start_time"] = self._put_off(asked.debounce_ms, asked.debounce_max_ms, now)
         if asked.update_existing_params or again:
-            if wish.params != self.document["params"]:
-                self.state["params_version"] = (self.state.get("params_version") or 0) + 1
-            self.document["params"] = wish.params
+            self._take_params(wish.params, asked.placed, now, again=again)
             self.state.update({name: time for name, time in times.items() if time is not None or again})
             self.document["task_option"].update(asked.tuned)
-            self._wish_elsewhere(asked.placed, now)
         if again:
+            if asked.sequence_key is not None and self.document["status"] not in ("INIT", "RUNNING"):
+                self.state.update(self._line(asked))
             self.state["wanted"] = (self.state.get("wanted") or 0) + 1
             if not running or asked.replace_running:
-                self._start_afresh(now)
+                self._begin_anew(now)
         if not running:
             self._clean(asked, before, now)
         if stripped(self.document) != stripped(before):
@@ -165,6 +164,8 @@ class Oracle:
                 "unlinked": True,
                 "ask_time": now,
             }
+        if asked.sequence_key is not None:
+            state |= {**self._line(asked), "place": wish.number, "in_line": True, "ask_time": now}
         untold = self.document is not None and self.reading.deleted and self.state.get("ask_time") is not None
         if untold and self.reading.dependents:  # who has not heard that the old one was deleted, waits for the new one
             state |= {name: self.state[name] for name in ("dependents", "ask_time")}
@@ -185,6 +186,7 @@ class Oracle:
         if asked.clean_success:
             if any(entry["state"] == "SUCCESS" for entry in before["task_state"]["worker_states"]):
                 self.state.update(dict.fromkeys(RECORDED))
+                self._back_to_first_stage()
             self.drop(self.entries("SUCCESS"))
         if asked.clean_failed:
             self.state.update(self._values())
@@ -192,6 +194,29 @@ class Oracle:
             counts = ("dropped_fail_cnt", "losses", "lost_cnt", "resume_time", "reopened_by", "conflict_cnt")
             forgotten = (*counts, "dependency_failure")
             self.state.update({"timeout_cnt": 0, **dict.fromkeys(forgotten)})
+
+    @staticmethod
+    def _line(asked: Configuration) -> Document:
+        """In which line a publication puts the task."""
+        policy = "block" if asked.on_sequence_failure == "block" else None
+        return {"line": f"{asked.queue}:{asked.sequence_key}", "on_sequence_failure": policy}
+
+    def _take_params(self, params: Document, placed: Mapping[str, Any], now: datetime, *, again: bool) -> None:
+        """A publication says how the task begins. What a handler gave to a later stage it leaves alone, unless it moves it."""
+        stages: Entries = self.state.get("stages") or []
+        follows, changes = True, self.document["params"] != params
+        if stages:
+            first = stages[0]
+            follows = not again and ("queue" in placed or self.document["params"] == first["params"])
+            changes = first["params"] != params or (follows and changes)
+            told = {"queue": placed["queue"]} if "queue" in placed else {}
+            self.state["stages"] = [{**first, "params": params, **told}, *stages[1:]]
+        if changes:
+            self.state["params_version"] = (self.state.get("params_version") or 0) + 1
+        if follows:
+            self.document["params"] = params
+        stays = stages and again
+        self._wish_elsewhere({name: each for name, each in placed.items() if not (stays and name == "queue")}, now)
 
     def _throttled(self, asked: Configuration, now: datetime) -> bool:
         """Whether the publication comes too soon; if not, the next one is measured from it."""
@@ -217,6 +242,40 @@ class Oracle:
         place = {name: goes_to.get(name) for name in ("queue", "group")}
         if place | dict(placed) != place:
             self.state["moves_to"] = place | dict(placed) | {"held": [entry["running_id"] for entry in self.live(now)]}
+
+    def _back_to_first_stage(self) -> None:
+        """Where and how it began, if it has gone on by `Next` since."""
+        if stages := self.state.get("stages"):
+            self.document |= {"queue": stages[0]["queue"], "params": stages[0]["params"]}
+            self.state.update(stages=None, home=None)
+            if self.state.get("moves_to") is not None:
+                self.state["moves_to"] = self.state["moves_to"] | {"queue": stages[0]["queue"]}
+
+    def _begin_anew(self, now: datetime, **changes: Any) -> None:
+        self._start_afresh(now, **changes)
+        self._back_to_first_stage()
+
+    def _go_on(self, entry: Document, to: Document, now: datetime) -> None:
+        """`Next`: the task is as if nobody had tried it, in another queue; what ended here is a stage of it."""
+        stages: Entries = self.state.get("stages") or []
+        wanted = self.state.get("moves_to") or {}
+        ended = {
+            "queue": self.document["queue"] if stages else wanted.get("queue") or self.document["queue"],
+            "params": self.document["params"],
+            "wish": entry.get("wish") or 0,
+            "steps": self.state.get("steps") or [],
+            "end_time": now,
+            **{name: entry[name] for name in ("worker_id", "running_id", "start_time")},
+        }
+        if len(stages) >= KEPT_STAGES:
+            stages = [stages[0], *stages[len(stages) - (KEPT_STAGES - 2) :]]
+        version = self.state.get("params_version")
+        if "params" in to:
+            self.document["params"], version = to["params"], (version or 0) + 1
+        if wanted:
+            self.document["group"] = wanted.get("group")
+        self._start_afresh(now, stages=[*stages, ended], params_version=version, moves_to=None)
+        self.document["queue"] = to["queue"]
 
     def _start_afresh(self, now: datetime, **changes: Any) -> None:
         """As if nobody had tried, but with the task's times, its count of wishes and the places that are kept."""
@@ -329,6 +388,8 @@ class Oracle:
                 self.state["dropped_fail_cnt"] = (self.state.get("dropped_fail_cnt") or 0) + surplus
         if kind == "suspended":
             self._suspend(step or {}, now)
+        if kind == "moved":
+            self._go_on(entry, fields, now)
         if kind != "released":  # its worker lives, so what it lost before was not lost in a row with what comes
             self.state["timeout_cnt"] = 0
             conflicts = (self.state.get("conflict_cnt") or 0) + 1
@@ -453,8 +514,10 @@ class Oracle:
         tried = [*self.entries("FAIL"), *self.lost(now), *(self.state.get("losses") or [])]
         wishes = [entry.get("wish") or 0 for entry in (self.entries("SUCCESS") if status == "SUCCESS" else tried)]
         served = (min if status == "SUCCESS" else max)(wishes, default=0)
+        if stages := self.state.get("stages"):
+            served = stages[0]["wish"]
         if status in ("SUCCESS", "FAIL") and wanted > served:
-            self._start_afresh(now, reopened_by=running_id)
+            self._begin_anew(now, reopened_by=running_id)
             if self.state.get("line") is not None:
                 mark = now + ms(1) if self.state.get("ask_time") == now else now
                 self.state.update({"in_line": True, "place": (self.state.get("place") or 0) + 1, "ask_time": mark})
@@ -479,7 +542,8 @@ class Oracle:
             expire_time = None if (expires or NEVER) <= now else expires  # though it did not bind what had begun
             if not fresh:
                 kept |= {name: self.state.get(name) for name in ("signals", "signals_bytes")}
-            self._start_afresh(now, start_time=None, expire_time=expire_time, **kept)
+            begin = self._begin_anew if fresh else self._start_afresh
+            begin(now, start_time=None, expire_time=expire_time, **kept)
         if self.state.get("waits_for") in ("fail", "wait") and self.state.get("after") is not None:
             self.state.update(unlinked=True, ask_time=now)
         self.stamp(now, "retried")

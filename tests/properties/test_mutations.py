@@ -7,7 +7,7 @@ from itertools import chain
 
 import pytest
 
-from taskmesh.store import rules
+from taskmesh.store import finish, rules
 from tests.properties import machine, mutants, oracle, test_claim_rule
 from tests.properties.mutation import Mutant
 from tests.properties.shelf import Shelf
@@ -21,6 +21,7 @@ MUTANTS = dict(
     chain(
         *(mutants.gates(), mutants.facts(), mutants.derived(), mutants.places()),
         *(mutants.guards(), mutants.verbs(), mutants.records(), mutants.asked()),
+        *(mutants.stages(), mutants.lines()),
     )
 )
 LINKS = dict(mutants.links())
@@ -35,6 +36,8 @@ async def test_the_state_machine_finds_out(
     for module in (rules, oracle):
         monkeypatch.setattr(module, "KEPT_FAILS", 1)
         monkeypatch.setattr(module, "KEPT_LOSSES", 2)
+    for module in (finish, oracle):
+        monkeypatch.setattr(module, "KEPT_STAGES", 3)
     async with machine.worlds(mongo_uri, database, _WORLDS) as worlds:
         mutant(monkeypatch)
         with pytest.raises(Difference):

@@ -10,7 +10,7 @@ import os
 
 import pytest
 
-from taskmesh.store import rules
+from taskmesh.store import finish, rules
 from tests.properties import machine, oracle
 from tests.properties.chance import LABELS
 
@@ -27,6 +27,8 @@ def _little_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (rules, oracle):
         monkeypatch.setattr(module, "KEPT_FAILS", 1)
         monkeypatch.setattr(module, "KEPT_LOSSES", 2)
+    for module in (finish, oracle):
+        monkeypatch.setattr(module, "KEPT_STAGES", 3)
 
 
 @pytest.mark.lasting

@@ -88,6 +88,7 @@ class World:
         numbers = iter(range(100))
         self.groups = [[f"job:{next(numbers)}" for _ in range(size)] for size in GROUP_SIZES]
         self.oracles = {id_: Oracle() for group in self.groups for id_ in group}
+        self.links = Links(self.oracles)
         self.executions: list[Held] = []
         """The newest ones, whatever became of them: their workers may write late."""
         self.operations: list[Operation] = []
@@ -103,8 +104,10 @@ class World:
 
     async def begin_again(self) -> None:
         """An empty collection, on the first of January."""
-        await self.store.driver.collection(self.store.tasks).delete_many({})
+        for collection in (self.store.tasks, self.store.sequences):
+            await self.store.driver.collection(collection).delete_many({})
         self.oracles = {id_: Oracle() for id_ in self.oracles}
+        self.links = Links(self.oracles)
         self.executions, self.operations = [], []
         self.now = self.store.now = BEGIN
 
@@ -147,8 +150,8 @@ class World:
         policy: Document,
         placed: Document,
         in_session: bool,
-        after: tuple[str, ...] = (),
-        on_dependency_failure: Any = "fail",
+        after: tuple[str, ...],
+        links: Document,
     ) -> list[tuple[Any, Any]]:
         name, _, key = task.partition(":")
         by_time = n % 2 and start_ms is not None
@@ -162,7 +165,7 @@ class World:
             delay_ms=None if by_time else start_ms,
             expire_time=None if expire_ms is None else self.now + ms(expire_ms),
             after=After(after) if after else None,
-            on_dependency_failure=on_dependency_failure,
+            **links,
         ).changed(**dict.fromkeys(flags, True), **policy)
         publication = Publication(name, key, {"n": n}, configuration)
         expected: Any
@@ -304,7 +307,7 @@ class World:
         entry = next((e for e in oracle.state["worker_states"] if e["running_id"] == outcome.running_id), None)
         if entry is None:
             known = (
-                outcome.kind in ("released", "snoozed", "suspended", "conflicted")
+                outcome.kind in ("released", "snoozed", "suspended", "conflicted", "moved")
                 or oracle.state.get("reopened_by") == outcome.running_id
             )
             return "recorded" if known else "lost"
@@ -320,25 +323,25 @@ class World:
 
     async def _cancel(self, task: str) -> list[tuple[Any, Any]]:
         expected = self.oracles[task].cancel(self.now)
-        Links(self.oracles).tell([task] if expected else [], self.now)
+        self.links.tell([task] if expected else [], self.now)
         return [(expected, bool(await control.cancel(self.store, task)))]
 
     async def _retry(self, task: str, fresh: bool = False) -> list[tuple[Any, Any]]:
         expected = self.oracles[task].retry(self.now, fresh=fresh)
-        Links(self.oracles).tell([task] if expected else [], self.now)
+        self.links.tell([task] if expected else [], self.now)
         return [(expected, bool(await control.retry(self.store, task, fresh=fresh)))]
 
     async def _delete(self, task: str) -> list[tuple[Any, Any]]:
         oracle = self.oracles[task]
         expected = oracle.delete(self.now)
-        Links(self.oracles).tell([task], self.now)
+        self.links.tell([task], self.now)
         oracle.forget_if_empty()
         return [(expected, await control.delete(self.store, task))]
 
     async def _tell(self, tasks: list[str]) -> list[tuple[Any, Any]]:
         """Those that wait for these hear what has become of them."""
         before = copy.deepcopy([self.oracles[id_].document for id_ in tasks])
-        Links(self.oracles).tell(tasks, self.now)
+        self.links.tell(tasks, self.now)
         await dependencies.tell(self.store, tasks)
         changed = before != [self.oracles[id_].document for id_ in tasks]
         return [(changed, changed)]
@@ -379,6 +382,9 @@ class World:
         }
         cursor = await self.store.driver.aggregate(self.store.tasks, [{"$project": fields}])
         found = {document["_id"]: document for document in await cursor.to_list(None)}
+        heads = await self.store.driver.collection(self.store.sequences).find().to_list(None)
+        lines = {each["_id"]: (each["head"], each["place"]) for each in heads}
+        self._same("the heads of the lines", self.links.heads, lines)
         for id_, oracle in self.oracles.items():
             if oracle.document is None or id_ not in found:
                 self._same(f"{id_} exists", oracle.document is not None, id_ in found)
