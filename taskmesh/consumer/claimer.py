@@ -307,8 +307,8 @@ class Claimer:
             self._candidates.forgive(document["_id"])
             lease_s = document["task_option"]["worker_timeout_ms"] / 1000
             if took > _SPENT_SHARE * lease_s or not self._life.claims:
-                self._limits.given_back(document["_id"])
-                self._finisher.release(document["_id"], running_id)
+                slot = self._limits.given_back(document["_id"])
+                self._finisher.release(document["_id"], running_id, functools.partial(self._limits.free, slot))
             else:
                 to_start.append(document)
         self._executor.start(to_start, running_id, sent)

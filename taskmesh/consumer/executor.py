@@ -59,7 +59,6 @@ from taskmesh.consumer.pinger import Pinger
 from taskmesh.consumer.reporter import Reporter
 from taskmesh.consumer.run_time import UNLIMITED
 from taskmesh.consumer.settings import AfterHook, Settings
-from taskmesh.consumer.slots import Slot
 from taskmesh.consumer.stop_reasons import FROM_OUTSIDE, Stop
 from taskmesh.consumer.tracing import process_span
 from taskmesh.model.errors import LeaseLost, TaskFailed, TaskMeshError
@@ -490,7 +489,7 @@ class Executor:
         if not recorded:
             # Perhaps since it was stopped from outside, and nobody has told us: then its place is free with this note.
             slot = self._limits.slot_in_doubt(execution.id) if is_here else None
-            self._finisher.add(stopped(execution), partial(self._place_is_free, slot))
+            self._finisher.add(stopped(execution), partial(self._limits.free, slot))
         elif is_here:
             self._limits.ended(execution.id)
         if is_here:
@@ -499,11 +498,6 @@ class Executor:
             if execution.loop is not None:
                 self._executions.loop_ended.set()
             self._slot_freed()
-
-    def _place_is_free(self, slot: Slot | None, _: bool) -> None:
-        """The end of a handler is noted, or there is nothing to note it in: nothing of its execution counts any more."""
-        if slot is not None:
-            self._limits.free(slot)
 
     def _slot_freed(self) -> None:
         """Let everybody know who waits for a slot, or for what runs."""

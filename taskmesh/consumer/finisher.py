@@ -55,9 +55,9 @@ class Finisher:
         self._told_outage = False
         self._send_planned = False
 
-    def release(self, id_: str, running_id: str) -> None:
+    def release(self, id_: str, running_id: str, done: Callable[[bool], None] = _ignore) -> None:
         """Give a claimed task back unharmed."""
-        self.add(Outcome(id_, running_id, "released"))
+        self.add(Outcome(id_, running_id, "released"), done)
 
     def add(self, outcome: Outcome, done: Callable[[bool], None] = _ignore) -> None:
         """Record an outcome; `done` is told whether it was recorded. If not, the lease was lost before."""

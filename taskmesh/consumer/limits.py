@@ -293,9 +293,10 @@ class Limits:
             self._rate_used_up -= {place, (place[0], None)}
             self._use_room(place)
 
-    def given_back(self, id_: str) -> None:
-        """Note that a claim has won a task that is not begun."""
+    def given_back(self, id_: str) -> Slot | None:
+        """Note that a claim has won a task that is not begun; return its slot, which is free as soon as that is recorded."""
         self._given_back.add(id_)
+        return self.slot_in_doubt(id_)
 
     def ended(self, id_: str) -> None:
         """Note that an execution is over, which nobody can doubt: there is room again where it ran, and it is used at once."""
@@ -306,10 +307,11 @@ class Limits:
         """Return the slot of an execution of which it is being found out what became of its entry: until then nobody uses it."""
         return self._slots.taken_from(id_)
 
-    def free(self, slot: Slot) -> None:
-        """Note that no entry answers to this slot any more."""
-        self._slots.free(slot)
-        self._use_room(slot.place)
+    def free(self, slot: Slot | None, _: bool = True) -> None:
+        """Note that no entry answers to this slot any more, if there was one: its end is recorded, or nothing is left of it."""
+        if slot is not None:
+            self._slots.free(slot)
+            self._use_room(slot.place)
 
     # --- waiting for room ---
 
