@@ -44,6 +44,8 @@ STOPPING = ("cancelled", "deleted", "option_changed", "retried", "moved", "repla
 FINISHED = ("SUCCESS", "FAIL", "CANCELLED", "EXPIRED")
 
 _UPDATED = "updateDescription.updatedFields"
+_ENDS: Document = {"operationType": {"$in": ["drop", "rename", "dropDatabase", "invalidate"]}}
+"""The end of a collection, or of the stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +91,18 @@ class Change:
 
 
 def pipeline(store: Store, interest: Interest) -> list[Document]:
-    """The stages that narrow the stream to an interest, and each event to what is used of it."""
-    wanted: list[Document] = [{"operationType": {"$in": ["drop", "rename", "dropDatabase", "invalidate"]}}]
-    tasks = {"ns.coll": store.tasks}
+    """The stages that narrow the stream to an interest, and each event to what is used of it.
+
+    For each reader the server compares every write to any collection with the first of them, so what is written there, and how,
+    is what a worker costs that has nothing to do. Of which collection an event must be is asked of those that are left: the
+    server would compare names by a regular expression for each condition (docs/decisions/0015-less-of-the-server.md).
+    """
+    wanted: list[Document] = [dict(_ENDS)]
+    database = store.driver.database.name
+    collections = [store.tasks]
     if interest.names:
         wanted.append(
-            tasks
-            | {
+            {
                 "operationType": {"$in": ["insert", "replace"]},
                 "fullDocument.name": {"$in": sorted(interest.names)},
                 "fullDocument.next_claim_time": {"$exists": True},  # else it waits for others
@@ -103,8 +110,7 @@ def pipeline(store: Store, interest: Interest) -> list[Document]:
             }
         )
         wanted.append(
-            tasks
-            | {
+            {
                 f"{_UPDATED}.event": starting_with(WAKING),
                 f"{_UPDATED}.next_claim_time": {"$exists": True},
                 "$expr": {"$lte": [f"${_UPDATED}.next_claim_time", {"$add": ["$wallTime", HORIZON_MS]}]},
@@ -112,20 +118,21 @@ def pipeline(store: Store, interest: Interest) -> list[Document]:
         )
     if interest.control:
         # What other languages insert, whatever its name: under a backlog, too, since it may be urgent once it is accepted.
-        wanted.append(
-            tasks | {"operationType": "insert", "fullDocument.status": "INIT", "fullDocument.queue": {"$exists": False}}
-        )
-        wanted.append(tasks | {f"{_UPDATED}.event": starting_with(STOPPING)})
+        # (Null, not absent: of an absence the server knows only when it has made an event of the write.)
+        wanted.append({"operationType": "insert", "fullDocument.status": "INIT", "fullDocument.queue": None})
+        wanted.append({f"{_UPDATED}.event": starting_with(STOPPING)})
         # Documents that somebody removes past us; most are the TTL monitor's, in bursts, and small.
-        wanted.append(tasks | {"operationType": "delete"})
-        wanted.append({"ns.coll": store.queues})
-        wanted.append({"ns.coll": store.workers, f"{_UPDATED}.order_time": {"$exists": True}})
+        wanted.append({"operationType": "delete"})
+        wanted.append({"ns": {"db": database, "coll": store.queues}})
+        wanted.append({f"{_UPDATED}.order_time": {"$exists": True}})
+        collections += [store.queues, store.workers]
     if interest.finished:
-        wanted.append(tasks | {f"{_UPDATED}.status": {"$in": list(FINISHED)}})
-        wanted.append(tasks | {f"{_UPDATED}.event": starting_with(["deleted"])})
+        wanted.append({f"{_UPDATED}.status": {"$in": list(FINISHED)}})
+        wanted.append({f"{_UPDATED}.event": starting_with(["deleted"])})
     if interest.events:
+        tasks = {"ns": {"db": database, "coll": store.tasks}}
         wanted.append(tasks | {"operationType": {"$in": ["insert", "replace"]}})
-        wanted.append(tasks | {f"{_UPDATED}.event": {"$exists": True}})
+        wanted.append({f"{_UPDATED}.event": {"$exists": True}})
     kept_of_insert = (
         "name",
         "status",
@@ -141,7 +148,8 @@ def pipeline(store: Store, interest: Interest) -> list[Document]:
     )
     kept = {
         "operationType": 1,
-        "ns.coll": 1,
+        # (As a field of its own, which is computed: else the server would ask the last stage's question first.)
+        "collection": {"$concat": ["$ns.coll"]},
         "documentKey._id": 1,
         "wallTime": 1,
         f"{_UPDATED}.event": 1,
@@ -154,6 +162,8 @@ def pipeline(store: Store, interest: Interest) -> list[Document]:
         {"$match": {"$or": wanted}},
         # Of each event the few fields that `change_from` reads, so that neither params nor results travel.
         {"$project": kept},
+        # Of our collections alone: the database may have others, with fields of the same names.
+        {"$match": {"$or": [_ENDS, {"collection": {"$in": collections}}]}},
     ]
 
 
@@ -163,7 +173,7 @@ def change_from(event: Document) -> Change:
     return Change(
         token=event["_id"],
         operation=event["operationType"],
-        collection=event.get("ns", {}).get("coll"),
+        collection=event.get("collection"),
         id=event.get("documentKey", {}).get("_id"),
         time=event["wallTime"],
         stamp=updated.get("event"),
