@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -92,16 +94,25 @@ async def test_t13_what_a_claim_won_is_executed_though_it_cannot_be_read_for_a_w
     @mesh.task(option=TaskOption(max_unexpected_retries=0, max_timeouts=0))
     async def job() -> None: ...
 
-    async def some_are_claimed() -> bool:
-        return [(await mesh.get("job", f"k{i}")).status for i in range(count)].count(Status.RUNNING) > 1
+    async def some_are_claimed(keys: list[str]) -> bool:
+        return [(await mesh.get("job", key)).status for key in keys].count(Status.RUNNING) > 1
 
-    async with working(mesh, concurrency=50):
-        async with failing_commands(mongo_uri, ["find"], errorCode=50):
-            await job.publish_many({f"k{i}": {} for i in range(count)})
-            await eventually(some_are_claimed)
-        for i in range(count):
-            task = await finished(mesh, "job", f"k{i}")
-            assert (task.status, task.task_state.lost_cnt) == (Status.SUCCESS, 0)
+    async with working(mesh, concurrency=50) as consumer:
+        await eventually(lambda: parts_of(consumer).scanner.scans, what="the first scan has ended")
+        for batch in range(20):
+            keys = [f"{batch}-{i}" for i in range(count)]
+            claimed = False
+            async with failing_commands(mongo_uri, ["find"], errorCode=50):
+                await job.publish_many({key: {} for key in keys})
+                # If a scan has failed before the stream tells of them, nothing is claimed until scans work again.
+                with suppress(AssertionError):
+                    claimed = await eventually(partial(some_are_claimed, keys), 2.0)
+            for key in keys:
+                task = await finished(mesh, "job", key)
+                assert (task.status, task.task_state.lost_cnt) == (Status.SUCCESS, 0)
+            if claimed:
+                return
+    pytest.fail("in no batch a task was claimed while it could not be read")
 
 
 @pytest.mark.parametrize("fault", [GHOST, CUT_OFF], ids=["writeConcernError", "closeConnection"])
