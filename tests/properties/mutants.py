@@ -18,6 +18,7 @@ from taskmesh.store import (
     rules,
     sequences,
     settle,
+    signals,
     steps,
 )
 from tests.properties.mutation import ANYTHING, Mutant, changed, constant, replaced, result, sent, unguarded, written
@@ -240,6 +241,21 @@ def records() -> Iterator[tuple[str, Mutant]]:
     yield "a signal wakes whoever waits", written("signal", {"$eq": [_WAITS_FOR, ANYTHING]}, True)
     yield "a signal ends another wait too", written("signal", {"$eq": ["$$this.id", _WAIT]}, True)
     yield "a signal that ends a wait is lost", written("signal", {"$mergeObjects": ["$$this", ANYTHING]}, "$$this")
+    yield "a signal changes a wait that has ended", written("signal", _HAS_NOT_ENDED, True)
+    yield "a signal adds nothing to its record", written("signal", {"$add": ["$$this.size", ANYTHING]}, "$$this.size")
+    yield (
+        "a signal adds nothing to the records",
+        written("signal", {"$add": [_RECORDS_BYTES, ANYTHING]}, _RECORDS_BYTES),
+    )
+    yield "a mailbox has the size of its last signal", written("signal", *_LAST_SIGNAL)
+    for name in ("start_time", "resume_time"):
+        yield f"who is woken forgets its {name}", result(signals, "_woken", f"$task_state.{name}", None)
+    yield "who is woken may be claimed since it was made", written("signal", *_WOKEN)
+    yield (
+        "who waits no more is woken",
+        result(signals, "_waiting", {"$gt": ["$task_state.suspended_until", ANYTHING]}, {}),
+    )
+    yield "who has failed is woken as if it had not", result(signals, "_waiting", {"$size": 0}, {"$type": "array"})
     yield "a full mailbox takes more", sent("signal", lambda q, p: (changed(q, 1_000_000, 9_000_000), p))
     yield "a finished task takes signals", sent("signal", lambda q, p: (changed(q, ["INIT", "RUNNING"], _ANY), p))
     yield "who suspends does not look for signals", result(finish, "_suspended", {"$in": ANYTHING}, False)
@@ -251,6 +267,9 @@ def records() -> Iterator[tuple[str, Mutant]]:
     )
     yield "a wait forgets when it ends", _wait("$_wait.known.until", None)
     yield "a wait leaves the signal that it took", _wait({"$ne": ["$$this.id", "$_wait.oldest.id"]}, True)
+    yield "a wait takes the newest signal", _wait("$first", "$last")
+    yield "a mailbox keeps the size of what was taken", _wait({"$subtract": [_SIGNALS_BYTES, ANYTHING]}, _SIGNALS_BYTES)
+    yield "a record that has grown is counted twice", _wait({"$subtract": [ANYTHING, ANYTHING]}, 10)
     yield "a wait that is over takes another signal", _wait({"$gt": ["$_wait.known.time", None]}, False)
     yield "a wait is never over", _wait({"$lte": ["$_until", ANYTHING]}, False)
     yield "retry forgets what was recorded", replaced(control, "values_kept", dict)
@@ -258,6 +277,10 @@ def records() -> Iterator[tuple[str, Mutant]]:
     yield "expire_time binds what has begun", replaced(rules, "BEGUN", {"$literal": False})
 
 
+_HAS_NOT_ENDED = {"$not": [{"$gt": ["$$this.time", None]}]}
+_RECORDS_BYTES, _SIGNALS_BYTES = "$task_state.steps_bytes", "$task_state.signals_bytes"
+_LAST_SIGNAL = ({"$add": [{"$ifNull": [_SIGNALS_BYTES, 0]}, "$$sent.size"]}, "$$sent.size")
+_WOKEN = ({"$max": [*(f"$task_state.{name}" for name in ("create_time", "start_time", "resume_time")), ANYTHING]}, None)
 _UNKNOWN = {"$not": [{"$in": [ANYTHING, {"$map": ANYTHING}]}]}
 _LEASE_ENDS = "$$this.ping_expire_time"
 _WAITS_FOR, _WAIT = "$task_state.suspended_for.event", "$task_state.suspended_for.id"
