@@ -188,8 +188,7 @@ def _explanation(
     )
     opens_at = max(latest, now)
     # By then it may have expired, or failed by the last lease that was allowed to run out.
-    settle_time = found.task.get("settle_time")
-    finished_before = settle_time is not None and settle_time <= opens_at
+    finished_before = found.ended_by_time is not None and found.ended_by_time <= opens_at
     by_time = all(gate.open or gate.opens_at is not None for gate in gates) and not finished_before
     return Explanation(
         worker_id=worker_id,

@@ -50,7 +50,10 @@ class DependencyResults:
         Raises `InvalidParams` where there is no such dependency, `TaskError` of one that did not end as SUCCESS.
         """
         wanted: dict[str, str | None] = {name: mark.id for name, mark in params.from_dependencies.items()}
-        wanted |= dict(document["task_state"].get("after", {}).get("params", ()))
+        if (
+            "own_params" not in document["task_state"]
+        ):  # what its publisher wanted is not for what its handler has given
+            wanted |= dict(document["task_state"].get("after", {}).get("params", ()))
         if not wanted:
             return
         found = {each["_id"]: each for each in await self._waited_for(document["_id"])}

@@ -55,6 +55,7 @@ CLAIMED_FIELDS: Document = {
     "task_option": 1,
     "trace": 1,
     "task_state.after.params": 1,
+    "task_state.own_params": 1,
     **_ENTRY_FIELDS,
     **_STATE_FIELDS,
     **_FEW_STEPS,
@@ -75,7 +76,7 @@ _ALL_THAT_RUNS_NEED: Document = (
     # Nor what may be long in `task_state`, and no execution asks for.
     _ALL_BUT | dict.fromkeys((f"task_state.{name}" for name in ("signals", "stages", "dependents", "after.ids")), 0)
 )
-_FIRST_RUN: Document = {"task_state.worker_states": {"$size": 1}, "task_state.steps_bytes": None}
+_FIRST_RUN: Document = {"task_state.worker_states": {"$size": 1}, "task_state.steps_bytes": {"$in": [None, 0]}}
 """No failures with their logs, and no records: of others the fields are picked."""
 _RUNNING_ID = "task_state.worker_states.running_id"
 _PUT_OFF_BY = ("start_time", "resume_time", "suspended_until")

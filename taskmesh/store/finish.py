@@ -47,7 +47,7 @@ KNOWN_OF_SINGLE = _WAITED_FOR | {
     "next_claim_time",
     "settle_time",
     # Of a task that is finished the rule does not look at these.
-    *(f"task_state.{name}" for name in ("after", "stages", "detached")),
+    *(f"task_state.{name}" for name in ("after", "stages", "own_params", "detached")),
     *(f"task_state.{name}" for name in ("create_time", "start_time", "expire_time", "resume_time", "params_version")),
     "task_state.steps_bytes",
     *(f"task_state.{name}" for name in ("debounced_since", "throttled_since")),
@@ -412,6 +412,10 @@ def _moved(outcomes: Sequence[Outcome], now: rules.Expression) -> list[Document]
             "params_version": {"$cond": [{"$gt": ["$_next.params", None]}, version, "$task_state.params_version"]},
             "leaving": rules.sent_away(now, {"$not": [mine]}),
             "moves_to": "$$REMOVE",  # of the queue the newest word counts
+            "own_params": {"$cond": [{"$gt": ["$_next.params", None]}, True, OWN_PARAMS]},
+            # It has begun, and signals may have come for what is yet to be done.
+            "steps_bytes": 0,
+            **{name: f"$task_state.{name}" for name in ("signals", "signals_bytes")},
         },
     )
     wanted_group = {"$ifNull": [f"{rules.MOVES_TO}.group", "$$REMOVE"]}
@@ -593,6 +597,7 @@ def fresh_state(now: rules.Expression, changes: Document) -> rules.Expression:
         "dependents",
         "ask_time",
         "stages",
+        "own_params",
         "parent",
         "detached",
         "has_children",
@@ -608,6 +613,9 @@ def fresh_state(now: rules.Expression, changes: Document) -> rules.Expression:
 STAGED: rules.Expression = {"$gt": ["$task_state.stages", []]}
 """Whether the task has moved on by `Next`: then the first of its stages says where and with which params it begins anew."""
 
+OWN_PARAMS: rules.Expression = {"$ifNull": ["$task_state.own_params", "$$REMOVE"]}
+"""Whether `Next` has given params to the stage under way: they are not those of a publication, nor results of others."""
+
 
 def begun_anew(now: rules.Expression, changes: Document) -> rules.Expression:
     """`task_state` as of a task that nobody has tried, which stands in its first stage again: see also `first_params_if`."""
@@ -621,6 +629,7 @@ def in_first_stage() -> Document:
         "home": {"$ifNull": [of_first_stage("queue"), rules.HOME, "$$REMOVE"]},
         "moves_to": {"$cond": [{"$and": [STAGED, {"$gt": [rules.MOVES_TO, None]}]}, moves_on, rules.MOVES_TO]},
         "stages": "$$REMOVE",
+        "own_params": "$$REMOVE",
     }
 
 

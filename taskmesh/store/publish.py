@@ -21,7 +21,7 @@ from taskmesh.store import dependencies, repeated, rules
 from taskmesh.store.control import NOT_DELETED, values_kept
 from taskmesh.store.driver import Document
 from taskmesh.store.event_stamp import stamp
-from taskmesh.store.finish import STAGED, begun_anew, first_params_if, in_first_stage, of_first_stage
+from taskmesh.store.finish import OWN_PARAMS, STAGED, begun_anew, first_params_if, in_first_stage, of_first_stage
 from taskmesh.store.key_policies import debounced, not_throttled
 from taskmesh.store.numbers import number_at
 from taskmesh.store.prepared import prepared
@@ -502,8 +502,7 @@ def _of_params(configuration: Configuration) -> Document:
     """
     follow: rules.Expression = {"$not": [STAGED]}
     if not configuration.runs_again:
-        own = {"$ne": ["$params", of_first_stage("params")]}
-        follow = True if "queue" in configuration.placed else {"$not": [{"$and": [STAGED, own]}]}
+        follow = True if "queue" in configuration.placed else {"$not": [{"$gt": ["$task_state.own_params", None]}]}
     same = {"$eq": ["$params", "$$params"]}
     begins_the_same = {"$cond": [STAGED, {"$eq": [of_first_stage("params"), "$$params"]}, True]}
     return {"params_follow": follow, "params_stay": {"$and": [begins_the_same, {"$cond": [follow, same, True]}]}}
@@ -532,6 +531,7 @@ def _new_wish(publication: Publication, now: datetime, at: rules.Expression) -> 
             ]
         },
         "stages": _first_stage(configuration),
+        "own_params": {"$cond": ["$_before.params_follow", "$$REMOVE", OWN_PARAMS]},
     }
     if start_time is not None or configuration.runs_again:
         state["start_time"] = start_time

@@ -382,8 +382,8 @@ def is_forgotten(now: Expression = NOW) -> Expression:
     return {"$or": [{"$lte": [{"$ifNull": ["$delete_time", NEVER]}, now]}, _deleted]}
 
 
-def _settle_time() -> Expression:
-    """When the stored status becomes wrong by time alone, so that somebody has to write it down anew."""
+def ended_by_time() -> Expression:
+    """When the task is finished by time alone: null, if it is not. To be evaluated inside `with_facts`."""
     # If its worker dies, this is when the last lease is over.
     lease_end = {"$max": "$$live.ping_expire_time"}
     # Whether it is FAIL once the executions that are live now are lost.
@@ -405,10 +405,15 @@ def _settle_time() -> Expression:
                 ]
             },
             {"$cond": [would_fail, lease_end, None]},
-            # What moves with this very write is no more to be moved later.
-            {"$cond": [{"$and": [{"$gt": [MOVES_TO, None]}, {"$not": [_moves]}]}, lease_end, None]},
         ]
     }
+
+
+def _settle_time() -> Expression:
+    """When the stored status, or place, becomes wrong by time alone, so that somebody has to write it down anew."""
+    # What moves with this very write is no more to be moved later.
+    to_move = {"$and": [{"$gt": [MOVES_TO, None]}, {"$not": [_moves]}]}
+    return {"$min": [ended_by_time(), {"$cond": [to_move, {"$max": "$$live.ping_expire_time"}, None]}]}
 
 
 _moves: Expression = {

@@ -38,7 +38,8 @@ async def signal(store: Store, id_: str, event: str, signal_id: str, payload: An
             {"$lte": [{"$add": [{"$ifNull": ["$task_state.signals_bytes", 0]}, size]}, MAX_BYTES]},
         ]
     }
-    unknown = {"task_state.signals.id": {"$ne": signal_id}, "task_state.steps.signal_id": {"$ne": signal_id}}
+    places = ("signals.id", "steps.signal_id", "stages.steps.signal_id")
+    unknown = {f"task_state.{place}": {"$ne": signal_id} for place in places}
     query = {"_id": id_, **unknown, "$expr": {"$and": [{"$not": [rules.is_forgotten(now)]}, unfinished, has_room]}}
     sent = {"event": event, "id": signal_id, "payload": payload, "size": size}
     # First as if the task waits for it and for nothing else: then little follows.
@@ -46,12 +47,19 @@ async def signal(store: Store, id_: str, event: str, signal_id: str, payload: An
         {"_id": id_, "status": "INIT", "task_state.suspended_for.event": event, **unknown, "$expr": has_room},
         prepared(_waiting, now),
     ]
+    # Of each stage those that it has consumed.
+    consumed_before = {"$ifNull": ["$task_state.stages.steps.signal_id", []]}
     told = {
         "forgotten": rules.is_forgotten(now),
         "known": {
             "$or": [
                 {"$in": [{"$literal": signal_id}, {"$map": {"input": rules.SIGNALS, "in": "$$this.id"}}]},
                 {"$in": [{"$literal": signal_id}, {"$map": {"input": rules.STEPS, "in": "$$this.signal_id"}}]},
+                {
+                    "$anyElementTrue": {
+                        "$map": {"input": consumed_before, "in": {"$in": [{"$literal": signal_id}, "$$this"]}}
+                    }
+                },
             ]
         },
         "unfinished": unfinished,

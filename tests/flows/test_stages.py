@@ -5,6 +5,7 @@ from __future__ import annotations
 from asyncio import Event
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -279,3 +280,65 @@ async def test_one_that_waits_in_a_later_stage_can_be_begun_anew(mesh: TaskMesh)
     await mesh.consumer(queues=["in"]).run(until_idle=True)
     await films.film.configure(run_again=True).publish("k", path="b")
     assert await films.drained() == [("in", "a"), ("in", "b"), ("av1", "B")]
+
+
+async def test_signals_that_nobody_has_consumed_go_on_with_the_task_and_none_comes_twice(mesh: TaskMesh) -> None:
+    @mesh.task(queue="in")
+    async def order() -> list[int]:
+        task = current_task()
+        assert await task.wait_for("paid") == 1
+        await mesh.signal("order", task.key, "approved", 2, signal_id="a")
+        raise Next(queue="out")
+
+    @order.on_queue("out")
+    async def ship() -> list[int]:
+        task = current_task()
+        await mesh.signal("order", task.key, "paid", 3, signal_id="p")  # which the stage before has consumed
+        return [await task.wait_for("approved"), await task.wait_for("paid", timeout_ms=1) or 0]
+
+    handle = await order.publish("k")
+    await mesh.signal("order", "k", "paid", 1, signal_id="p")
+    async with working(mesh, "w1"):
+        assert await handle.result(60) == [2, 0]
+    await mesh.retry("order", "k", fresh=True)
+    assert (await handle.task()).task_state.signals == []
+
+
+async def test_one_that_has_moved_on_has_begun_and_does_not_expire(mesh: TaskMesh) -> None:
+    @mesh.task(queue="in")
+    async def film() -> str:
+        raise Next(queue="encode")
+
+    film.on_queue("encode")(lambda: "done")
+    expires = datetime.now(UTC) + timedelta(hours=1)
+    handle = await film.configure(expire_time=expires).publish("k")
+    await mesh.consumer(queues=["in"]).run(until_idle=True)
+    mesh.store.move_on(timedelta(hours=2))
+    await drained(mesh)
+    assert await handle.result(60) == "done"
+
+
+async def test_what_others_return_is_for_the_stage_that_was_published(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def first() -> int:
+        return 5
+
+    @mesh.task(queue="in")
+    async def film(own: bool, x: int = 0) -> tuple[int, int]:
+        seen.append(x)
+        raise Next(queue="encode", params={"y": x + 1} if own else None)
+
+    @film.on_queue("encode")
+    async def encode(own: bool | None = None, x: int = 0, y: int = 0) -> tuple[int, int]:
+        assert own in (None, False)
+        return x, y
+
+    seen: list[int] = []
+    waited_for = await first.publish("f")
+    handles = {own: await film.configure(after={"x": waited_for}).publish(str(own), own=own) for own in (True, False)}
+    for _ in range(2):
+        await drained(mesh)
+        assert {own: await handle.result(60) for own, handle in handles.items()} == {True: (0, 6), False: (5, 0)}
+        for own in handles:
+            await mesh.retry("film", str(own), fresh=True)
+    assert seen == [5] * 4

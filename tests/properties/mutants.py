@@ -322,6 +322,11 @@ def stages() -> Iterator[tuple[str, Mutant]]:
     for module in (finish, control, publish):
         last_params = replaced(module, "first_params_if", lambda _: "$params")
         yield f"what starts over has the params of its stage, in {module.__name__}", last_params
+    yield "signals are lost on the way to the next stage", replaced(finish, "_moved", _signals_lost)
+    yield (
+        "a signal that an earlier stage has consumed comes again",
+        unguarded("signal", "task_state.stages.steps.signal_id"),
+    )
     yield "a later stage serves a wish", result(finish, "reopened_if_wished", finish.of_first_stage("wish"), None)
     yield "a publication changes the params under way", _params_follow(follow=True)
     yield "a publication leaves the params of a stage that has none of its own", _params_follow(follow=False)
@@ -337,6 +342,13 @@ _BEGINS = ({"$cond": [finish.STAGED, "$queue", ANYTHING]}, "$queue")
 _MINE = {"$and": [{"$eq": ["$$this.state", "RUNNING"]}, _OWN]}
 _STAGES = {"$ifNull": ["$task_state.stages", "$$REMOVE"]}
 _PLACED = ({"params": "$$params", "queue": ANYTHING}, {"params": "$$params"})
+
+
+_original_move = finish._moved
+
+
+def _signals_lost(outcomes: Any, now: Any) -> Any:
+    return changed(changed(_original_move(outcomes, now), "signals", "nothing"), "signals_bytes", "nothing_bytes")
 
 
 def _params_follow(*, follow: bool) -> Mutant:

@@ -207,7 +207,7 @@ class Oracle:
         follows, changes = True, self.document["params"] != params
         if stages:
             first = stages[0]
-            follows = not again and ("queue" in placed or self.document["params"] == first["params"])
+            follows = not again and ("queue" in placed or self.state.get("own_params") is None)
             changes = first["params"] != params or (follows and changes)
             told = {"queue": placed["queue"]} if "queue" in placed else {}
             self.state["stages"] = [{**first, "params": params, **told}, *stages[1:]]
@@ -215,6 +215,7 @@ class Oracle:
             self.state["params_version"] = (self.state.get("params_version") or 0) + 1
         if follows:
             self.document["params"] = params
+            self.state["own_params"] = None
         stays = stages and again
         self._wish_elsewhere({name: each for name, each in placed.items() if not (stays and name == "queue")}, now)
 
@@ -247,7 +248,7 @@ class Oracle:
         """Where and how it began, if it has gone on by `Next` since."""
         if stages := self.state.get("stages"):
             self.document |= {"queue": stages[0]["queue"], "params": stages[0]["params"]}
-            self.state.update(stages=None, home=None)
+            self.state.update(stages=None, own_params=None, home=None)
             if self.state.get("moves_to") is not None:
                 self.state["moves_to"] = self.state["moves_to"] | {"queue": stages[0]["queue"]}
 
@@ -274,7 +275,11 @@ class Oracle:
             self.document["params"], version = to["params"], (version or 0) + 1
         if wanted:
             self.document["group"] = wanted.get("group")
-        self._start_afresh(now, stages=[*stages, ended], params_version=version, moves_to=None)
+        kept = {name: self.state.get(name) for name in ("own_params", "signals", "signals_bytes")}
+        if "params" in to:
+            kept["own_params"] = True
+        changes = {"params_version": version, "moves_to": None, "steps_bytes": 0}
+        self._start_afresh(now, stages=[*stages, ended], **kept, **changes)
         self.document["queue"] = to["queue"]
 
     def _start_afresh(self, now: datetime, **changes: Any) -> None:
@@ -291,7 +296,7 @@ class Oracle:
             "home",
         )
         line = ("line", "place", "in_line", "on_sequence_failure")
-        kept = (*own, *line, "flow", "after", "waits_for", "unlinked", "dependents", "ask_time", "stages")
+        kept = (*own, *line, "flow", "after", "waits_for", "unlinked", "dependents", "ask_time", "stages", "own_params")
         times = {name: self.state.get(name) for name in kept}
         leaving = self.sent_away(now, self.entries("RUNNING"))
         self.document["task_state"] = {**times, "timeout_cnt": 0, "worker_states": [], "leaving": leaving, **changes}
@@ -465,7 +470,8 @@ class Oracle:
         if self.document is None or self.forgotten(now):
             return "absent"
         signals: Entries = self.state.get("signals") or []
-        consumed = [record.get("signal_id") for record in self.state.get("steps") or []]
+        before: Entries = [record for stage in self.state.get("stages") or [] for record in stage["steps"]]
+        consumed = [record.get("signal_id") for record in (*before, *(self.state.get("steps") or []))]
         if signal_id in [*consumed, *(signal["id"] for signal in signals)]:
             return "known"
         if self.finished(now):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 
+from taskmesh.admin.explain import explain
 from taskmesh.model.errors import TaskRunning
 from taskmesh.store import control
 from taskmesh.store.publication import Publication
 from taskmesh.store.publish import publish
-from tests.properties.life import Life
+from tests.properties.life import LEASE, Life
 
 FLAGS = ("clean_failed", "clean_success", "update_existing_params", "not_update_running")
 
@@ -52,3 +55,13 @@ async def test_a_task_whose_worker_is_gone_moves_when_its_lease_is_over_though_i
     assert (task["queue"], task["group"]) == ("bulk", "g")
     assert "moves_to" not in task["task_state"]
     await life.claim("w2")
+
+
+async def test_explain_tells_when_one_that_is_to_move_could_be_claimed(life: Life) -> None:
+    await life.publish()
+    await life.claim()
+    wanted = life.publication(flags=("update_existing_params",))
+    wanted.configuration = wanted.configuration.changed(group="g")
+    await life.publish(publication=wanted)
+    (explanation,) = await explain(life.store, life.id, "w2")
+    assert explanation.next_claim_time == life.now + timedelta(milliseconds=LEASE["worker_timeout_ms"])

@@ -17,7 +17,7 @@ from taskmesh.store.driver import Document
 from taskmesh.store.find import as_read
 from taskmesh.store.store import Store
 
-_TOLD = ("name", "key", "queue", "group", "needs", "status", "settle_time", "task_option", "loop")
+_TOLD = ("name", "key", "queue", "group", "needs", "status", "task_option", "loop")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,8 @@ class Judgement:
     fail_cnt: int
     timeout_cnt: int
     """Executions lost in a row."""
+    ended_by_time: datetime | None
+    """When it will have expired, or failed by the last lease that is allowed to run out, if nobody does anything."""
     final_because: str | None
     """Why it has FAILed for good, if `retry_on` or `fail_on` says so."""
     opens: list[dict[str, datetime | None]]
@@ -63,6 +65,7 @@ async def judge(
         "done": {"$size": "$$done"},
         "fail_cnt": rules.FAIL_CNT,
         "timeout_cnt": rules.TIMEOUT_CNT,
+        "ended_by_time": rules.ended_by_time(),
         "final_because": {"$ifNull": [{"$max": "$$fails.final_because"}, None]},
         "opens": _moments(of_task),
         "workers": {"$map": {"input": {"$literal": asked}, "as": "worker", "in": for_worker}},
