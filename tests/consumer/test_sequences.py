@@ -244,10 +244,7 @@ async def test_a_head_that_is_wished_once_more_while_it_runs_goes_behind_the_oth
 
 
 @pytest.mark.parametrize("how", ["cancel", "delete"])
-async def test_a_head_that_is_put_back_stands_in_line_again(
-    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
-    monkeypatch.setattr(sequences, "_LOOK_AFTER_MS", 100)
+async def test_a_head_that_is_put_back_stands_in_line_again(mesh: TaskMesh, how: str) -> None:
     ran, holding, go_on = await _line_held_by_b(mesh)
     act = {"cancel": mesh.bulk.cancel, "delete": mesh.bulk.delete}[how]
     done = await act("name:step key:a")

@@ -18,11 +18,14 @@ from taskmesh.store.store import Store
 
 Action = Literal["retry", "cancel", "delete"]
 _ROUNDS = 10
-_NOTHING_AT_WORK: Document = {
+_CONCERNS_NOBODY: Document = {
     "task_state.worker_states.state": {"$ne": "RUNNING"},
     "task_state.leaving": {"$exists": False},
     "task_state.dependents": {"$exists": False},
+    "task_state.ask_time": {"$exists": False},
+    "$or": [{"task_state.line": {"$exists": False}}, {"status": {"$nin": ["INIT", "RUNNING"]}}],
 }
+"""No handler is at work, nobody waits for the task, and nobody stands behind it in a sequence: it can go without a word."""
 
 
 async def act(
@@ -69,7 +72,7 @@ async def _change(store: Store, action: Action, query: Document, batch: list[str
     marking: list[Document] = [{"$set": mark}] if mark else []
     if action == "delete":
         tasks = store.driver.collection(store.tasks)
-        removable = {"$or": [_NOTHING_AT_WORK, {"$nor": [WELL_FORMED]}]}
+        removable = {"$or": [_CONCERNS_NOBODY, {"$nor": [WELL_FORMED]}]}
         removed = await tasks.delete_many({"$and": [query, removable]})
         # Running executions hear of it by the word that this leaves, and keep their places; so do those that wait for the task.
         reply = await store.update({"$and": [query, WELL_FORMED]}, [*marking, *control.deletion_pipeline(now)])
