@@ -81,12 +81,16 @@ class _Parked(Iterator[Candidate]):
         self._known.discard((rank, id_))
         return candidate
 
-    def add(self, candidate: Candidate) -> None:
-        """Put one aside. What is too much is forgotten: a scan finds it again."""
-        place = candidate.rank, candidate.id
-        if len(self._heap) < _PARKED_AT_MOST and place not in self._known:
-            self._known.add(place)
-            heapq.heappush(self._heap, (*place, candidate))
+    def add(self, candidate: Candidate) -> bool:
+        """Put one aside; False if there are too many."""
+        entry = candidate.rank, candidate.id
+        if entry in self._known:
+            return True
+        if len(self._heap) >= _PARKED_AT_MOST:
+            return False
+        self._known.add(entry)
+        heapq.heappush(self._heap, (*entry, candidate))
+        return True
 
 
 class Limits:
@@ -124,6 +128,8 @@ class Limits:
         self._rate_used_up: set[Place] = set()
         """Of the places that are shut those where an execution that ends makes no room."""
         self._parked: dict[Place, _Parked] = {}
+        self._turned_away: set[Place] = set()
+        """The places that are shut of which something was found meanwhile, and is not parked: a scan has to find it again."""
 
     def learn(self, settings: Mapping[str, Document]) -> None:
         """Take over which queues have limits now, and which groups are paused."""
@@ -184,8 +190,10 @@ class Limits:
 
     def is_full(self, queue: str, group: str | None) -> bool:
         """Whether there is no room for such a task now, or its group is paused."""
-        if self._shut and ((queue, group) in self._shut or (queue, None) in self._shut):
-            return True
+        for place in ((queue, group), (queue, None)) if self._shut else ():
+            if place in self._shut:
+                self._turned_away.add(place)
+                return True
         return self.is_paused(queue, group)
 
     def is_paused(self, queue: str, group: str | None) -> bool:
@@ -375,7 +383,8 @@ class Limits:
         self._shut[place] = asyncio.get_running_loop().call_later(pause, self._reopen, place)
 
     def _park(self, place: Place, candidate: Candidate) -> None:
-        self._parked.setdefault(place, _Parked()).add(candidate)
+        if not self._parked.setdefault(place, _Parked()).add(candidate):
+            self._turned_away.add(place)
 
     def _reopen(self, place: Place) -> None:
         """Try again, the best of those that wait first."""
@@ -387,8 +396,10 @@ class Limits:
             self._candidates.offer(replace(candidate, due=time.monotonic(), timed=False))
         if not parked:
             self._parked.pop(place, None)
-            if timer is not None:
+            # Where a whole queue was shut, scans have not looked at all.
+            if timer is not None and (place[1] is None or place in self._turned_away):
                 self._candidates.order_scan()
+            self._turned_away.discard(place)
         self._candidates.ready.set()
 
     def _use_room(self, place: Place) -> None:
@@ -410,6 +421,7 @@ class Limits:
             timer.cancel()
         self._shut.clear()
         self._parked.clear()
+        self._turned_away.clear()
 
 
 def _counts_starts(limits: Document) -> bool:
