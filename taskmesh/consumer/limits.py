@@ -275,8 +275,9 @@ class Limits:
 
     async def _book(self, queue: str, wishes: Mapping[str, Wish]) -> Booking | None:
         """Ask for room, and give back what is in hand and not used."""
-        said = self._slots.to_tell(queue, time.monotonic())
-        free, places = self._slots.take_idle(queue)
+        now = time.monotonic()
+        said = self._slots.to_tell(queue, now)
+        free, places = self._slots.take_idle(queue, now)
         booking = await store_limits.book(
             self._store, queue, self._worker_id, list(wishes.values()), free=free, renew=said
         )

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -58,38 +60,44 @@ class Slots:
         self._store = store
         self._clock = clock
         self._held: dict[str, Slot] = {}
+        self._held_of: Counter[Place] = Counter()
         self._by_task: dict[str, Slot] = {}
         self._idle: dict[Place, list[Slot]] = {}
+        """By place, where there is one: groups come and go."""
         self.changed = asyncio.Event()
 
     def count(self, queue: str, group: str | None) -> int:
         """Return how many of a queue, or of a group of it, are held."""
-        return sum(slot.place[0] == queue and group in (None, slot.place[1]) for slot in self._held.values())
+        if group is not None:
+            return self._held_of[queue, group]
+        return sum(count for place, count in self._held_of.items() if place[0] == queue)
 
     def any_idle(self, queue: str, group: str | None) -> bool:
         """Whether one of a queue, or of a group of it, is held and not used."""
-        return any(slots and place[0] == queue and group in (None, place[1]) for place, slots in self._idle.items())
+        return (queue, group) in self._idle if group is not None else any(place[0] == queue for place in self._idle)
 
     def booked(self, place: Place, wish: Wish, token: str, good_until: datetime) -> None:
         """Take over a slot that was booked for a task."""
         self.unused(wish.id)  # two claims of one task need no more than one slot
         slot = Slot(token, place, wish.group, good_until, wish.id, time.monotonic(), wish.id)
         self._held[token] = slot
+        self._held_of[place] += 1
         self._by_task[wish.id] = slot
         self.changed.set()
 
     def use(self, place: Place, wish: Wish) -> Slot | None:
         """Use a slot of this place that is held already for this task; None if there is none."""
-        idle = self._idle.get(place)
         if wish.id in self._by_task:  # a claim of the same task is under way
             return None
-        while idle:
+        while idle := self._idle.get(place):
             slot = idle.pop()
+            if not idle:
+                del self._idle[place]
             if self._clock.monotonic(slot.good_until) - time.monotonic() > _GOOD_FOR_S:
                 slot.task, slot.group = wish.id, wish.group
                 self._by_task[wish.id] = slot
                 return slot
-            self._held.pop(slot.token, None)  # it is written off by the others
+            self._drop(slot.token)  # it is written off by the others
         return None
 
     def unused(self, id_: str) -> Place | None:
@@ -117,12 +125,27 @@ class Slots:
         """It is not known whether the task runs: others find out, by its lease."""
         slot = self._by_task.pop(id_, None)
         if slot is not None:
-            self._held.pop(slot.token, None)
+            self._drop(slot.token)
 
-    def take_idle(self, queue: str) -> tuple[list[str], set[Place]]:
-        """Return the tokens of the slots that nothing uses now, to be given back, and their places."""
-        places = {place for place, slots in self._idle.items() if place[0] == queue and slots}
-        return [token for place in places for token in self._give_up(self._idle.pop(place))], places
+    def _drop(self, token: str) -> bool:
+        """Hold a slot no more; whether it was held."""
+        slot = self._held.pop(token, None)
+        if slot is None:
+            return False
+        self._held_of[slot.place] -= 1
+        if not self._held_of[slot.place]:
+            del self._held_of[slot.place]
+        return True
+
+    def take_idle(self, queue: str, before: float) -> tuple[list[str], set[Place]]:
+        """Return the tokens of the slots that nothing has used since then, to be given back, and their places."""
+        idle = []
+        for place in [place for place in self._idle if place[0] == queue]:
+            slots = self._idle.pop(place)
+            idle += [slot for slot in slots if slot.idle_since <= before]
+            if later := [slot for slot in slots if slot.idle_since > before]:
+                self._idle[place] = later
+        return [slot.token for slot in idle if self._drop(slot.token)], {slot.place for slot in idle}
 
     def to_tell(self, queue: str, now: float) -> dict[str, Wish]:
         """Return, by token, what slots are used for without anybody else knowing it."""
@@ -142,7 +165,7 @@ class Slots:
             if token in held and good_until is not None:
                 slot.told, slot.told_at, slot.good_until = wish.id, now, good_until
             else:
-                self._held.pop(token)
+                self._drop(token)
                 if slot.task is not None:
                     self._by_task.pop(slot.task, None)
 
@@ -155,9 +178,8 @@ class Slots:
         """
         now = time.monotonic()
         places: set[Place] = set()
-        for queue in {slot.place[0] for slot in self._held.values()}:
-            idle = self._idle_before(queue, now - _IDLE_S)
-            free = self._give_up(idle)
+        for queue in {queue for queue, _ in self._held_of}:
+            free, given_back = self.take_idle(queue, now - _IDLE_S)
             said = self.to_tell(queue, now)
             if free or said:
                 try:
@@ -165,26 +187,15 @@ class Slots:
                 except PyMongoError as error:  # what is not given back is written off; what is used is told later
                     logger.debug("the slots of queue %s could not be kept (%s)", queue, type(error).__name__)
                     return places, _TOLD_EVERY_S
-            places |= {slot.place for slot in idle}
-        if any(self._idle.values()):
+            places |= given_back
+        if self._idle:
             return places, _IDLE_S
         return places, _TOLD_EVERY_S / 2 if self._by_task else None
 
-    def _idle_before(self, queue: str, moment: float) -> list[Slot]:
-        found = []
-        for place, slots in self._idle.items():
-            if place[0] == queue:
-                found += [slot for slot in slots if slot.idle_since <= moment]
-                slots[:] = [slot for slot in slots if slot.idle_since > moment]
-        return found
-
-    def _give_up(self, slots: Iterable[Slot]) -> list[str]:
-        return [slot.token for slot in slots if self._held.pop(slot.token, None) is not None]
-
     async def close(self) -> None:
         """Give back what nothing uses, at the end: what is left after that, others find out."""
-        for queue in {slot.place[0] for slot in self._held.values()}:
-            free, _ = self.take_idle(queue)
+        for queue in {queue for queue, _ in self._held_of}:
+            free, _ = self.take_idle(queue, math.inf)
             if free:
                 try:
                     await store_limits.keep(self._store, queue, free=free)

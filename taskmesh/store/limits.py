@@ -37,6 +37,8 @@ BOOKED_MS = 3_000
 _LANDED_MS = 2_000
 """After this much longer, no claim on the booking can still be on its way (see the claimer's deadline)."""
 _CHECKED_EVERY_MS = 100
+"""How often the slots are checked against the leases, at most; with more slots than this, once in a millisecond for each of
+them, since a check reads all that runs."""
 _BUCKETS = 100
 """So a start counts against its rate for a hundredth of the window too long at most."""
 _BUCKETS_OF_A_GROUP = 10
@@ -215,7 +217,7 @@ def _booking(
     # The wishes by group, each with its place among all: values of users, so a literal.
     asked = {"$literal": [{"g": group, "of": of} for group, of in by_group.items()]}
     # Of all that is counted, which may be thousands, only what concerns these groups is compared with each of them.
-    concerned = {"$in": ["$$this.g", {"$literal": [group for group in by_group if group is not None]}]}
+    concerned = {"$gte": [_place_in([group for group in by_group if group is not None], "$$this.g"), 0]}
     in_slots = {"$filter": {"input": "$slots", "cond": concerned}}
     started = {"$filter": {"input": "$group_starts", "cond": concerned}}
     has_rate = {"$gt": ["$group_rate", None]}
@@ -292,7 +294,8 @@ def _booking(
     group_starts = {"$map": {"input": groups_granted, "as": "group", "in": group_start}}
     # Were some refused for want of slots? Then somebody looks, now and then, which slots are still in use.
     held_by_slots = {"$lt": [{"$min": [run_room, {"$size": "$_within"}]}, len(wishes)]}
-    due_for_check = {"$lte": [{"$ifNull": ["$checked_time", rules.LONG_AGO]}, {"$subtract": [now, _CHECKED_EVERY_MS]}]}
+    every_ms = {"$max": [_CHECKED_EVERY_MS, {"$size": "$slots"}]}
+    due_for_check = {"$lte": [{"$ifNull": ["$checked_time", rules.LONG_AGO]}, {"$subtract": [now, every_ms]}]}
     return [
         # Starts whose window is over go; a missing list becomes an empty one.
         {
@@ -508,17 +511,19 @@ def _kept(store: Store, free: Collection[str], renew: Mapping[str, Wish]) -> rul
     """The slots without those that are given back, and with what their worker says of its own."""
     slots = stored_list("slots")
     if free:
-        slots = {"$filter": {"input": slots, "cond": {"$not": [{"$in": ["$$this.t", {"$literal": list(free)}]}]}}}
+        slots = {"$filter": {"input": slots, "cond": {"$lt": [_place_in(free, "$$this.t"), 0]}}}
     if renew:
-        news = {"$literal": [{"t": token, "id": wish.id, "g": wish.group} for token, wish in renew.items()]}
-        new = {"$arrayElemAt": [{"$filter": {"input": news, "as": "new", "cond": {"$eq": ["$$new.t", "$$this.t"]}}}, 0]}
+        news = {"$literal": [{"id": wish.id, "g": wish.group} for wish in renew.values()]}
         until = {"until": {"$add": [store.now, BOOKED_MS]}}
-        renewed = _let(
-            {"new": {"$ifNull": [new, None]}},
-            {"$cond": [{"$eq": ["$$new", None]}, "$$this", {"$mergeObjects": ["$$this", "$$new", until]}]},
-        )
-        slots = {"$map": {"input": slots, "in": renewed}}
+        renewed = {"$mergeObjects": ["$$this", {"$arrayElemAt": [news, "$$place"]}, until]}
+        one = _let({"place": _place_in(renew, "$$this.t")}, {"$cond": [{"$lt": ["$$place", 0]}, "$$this", renewed]})
+        slots = {"$map": {"input": slots, "in": one}}
     return slots
+
+
+def _place_in(values: Collection[str], value: rules.Expression) -> rules.Expression:
+    """The place of a value in a list, -1 if it is not there. The server hashes the list once; `$in` would compare with each."""
+    return {"$indexOfArray": [{"$literal": list(values)}, value]}
 
 
 async def check(store: Store, queue: str) -> int:
