@@ -42,6 +42,15 @@ def ways(share: float) -> list[Way]:
     hundred: dict[str, Any] = {"nap_s": 0.0, "concurrency": 100}
     return [
         Way("group_running=2, one group", few, {"group_running": 2}, lambda _: "a", **two, least_s=few * NAP_S / 2),
+        Way(
+            f"{GROUPS} groups at their limits, group_running=2, tasks of 1 s",
+            max(4, int(8 * share)) * GROUPS,
+            {"group_running": 2},
+            lambda n: f"g{n % GROUPS}",
+            nap_s=1.0,
+            concurrency=2 * GROUPS,
+            least_s=max(4, int(8 * share)) / 2,
+        ),
         Way("running=2", few, {"running": 2}, lambda _: None, **two, least_s=few * NAP_S / 2),
         Way(f"{GROUPS} groups, no limit", many, {}, lambda n: f"g{n % GROUPS}", **hundred),
         Way(f"{GROUPS} groups, group_running=2", many, {"group_running": 2}, lambda n: f"g{n % GROUPS}", **hundred),
