@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-_READY_WITHIN_S = 60.0
+_READY_WITHIN_S = 240.0
 _END_WITHIN_S = 60.0
 
 

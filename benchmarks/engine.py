@@ -102,7 +102,7 @@ async def stand_by(line: Line, setting: Setting) -> None:
     """Be many consumers at once, each with a connection and a stream of its own, that find nothing to do until `end`."""
     async with contextlib.AsyncExitStack() as stack:
         for n in range(setting["workers"]):
-            await stack.enter_async_context(consuming(setting | {"worker_id": f"light-{n}"}))
+            await stack.enter_async_context(consuming(setting | {"worker_id": f"light-{setting['first'] + n}"}))
         await asyncio.sleep(setting.get("settle_s", 3.0))  # until each has registered, and scanned
         line.say(ready=True)
         await line.end.wait()

@@ -44,7 +44,7 @@ class InsertedTasks:
         """Take in what the stream has told."""
         if not isinstance(id_, str) or not id_.startswith(f"{name}:"):
             logger.warning("the document %.200r is no task: its _id must be name:key; left alone", id_)
-        elif self._partitions.place_of(id_) == 0:
+        elif self._partitions.place_to_hear_of(id_) == 0:
             self._heard.add(id_)
             self._wake.set()
         else:

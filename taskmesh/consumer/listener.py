@@ -1,7 +1,8 @@
 """The listener: turns the feed's hints into candidates, and tells executions what concerns them.
 
 A hint may be lost or late; the scan is the truth. When the claim queue is full, hints about new work are not even delivered,
-and a scan catches up when there is room again.
+and a scan catches up when there is room again. A worker that does not listen (`consumer/listening.py`) asks each second about
+what it runs.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from taskmesh.consumer.claim_queue import Candidate, ClaimQueue
 from taskmesh.consumer.execution import Execution
 from taskmesh.consumer.executions import Executions
 from taskmesh.consumer.inserted_tasks import InsertedTasks
+from taskmesh.consumer.listening import Listening
 from taskmesh.consumer.partitions import Partitions
 from taskmesh.consumer.pinger import Pinger
 from taskmesh.consumer.queues import Queues
@@ -32,6 +34,7 @@ from taskmesh.store.clock import ServerClock
 from taskmesh.store.driver import Document
 from taskmesh.store.event_stamp import read_stamp
 from taskmesh.store.find import get, look_up, number_of
+from taskmesh.store.renew import held_of
 from taskmesh.store.rules import NEVER
 
 logger = logging.getLogger("taskmesh.listener")
@@ -40,6 +43,7 @@ _LAST_PLACE_TO_TRY = 1
 _TOO_LATE_S = 0.5
 _CLAIM_LANDS_S = 0.02
 _QUEUES_AT_LEAST_EVERY_S = 2.0
+_ASK_EVERY_S = 1.0
 _STREAM_IS_BACK_WITHIN_S = 2.0
 
 
@@ -51,6 +55,7 @@ class Listener:
         feed: Feed,
         store: Store,
         settings: Settings,
+        listening: Listening,
         clock: ServerClock,
         candidates: ClaimQueue,
         executions: Executions,
@@ -59,6 +64,7 @@ class Listener:
         backup_claims: BackupClaims,
         pinger: Pinger,
         orders: Orders,
+        *,
         inserted_tasks: InsertedTasks,
     ) -> None:
         self._feed = feed
@@ -68,6 +74,7 @@ class Listener:
         self._names = frozenset(settings.names)
         self._from = frozenset(settings.queues) if settings.queues is not None else None
         """The queues that this worker takes tasks from; None: all."""
+        self._listening = listening
         self._clock = clock
         self._candidates = candidates
         self._executions = executions
@@ -89,9 +96,12 @@ class Listener:
 
     async def open(self) -> None:
         """Subscribe, and wait until the stream is open."""
+        await self._subscribed().ready.wait()
+
+    def _subscribed(self) -> Subscription:
         interest = Interest(names=self._names, control=True)
         self._subscription = self._feed.subscribe(interest, self._heard, self._missed)
-        await self._subscription.ready.wait()
+        return self._subscription
 
     @property
     def wants_hints(self) -> bool:
@@ -117,15 +127,35 @@ class Listener:
     async def run(self) -> None:
         """Follow up, for ever, what hints leave open: they carry no more than an `_id`."""
         while True:
-            if not await until(self._something, _QUEUES_AT_LEAST_EVERY_S):
+            listens = self._subscription is not None
+            if not await until(self._something, _QUEUES_AT_LEAST_EVERY_S if listens else _ASK_EVERY_S):
                 self._queues_changed = True
             self._something.clear()
             try:
+                if listens != self._listening.wanted:
+                    await self._begin_or_cease()
+                elif not listens:
+                    self._concerned.update(await self._not_held())
                 await self.run_once()
             except PyMongoError as error:
                 logger.debug("could not follow up what the stream told (%s): scanning instead", type(error).__name__)
                 self._missed()
                 await asyncio.sleep(0.5)
+
+    async def _begin_or_cease(self) -> None:
+        """Listen from now on, or ask."""
+        if self._subscription is not None:
+            self.close()
+            logger.info("worker %s asks instead of listening: enough others listen", self._worker_id)
+        else:
+            logger.info("worker %s listens again", self._worker_id)
+            await until(self._subscribed().ready, _STREAM_IS_BACK_WITHIN_S)
+        self._missed()
+
+    async def _not_held(self) -> list[str]:
+        """Return the tasks that run here, and that this worker seems not to hold any more."""
+        held = {id_: execution.running_id for id_, execution in self._executions.items() if not execution.ended}
+        return sorted(held.keys() - await held_of(self._store, held)) if held else []
 
     def _heard(self, change: Change) -> None:
         if change.collection == self._store.tasks:
@@ -174,7 +204,7 @@ class Listener:
         named = option.get("specific_worker_ids", [])
         if not self._me.is_allowed(named) or not self._me.has(task.get("needs") or ()):
             return
-        place = 0 if named else self._partitions.place(task.get("lane"))
+        place = 0 if named else self._partitions.place_to_hear(task.get("lane"))
         if place > _LAST_PLACE_TO_TRY:
             return
         if queue in self._queues.paused:
@@ -274,7 +304,7 @@ class Listener:
         for row in await look_up(self._store, self._me, ids):
             if row.claim_time == NEVER or (self._from is not None and row.queue not in self._from):
                 continue
-            place = 0 if row.named else self._partitions.place_of(row.id)
+            place = 0 if row.named else self._partitions.place_to_hear_of(row.id)
             if place <= _LAST_PLACE_TO_TRY:
                 moment = max(filter(None, (row.claim_time, row.next_claim_time)))
                 self._queues.heard_of(row.queue)

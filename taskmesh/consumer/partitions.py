@@ -13,6 +13,10 @@ from hashlib import blake2b
 
 from taskmesh.store.publication import LANES, lane_of
 
+_TAKE_TURNS = 4
+"""So many workers each do all that any of them could do; of more, each does it as much less often."""
+_MOST_SELDOM = 10.0
+
 
 class Partitions:
     """This worker's place in every lane."""
@@ -20,19 +24,23 @@ class Partitions:
     def __init__(self, worker_id: str) -> None:
         self._worker_id = worker_id
         self._workers: frozenset[str] = frozenset()
+        self._listeners: frozenset[str] = frozenset()
         self._place = [0] * LANES
+        self._place_to_hear = [0] * LANES
         self.own: list[int] | None = None
         """The lanes in which this worker comes first; None: all of them, since it is alone."""
 
-    def set_workers(self, worker_ids: Collection[str]) -> bool:
-        """Learn who lives and does the same work; True if anything changed."""
-        workers = frozenset(worker_ids) | {self._worker_id}
-        if workers == self._workers:
+    def set_workers(self, worker_ids: Collection[str], listening: Collection[str]) -> bool:
+        """Learn who lives and does the same work, and who of them listens; True if anything changed."""
+        workers, listeners = frozenset(worker_ids) | {self._worker_id}, frozenset(listening)
+        if (workers, listeners) == (self._workers, self._listeners):
             return False
-        self._workers = workers
+        self._workers, self._listeners = workers, listeners
         mine = [_weight(self._worker_id, lane) for lane in range(LANES)]
         others = [worker for worker in workers if worker != self._worker_id]
-        self._place = [sum(_weight(other, lane) > mine[lane] for other in others) for lane in range(LANES)]
+        before_me = [[other for other in others if _weight(other, lane) > mine[lane]] for lane in range(LANES)]
+        self._place = [len(before) for before in before_me]
+        self._place_to_hear = [sum(other in listeners for other in before) for before in before_me]
         self.own = [lane for lane in range(LANES) if self._place[lane] == 0] if others else None
         return True
 
@@ -41,6 +49,13 @@ class Partitions:
         """Whether nobody else does this work."""
         return self.own is None
 
+    def in_turn(self, every_s: float) -> float:
+        """Return how often this worker is to do what one of those that do the same work has to do `every_s` seconds, or sooner.
+
+        So what the fleet asks of the database for its own sake does not grow with it.
+        """
+        return every_s * min(max(1.0, len(self._workers) / _TAKE_TURNS), _MOST_SELDOM)
+
     def place(self, lane: object) -> int:
         """Return how many workers come before this one in the lane."""
         return self._place[lane] if isinstance(lane, int) and 0 <= lane < LANES else 0
@@ -48,6 +63,14 @@ class Partitions:
     def place_of(self, id_: str) -> int:
         """Return how many workers come before this one in the lane of a task."""
         return self._place[lane_of(id_)]
+
+    def place_to_hear(self, lane: object) -> int:
+        """Return how many workers that listen come before this one in the lane: these hear of what is new there."""
+        return self._place_to_hear[lane] if isinstance(lane, int) and 0 <= lane < LANES else 0
+
+    def place_to_hear_of(self, id_: str) -> int:
+        """Return how many workers that listen come before this one in the lane of a task."""
+        return self._place_to_hear[lane_of(id_)]
 
 
 def _weight(worker_id: str, lane: int) -> bytes:

@@ -9,6 +9,7 @@ from datetime import datetime
 from taskmesh.consumer.claim_queue import ClaimQueue
 from taskmesh.consumer.failure_counts import FailureCounts
 from taskmesh.consumer.limits import Limits
+from taskmesh.consumer.partitions import Partitions
 from taskmesh.consumer.settings import Settings
 from taskmesh.store import Store, registry
 from taskmesh.store.find import queues_due, queues_in_use
@@ -31,6 +32,7 @@ class Queues:
         candidates: ClaimQueue,
         limits: Limits,
         failures: FailureCounts,
+        partitions: Partitions,
         usual: Iterable[str],
     ) -> None:
         """`usual`: where tasks of ours are published unless somebody says otherwise: scanned though still empty."""
@@ -40,6 +42,7 @@ class Queues:
         self._candidates = candidates
         self._limits = limits
         self._failures = failures
+        self._partitions = partitions
         self._usual = frozenset(usual)
         known = sorted(self._usual) if settings.queues is None else settings.queues
         self._known: dict[str, float] = dict.fromkeys(known, time.monotonic())
@@ -76,16 +79,19 @@ class Queues:
             if self._due is not None:
                 self._due.add(queue)
 
-    async def look_for_due(self, now: float, until: datetime) -> None:
-        """Ask in which queues something is due by then: the others are not looked at, and cost nothing, however many they are."""
+    async def look_for_due(self, now: float, until: datetime, *, leases: bool) -> None:
+        """Ask in which queues something is due by then: the others are not looked at, and cost nothing, however many they are.
+
+        `leases`: also among what runs.
+        """
         if self._due is None and now < self._next_probe:
             return
-        self._next_probe = now + _PROBE_EVERY_S
-        due, all_of_them = await queues_due(self._store, self._names, until)
+        self._next_probe = now + self._partitions.in_turn(_PROBE_EVERY_S)
+        due, all_of_them = await queues_due(self._store, self._names, until, leases=leases)
         if self._fixed:
             due &= self._known.keys()
         elif not all_of_them and now >= self._next_look_at_all:
-            self._next_look_at_all = now + _QUEUES_EVERY_S
+            self._next_look_at_all = now + self._partitions.in_turn(_QUEUES_EVERY_S)
             due |= set(await queues_in_use(self._store))
         for queue in sorted(due):
             self._know(queue, now)

@@ -15,6 +15,7 @@ from taskmesh.consumer.claim_filter import ClaimFilter
 from taskmesh.consumer.claimer import Claimer
 from taskmesh.consumer.executions import Executions
 from taskmesh.consumer.life import Life
+from taskmesh.consumer.listening import Listening
 from taskmesh.consumer.partitions import Partitions
 from taskmesh.consumer.settings import Settings
 from taskmesh.consumer.timing import until
@@ -30,6 +31,9 @@ from taskmesh.store.uncut import CLOSE_DEADLINE_S
 from taskmesh.store.values import cleaned
 
 logger = logging.getLogger("taskmesh.registration")
+
+_ALL_LOOK = 128
+"""In a larger fleet nobody looks at each sign of life who else lives: what all read together would grow with its square."""
 
 
 class Commanded(Protocol):
@@ -96,6 +100,7 @@ class Registration:
         settings: Settings,
         life: Life,
         partitions: Partitions,
+        listening: Listening,
         executions: Executions,
         claimer: Claimer,
         stats: WorkerStats,
@@ -109,6 +114,7 @@ class Registration:
         self._instance = settings.instance
         self._life = life
         self._partitions = partitions
+        self._listening = listening
         self._executions = executions
         self._claimer = claimer
         self._stats = stats
@@ -116,6 +122,7 @@ class Registration:
         self._claim_filter = claim_filter
         self.fleet: list[WorkerInfo] = []
         """The registered workers, this one among them."""
+        self._next_look = 0.0
         self._wake = asyncio.Event()
         self._told_outage = False
         self._throughput = Throughput()
@@ -191,11 +198,16 @@ class Registration:
 
     async def _read_fleet(self) -> None:
         """Learn who lives, and who of them does the same work."""
+        if len(self.fleet) > _ALL_LOOK and time.monotonic() < self._next_look:
+            return
         self.fleet = read_workers(await registry.workers(self._store))
+        self._next_look = time.monotonic() + registry.HEARTBEAT_MS / 1000 * len(self.fleet) / _ALL_LOOK
         names, queues = self._settings.names, self._settings.queues
-        peers = [worker.worker_id for worker in self.fleet if worker.competes_for(names, queues)]
-        if self._partitions.set_workers(peers):
+        peers = [worker for worker in self.fleet if worker.competes_for(names, queues)]
+        listening = [worker.worker_id for worker in peers if worker.listens]
+        if self._partitions.set_workers([worker.worker_id for worker in peers], listening):
             logger.debug("worker %s shares its work with %d others", self._worker_id, len(peers) - 1)
+        self._listening.learn(self.fleet, {worker.worker_id for worker in peers})
 
     def _description(self) -> Document:
         settings, life, executions = self._settings, self._life, self._executions
@@ -207,6 +219,8 @@ class Registration:
             "names": settings.names,
             "queues": settings.queues,
             "labels": settings.labels,
+            "listens": self._listening.wanted,
+            "may_listen": settings.listen,
             "on_claim": None if self._claim_filter.said is None else cleaned(self._claim_filter.said),
             "on_claim_claims_nothing": self._claim_filter.claims_nothing,
             "concurrency": settings.concurrency,

@@ -23,6 +23,7 @@ from taskmesh.consumer.executions import Executions
 from taskmesh.consumer.groups import Groups
 from taskmesh.consumer.limits import Limits
 from taskmesh.consumer.listener import Listener
+from taskmesh.consumer.listening import Listening
 from taskmesh.consumer.partitions import Partitions
 from taskmesh.consumer.queues import LOOK_AHEAD_MS, Queues
 from taskmesh.consumer.settings import Settings
@@ -46,6 +47,10 @@ from taskmesh.store.settle import settle
 logger = logging.getLogger("taskmesh.scanner")
 
 SCAN_EVERY_S = 1.0
+_ASK_AGAIN_S = 0.1
+"""How soon a worker that does not listen looks again when it has found something; each time that it finds nothing, twice as
+late as before."""
+_ASK_AT_LEAST_EVERY_S = 4.0
 _SETTLE_EVERY_S = 2.0
 _PAYLOADS_EVERY_S = 60.0
 """How often to look whether something that is stored apart has no task any more."""
@@ -75,9 +80,10 @@ class Scanner:
         limits: Limits,
         claim_filter: ClaimFilter,
         backup_claims: BackupClaims,
+        listening: Listening,
         listener: Listener,
-        dependents: Dependents,
         *,
+        dependents: Dependents,
         groups: Groups,
     ) -> None:
         self._store = store
@@ -94,6 +100,7 @@ class Scanner:
         self._narrowed_by: Mapping[str, Any] = {}
         """What the hook `on_claim` says at this pass: what does not match it would be refused, like what only others may have."""
         self._backup_claims = backup_claims
+        self._listening = listening
         self._listener = listener
         self._dependents = dependents
         self._groups = groups
@@ -107,6 +114,7 @@ class Scanner:
         self._next_leases = 0.0
         self._next_help = 0.0
         self._again_soon = False
+        self._pause_s = SCAN_EVERY_S
         self._heads: dict[tuple[int, str], float] = {}
         """What stood at the head of each lane when all were looked at last, and since when."""
         self._told_outage = self._told_unsettled = False
@@ -118,7 +126,8 @@ class Scanner:
         while True:
             self._candidates.scan_wanted.clear()
             try:
-                await self.run_once()
+                brought = await self.run_once()
+                self._pause_s = self._pause_after(brought)
                 self._told_outage = False
             except PyMongoError as error:
                 if not self._told_outage:
@@ -126,7 +135,15 @@ class Scanner:
                     self._told_outage = True
                 self._candidates.unread = True
                 await asyncio.sleep(0.2)
-            await until(self._candidates.scan_wanted, _PATIENCE_S if self._again_soon else varied(SCAN_EVERY_S, 0.1))
+            await until(self._candidates.scan_wanted, _PATIENCE_S if self._again_soon else varied(self._pause_s, 0.1))
+
+    def _pause_after(self, brought: int) -> float:
+        """Return how long to wait for the next pass, unless something asks for it."""
+        if self._listening.wanted:
+            return SCAN_EVERY_S
+        if brought:
+            return _ASK_AGAIN_S
+        return min(2 * self._pause_s, self._partitions.in_turn(SCAN_EVERY_S), _ASK_AT_LEAST_EVERY_S)
 
     async def run_once(self) -> int:
         """Make one pass; return how many new candidates it brought."""
@@ -139,10 +156,14 @@ class Scanner:
             await self._claim_filter.current() or {}
         )  # None: nothing is claimed for now, whatever is found
         self._candidates.begin_scan()
-        await self._queues.look_for_due(now, self._horizon)
+        leases = now >= self._next_leases
+        await self._queues.look_for_due(now, self._horizon, leases=leases)
         self._candidates.unread = False
         brought = await self._scan()
-        brought += await self._look_at_leases(now) + await self._help_others(now)
+        if leases:
+            self._next_leases = now + self._partitions.in_turn(0.8 * SCAN_EVERY_S)
+            brought += await self._look_at_leases()
+        brought += await self._help_others(now)
         self.scans += 1
         if brought:
             self._candidates.ready.set()
@@ -157,15 +178,15 @@ class Scanner:
         """Write down what time alone has finished, and ask for those that wait for others. A scan does without, if need be."""
         try:
             if now >= self._next_settle:
-                self._next_settle = now + varied(_SETTLE_EVERY_S, 0.2)
+                self._next_settle = now + self._partitions.in_turn(varied(_SETTLE_EVERY_S, 0.2))
                 if await settle(self._store):
                     # Nobody else tells those that wait for what time alone has finished.
                     await self._dependents.sweep(at_once=True)
             if now >= self._next_sweep:
-                self._next_sweep = now + 0.8 * SCAN_EVERY_S
+                self._next_sweep = now + self._partitions.in_turn(0.8 * SCAN_EVERY_S)
                 await self._dependents.sweep()
             if now >= self._next_payloads:
-                self._next_payloads = now + varied(_PAYLOADS_EVERY_S, 0.2)
+                self._next_payloads = now + self._partitions.in_turn(varied(_PAYLOADS_EVERY_S, 0.2))
                 await apart.sweep(self._store, references)
             self._told_unsettled = False
         except PyMongoError as error:
@@ -241,11 +262,8 @@ class Scanner:
         """Those that the hook `on_claim` allows now."""
         return await fitting(self._store, rows, self._narrowed_by) if self._narrowed_by else rows
 
-    async def _look_at_leases(self, now: float) -> int:
-        """Once a second, find the leases that run out, in all lanes: they stand behind no backlog."""
-        if now < self._next_leases:
-            return 0
-        self._next_leases = now + 0.8 * SCAN_EVERY_S
+    async def _look_at_leases(self) -> int:
+        """Find the leases that run out, and tasks at work that have room, in all lanes: they stand behind no backlog."""
         brought = 0
         for _, what in self._ranges(None):
             leases = await scan_leases(self._store, self._me, what, _PAGE_BESIDE)

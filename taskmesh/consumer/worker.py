@@ -49,6 +49,7 @@ from taskmesh.consumer.life import DEFAULT_GRACE_MS, Life, State
 from taskmesh.consumer.lifespan import CLOSES_WITHIN_S, Lifespan, Opening
 from taskmesh.consumer.limits import Limits
 from taskmesh.consumer.listener import Listener
+from taskmesh.consumer.listening import Listening
 from taskmesh.consumer.loops import Loops, publications_of
 from taskmesh.consumer.partitions import Partitions
 from taskmesh.consumer.pinger import Pinger
@@ -164,7 +165,8 @@ class Consumer:
     @property
     def stream_silent_ms(self) -> float:
         """For how long the change stream has not moved on: see `Feed.silent_ms`. 0 for one that does not listen."""
-        return self._mesh.feed.silent_ms if self._worker is not None and self._settings.listen else 0.0
+        worker = self._worker
+        return self._mesh.feed.silent_ms if worker is not None and worker.listening.wanted else 0.0
 
     @property
     def concurrency(self) -> int:
@@ -328,11 +330,14 @@ class Worker:
         self.executions = Executions(settings)
         self.candidates = ClaimQueue(settings)
         self.partitions = Partitions(worker_id)
+        self.listening = Listening(settings)
         self.slots = Slots(store, clock)
         self.limits = Limits(store, settings, clock, self.candidates, self.executions, self.slots)
         usual_queues = ["default", *(queue for definition in definitions.values() for queue in definition.queues)]
         self.failures = FailureCounts(store, self.limits)
-        self.queues = Queues(store, settings, self.candidates, self.limits, self.failures, usual_queues)
+        self.queues = Queues(
+            store, settings, self.candidates, self.limits, self.failures, self.partitions, usual_queues
+        )
         # From the claim to the outcome.
         stats = WorkerStats()
         self.pinger = Pinger(store, settings, self.executions, stats)
@@ -394,6 +399,7 @@ class Worker:
             mesh.feed,
             store,
             settings,
+            self.listening,
             clock,
             self.candidates,
             self.executions,
@@ -402,7 +408,7 @@ class Worker:
             self.backup_claims,
             self.pinger,
             orders,
-            self.inserted_tasks,
+            inserted_tasks=self.inserted_tasks,
         )
         self.scanner = Scanner(
             store,
@@ -415,14 +421,25 @@ class Worker:
             self.limits,
             claim_filter,
             self.backup_claims,
+            self.listening,
             self.listener,
-            self.dependents,
+            dependents=self.dependents,
             groups=self.groups,
         )
         # Who looks after the fleet, and the end.
         self.ticker = Ticker(store, mesh.schedules)
         self.registration = Registration(
-            store, clock, settings, life, self.partitions, self.executions, self.claimer, stats, orders, claim_filter
+            store,
+            clock,
+            settings,
+            life,
+            self.partitions,
+            self.listening,
+            self.executions,
+            self.claimer,
+            stats,
+            orders,
+            claim_filter,
         )
         self.unserved = Unserved(store, self.registration)
         self.loops = Loops(
@@ -476,7 +493,7 @@ class Worker:
         await patiently(self.queues.read)
         await patiently(self.loops.declare)
         self.pinger.start()
-        if self._settings.listen:
+        if self.listening.wanted:
             await self.listener.open()  # before the first scan, so that nothing falls in between
 
     def start(self, loops: anyio.abc.TaskGroup) -> None:

@@ -87,6 +87,10 @@ class WorkerInfo(ReadOnly):
     labels: dict[str, Any] = {}
     """What tasks may need of it; `host` is among them."""
     paused: bool = False
+    listens: bool = True
+    """Whether it has a change stream open; if not it asks, once a second or more often."""
+    may_listen: bool = True
+    """Whether it would ever open one: see `listen` of `mesh.consumer`."""
     start_time: datetime | None = None
     started: int = 0
     finished: int = 0

@@ -333,12 +333,17 @@ async def values_of(store: Store, field: str, query: Document) -> list[str] | No
 
 
 async def queues_due(
-    store: Store, names: Collection[str], until: datetime | None = None, *, majority: bool = False
+    store: Store,
+    names: Collection[str],
+    until: datetime | None = None,
+    *,
+    leases: bool = True,
+    majority: bool = False,
 ) -> tuple[set[str], bool]:
     """Return the queues in which tasks of these names come due by then (None: now), and whether these are all of them.
 
-    Two looks, whatever the number of queues: at what waits, of which nothing but keys is read, and at leases that run out;
-    no more than `_DUE_AT_MOST` of either.
+    Two looks, whatever the number of queues: at what waits, of which nothing but keys is read, and, unless that is left out, at
+    leases that run out and tasks at work that have room for more workers; no more than `_DUE_AT_MOST` of either.
     """
     due: Document = {"next_claim_time": {"$type": "date"}}
     if until is None:
@@ -349,7 +354,8 @@ async def queues_due(
     running = {"status": "RUNNING", "queue": {"$gte": ""}, "name": {"$in": list(names)}, **due}
     queues: set[str] = set()
     all_of_them = True
-    for query, hint in (({"status": "INIT", **due}, "taskmesh_waiting_due"), (running, "taskmesh_leases")):
+    looks = [({"status": "INIT", **due}, "taskmesh_waiting_due"), (running, "taskmesh_leases")]
+    for query, hint in looks if leases else looks[:1]:
         tasks = store.driver.collection(store.tasks, PLAIN_CODEC)
         tasks = tasks.with_options(read_concern=ReadConcern("majority")) if majority else tasks
         cursor = tasks.find(query, {"_id": 0, "queue": 1, "name": 1}, limit=_DUE_AT_MOST, batch_size=_DUE_AT_MOST + 1)

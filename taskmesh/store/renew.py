@@ -5,7 +5,7 @@ A lease that ran out is not renewed, even if nobody has taken the task yet: expi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from taskmesh.store import rules
@@ -124,6 +124,19 @@ def still_held(store: Store, database: Any, held: Iterable[tuple[str, str]]) -> 
             if (document["_id"], running_id) in pairs:
                 found[document["_id"], running_id] = document["task_option"]
     return found
+
+
+async def held_of(store: Store, held: Mapping[str, str]) -> set[str]:
+    """Return which of these tasks the executions, given by task, seem to hold: by what is stored, whatever time has changed."""
+    mine = {"$elemMatch": {"running_id": {"$in": sorted(set(held.values()))}, "state": "RUNNING"}}
+    query = {
+        "_id": {"$in": list(held)},
+        "status": {"$in": ["INIT", "RUNNING"]},
+        "task_state.worker_states": mine,
+        "task_state.deleted_time": None,
+    }
+    cursor = store.driver.collection(store.tasks).find(query, {"_id": 1}, batch_size=10_000)
+    return {document["_id"] for document in await cursor.to_list(None)}
 
 
 def _is_mine(running_ids: list[str], now: rules.Expression) -> rules.Expression:

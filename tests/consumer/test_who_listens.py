@@ -1,0 +1,160 @@
+"""Of many workers some listen and the others ask: each change stream costs the server something at every write."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from taskmesh import Consumer, TaskDefinition, TaskMesh, TaskOption, WorkerInfo, current_task
+from taskmesh.consumer import listening
+from tests.waiting import eventually
+from tests.working import all_working, working
+
+WORKERS = ["w1", "w2", "w3", "w4"]
+
+
+@pytest.fixture
+def only_one_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No stream can be afforded but one."""
+    monkeypatch.setattr(listening, "AFFORDABLE_CORES", 0.0)
+    monkeypatch.setattr(listening, "LEAST", 1)
+
+
+async def _listening(mesh: TaskMesh) -> list[str]:
+    return [worker.worker_id for worker in await mesh.workers() if worker.live and worker.listens]
+
+
+async def _one_listens(mesh: TaskMesh, among: list[str] = WORKERS) -> str:
+    """Wait until it is so; return which."""
+
+    async def one() -> bool:
+        found = await _listening(mesh)
+        return len(found) == 1 and found[0] in among
+
+    await eventually(one, 20, what="one worker listens")
+    return (await _listening(mesh))[0]
+
+
+def _of(consumers: list[Consumer], worker_id: str) -> Consumer:
+    return next(consumer for consumer in consumers if consumer.worker_id == worker_id)
+
+
+@pytest.mark.usefixtures("only_one_listens")
+async def test_the_first_worker_listens_and_the_others_work_too(mesh: TaskMesh) -> None:
+    ran_by: set[str] = set()
+
+    @mesh.task
+    async def job() -> None:
+        ran_by.add(current_task().worker_id)
+        if len(ran_by) < len(WORKERS):
+            await eventually(lambda: len(ran_by) == len(WORKERS), what="each worker has run one")
+
+    async with all_working(mesh, WORKERS, concurrency=1):
+        assert await _one_listens(mesh) == "w1"
+        # Each has one slot, so that the first is done only when all four have found one.
+        handles = [await job.publish(str(n)) for n in range(len(WORKERS))]
+        for handle in handles:
+            await handle.result(20)
+    assert ran_by == set(WORKERS)
+
+
+@pytest.mark.usefixtures("only_one_listens")
+async def test_a_worker_that_asks_hears_within_a_second_or_so_that_its_task_was_cancelled(mesh: TaskMesh) -> None:
+    started, stopped = asyncio.Event(), asyncio.Event()
+
+    @mesh.task(option=TaskOption(ping_interval_ms=60_000, worker_timeout_ms=300_000))
+    async def job() -> None:
+        started.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            stopped.set()
+
+    async with all_working(mesh, WORKERS):
+        listener = await _one_listens(mesh)
+        asks = next(worker_id for worker_id in WORKERS if worker_id != listener)
+        handle = await job.configure(specific_worker_ids=(asks,)).publish("a")
+        await asyncio.wait_for(started.wait(), 20)
+        await handle.cancel()
+        await asyncio.wait_for(stopped.wait(), 20)  # the next ping is a minute away
+
+
+@pytest.mark.usefixtures("only_one_listens")
+async def test_when_the_one_that_listens_is_gone_another_begins_to(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def job() -> None: ...
+
+    async with all_working(mesh, WORKERS) as consumers:
+        first = await _one_listens(mesh)
+        await _of(consumers, first).stop()
+        second = await _one_listens(mesh, [worker_id for worker_id in WORKERS if worker_id != first])
+        assert second != first
+        await (await job.publish("a")).result(20)
+
+
+@pytest.mark.usefixtures("only_one_listens")
+async def test_tasks_that_come_one_by_one_are_heard_of_whoever_would_come_first_in_their_lanes(mesh: TaskMesh) -> None:
+    ran_by: list[str] = []
+
+    @mesh.task
+    async def job() -> None:
+        ran_by.append(current_task().worker_id)
+
+    async with all_working(mesh, WORKERS):
+        listener = await _one_listens(mesh)
+        # (Until each knows that no other listens.)
+        await eventually(_is_heard_by(listener, job, ran_by), 20, what="ten in a row are heard by the one that listens")
+
+
+def _is_heard_by(
+    listener: str, job: TaskDefinition[..., None], ran_by: list[str]
+) -> Callable[[], Coroutine[Any, Any, bool]]:
+    async def all_ten() -> bool:
+        ran_by.clear()
+        for n in range(10):
+            await (await job.publish(f"{datetime.now(UTC).timestamp()}-{n}")).result(20)
+        return ran_by == [listener] * 10
+
+    return all_ten
+
+
+async def test_a_few_workers_all_listen(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def job() -> None: ...
+
+    async with all_working(mesh, WORKERS), working(mesh, "never", listen=False):
+        await eventually(lambda: _all_registered(mesh), what="all five are registered")
+        found = {worker.worker_id: (worker.listens, worker.may_listen) for worker in await mesh.workers()}
+    assert found == {**dict.fromkeys(WORKERS, (True, True)), "never": (False, False)}
+
+
+async def _all_registered(mesh: TaskMesh) -> bool:
+    return len(await mesh.workers()) == len(WORKERS) + 1
+
+
+def _fleet(size: int, finished_per_s: float = 0.0) -> list[WorkerInfo]:
+    now = datetime.now(UTC)
+    common = {"host": "h", "pid": 1, "version": "0", "state": "running", "names": ["job"], "queues": None}
+    counts = {"concurrency": 1, "running": 0, "last_seen": now, "start_time": now}
+    return [
+        WorkerInfo.model_validate(
+            {"worker_id": f"w{n}", **common, **counts, "finished_per_s": finished_per_s / size if size else 0}
+        )
+        for n in range(size)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("size", "finished_per_s", "all_listen"),
+    [(1, 3_000, True), (4, 1_000, True), (8, 100, True), (64, 0, True), (64, 5_000, False), (1_000, 0, False)],
+)
+def test_how_many_listen_hangs_on_how_many_there_are_and_on_how_much_is_written(
+    size: int, finished_per_s: float, *, all_listen: bool
+) -> None:
+    fleet = _fleet(size, finished_per_s)
+    affordable = listening.affordable_to(fleet, {worker.worker_id for worker in fleet})
+    assert (2 * affordable >= size) is all_listen  # twice: who listens already goes on so long
