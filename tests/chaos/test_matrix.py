@@ -63,6 +63,7 @@ _ONLY_FOR: dict[str, set[str]] = {
 }
 _ELSEWHERE = {
     "registry.loop_names": "asked by stats and doctor: tests/loops",
+    "renew.held_of": "asked by a worker that does not listen: tests/consumer/test_who_listens.py",
     "renew.end_lease": "what a fault test does: tests/docs/test_testing.py",
     "registry.retentions_ms": "asked for latencies of queues: tests/admin/test_latencies.py",
     "registry.read_definition": "asked by who publishes by name: tests/client/test_by_name.py",

@@ -24,7 +24,7 @@ async def a_worker_that_does_nothing(mesh: TaskMesh, worker_id: str) -> None:
 
 def keys_in_lanes_of(worker_id: str, other: str) -> list[str]:
     lanes = Partitions(worker_id)
-    lanes.set_workers([other])
+    lanes.set_workers([other], [other])
     return [key for key in map(str, range(BACKLOG)) if lanes.own and lane_of(f"step:{key}") in lanes.own]
 
 

@@ -109,8 +109,8 @@ async def test_t15_what_on_claim_refuses_does_not_starve_what_it_allows_nor_is_i
         parts = parts_of(consumer)
         scans, tried = parts.scanner.scans, parts.claimer.tried
         began = time.monotonic()
-        await eventually(lambda: parts.scanner.scans >= scans + 3)
-        assert time.monotonic() - began > 1.5, "there is a pause between scans"
+        await eventually(lambda: parts.scanner.scans >= scans + 5)
+        assert time.monotonic() - began > 1.5, "there is a pause between scans, soon as long as ever"
         assert parts.claimer.tried == tried
         assert tried < 100
 
