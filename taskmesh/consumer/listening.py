@@ -15,7 +15,7 @@ from taskmesh.consumer.settings import Settings
 from taskmesh.model.worker import WorkerInfo
 from taskmesh.store.registry import HEARTBEAT_MS
 
-AFFORDABLE_CORES = 0.2
+AFFORDABLE_CORES = 0.15
 """What all streams together may take of the server."""
 LEAST = 2
 """So many of the workers that do the same work listen, whatever it costs."""

@@ -8,7 +8,8 @@ about who lives, loses a race or waits a moment.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 
 from taskmesh.store.publication import LANES, lane_of
@@ -36,11 +37,10 @@ class Partitions:
         if (workers, listeners) == (self._workers, self._listeners):
             return False
         self._workers, self._listeners = workers, listeners
-        mine = [_weight(self._worker_id, lane) for lane in range(LANES)]
+        mine = _weights(self._worker_id)
         others = [worker for worker in workers if worker != self._worker_id]
-        before_me = [[other for other in others if _weight(other, lane) > mine[lane]] for lane in range(LANES)]
-        self._place = [len(before) for before in before_me]
-        self._place_to_hear = [sum(other in listeners for other in before) for before in before_me]
+        self._place = _places(mine, others)
+        self._place_to_hear = _places(mine, [worker for worker in others if worker in listeners])
         self.own = [lane for lane in range(LANES) if self._place[lane] == 0] if others else None
         return True
 
@@ -73,5 +73,13 @@ class Partitions:
         return self._place_to_hear[lane_of(id_)]
 
 
-def _weight(worker_id: str, lane: int) -> bytes:
-    return blake2b(f"{worker_id}\0{lane}".encode(), digest_size=8).digest()
+def _places(mine: Sequence[bytes], others: Iterable[str]) -> list[int]:
+    """Return, for each lane, how many of the others come before the worker with these weights."""
+    weights = [_weights(other) for other in others]
+    return [sum(weight[lane] > mine[lane] for weight in weights) for lane in range(LANES)]
+
+
+@lru_cache(maxsize=10_000)
+def _weights(worker_id: str) -> tuple[bytes, ...]:
+    """Return how much a worker weighs in each lane."""
+    return tuple(blake2b(f"{worker_id}\0{lane}".encode(), digest_size=8).digest() for lane in range(LANES))
