@@ -36,7 +36,7 @@ from taskmesh.store.audit import author
 from taskmesh.store.blocking import publish_in_any_session
 from taskmesh.store.driver import Document, twin_of
 from taskmesh.store.payloads import Payloads
-from taskmesh.store.publication import Publication
+from taskmesh.store.publication import Publication, PublishId
 from taskmesh.store.publish import Published, give_numbers, publish
 from taskmesh.store.server_errors import is_over_deadline, is_passing, patiently
 from taskmesh.store.values import MAX_BYTES, new_id
@@ -156,18 +156,20 @@ class Publisher:
             configuration = await self.addressed(definition.name, configuration)
         configuration, size_of_fields = self.settled(definition, configuration)
         publish_id = new_id()
+        after = configuration.told_after
         publications = []
         for key, params in _by_key(params_by_key).items():
             checked_key(key)
             try:
-                stored, size = definition.to_store(params, configuration.told_after)
+                stored, size = definition.to_store(params, after)
             except (InvalidParams, TaskTooLarge) as error:
                 if len(params_by_key) == 1:
                     raise
                 raise type(error)(f"{error} (key {key!r}; none of these {len(params_by_key)} was published)") from None
-            publication = self.made(definition, key, stored, configuration, size + size_of_fields, apart=True)
-            publication.publish_id = publish_id
-            publications.append(publication)
+            size += size_of_fields
+            publications.append(
+                self.made(definition, key, stored, configuration, size, apart=True, publish_id=publish_id)
+            )
         _check_no_circle(publications)
         store, clock = self._connection.store, self._connection.clock
         if not clock.stale:  # before anything is waited for: in the order of the calls
@@ -315,10 +317,12 @@ class Publisher:
         size: int,
         *,
         apart: bool = False,
+        publish_id: PublishId | None = None,
     ) -> Publication:
         """Return what is to be published of checked params, in a configuration that is `settled`: each is made here.
 
-        `apart`: what is large may be stored apart, which the caller sees to. Raises `TaskTooLarge` for what fits in no document.
+        `apart`: what is large may be stored apart, which the caller sees to. `publish_id`: what all of one call share; None: one
+        of its own. Raises `TaskTooLarge` for what fits in no document.
         """
         name = definition.name
         sealed = self.payloads.codec_of(name) is not None
@@ -331,9 +335,17 @@ class Publisher:
                 f"task {name!r}: params of {size} bytes fit in no document, and what a handler publishes is not stored apart: "
                 "store them elsewhere and pass a reference"
             )
-        made = Publication(name, key, stored, configuration, size, sealed=sealed, broadcast=definition.broadcast)
-        made.apart = put_apart
-        return made
+        return Publication(
+            name,
+            key,
+            stored,
+            configuration,
+            size,
+            publish_id=publish_id or new_id(),
+            broadcast=definition.broadcast,
+            apart=put_apart,
+            sealed=sealed,
+        )
 
     async def fetched(self, document: Document) -> Document:
         """Return the document of a task with what of it is stored apart."""

@@ -17,6 +17,8 @@ from taskmesh.store.driver import Document
 from taskmesh.store.event_stamp import stamped
 from taskmesh.store.numbers import moment_of, number_at
 
+PublishId = ObjectId
+"""By which a repeated publish is known."""
 LANES = 64
 """Every task sits in a lane, by its `_id`; live workers divide the lanes among themselves, so that they seldom race."""
 
@@ -34,7 +36,7 @@ class Publication:
     trace: Document | None = None
     flow: str | None = None
     """The flow whose gate is shut until all its members are there."""
-    publish_id: ObjectId = field(default_factory=ObjectId)
+    publish_id: PublishId = field(default_factory=PublishId)
     """By which a repeated publish is known. Tasks that are published by one call may share it."""
     parent: str | None = None
     """The task whose handler starts it."""

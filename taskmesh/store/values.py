@@ -85,6 +85,8 @@ def _encoded(name: str, value: Any, path: str, most: int) -> bytes:
 
 def too_deep(value: Any, path: str) -> Unstorable | None:
     """Return what is wrong with a value whose dicts and lists stand too deep inside one another; None: they do not."""
+    if isinstance(value, dict) and not any(isinstance(part, (dict, list, tuple)) for part in value.values()):
+        return None  # as most params are
     depth, level = 0, [value]
     while level := [part for part in level if isinstance(part, (dict, list, tuple))]:
         if depth == _COUNTED_DEPTH:
