@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -17,6 +18,7 @@ from benchmarks.tables import Answer, Goal, median
 from taskmesh import TaskDefinition, TaskMesh
 
 NAP_S = 0.02
+LONG_NAP_S = 2.0
 TENANTS = 10
 GROUPS = 1_000
 
@@ -31,27 +33,51 @@ class Way:
     group_of: Callable[[int], str | None]
     nap_s: float
     concurrency: int
-    least_s: float | None = None
-    """How long it takes at least, as the limits allow; None: as long as the same without limits."""
+    spread: bool = False
+    """Whether tasks take from half as long to half as long again, and not all the same."""
+    bound: bool = False
+    """Whether the limits are what it waits for."""
+
+    def nap_of(self, n: int) -> float:
+        """How long a task takes."""
+        return self.nap_s * (0.5 + n * 7919 % 101 / 100) if self.spread else self.nap_s
+
+    @property
+    def least_s(self) -> float:
+        """How long it takes at least, as the limits allow: each slot of a group takes the next task in their order."""
+        limit = self.limits.get("group_running") or self.limits["running"]
+        slots: dict[str | None, list[float]] = {}
+        for n in range(self.count):
+            ends = slots.setdefault(self.group_of(n), [0.0] * limit)
+            heapq.heapreplace(ends, ends[0] + self.nap_of(n))
+        return max(map(max, slots.values()))
 
 
 def ways(share: float) -> list[Way]:
     """What is measured."""
-    few, many = max(40, int(300 * share)), max(GROUPS, int(5 * GROUPS * share))
-    two: dict[str, Any] = {"nap_s": NAP_S, "concurrency": 10}
+    few, many, turns = max(40, int(300 * share)), max(GROUPS, int(5 * GROUPS * share)), max(2, int(4 * share))
+    two: dict[str, Any] = {"nap_s": NAP_S, "concurrency": 10, "bound": True}
     hundred: dict[str, Any] = {"nap_s": 0.0, "concurrency": 100}
+    at_limits: dict[str, Any] = {"nap_s": LONG_NAP_S, "concurrency": 2 * GROUPS, "bound": True}
+    label, twice = f"{GROUPS} groups at their limits, group_running=2", {"group_running": 2}
     return [
-        Way("group_running=2, one group", few, {"group_running": 2}, lambda _: "a", **two, least_s=few * NAP_S / 2),
+        Way("group_running=2, one group", few, twice, lambda _: "a", **two),
+        Way("running=2", few, {"running": 2}, lambda _: None, **two),
         Way(
-            f"{GROUPS} groups at their limits, group_running=2, tasks of 1 s",
-            max(4, int(8 * share)) * GROUPS,
-            {"group_running": 2},
+            f"{label}, tasks of 1 to 3 s",
+            turns * 2 * GROUPS,
+            twice,
             lambda n: f"g{n % GROUPS}",
-            nap_s=1.0,
-            concurrency=2 * GROUPS,
-            least_s=max(4, int(8 * share)) / 2,
+            spread=True,
+            **at_limits,
         ),
-        Way("running=2", few, {"running": 2}, lambda _: None, **two, least_s=few * NAP_S / 2),
+        Way(
+            f"{label}, tasks of 2 s that end together",
+            turns * 2 * GROUPS,
+            twice,
+            lambda n: f"g{n % GROUPS}",
+            **at_limits,
+        ),
         Way(f"{GROUPS} groups, no limit", many, {}, lambda n: f"g{n % GROUPS}", **hundred),
         Way(f"{GROUPS} groups, group_running=2", many, {"group_running": 2}, lambda n: f"g{n % GROUPS}", **hundred),
         Way("no groups, no limit", many, {}, lambda _: None, **hundred),
@@ -82,7 +108,7 @@ def measure(backlogs: Backlogs, *, repetitions: int = 3, share: float = 1.0) -> 
     )
     free, unlimited = f"{GROUPS} groups, no limit", "no groups, no limit"
     for way in ways(share):
-        if way.least_s is not None:
+        if way.bound:
             of_allowed = rates[way.label] / (way.count / way.least_s)
             answer.goals.append(Goal(f"{way.label}: of what the limit allows", ">=", 0.8, of_allowed))
         if way.limits:
@@ -126,7 +152,7 @@ async def _work_off(uri: str, database: str, way: Way) -> tuple[float, float]:
             await publishing.set_limit("limited", **way.limits)
         by_group: dict[str | None, dict[str, dict[str, Any]]] = {}
         for n in range(way.count):
-            by_group.setdefault(way.group_of(n), {})[f"k{n}"] = {"key": f"k{n}", "seconds": way.nap_s}
+            by_group.setdefault(way.group_of(n), {})[f"k{n}"] = {"key": f"k{n}", "seconds": way.nap_of(n)}
         for group, params in by_group.items():
             await nap.configure(group=group).publish_many(params)
         async with _mesh(uri, database, commands) as mesh:
