@@ -408,7 +408,7 @@ class Limits:
         parked = self._parked.get(place)
         if place not in self._shut:
             place = (place[0], None)
-        elif parked and not _counts_starts(self.queues.get(place[0], {})):
+        elif parked and not _counts_starts(self.queues.get(place[0], {})) and self._slots.promise(place):
             # The slot is in hand, and the place stays shut for the others.
             self._candidates.offer(replace(next(parked), due=time.monotonic(), timed=False))
             self._candidates.ready.set()

@@ -31,6 +31,8 @@ Place = tuple[str, str | None]
 
 _IDLE_S = 0.03
 """How long a slot is kept for the next task, if none waits here."""
+_PROMISED_S = 1.0
+"""… and if one waits, which is claimed when those that are being claimed are through."""
 _TOLD_EVERY_S = 1.0
 """How long a slot is used before its worker says for which task: much less than it is good for."""
 _GOOD_FOR_S = 0.3
@@ -89,15 +91,26 @@ class Slots:
         """Use a slot of this place that is held already for this task; None if there is none."""
         if wish.id in self._by_task:  # a claim of the same task is under way
             return None
-        while idle := self._idle.get(place):
-            slot = idle.pop()
-            if not idle:
-                del self._idle[place]
+        slot = self._last_good(place)
+        if slot is None:
+            return None
+        idle = self._idle[place]
+        idle.remove(slot)
+        if not idle:
+            del self._idle[place]
+        slot.task, slot.group = wish.id, wish.group
+        self._by_task[wish.id] = slot
+        return slot
+
+    def _last_good(self, place: Place) -> Slot | None:
+        """Return the slot of this place that was freed last and is good for a while.
+
+        One that is not, since it was used for long, is not dropped: as long as it is not given back, others count it.
+        """
+        for slot in reversed(self._idle.get(place, ())):
             if self._clock.monotonic(slot.good_until) - time.monotonic() > _GOOD_FOR_S:
-                slot.task, slot.group = wish.id, wish.group
-                self._by_task[wish.id] = slot
                 return slot
-            self._drop(slot.token)  # it is written off by the others
+            slot.idle_since = 0.0  # it goes back with whatever is said next
         return None
 
     def unused(self, id_: str) -> Place | None:
@@ -120,6 +133,14 @@ class Slots:
         slot.idle_since = time.monotonic()
         self._idle.setdefault(slot.place, []).append(slot)
         self.changed.set()
+
+    def promise(self, place: Place) -> bool:
+        """Keep the slot of this place that was freed last: a task that waits here is about to use it. False if none is good."""
+        slot = self._last_good(place)
+        if slot is None:
+            return False
+        slot.idle_since = time.monotonic() + _PROMISED_S
+        return True
 
     def forget(self, id_: str) -> None:
         """It is not known whether the task runs: others find out, by its lease."""
