@@ -118,8 +118,6 @@ class Limits:
         self.paused_groups: frozenset[Place] = frozenset()
         """Groups that are paused for everybody, while the rest of their queue is open."""
         self._unchecked: set[str] = set()
-        self._asking: dict[str, asyncio.Lock] = {}
-        """By queue: who is asking for room."""
         self.canaries: set[str] = set()
         """Tasks that were let through while their queue is paused for its failures."""
         self._given_back: set[str] = set()
@@ -246,7 +244,7 @@ class Limits:
 
     async def admit(self, queue: str, candidates: list[Candidate]) -> Admission:
         """Book what there is room for, and put the rest aside: one set after the other, so that what goes first asks first."""
-        async with self._asking.setdefault(queue, asyncio.Lock()):
+        async with self._slots.turn(queue):
             # The set before may have learnt that there is no room.
             to_ask = [candidate for candidate in candidates if not self._parks(candidate)]
             return await self._admit(queue, to_ask) if to_ask else Admission(queue, [], {})

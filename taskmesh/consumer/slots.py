@@ -66,7 +66,16 @@ class Slots:
         self._by_task: dict[str, Slot] = {}
         self._idle: dict[Place, list[Slot]] = {}
         """By place, where there is one: groups come and go."""
+        self._turns: dict[str, asyncio.Lock] = {}
         self.changed = asyncio.Event()
+
+    def turn(self, queue: str) -> asyncio.Lock:
+        """Return the lock of whoever writes to the document of a queue's slots.
+
+        One writer of each worker at a time: a booking reckons for long, and would meet conflicts again and again with short
+        writes that come one after the other.
+        """
+        return self._turns.setdefault(queue, asyncio.Lock())
 
     def count(self, queue: str, group: str | None) -> int:
         """Return how many of a queue, or of a group of it, are held."""
@@ -197,17 +206,18 @@ class Slots:
 
         Return the places of what was given back, and when to look again.
         """
-        now = time.monotonic()
         places: set[Place] = set()
         for queue in {queue for queue, _ in self._held_of}:
-            free, given_back = self.take_idle(queue, now - _IDLE_S)
-            said = self.to_tell(queue, now)
-            if free or said:
-                try:
-                    self.told(said, *await store_limits.keep(self._store, queue, free=free, renew=said))
-                except PyMongoError as error:  # what is not given back is written off; what is used is told later
-                    logger.debug("the slots of queue %s could not be kept (%s)", queue, type(error).__name__)
-                    return places, _TOLD_EVERY_S
+            async with self.turn(queue):
+                now = time.monotonic()
+                free, given_back = self.take_idle(queue, now - _IDLE_S)
+                said = self.to_tell(queue, now)
+                if free or said:
+                    try:
+                        self.told(said, *await store_limits.keep(self._store, queue, free=free, renew=said))
+                    except PyMongoError as error:  # what is not given back is written off; what is used is told later
+                        logger.debug("the slots of queue %s could not be kept (%s)", queue, type(error).__name__)
+                        return places, _TOLD_EVERY_S
             places |= given_back
         if self._idle:
             return places, _IDLE_S
