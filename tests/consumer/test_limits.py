@@ -10,6 +10,8 @@ import pytest
 
 import taskmesh.consumer.limits
 from taskmesh import InvalidOption, Status, TaskMesh
+from taskmesh.store import Store
+from taskmesh.store import limits as store_limits
 from tests.consumer.sampling import most_running, most_starts_within, starts_of
 from tests.waiting import eventually
 from tests.working import all_working, finished, parts_of, working
@@ -266,3 +268,28 @@ async def _started_is(mesh: TaskMesh, count: int) -> bool:
 async def test_a_limit_that_makes_no_sense_is_refused(mesh: TaskMesh, limit: dict[str, object]) -> None:
     with pytest.raises(InvalidOption):
         await mesh.set_limit("q", **limit)  # type: ignore[arg-type]  # that is the test
+
+
+async def test_the_slot_of_a_task_that_ran_for_long_goes_back_and_is_not_left_for_others_to_write_off(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written_off: list[int] = []
+
+    async def check(store: Store, queue: str) -> int:
+        written_off.append(await store_check(store, queue))
+        return written_off[-1]
+
+    store_check = store_limits.check
+    monkeypatch.setattr(store_limits, "check", check)
+    monkeypatch.setattr(store_limits, "BOOKED_MS", 400)
+
+    @mesh.task(queue="long")
+    async def work() -> None:
+        await anyio.sleep(0.6)  # longer than a booking is good for
+
+    await mesh.set_limit("long", group_running=1)
+    for group in ("a", "b", "c"):
+        await work.configure(group=group).publish_many({f"{group}{n}": {} for n in range(4)})
+    async with working(mesh, "w1", concurrency=10):
+        await all_finished(mesh, "work", 12)
+    assert sum(written_off) == 0, "each would have kept its group shut for two seconds"
