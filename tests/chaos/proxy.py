@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Any, Self
 
 _REFUSED_AFTER_S = 0.2
+_READINGS = 3
 """So that those who are shut out do not come again at once, for ever."""
 _HEADER = struct.Struct("<iiii")
 _OP_MSG = 2013
@@ -324,15 +325,16 @@ def _obey() -> None:
 
 def _is_of_one_of(pids: Iterable[int], port: int) -> bool:
     """Whether one of these processes has connected from this port (Linux; by hand, since it must not hold up all others)."""
-    row = re.search(rb": 0100007F:%04X (.*)" % port, Path("/proc/net/tcp").read_bytes())
-    if row is None:
-        return False
-    socket_of_row = f"socket:[{row[1].split()[7].decode()}]"
+    sockets: set[str] = set()
+    for _ in range(_READINGS):
+        # Rows of connections that are over have no socket. A row can be missing while others come and go beside it.
+        rows = re.findall(rb": 0100007F:%04X (.*)" % port, Path("/proc/net/tcp").read_bytes())
+        sockets |= {f"socket:[{inode.decode()}]" for row in rows if (inode := row.split()[7]) != b"0"}
     for pid in pids:
         with suppress(OSError):  # it has gone
             for file in Path(f"/proc/{pid}/fd").iterdir():
                 with suppress(OSError):
-                    if str(file.readlink()) == socket_of_row:
+                    if str(file.readlink()) in sockets:
                         return True
     return False
 
