@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pymongo.errors import OperationFailure, PyMongoError
 
 from taskmesh.store import Store
-from taskmesh.store.change_stream import Change, Interest, change_from, open_stream
+from taskmesh.store.change_stream import Change, Interest, change_from, is_behind, open_stream
 from taskmesh.store.driver import Document, next_event
 from taskmesh.store.server_errors import is_history_lost, offers_no_stream
 from taskmesh.store.uncut import CLOSE_DEADLINE_S, ended_in_time
@@ -54,6 +54,8 @@ class Feed:
         self._subscriptions: list[Subscription] = []
         self._reader: asyncio.Task[None] | None = None
         self._token: Document | None = None
+        self._token_is_of = Interest()
+        """What the stream was for that the token is of."""
         self.offered = True
         """Whether the server offers change streams to us."""
         self._opened_before = False
@@ -179,25 +181,25 @@ class Feed:
 
     async def _read(self) -> AsyncIterator[bool]:
         """Read one stream until it ends or breaks."""
-        had_place = self._token is not None
+        place, interest = self._token, self._union()
         relaxed = all(subscription.relaxed for subscription in self._subscriptions)
         await_ms = _RELAXED_AWAIT_MS if relaxed else _EAGER_AWAIT_MS
-        stream = await open_stream(self._store, self._union(), start_after=self._token, await_ms=await_ms)
+        stream = await open_stream(self._store, interest, place=place, place_is_of=self._token_is_of, await_ms=await_ms)
         try:
-            if not had_place and self._opened_before:
+            if place is None and self._opened_before:
                 self._announce_gap()
             self._opened_before = True
-            self._move_to(stream.resume_token or self._token)
+            self._move_to(stream.resume_token, interest)
             self.offered = True
             self._set_ready()
             yield True
             paused_at = time.monotonic()
             while stream.alive:
                 event = await next_event(stream)
-                if event is not None:
+                if event is not None and (place is None or is_behind(event["_id"], place)):
                     self.delivered += 1
                     self._hand_out(change_from(event))
-                self._move_to(stream.resume_token)
+                self._move_to(stream.resume_token, interest)
                 if event is None and relaxed:
                     await asyncio.sleep(_RELAXED_PAUSE_S)
                 elif event is not None and time.monotonic() - paused_at > _EAGER_PAUSE_S:
@@ -208,10 +210,12 @@ class Feed:
         finally:
             await stream.close()
 
-    def _move_to(self, token: Document | None) -> None:
+    def _move_to(self, token: Document | None, interest: Interest) -> None:
+        """Note where the stream stands, and what it is for; it may begin a little before the place that it goes on from."""
         if token is None or token != self._token:
             self._moved_at = time.monotonic()
-        self._token = token
+        if token is not None and (self._token is None or is_behind(token, self._token)):
+            self._token, self._token_is_of = token, interest
 
     def _hand_out(self, change: Change) -> None:
         for subscription in tuple(self._subscriptions):

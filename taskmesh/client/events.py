@@ -198,8 +198,13 @@ class EventReader:
         # Meanwhile the shared stream goes on, and `_behind` with it: this one has a place of its own.
         behind, skip = place.data, place.skip
         try:
+            all_of_them = Interest(events=True)
             stream = await open_stream(
-                self._store, Interest(events=True), start_after={"_data": place.data}, await_ms=_CATCHING_UP_AWAIT_MS
+                self._store,
+                all_of_them,
+                place={"_data": place.data},
+                place_is_of=all_of_them,  # as a reader's token is
+                await_ms=_CATCHING_UP_AWAIT_MS,
             )
             try:
                 while stream.alive and stream.resume_token["_data"] < end:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from bson.timestamp import Timestamp
+
 from taskmesh.store.driver import Document
 from taskmesh.store.event_stamp import starting_with
 from taskmesh.store.store import Store
@@ -184,14 +186,43 @@ def change_from(event: Document) -> Change:
 
 
 async def open_stream(
-    store: Store, interest: Interest, *, start_after: Document | None = None, await_ms: int = 500
+    store: Store,
+    interest: Interest,
+    *,
+    place: Document | None = None,
+    place_is_of: Interest | None = None,
+    await_ms: int = 500,
 ) -> Any:
     """Open the stream: from now on, or from behind the event of a resume token.
 
-    `await_ms`: how long a read waits for something to come. Every write to the server wakes a waiting read, whatever it
-    filters for, at about 45 µs of the server's time (measured); a read that does not wait costs a tenth of that.
+    `place`: the token, of a stream that was for `place_is_of`. A stream for something else may not find that event, and so
+    begins with what happened at the same time: `is_behind` tells what has been seen. `await_ms`: how long a read waits for
+    something to come. Every write to the server wakes a waiting read, whatever it filters for, at about 45 µs of the server's
+    time (measured); a read that does not wait costs a tenth of that.
     """
     options: Document = {"max_await_time_ms": await_ms, "batch_size": 1000}
-    if start_after is not None:
-        options["start_after"] = start_after
+    if place is not None and place_is_of != interest and (moment := _time_of(place)) is not None:
+        options["start_at_operation_time"] = moment
+    elif place is not None:
+        options["start_after"] = place
     return await store.driver.watch(pipeline(store, interest), **options)
+
+
+def is_behind(token: Document, other: Document) -> bool:
+    """Whether a resume token is of a later event than the other.
+
+    Source: MongoDB's manual, "Resume Tokens from Change Events": the texts that tokens hold can be compared and sorted.
+    """
+    return bool(token["_data"] > other["_data"])
+
+
+def _time_of(token: Document) -> Timestamp | None:
+    """Return when the event of a token happened; None where the token has another form.
+
+    It begins with that: a byte for the type, then seconds and increment (the server's `ResumeTokenData`, clusterTime).
+    """
+    data = str(token["_data"])
+    try:
+        return Timestamp(int(data[2:10], 16), int(data[10:18], 16)) if data.startswith("82") else None
+    except ValueError:
+        return None

@@ -41,7 +41,9 @@ async def test_events_that_are_here_are_read_at_once_in_order_and_none_twice(
 
     await stream.close()
     # Whoever goes on behind what was read meets nothing of it again.
-    behind = await open_stream(store, Interest(events=True), start_after=stream.resume_token)
+    behind = await open_stream(
+        store, Interest(events=True), place=stream.resume_token, place_is_of=Interest(events=True)
+    )
     await store.driver.collection(store.tasks).insert_one({"_id": "job:last"})
     event = None
     while event is None:
