@@ -108,7 +108,7 @@ async def tell(store: Store, ids: Collection[str]) -> None:
         while todo:
             concerned: set[str] = set()
             for part in _parts(todo):
-                concerned |= await _answer(store, await _marked(store, {"_id": {"$in": part}}))
+                concerned |= await _answer(store, await _marked(store, part))
             todo = sorted(concerned)
     except PyMongoError as error:
         logger.info("dependents are told a little later (%s: %.200s)", type(error).__name__, error)
@@ -163,7 +163,7 @@ async def waited_for(store: Store, id_: str) -> list[Document]:
     return [tasks.get(each, {"_id": each}) for each in ids]
 
 
-async def _marked(store: Store, query: Document) -> list[_Marked]:
+async def _marked(store: Store, ids: Sequence[str]) -> list[_Marked]:
     fields = {
         "status": 1,
         "finish_time": 1,
@@ -173,7 +173,9 @@ async def _marked(store: Store, query: Document) -> list[_Marked]:
         },
         "task_state.after": {"$cond": [{"$gt": ["$task_state.waits_for", None]}, "$task_state.after", "$$REMOVE"]},
     }
-    found = await store.find({**query, "task_state.ask_time": {"$exists": True}}, fields, majority=True)
+    # By `_id`: the server may prefer the index of marks, and look at all that there are.
+    query = {"_id": {"$in": list(ids)}, "task_state.ask_time": {"$exists": True}}
+    found = await store.find(query, fields, majority=True, hint="_id_")
     return [
         _Marked(
             id=document["_id"],
@@ -528,7 +530,7 @@ async def _update(store: Store, ids: Sequence[str], query: Document, pipeline: S
     if not ids:
         return True
     try:
-        await store.update({"_id": {"$in": list(ids)}, **query}, pipeline, _DEADLINE_MS)
+        await store.update({"_id": {"$in": list(ids)}, **query}, pipeline, _DEADLINE_MS, hint="_id_")
     except OperationFailure as error:
         if not is_over_deadline(error):
             raise
@@ -541,7 +543,7 @@ async def _update(store: Store, ids: Sequence[str], query: Document, pipeline: S
 
 async def _update_part(store: Store, ids: Sequence[str], query: Document, pipeline: Sequence[Document]) -> bool:
     try:
-        await store.update({"_id": {"$in": list(ids)}, **query}, pipeline, _PART_DEADLINE_MS)
+        await store.update({"_id": {"$in": list(ids)}, **query}, pipeline, _PART_DEADLINE_MS, hint="_id_")
     except OperationFailure as error:
         if not is_over_deadline(error):
             raise
