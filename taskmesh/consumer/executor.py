@@ -38,7 +38,6 @@ from taskmesh.consumer.execution import Execution
 from taskmesh.consumer.executions import Executions
 from taskmesh.consumer.failure_counts import FailureCounts
 from taskmesh.consumer.finisher import Finisher
-from taskmesh.consumer.first_step import FirstSteps
 from taskmesh.consumer.journal import Journals
 from taskmesh.consumer.lifespan import Lifespan
 from taskmesh.consumer.limits import Limits
@@ -66,6 +65,7 @@ from taskmesh.model.stage import Next
 from taskmesh.store.clock import ServerClock
 from taskmesh.store.driver import Document
 from taskmesh.store.finish import Outcome
+from taskmesh.store.first_step import FirstSteps
 
 if TYPE_CHECKING:
     from taskmesh.consumer.subprocess.processes import Processes

@@ -13,6 +13,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 from pymongo.errors import PyMongoError
@@ -54,6 +55,10 @@ class Finisher:
         """Writes of single outcomes that have been held up: they go on by themselves, and hold up no other."""
         self._told_outage = False
         self._send_planned = False
+        self._at_once = False
+        """Whether a record is written by the execution that made it."""
+        self._last_step = ""
+        """Of which task a step was recorded last."""
 
     def release(self, id_: str, running_id: str, done: Callable[[bool], None] = _ignore) -> None:
         """Give a claimed task back unharmed."""
@@ -66,6 +71,27 @@ class Finisher:
             # At the end of this turn of the loop, so that what ends together is written together.
             self._send_planned = True
             asyncio.get_running_loop().call_soon(self._send)
+
+    async def record_step(self, outcome: Outcome) -> bool:
+        """Record what an execution goes on after; return whether it was recorded. If not, the lease was lost before.
+
+        If the record before was of this task too, and nothing is on its way, it is written here and now: there is nobody
+        to be collected with, and that would cost turns of the event loop.
+        """
+        again, self._last_step = self._last_step == outcome.id, outcome.id
+        alone = not self._waiting and not self._at_once and all(sending.done() for sending in self._in_flight)
+        if again and alone:
+            self._at_once = True
+            try:
+                if await steps.record(self._store, self._worker_id, [outcome], deadline_ms=_FIRST_DEADLINE_MS):
+                    return True
+            except Exception:
+                logger.debug("recording a step of %s at once failed", outcome.id, exc_info=True)
+            finally:
+                self._at_once = False
+        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self.add(outcome, partial(_tell, answer))
+        return await answer
 
     @property
     def idle(self) -> bool:
@@ -166,6 +192,11 @@ class Finisher:
                 "recording outcomes failed (%s: %.200s): trying again until it works", type(error).__name__, error
             )
             self._told_outage = True
+
+
+def _tell(answer: asyncio.Future[bool], recorded: bool) -> None:
+    if not answer.done():  # else whoever waited for it was cancelled
+        answer.set_result(recorded)
 
 
 def _failed_instead(outcome: Outcome, done: Callable[[bool], None], error: Exception) -> Item:

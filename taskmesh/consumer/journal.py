@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
@@ -128,6 +128,12 @@ class Journal:
         self._exclusive = asyncio.Lock()
         """Held by whoever writes to the task: a transactional step while its transaction lasts."""
         self._in_transaction = False
+        self._last_moment = datetime.min.replace(tzinfo=UTC)
+        self._made_by: Document = {
+            "worker_id": execution.worker_id,
+            "running_id": execution.running_id,
+            "attempt": execution.attempt,
+        }
         self._starts = Starts(journals.transactions, execution.id, self)
 
     # --- what a handler in the event loop calls ---
@@ -396,6 +402,8 @@ class Journal:
 
     async def _read(self) -> dict[str, Document]:
         """The records, which came with the claim unless they are many."""
+        if self._records is not None:
+            return self._records
         async with self._loading:
             if self._records is None:
                 execution, state = self._execution, self._execution.document["task_state"]
@@ -412,9 +420,7 @@ class Journal:
         """Record it; return the record. Raises `LeaseLost`, `TaskTooLarge`, and `TaskFailed` when there are too many."""
         async with self._exclusive:
             outcome = await self.outcome(entry, fields, delay_ms=delay_ms)
-            answer: asyncio.Future[bool] = self._journals.loop.create_future()
-            self._journals.finisher.add(outcome, partial(_tell, answer))
-            if not await answer:
+            if not await self._journals.finisher.record_step(outcome):
                 await self._refused(outcome)
             return self.remember(outcome)
 
@@ -440,15 +446,27 @@ class Journal:
         made: Document = {"id": entry.id, "kind": entry.kind, "name": entry.name, **sealed, "size": size}
         if entry.fingerprint is not None:
             made["fingerprint"] = entry.fingerprint
-        made |= {
-            "worker_id": execution.worker_id,
-            "running_id": execution.running_id,
-            "attempt": execution.attempt,
-        }
+        made |= self._made_by
         lease_ms = int(execution.stored_option["worker_timeout_ms"])
         return Outcome(
-            execution.id, execution.running_id, "stepped", step=made, lease_ms=lease_ms, delay_ms=delay_ms, size=size
+            execution.id,
+            execution.running_id,
+            "stepped",
+            step=made,
+            lease_ms=lease_ms,
+            made_at=self._moment(),
+            bytes_before=self._bytes,
+            delay_ms=delay_ms,
+            size=size,
         )
+
+    def _moment(self) -> datetime | None:
+        """Return the server's time as we know it, later than the last one; None if we do not."""
+        clock = self._journals.clock
+        if clock.stale:
+            return None
+        self._last_moment = max(clock.now(), self._last_moment + timedelta(milliseconds=1))
+        return self._last_moment
 
     async def started(self, ids: Sequence[str]) -> Outcome:
         """Return what is to be written when these children are started. Raises as `write` does."""
@@ -581,11 +599,6 @@ class Journal:
     @property
     def _label(self) -> str:
         return f"task {self._execution.name!r} {self._execution.key!r}"
-
-
-def _tell(answer: asyncio.Future[bool], recorded: bool) -> None:
-    if not answer.done():  # else whoever waited for it was cancelled
-        answer.set_result(recorded)
 
 
 def error_of(id_: str, end: Document | None) -> str | None:

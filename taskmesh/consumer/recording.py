@@ -24,6 +24,7 @@ from taskmesh.store.driver import Document
 from taskmesh.store.finish import Outcome
 from taskmesh.store.values import cleaned, decoded, encoded
 
+_READ_AS_STORED = frozenset((str, int, float, bool, type(None)))
 _LONGEST_MS = 10 * 366 * 86_400_000
 
 _inside: ContextVar[str | None] = ContextVar("taskmesh step under way", default=None)
@@ -125,7 +126,10 @@ def returns_of(name: str, fn: Any) -> Returns:
 
 def stored(returns: Returns, value: Any) -> Document:
     """Return the value as a field of a record, as it will be read by whoever resumes. Raises `UnstorableValue`."""
-    return decoded(encoded({"value": returns.to_store(value)}))
+    document, _ = returns.kept("value", value)
+    if type(document) is dict and type(document["value"]) in _READ_AS_STORED:
+        return document
+    return decoded(encoded(document))
 
 
 def failed(error: TaskFailed) -> Document:

@@ -22,19 +22,22 @@ class Jumps:
     """
 
     def __init__(self) -> None:
-        self._ahead = _ahead_of_monotonic()
+        monotonic = time.monotonic()
+        self._wall = time.time() - monotonic
+        self._awake = _since_boot() - monotonic
 
     def any_since(self) -> bool:
         """Whether one has."""
-        return any(abs(now - then) > _JUMP_S for now, then in zip(_ahead_of_monotonic(), self._ahead, strict=True))
+        monotonic = time.monotonic()
+        return (
+            abs(time.time() - monotonic - self._wall) > _JUMP_S
+            or abs(_since_boot() - monotonic - self._awake) > _JUMP_S
+        )
 
 
-def _ahead_of_monotonic() -> tuple[float, ...]:
-    """How far the wall clock is ahead, and (Linux) the one that counts suspended time: all that matters is whether it changes."""
-    clocks = [time.time()]
-    if sys.platform == "linux":
-        clocks.append(time.clock_gettime(time.CLOCK_BOOTTIME))
-    return tuple(clock - time.monotonic() for clock in clocks)
+def _since_boot() -> float:
+    """The clock that counts suspended time too, where there is one (Linux)."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if sys.platform == "linux" else time.monotonic()
 
 
 class ServerClock:

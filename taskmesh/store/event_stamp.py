@@ -1,9 +1,10 @@
 """The event stamp: every write says in one short text field what happened, so that change streams can tell.
 
 A text, because a change stream shows changed parts of sub-documents under dotted names, but a text whole. It holds the
-kind, the server's time (two stamps are never the same, so each shows as a change), the worker, and the workers whose
-leases were found run out. Pings leave no stamp: nobody hears of them. Progress that is written with the outcome of its
-execution, and the record that a signal completes, are marks behind the time, which older releases do not read.
+kind, the time (the server's, or a worker's idea of it; two stamps are never the same, so each shows as a change), the
+worker, and the workers whose leases were found run out. Pings leave no stamp: nobody hears of them. Progress that is
+written with the outcome of its execution, and the record that a signal completes, are marks behind the time, which older
+releases do not read.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from taskmesh.store import rules
 
 _SEPARATOR = "\x1f"
 _PROGRESS, _RECORD = "p", "r"
+_NOT_THE_SERVERS = "w"
+"""Marks a time by a worker's idea of it: no stamp with the server's own equals it."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -57,9 +60,13 @@ def stamp(
     return {"$concat": parts}
 
 
-def stamped(kind: str, now: datetime) -> str:
-    """A stamp as it is stored: for a document that is inserted, where the server evaluates nothing."""
-    return f"{kind}{_SEPARATOR}{int(now.timestamp() * 1000)}{_SEPARATOR}"
+def stamped(kind: str, now: datetime, worker_id: str = "") -> str:
+    """A stamp as it is stored: for what the server evaluates nothing of. `now`: the caller's idea of the server's time.
+
+    `worker_id`: of a worker, whose next stamp on the same task must have a later time.
+    """
+    mark = _NOT_THE_SERVERS if worker_id else ""
+    return _SEPARATOR.join((kind, f"{int(now.timestamp() * 1000)}{mark}", worker_id))
 
 
 def read_stamp(text: str) -> Stamp:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any, Literal
 
 from taskmesh.store import plain, rules
@@ -87,6 +88,11 @@ class Outcome:
     """`stepped`: the record. `suspended`: what is waited for: `id` of its record, `kind`, `name`, and of a signal `event`."""
     lease_ms: int = 0
     """`stepped`: how long the lease is to last from then on, at least."""
+    made_at: datetime | None = None
+    """`stepped`: when the record was made, by the worker's idea of the server's clock; later than those before it of its task.
+    None: it has none that it trusts."""
+    bytes_before: int = 0
+    """`stepped`: how many bytes the records before it have, as far as the execution knows."""
     apart: Sequence[Apart] = ()
     """What of it is stored apart, and has to be written first."""
     concerns_others: bool = True

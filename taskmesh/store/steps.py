@@ -20,13 +20,14 @@ task. It is written once, by the execution that holds the lease, and counts as p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, Literal
 
 from pymongo import ReturnDocument
 
 from taskmesh.store import plain, rules
 from taskmesh.store.driver import CODEC, Document, find_and_update
-from taskmesh.store.event_stamp import stamp
+from taskmesh.store.event_stamp import stamp, stamped
 from taskmesh.store.finish import (
     KNOWN_OF_SINGLE,
     Outcome,
@@ -39,6 +40,8 @@ from taskmesh.store.finish import (
 )
 from taskmesh.store.prepared import prepared
 from taskmesh.store.store import WRITE_DEADLINE_MS, Store
+
+_FEW = 4
 
 
 def record_id(kind: str, number: int, name: str) -> str:
@@ -83,15 +86,19 @@ async def _record_plain(
 ) -> int:
     """Add the record where nothing else changes: the lease is young, and the execution the only one of its task.
 
-    Then all that follows from the entries stays what it is: see `plain`.
+    Then all that follows from the entries stays what it is: see `plain`. Of a few records each is modifiers of its own, which
+    cost the server least; of many, one statement for all does (measured).
     """
+    if len(outcomes) <= _FEW and all(outcome.made_at is not None for outcome in outcomes):
+        return await store.modify([_by_modifiers(worker_id, outcome) for outcome in outcomes], deadline_ms, session)
     now = store.now
     held = [
         {"_id": {"$in": ids}, "task_state.worker_states": at_work(running_id)}
         for running_id, ids in ids_by_claim(outcomes).items()
     ]
     until = {"$arrayElemAt": [f"{rules.ENTRIES}.ping_expire_time", 0]}
-    is_young = {"$gt": [until, _aged_before([outcome.lease_ms for outcome in outcomes], outcomes, now)]}
+    left_ms = own([_young_ms(outcome.lease_ms) for outcome in outcomes], outcomes)
+    is_young = {"$gt": [until, {"$add": [now, left_ms]}]}
     query = {
         "$and": [
             {"_id": {"$in": [outcome.id for outcome in outcomes]}, "status": "RUNNING", "task_state.timeout_cnt": 0},
@@ -121,6 +128,38 @@ _KNOWN_OF_RUNNING = KNOWN_OF_SINGLE.union(
     # A record does not change what follows from these, but for the time to start by: with the first record it binds no more.
     {"task_option.concurrent_worker_cnt", "task_state.has_children", "task_state.flow", "task_state.suspended_until"}
 ).difference({"task_state.expire_time"})
+
+
+def _by_modifiers(worker_id: str, outcome: Outcome) -> tuple[Document, Document]:
+    """Which task is modified, and how.
+
+    The time is the worker's idea of the server's: by it a lease is young, which only saves renewing it, and it stands in the
+    record for people to read. Whether the lease has run out makes no difference: as long as the entry is there, nobody
+    else has the task, and whoever takes it over finds the record.
+    """
+    made, now = outcome.step or {}, outcome.made_at
+    assert now is not None, "asked by `_record_plain`"
+    young = {"$gt": now + timedelta(milliseconds=_young_ms(outcome.lease_ms))}
+    query: Document = {
+        "_id": outcome.id,
+        "status": "RUNNING",
+        "task_state.worker_states": {
+            "$size": 1,
+            "$elemMatch": {"running_id": outcome.running_id, "ping_expire_time": young},
+        },
+        # With this record there would be more: it cannot be added twice.
+        "task_state.steps_bytes": outcome.bytes_before or None,
+        # What the whole form would change beside: a count, what ends with the first record, places that are free by now.
+        "task_state.timeout_cnt": 0,
+        "task_state.expire_time": None,
+        "task_state.leaving": None,
+    }
+    changes = {
+        "$push": {"task_state.steps": made | {"time": now}},
+        "$inc": {"task_state.steps_bytes": made["size"]},
+        "$set": {"event": stamped("step_recorded", now, worker_id)},
+    }
+    return query, changes
 
 
 def _is_new(outcomes: Sequence[Outcome]) -> rules.Expression:
@@ -205,15 +244,15 @@ def _renewed(outcomes: Sequence[Outcome], now: rules.Expression) -> rules.Expres
     """
     leases = [outcome.lease_ms for outcome in outcomes]
     later = {"$add": [now, own(leases, outcomes)]}
-    aged = {"$lte": ["$$this.ping_expire_time", _aged_before(leases, outcomes, now)]}
+    aged = {"$lte": ["$$this.ping_expire_time", {"$add": [now, own([_young_ms(ms) for ms in leases], outcomes)]}]}
     longer = {"$mergeObjects": ["$$this", {"ping_expire_time": later}]}
     mine = {"$and": [held_entry(outcomes), aged]}
     return {"$map": {"input": rules.ENTRIES, "in": {"$cond": [mine, longer, "$$this"]}}}
 
 
-def _aged_before(leases: Sequence[int], outcomes: Sequence[Outcome], now: rules.Expression) -> rules.Expression:
-    """When a lease of `lease_ms` ends of which a quarter is over now."""
-    return {"$add": [now, own([ms - ms // 4 for ms in leases], outcomes)]}
+def _young_ms(lease_ms: int) -> int:
+    """How much of a lease is left when a quarter of it is over."""
+    return lease_ms - lease_ms // 4
 
 
 async def stands(store: Store, outcomes: Sequence[Outcome]) -> dict[Outcome, Literal["recorded", "held", "lost"]]:

@@ -145,6 +145,20 @@ class Store:
             del command["maxTimeMS"]
         return await self.driver.command(command, session)
 
+    async def modify(
+        self, changes: Sequence[tuple[Document, Document]], deadline_ms: int = WRITE_DEADLINE_MS, session: Any = None
+    ) -> int:
+        """Change tasks by modifiers (`$set`, `$push`, …); return how many matched.
+
+        Each change is a query that names its tasks by `_id`, and the modifiers. Nothing is derived: only for what nothing hangs
+        on. Not repeated by the driver after a network error.
+        """
+        updates = [{"q": query, "u": modifiers, "multi": True, "hint": "_id_"} for query, modifiers in changes]
+        command: Document = {"update": self.tasks, "updates": updates}
+        if session is None or not session.in_transaction:
+            command |= {"ordered": False, "writeConcern": {"w": "majority"}, "maxTimeMS": deadline_ms}
+        return int((await self.driver.command(command, session))["n"])
+
     async def update_one(self, query: Document, pipeline: Sequence[Mapping[str, Any]]) -> Document | None:
         """Update the task that matches, and return it as it was written, before anybody else can have changed it.
 
@@ -174,9 +188,14 @@ class Store:
         *,
         majority: bool = False,
         codec: CodecOptions[Document] = PLAIN_CODEC,
+        hint: str | None = None,
     ) -> list[Document]:
-        """Return the matching tasks, with these fields only. `majority`: only what no failover can take back."""
-        cursor = self.driver.collection(self.tasks, codec, majority=majority).find(query, fields, batch_size=10_000)
+        """Return the matching tasks, with these fields only. `majority`: only what no failover can take back.
+
+        `hint`: the index to find them by, where the server might try others.
+        """
+        tasks = self.driver.collection(self.tasks, codec, majority=majority)
+        cursor = tasks.find(query, fields, batch_size=10_000, hint=hint)
         return await cursor.to_list(None)  # type: ignore[no-any-return]  # both drivers leave it untyped
 
     async def close(self) -> None:

@@ -16,15 +16,46 @@ import contextlib
 import inspect
 import time
 from collections.abc import Awaitable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import anyio
 from pymongo.errors import PyMongoError
+
+from taskmesh.store.first_step import FirstSteps
 
 T = TypeVar("T")
 
 CLOSE_DEADLINE_S = 5.0
 """How long a goodbye to the server may take. A connection whose other end is frozen would wait for ever."""
+
+
+class UnderWay(Generic[T]):
+    """A call that runs in a task of its own.
+
+    Unlike `shield`, this leaves it to us what becomes of an error that nobody waits for any more. And the task itself gives the
+    answer: to wait for its end would take a turn of the loop more.
+    """
+
+    def __init__(self, call: Awaitable[T]) -> None:
+        loop = asyncio.get_running_loop()
+        self.answer: asyncio.Future[T] = loop.create_future()
+        self.running = FirstSteps(loop).begun(self._answer(call), "taskmesh call")
+
+    async def _answer(self, call: Awaitable[T]) -> T | None:
+        try:
+            result = await call
+        except (Exception, asyncio.CancelledError) as error:
+            if self.answer.done():  # nobody waits for it any more
+                raise
+            if isinstance(error, asyncio.CancelledError):
+                self.answer.cancel()
+            else:
+                self.answer.set_exception(error)
+            return None
+        if self.answer.done():
+            return result
+        self.answer.set_result(result)
+        return None
 
 
 class UncutCalls:
@@ -42,16 +73,21 @@ class UncutCalls:
         `session`: the one that the call is made in. It bears one call at a time: a transaction that is undone while a call of
         it is still under way may begin anew with that call, or the call writes outside of it. So we go when it has ended.
         """
-        running = asyncio.ensure_future(call)
+        return await self.ended_call(UnderWay(call), session)
+
+    async def ended_call(self, under_way: UnderWay[T], session: Any = None) -> T:
+        """Await a call that is under way; see `run`."""
+        answer, running = under_way.answer, under_way.running
         try:
-            # Unlike `shield`, this leaves it to us what becomes of an error that nobody waits for any more.
-            await asyncio.wait((running,))
+            return await answer
         except asyncio.CancelledError:
-            self._leave(running)
+            if answer.cancelled():
+                self._leave(running)
+            else:  # it had ended just before
+                self._ended_alone(answer)
             if session is not None:
                 await _ended_though_cancelled(running)
             raise
-        return running.result()
 
     def go_on_alone(self, call: Coroutine[Any, Any, None]) -> None:
         """Make a call that nobody waits for."""
@@ -96,7 +132,7 @@ class Uncut:
         self._calls = calls
         self.wrapped = wrapped
         self._session = session
-        self._running: asyncio.Future[Any] | None = None
+        self._running: asyncio.Task[Any] | None = None
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.wrapped, name)
@@ -120,8 +156,9 @@ class Uncut:
             self._calls.close_after(self._running, self.wrapped)
 
     async def _run(self, call: Awaitable[Any], session: Any) -> Any:
-        self._running = asyncio.ensure_future(call)
-        result = await self._calls.run(self._running, session)
+        under_way = UnderWay(call)
+        self._running = under_way.running
+        result = await self._calls.ended_call(under_way, session)
         return Uncut(self._calls, result, session) if hasattr(result, "close") else result
 
 

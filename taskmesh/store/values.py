@@ -244,7 +244,7 @@ def cleaned(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\0")[:MAX_REASON_CHARS]
 
 
-def encoded(value: Document) -> bytes:
+def encoded(value: Mapping[str, Any]) -> bytes:
     """Return a document as it is stored."""
     return bson.encode(value, codec_options=CODEC)
 

@@ -54,4 +54,5 @@ def test_a_rough_sample_that_agrees_does_not_spoil_a_good_one() -> None:
 def _suspended(clock: ServerClock, seconds: float) -> None:
     """Leave the clock as a suspension does: monotonic time stood still, and the wall clocks went on."""
     clock._offset -= seconds
-    clock._jumps._ahead = tuple(ahead - seconds for ahead in clock._jumps._ahead)
+    clock._jumps._wall -= seconds
+    clock._jumps._awake -= seconds

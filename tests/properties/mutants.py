@@ -235,6 +235,10 @@ def records() -> Iterator[tuple[str, Mutant]]:
     yield "a record renews no lease", written("write_record", {"$mergeObjects": ["$$this", ANYTHING]}, "$$this")
     yield "a record renews every lease", written("write_record", {"$lte": [_LEASE_ENDS, ANYTHING]}, True)
     yield "a record is no progress", written("write_record", "timeout_cnt", "nothing")
+    for condition in ("status", *(f"task_state.{name}" for name in _OF_A_SINGLE)):
+        yield f"a single record does not look at {condition}", _single_record(condition)
+    for condition in ("$size", "running_id", "ping_expire_time"):
+        yield f"a single record does not look at the {condition} of entries", _single_record(condition)
     yield "a signal of a known id comes twice", unguarded("signal", "task_state.signals.id")
     yield "a signal that was consumed comes again", unguarded("signal", "task_state.steps.signal_id")
     yield "a signal wakes nobody", written("signal", "suspended_until", "nothing")
@@ -277,6 +281,7 @@ def records() -> Iterator[tuple[str, Mutant]]:
     yield "expire_time binds what has begun", replaced(rules, "BEGUN", {"$literal": False})
 
 
+_OF_A_SINGLE = ("steps_bytes", "timeout_cnt", "expire_time", "leaving")
 _HAS_NOT_ENDED = {"$not": [{"$gt": ["$$this.time", None]}]}
 _RECORDS_BYTES, _SIGNALS_BYTES = "$task_state.steps_bytes", "$task_state.signals_bytes"
 _LAST_SIGNAL = ({"$add": [{"$ifNull": [_SIGNALS_BYTES, 0]}, "$$sent.size"]}, "$$sent.size")
@@ -285,6 +290,20 @@ _UNKNOWN = {"$not": [{"$in": [ANYTHING, {"$map": ANYTHING}]}]}
 _LEASE_ENDS = "$$this.ping_expire_time"
 _WAITS_FOR, _WAIT = "$task_state.suspended_for.event", "$task_state.suspended_for.id"
 _ANY = ["INIT", "RUNNING", "SUCCESS", "FAIL", "CANCELLED", "EXPIRED"]
+
+
+def _single_record(condition: str) -> Mutant:
+    """A record that is written by modifiers, without one of its conditions."""
+    original = steps._by_modifiers
+
+    def mutated(worker_id: str, outcome: Any) -> Any:
+        query, changes = original(worker_id, outcome)
+        entries = query["task_state.worker_states"]
+        for conditions in (query, entries, entries["$elemMatch"]):
+            conditions.pop(condition, None)
+        return query, changes
+
+    return replaced(steps, "_by_modifiers", mutated)
 
 
 def _recorded_by_anybody(query: Any, pipeline: Any) -> tuple[Any, Any]:

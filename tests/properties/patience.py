@@ -24,6 +24,11 @@ class PatientStore(Store):
     ) -> Document:
         return super().update_command(query, pipeline, max(deadline_ms, PATIENCE_MS), let, hint)
 
+    async def modify(
+        self, changes: Sequence[tuple[Document, Document]], deadline_ms: int = 0, session: Any = None
+    ) -> int:
+        return await super().modify(changes, max(deadline_ms, PATIENCE_MS), session)
+
     async def insert(
         self, documents: Sequence[Document], size: int, deadline_ms: int = 0, *, alone: bool = False
     ) -> Mapping[str, Any]:

@@ -10,6 +10,7 @@ import itertools
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from random import Random
 from typing import Any
@@ -24,6 +25,7 @@ from tests.chaos.reading import NEVER, ms
 from tests.properties.documents import Documents
 from tests.properties.oracle import Document, Oracle
 from tests.properties.patience import PatientStore
+from tests.properties.world import known_bytes
 
 SEED = os.environ.get("SEED", "taskmesh")
 _COUNT = 500
@@ -123,13 +125,15 @@ async def test_the_success_of_a_single_execution_is_the_success_by_the_whole_rul
     assert _COUNT / 8 < counts[0] < _COUNT * 7 / 8
 
 
+@pytest.mark.parametrize("together", [True, False])
 async def test_the_record_of_a_single_execution_is_the_record_by_the_whole_rule(
-    mongo_uri: str, database: str, monkeypatch: pytest.MonkeyPatch
+    mongo_uri: str, database: str, monkeypatch: pytest.MonkeyPatch, together: bool
 ) -> None:
+    """Of many executions in one statement, or of each by modifiers."""
     documents = _nearly_plain(claimed=True)
     for n, document in enumerate(documents):
         if n % 3:
-            document["task_state"] |= {"steps": [{"id": f"step:1:s{n % 7}", "value": n}], "steps_bytes": 30}
+            document["task_state"] |= {"steps": [{"id": f"step:1:s{n % 7}", "value": n, "size": 30}], "steps_bytes": 30}
         elif n % 2:  # with the first record the time to start by binds no more
             document["task_state"]["expire_time"] = BEGIN + ms(5_000)
         Oracle(document).derive(BEGIN)
@@ -137,39 +141,55 @@ async def test_the_record_of_a_single_execution_is_the_record_by_the_whole_rule(
         before = await _filled(short, [_stored(document) for document in documents])
         await _filled(whole, [_stored(document) for document in documents])
         _whole_only(monkeypatch, whole)
-        outcomes = [
-            Outcome(
-                id_,
-                _RUNNING_ID,
-                "stepped",
-                step={"id": f"step:1:s{n % 5}", "value": {"$n": n}, "size": n},
-                lease_ms=lease_ms,
-            )
-            for n, (id_, lease_ms) in enumerate(
-                zip(before, itertools.cycle((1_000, 2_600, 2_600, 4_000)), strict=False)
-            )
-        ]
-        counts = [await steps.record(store, "w1", outcomes) for store in (short, whole)]
+        modified = 0
+
+        async def records(outcomes: list[Outcome], now: datetime) -> tuple[int, int]:
+            """Write them into both, and return how many counted."""
+            nonlocal modified
+            whole.now = short.now = now
+            counted = await steps.record(whole, "w1", outcomes)
+            if together:
+                return counted, await steps.record(short, "w1", outcomes)
+            stored = await _documents(short)
+            alone = 0
+            for outcome in outcomes:
+                outcome.made_at = now
+                outcome.bytes_before = known_bytes(stored[outcome.id], outcome.step or {})
+                alone += await steps.record(short, "w1", [outcome])
+            after = await _documents(short)
+            modified += sum(_by_the_workers_clock(task) for task in after.values())
+            return counted, alone
+
+        def outcome(n: int, id_: str, lease_ms: int) -> Outcome:
+            step = {"id": f"step:1:s{n % 5}", "value": {"$n": n, "$ref": 1, "a.b": "$name"}, "size": n + 1}
+            return Outcome(id_, _RUNNING_ID, "stepped", step=step, lease_ms=lease_ms)
+
+        leases = itertools.cycle((1_000, 2_600, 2_600, 4_000))
+        counts = await records([outcome(n, *pair) for n, pair in enumerate(zip(before, leases, strict=False))], BEGIN)
         after = await _documents(short)
         assert counts[0] == counts[1]
-        assert after == await _documents(whole)
+        assert _without_marks(after) == await _documents(whole)
+        assert _COUNT / 8 < counts[0] < _COUNT * 7 / 8
 
-        later = BEGIN + ms(500)
-        short.now = whole.now = later
-        pairs = [
-            (id_, step)
-            for id_, step in zip(before, itertools.cycle(("a", "b")), strict=False)
-            if after[id_] != before[id_]
-        ]
+        recorded = [id_ for id_ in before if after[id_] != before[id_]]
         outcomes = [
             Outcome(id_, _RUNNING_ID, "stepped", step={"id": step, "value": None, "size": 1}, lease_ms=1_400)
-            for id_, step in pairs
+            for id_, step in zip(recorded, itertools.cycle(("a", "b")), strict=False)
         ]
-        counts += [await steps.record(store, "w1", outcomes) for store in (short, whole)]
-        assert counts[2] == counts[3]
-        assert await _documents(short) == await _documents(whole)
-    assert _COUNT / 8 < counts[0] < _COUNT * 7 / 8
-    assert counts[2] > _COUNT / 8
+        later = await records(outcomes, BEGIN + ms(500))
+        assert later[0] == later[1] > _COUNT / 8
+        assert _without_marks(await _documents(short)) == await _documents(whole)
+    assert together == (modified == 0)
+    assert together or modified > _COUNT / 4
+
+
+def _by_the_workers_clock(task: Document) -> bool:
+    return str(task["event"]).split("\x1f")[1].endswith("w")
+
+
+def _without_marks(tasks: dict[str, Document]) -> dict[str, Document]:
+    """Without what says whose clock a stamp is by."""
+    return {id_: task | {"event": task["event"].replace("w\x1f", "\x1f")} for id_, task in tasks.items()}
 
 
 async def test_a_signal_that_is_waited_for_is_the_signal_by_the_whole_rule(
@@ -246,6 +266,12 @@ async def test_short_forms_take_the_plain_tasks_and_no_others(
         made = Outcome("job:plain", "r1", "stepped", step={"id": "step:1:a", "value": 1, "size": 1}, lease_ms=1_000)
         assert await steps.record(store, "w1", [made]) == 1
         assert len(sent) == 1, "a record of a single execution with a young lease took the whole form"
+        assert await steps.record(store, "w1", [made]) == 0, "recorded twice"
+
+        sent.clear()
+        made = replace(made, step={"id": "step:1:b", "value": 1, "size": 1}, made_at=BEGIN, bytes_before=1)
+        assert await steps.record(store, "w1", [made]) == 1
+        assert not sent, "what one execution recorded was a statement for many"
         assert await steps.record(store, "w1", [made]) == 0, "recorded twice"
 
         sent.clear()

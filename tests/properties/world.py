@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -244,6 +245,10 @@ class World:
             Outcome(h.id, h.running_id, "stepped", delay_ms=delay, step=_made(h, record), lease_ms=lease_ms)
             for h, record, delay in zip(held, records, delays, strict=True)
         ]
+        if len(outcomes) == 1:  # by modifiers; several by one statement
+            [outcome] = outcomes
+            outcome.made_at = self.now
+            outcome.bytes_before = known_bytes(self.oracles[outcome.id].document or {}, outcome.step or {})
         expected = sum(
             self.oracles[o.id].record(o.running_id, copy.deepcopy(o.step or {}), o.delay_ms, lease_ms, self.now)
             for o in outcomes
@@ -510,3 +515,9 @@ def shown(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(shown(part) for part in value) + "]"
     return repr(value)
+
+
+def known_bytes(document: Document, record: Document) -> int:
+    """Return how many bytes the records had when this one was made, or is made now: it may be written again."""
+    known = document.get("task_state", {}).get("steps") or []
+    return sum(each["size"] for each in itertools.takewhile(lambda each: each["id"] != record["id"], known))

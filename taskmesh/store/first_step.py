@@ -1,4 +1,4 @@
-"""The first step of a handler, at once: one that never waits is over before the loop would have begun it.
+"""The first step of a task, at once, be it a handler or a call of the driver: no turn of the loop is spent on beginning it.
 
 It is an asyncio task like any other, in a context and with a name of its own: `asyncio.current_task()`, `asyncio.timeout()` and
 cancellation work as ever. Only its first step is not put off to the next turn of the loop.
@@ -11,7 +11,9 @@ import contextvars
 import sys
 from asyncio.tasks import _enter_task, _leave_task  # documented, for whoever runs a task himself
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class FirstSteps:
@@ -21,7 +23,7 @@ class FirstSteps:
         self._loop = loop
         self._steps: list[Callable[[], object]] = []
 
-    def begun(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    def begun(self, coroutine: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
         """Return a task whose first step is over; most likely it is done."""
         if self._loop.get_task_factory() is not None:  # somebody wants to make all tasks his own way
             return self._loop.create_task(coroutine, name=name)
@@ -29,7 +31,7 @@ class FirstSteps:
             return asyncio.Task(coroutine, loop=self._loop, name=name, eager_start=True)
         return self._begun(coroutine, name)
 
-    def _begun(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    def _begun(self, coroutine: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
         """Do so on Python 3.11, where a new task can only ask its loop to call the first step soon: we stand in for the loop."""
         context = contextvars.copy_context()
         attributes = vars(self._loop)
