@@ -81,9 +81,14 @@ def attach(directory: Path | None = None, *, cache_gb: float = 1.0, deadline_s: 
         _await_lock(gate, deadline, f"another process has been attaching to {str(place)!r}", shared=False)
         # Refused only while a watchdog is stopping the server: wait until it has.
         _await_lock(users, deadline, f"the MongoDB in {str(place)!r} has been stopping", shared=True)
-        if not _has_watchdog(place):
+        server = _await_server(place, deadline) if _has_watchdog(place) else None
+        if server is None and not _has_watchdog(place):  # there was none, or its mongod had just died, and it went too
             _start_watchdog(place, cache_gb, deadline)
-        port, pid = _await_server(place, deadline)
+            server = _await_server(place, deadline)
+        if server is None:
+            said = last_log_line(place / watchdog.DATA)
+            raise EmbeddedUnavailable(f"the embedded MongoDB did not start in {str(place)!r}: {said}")
+        port, pid = server
     except BaseException:
         watchdog.release(users)
         raise
@@ -152,8 +157,8 @@ def _start_watchdog(place: Path, cache_gb: float, deadline: float) -> None:
         raise EmbeddedUnavailable(f"the watchdog of the embedded MongoDB did not start: {reason}") from error
 
 
-def _await_server(place: Path, deadline: float) -> tuple[int, int]:
-    """Wait until the watchdog's server is a primary, and return its port and pid."""
+def _await_server(place: Path, deadline: float) -> tuple[int, int] | None:
+    """Wait until the watchdog's server is a primary, and return its port and pid; None if the watchdog ends, or too late."""
     data = place / watchdog.DATA
     found: list[tuple[int, int]] = []
 
@@ -166,7 +171,7 @@ def _await_server(place: Path, deadline: float) -> tuple[int, int]:
 
     if _poll(lambda: ready() or not _has_watchdog(place), deadline) and found and _has_watchdog(place):
         return found[-1]
-    raise EmbeddedUnavailable(f"the embedded MongoDB did not start in {str(place)!r}: {last_log_line(data)}")
+    return None
 
 
 def _becomes_primary(address: str) -> bool:

@@ -15,7 +15,7 @@ import pytest
 from pymongo import MongoClient, WriteConcern
 
 from taskmesh.embedded import Mongod, attach
-from taskmesh.embedded.watchdog import STATE
+from taskmesh.embedded.watchdog import GATE, STATE, open_lock, release, try_lock
 from tests.embedded.users import mongods_in, servers_in, users, watchdog_in
 from tests.mongods import small_mongod
 from tests.waiting import wait_until
@@ -37,6 +37,15 @@ def write(uri: str, key: object) -> None:
 def keys(uri: str) -> list[object]:
     with MongoClient[dict[str, object]](uri) as client:
         return [thing["_id"] for thing in client.app.things.find().sort("_id")]
+
+
+def is_taken(path: Path) -> bool:
+    """Whether somebody holds a lock."""
+    probe = open_lock(path)
+    try:
+        return not try_lock(probe)
+    finally:
+        release(probe)
 
 
 def test_processes_that_attach_at_the_same_instant_share_one_server(place: Path) -> None:
@@ -170,6 +179,20 @@ def test_a_killed_mongod_is_replaced_at_the_next_attach_with_all_its_data(place:
         os.kill(server.pid, signal.SIGKILL)
         wait_until(lambda: not servers_in(place))
         with attach(place) as again:
+            assert keys(again.uri) == [1]
+
+
+def test_whoever_meets_a_watchdog_that_is_going_gets_a_server_all_the_same(place: Path) -> None:
+    """Its mongod has died, and it has yet to notice."""
+    with attach(place) as server, ThreadPoolExecutor() as pool:
+        write(server.uri, 1)
+        going = watchdog_in(place)
+        os.kill(going, signal.SIGSTOP)
+        os.kill(server.pid, signal.SIGKILL)
+        attaching = pool.submit(attach, place)
+        wait_until(lambda: is_taken(place / GATE))
+        os.kill(going, signal.SIGCONT)
+        with attaching.result() as again:
             assert keys(again.uri) == [1]
 
 
