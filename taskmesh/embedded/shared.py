@@ -81,14 +81,7 @@ def attach(directory: Path | None = None, *, cache_gb: float = 1.0, deadline_s: 
         _await_lock(gate, deadline, f"another process has been attaching to {str(place)!r}", shared=False)
         # Refused only while a watchdog is stopping the server: wait until it has.
         _await_lock(users, deadline, f"the MongoDB in {str(place)!r} has been stopping", shared=True)
-        server = _await_server(place, deadline) if _has_watchdog(place) else None
-        if server is None and not _has_watchdog(place):  # there was none, or its mongod had just died, and it went too
-            _start_watchdog(place, cache_gb, deadline)
-            server = _await_server(place, deadline)
-        if server is None:
-            said = last_log_line(place / watchdog.DATA)
-            raise EmbeddedUnavailable(f"the embedded MongoDB did not start in {str(place)!r}: {said}")
-        port, pid = server
+        port, pid = _server_of(place, cache_gb, deadline)
     except BaseException:
         watchdog.release(users)
         raise
@@ -136,6 +129,18 @@ def _has_watchdog(place: Path) -> bool:
         return not watchdog.try_lock(probe)
     finally:
         watchdog.release(probe)
+
+
+def _server_of(place: Path, cache_gb: float, deadline: float) -> tuple[int, int]:
+    """Return port and pid of the server that runs here, or is started."""
+    server = _await_server(place, deadline) if _has_watchdog(place) else None
+    if server is None and not _has_watchdog(place):  # there was none, or its mongod had just died, and it went too
+        _start_watchdog(place, cache_gb, deadline)
+        server = _await_server(place, deadline)
+    if server is None:
+        said = last_log_line(place / watchdog.DATA)
+        raise EmbeddedUnavailable(f"the embedded MongoDB did not start in {str(place)!r}: {said}")
+    return server
 
 
 def _start_watchdog(place: Path, cache_gb: float, deadline: float) -> None:
