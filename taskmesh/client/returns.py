@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from types import UnionType
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 from weakref import WeakKeyDictionary
@@ -27,6 +28,8 @@ _PLAIN = (Any, object, None, type(None), inspect.Signature.empty)
 """Annotations that say nothing of a value. `None` is among them: such a handler may still `set_result` in a transaction."""
 _AS_IT_IS = (str, int, float, bool, bytes, dict, list)
 """Annotations that a value of this very type fits as it is."""
+_SIMPLE = frozenset((str, int, float, bool, type(None)))
+"""Types that have one form, which is stored."""
 _FORMS: tuple[dict[str, Any], ...] = (
     {"mode": "python", "by_alias": True},  # MongoDB has types for times, bytes, UUIDs and decimals
     {"mode": "python", "by_alias": False},  # a model whose aliases differ on the way in and on the way out
@@ -58,8 +61,10 @@ class Returns:
 
         Raises `UnstorableValue`. Nothing that happens to the value later changes the document.
         """
-        if value is None and self._adapter is None:
-            return kept(name, value, self._root)
+        said = self._said_to_return
+        if type(value) in _SIMPLE and (said.adapter is None or said.type is type(value)):
+            with suppress(Unstorable, TooLarge):  # else another form may do, or it is said what is wrong
+                return kept(name, value, self._root, most)
         found: tuple[Mapping[str, Any], int] = self._first_that_is_stored(
             value, lambda form: kept(name, form, self._root, most)
         )

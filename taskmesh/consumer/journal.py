@@ -463,7 +463,7 @@ class Journal:
     def _moment(self) -> datetime | None:
         """Return the server's time as we know it, later than the last one; None if we do not."""
         clock = self._journals.clock
-        if clock.stale:
+        if clock.aged:  # after a suspension of the machine nothing is recorded any more
             return None
         self._last_moment = max(clock.now(), self._last_moment + timedelta(milliseconds=1))
         return self._last_moment

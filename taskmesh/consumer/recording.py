@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -109,14 +109,17 @@ class Ledger(Protocol):
 # --- a step, and what it leaves ---
 
 
-@contextmanager
-def inside(name: str) -> Iterator[None]:
+class inside:  # noqa: N801 -- a context manager; one by a generator takes several times as long
     """The function of this step runs in the block."""
-    token = _inside.set(name)
-    try:
-        yield
-    finally:
-        _inside.reset(token)
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._token = _inside.set(self._name)
+
+    def __exit__(self, *_: object) -> None:
+        _inside.reset(self._token)
 
 
 def returns_of(name: str, fn: Any) -> Returns:

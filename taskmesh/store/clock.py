@@ -55,7 +55,12 @@ class ServerClock:
     @property
     def stale(self) -> bool:
         """Whether the last sample is too old to be trusted, or this machine may have been suspended since."""
-        return time.monotonic() - self._sampled > _SAMPLE_TRUSTED_S or self._jumps.any_since()
+        return self.aged or self._jumps.any_since()
+
+    @property
+    def aged(self) -> bool:
+        """Whether the last sample is too old to be trusted, also while the machine runs."""
+        return time.monotonic() - self._sampled > _SAMPLE_TRUSTED_S
 
     def observe(self, server_time: datetime, sent: float, received: float) -> None:
         """Take a sample: the server's time in a reply, and when (monotonic) its command was sent and answered."""

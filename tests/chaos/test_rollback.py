@@ -110,13 +110,14 @@ async def test_d16_what_waits_for_a_task_does_not_start_by_a_finish_that_a_failo
 ) -> None:
     """Who finished `seen` asks on the old primary, where `taken` is finished as well, and opens gates on the new one."""
     async with stage(servers.uri, database, tmp_path) as set_up:
-        w1 = set_up.worker("w1", "scans_when_told")  # so it does not ask in the place of w2
         # Its lease outlasts the partition, so that the old primary takes its SUCCESS.
         await set_up.publish("taken", {"waits": True}, specific_worker_ids=("w1", "w3"), worker_timeout_ms=8_000)
-        await set_up.until_marked("started")
         await set_up.publish("seen", {"waits": True}, specific_worker_ids=("w2",))
         after = [("work", "taken"), ("work", "seen")]
         await set_up.publish("join", after=after, specific_worker_ids=("w3",))
+        # It knows by its claim that somebody waits for the task: else the first thing that it tries is no write, but waits too.
+        w1 = set_up.worker("w1", "scans_when_told")  # so it does not ask in the place of w2
+        await set_up.until_marked("started")
         w2 = set_up.worker("w2", "opens_when_told", broken=broken)
         await set_up.until_marked("started", 2)
         set_up.signs.give("w2 may end")
