@@ -271,6 +271,23 @@ async def test_t13_a_large_claim_that_lands_long_after_its_answer_was_lost_is_gi
                     assert (task.status, task.task_state.lost_cnt) == (Status.SUCCESS, 0)
 
 
+async def test_t13_a_signal_is_consumed_once_though_the_answer_was_lost(mongod: Mongod, database: str) -> None:
+    """The driver repeats the command, and the server answers with the document that it has kept of the first time."""
+    with Proxy(mongod.port) as proxy:
+        async with TaskMesh(f"mongodb://127.0.0.1:{proxy.port}/?directConnection=true", database=database) as cut_off:
+
+            @cut_off.task(option=TaskOption(max_unexpected_retries=0))
+            async def job() -> list[int]:
+                proxy.lose_replies("findAndModify")
+                return [await current_task().wait_for("go"), await current_task().wait_for("go")]
+
+            handle = await job.publish("a")
+            for n in range(2):
+                await handle.signal("go", n)
+            async with working(cut_off):
+                assert await handle.result(30) == [0, 1]
+
+
 async def _is_at_work(mesh: TaskMesh) -> bool:
     """Whether a claim of many is at work on the server."""
     at_work: list[dict[str, Any]] = [
