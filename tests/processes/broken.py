@@ -223,8 +223,10 @@ def gaps_are_not_told(replace: Replace) -> None:
 def streams_begin_anew(replace: Replace) -> None:
     """A stream that broke is opened from now on, and not behind its last event."""
 
-    async def open_anew(store: Any, interest: Any, *, start_after: Any = None, await_ms: int = 500) -> Any:
-        assert start_after is None or start_after
+    async def open_anew(
+        store: Any, interest: Any, *, place: Any = None, place_is_of: Any = None, await_ms: int = 500
+    ) -> Any:
+        assert (place is None or place) and place_is_of is not None
         return await open_stream(store, interest, await_ms=await_ms)
 
     replace(change_feed, "open_stream", open_anew)
