@@ -38,6 +38,7 @@ _PATIENCE_S, _BROKEN_PATIENCE_S = 30.0, 5.0
 _NEVER_HERE = timedelta(hours=1)
 _NEVER_HERE_MS = 3_600_000
 _APPLIED: dict[str, Any] = {"writeConcernError": {"code": 64, "errmsg": "waiting for replication timed out"}}
+_INTERRUPTED: dict[str, Any] = {"writeConcernError": {"code": 11602, "errmsg": "operation was interrupted"}}
 _CUT_OFF: dict[str, Any] = {"closeConnection": True}
 
 Play = Callable[[Stage], Awaitable[None]]
@@ -292,7 +293,7 @@ async def _the_answer_to_a_claim_is_lost(stage: Stage) -> None:
     stage.worker("w1", WAITS)
     await stage.publish(max_timeouts=0)
     await stage.until("w1 wants to claim")
-    async with _on_tasks(stage, "update", "findAndModify", **_APPLIED):
+    async with _on_tasks(stage, "update", "findAndModify", **_INTERRUPTED):
         stage.signs.give("w1 may claim")
         await stage.until("w1 had no answer")
 
@@ -554,7 +555,7 @@ SCENES = [
     Scene("release: entry kept", "R1", _a_worker_stops_in_the_middle),
     Scene("count of losses", "R2", _a_worker_dies_in_the_middle),
     Scene("conflicts: charged", "X3", _another_transaction_has_what_it_writes),
-    Scene("derivation", "D1", _all_is_well),
+    Scene("derivation", "D1", _fails_and_is_to_wait_meanwhile),
     Scene("told to stop: not decided", "S3", _a_lease_runs_out_while_a_ping_hangs),
     Scene("told to stop: not judged", "S3", _a_worker_stops_and_its_handler_obeys),
     Scene("outcome: gone past", "L1", _a_handler_is_closed),

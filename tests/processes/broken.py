@@ -312,12 +312,22 @@ def a_bucket_leaves_with_its_first_start(replace: Replace) -> None:
     """What started last in it is forgotten before its window is over."""
     one = [{"n": {"$sum": "$$counted.n"}, "leaves": {"$min": "$$counted.leaves"}}]
     bucket = {"$let": {"vars": {"counted": _COUNTED}, "in": {"$cond": [{"$eq": ["$$counted", []]}, [], one]}}}
-    replace(limits, "_in_buckets", lambda _: bucket)
+    _count_starts_by(replace, bucket)
 
 
 def starts_are_kept_one_by_one(replace: Replace) -> None:
     """Each booking has an element of its own, for as long as the window lasts."""
-    replace(limits, "_in_buckets", lambda _: _COUNTED)
+    _count_starts_by(replace, _COUNTED)
+
+
+def _count_starts_by(replace: Replace, counted: Any) -> None:
+    """Keep this of the starts of a queue, whatever is kept of those of its groups."""
+    whole = limits._in_buckets
+
+    def in_buckets(now: Any, starts: str, *sizes: Any) -> Any:
+        return counted if starts == "starts" else whole(now, starts, *sizes)
+
+    replace(limits, "_in_buckets", in_buckets)
 
 
 # --- ids ---
