@@ -226,7 +226,7 @@ def streams_begin_anew(replace: Replace) -> None:
     async def open_anew(
         store: Any, interest: Any, *, place: Any = None, place_is_of: Any = None, await_ms: int = 500
     ) -> Any:
-        assert (place is None or place) and place_is_of is not None
+        assert place is None or place_is_of is not None
         return await open_stream(store, interest, await_ms=await_ms)
 
     replace(change_feed, "open_stream", open_anew)
