@@ -238,11 +238,6 @@ async def _a_worker_dies_in_the_middle(stage: Stage) -> None:
     stage.worker("w2")
 
 
-async def _all_is_well(stage: Stage) -> None:
-    stage.worker("w1")
-    await stage.publish()
-
-
 # --- the end of an execution ---
 
 
