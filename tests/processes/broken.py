@@ -235,7 +235,8 @@ def streams_begin_anew(replace: Replace) -> None:
 def nothing_is_scanned(replace: Replace) -> None:
     """A worker relies on what it is told."""
 
-    async def run_once(_: Any) -> int:
+    async def run_once(self: Any) -> int:
+        self._candidates.know_to(None)  # nothing that was told waits for a look
         return 0
 
     replace(Scanner, "run_once", run_once)
