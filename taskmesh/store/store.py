@@ -150,10 +150,10 @@ class Store:
     ) -> int:
         """Change tasks by modifiers (`$set`, `$push`, …); return how many matched.
 
-        Each change is a query that names its tasks by `_id`, and the modifiers. Nothing is derived: only for what nothing hangs
-        on. Not repeated by the driver after a network error.
+        Each change is a query that names a task by `_id`, and the modifiers. Nothing is derived: only for what nothing hangs on.
+        Not repeated by the driver after a network error.
         """
-        updates = [{"q": query, "u": modifiers, "multi": True, "hint": "_id_"} for query, modifiers in changes]
+        updates = [{"q": query, "u": modifiers, "hint": "_id_"} for query, modifiers in changes]
         command: Document = {"update": self.tasks, "updates": updates}
         if session is None or not session.in_transaction:
             command |= {"ordered": False, "writeConcern": {"w": "majority"}, "maxTimeMS": deadline_ms}
