@@ -212,9 +212,10 @@ class Feed:
 
     def _move_to(self, token: Document | None, interest: Interest) -> None:
         """Note where the stream stands, and what it is for; it may begin a little before the place that it goes on from."""
-        if token is None or token != self._token:
+        if token is None:
             self._moved_at = time.monotonic()
-        if token is not None and (self._token is None or is_behind(token, self._token)):
+        elif self._token is None or is_behind(token, self._token):
+            self._moved_at = time.monotonic()
             self._token, self._token_is_of = token, interest
 
     def _hand_out(self, change: Change) -> None:

@@ -28,8 +28,8 @@ _PLAIN = (Any, object, None, type(None), inspect.Signature.empty)
 """Annotations that say nothing of a value. `None` is among them: such a handler may still `set_result` in a transaction."""
 _AS_IT_IS = (str, int, float, bool, bytes, dict, list)
 """Annotations that a value of this very type fits as it is."""
-_SIMPLE = frozenset((str, int, float, bool, type(None)))
-"""Types that have one form, which is stored."""
+OF_ONE_FORM = frozenset((str, int, float, bool, type(None)))
+"""Types whose values are stored, and read again, as they are."""
 _FORMS: tuple[dict[str, Any], ...] = (
     {"mode": "python", "by_alias": True},  # MongoDB has types for times, bytes, UUIDs and decimals
     {"mode": "python", "by_alias": False},  # a model whose aliases differ on the way in and on the way out
@@ -62,7 +62,7 @@ class Returns:
         Raises `UnstorableValue`. Nothing that happens to the value later changes the document.
         """
         said = self._said_to_return
-        if type(value) in _SIMPLE and (said.adapter is None or said.type is type(value)):
+        if type(value) in OF_ONE_FORM and (said.adapter is None or said.type is type(value)):
             with suppress(Unstorable, TooLarge):  # else another form may do, or it is said what is wrong
                 return kept(name, value, self._root, most)
         found: tuple[Mapping[str, Any], int] = self._first_that_is_stored(

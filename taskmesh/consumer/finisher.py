@@ -55,8 +55,6 @@ class Finisher:
         """Writes of single outcomes that have been held up: they go on by themselves, and hold up no other."""
         self._told_outage = False
         self._send_planned = False
-        self._at_once = False
-        """Whether a record is written by the execution that made it."""
         self._last_step = ""
         """Of which task a step was recorded last."""
 
@@ -79,16 +77,12 @@ class Finisher:
         to be collected with, and that would cost turns of the event loop.
         """
         again, self._last_step = self._last_step == outcome.id, outcome.id
-        alone = not self._waiting and not self._at_once and all(sending.done() for sending in self._in_flight)
-        if again and alone:
-            self._at_once = True
+        if again and not self._waiting and all(sending.done() for sending in self._in_flight):
             try:
                 if await steps.record(self._store, self._worker_id, [outcome], deadline_ms=_FIRST_DEADLINE_MS):
                     return True
-            except Exception:
+            except Exception:  # below it is written again, and what is wrong is found out
                 logger.debug("recording a step of %s at once failed", outcome.id, exc_info=True)
-            finally:
-                self._at_once = False
         answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self.add(outcome, partial(_tell, answer))
         return await answer

@@ -15,7 +15,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Protocol
 
 from taskmesh.client.handle import TaskHandle
-from taskmesh.client.returns import Returns
+from taskmesh.client.returns import OF_ONE_FORM, Returns
 from taskmesh.consumer.fingerprint import fingerprint
 from taskmesh.model.dependency import is_named
 from taskmesh.model.errors import InvalidOption, TaskFailed
@@ -24,7 +24,6 @@ from taskmesh.store.driver import Document
 from taskmesh.store.finish import Outcome
 from taskmesh.store.values import cleaned, decoded, encoded
 
-_READ_AS_STORED = frozenset((str, int, float, bool, type(None)))
 _LONGEST_MS = 10 * 366 * 86_400_000
 
 _inside: ContextVar[str | None] = ContextVar("taskmesh step under way", default=None)
@@ -130,7 +129,7 @@ def returns_of(name: str, fn: Any) -> Returns:
 def stored(returns: Returns, value: Any) -> Document:
     """Return the value as a field of a record, as it will be read by whoever resumes. Raises `UnstorableValue`."""
     document, _ = returns.kept("value", value)
-    if type(document) is dict and type(document["value"]) in _READ_AS_STORED:
+    if type(document) is dict and type(document["value"]) in OF_ONE_FORM:
         return document
     return decoded(encoded(document))
 

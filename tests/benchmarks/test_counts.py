@@ -143,3 +143,56 @@ async def test_no_change_event_is_delivered_for_a_renewed_lease(mesh: TaskMesh) 
         await job.publish("k")
         assert (await finished(mesh, "job", "k")).status == "SUCCESS"
     assert len(renewed) > 5
+
+
+async def test_a_step_is_one_update_whatever_the_execution_has_recorded_before(
+    counted: TaskMesh, commands: Commands
+) -> None:
+    """Else the short form has been tried in vain: what it knows of the records before is not what they are."""
+    steps = 20
+    costs: list[int] = []
+
+    async def value(n: int) -> str:
+        return str(n)
+
+    @counted.task
+    async def child() -> None: ...
+
+    @counted.task
+    async def parent() -> None:
+        task = current_task()
+        await task.results([await task.start(child, f"c{n}") for n in range(2)])
+        await task.wait_for("go")
+        await task.sleep("nap", milliseconds=1)
+        await task.step("first", value, 0)
+        before = commands.by_name["update"]
+        for n in range(steps):
+            await task.step("again", value, n)
+        costs.append(commands.by_name["update"] - before)
+
+    async with working(counted, "w"):
+        handle = await parent.publish("p")
+        await handle.signal("go")
+        await handle.result(60)
+    assert steps <= costs[0] < 1.2 * steps  # 1: others come by time
+
+
+async def test_whoever_is_told_of_finished_children_looks_at_those_alone(
+    mesh: TaskMesh, mongo_uri: str, database: str
+) -> None:
+    children = 3_000
+
+    @mesh.task
+    async def child() -> None: ...
+
+    @mesh.task
+    async def parent() -> int:
+        task = current_task()
+        return len(await task.results(await task.start_many(child, {f"c{n}": {} for n in range(children)})))
+
+    with profiled(mongo_uri, database) as operations:
+        async with working(mesh, "w", concurrency=CONCURRENCY):
+            assert await (await parent.publish("p")).result(120) == children
+    told = [operation for operation in operations if "ask_time" in str(operation["command"])]
+    examined = sum(operation.get("docsExamined", 0) for operation in told)
+    assert children < examined < 3.5 * children, examined  # 2.1: each is read, and its mark removed
