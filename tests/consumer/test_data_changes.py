@@ -192,6 +192,10 @@ async def test_changes_that_are_lost_are_told_and_stop_the_reader_or_are_skipped
     async def is_told() -> bool:
         return bool([found for level, found in await findings(mesh) if level != "ok" and "lost" in found])
 
+    async def has_failed() -> bool:
+        reader = await mesh.get("ordered.reader", "fleet")
+        return "on_lost='skip'" in (reader.task_state.worker_states[-1].fail_reason or "")
+
     async with working(mesh, "w2"):
         await mesh.retry("ordered.reader", "fleet")
         await eventually(is_told)
@@ -202,8 +206,7 @@ async def test_changes_that_are_lost_are_told_and_stop_the_reader_or_are_skipped
             assert [level for level, _ in found] == ["ok", "warning"]
         else:
             assert [level for level, _ in found] == ["error"]
-            reader = await mesh.get("ordered.reader", "fleet")
-            assert "on_lost='skip'" in (reader.task_state.worker_states[-1].fail_reason or "")
+            await eventually(has_failed, what="the reader ends with what is to be done")
             assert seen == ["before"]
     loud = [record for record in caplog.records if record.levelno >= logging.WARNING and "lost" in record.getMessage()]
     assert loud
