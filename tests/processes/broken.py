@@ -187,7 +187,11 @@ def unanswered_claims_are_taken_for_lost(replace: Replace) -> None:
     async def resolve(*_: Any, **__: Any) -> set[str]:
         return set()
 
+    async def confirmed(*_: Any) -> tuple[list[Any], bool]:
+        return [], False
+
     replace(Claimer, "_resolve", resolve)
+    replace(Claimer, "_confirmed", confirmed)
 
 
 def unanswered_outcomes_are_taken_for_recorded(replace: Replace) -> None:
