@@ -27,7 +27,8 @@ logger = logging.getLogger("taskmesh.feed")
 
 _LONGEST_PAUSE_S = 5.0
 _EAGER_AWAIT_MS = 500
-_EAGER_PAUSE_S = 0.002
+_EAGER_PAUSE_S = 0.004
+"""About what a claim takes: else the next read is sent just when the claim of what was heard of is answered, and holds it up."""
 _RELAXED_AWAIT_MS = 1
 _RELAXED_PAUSE_S = 0.1
 _RETRY_NOT_OFFERED_S = 60.0

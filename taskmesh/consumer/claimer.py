@@ -163,7 +163,7 @@ class Claimer:
         size = sum(candidate.id not in self._settings.loop_ids for candidate in candidates)
         self.reserved += size
         # In a task of its own, which nobody cancels: a driver call that is cut off costs a connection, and its claim.
-        claiming = asyncio.get_running_loop().create_task(claim, name="taskmesh claim")
+        claiming = self._store.driver.calls.go_on_alone(claim, "taskmesh claim")
         self._in_flight.add(claiming)
         claiming.add_done_callback(functools.partial(self._claimed, size))
 

@@ -110,7 +110,7 @@ class Finisher:
             self._launch(self._record(batch), self._in_flight)
 
     def _launch(self, recording: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
-        sending = asyncio.get_running_loop().create_task(recording, name="taskmesh finish")
+        sending = self._store.driver.calls.go_on_alone(recording, "taskmesh finish")
         tasks.add(sending)
         sending.add_done_callback(self._sent)
 

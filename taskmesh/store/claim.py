@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from pymongo import ReturnDocument
 from pymongo.errors import OperationFailure, WriteConcernError
 
 from taskmesh.model.task import Task
 from taskmesh.model.worker import Claimant
 from taskmesh.store import plain, rules
-from taskmesh.store.driver import CODEC, PLAIN_CODEC, Document, find_and_update, restored
+from taskmesh.store.driver import CODEC, PLAIN_CODEC, Document, restored
 from taskmesh.store.event_stamp import stamp
 from taskmesh.store.malformed import note_refusal
 from taskmesh.store.prepared import prepared
@@ -184,17 +183,8 @@ async def claim_one(
     unconfirmed: WriteConcernError | None = None
     for query, pipeline in forms:
         try:
-            # The driver's own method: of a raw command's reply it would not decode nested Decimals.
-            document: Document | None = await find_and_update(
-                store.driver.collection(store.tasks),
-                query,
-                pipeline,
-                let=_claiming(worker, running_id),
-                projection=fields,
-                return_document=ReturnDocument.AFTER,
-                maxTimeMS=deadline_ms,
-                hint="_id_",
-            )
+            variables = _claiming(worker, running_id)
+            document = await store.update_one(query, pipeline, deadline_ms, variables, fields, hint="_id_")
         except OperationFailure as error:
             if isinstance(error, WriteConcernError) and is_unconfirmed(error):
                 unconfirmed = error  # what this form has won, the next leaves as it is

@@ -159,17 +159,36 @@ class Store:
             command |= {"ordered": False, "writeConcern": {"w": "majority"}, "maxTimeMS": deadline_ms}
         return int((await self.driver.command(command, session))["n"])
 
-    async def update_one(self, query: Document, pipeline: Sequence[Mapping[str, Any]]) -> Document | None:
+    async def update_one(
+        self,
+        query: Document,
+        pipeline: Sequence[Mapping[str, Any]],
+        deadline_ms: int = WRITE_DEADLINE_MS,
+        let: Document | None = None,
+        fields: Document | None = None,
+        hint: str | None = None,
+    ) -> Document | None:
         """Update the task that matches, and return it as it was written, before anybody else can have changed it.
 
-        None if none matches. Not repeated by the driver after a network error: the caller finds out what happened.
+        None if none matches. `fields`: what of it is returned, if not all. `let`, `hint`: as of `update_command`.
+
+        Not repeated by the driver after a network error: the caller finds out what happened. So that the driver could repeat it,
+        the server would write the document a second time, into `config.image_collection`.
         """
-        command = self.update_command(query, pipeline)
-        [statement] = command.pop("updates")
-        del command["update"]
-        changing = {"findAndModify": self.tasks, "query": statement["q"], "update": statement["u"], "new": True}
-        reply = await self.driver.command(changing | command)
-        return restored(reply["value"])  # type: ignore[no-any-return]  # a document, or None
+        command: Document = {
+            "findAndModify": self.tasks,
+            "query": query,
+            "update": pipeline,
+            "new": True,
+            "let": let or {},
+            "writeConcern": {"w": "majority"},
+            "maxTimeMS": deadline_ms,
+        }
+        if fields is not None:
+            command["fields"] = fields
+        if hint is not None:
+            command["hint"] = hint
+        return restored((await self.driver.command(command))["value"])  # type: ignore[no-any-return]  # a document, or None
 
     async def update_each(
         self, statements: Sequence[tuple[Document, Sequence[Mapping[str, Any]], Document]], session: Any

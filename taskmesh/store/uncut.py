@@ -6,7 +6,8 @@ client waits for ever; and a cancellation that meets the last byte of a message 
 stop goes on. On every Python, a connection that is cut off while it is being made leaves its socket to the garbage collector,
 and one that is cut off in use is closed.
 
-So each call of ours runs in a task of its own that nobody cancels. PyMongo itself is left as it is: it is not ours.
+So each call of ours runs in a task that nobody cancels: one of its own, or the one that makes it, if that goes on alone. PyMongo
+itself is left as it is: it is not ours.
 """
 
 from __future__ import annotations
@@ -73,6 +74,8 @@ class UncutCalls:
         `session`: the one that the call is made in. It bears one call at a time: a transaction that is undone while a call of
         it is still under way may begin anew with that call, or the call writes outside of it. So we go when it has ended.
         """
+        if self.is_alone():
+            return await call
         return await self.ended_call(UnderWay(call), session)
 
     async def ended_call(self, under_way: UnderWay[T], session: Any = None) -> T:
@@ -89,9 +92,19 @@ class UncutCalls:
                 await _ended_though_cancelled(running)
             raise
 
-    def go_on_alone(self, call: Coroutine[Any, Any, None]) -> None:
-        """Make a call that nobody waits for."""
-        self._leave(asyncio.ensure_future(call))
+    def go_on_alone(self, work: Coroutine[Any, Any, T], name: str = "taskmesh call") -> asyncio.Task[T]:
+        """Begin what nobody cancels, at once, and return its task. What it calls needs no task of its own."""
+        return FirstSteps(asyncio.get_running_loop()).begun(self._alone(work), name)
+
+    async def _alone(self, work: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        self._leave(task)
+        return await work
+
+    def is_alone(self) -> bool:
+        """Whether who asks runs in a task that nobody cancels."""
+        return asyncio.current_task() in self._left_alone
 
     def close_after(self, read: asyncio.Future[Any], opened: Any) -> None:
         """Close a cursor or a stream when a read of it has ended that goes on alone: it bears one call at a time."""
@@ -156,6 +169,9 @@ class Uncut:
             self._calls.close_after(self._running, self.wrapped)
 
     async def _run(self, call: Awaitable[Any], session: Any) -> Any:
+        if self._calls.is_alone():
+            result = await call
+            return Uncut(self._calls, result, session) if hasattr(result, "close") else result
         under_way = UnderWay(call)
         self._running = under_way.running
         result = await self._calls.ended_call(under_way, session)

@@ -92,6 +92,7 @@ async def test_a_retry_returns_the_task_as_it_was_retried_though_a_worker_has_ru
         update_one = mesh.store.update_one
 
         async def update_that_is_answered_late(*arguments: Any) -> Any:
+            mesh.store.update_one = update_one  # type: ignore[method-assign]  # for the worker's claim
             changed = await update_one(*arguments)
             await eventually(lambda: len(runs) == 2)
             await finished(mesh, "job", "k")
