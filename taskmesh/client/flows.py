@@ -14,6 +14,7 @@ from taskmesh.client.connection import Connection, sample
 from taskmesh.client.definition import TaskDefinition
 from taskmesh.client.handle import TaskHandle
 from taskmesh.client.publisher import Publisher
+from taskmesh.client.returns import PLAIN
 from taskmesh.client.tasks import Tasks
 from taskmesh.model.dependency import Dependencies, OnDependencyFailure, label
 from taskmesh.model.errors import InvalidOption, TaskFinished, TaskNotFound, TaskTooLarge
@@ -249,8 +250,8 @@ class Flows:
 
     def _handle(self, name: str, key: str) -> TaskHandle[Any]:
         known = self._publisher.definitions.get(name)
-        settings = {} if known is None else {"returns": known.returns}
-        return TaskHandle(self._tasks, name, key, created=False, updated=False, warnings=[], **settings)
+        returns = PLAIN if known is None else known.returns
+        return TaskHandle(self._tasks, name, key, created=False, updated=False, warnings=[], returns=returns)
 
 
 def _check_no_circle(key: str, publications: list[Publication]) -> None:

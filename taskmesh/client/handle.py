@@ -26,7 +26,9 @@ class TaskHandle(Generic[R]):
         updated: bool,
         warnings: list[str],
         returns: Returns = PLAIN,
+        not_before: float | None = None,
     ) -> None:
+        """`not_before`: when the task was not there yet, by the monotonic clock; None if that is not known."""
         self.tasks = tasks
         self.name = checked_name(name)
         self.key = checked_key(key)
@@ -39,6 +41,7 @@ class TaskHandle(Generic[R]):
         self.warnings = warnings
         """Why nobody could run the task when it was published."""
         self._returns = returns
+        self._not_before = not_before
 
     def is_published(self, *, created: bool) -> None:
         """Note that the flow whose member it is was published."""
@@ -87,8 +90,11 @@ class TaskHandle(Generic[R]):
         return cast(R, self._returns.of_queue(task.queue).read(task.successes[place].returns))
 
     async def _finished(self, timeout: float | None) -> Task:
-        task = await self.tasks.finished(self.name, self.key, timeout, published=self._is_due_a_result)
+        task = await self.tasks.finished(
+            self.name, self.key, timeout, published=self._is_due_a_result, not_before=self._not_before
+        )
         self._is_due_a_result = False
+        self._not_before = None
         label = f"task {self.name!r} {self.key!r}"
         if task.status is Status.FAIL:
             raise TaskError(

@@ -151,6 +151,7 @@ class Publisher:
 
         All are checked before any is written. `known`: the definition is that of a handler, not made of defaults.
         """
+        began = time.monotonic()
         configuration = configuration or definition.configuration
         if definition.broadcast:
             configuration = await self.addressed(definition.name, configuration)
@@ -204,6 +205,7 @@ class Publisher:
                 updated=result.updated,
                 warnings=[*_throttled(configuration, publication, result), *warnings],
                 returns=definition.returns,
+                not_before=began if result.created else None,
             )
             for publication, result in zip(publications, published, strict=True)
         ]

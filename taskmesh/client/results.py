@@ -26,6 +26,7 @@ _LOOK_EVERY_S = 5.0
 _PER_QUERY = 1_000
 _GONE_AFTER_S = 0.1
 _LISTEN_ON_S = 30.0
+_MOST_REMEMBERED = 5_000
 _KEPT_FOR_MS = 60_000
 """For so long after its retention, which may be over the moment that it finishes, a task is read by who waited for it."""
 
@@ -39,15 +40,21 @@ class Results:
         self._waiters: dict[str, set[asyncio.Future[Document]]] = {}
         self._was_waited_for: set[asyncio.Future[Document]] = set()
         """The waiters that waited before the task was finished."""
+        self._ended: dict[str, float] = {}
+        """The tasks that were last heard to have ended, and when that was heard."""
+        self._knows_since: float | None = None
+        """Whatever has ended since this moment is in there; None while nothing is heard."""
         self._due: set[str] = set()
         self._wake = asyncio.Event()
         self._subscription: Subscription | None = None
         self._reader: asyncio.Task[None] | None = None
 
-    async def finished(self, id_: str, *, published: bool = False) -> Document:
+    async def finished(self, id_: str, *, published: bool = False, not_before: float | None = None) -> Document:
         """Return the task's document once it is finished. Raises `TaskNotFound` if it is not there (any more).
 
         Who waited when it finished gets it whatever its retention. `published`: so does the caller, who has just published it.
+        `not_before`: the task was not there yet at this moment of the monotonic clock, so that what has been heard since then
+        tells whether it has ended, and nothing need be read.
         """
         self._start()
         waiter: asyncio.Future[Document] = asyncio.get_running_loop().create_future()
@@ -57,7 +64,12 @@ class Results:
         try:
             assert self._subscription is not None
             await self._subscription.ready.wait()
-            self._look_at(id_)
+            if not self._feed.offered:
+                self._knows_since = None
+            elif self._knows_since is None:
+                self._knows_since = time.monotonic()
+            if not_before is None or self._knows_since is None or not_before <= self._knows_since or id_ in self._ended:
+                self._look_at(id_)
             return await waiter
         finally:
             self._was_waited_for.discard(waiter)
@@ -75,12 +87,14 @@ class Results:
 
     def _start(self) -> None:
         if self._subscription is None:
-            self._subscription = self._feed.subscribe(Interest(finished=True), self._heard, self._look_at_all)
+            self._subscription = self._feed.subscribe(Interest(finished=True), self._heard, self._missed)
         if self._reader is None or self._reader.done():
             self._reader = asyncio.get_running_loop().create_task(self._serve_for_ever(), name="taskmesh results")
 
     def _stop(self) -> None:
         subscription, self._subscription = self._subscription, None
+        self._knows_since = None
+        self._ended.clear()
         if subscription is not None and self._feed.listens(subscription):
             self._feed.unsubscribe(subscription)
         reader, self._reader = self._reader, None
@@ -88,13 +102,31 @@ class Results:
             reader.cancel()
 
     def _heard(self, change: Change) -> None:
+        finished = change.status in FINISHED
+        if not finished and (change.stamp is None or read_stamp(change.stamp).kind != "deleted"):
+            return
+        self._remember(change.id)
         if change.id not in self._waiters:
             return
-        if change.status in FINISHED:
+        if finished:
             self._look_at(change.id)
-        elif change.stamp is not None and read_stamp(change.stamp).kind == "deleted":
+        else:
             # The word comes a moment before the deed.
             asyncio.get_running_loop().call_later(_GONE_AFTER_S, self._look_at, change.id)
+
+    def _remember(self, id_: str) -> None:
+        if self._knows_since is None:
+            return
+        self._ended.pop(id_, None)
+        self._ended[id_] = time.monotonic()
+        if len(self._ended) > _MOST_REMEMBERED:
+            self._knows_since = self._ended.pop(next(iter(self._ended)))
+
+    def _missed(self) -> None:
+        """There was a gap: what has ended meanwhile was not heard."""
+        if self._knows_since is not None:
+            self._knows_since = time.monotonic()
+        self._look_at_all()
 
     def _look_at(self, id_: str) -> None:
         self._due.add(id_)

@@ -180,15 +180,18 @@ class Tasks:
                 f"{signals.MAX_BYTES:,} bytes): send {event!r} again when its handler has consumed some"
             )
 
-    async def finished(self, name: str, key: str, timeout: float | None, *, published: bool = False) -> Task:
+    async def finished(
+        self, name: str, key: str, timeout: float | None, *, published: bool = False, not_before: float | None = None
+    ) -> Task:
         """Wait until the task is finished, and return it. Raises `TaskNotFound`, `TimeoutError`, `InvalidOption`.
 
-        `published`: the caller has just published it, so that it may be past its retention already.
+        `published`: the caller has just published it, so that it may be past its retention already. `not_before`: when it was
+        not there yet, by the monotonic clock.
         """
         results = self._connection.results
         try:
             async with asyncio.timeout(checked_timeout(timeout)):
-                document = await results.finished(task_id(name, key), published=published)
+                document = await results.finished(task_id(name, key), published=published, not_before=not_before)
         except TimeoutError:
             raise TimeoutError(f"task {name!r} {key!r} has not finished within {timeout} s") from None
         return await self._read(document)
