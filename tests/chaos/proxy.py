@@ -177,16 +177,13 @@ class Proxy:
             link.cut()
 
     def _cut_those_shut_out(self) -> None:
+        ports = _ports_of(self._shut_out)  # once for all: it takes a tenth of a second where there are many connections
         for link in tuple(self._links):
-            if self._is_shut_out(link.client):
+            if _port_of(link.client) in ports:
                 link.cut()
 
-    def _is_shut_out(self, client: asyncio.StreamWriter) -> bool:
-        peer = client.get_extra_info("peername") if self._shut_out else None
-        return peer is not None and _is_of_one_of(self._shut_out, peer[1])
-
     async def _accept(self, client_reads: asyncio.StreamReader, client: asyncio.StreamWriter) -> None:
-        if self._refuses or self._is_shut_out(client):
+        if self._refuses or (self._shut_out and _port_of(client) in _ports_of(self._shut_out)):
             if self._shut_out:
                 await asyncio.sleep(_REFUSED_AFTER_S)
             client.transport.abort()
@@ -323,20 +320,27 @@ def _obey() -> None:
             sys.stdout.flush()
 
 
-def _is_of_one_of(pids: Iterable[int], port: int) -> bool:
-    """Whether one of these processes has connected from this port (Linux; by hand, since it must not hold up all others)."""
-    sockets: set[str] = set()
-    for _ in range(_READINGS):
-        # Rows of connections that are over have no socket. A row can be missing while others come and go beside it.
-        rows = re.findall(rb": 0100007F:%04X (.*)" % port, Path("/proc/net/tcp").read_bytes())
-        sockets |= {f"socket:[{inode.decode()}]" for row in rows if (inode := row.split()[7]) != b"0"}
+def _port_of(client: asyncio.StreamWriter) -> int | None:
+    """From which port a client has connected; None if it is gone."""
+    peer = client.get_extra_info("peername")
+    return None if peer is None else int(peer[1])
+
+
+def _ports_of(pids: Iterable[int]) -> set[int]:
+    """From which ports these processes have connected (Linux; by hand, since it must not hold up all others)."""
+    sockets = set()
     for pid in pids:
         with suppress(OSError):  # it has gone
             for file in Path(f"/proc/{pid}/fd").iterdir():
                 with suppress(OSError):
-                    if str(file.readlink()) in sockets:
-                        return True
-    return False
+                    sockets.add(str(file.readlink()))
+    ports = set()
+    for _ in range(_READINGS):
+        # Rows of connections that are over have no socket. A row can be missing while others come and go beside it.
+        for port, row in re.findall(rb": 0100007F:([0-9A-F]{4}) (.*)", Path("/proc/net/tcp").read_bytes()):
+            if f"socket:[{row.split()[7].decode()}]" in sockets:
+                ports.add(int(port, 16))
+    return ports
 
 
 async def _next_message(reads: asyncio.StreamReader) -> bytes:
