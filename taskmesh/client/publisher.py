@@ -205,7 +205,7 @@ class Publisher:
                 updated=result.updated,
                 warnings=[*_throttled(configuration, publication, result), *warnings],
                 returns=definition.returns,
-                not_before=began if result.created else None,
+                not_before=began if result.created and _is_told_of(configuration) else None,
             )
             for publication, result in zip(publications, published, strict=True)
         ]
@@ -436,6 +436,11 @@ def _by_key(params_by_key: Any) -> Mapping[str, Mapping[str, Any]]:
     if not isinstance(params_by_key, Mapping):
         raise InvalidParams(f"publish_many takes a dict of params by key, got {type(params_by_key).__name__}")
     return params_by_key
+
+
+def _is_told_of(configuration: Configuration) -> bool:
+    """Whether an event tells of the end of a new task: not if it expires where no worker is, or was never committed."""
+    return configuration.expire_time is None and configuration.session is None
 
 
 def _throttled(configuration: Configuration, publication: Publication, published: Published) -> list[str]:

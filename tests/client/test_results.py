@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
 from pymongo import AsyncMongoClient
 
 from benchmarks.commands import Commands
-from taskmesh import TaskMesh
+from taskmesh import TaskExpired, TaskMesh
 from taskmesh.client import results
 from tests.faults import failing_commands
 from tests.waiting import eventually
@@ -104,6 +105,16 @@ async def test_a_result_is_found_at_once_where_the_server_offers_no_stream(
             await finished(mesh, "double", f"{n}")
             assert await handle.result(SOON_S) == 2 * n
     assert not publisher.feed.offered
+
+
+async def test_what_has_expired_is_told_at_once_though_no_worker_writes_it_down(publisher: TaskMesh) -> None:
+    now = publisher.clock.now()
+    first = await publisher.publish("double", "first", {"n": 1}, expire_time=now - timedelta(seconds=1))
+    with pytest.raises(TaskExpired):
+        await first.result(60)
+    late = await publisher.publish("double", "late", {"n": 1}, expire_time=now - timedelta(seconds=1))
+    with pytest.raises(TaskExpired):
+        await late.result(SOON_S)
 
 
 async def test_a_key_that_is_published_anew_waits_for_its_new_result(publisher: TaskMesh, mesh: TaskMesh) -> None:
