@@ -22,8 +22,8 @@ from tests.waiting import eventually
 
 pytestmark = [pytest.mark.chaos, pytest.mark.blocks_the_loop]  # workers are started and stopped by blocking calls
 
-_SLOW_ELECTIONS = {"electionTimeoutMillis": 4_000, "heartbeatIntervalMillis": 300}
-"""So that an old primary takes itself for one for a while."""
+_SLOW_ELECTIONS = {"electionTimeoutMillis": 8_000, "heartbeatIntervalMillis": 300}
+"""So that an old primary takes itself for one for a while, long enough on a busy machine."""
 _TASKS = 10
 
 
