@@ -220,11 +220,14 @@ class Feed:
             self._token, self._token_is_of = token, interest
 
     def _hand_out(self, change: Change) -> None:
+        said = False
         for subscription in tuple(self._subscriptions):
             try:
                 subscription.on_change(change)
             except Exception:  # a stranger's document must not stop the stream
-                logger.exception("could not read the change of %.200r: skipped", change.id)
+                if not said:
+                    logger.exception("could not read the change of %.200r: skipped", change.id)
+                said = True
 
     def _announce_gap(self) -> None:
         for subscription in tuple(self._subscriptions):
