@@ -87,6 +87,7 @@ class Idleness:
             return self._is_quiet()
         if self._candidates.ready_count(time.monotonic()):
             return False
+        claimed_before = self._claimer.won
         try:
             # Whatever is finished in between opens what waits for it: then there is a mark, or, once more, something claimable.
             left = (
@@ -98,8 +99,9 @@ class Idleness:
         except PyMongoError as error:
             logger.debug("could not ask whether anything is left: %s", error)
             return False
-        # What was claimed while the database was asked runs now, so that it was not seen as claimable.
-        return not left and self._is_quiet() and not self._candidates.ready_count(time.monotonic())
+        # What was claimed while the database was asked was not seen as claimable: it runs now, or goes on in another queue.
+        claimed = self._claimer.won - claimed_before
+        return not left and not claimed and self._is_quiet() and not self._candidates.ready_count(time.monotonic())
 
     async def _unfinished_left(self, narrowed_by: Mapping[str, Any]) -> bool:
         settings, shut_groups = self._settings, self._limits.shut_groups

@@ -450,10 +450,7 @@ async def unfinished_left(
     """
     looked_at = set(known_queues if queues is None else queues)
     if queues is None:
-        # In this order: what runs and is given back in between is due then, and so seen the second time.
-        looked_at |= set(await queues_in_use(store, ["RUNNING"]))
-        due_in, all_of_them = await queues_due(store, names, majority=True)
-        looked_at |= due_in if all_of_them else set(await queues_in_use(store, ["INIT"]))
+        looked_at |= await _queues_with_work(store, names)
     place = {"queue": {"$in": sorted(looked_at.difference(closed_queues))}, "name": {"$in": list(names)}}
     due = {
         **place,
@@ -488,4 +485,15 @@ async def unfinished_left(
         cursor = await cursor if isawaitable(cursor) else cursor
         return bool(await cursor.to_list(1))
 
-    return await past_strangers(store, query, read)
+    if await past_strangers(store, query, read):
+        return True
+    # What has gone on in another queue meanwhile was not seen in either.
+    return queues is None and not looked_at.issuperset(await _queues_with_work(store, names))
+
+
+async def _queues_with_work(store: Store, names: Sequence[str]) -> set[str]:
+    """Return the queues in which something runs, or tasks of these names are due; maybe more, where there are very many."""
+    # In this order: what runs and is given back in between is due then, and so seen the second time.
+    running_in = set(await queues_in_use(store, ["RUNNING"]))
+    due_in, all_of_them = await queues_due(store, names, majority=True)
+    return running_in | (due_in if all_of_them else set(await queues_in_use(store, ["INIT"])))

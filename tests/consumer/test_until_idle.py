@@ -11,7 +11,8 @@ import pytest
 from pymongo import AsyncMongoClient, MongoClient, WriteConcern
 from pymongo.monitoring import CommandFailedEvent, CommandListener, CommandStartedEvent, CommandSucceededEvent
 
-from taskmesh import Status, TaskMesh, TaskOption, current_task
+from taskmesh import Next, Status, TaskMesh, TaskOption, current_task
+from taskmesh.consumer import idleness
 from taskmesh.store.claim import claim
 from taskmesh.store.find import unfinished_left
 from tests.waiting import eventually
@@ -219,6 +220,53 @@ async def test_what_is_given_back_while_it_is_asked_is_seen(mongo_uri: str, data
             assert await claim(mesh.store, ["job:k"], "other", "r1") == 1
             listener.act[listener.commands + after] = lambda: tasks.replace_one({"_id": "job:k"}, as_published)
             assert await unfinished_left(mesh.store, "me", ["job"], None)
+
+
+@pytest.mark.blocks_the_loop  # as above
+@pytest.mark.parametrize("after", range(1, 8))
+async def test_what_goes_on_in_another_queue_while_it_is_asked_is_seen(
+    mongo_uri: str, database: str, after: int
+) -> None:
+    """Whichever of its questions was answered just before."""
+    listener = _AfterCommand()
+    async with (
+        AsyncMongoClient[dict[str, Any]](mongo_uri, event_listeners=[listener]) as client,
+        TaskMesh(client, database=database) as mesh,
+    ):
+        await mesh.publish("job", "k", queue="here")
+        with MongoClient[dict[str, Any]](mongo_uri) as other:
+            tasks = other[database].get_collection("tasks", write_concern=WriteConcern("majority"))
+            move = {"$set": {"queue": "there"}}
+            listener.act[listener.commands + after] = lambda: tasks.update_one({"_id": "job:k"}, move)
+            assert await unfinished_left(mesh.store, "me", ["job"], None)
+
+
+async def test_what_this_worker_has_moved_on_while_it_asked_is_seen(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @mesh.task(queue="q0")
+    async def hop(n: int) -> int:
+        if n == 3:
+            return n
+        raise Next(queue=f"q{n + 1}", params={"n": n + 1})
+
+    handle = await hop.publish("k", n=0)
+
+    async def too_late_for_one_queue_and_too_early_for_the_next(*_: Any, **__: Any) -> bool:
+        before = await handle.task()
+
+        async def has_moved() -> bool:
+            return (await handle.task()).queue != before.queue
+
+        if not before.status.finished:
+            await eventually(has_moved)
+        return False
+
+    monkeypatch.setattr(idleness, "unfinished_left", too_late_for_one_queue_and_too_early_for_the_next)
+    async with asyncio.timeout(SOON_S):
+        # It scans for each, so that for a moment nothing goes on here.
+        await mesh.consumer(worker_id="me", listen=False).run(until_idle=True)
+    assert await handle.status() is Status.SUCCESS
 
 
 async def test_asking_does_not_look_at_what_is_delayed(mesh: TaskMesh, mongo_uri: str, database: str) -> None:
