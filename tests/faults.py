@@ -8,6 +8,8 @@ from typing import Any
 
 from pymongo import AsyncMongoClient
 
+from taskmesh import TaskMesh
+
 
 @asynccontextmanager
 async def failing_commands(
@@ -38,6 +40,16 @@ async def failing_commands(
             yield have_failed
         finally:
             await client.admin.command({"configureFailPoint": "failCommand", "mode": "off"})
+
+
+@asynccontextmanager
+async def another_mesh(mongo_uri: str, database: str, appname: str) -> AsyncIterator[TaskMesh]:
+    """A mesh of its own, whose commands can be made to fail apart from those of the test."""
+    async with (
+        AsyncMongoClient[dict[str, Any]](mongo_uri, appname=appname, tz_aware=True) as client,
+        TaskMesh(client, database=database) as mesh,
+    ):
+        yield mesh
 
 
 @asynccontextmanager

@@ -11,12 +11,13 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Collection, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from pymongo.errors import OperationFailure, PyMongoError
 
+from taskmesh.consumer.adaptive_deadline import AdaptiveDeadline
 from taskmesh.consumer.claim_filter import ClaimFilter
 from taskmesh.consumer.claim_queue import Candidate, ClaimQueue
 from taskmesh.consumer.executions import Executions
@@ -36,7 +37,8 @@ from taskmesh.store.server_errors import is_over_deadline, is_passing, is_unconf
 logger = logging.getLogger("taskmesh.claimer")
 
 _MAX_IN_FLIGHT = 2
-_DEADLINE_MS = 300
+_LEAST_DEADLINE_MS = 300
+_MOST_DEADLINE_MS = 3_000
 _LOCKED_PAUSES_S = 0.1, 3.0
 """The first and the longest, for a task whose claim was not through by the deadline: a slow server is over it soon, a
 transaction may take a minute."""
@@ -88,6 +90,7 @@ class Claimer:
         self._in_flight: set[asyncio.Task[bool]] = set()
         self._late: set[asyncio.Task[None]] = set()
         self._claims_made = 0
+        self._deadline = AdaptiveDeadline(_LEAST_DEADLINE_MS, _MOST_DEADLINE_MS)
         self.reserved = 0
         """Slots promised to claims in flight."""
         self._pause_until = 0.0
@@ -217,16 +220,20 @@ class Claimer:
         ids = [candidate.id for candidate in candidates]
         running_id = self._next_running_id()
         sent = time.monotonic()
+        deadline_ms = self._deadline.ms(len(ids))
         self.tried += len(ids)
         self._candidates.being_claimed.update(ids)
         try:
-            documents, took = await self._won_of(ids, running_id, sent, narrowed_by)
+            documents, took = await self._won_of(ids, running_id, sent, narrowed_by, deadline_ms)
         except PyMongoError as error:
-            won_ids = await self._resolve(ids, running_id, sent, passing=is_passing(error))
+            if is_over_deadline(error):
+                self._deadline.missed(deadline_ms)
+            won_ids = await self._resolve(ids, running_id, sent, deadline_ms, passing=is_passing(error))
             return [candidate for candidate in candidates if candidate.id not in won_ids], error
         finally:
             self._candidates.being_claimed.difference_update(ids)
         self._held_off_s = 0.0
+        self._deadline.met(took)
         if self._observer is not None:
             won_ids = {document["_id"] for document in documents}
             waits = [_wait(candidate, sent) for candidate in candidates if candidate.id in won_ids]
@@ -237,13 +244,13 @@ class Claimer:
         return [], None
 
     async def _won_of(
-        self, ids: list[str], running_id: str, sent: float, narrowed_by: Mapping[str, Any]
+        self, ids: list[str], running_id: str, sent: float, narrowed_by: Mapping[str, Any], deadline_ms: int
     ) -> tuple[list[Document], float]:
         """Claim a set, and return what was won and how long the claim took."""
         settings: dict[str, Any] = {
             "closed_queues": self._queues.paused,
             "narrowed_by": narrowed_by,
-            "deadline_ms": _deadline_ms(ids),
+            "deadline_ms": deadline_ms,
         }
         try:
             if len(ids) == 1:
@@ -313,7 +320,9 @@ class Claimer:
                 to_start.append(document)
         self._executor.start(to_start, running_id, sent)
 
-    async def _resolve(self, ids: list[str], running_id: str, sent: float, *, passing: bool) -> set[str]:
+    async def _resolve(
+        self, ids: list[str], running_id: str, sent: float, deadline_ms: int, *, passing: bool
+    ) -> set[str]:
         """After an error, find out what the claim had won, and begin that."""
         if passing:
             logger.warning("a claim of %d tasks was not answered: asking what it won", len(ids))
@@ -322,7 +331,9 @@ class Claimer:
         if passing:
             self._pause_until = time.monotonic() + 0.1
             won_ids = {document["_id"] for document in documents}
-            late = asyncio.get_running_loop().create_task(self._resolve_late(ids, running_id, sent, won_ids))
+            late = asyncio.get_running_loop().create_task(
+                self._resolve_late(ids, running_id, sent, deadline_ms, won_ids)
+            )
             self._late.add(late)
             late.add_done_callback(self._late.discard)
         self._candidates.want_more()
@@ -342,9 +353,11 @@ class Claimer:
                 return confirmed, len(confirmed) >= len(shown)
             await asyncio.sleep(0.05)
 
-    async def _resolve_late(self, ids: list[str], running_id: str, sent: float, known: set[str]) -> None:
+    async def _resolve_late(
+        self, ids: list[str], running_id: str, sent: float, deadline_ms: int, known: set[str]
+    ) -> None:
         """Ask once more when the server must have given up: the claim may have landed after the first question."""
-        await asyncio.sleep(_deadline_ms(ids) / 1000 + 0.2)
+        await asyncio.sleep(deadline_ms / 1000 + 0.2)
         documents = await self._read_won(ids, running_id, sent, 0)
         for document in documents:
             entry = next(e for e in document["task_state"]["worker_states"] if e["running_id"] == running_id)
@@ -399,11 +412,6 @@ def _are_alike(errors: Sequence[PyMongoError]) -> bool:
     """Whether these are one error, and none that a locked document causes."""
     kinds = {error.code if isinstance(error, OperationFailure) else type(error) for error in errors}
     return len(kinds) == 1 and not is_over_deadline(errors[0])
-
-
-def _deadline_ms(ids: Collection[str]) -> int:
-    """How long the server may work on the claim of a set."""
-    return _DEADLINE_MS + len(ids)
 
 
 def _wait(candidate: Candidate, sent: float) -> Wait:

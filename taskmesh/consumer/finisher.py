@@ -18,6 +18,7 @@ from typing import Any
 
 from pymongo.errors import PyMongoError
 
+from taskmesh.consumer.adaptive_deadline import AdaptiveDeadline
 from taskmesh.store import Store, steps
 from taskmesh.store.apart import put
 from taskmesh.store.finish import Kind, Outcome, finish, standing
@@ -55,6 +56,7 @@ class Finisher:
         """Writes of single outcomes that have been held up: they go on by themselves, and hold up no other."""
         self._told_outage = False
         self._send_planned = False
+        self._deadline = AdaptiveDeadline(_FIRST_DEADLINE_MS, _LATER_DEADLINE_MS)
         self._last_step = ""
         """Of which task a step was recorded last."""
 
@@ -125,19 +127,23 @@ class Finisher:
         """Write a batch, again and again if need be, until each outcome is recorded or lost. `beside`: a single one, as above."""
         pause = 0.05
         began = time.monotonic()
-        deadline_ms = _LATER_DEADLINE_MS if beside else _FIRST_DEADLINE_MS
         todo = list(batch)
         while todo:
             split = False
+            deadline_ms = _LATER_DEADLINE_MS if beside else self._deadline.ms(len(todo))
+            sent = time.monotonic()
             try:
                 outcomes = [outcome for outcome, _ in todo]
                 await put(self._store, [value for outcome in outcomes for value in outcome.apart])
                 write = steps.record if outcomes[0].kind == "stepped" else finish
                 if await write(self._store, self._worker_id, outcomes, deadline_ms=deadline_ms) == len(todo):
+                    self._deadline.met(time.monotonic() - sent)
                     self._tell(todo, recorded=True)
                     return
             except Exception as error:  # not the database's alone: what cannot be encoded concerns one outcome too
                 refused = not is_over_deadline(error)
+                if not refused and not beside:
+                    self._deadline.missed(deadline_ms)
                 if is_passing(error) or is_about_us(error):
                     self._tell_outage(error)
                     await asyncio.sleep(pause)

@@ -1,14 +1,14 @@
 """Partitions: how workers on one backlog keep out of each other's way.
 
 Every task sits in one of 64 lanes by the hash of its `_id`. For each lane, the live workers have an order of preference
-that all of them compute alike (rendezvous hashing), so that nobody has to be asked. The first in that order claims at
-once, the next a moment later; the rest leave the task to their scans. No promise hangs on it: whoever is mistaken
-about who lives, loses a race or waits a moment.
+that all of them compute alike (rendezvous hashing, with as many lanes for each), so that nobody has to be asked. The first
+in that order claims at once, the next a moment later; the rest leave the task to their scans. No promise hangs on it:
+whoever is mistaken about who lives, loses a race or waits a moment.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 
@@ -37,11 +37,9 @@ class Partitions:
         if (workers, listeners) == (self._workers, self._listeners):
             return False
         self._workers, self._listeners = workers, listeners
-        mine = _weights(self._worker_id)
-        others = [worker for worker in workers if worker != self._worker_id]
-        self._place = _places(mine, others)
-        self._place_to_hear = _places(mine, [worker for worker in others if worker in listeners])
-        self.own = [lane for lane in range(LANES) if self._place[lane] == 0] if others else None
+        self._place = _places(self._worker_id, workers)
+        self._place_to_hear = _places(self._worker_id, workers & listeners | {self._worker_id})
+        self.own = [lane for lane in range(LANES) if self._place[lane] == 0] if len(workers) > 1 else None
         return True
 
     @property
@@ -73,10 +71,34 @@ class Partitions:
         return self._place_to_hear[lane_of(id_)]
 
 
-def _places(mine: Sequence[bytes], others: Iterable[str]) -> list[int]:
-    """Return, for each lane, how many of the others come before the worker with these weights."""
-    weights = [_weights(other) for other in others]
-    return [sum(weight[lane] > mine[lane] for weight in weights) for lane in range(LANES)]
+def _places(worker_id: str, workers: Collection[str]) -> list[int]:
+    """Return, for each lane, how many of the workers come before this one: the one whose lane it is, and whoever weighs more."""
+    weights = {worker: _weights(worker) for worker in workers}
+    mine = weights[worker_id]
+    first = _first_in_each_lane(weights)
+    return [
+        0
+        if first[lane] == worker_id
+        else sum(weight[lane] > mine[lane] or worker == first[lane] for worker, weight in weights.items())
+        for lane in range(LANES)
+    ]
+
+
+def _first_in_each_lane(weights: Mapping[str, Sequence[bytes]]) -> list[str]:
+    """Return whose each lane is: the heaviest there of those that do not have their share yet.
+
+    So no worker has two lanes more than another: of sixteen, one would have eight and one would have none by weight alone, and
+    who is done with its own takes from others' lanes, where claims meet.
+    """
+    share, left = divmod(LANES, len(weights))
+    first: list[str] = []
+    held = dict.fromkeys(weights, 0)
+    for lane in range(LANES):
+        most = share if lane < LANES - left else share + 1
+        worker = max((w for w in weights if held[w] < most), key=lambda w: (weights[w][lane], w))
+        held[worker] += 1
+        first.append(worker)
+    return first
 
 
 @lru_cache(maxsize=10_000)

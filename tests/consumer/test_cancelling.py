@@ -4,31 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from pymongo import AsyncMongoClient
 
 from taskmesh import Ending, Status, Task, TaskCancelled, TaskMesh, TaskNotFound, TaskOption, current_task
-from tests.faults import failing_commands
+from tests.faults import another_mesh, failing_commands
 from tests.waiting import eventually
 from tests.working import finished, parts_of, status_is, working
 
 PINGS_LATE = TaskOption(ping_interval_ms=30_000, worker_timeout_ms=60_000)
 """Whatever happens within seconds did not wait for a ping."""
 HEARD_WITHIN_S = 20.0
-
-
-@asynccontextmanager
-async def another_mesh(mongo_uri: str, database: str, appname: str) -> AsyncIterator[TaskMesh]:
-    """A mesh whose commands can be made to fail apart from those of the test."""
-    async with (
-        AsyncMongoClient[dict[str, Any]](mongo_uri, appname=appname, tz_aware=True) as client,
-        TaskMesh(client, database=database) as mesh,
-    ):
-        yield mesh
 
 
 async def is_cancelled_for_good(mesh: TaskMesh, name: str, key: str) -> None:

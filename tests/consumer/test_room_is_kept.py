@@ -11,8 +11,7 @@ import pytest
 
 from taskmesh import Status, TaskMesh, TaskNotFound, TaskOption, current_task
 from taskmesh.client.definition import TaskDefinition
-from tests.consumer.test_cancelling import another_mesh
-from tests.faults import failing_commands
+from tests.faults import another_mesh, failing_commands
 from tests.waiting import eventually
 from tests.working import all_working, finished, parts_of, working
 

@@ -173,7 +173,7 @@ def closing_goes_past_the_outcome(replace: Replace) -> None:
 def unanswered_claims_are_taken_for_won(replace: Replace) -> None:
     """Who gets no answer runs all that it asked for."""
 
-    async def resolve(self: Any, ids: list[str], running_id: str, sent: float, **_: Any) -> set[str]:
+    async def resolve(self: Any, ids: list[str], running_id: str, sent: float, *_: Any, **__: Any) -> set[str]:
         documents = await self._store.find({"_id": {"$in": ids}}, claim.WHOLE_FIELDS | {"params": 1})
         self._begin(documents, running_id, sent, 0.0)
         return set(ids)
