@@ -22,6 +22,7 @@ from taskmesh.model.queue import checked_queue
 from taskmesh.model.task import Status
 from taskmesh.store import Store, audit
 from taskmesh.store.settle import settle
+from taskmesh.store.store import WRITE_DEADLINE_MS
 
 logger = logging.getLogger("taskmesh.bulk")
 
@@ -151,7 +152,7 @@ class Bulk:
         if unfinished := [str(status) for status in which.status if not status.finished]:
             raise InvalidOption(f"only finished tasks can be purged, got {', '.join(unfinished)}: use mesh.bulk.delete")
         which = which.model_copy(update={"status": which.status or FINISHED})
-        if not dry_run and (settled := await settle(self._store)):
+        if not dry_run and (settled := await settle(self._store, WRITE_DEADLINE_MS)):
             logger.info("settled %d tasks that time alone had finished", settled)
         options: BulkOptions = {"dry_run": dry_run, "progress": progress, "by": by, "undo_ms": 0}
         return await self._act("delete", which, called="purge", **options)

@@ -17,7 +17,6 @@ from typing import Any
 
 from pymongo.errors import OperationFailure, PyMongoError
 
-from taskmesh.consumer.adaptive_deadline import AdaptiveDeadline
 from taskmesh.consumer.claim_filter import ClaimFilter
 from taskmesh.consumer.claim_queue import Candidate, ClaimQueue
 from taskmesh.consumer.executions import Executions
@@ -29,6 +28,7 @@ from taskmesh.consumer.observer import Wait
 from taskmesh.consumer.queues import Queues
 from taskmesh.consumer.settings import Settings
 from taskmesh.consumer.timing import until
+from taskmesh.consumer.write_times import WriteTimes
 from taskmesh.store import Store
 from taskmesh.store.claim import claim, claim_one, fields_of_claimed, won
 from taskmesh.store.driver import Document
@@ -70,6 +70,7 @@ class Claimer:
         life: Life,
         executor: Executor,
         finisher: Finisher,
+        write_times: WriteTimes,
         params_of: Mapping[str, Sequence[str] | None],
     ) -> None:
         """`params_of`: which params each task wants to be given; None: all."""
@@ -86,11 +87,11 @@ class Claimer:
         self._life = life
         self._executor = executor
         self._finisher = finisher
+        self._write_times = write_times
         self._params_of = params_of
         self._in_flight: set[asyncio.Task[bool]] = set()
         self._late: set[asyncio.Task[None]] = set()
         self._claims_made = 0
-        self._deadline = AdaptiveDeadline(_LEAST_DEADLINE_MS, _MOST_DEADLINE_MS)
         self.reserved = 0
         """Slots promised to claims in flight."""
         self._pause_until = 0.0
@@ -220,20 +221,20 @@ class Claimer:
         ids = [candidate.id for candidate in candidates]
         running_id = self._next_running_id()
         sent = time.monotonic()
-        deadline_ms = self._deadline.ms(len(ids))
+        deadline_ms = self._write_times.deadline_ms(_LEAST_DEADLINE_MS + len(ids), _MOST_DEADLINE_MS)
         self.tried += len(ids)
         self._candidates.being_claimed.update(ids)
         try:
             documents, took = await self._won_of(ids, running_id, sent, narrowed_by, deadline_ms)
         except PyMongoError as error:
             if is_over_deadline(error):
-                self._deadline.missed(deadline_ms)
+                self._write_times.missed(deadline_ms)
             won_ids = await self._resolve(ids, running_id, sent, deadline_ms, passing=is_passing(error))
             return [candidate for candidate in candidates if candidate.id not in won_ids], error
         finally:
             self._candidates.being_claimed.difference_update(ids)
         self._held_off_s = 0.0
-        self._deadline.met(took)
+        self._write_times.met(took)
         if self._observer is not None:
             won_ids = {document["_id"] for document in documents}
             waits = [_wait(candidate, sent) for candidate in candidates if candidate.id in won_ids]

@@ -18,7 +18,7 @@ from typing import Any
 
 from pymongo.errors import PyMongoError
 
-from taskmesh.consumer.adaptive_deadline import AdaptiveDeadline
+from taskmesh.consumer.write_times import WriteTimes
 from taskmesh.store import Store, steps
 from taskmesh.store.apart import put
 from taskmesh.store.finish import Kind, Outcome, finish, standing
@@ -47,8 +47,9 @@ def _ignore(_: bool) -> None: ...
 class Finisher:
     """The outcomes of one consumer, on their way to the database."""
 
-    def __init__(self, store: Store, worker_id: str) -> None:
+    def __init__(self, store: Store, worker_id: str, write_times: WriteTimes) -> None:
         self._store = store
+        self._write_times = write_times
         self._worker_id = worker_id
         self._waiting: dict[Kind, deque[Item]] = {}
         self._in_flight: set[asyncio.Task[None]] = set()
@@ -56,7 +57,6 @@ class Finisher:
         """Writes of single outcomes that have been held up: they go on by themselves, and hold up no other."""
         self._told_outage = False
         self._send_planned = False
-        self._deadline = AdaptiveDeadline(_FIRST_DEADLINE_MS, _LATER_DEADLINE_MS)
         self._last_step = ""
         """Of which task a step was recorded last."""
 
@@ -81,7 +81,7 @@ class Finisher:
         again, self._last_step = self._last_step == outcome.id, outcome.id
         if again and not self._waiting and all(sending.done() for sending in self._in_flight):
             try:
-                if await steps.record(self._store, self._worker_id, [outcome], deadline_ms=_FIRST_DEADLINE_MS):
+                if await steps.record(self._store, self._worker_id, [outcome], deadline_ms=self._first_deadline_ms()):
                     return True
             except Exception:  # below it is written again, and what is wrong is found out
                 logger.debug("recording a step of %s at once failed", outcome.id, exc_info=True)
@@ -130,20 +130,20 @@ class Finisher:
         todo = list(batch)
         while todo:
             split = False
-            deadline_ms = _LATER_DEADLINE_MS if beside else self._deadline.ms(len(todo))
+            deadline_ms = _LATER_DEADLINE_MS if beside else self._first_deadline_ms()
             sent = time.monotonic()
             try:
                 outcomes = [outcome for outcome, _ in todo]
                 await put(self._store, [value for outcome in outcomes for value in outcome.apart])
                 write = steps.record if outcomes[0].kind == "stepped" else finish
                 if await write(self._store, self._worker_id, outcomes, deadline_ms=deadline_ms) == len(todo):
-                    self._deadline.met(time.monotonic() - sent)
+                    self._write_times.met(time.monotonic() - sent)
                     self._tell(todo, recorded=True)
                     return
             except Exception as error:  # not the database's alone: what cannot be encoded concerns one outcome too
                 refused = not is_over_deadline(error)
                 if not refused and not beside:
-                    self._deadline.missed(deadline_ms)
+                    self._write_times.missed(deadline_ms)
                 if is_passing(error) or is_about_us(error):
                     self._tell_outage(error)
                     await asyncio.sleep(pause)
@@ -169,6 +169,9 @@ class Finisher:
                 parts = [todo[i::8] for i in range(min(8, len(todo)))]
                 await asyncio.gather(*(self._record(part) for part in parts))
                 return
+
+    def _first_deadline_ms(self) -> int:
+        return self._write_times.deadline_ms(_FIRST_DEADLINE_MS, _LATER_DEADLINE_MS)
 
     async def _still_to_do(self, todo: list[Item]) -> list[Item]:
         """Ask what became of outcomes whose write did not count for all, and return those that are still held."""

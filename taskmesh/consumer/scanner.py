@@ -28,6 +28,7 @@ from taskmesh.consumer.partitions import Partitions
 from taskmesh.consumer.queues import LOOK_AHEAD_MS, Queues
 from taskmesh.consumer.settings import Settings
 from taskmesh.consumer.timing import until, varied
+from taskmesh.consumer.write_times import WriteTimes
 from taskmesh.store import Store, apart
 from taskmesh.store.clock import ServerClock
 from taskmesh.store.find import (
@@ -42,7 +43,7 @@ from taskmesh.store.find import (
 )
 from taskmesh.store.payloads import references
 from taskmesh.store.publication import lane_of
-from taskmesh.store.settle import settle
+from taskmesh.store.settle import SETTLE_DEADLINE_MS, settle
 
 logger = logging.getLogger("taskmesh.scanner")
 
@@ -52,6 +53,7 @@ _ASK_AGAIN_S = 0.1
 late as before."""
 _ASK_AT_LEAST_EVERY_S = 4.0
 _SETTLE_EVERY_S = 2.0
+_MOST_SETTLE_DEADLINE_MS = 3_000
 _PAYLOADS_EVERY_S = 60.0
 """How often to look whether something that is stored apart has no task any more."""
 _MAX_COMBINATIONS = 150
@@ -83,6 +85,7 @@ class Scanner:
         listening: Listening,
         listener: Listener,
         *,
+        write_times: WriteTimes,
         dependents: Dependents,
         groups: Groups,
     ) -> None:
@@ -102,6 +105,7 @@ class Scanner:
         self._backup_claims = backup_claims
         self._listening = listening
         self._listener = listener
+        self._write_times = write_times
         self._dependents = dependents
         self._groups = groups
         self._refused: dict[tuple[int, Sort], Any] = {}
@@ -179,7 +183,8 @@ class Scanner:
         try:
             if now >= self._next_settle:
                 self._next_settle = now + self._partitions.in_turn(varied(_SETTLE_EVERY_S, 0.2))
-                if await settle(self._store):
+                deadline_ms = self._write_times.deadline_ms(SETTLE_DEADLINE_MS, _MOST_SETTLE_DEADLINE_MS)
+                if await settle(self._store, deadline_ms):
                     # Nobody else tells those that wait for what time alone has finished.
                     await self._dependents.sweep(at_once=True)
             if now >= self._next_sweep:

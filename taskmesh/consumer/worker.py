@@ -68,6 +68,7 @@ from taskmesh.consumer.timing import until
 from taskmesh.consumer.transactions import Transactions
 from taskmesh.consumer.unserved import Unserved
 from taskmesh.consumer.worker_stats import WorkerStats
+from taskmesh.consumer.write_times import WriteTimes
 from taskmesh.model.errors import WorkerIdTaken
 from taskmesh.model.worker import checked_concurrency, checked_grace
 from taskmesh.store import Store
@@ -342,7 +343,8 @@ class Worker:
         stats = WorkerStats()
         self.pinger = Pinger(store, settings, self.executions, stats)
         self.reporter = Reporter(store, worker_id)
-        self.finisher = Finisher(store, worker_id)
+        write_times = WriteTimes()
+        self.finisher = Finisher(store, worker_id, write_times)
         self.dependents = Dependents(store)
         self.transactions = Transactions(store, worker_id, clock, self.pinger, self.reporter)
         self.journals = Journals(store, self.finisher, self.transactions, clock)
@@ -374,6 +376,7 @@ class Worker:
             life,
             self.executor,
             self.finisher,
+            write_times,
             params_of={
                 name: definition.projection if len(definition.queues) == 1 else None
                 for name, definition in definitions.items()
@@ -423,6 +426,7 @@ class Worker:
             self.backup_claims,
             self.listening,
             self.listener,
+            write_times=write_times,
             dependents=self.dependents,
             groups=self.groups,
         )

@@ -21,16 +21,17 @@ from taskmesh.store.prepared import prepared
 from taskmesh.store.server_errors import is_over_deadline, is_unconfirmed
 from taskmesh.store.store import Store
 
-_DEADLINE_MS = 300
+SETTLE_DEADLINE_MS = 300
 """Short: the scan that comes after it waits for it."""
 _PARTS = 8
 _MOST_IN_PARTS = 1_000
 
 
-async def settle(store: Store) -> int:
+async def settle(store: Store, deadline_ms: int = SETTLE_DEADLINE_MS) -> int:
     """Give every task whose `settle_time` has come its final status; return how many. Safe to repeat and to race.
 
-    A document that somebody's open transaction holds is left for later, and does not hold up the others for long.
+    A document that somebody's open transaction holds is left for later, and does not hold up the others for longer than
+    `deadline_ms`, twice.
     """
     query = {
         "settle_time": {"$exists": True},
@@ -38,7 +39,7 @@ async def settle(store: Store) -> int:
         **WELL_FORMED,
     }
     try:
-        return await _settle(store, query)
+        return await _settle(store, query, deadline_ms)
     except OperationFailure as error:
         if not is_over_deadline(error):
             raise
@@ -46,19 +47,19 @@ async def settle(store: Store) -> int:
     due = [task["_id"] for task in await cursor.to_list(None)]
     random.shuffle(due)  # so that it is not always the same that stand behind the one
     parts = [due[i::_PARTS] for i in range(min(_PARTS, len(due)))]
-    return sum(await asyncio.gather(*(_settle_part(store, query, part) for part in parts)))
+    return sum(await asyncio.gather(*(_settle_part(store, query, part, deadline_ms) for part in parts)))
 
 
-async def _settle_part(store: Store, query: Document, ids: list[str]) -> int:
+async def _settle_part(store: Store, query: Document, ids: list[str], deadline_ms: int) -> int:
     try:
-        return await _settle(store, {"_id": {"$in": ids}, **query})
+        return await _settle(store, {"_id": {"$in": ids}, **query}, deadline_ms)
     except OperationFailure as error:
         if not is_over_deadline(error):
             raise
         return 0  # of which we know
 
 
-async def _settle(store: Store, query: Document) -> int:
+async def _settle(store: Store, query: Document, deadline_ms: int) -> int:
     now = store.now
     # Entries whose lease ran out leave the list, and are counted.
     kept = {"$filter": {"input": rules.ENTRIES, "cond": {"$not": [rules.is_lost(now)]}}}
@@ -81,7 +82,7 @@ async def _settle(store: Store, query: Document) -> int:
         *prepared(rules.derivation, now),
     ]
     try:
-        return int((await store.update(query, pipeline, _DEADLINE_MS))["nModified"])
+        return int((await store.update(query, pipeline, deadline_ms))["nModified"])
     except WriteConcernError as error:
         if not is_unconfirmed(error):
             raise

@@ -10,6 +10,7 @@ from pymongo import AsyncMongoClient
 
 from taskmesh import TaskError, TaskMesh, TaskOption, current_task
 from taskmesh.consumer.finisher import Finisher
+from taskmesh.consumer.write_times import WriteTimes
 from taskmesh.store.finish import Outcome
 from tests.faults import failing_commands
 from tests.waiting import eventually
@@ -19,7 +20,7 @@ ONCE = TaskOption(max_unexpected_retries=0)
 
 
 async def test_a_failure_does_not_wait_until_there_are_no_more_successes(mesh: TaskMesh) -> None:
-    finisher = Finisher(mesh.store, "w")
+    finisher = Finisher(mesh.store, "w", WriteTimes())
     told: list[str] = []
 
     def add(kind: str, n: int) -> None:

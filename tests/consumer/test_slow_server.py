@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
+
 from taskmesh import TaskMesh
-from taskmesh.consumer.adaptive_deadline import AdaptiveDeadline
+from taskmesh.consumer.write_times import WriteTimes
 from tests.faults import another_mesh, failing_commands
 from tests.waiting import eventually
-from tests.working import parts_of, working
+from tests.working import finished, parts_of, working
 
 COUNT = 200
 
@@ -32,20 +34,47 @@ async def test_sets_stay_whole_where_every_write_is_slow(mesh: TaskMesh, mongo_u
             assert COUNT <= claimer.tried <= 2 * COUNT
 
 
-def test_a_deadline_follows_the_time_that_writes_take() -> None:
-    deadline = AdaptiveDeadline(300, 3_000)
-    assert deadline.ms(50) == 350
-    deadline.met(0.02)
-    assert deadline.ms(50) == 350
+async def test_what_has_expired_is_written_down_where_every_write_is_slow(
+    mesh: TaskMesh, mongo_uri: str, database: str
+) -> None:
+    async with another_mesh(mongo_uri, database, "the slowed-down worker") as slow:
+
+        @slow.task
+        async def job() -> None: ...
+
+        writes = ["update", "findAndModify"]
+        async with (
+            failing_commands(
+                mongo_uri, writes, appname="the slowed-down worker", blockConnection=True, blockTimeMS=600
+            ),
+            working(slow, "w1"),
+        ):
+            await mesh.publish("job", "claimed")
+            await finished(mesh, "job", "claimed")
+            expires = datetime.now(UTC) + timedelta(seconds=1)
+            await mesh.publish("job", "expired", delay_ms=3_600_000, expire_time=expires)
+
+            async def is_written_down() -> bool:
+                task = await mesh.store.driver.collection("tasks").find_one({"_id": "job:expired"})
+                return task is not None and task["status"] == "EXPIRED"
+
+            await eventually(is_written_down)
+
+
+def test_deadlines_follow_the_time_that_writes_take() -> None:
+    times = WriteTimes()
+    assert times.deadline_ms(350, 3_000) == 350
+    times.met(0.02)
+    assert times.deadline_ms(350, 3_000) == 350
     for missed in (350, 350, 350):  # three that were sent together
-        deadline.missed(missed)
-    assert deadline.ms(50) == 700
-    deadline.missed(700)
-    assert deadline.ms(1) == 1_400
+        times.missed(missed)
+    assert times.deadline_ms(350, 3_000) == 700
+    times.missed(700)
+    assert times.deadline_ms(350, 3_000) == 1_400
     for _ in range(20):
-        deadline.met(2.0)
-    assert deadline.ms(1) == 3_000
-    assert deadline.ms(5_000) == 5_300
+        times.met(2.0)
+    assert times.deadline_ms(350, 3_000) == 3_000
+    assert times.deadline_ms(5_300, 3_000) == 5_300
     for _ in range(20):
-        deadline.met(0.02)
-    assert deadline.ms(50) == 350
+        times.met(0.02)
+    assert times.deadline_ms(350, 3_000) == 350
