@@ -24,6 +24,7 @@ from taskmesh.consumer.executions import Executions
 from taskmesh.consumer.settings import Settings
 from taskmesh.consumer.stop_reasons import Stop, why_stopped
 from taskmesh.consumer.worker_stats import WorkerStats
+from taskmesh.consumer.write_times import WriteTimes
 from taskmesh.store import Store
 from taskmesh.store.clock import Jumps
 from taskmesh.store.renew import PING_DEADLINE_MS, keep_places, ping, still_held
@@ -38,6 +39,8 @@ _TICK_S = 0.25
 _SHORTEST_TICK_S = 0.01
 _BLOCKED_S = 1.0
 _MAX_BATCH = 1_000
+_MOST_DEADLINE_MS = 4_000
+_PARTS = 8
 
 
 class Pinger:
@@ -49,6 +52,7 @@ class Pinger:
         settings: Settings,
         executions: Executions,
         stats: WorkerStats,
+        write_times: WriteTimes,
     ) -> None:
         """Made in the loop that is watched."""
         self._store = store
@@ -57,12 +61,17 @@ class Pinger:
         self._stall_limit_s = settings.stall_limit_ms / 1000
         self._executions = executions
         self._stats = stats
+        self._write_times = write_times
+        self._ping_times = WriteTimes()
+        """Of their own: where all that runs here is locked, claims need not wait longer."""
         self._observer = settings.observer
         self._given_up: set[Execution] = set()
         self._tick_s = _TICK_S
         self._locked: set[Execution] = set()
         """Those whose tasks held up a set: they are pinged alone, until that goes well."""
         self._changed = threading.Condition()
+        self._answered = self._late_ms = 0
+        """How many writes the server has answered in this round, and the longest deadline at which it gave one up."""
         self._round = threading.Lock()
         """Held while pings are on their way."""
         self._stopping = False
@@ -189,7 +198,10 @@ class Pinger:
         if self.stalled:
             return
         # A little ahead of time, so that what is due at about the same time goes in one write.
-        due = [e for e in held if e.next_ping - 0.02 <= now < e.lease_until]
+        self._renew_all(database, [e for e in held if e.next_ping - 0.02 <= now < e.lease_until])
+
+    def _renew_all(self, database: Any, due: list[Execution]) -> None:
+        self._answered = self._late_ms = 0
         leaving = [e for e in due if e.leaving]
         alone = [e for e in due if e in self._locked and e not in leaving]
         together: dict[int, list[Execution]] = {}
@@ -202,24 +214,33 @@ class Pinger:
         for execution in alone:
             self._ping(database, [execution])
         self._keep_places(database, leaving)
+        if self._late_ms and not self._answered:
+            self._ping_times.missed(self._late_ms)
 
     def _ping(self, database: Any, executions: list[Execution]) -> None:
-        """Renew leases, all of one length."""
+        """Renew leases, all of one length; in parts, if the server does not manage all of them in time."""
+        if not self._renew(database, executions):
+            self._split(database, executions)
+
+    def _renew(self, database: Any, executions: list[Execution]) -> bool:
+        """Renew leases, all of one length; False if the server gave up at the deadline."""
         sent = time.monotonic()
         lease_ms = executions[0].stored_option["worker_timeout_ms"]
-        deadline_ms = max(100, min(PING_DEADLINE_MS, lease_ms // 8))
+        deadline_ms = self._deadline_ms(lease_ms)
         pairs = [(e.id, e.running_id) for e in executions]
         try:
             alive = ping(self._store, database, pairs, lease_ms, deadline_ms)
             held = None if alive == len(pairs) else still_held(self._store, database, pairs)
         except PyMongoError as error:
             if is_over_deadline(error):
-                self._split(database, executions)
-                return
+                self._late_ms = max(self._late_ms, deadline_ms)
+                return False
             logger.warning("a ping of %d tasks failed (%s): trying again", len(executions), type(error).__name__)
             for execution in executions:
                 execution.ping_again(time.monotonic())
-            return
+            return True
+        self._answered += 1
+        self._ping_times.met(time.monotonic() - sent)
         for execution, pair in zip(executions, pairs, strict=True):
             if held is None or pair in held:
                 share_left = max(0.0, (execution.lease_until - sent) * 1000 / lease_ms)
@@ -230,6 +251,12 @@ class Pinger:
                 self._locked.discard(execution)
         if held is not None:
             self._keep_places(database, [e for e, pair in zip(executions, pairs, strict=True) if pair not in held])
+        return True
+
+    def _deadline_ms(self, lease_ms: int) -> int:
+        """Short, since a locked document holds up the others; never so long that there is no time for another try."""
+        least_ms = max(100, min(PING_DEADLINE_MS, lease_ms // 8))
+        return max(times.deadline_ms(least_ms, _most_ms(lease_ms)) for times in (self._write_times, self._ping_times))
 
     def _keep_places(self, database: Any, executions: list[Execution]) -> None:
         """Renew what does not hold its task, or will not be told so: where it was stopped from outside it keeps its place."""
@@ -244,7 +271,7 @@ class Pinger:
         sent = time.monotonic()
         pairs = [(e.id, e.running_id) for e in executions]
         try:
-            tasks = keep_places(self._store, database, pairs, lease_ms, max(100, min(PING_DEADLINE_MS, lease_ms // 8)))
+            tasks = keep_places(self._store, database, pairs, lease_ms, self._deadline_ms(lease_ms))
         except PyMongoError as error:
             if is_over_deadline(error) and len(executions) > 1:
                 for execution in executions:
@@ -261,14 +288,33 @@ class Pinger:
             if not execution.leaving and (reason := why_stopped(tasks[pair], execution.running_id, self._me)):
                 self._tell(execution, reason)
 
-    def _split(self, database: Any, executions: list[Execution]) -> None:
-        """Somebody's transaction holds a document of the set: renew the others without it."""
-        if len(executions) == 1:
-            self._locked.add(executions[0])
-            executions[0].ping_again(time.monotonic())
+    def _split(self, database: Any, late: list[Execution]) -> None:
+        """Somebody's transaction holds a document of the set: renew the others without it. Or the server is slow: wait longer."""
+        if len(late) == 1:
+            if not self._is_slow(late):
+                self._locked.add(late[0])
+                late[0].ping_again(time.monotonic())
             return
-        for i in range(min(8, len(executions))):
-            self._ping(database, executions[i::8])
+        late_parts: list[list[Execution]] = []
+        for i in range(min(_PARTS, len(late))):
+            part = late[i::_PARTS]
+            if not self._renew(database, part):
+                late_parts.append(part)
+                if i == 0 and self._is_slow(late):
+                    return
+        for part in late_parts:
+            self._split(database, part)
+
+    def _is_slow(self, late: list[Execution]) -> bool:
+        """Whether the server, most likely, is late with everything. Then these are tried again at once, with a longer deadline.
+
+        So it is taken to be if it has renewed nothing in this round, unless it had as long as a lease allows.
+        """
+        if self._answered or self._late_ms >= _most_ms(late[0].stored_option["worker_timeout_ms"]):
+            return False
+        for execution in late:
+            execution.next_ping = time.monotonic()
+        return True
 
     def _give_up(self, execution: Execution) -> None:
         self._given_up.add(execution)
@@ -307,6 +353,10 @@ class Pinger:
             "".join(traceback.format_stack(frame, limit=None)[-1:]).strip() if frame is not None else "an unknown place"
         )
         return f"{name}, at {where}"
+
+
+def _most_ms(lease_ms: int) -> int:
+    return min(_MOST_DEADLINE_MS, lease_ms // 3)
 
 
 def _tick_for(every_s: float) -> float:

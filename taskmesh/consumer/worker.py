@@ -341,9 +341,9 @@ class Worker:
         )
         # From the claim to the outcome.
         stats = WorkerStats()
-        self.pinger = Pinger(store, settings, self.executions, stats)
-        self.reporter = Reporter(store, worker_id)
         write_times = WriteTimes()
+        self.pinger = Pinger(store, settings, self.executions, stats, write_times)
+        self.reporter = Reporter(store, worker_id)
         self.finisher = Finisher(store, worker_id, write_times)
         self.dependents = Dependents(store)
         self.transactions = Transactions(store, worker_id, clock, self.pinger, self.reporter)

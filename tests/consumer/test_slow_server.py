@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import UTC, datetime, timedelta
 
-from taskmesh import TaskMesh
+import pytest
+
+from taskmesh import Status, TaskMesh, TaskOption
 from taskmesh.consumer.write_times import WriteTimes
 from tests.faults import another_mesh, failing_commands
 from tests.waiting import eventually
@@ -59,6 +62,42 @@ async def test_what_has_expired_is_written_down_where_every_write_is_slow(
                 return task is not None and task["status"] == "EXPIRED"
 
             await eventually(is_written_down)
+
+
+@pytest.mark.parametrize("count", [1, 30])
+async def test_no_lease_is_lost_where_every_write_becomes_slow(
+    mesh: TaskMesh, mongo_uri: str, database: str, count: int
+) -> None:
+    """An eighth of the lease is what a ping is given at first."""
+    async with another_mesh(mongo_uri, database, "the slowed-down worker") as slow:
+        may_end = asyncio.Event()
+
+        @slow.task(option=TaskOption(worker_timeout_ms=4_000, ping_interval_ms=1_000))
+        async def job() -> None:
+            await may_end.wait()
+
+        await job.publish_many({str(n): {} for n in range(count)})
+
+        async def leases() -> list[datetime]:
+            entries = [entry async for task in mesh.find(status="RUNNING") for entry in task.task_state.worker_states]
+            return [entry.ping_expire_time for entry in entries if entry.ping_expire_time is not None]
+
+        async with working(slow, "w1", concurrency=count) as consumer:
+            await eventually(lambda: len(consumer.running) == count)
+            first = max(await leases())
+            async with failing_commands(
+                mongo_uri, ["update"], appname="the slowed-down worker", blockConnection=True, blockTimeMS=700
+            ):
+
+                async def all_were_renewed() -> bool:
+                    assert len(consumer.running) == count, "none is lost"
+                    return min(await leases()) > first + timedelta(seconds=8)
+
+                await eventually(all_were_renewed)
+            may_end.set()
+            await eventually(lambda: consumer.finished == count)
+        async for task in mesh.find(name="job"):
+            assert (task.status, task.task_state.lost_cnt) == (Status.SUCCESS, 0)
 
 
 def test_deadlines_follow_the_time_that_writes_take() -> None:
