@@ -179,10 +179,15 @@ async def test_strangers_stay_as_they_are(mesh: TaskMesh, tasks: Tasks, caplog: 
         await tasks.insert_many(strangers)
         await tasks.insert_one(inserted("job", "good"))
         await finished(mesh, "job", "good")
+        await eventually(lambda: len(_told(caplog)) == 2, what="those whose _id has another form are told of")
     left = await tasks.find({"_id": {"$ne": "job:good"}}).sort("_id").to_list(None)
     assert left == strangers
-    told = [record.getMessage() for record in caplog.records if "its _id must be name:key" in record.getMessage()]
-    assert len(told) == 2, "those whose _id has another form"
+    assert len(_told(caplog)) == 2
+
+
+def _told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    said = [record.getMessage() for record in caplog.records]
+    return [line for line in said if "its _id must be name:key" in line]
 
 
 async def test_before_any_worker_has_come_it_can_be_seen_and_changed(mesh: TaskMesh, tasks: Tasks) -> None:

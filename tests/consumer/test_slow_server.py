@@ -72,7 +72,7 @@ async def test_no_lease_is_lost_where_every_write_becomes_slow(
     async with another_mesh(mongo_uri, database, "the slowed-down worker") as slow:
         may_end = asyncio.Event()
 
-        @slow.task(option=TaskOption(worker_timeout_ms=4_000, ping_interval_ms=1_000))
+        @slow.task(option=TaskOption(worker_timeout_ms=8_000, ping_interval_ms=2_000))
         async def job() -> None:
             await may_end.wait()
 
@@ -86,7 +86,7 @@ async def test_no_lease_is_lost_where_every_write_becomes_slow(
             await eventually(lambda: len(consumer.running) == count)
             first = max(await leases())
             async with failing_commands(
-                mongo_uri, ["update"], appname="the slowed-down worker", blockConnection=True, blockTimeMS=700
+                mongo_uri, ["update"], appname="the slowed-down worker", blockConnection=True, blockTimeMS=1_200
             ):
 
                 async def all_were_renewed() -> bool:
