@@ -93,16 +93,10 @@ class Params:
         `after`: what the task is to wait for, which is checked against the annotations; None: that is not said.
         """
         check_mapping(self._name, params)
-        left_out = frozenset([*(after.params if after is not None else ()), *self.from_dependencies])
-        if given := sorted(left_out.intersection(params)):
-            raise InvalidParams(
-                f"task {self._name!r}: {', '.join(given)} comes from a dependency: leave it out of the params"
-            )
-        if not self._open_ended and (unknown := sorted(left_out.difference(self._signature.parameters))):
-            raise InvalidParams(
-                f"task {self._name!r} takes {self._signature}: after names {', '.join(unknown)}, which is no parameter of it"
-            )
-        if after is not None:
+        left_out = self._left_out(after)
+        if left_out:
+            self._check_left_out(left_out, params)
+        if after is not None and self.from_dependencies:
             self._check_fed(after)
         if refusal := too_deep(params, "params"):  # what comes now goes from level to level by itself
             raise InvalidParams(f"task {self._name!r}: {refusal}")
@@ -117,6 +111,22 @@ class Params:
         if turned:
             stored |= {name: marked_secret(stored[name]) for name, value in checked.items() if hides(value)}
         return stored, size
+
+    def _left_out(self, after: After | None) -> frozenset[str]:
+        """Return the params that come from what the task is to wait for."""
+        marked = frozenset(self.from_dependencies)
+        return marked.union(after.params) if after is not None and after.params else marked
+
+    def _check_left_out(self, left_out: frozenset[str], params: Mapping[str, Any]) -> None:
+        """Raise `InvalidParams` for a param that is passed all the same, or that the handler does not have."""
+        if given := sorted(left_out.intersection(params)):
+            raise InvalidParams(
+                f"task {self._name!r}: {', '.join(given)} comes from a dependency: leave it out of the params"
+            )
+        if not self._open_ended and (unknown := sorted(left_out.difference(self._signature.parameters))):
+            raise InvalidParams(
+                f"task {self._name!r} takes {self._signature}: after names {', '.join(unknown)}, which is no parameter of it"
+            )
 
     def _check_fed(self, after: After) -> None:
         """Raise `InvalidParams` unless each param that is annotated so gets the result of what the task is to wait for."""
@@ -180,7 +190,7 @@ class Params:
         self, params: Mapping[str, Any], when: str, left_out: frozenset[str] = frozenset()
     ) -> dict[str, Any]:
         try:
-            valid = self._model(left_out).model_validate(params)
+            valid = self._model(left_out).__pydantic_validator__.validate_python(params)
         except ValidationError as error:
             said = _explained(error, shows=not _mentions_secrets(self._model(left_out)))
             raise InvalidParams(f"task {self._name!r} takes {self._signature}; {when} {said}") from None

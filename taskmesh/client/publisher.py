@@ -37,11 +37,13 @@ from taskmesh.store.blocking import publish_in_any_session
 from taskmesh.store.driver import Document, twin_of
 from taskmesh.store.payloads import Payloads
 from taskmesh.store.publication import Publication, PublishId
-from taskmesh.store.publish import Published, give_numbers, publish
+from taskmesh.store.publish import Published, publish
 from taskmesh.store.server_errors import is_over_deadline, is_passing, patiently
 from taskmesh.store.values import MAX_BYTES, new_id
 
 PUBLISH_DEADLINE_S = 30.0
+_AT_A_STRETCH = 500
+"""So many of one call are checked before others in the event loop have their turn: some milliseconds."""
 
 
 class Publishable(Protocol):
@@ -156,30 +158,13 @@ class Publisher:
         if definition.broadcast:
             configuration = await self.addressed(definition.name, configuration)
         configuration, size_of_fields = self.settled(definition, configuration)
-        publish_id = new_id()
-        after = configuration.told_after
-        publications = []
-        for key, params in _by_key(params_by_key).items():
-            checked_key(key)
-            try:
-                stored, size = definition.to_store(params, after)
-            except (InvalidParams, TaskTooLarge) as error:
-                if len(params_by_key) == 1:
-                    raise
-                raise type(error)(f"{error} (key {key!r}; none of these {len(params_by_key)} was published)") from None
-            size += size_of_fields
-            publications.append(
-                self.made(definition, key, stored, configuration, size, apart=True, publish_id=publish_id)
-            )
-        _check_no_circle(publications)
+        publications = await self._made_of_all(definition, params_by_key, configuration, size_of_fields)
         store, clock = self._connection.store, self._connection.clock
-        if not clock.stale:  # before anything is waited for: in the order of the calls
-            give_numbers(store, publications, clock.now())
         await self._connection.create_what_is_missing()
         put_apart = [value for publication in publications for value in publication.apart]
         if put_apart:
             await patiently(lambda: apart.put(store, put_apart))
-        with publishing(definition.name, list(params_by_key), configuration.queue) as trace:
+        with publishing(definition.name, [each.key for each in publications], configuration.queue) as trace:
             for publication in publications:
                 publication.trace = trace
             if configuration.session is not None:
@@ -196,19 +181,58 @@ class Publisher:
                 for value in publication.apart
             )
         warnings = await self._warnings(definition.name, configuration, known=known)
-        return [
-            TaskHandle(
-                self._tasks,
-                definition.name,
-                publication.key,
-                created=result.created,
-                updated=result.updated,
-                warnings=[*_throttled(configuration, publication, result), *warnings],
-                returns=definition.returns,
-                not_before=began if result.created and _is_told_of(configuration) else None,
+        not_before = began if _is_told_of(configuration) else None
+        handles: list[TaskHandle[Any]] = []
+        for publication, result in zip(publications, published, strict=True):
+            handles.append(
+                TaskHandle(
+                    self._tasks,
+                    definition.name,
+                    publication.key,
+                    created=result.created,
+                    updated=result.updated,
+                    warnings=[*_throttled(configuration, publication, result), *warnings],
+                    returns=definition.returns,
+                    not_before=not_before if result.created else None,
+                )
             )
-            for publication, result in zip(publications, published, strict=True)
-        ]
+            if len(handles) % _AT_A_STRETCH == 0:
+                await asyncio.sleep(0)
+        return handles
+
+    async def _made_of_all(
+        self,
+        definition: Publishable,
+        params_by_key: Mapping[str, Mapping[str, Any]],
+        configuration: Configuration,
+        size_of_fields: int,
+    ) -> list[Publication]:
+        """Check them all, and return what is to be published. Raises as `publish` does."""
+        keys, all_params = list(_by_key(params_by_key)), list(params_by_key.values())
+        store, clock = self._connection.store, self._connection.clock
+        # Before anything is waited for: in the order of the calls.
+        first_number = None if clock.stale else store.numbers.take(len(keys), clock.now())
+        publish_id = new_id()
+        after = configuration.told_after
+        publications: list[Publication] = []
+        for key, params in zip(keys, all_params, strict=True):
+            checked_key(key)
+            try:
+                stored, size = definition.to_store(params, after)
+            except (InvalidParams, TaskTooLarge) as error:
+                if len(keys) == 1:
+                    raise
+                raise type(error)(f"{error} (key {key!r}; none of these {len(keys)} was published)") from None
+            size += size_of_fields
+            publication = self.made(definition, key, stored, configuration, size, apart=True, publish_id=publish_id)
+            if first_number is not None:
+                publication.number = first_number + len(publications)
+            publications.append(publication)
+            if len(publications) % _AT_A_STRETCH == 0:
+                await asyncio.sleep(0)
+        if configuration.after:
+            _check_no_circle(publications)
+        return publications
 
     async def _warnings(self, name: str, configuration: Configuration, *, known: bool) -> list[str]:
         try:

@@ -18,7 +18,7 @@ from typing import Any
 
 from pymongo.errors import InvalidOperation, OperationFailure
 
-from taskmesh.store.driver import Document, Driver
+from taskmesh.store.driver import Driver
 from taskmesh.store.server_errors import is_passing, own_copy
 
 _MAX_BATCH = 1_000
@@ -37,7 +37,7 @@ _PARTS = 8
 class _Insert:
     """What one caller wants inserted."""
 
-    documents: Sequence[Document]
+    documents: Sequence[Mapping[str, Any]]
     size: int
     deadline_ms: int
     answer: asyncio.Future[Mapping[str, Any]]
@@ -62,7 +62,7 @@ class Inserts:
         self._send_planned = False
 
     async def insert(
-        self, documents: Sequence[Document], size: int, deadline_ms: int, *, alone: bool = False
+        self, documents: Sequence[Mapping[str, Any]], size: int, deadline_ms: int, *, alone: bool = False
     ) -> Mapping[str, Any]:
         """Insert documents of about `size` bytes, and return the server's reply, as if nobody else's had been with them.
 

@@ -13,13 +13,15 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+import bson
+from bson.raw_bson import RawBSONDocument
 from pymongo.errors import OperationFailure, WriteConcernError
 
 from taskmesh.model.configuration import Configuration
 from taskmesh.model.errors import TaskRunning, TaskTooLarge
 from taskmesh.store import dependencies, repeated, rules
 from taskmesh.store.control import NOT_DELETED, values_kept
-from taskmesh.store.driver import Document
+from taskmesh.store.driver import CODEC, Document
 from taskmesh.store.event_stamp import stamp
 from taskmesh.store.finish import OWN_PARAMS, STAGED, begun_anew, first_params_if, in_first_stage, of_first_stage
 from taskmesh.store.key_policies import debounced, not_throttled
@@ -32,6 +34,8 @@ from taskmesh.store.store import WRITE_DEADLINE_MS, Store
 _MAX_BATCH = 1_000
 _MAX_BATCH_BYTES = 8_000_000
 _MAX_IN_FLIGHT = 2
+_AT_A_STRETCH = 100
+"""So many are made before others in the event loop have their turn."""
 _SIZE_OF_THE_REST = 1_000
 """What a new document has beside its params, in bytes; rather more than less."""
 
@@ -64,7 +68,7 @@ async def publish(
     results: dict[int, Published] = {}
     refused: list[TaskRunning] = []
     batches = _batches(publications)
-    in_turn = asyncio.Lock()
+    in_turn = asyncio.Lock() if len(publications) > _MAX_BATCH else None
 
     async def publish_batches() -> None:
         for batch in batches:
@@ -73,7 +77,7 @@ async def publish(
             results.update({i: _CREATED for place, i in enumerate(batch) if place not in duplicates})
             results.update(await _treat_existing(store, {i: publications[i] for i in existing}, now, refused))
 
-    if len(publications) <= _MAX_BATCH:
+    if in_turn is None:
         await publish_batches()
     else:  # one batch is made, and what existed of it treated, while another is on its way
         try:
@@ -121,7 +125,8 @@ async def _insert(
 
     `in_turn`: held meanwhile, so that nobody sees the second of one call before the first.
     """
-    documents = _new_documents(publications, now)
+    documents: Sequence[Mapping[str, Any]]
+    documents = _new_documents(publications, now) if in_turn is None else await _encoded(publications, now)
     size = sum(each.size + _SIZE_OF_THE_REST for each in publications)
     async with in_turn or nullcontext():
         reply = await store.insert(documents, size, WRITE_DEADLINE_MS, alone=alone)
@@ -140,6 +145,16 @@ def _new_documents(publications: Sequence[Publication], now: datetime) -> list[D
     options = {id(option): option for publication in publications for option in (publication.configuration.option,)}
     stored = {key: option.stored() for key, option in options.items()}
     return [new_document(each, now, stored[id(each.configuration.option)]) for each in publications]
+
+
+async def _encoded(publications: Sequence[Publication], now: datetime) -> list[RawBSONDocument]:
+    """Make a large set ready while another is on its way; whose reply and successor have their turn in between."""
+    documents: list[RawBSONDocument] = []
+    for start in range(0, len(publications), _AT_A_STRETCH):
+        made = _new_documents(publications[start : start + _AT_A_STRETCH], now)
+        documents += [RawBSONDocument(bson.encode(document, codec_options=CODEC)) for document in made]
+        await asyncio.sleep(0)
+    return documents
 
 
 async def _treat_existing(

@@ -114,7 +114,12 @@ class Store:
         }
 
     async def insert(
-        self, documents: Sequence[Document], size: int, deadline_ms: int = WRITE_DEADLINE_MS, *, alone: bool = False
+        self,
+        documents: Sequence[Mapping[str, Any]],
+        size: int,
+        deadline_ms: int = WRITE_DEADLINE_MS,
+        *,
+        alone: bool = False,
     ) -> Mapping[str, Any]:
         """Insert tasks of about `size` bytes, in one command with what others insert now, and return the reply for these.
 

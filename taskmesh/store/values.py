@@ -37,7 +37,8 @@ _SHALLOW_BYTES = 8 * MAX_DEPTH
 
 SECRETS = (SecretStr, SecretBytes, Secret)
 """Types whose values are stored, and not shown."""
-_PLAIN = (str, int, float, bool, type(None), bytes, datetime)
+_TEXT = frozenset({str})
+_PLAIN = frozenset({str, int, float, bool, type(None), bytes, datetime})
 
 
 class Unstorable(Exception):
@@ -83,10 +84,15 @@ def _encoded(name: str, value: Any, path: str, most: int) -> bytes:
     return encoded
 
 
+def _is_flat(value: Any) -> bool:
+    """Whether it is a dict of values that MongoDB has as they are, by texts: as most params are, of many thousands a second."""
+    return type(value) is dict and _PLAIN.issuperset(map(type, value.values())) and _TEXT.issuperset(map(type, value))
+
+
 def too_deep(value: Any, path: str) -> Unstorable | None:
     """Return what is wrong with a value whose dicts and lists stand too deep inside one another; None: they do not."""
-    if isinstance(value, dict) and not any(isinstance(part, (dict, list, tuple)) for part in value.values()):
-        return None  # as most params are
+    if _is_flat(value):
+        return None
     depth, level = 0, [value]
     while level := [part for part in level if isinstance(part, (dict, list, tuple))]:
         if depth == _COUNTED_DEPTH:
@@ -171,6 +177,8 @@ def storable(value: Any) -> tuple[Any, bool]:
     """
     if type(value) in _PLAIN:
         return value, False
+    if _is_flat(value):
+        return dict(value), False
     if isinstance(value, dict):
         parts = {key: storable(part) for key, part in value.items()}
         plain = {key: part for key, (part, _) in parts.items()}

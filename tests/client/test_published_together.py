@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from itertools import pairwise
+from typing import Annotated, Any
 
 import pytest
+from pydantic import AfterValidator
 from pymongo import AsyncMongoClient
 from pymongo.errors import OperationFailure
 
@@ -133,3 +135,33 @@ async def test_large_tasks_at_one_moment_are_split_into_commands_that_fit(mesh: 
     text = "x" * 3_000_000
     handles = await asyncio.gather(*(job.publish(f"k{n}", text=text) for n in range(12)))
     assert all(handle.created for handle in handles)
+
+
+CHECKED: list[int] = []
+
+
+def _noted(n: int) -> int:
+    CHECKED.append(n)
+    return n
+
+
+async def test_others_have_their_turn_while_many_are_published_and_come_behind_them(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def job(n: Annotated[int, AfterValidator(_noted)]) -> None: ...
+
+    await job.publish("before", n=0)  # so that the server's time is known
+    many = asyncio.create_task(job.publish_many({f"k{n}": {"n": n} for n in range(5_000)}))
+    CHECKED.clear()
+    at_each_turn = [0]
+    while not many.done():
+        await asyncio.sleep(0)
+        at_each_turn.append(len(CHECKED))
+        if len(at_each_turn) == 3:
+            later = asyncio.create_task(job.publish("later", n=-1))
+    assert len(CHECKED) == 5_001
+    assert max(now - before for before, now in pairwise(at_each_turn)) <= 501
+    assert all(handle.created for handle in await many)
+    assert (await later).created
+    tasks = mesh.store.driver.collection("tasks")
+    [last] = await tasks.find({}, {"key": 1}).sort("publish_number", -1).limit(1).to_list(None)
+    assert last["key"] == "later", "it was called for after them, and checked before most of them"
