@@ -85,6 +85,8 @@ class Listener:
         self._orders = orders
         self._inserted_tasks = inserted_tasks
         self._subscription: Subscription | None = None
+        self.lanes = partitions.heard
+        """Where this worker hears of what is new."""
         self._woken: set[str] = set()
         self._concerned: set[str] = set()
         self._queues_changed = False
@@ -92,16 +94,21 @@ class Listener:
         self._lag_s = 0.0
         """How late the last hint came."""
         self._dropped = False
-        self._something = asyncio.Event()
+        self._something = listening.wake
 
     async def open(self) -> None:
         """Subscribe, and wait until the stream is open."""
         await self._subscribed().ready.wait()
 
     def _subscribed(self) -> Subscription:
-        interest = Interest(names=self._names, control=True)
-        self._subscription = self._feed.subscribe(interest, self._heard, self._missed)
+        self.lanes = self._partitions.heard
+        self._subscription = self._feed.subscribe(self._interest(hints=True), self._heard, self._missed)
         return self._subscription
+
+    def _interest(self, *, hints: bool) -> Interest:
+        if not hints:
+            return Interest(control=True)
+        return Interest(names=self._names, control=True, lanes=self.lanes)
 
     @property
     def wants_hints(self) -> bool:
@@ -112,8 +119,7 @@ class Listener:
         """Hear of new work, or, while there is more than enough of it, only of what concerns executions. Whether that is new."""
         if self._subscription is None or wanted == self.wants_hints:
             return False
-        interest = Interest(names=self._names if wanted else frozenset(), control=True)
-        self._feed.change(self._subscription, interest, relaxed=not wanted)
+        self._feed.change(self._subscription, self._interest(hints=wanted), relaxed=not wanted)
         # Whoever waits is the scanner. If the stream stays away, what it would have told has to be looked for.
         await until(self._subscription.ready, _STREAM_IS_BACK_WITHIN_S)
         return True
@@ -132,9 +138,11 @@ class Listener:
                 self._queues_changed = True
             self._something.clear()
             try:
-                if listens != self._listening.wanted:
+                if listens != self._listening.hears:
                     await self._begin_or_cease()
-                elif not listens:
+                elif listens:
+                    self._hear_in_lanes(self._partitions.heard)
+                else:
                     self._concerned.update(await self._not_held())
                 await self.run_once()
             except PyMongoError as error:
@@ -151,6 +159,19 @@ class Listener:
             logger.info("worker %s listens again", self._worker_id)
             await until(self._subscribed().ready, _STREAM_IS_BACK_WITHIN_S)
         self._missed()
+
+    def _hear_in_lanes(self, wanted: frozenset[int] | None) -> None:
+        """Hear of what is new in these lanes, at once if some of them are not heard yet; in others no more, if they are many."""
+        heard = self.lanes
+        lacking = heard is not None and (wanted is None or not wanted <= heard)
+        many = wanted is not None and (heard is None or len(heard) > 2 * len(wanted))
+        if not (lacking or many):
+            return
+        self.lanes = wanted
+        if self._subscription is not None and self.wants_hints:
+            self._feed.change(self._subscription, self._interest(hints=True), relaxed=False)
+            if lacking:
+                self._candidates.order_scan()
 
     async def _not_held(self) -> list[str]:
         """Return the tasks that run here, and that this worker seems not to hold any more."""

@@ -7,6 +7,7 @@ a hint, the scan is the truth.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Collection, Sequence
@@ -21,13 +22,16 @@ LEAST = 2
 """So many of the workers that do the same work listen, whatever it costs."""
 _WRITES_OF_A_TASK = 3
 """It is published, claimed and finished."""
-_WAKE_S = 1e-4
+_WAKE_S = 5e-5
+"""What a stream that waits costs the server at a write that is not for it, as most are not: each hears of its own lanes."""
 _WAKES_PER_S = 500
 """A stream that is behind is read at most so often, however much is written."""
 _ENTRY_S = 5e-6
-"""What the server takes to wake a stream that waits, and to compare one write with what it asks for (docs/decisions/0021)."""
+"""What the server takes to compare one write with what a stream asks for (docs/decisions/0021)."""
 _ASKS_AT_LEAST_S = 30.0
 """Whoever has closed its stream opens none for so long: each that is opened costs a query and a scan."""
+_OTHERS_KNOW_AFTER_S = 1.1 * HEARTBEAT_MS / 1000
+"""By then all that live have read the registry once more (of very large fleets, some)."""
 
 
 class Listening:
@@ -38,21 +42,35 @@ class Listening:
         self.may = settings.listen
         """Whether its user lets it."""
         self.wanted = settings.listen
-        """Whether it should have a stream open now."""
+        """Whether it is one of those that listen."""
         self._asks_until = 0.0
+        self._hears_until = 0.0
+        self.wake = asyncio.Event()
+        """Set when the listener has something to follow up, or to do otherwise than before."""
 
-    def learn(self, fleet: Sequence[WorkerInfo], peers: Collection[str]) -> None:
-        """Decide anew, now that this is the fleet, and these of it do the same work as this worker."""
+    @property
+    def hears(self) -> bool:
+        """Whether it should have a stream open now. Whoever is to ask from now on still hears until the others know."""
+        return self.wanted or time.monotonic() < self._hears_until
+
+    def learn(self, fleet: Sequence[WorkerInfo], peers: Collection[str]) -> bool:
+        """Decide anew, now that this is the fleet, and these of it do the same work as this worker; True if that is new."""
         if not self.may:
-            return
+            return False
         affordable, rank = affordable_to(fleet, peers), self._rank(fleet, peers)
+        now = time.monotonic()
         # Nobody opens and closes with each change of the load: whoever listens goes on until there are twice as many as should,
         # and whoever asks, asks for a while, unless too few are left that listen.
         if self.wanted and rank >= max(LEAST, 2 * affordable):
             self.wanted = False
-            self._asks_until = time.monotonic() + _ASKS_AT_LEAST_S
-        elif not self.wanted and (rank < LEAST or (rank < affordable and time.monotonic() >= self._asks_until)):
+            self._hears_until = now + _OTHERS_KNOW_AFTER_S
+            self._asks_until = now + _ASKS_AT_LEAST_S
+            return True
+        if not self.wanted and (rank < LEAST or (rank < affordable and now >= self._asks_until)):
             self.wanted = True
+            self.wake.set()
+            return True
+        return False
 
     def _rank(self, fleet: Sequence[WorkerInfo], peers: Collection[str]) -> int:
         """How many of those that do the same work come before this one: that listen and, of these, were there first."""

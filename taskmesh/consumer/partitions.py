@@ -17,6 +17,8 @@ from taskmesh.store.publication import LANES, lane_of
 _TAKE_TURNS = 4
 """So many workers each do all that any of them could do; of more, each does it as much less often."""
 _MOST_SELDOM = 10.0
+_HEARD_BY = 2
+"""So many of those that listen hear of what is new in a lane: whose it is, and its backup."""
 
 
 class Partitions:
@@ -53,6 +55,13 @@ class Partitions:
         So what the fleet asks of the database for its own sake does not grow with it.
         """
         return every_s * min(max(1.0, len(self._workers) / _TAKE_TURNS), _MOST_SELDOM)
+
+    @property
+    def heard(self) -> frozenset[int] | None:
+        """The lanes in which this worker should hear of what is new; None: in all, since few listen."""
+        if len(self._listeners | {self._worker_id}) <= _HEARD_BY + 1:
+            return None
+        return frozenset(lane for lane, place in enumerate(self._place_to_hear) if place < _HEARD_BY)
 
     def place(self, lane: object) -> int:
         """Return how many workers come before this one in the lane."""

@@ -207,7 +207,9 @@ class Registration:
         listening = [worker.worker_id for worker in peers if worker.listens]
         if self._partitions.set_workers([worker.worker_id for worker in peers], listening):
             logger.debug("worker %s shares its work with %d others", self._worker_id, len(peers) - 1)
-        self._listening.learn(self.fleet, {worker.worker_id for worker in peers})
+            self._listening.wake.set()
+        if self._listening.learn(self.fleet, {worker.worker_id for worker in peers}):
+            self.show_soon()
 
     def _description(self) -> Document:
         settings, life, executions = self._settings, self._life, self._executions

@@ -62,6 +62,8 @@ class Interest:
     """Tasks that finish, or are deleted."""
     events: bool = False
     """Everything that happens to tasks."""
+    lanes: frozenset[int] | None = None
+    """Of new tasks of these names: those in these lanes alone, beside those that name their workers; None: in all lanes."""
 
     def __or__(self, other: Interest) -> Interest:
         return Interest(
@@ -69,7 +71,13 @@ class Interest:
             self.control or other.control,
             self.finished or other.finished,
             self.events or other.events,
+            self._lanes_with(other),
         )
+
+    def _lanes_with(self, other: Interest) -> frozenset[int] | None:
+        if not (self.names and other.names):
+            return self.lanes if self.names else other.lanes
+        return None if self.lanes is None or other.lanes is None else self.lanes | other.lanes
 
 
 @dataclass(slots=True, frozen=True)
@@ -108,6 +116,7 @@ def pipeline(store: Store, interest: Interest) -> list[Document]:
                 "operationType": {"$in": ["insert", "replace"]},
                 "fullDocument.name": {"$in": sorted(interest.names)},
                 "fullDocument.next_claim_time": {"$exists": True},  # else it waits for others
+                **_in_lanes(interest.lanes),
                 "$expr": {"$lte": ["$fullDocument.next_claim_time", {"$add": ["$wallTime", HORIZON_OF_NEW_MS]}]},
             }
         )
@@ -167,6 +176,13 @@ def pipeline(store: Store, interest: Interest) -> list[Document]:
         # Of our collections alone: the database may have others, with fields of the same names.
         {"$match": {"$or": [_ENDS, {"collection": {"$in": collections}}]}},
     ]
+
+
+def _in_lanes(lanes: frozenset[int] | None) -> Document:
+    """Whether a new task is in one of these lanes, or names its workers, who may be others than the lanes' own."""
+    if lanes is None:
+        return {}
+    return {"$or": [{"fullDocument.lane": {"$in": sorted(lanes)}}, {"fullDocument.pinned": True}]}
 
 
 def change_from(event: Document) -> Change:

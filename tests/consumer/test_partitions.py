@@ -43,6 +43,16 @@ def test_of_those_that_listen_one_comes_first_to_hear(data: st.DataObject, worke
 
 
 @given(WORKERS)
+def test_where_many_listen_two_hear_of_what_is_new_in_a_lane(workers: set[str]) -> None:
+    heard = {worker: each.heard for worker, each in all_of(workers, workers).items()}
+    if len(workers) <= 3:
+        assert not any(heard.values())
+        return
+    for lane in range(LANES):
+        assert sum(lane in (lanes or ()) for lanes in heard.values()) == 2
+
+
+@given(WORKERS)
 def test_few_lanes_change_hands_beside_those_of_who_leaves(workers: set[str]) -> None:
     """By taking turns alone, nearly all would."""
     before, leaves = all_of(workers, set()), min(workers)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 from typing import Any
 
@@ -11,8 +13,10 @@ import pytest
 
 from taskmesh import Consumer, TaskDefinition, TaskMesh, TaskOption, WorkerInfo, current_task
 from taskmesh.consumer import listening
+from taskmesh.store.publication import LANES
+from tests.faults import another_mesh
 from tests.waiting import eventually
-from tests.working import all_working, working
+from tests.working import all_working, parts_of, working
 
 WORKERS = ["w1", "w2", "w3", "w4"]
 
@@ -130,6 +134,52 @@ async def test_a_few_workers_all_listen(mesh: TaskMesh) -> None:
         await eventually(lambda: _all_registered(mesh), what="all five are registered")
         found = {worker.worker_id: (worker.listens, worker.may_listen) for worker in await mesh.workers()}
     assert found == {**dict.fromkeys(WORKERS, (True, True)), "never": (False, False)}
+
+
+async def test_who_is_to_ask_from_now_on_hears_until_the_others_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = _fleet(1_000)
+    settings = TaskMesh("mongodb://localhost:1", database="d").consumer(worker_id="w999")._settings
+    one = listening.Listening(settings)
+    assert one.learn(fleet, {worker.worker_id for worker in fleet}), "there are too many"
+    assert not one.wanted
+    assert one.hears
+    assert not one.learn(fleet, {worker.worker_id for worker in fleet}), "that is known"
+    later = time.monotonic() + 2.5
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    assert not one.hears
+
+
+async def test_many_workers_hear_of_what_is_new_in_their_lanes_alone_and_of_those_of_who_leaves(
+    mesh: TaskMesh, mongo_uri: str, database: str
+) -> None:
+    @mesh.task
+    async def job() -> None: ...
+
+    async def with_a_feed_of_its_own(stack: AsyncExitStack, worker_id: str) -> tuple[TaskMesh, Consumer]:
+        its_own = await stack.enter_async_context(another_mesh(mongo_uri, database, worker_id))
+        its_own.task(name="job")(job.fn)
+        return its_own, await stack.enter_async_context(working(its_own, worker_id))
+
+    def is_heard_by_few_of(fleet: list[tuple[TaskMesh, Consumer]]) -> bool:
+        heard = [parts_of(consumer).listener.lanes for _, consumer in fleet]
+        return all(2 <= sum(lanes is None or lane in lanes for lanes in heard) <= 5 for lane in range(LANES))
+
+    async with AsyncExitStack() as stack:
+        fleet = [await with_a_feed_of_its_own(stack, f"w{n}") for n in range(8)]
+        await eventually(lambda: is_heard_by_few_of(fleet), what="a few hear what is new in each lane")
+        before = sum(each.feed.delivered for each, _ in fleet)
+        for n in range(40):
+            await (await job.publish(f"first-{n}")).result(20)
+        assert sum(each.feed.delivered for each, _ in fleet) - before <= 5 * 40 + 20, (
+            "of 8 * 40; and few orders and settings"
+        )
+
+        _, leaver = fleet.pop()
+        await leaver.stop()
+        await eventually(lambda: is_heard_by_few_of(fleet), what="others hear of what is new in its lanes")
+        for n in range(40):
+            await (await job.publish(f"second-{n}")).result(20)
+        assert sum(consumer.finished for _, consumer in fleet) >= 40
 
 
 async def _all_registered(mesh: TaskMesh) -> bool:

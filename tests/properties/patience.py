@@ -30,6 +30,6 @@ class PatientStore(Store):
         return await super().modify(changes, max(deadline_ms, PATIENCE_MS), session)
 
     async def insert(
-        self, documents: Sequence[Document], size: int, deadline_ms: int = 0, *, alone: bool = False
+        self, documents: Sequence[Mapping[str, Any]], size: int, deadline_ms: int = 0, *, alone: bool = False
     ) -> Mapping[str, Any]:
         return await super().insert(documents, size, max(deadline_ms, PATIENCE_MS), alone=alone)

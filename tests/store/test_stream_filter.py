@@ -14,7 +14,8 @@ from taskmesh.store.driver import next_event
 
 _NOW = datetime.now(UTC)
 WORKER = Interest(names=frozenset(["job"]), control=True)
-INTERESTS = [WORKER, Interest(finished=True), Interest(events=True)]
+IN_LANES = Interest(names=frozenset(["job"]), control=True, lanes=frozenset([3, 5]))
+INTERESTS = [WORKER, IN_LANES, Interest(finished=True), Interest(events=True)]
 
 
 @pytest.mark.parametrize("interest", INTERESTS)
@@ -44,16 +45,51 @@ async def test_what_others_write_beside_us_is_told_to_nobody_whatever_fields_it_
     await store.close()
 
 
-async def test_a_workers_stream_makes_no_event_of_what_is_not_for_it(mongo_uri: str, database: str) -> None:
+async def test_of_new_tasks_those_in_the_lanes_asked_for_are_told_and_those_that_name_their_workers(
+    mongo_uri: str, database: str
+) -> None:
+    store = Store(mongo_uri, database)
+    stream = await open_stream(store, IN_LANES)
+    tasks = store.driver.collection(store.tasks)
+    for lane in range(8):
+        task = {"name": "job", "queue": "q", "status": "INIT", "next_claim_time": datetime.now(UTC), "lane": lane}
+        await tasks.insert_one({"_id": f"job:{lane}", **task, "pinned": lane == 6})
+        await tasks.insert_one({"_id": f"other:{lane}", **task, "name": "other"})
+    again = {"event": "failed\x1f1\x1fw", "next_claim_time": datetime.now(UTC)}
+    await tasks.update_one({"_id": "job:1"}, {"$set": again})  # whose lane an update does not tell
+    await tasks.drop()
+    told: list[Change] = []
+    while not told or told[-1].operation != "drop":
+        if (event := await next_event(stream)) is not None:
+            told.append(change_from(event))
+    assert [change.id for change in told[:-1]] == ["job:3", "job:5", "job:6", "job:1"]
+    await stream.close()
+    await store.close()
+
+
+def test_readers_of_one_process_hear_in_the_lanes_of_all_of_them() -> None:
+    everywhere, nowhere = Interest(names=frozenset(["a"])), Interest(finished=True)
+    three, five = (Interest(names=frozenset(["a"]), lanes=frozenset([lane])) for lane in (3, 5))
+    assert (three | five).lanes == frozenset([3, 5])
+    assert (three | nowhere).lanes == (nowhere | three).lanes == frozenset([3])
+    assert (three | everywhere).lanes is None
+    assert (everywhere | three).lanes is None
+
+
+@pytest.mark.parametrize("interest", [WORKER, IN_LANES])
+async def test_a_workers_stream_makes_no_event_of_what_is_not_for_it(
+    mongo_uri: str, database: str, interest: Interest
+) -> None:
     """An event that is made and then dropped costs the server several times what a look at the entry does (decision 15)."""
     store = Store(mongo_uri, database)
     await store.driver.collection(store.tasks).insert_one({"_id": "job:1"})
-    stages = [{"$changeStream": {}}, *pipeline(store, WORKER)]
+    stages = [{"$changeStream": {}}, *pipeline(store, interest)]
     explain = {"explain": {"aggregate": 1, "pipeline": stages, "cursor": {}}, "verbosity": "queryPlanner"}
     shown = (await store.driver.command(explain))["stages"]
     await store.close()
     asked_of_the_oplog = json.dumps(shown[0]["$cursor"]["queryPlanner"]["parsedQuery"], default=str)
     assert '"o.queue"' in asked_of_the_oplog, "of each insert an event is made, to see whether it has a queue"
+    assert ('"o.lane"' in asked_of_the_oplog) is (interest.lanes is not None)
     assert f"{store.tasks}$" not in asked_of_the_oplog, "the collection's name is looked for by a regular expression"
     assert [*shown[-1]] == ["$match"], "what is asked at last is asked first"
     assert [*shown[-2]] == ["$project"]
