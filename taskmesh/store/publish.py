@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
@@ -40,6 +40,15 @@ _SIZE_OF_THE_REST = 1_000
 """What a new document has beside its params, in bytes; rather more than less."""
 
 
+@dataclass(slots=True)
+class _Turns:
+    """What the sets of one call do one after the other, so that one is made while the one before it is inserted."""
+
+    to_make: asyncio.Lock = field(default_factory=asyncio.Lock)
+    to_insert: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held meanwhile, so that nobody sees the second of one call before the first."""
+
+
 @dataclass(slots=True, frozen=True)
 class Published:
     """What a publish did."""
@@ -68,16 +77,16 @@ async def publish(
     results: dict[int, Published] = {}
     refused: list[TaskRunning] = []
     batches = _batches(publications)
-    in_turn = asyncio.Lock() if len(publications) > _MAX_BATCH else None
+    turns = _Turns() if len(publications) > _MAX_BATCH else None
 
     async def publish_batches() -> None:
         for batch in batches:
-            duplicates = await _insert(store, [publications[i] for i in batch], now, alone=alone, in_turn=in_turn)
+            duplicates = await _insert(store, [publications[i] for i in batch], now, alone=alone, turns=turns)
             existing = [i for place, i in enumerate(batch) if place in duplicates]
             results.update({i: _CREATED for place, i in enumerate(batch) if place not in duplicates})
             results.update(await _treat_existing(store, {i: publications[i] for i in existing}, now, refused))
 
-    if in_turn is None:
+    if turns is None:
         await publish_batches()
     else:  # one batch is made, and what existed of it treated, while another is on its way
         try:
@@ -119,16 +128,20 @@ async def _insert(
     now: datetime,
     *,
     alone: bool = False,
-    in_turn: asyncio.Lock | None = None,
+    turns: _Turns | None = None,
 ) -> set[int]:
     """Insert documents, together with what others publish now, and return the places of those whose key was there already.
 
-    `in_turn`: held meanwhile, so that nobody sees the second of one call before the first.
+    `turns`: those of the sets of one call.
     """
     documents: Sequence[Mapping[str, Any]]
-    documents = _new_documents(publications, now) if in_turn is None else await _encoded(publications, now)
+    if turns is None:
+        documents = _new_documents(publications, now)
+    else:
+        async with turns.to_make:
+            documents = await _encoded(publications, now)
     size = sum(each.size + _SIZE_OF_THE_REST for each in publications)
-    async with in_turn or nullcontext():
+    async with turns.to_insert if turns is not None else nullcontext():
         reply = await store.insert(documents, size, WRITE_DEADLINE_MS, alone=alone)
     if "writeConcernError" in reply:  # whatever else it says, what was inserted may yet be rolled back
         concern = reply["writeConcernError"]
