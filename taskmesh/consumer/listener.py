@@ -42,6 +42,8 @@ logger = logging.getLogger("taskmesh.listener")
 _LAST_PLACE_TO_TRY = 1
 _TOO_LATE_S = 0.5
 _CLAIM_LANDS_S = 0.02
+LETS_GO_AFTER_S = 10.0
+"""How long a stream is kept that hears in too many lanes, since while a fleet grows each worker that comes takes some."""
 _QUEUES_AT_LEAST_EVERY_S = 2.0
 _ASK_EVERY_S = 1.0
 _STREAM_IS_BACK_WITHIN_S = 2.0
@@ -86,7 +88,8 @@ class Listener:
         self._inserted_tasks = inserted_tasks
         self._subscription: Subscription | None = None
         self.lanes = partitions.heard
-        """Where this worker hears of what is new."""
+        """Where this worker hears of what is new; None: everywhere."""
+        self._lets_go_at = 0.0
         self._woken: set[str] = set()
         self._concerned: set[str] = set()
         self._queues_changed = False
@@ -161,16 +164,16 @@ class Listener:
         self._missed()
 
     def _hear_in_lanes(self, wanted: frozenset[int] | None) -> None:
-        """Hear of what is new in these lanes, at once if some of them are not heard yet; in others no more, if they are many."""
-        heard = self.lanes
-        lacking = heard is not None and (wanted is None or not wanted <= heard)
-        many = wanted is not None and (heard is None or len(heard) > 2 * len(wanted))
-        if not (lacking or many):
+        """Hear of what is new in these lanes: at once if some are not heard yet; of others that are, it lets go later."""
+        lacks = self.lanes is not None and (wanted is None or not wanted <= self.lanes)
+        now = time.monotonic()
+        if self.lanes == wanted or not (lacks or now >= self._lets_go_at):
             return
         self.lanes = wanted
+        self._lets_go_at = now + LETS_GO_AFTER_S
         if self._subscription is not None and self.wants_hints:
             self._feed.change(self._subscription, self._interest(hints=True), relaxed=False)
-            if lacking:
+            if lacks:
                 self._candidates.order_scan()
 
     async def _not_held(self) -> list[str]:
