@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 
+import hypothesis
 import pytest
 from blockbuster import BlockBuster
 from pymongo import MongoClient
@@ -20,6 +21,10 @@ from tests.processes.fleet import Fleet
 from tests.turns import booting, turn
 
 _MONGOD = pytest.StashKey[Mongod]()
+
+# A machine that is busy takes longer for an example; that is no failure.
+hypothesis.settings.register_profile("no deadline", deadline=None)
+hypothesis.settings.load_profile("no deadline")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,9 +7,12 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from datetime import UTC, datetime
 from typing import Any
 
-from taskmesh import Consumer, Status, Task, TaskMesh
+from taskmesh import Consumer, Status, Task, TaskMesh, WorkerInfo
+from taskmesh.consumer.partitions import Partitions
+from taskmesh.consumer.settings import Settings
 from taskmesh.consumer.worker import Worker
 from tests.waiting import eventually, wait_until
 
@@ -87,6 +90,51 @@ def working_in_a_thread(
             loop.call_soon_threadsafe(consumer.begin_stop, 0)
         thread.join(STOP_DEADLINE_S)
         assert not thread.is_alive(), f"the consumer did not stop within {STOP_DEADLINE_S} s"
+
+
+def lanes_of(
+    worker_id: str, others: Iterable[WorkerInfo], names: Iterable[str] = ("job",), queues: list[str] | None = None
+) -> Partitions:
+    """Return what a worker of these names and queues makes of others."""
+    settings = Settings(
+        worker_id=worker_id,
+        labels={},
+        names=list(names),
+        queues=queues,
+        concurrency=1,
+        listen=True,
+        before=None,
+        after=None,
+        stall_limit_ms=1_000,
+    )
+    partitions = Partitions(settings)
+    partitions.set_workers(others)
+    return partitions
+
+
+def seen_by_others(
+    worker_id: str,
+    names: Iterable[str] = ("job",),
+    queues: list[str] | None = None,
+    *,
+    listens: bool = True,
+    labels: dict[str, Any] | None = None,
+) -> WorkerInfo:
+    """Return a live worker as the registry has it."""
+    return WorkerInfo(
+        worker_id=worker_id,
+        host="elsewhere",
+        pid=1,
+        version="0",
+        state="running",
+        names=list(names),
+        queues=queues,
+        concurrency=1,
+        running=0,
+        last_seen=datetime.now(UTC),
+        listens=listens,
+        labels=labels or {},
+    )
 
 
 def parts_of(consumer: Consumer) -> Worker:

@@ -24,7 +24,7 @@ from taskmesh.consumer.settings import Settings
 from taskmesh.consumer.timing import until
 from taskmesh.store import Store
 from taskmesh.store.clock import ServerClock
-from taskmesh.store.find import fitting
+from taskmesh.store.find import Claimable, fitting
 from taskmesh.store.groups import first_of_groups, groups_due, queues_with_groups
 
 logger = logging.getLogger("taskmesh.groups")
@@ -135,15 +135,14 @@ class Groups:
     async def _look_at(self, queue: str, groups: list[str], narrowed_by: Mapping[str, object]) -> None:
         count = max(_LEAST, min(_MOST, _TASKS_AT_ONCE // len(groups)))
         due_by = self._clock.now() + timedelta(milliseconds=LOOK_AHEAD_MS)
-        found = await first_of_groups(
-            self._store,
-            self._me,
-            queue,
-            dict.fromkeys(groups, count),
-            self._names,
-            self._partitions.own,
-            due_by,
-        )
+        found: dict[str, tuple[list[Claimable], bool]] = {}
+        for names, _, lanes in self._partitions.shares(self._names, [queue]):
+            wanted = dict.fromkeys(groups, count)
+            for group, (rows, more) in (
+                await first_of_groups(self._store, self._me, queue, wanted, names, lanes, due_by)
+            ).items():
+                others, more_of_others = found.get(group, ([], False))
+                found[group] = (others + rows, more_of_others or more)
         for group, (rows, more) in found.items():
             self._candidates.more_of(queue, [group], more=more)
             fit = await fitting(self._store, rows, narrowed_by) if narrowed_by else rows

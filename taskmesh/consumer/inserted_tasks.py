@@ -44,7 +44,7 @@ class InsertedTasks:
         """Take in what the stream has told."""
         if not isinstance(id_, str) or not id_.startswith(f"{name}:"):
             logger.warning("the document %.200r is no task: its _id must be name:key; left alone", id_)
-        elif self._partitions.place_to_hear_of(id_) == 0:
+        elif self._partitions.place_to_accept(id_, heard=True) == 0:
             self._heard.add(id_)
             self._wake.set()
         else:
@@ -86,7 +86,9 @@ class InsertedTasks:
         now = time.monotonic()
         if now >= self._next_look:
             found = set(await self._acceptance.waiting(_PAGE))
-            mine = {id_ for id_ in found if id_ in self._left or self._partitions.place_of(id_) == 0}
+            mine = {
+                id_ for id_ in found if id_ in self._left or self._partitions.place_to_accept(id_, heard=False) == 0
+            }
             heard |= mine
             self._left = set()
             if len(found) < _PAGE or not mine:

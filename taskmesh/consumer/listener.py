@@ -226,9 +226,10 @@ class Listener:
         self._queues.heard_of(queue)
         option = task.get("task_option", {})
         named = option.get("specific_worker_ids", [])
-        if not self._me.is_allowed(named) or not self._me.has(task.get("needs") or ()):
+        needs = task.get("needs") or ()
+        if not self._me.is_allowed(named) or not self._me.has(needs):
             return
-        place = 0 if named else self._partitions.place_to_hear(task.get("lane"))
+        place = 0 if named else self._partitions.place_to_hear(change.id, queue, needs)
         if place > _LAST_PLACE_TO_TRY:
             return
         if queue in self._queues.paused:
@@ -328,7 +329,7 @@ class Listener:
         for row in await look_up(self._store, self._me, ids):
             if row.claim_time == NEVER or (self._from is not None and row.queue not in self._from):
                 continue
-            place = 0 if row.named else self._partitions.place_to_hear_of(row.id)
+            place = 0 if row.named else self._partitions.place_to_hear(row.id, row.queue)
             if place <= _LAST_PLACE_TO_TRY:
                 moment = max(filter(None, (row.claim_time, row.next_claim_time)))
                 self._queues.heard_of(row.queue)

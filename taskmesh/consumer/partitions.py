@@ -2,21 +2,26 @@
 
 Every task sits in one of 64 lanes by the hash of its `_id`. For each lane, the live workers have an order of preference
 that all of them compute alike (rendezvous hashing, with as many lanes for each), so that nobody has to be asked. The first
-in that order claims at once, the next a moment later; the rest leave the task to their scans. No promise hangs on it:
-whoever is mistaken about who lives, loses a race or waits a moment.
+in that order claims at once, the next a moment later; the rest leave the task to their scans. Only those count that can run the
+task at all: where workers differ, tasks that a few can run are divided among these. No promise hangs on it: whoever is mistaken
+about who lives, loses a race or waits a moment.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
+from typing import Any
 
+from taskmesh.consumer.settings import Settings
+from taskmesh.model.worker import WorkerInfo
 from taskmesh.store.publication import LANES, lane_of
 
 _TAKE_TURNS = 4
 """So many workers each do all that any of them could do; of more, each does it as much less often."""
 _MOST_SELDOM = 10.0
+_MOST_KINDS = 10_000
 _HEARD_BY = 2
 """So many of those that listen hear of what is new in a lane: whose it is, and its backup."""
 
@@ -24,60 +29,108 @@ _HEARD_BY = 2
 class Partitions:
     """This worker's place in every lane."""
 
-    def __init__(self, worker_id: str) -> None:
-        self._worker_id = worker_id
-        self._workers: frozenset[str] = frozenset()
-        self._listeners: frozenset[str] = frozenset()
-        self._place = [0] * LANES
-        self._place_to_hear = [0] * LANES
-        self.own: list[int] | None = None
-        """The lanes in which this worker comes first; None: all of them, since it is alone."""
+    def __init__(self, settings: Settings) -> None:
+        self._worker_id = settings.worker_id
+        self._names = frozenset(settings.names)
+        self._queues = None if settings.queues is None else frozenset(settings.queues)
+        self._others: Sequence[WorkerInfo] = ()
+        self._known: dict[str, Any] = {}
+        self._alike = True
+        """Whether all others can run whatever this worker runs, but for what tasks need of them."""
+        self._able: dict[tuple[str, str, tuple[str, ...]], frozenset[str]] = {}
+        """Who can run the tasks of this name, from this queue, with these needs: as they come up."""
+        self._among: dict[frozenset[str], Sequence[int]] = {}
+        """This worker's place in each lane among these."""
+        self._everybody = self._listeners = frozenset([self._worker_id])
 
-    def set_workers(self, worker_ids: Collection[str], listening: Collection[str]) -> bool:
-        """Learn who lives and does the same work, and who of them listens; True if anything changed."""
-        workers, listeners = frozenset(worker_ids) | {self._worker_id}, frozenset(listening)
-        if (workers, listeners) == (self._workers, self._listeners):
+    def set_workers(self, peers: Iterable[WorkerInfo]) -> bool:
+        """Learn who lives and does some of the same work; True if anything changed."""
+        others = [worker for worker in peers if worker.worker_id != self._worker_id]
+        known = {worker.worker_id: (worker.listens, worker.names, worker.queues, worker.labels) for worker in others}
+        if known == self._known:
             return False
-        self._workers, self._listeners = workers, listeners
-        self._place = _places(self._worker_id, workers)
-        self._place_to_hear = _places(self._worker_id, workers & listeners | {self._worker_id})
-        self.own = [lane for lane in range(LANES) if self._place[lane] == 0] if len(workers) > 1 else None
+        self._known, self._others = known, others
+        self._alike = all(self._is_like_me(worker) for worker in others)
+        self._able.clear()
+        self._among.clear()
+        self._everybody = frozenset([self._worker_id, *known])
+        self._listeners = frozenset([self._worker_id, *(worker.worker_id for worker in others if worker.listens)])
         return True
+
+    def _is_like_me(self, other: WorkerInfo) -> bool:
+        takes_all = other.queues is None or (self._queues is not None and self._queues.issubset(other.queues))
+        return takes_all and self._names.issubset(other.names)
 
     @property
     def alone(self) -> bool:
-        """Whether nobody else does this work."""
-        return self.own is None
+        """Whether nobody else does any of this work."""
+        return not self._others
 
     def in_turn(self, every_s: float) -> float:
         """Return how often this worker is to do what one of those that do the same work has to do `every_s` seconds, or sooner.
 
         So what the fleet asks of the database for its own sake does not grow with it.
         """
-        return every_s * min(max(1.0, len(self._workers) / _TAKE_TURNS), _MOST_SELDOM)
+        return every_s * min(max(1.0, len(self._everybody) / _TAKE_TURNS), _MOST_SELDOM)
 
     @property
     def heard(self) -> frozenset[int] | None:
-        """The lanes in which this worker should hear of what is new; None: in all, since few listen."""
-        if len(self._listeners | {self._worker_id}) <= _HEARD_BY + 1:
+        """The lanes in which this worker should hear of what is new; None: in all, since few listen, or they differ."""
+        if len(self._listeners) <= _HEARD_BY + 1 or not self._alike:
             return None
-        return frozenset(lane for lane, place in enumerate(self._place_to_hear) if place < _HEARD_BY)
+        return frozenset(lane for lane, place in enumerate(self._places(self._listeners)) if place < _HEARD_BY)
 
-    def place(self, lane: object) -> int:
-        """Return how many workers come before this one in the lane."""
-        return self._place[lane] if isinstance(lane, int) and 0 <= lane < LANES else 0
+    def place(self, id_: str, queue: str) -> int:
+        """Return how many workers that can run a task come before this one in its lane."""
+        return self._places(self._able_to(id_, queue, ()))[lane_of(id_)]
 
-    def place_of(self, id_: str) -> int:
-        """Return how many workers come before this one in the lane of a task."""
-        return self._place[lane_of(id_)]
+    def place_to_hear(self, id_: str, queue: str, needs: Sequence[str] = ()) -> int:
+        """Return how many workers that listen, and can run a task, come before this one in its lane: these hear of it."""
+        return self._places(self._able_to(id_, queue, needs) & self._listeners)[lane_of(id_)]
 
-    def place_to_hear(self, lane: object) -> int:
-        """Return how many workers that listen come before this one in the lane: these hear of what is new there."""
-        return self._place_to_hear[lane] if isinstance(lane, int) and 0 <= lane < LANES else 0
+    def place_to_accept(self, id_: str, *, heard: bool) -> int:
+        """Return how many workers come before this one in the lane of what is no task yet: anybody can accept it.
 
-    def place_to_hear_of(self, id_: str) -> int:
-        """Return how many workers that listen come before this one in the lane of a task."""
-        return self._place_to_hear[lane_of(id_)]
+        `heard`: of those that listen.
+        """
+        return self._places(self._listeners if heard else self._everybody)[lane_of(id_)]
+
+    def shares(
+        self, names: Sequence[str], queues: Sequence[str]
+    ) -> Iterator[tuple[Sequence[str], Sequence[str], list[int] | None]]:
+        """Yield, for all these names and queues, the lanes that are this worker's; None: all, since nobody else can run those."""
+        if self._alike:
+            yield names, queues, self._own_among(self._everybody)
+            return
+        alike: dict[tuple[tuple[frozenset[str], tuple[str, ...]], ...], list[str]] = {}
+        for queue in queues:
+            by_able: dict[frozenset[str], list[str]] = {}
+            for name in names:
+                by_able.setdefault(self._able_to(f"{name}:", queue, ()), []).append(name)
+            alike.setdefault(tuple((able, tuple(some)) for able, some in by_able.items()), []).append(queue)
+        for split, some_queues in alike.items():
+            for able, some_names in split:
+                yield some_names, some_queues, self._own_among(able)
+
+    def _own_among(self, able: frozenset[str]) -> list[int] | None:
+        return None if len(able) == 1 else [lane for lane, place in enumerate(self._places(able)) if place == 0]
+
+    def _able_to(self, id_: str, queue: str, needs: Sequence[str]) -> frozenset[str]:
+        """Return who can run a task, this worker among them."""
+        if self._alike and not needs:
+            return self._everybody
+        kind = (id_.partition(":")[0], queue, tuple(needs))
+        if (able := self._able.get(kind)) is None:
+            if len(self._able) >= _MOST_KINDS:
+                self._able.clear()
+            others = (w.worker_id for w in self._others if w.runs(kind[0], queue) and w.claimant.has(needs))
+            able = self._able[kind] = frozenset([self._worker_id, *others])
+        return able
+
+    def _places(self, workers: frozenset[str]) -> Sequence[int]:
+        if (places := self._among.get(workers)) is None:
+            places = self._among[workers] = _places(self._worker_id, workers)
+        return places
 
 
 def _places(worker_id: str, workers: Collection[str]) -> list[int]:

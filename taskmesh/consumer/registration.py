@@ -204,8 +204,7 @@ class Registration:
         self._next_look = time.monotonic() + registry.HEARTBEAT_MS / 1000 * len(self.fleet) / _ALL_LOOK
         names, queues = self._settings.names, self._settings.queues
         peers = [worker for worker in self.fleet if worker.competes_for(names, queues)]
-        listening = [worker.worker_id for worker in peers if worker.listens]
-        if self._partitions.set_workers([worker.worker_id for worker in peers], listening):
+        if self._partitions.set_workers(peers):
             logger.debug("worker %s shares its work with %d others", self._worker_id, len(peers) - 1)
             self._listening.wake.set()
         if self._listening.learn(self.fleet, {worker.worker_id for worker in peers}):

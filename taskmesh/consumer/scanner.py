@@ -200,17 +200,19 @@ class Scanner:
                 logger.warning(text, type(error).__name__, error)
                 self._told_unsettled = True
 
-    def _ranges(self, lanes: Sequence[int] | None) -> Iterator[tuple[int, ScanRange]]:
-        """Yield what to look at, each by a number that stays the same while the queues do."""
+    def _ranges(self, *, own: bool) -> Iterator[tuple[int, ScanRange]]:
+        """Yield what to look at, each by a number that stays the same while the queues do. `own`: in this worker's lanes."""
         closed = self._queues.paused | self._limits.full_queues
         number = 0
         for queues in _parts_of(list(self._queues.known), _MAX_COMBINATIONS):
             looked_at = [queue for queue in queues if queue not in closed]
             names_at_once = max(1, _MAX_COMBINATIONS // len(queues))
             for names in _parts_of(self._names, names_at_once):
-                number += 1
-                if self._queues.is_any_due(looked_at):
-                    yield number, ScanRange(names, looked_at, lanes, self._horizon)
+                shares = self._partitions.shares(names, looked_at) if own else [(names, looked_at, None)]
+                for some_names, some_queues, lanes in shares:
+                    number += 1
+                    if self._queues.is_any_due(some_queues):
+                        yield number, ScanRange(some_names, some_queues, lanes, self._horizon)
 
     @property
     def _horizon(self) -> datetime:
@@ -227,19 +229,23 @@ class Scanner:
         found: list[Claimable] = []
         full: list[tuple[int, ScanRange, Sort]] = []
         known_to: Rank | None = None
-        for number, what in self._ranges(self._partitions.own):
-            full_before = len(full)
+        looked_at, behind = set[str](), set[str]()
+        for number, what in self._ranges(own=True):
+            looked_at.update(what.queues)
             for sort in _SORTS:
                 # Where nothing of the last page was for me, a few are enough to see whether that has changed.
                 size = _PAGE_BESIDE if (number, sort) in self._heads_refused else self._page
                 page = await scan(self._store, self._me, what, size, sort)
                 found += await self._fitting(page.rows)
                 if page.full:
+                    behind.update(what.queues)
                     full.append((number, what, sort))
                     # How many failures those have that it did not read, it cannot tell: some have none.
                     last = max((rank_of(row, fail_cnt=0) for row in page.rows), default=NOTHING)
                     known_to = last if known_to is None else min(known_to, last)
-            await self._groups.note(what.queues, full=len(full) > full_before)
+        await self._groups.note(looked_at - behind, full=False)
+        if behind:
+            await self._groups.note(behind, full=True)
         # From here to the last offer nothing is waited for: no hint comes in between.
         self._candidates.know_to(known_to)
         brought = self._offer(found)
@@ -270,7 +276,7 @@ class Scanner:
     async def _look_at_leases(self) -> int:
         """Find the leases that run out, and tasks at work that have room, in all lanes: they stand behind no backlog."""
         brought = 0
-        for _, what in self._ranges(None):
+        for _, what in self._ranges(own=False):
             leases = await scan_leases(self._store, self._me, what, _PAGE_BESIDE)
             brought += self._offer(await self._fitting(leases), overdue=True)
             shared = await scan(self._store, self._me, what, _PAGE_BESIDE, "shared")
@@ -284,7 +290,7 @@ class Scanner:
         enough looks once a second, and takes only from lanes that a dead or busy worker has left for a while.
         """
         self._again_soon = False
-        if self._partitions.own is None:
+        if self._partitions.alone:
             return 0
         free = self._executions.free_slots - self._candidates.ready_count(now)
         if free <= 0 and now < self._next_help:
@@ -293,20 +299,21 @@ class Scanner:
         limit = max(_PAGE_BESIDE, min(2 * free, self._page))
         found = [
             row
-            for _, what in self._ranges(None)
+            for _, what in self._ranges(own=False)
             for sort in _FOR_ANYBODY
             for row in (await scan(self._store, self._me, what, limit, sort)).rows
         ]
         rows = [row for row in await self._fitting(found) if self._clock.monotonic(row.next_claim_time) <= now]
-        heads: dict[int, str] = {}
+        heads: dict[int, Claimable] = {}
         for row in rows:
-            heads.setdefault(lane_of(row.id), row.id)
-        self._heads = {(lane, id_): self._heads.get((lane, id_), now) for lane, id_ in heads.items()}
+            heads.setdefault(lane_of(row.id), row)
+        self._heads = {(lane, row.id): self._heads.get((lane, row.id), now) for lane, row in heads.items()}
         patience = _PATIENCE_S if free > 0 else _PATIENCE_OF_THE_BUSY_S
         neglected = {
             lane
-            for (lane, _), since in self._heads.items()
-            if now - since >= patience * min(self._partitions.place(lane), LAST_PLACE_TO_WAIT)
+            for lane, row in heads.items()
+            if now - self._heads[lane, row.id]
+            >= patience * min(self._partitions.place(row.id, row.queue), LAST_PLACE_TO_WAIT)
         }
         self._again_soon = free > 0 and len(neglected) < len(heads)
         brought = 0

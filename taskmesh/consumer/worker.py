@@ -330,7 +330,7 @@ class Worker:
         # What all look at: what runs, what to try, who else does this work, which queues are open.
         self.executions = Executions(settings)
         self.candidates = ClaimQueue(settings)
-        self.partitions = Partitions(worker_id)
+        self.partitions = Partitions(settings)
         self.listening = Listening(settings)
         self.slots = Slots(store, clock)
         self.limits = Limits(store, settings, clock, self.candidates, self.executions, self.slots)

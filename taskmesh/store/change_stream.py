@@ -63,7 +63,7 @@ class Interest:
     events: bool = False
     """Everything that happens to tasks."""
     lanes: frozenset[int] | None = None
-    """Of new tasks of these names: those in these lanes alone, beside those that name their workers; None: in all lanes."""
+    """Of new tasks of these names: those in these lanes alone, beside those that not all can run; None: in all lanes."""
 
     def __or__(self, other: Interest) -> Interest:
         return Interest(
@@ -179,10 +179,11 @@ def pipeline(store: Store, interest: Interest) -> list[Document]:
 
 
 def _in_lanes(lanes: frozenset[int] | None) -> Document:
-    """Whether a new task is in one of these lanes, or names its workers, who may be others than the lanes' own."""
+    """Whether a new task is in one of these lanes; or names its workers, or needs labels of them: they may be others there."""
     if lanes is None:
         return {}
-    return {"$or": [{"fullDocument.lane": {"$in": sorted(lanes)}}, {"fullDocument.pinned": True}]}
+    in_lane: Document = {"fullDocument.lane": {"$in": sorted(lanes)}}
+    return {"$or": [in_lane, {"fullDocument.pinned": True}, {"fullDocument.needs": {"$exists": True}}]}
 
 
 def change_from(event: Document) -> Change:

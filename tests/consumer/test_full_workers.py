@@ -50,7 +50,7 @@ async def test_what_waits_for_a_full_worker_is_taken_by_the_one_that_has_room(me
         parts = [parts_of(consumer) for consumer in consumers]
         await eventually(lambda: not any(part.partitions.alone for part in parts), what="each knows of the other")
         full = parts[0]
-        mine = [key for key in (f"k{n}" for n in range(200)) if full.partitions.place_of(f"long:{key}") == 0]
+        mine = [key for key in (f"k{n}" for n in range(200)) if full.partitions.place(f"long:{key}", "default") == 0]
         consumers[1].pause()  # if the first is slow to claim its own, the second would
         await long.publish_many({key: {} for key in mine[:2]})
         await eventually(lambda: len(full.executions) == 2, what="the first worker is full")

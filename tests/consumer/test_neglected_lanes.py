@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from taskmesh import Status, Task, TaskMesh, TaskOption
-from taskmesh.consumer.partitions import Partitions
 from taskmesh.store import registry
 from taskmesh.store.claim import claim
-from taskmesh.store.publication import lane_of
 from tests.waiting import eventually
-from tests.working import working
+from tests.working import lanes_of, seen_by_others, working
 
 SHORT_LEASE = TaskOption(worker_timeout_ms=1_500, ping_interval_ms=500)
 BACKLOG = 3_000
@@ -23,9 +21,8 @@ async def a_worker_that_does_nothing(mesh: TaskMesh, worker_id: str) -> None:
 
 
 def keys_in_lanes_of(worker_id: str, other: str) -> list[str]:
-    lanes = Partitions(worker_id)
-    lanes.set_workers([other], [other])
-    return [key for key in map(str, range(BACKLOG)) if lanes.own and lane_of(f"step:{key}") in lanes.own]
+    lanes = lanes_of(worker_id, [seen_by_others(other, ["step"])], ["step"])
+    return [key for key in map(str, range(BACKLOG)) if lanes.place(f"step:{key}", "default") == 0]
 
 
 async def test_a_lost_task_is_taken_over_in_time_though_a_backlog_waits(mesh: TaskMesh) -> None:
