@@ -41,6 +41,8 @@ class Partitions:
         """Who can run the tasks of this name, from this queue, with these needs: as they come up."""
         self._among: dict[frozenset[str], Sequence[int]] = {}
         """This worker's place in each lane among these."""
+        self._hearing: dict[frozenset[str], Sequence[int]] = {}
+        """And its place among those of them that listen."""
         self._everybody = self._listeners = frozenset([self._worker_id])
 
     def set_workers(self, peers: Iterable[WorkerInfo]) -> bool:
@@ -53,6 +55,7 @@ class Partitions:
         self._alike = all(self._is_like_me(worker) for worker in others)
         self._able.clear()
         self._among.clear()
+        self._hearing.clear()
         self._everybody = frozenset([self._worker_id, *known])
         self._listeners = frozenset([self._worker_id, *(worker.worker_id for worker in others if worker.listens)])
         return True
@@ -86,7 +89,10 @@ class Partitions:
 
     def place_to_hear(self, id_: str, queue: str, needs: Sequence[str] = ()) -> int:
         """Return how many workers that listen, and can run a task, come before this one in its lane: these hear of it."""
-        return self._places(self._able_to(id_, queue, needs) & self._listeners)[lane_of(id_)]
+        able = self._able_to(id_, queue, needs)
+        if (places := self._hearing.get(able)) is None:
+            places = self._hearing[able] = self._places(able & self._listeners)
+        return places[lane_of(id_)]
 
     def place_to_accept(self, id_: str, *, heard: bool) -> int:
         """Return how many workers come before this one in the lane of what is no task yet: anybody can accept it.
