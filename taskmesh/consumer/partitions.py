@@ -21,6 +21,8 @@ from taskmesh.store.publication import LANES, lane_of
 _TAKE_TURNS = 4
 """So many workers each do all that any of them could do; of more, each does it as much less often."""
 _MOST_SELDOM = 10.0
+MOST_SHARES = 32
+"""Each is asked for by itself. Where there are more, they are divided as if all could run all, and what is left is found late."""
 _MOST_KINDS = 10_000
 _HEARD_BY = 2
 """So many of those that listen hear of what is new in a lane: whose it is, and its backup."""
@@ -114,6 +116,9 @@ class Partitions:
             for name in names:
                 by_able.setdefault(self._able_to(f"{name}:", queue, ()), []).append(name)
             alike.setdefault(tuple((able, tuple(some)) for able, some in by_able.items()), []).append(queue)
+        if sum(map(len, alike)) > MOST_SHARES:
+            yield names, queues, self._own_among(self._everybody)
+            return
         for split, some_queues in alike.items():
             for able, some_names in split:
                 yield some_names, some_queues, self._own_among(able)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from taskmesh import WorkerInfo
-from taskmesh.consumer.partitions import Partitions
+from taskmesh.consumer.partitions import MOST_SHARES, Partitions
 from taskmesh.store.publication import LANES, lane_of
 from tests.working import lanes_of, seen_by_others
 
@@ -123,6 +124,15 @@ def test_who_differs_hears_of_what_is_new_in_all_lanes(kinds: list[tuple[set[str
     for _, lanes in _of_a_mixed_fleet([*kinds, ({"mail"}, None), ({"mail", "report"}, {"fast"})]):
         if any(lanes.place(f"mail:{n}", "else") != lanes.place(f"mail:{n}", "fast") for n in range(50)):
             assert lanes.heard is None
+
+
+@pytest.mark.parametrize(("queues", "shares"), [(MOST_SHARES, MOST_SHARES), (MOST_SHARES + 1, 1), (1_000, 1)])
+def test_a_worker_asks_for_no_more_shares_than_so_many(queues: int, shares: int) -> None:
+    names = [f"q{n}" for n in range(queues)]
+    partitions = lanes_of("all", [seen_by_others(f"only-{name}", queues=[name]) for name in names])
+    found = [*partitions.shares(["job"], names)]
+    assert len(found) == shares
+    assert sorted(queue for _, some, _ in found for queue in some) == sorted(names)
 
 
 def test_of_tasks_that_need_labels_those_that_have_them_come_first() -> None:
