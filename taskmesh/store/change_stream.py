@@ -152,7 +152,6 @@ def pipeline(store: Store, interest: Interest) -> list[Document]:
         "next_claim_time",
         "pinned",
         "publish_number",
-        "lane",
         "needs",
         "task_option.priority",
         "task_option.specific_worker_ids",
