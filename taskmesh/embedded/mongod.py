@@ -7,6 +7,7 @@ ordinary child process and outlives a parent that is killed. The shared one, whi
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -221,8 +222,15 @@ class Mongod:
         self._child().wait()
 
     def suspend(self) -> None:
-        """Freeze the process (SIGSTOP): its connections stay open and nothing answers. Not on Windows."""
-        self._child().send_signal(signal.SIGSTOP)
+        """Freeze the process (SIGSTOP): its connections stay open and nothing answers. Not on Windows.
+
+        On Linux it is frozen when this returns: a signal takes effect some time after it was sent, on a busy machine long enough
+        for an answer.
+        """
+        process = self._child()
+        process.send_signal(signal.SIGSTOP)
+        if hasattr(os, "waitid"):  # macOS: from Python 3.13 on
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def resume(self) -> None:
         """Let a suspended process go on (SIGCONT). Harmless if it is not suspended. Does nothing on Windows."""

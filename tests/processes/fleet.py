@@ -78,6 +78,7 @@ class Worker:
     def suspend(self) -> None:
         """Freeze it, as a laptop's lid or a hypervisor does."""
         self.process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: self._is_stopped() or not self.running, READY_WITHIN_S, what="the worker is frozen")
         self.suspended.append((time.monotonic(), float("inf")))
 
     def resume(self) -> None:
@@ -95,6 +96,14 @@ class Worker:
         assert not self.running, f"the worker has not ended within {deadline_s:g} s:\n{self.log[-3000:]}"
         assert self.process.returncode is not None
         return self.process.returncode
+
+    def _is_stopped(self) -> bool:
+        """A signal takes effect some time after it was sent, for each of its threads."""
+        try:
+            states = [stat.read_text().rpartition(") ")[2][0] for stat in Path(f"/proc/{self.pid}/task").glob("*/stat")]
+        except OSError:  # a thread has ended meanwhile
+            return False
+        return set(states) <= {"T"}
 
     def _reap(self) -> None:
         """A thread of its own waits for the end, so that its time is known, and no zombie holds the worker's id."""

@@ -10,7 +10,6 @@ import sys
 import tarfile
 import tomllib
 import zipfile
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -232,17 +231,29 @@ def test_a_type_checker_sees_our_types_in_what_was_installed(
     assert re.findall(r"^user\.py:(\d+): error: .*\[(.*)\]$", said, re.MULTILINE) == [("12", "arg-type")], said
 
 
+COUNT_CALLS = """
+import sys
+
+calls = 0
+
+def count(frame, event, argument):
+    global calls
+    calls += event in ("call", "c_call")
+
+sys.setprofile(count)
+import {package}
+sys.setprofile(None)
+print(calls)
+"""
+
+
 def test_importing_us_costs_little_more_than_importing_the_driver(
     built: dict[str, Path], installed: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """At most 1.6 times as much processor time: 0.14 s here, where pymongo took 0.11 s; by the ratio, since machines differ."""
+    """At most 2.5 times as many calls (2.2 when this was written): they are as many on a busy machine as on an idle one."""
     python = installed(str(built["wheel"]))
-    run(python, "-c", "import taskmesh", cwd=tmp_path)  # compiled from now on
-    least: defaultdict[str, float] = defaultdict(lambda: float("inf"))
-    for _ in range(25):
-        for package in ("pymongo", "taskmesh"):
-            pid = os.posix_spawn(python, [str(python), "-c", f"import {package}"], {})
-            _, status, used = os.wait4(pid, 0)
-            assert status == 0
-            least[package] = min(least[package], used.ru_utime)
-    assert least["taskmesh"] - least["pymongo"] <= 1.6 * least["pymongo"], least
+    calls: dict[str, int] = {}
+    for package in ("pymongo", "taskmesh"):
+        run(python, "-c", f"import {package}", cwd=tmp_path)  # compiled from now on
+        calls[package] = int(run(python, "-c", COUNT_CALLS.format(package=package), cwd=tmp_path))
+    assert calls["taskmesh"] <= 2.5 * calls["pymongo"], calls
