@@ -329,7 +329,7 @@ class Listener:
         for row in await look_up(self._store, self._me, ids):
             if row.claim_time == NEVER or (self._from is not None and row.queue not in self._from):
                 continue
-            place = 0 if row.named else self._partitions.place_to_hear(row.id, row.queue)
+            place = 0 if row.named else self._partitions.place_to_hear(row.id, row.queue, row.needs)
             if place <= _LAST_PLACE_TO_TRY:
                 moment = max(filter(None, (row.claim_time, row.next_claim_time)))
                 self._queues.heard_of(row.queue)

@@ -103,7 +103,7 @@ class Loops:
     def _due(self, row: Claimable) -> float:
         """When this worker tries it: each a moment after those that come before it, so that they do not race."""
         moment = row.next_claim_time if row.claim_time is None else max(row.claim_time, row.next_claim_time)
-        place = 0 if row.named else self._partitions.place(row.id, row.queue)
+        place = 0 if row.named else self._partitions.place(row.id, row.queue, row.needs)
         return self._clock.monotonic(moment) + AFTER_S * min(place, LAST_PLACE_TO_WAIT)
 
     def _offer(self, row: Claimable, due: float, now: float) -> None:

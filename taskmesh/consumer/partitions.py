@@ -85,9 +85,9 @@ class Partitions:
             return None
         return frozenset(lane for lane, place in enumerate(self._places(self._listeners)) if place < _HEARD_BY)
 
-    def place(self, id_: str, queue: str) -> int:
+    def place(self, id_: str, queue: str, needs: Sequence[str] = ()) -> int:
         """Return how many workers that can run a task come before this one in its lane."""
-        return self._places(self._able_to(id_, queue, ()))[lane_of(id_)]
+        return self._places(self._able_to(id_, queue, needs))[lane_of(id_)]
 
     def place_to_hear(self, id_: str, queue: str, needs: Sequence[str] = ()) -> int:
         """Return how many workers that listen, and can run a task, come before this one in its lane: these hear of it."""

@@ -284,10 +284,11 @@ class Scanner:
         return brought
 
     async def _help_others(self, now: float) -> int:
-        """Take tasks from others' lanes that are neglected: those whose head does not move.
+        """Take tasks from others' lanes: those that need labels that nobody before this worker has, and neglected ones.
 
-        A worker with free slots waits a moment for each that comes before it in the lane, so that they do not race; one with work
-        enough looks once a second, and takes only from lanes that a dead or busy worker has left for a while.
+        Neglected are lanes whose head does not move. A worker with free slots waits a moment for each that comes before it in the
+        lane, so that they do not race; one with work enough looks once a second, and takes only from lanes that a dead or busy
+        worker has left for a while.
         """
         self._again_soon = False
         if self._partitions.alone:
@@ -297,13 +298,17 @@ class Scanner:
             return 0
         self._next_help = now + 0.8 * SCAN_EVERY_S
         limit = max(_PAGE_BESIDE, min(2 * free, self._page))
-        found = [
-            row
-            for _, what in self._ranges(own=False)
-            for sort in _FOR_ANYBODY
-            for row in (await scan(self._store, self._me, what, limit, sort)).rows
-        ]
+        found: list[Claimable] = []
+        full = False
+        for _, what in self._ranges(own=False):
+            for sort in _FOR_ANYBODY:
+                page = await scan(self._store, self._me, what, limit, sort)
+                found += page.rows
+                full |= page.full
         rows = [row for row in await self._fitting(found) if self._clock.monotonic(row.next_claim_time) <= now]
+        # By lanes alone these are others', who lack what they need: no index tells what a task needs.
+        brought = self._offer([row for row in rows if row.needs and self._place(row) == 0])
+        self._candidates.unread |= full and brought > 0
         heads: dict[int, Claimable] = {}
         for row in rows:
             heads.setdefault(lane_of(row.id), row)
@@ -312,15 +317,16 @@ class Scanner:
         neglected = {
             lane
             for lane, row in heads.items()
-            if now - self._heads[lane, row.id]
-            >= patience * min(self._partitions.place(row.id, row.queue), LAST_PLACE_TO_WAIT)
+            if now - self._heads[lane, row.id] >= patience * min(self._place(row), LAST_PLACE_TO_WAIT)
         }
         self._again_soon = free > 0 and len(neglected) < len(heads)
-        brought = 0
         for row in rows:
             if lane_of(row.id) in neglected and brought < max(free, 1):
                 brought += self._offer([row], place=0)
         return brought
+
+    def _place(self, row: Claimable) -> int:
+        return self._partitions.place(row.id, row.queue, row.needs)
 
     async def _read_behind_refused(self, place: tuple[int, Sort], what: ScanRange) -> int:
         """A whole page that I may not have stands in front: read on behind it; to the end at first, then a page at each pass."""

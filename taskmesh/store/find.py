@@ -114,6 +114,8 @@ class Claimable:
     """When this worker may claim it: None (at once), a time, or `NEVER`."""
     next_claim_time: Any
     group: str | None = None
+    needs: Sequence[str] = ()
+    """The labels that a worker must have, as they are stored."""
 
 
 Sort = Literal["waiting", "shared", "named"]
@@ -286,6 +288,7 @@ def claimable_fields(now: rules.Expression, worker: Claimant | str) -> Document:
         "fail_cnt": rules.with_facts(now, rules.FAIL_CNT),
         "claim_time": rules.claim_time(worker, now),
         "pinned": 1,
+        "needs": 1,
     }
 
 
@@ -305,11 +308,11 @@ def claimable_from(document: Document) -> Claimable:
         and (group is None or isinstance(group, str))
     ):
         raise Strange(f"the document {id_!r}")
-    named = document.get("pinned") is True
+    named, number = document.get("pinned") is True, number_of(document, opens)
+    # A stranger's may be no list: then the rule lets nobody have it.
+    needs = tuple(map(str, needs)) if (needs := document.get("needs")) and isinstance(needs, list) else ()
     # By place: there are thousands a second.
-    return Claimable(
-        id_, queue, int(priority), number_of(document, opens), int(fail_cnt), named, claim_time, opens, group
-    )
+    return Claimable(id_, queue, int(priority), number, int(fail_cnt), named, claim_time, opens, group, needs)
 
 
 def number_of(document: Document, opens: datetime) -> int:

@@ -59,9 +59,12 @@ async def test_tasks_that_one_worker_can_run_are_heard_of_by_it_in_every_lane(
         for n in range(40):
             await (await publishing.publish(str(n))).result(30)
         assert consumers[0].finished == 40
+        for n in range(40):
+            await mesh.retry("hard", str(n))
+        await eventually(lambda: consumers[0].finished == 80, what="what is claimable again is heard of, too")
 
 
-@pytest.mark.parametrize("kind", ["names", "queues"])
+@pytest.mark.parametrize("kind", SETTINGS)
 async def test_a_backlog_that_one_worker_can_run_is_read_as_fast_as_if_it_were_alone(mesh: TaskMesh, kind: str) -> None:
     able, others, task = SETTINGS[kind]
     queue = task.get("queue", "default")
