@@ -21,7 +21,7 @@ from taskmesh.consumer.recording import (
     duration_ms,
     step_under_way,
 )
-from taskmesh.model.errors import TaskError
+from taskmesh.model.errors import TaskError, TaskMeshError
 from taskmesh.model.option import TaskOption
 
 P = ParamSpec("P")
@@ -90,6 +90,14 @@ class RunningElsewhere(Running, Protocol):
 @dataclass(frozen=True)
 class _Context:
     _running: Running
+
+    def _refuse_in_a_step(self, what: str) -> None:
+        """Raise `TaskMeshError` inside a step, which answers from its record later: what belongs to the SUCCESS would be lost."""
+        if (step := step_under_way()) is not None:
+            raise TaskMeshError(
+                f"task {self.name!r} {self.key!r}: {what} was called inside the step {step!r}, which is not called again when "
+                "the task is resumed, so it would be lost then: call it from the handler, after the step"
+            )
 
     @property
     def name(self) -> str:
@@ -173,8 +181,10 @@ class TaskContext(_Context):
         """Publish a task if, and only if, this execution SUCCEEDs or goes on by `Next`, and atomically with that.
 
         `definition`: what `@mesh.task` returned, or a task's name; whose queue, option and params are those that workers have
-        registered, where this mesh has no such task. Raises `InvalidParams`, `InvalidKey`.
+        registered, where this mesh has no such task. Not for the function of a step, which is not called again where the task is
+        resumed. Raises `InvalidParams`, `InvalidKey`.
         """
+        self._refuse_in_a_step("publish()")
         await self._running.publish(definition, key, _named(definition, args, params))
 
     @overload
@@ -323,6 +333,7 @@ class TaskContext(_Context):
         Let it pass: the execution ends as if it snoozed, and comes again in a moment; nothing is counted, but the hundredth
         in a row FAILs. To try again in place, use `in_transaction`. Raises `LeaseLost`.
         """
+        self._refuse_in_a_step("transaction()")
         return self._running.transaction()
 
     async def in_transaction(self, fn: Callable[[Any], Awaitable[T]]) -> T:
@@ -339,6 +350,7 @@ class TaskContext(_Context):
         """
         if not callable(fn):
             raise TypeError(f"in_transaction() takes a function of the session, got {type(fn).__name__}")
+        self._refuse_in_a_step("in_transaction()")
         value: T = await self._running.in_transaction(fn)
         return value
 
@@ -361,8 +373,10 @@ class BlockingTaskContext(_Context):
         """Publish a task if, and only if, this execution SUCCEEDs or goes on by `Next`, and atomically with that.
 
         `definition`: what `@mesh.task` returned, or a task's name; whose queue, option and params are those that workers have
-        registered, where this mesh has no such task. Raises `InvalidParams`, `InvalidKey`.
+        registered, where this mesh has no such task. Not for the function of a step, which is not called again where the task is
+        resumed. Raises `InvalidParams`, `InvalidKey`.
         """
+        self._refuse_in_a_step("publish()")
         self._running.publish_in_thread(definition, key, _named(definition, args, params))
 
     @overload
@@ -482,6 +496,7 @@ class BlockingTaskContext(_Context):
 
         Its session is one of a blocking client: write with `session.client`. All else is as told at `TaskContext.transaction`.
         """
+        self._refuse_in_a_step("transaction()")
         return self._running.blocking_transaction()
 
     def in_transaction(self, fn: Callable[[Any], T]) -> T:
@@ -492,6 +507,7 @@ class BlockingTaskContext(_Context):
         if not callable(fn) or inspect.iscoroutinefunction(fn):
             kind = "an async function" if callable(fn) else type(fn).__name__
             raise TypeError(f"in_transaction() in a plain handler takes a plain function of the session, got {kind}")
+        self._refuse_in_a_step("in_transaction()")
         value: T = self._running.blocking_in_transaction(fn)
         return value
 

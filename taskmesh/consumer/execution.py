@@ -372,6 +372,11 @@ class Execution:
         self._check_alone("steps, sleeps, waits and children")
         return self._journals.in_thread(self)
 
+    @property
+    def records(self) -> bool:
+        """Whether its handler has asked for a step, a sleep or the like."""
+        return self._journal is not None
+
     def _check_alone(self, what: str) -> None:
         if self.batched:
             raise TaskMeshError(

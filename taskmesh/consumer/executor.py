@@ -248,9 +248,17 @@ class Executor:
             if isinstance(value, Next):
                 raise value  # noqa: TRY301 — returned or raised, it says the same
         except BaseException as error:  # noqa: BLE001 — whatever a handler raises ends its own execution and nothing else
+            await self._end_steps(execution, error)
             self._handler_ended(execution, None, error)
         else:
             self._handler_ended(execution, value, None)
+
+    async def _end_steps(self, execution: Execution, error: BaseException) -> None:
+        """Wait for the steps that a handler has left under way, which has failed. Those of a child process have ended with it."""
+        failed = isinstance(error, Exception) and execution.records
+        if failed and self._definitions[execution.name].on(execution.queue).run != "process":
+            with contextlib.suppress(asyncio.CancelledError):  # it was told to stop meanwhile, which counts
+                await execution.journal.end_steps()
 
     def _task_is_over(self, execution: Execution, task: asyncio.Task[None]) -> None:
         """See to it that the handler's end is judged, whatever became of its asyncio task: nothing bypasses this."""

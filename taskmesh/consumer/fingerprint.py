@@ -23,7 +23,9 @@ _ARGUMENTS_CHARS = 16
 def fingerprint(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """Return the function's qualified name, and a hash of its arguments: the same in every process and from run to run.
 
-    Of an argument that has no value of its own (a client, a connection, a lock) only the type counts.
+    Compared are texts, numbers, times, bytes, paths, UUIDs, enums, lists, mappings, sets, dataclasses and pydantic models. Of any
+    other object (a client, a connection, an instance of a class of one's own) only the type counts: what it holds may differ from
+    process to process.
     """
     called: Any = fn
     while isinstance(called, functools.partial):
@@ -41,7 +43,7 @@ def _parts(value: Any, depth: int) -> Iterator[str]:
     elif isinstance(value, Enum):
         yield from _parts(value.value, depth)
     elif isinstance(value, _PLAIN):
-        yield f"{type(value).__name__}:{value!r}"
+        yield _plain(value)
     elif depth == 0:
         yield "…"
     elif isinstance(value, Mapping):
@@ -67,3 +69,9 @@ def _parts(value: Any, depth: int) -> Iterator[str]:
         yield from _parts({field.name: getattr(value, field.name) for field in dataclasses.fields(value)}, depth - 1)
     else:
         yield f"<{type(value).__qualname__}>"
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"int:{int(value)}"  # a large one comes out of a record as a class of the driver
+    return f"{type(value).__name__}:{value!r}"

@@ -15,6 +15,7 @@ runs out, and the handler comes to the same wait again, whose end was fixed at t
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import inspect
 import time
 from collections import Counter
@@ -65,6 +66,7 @@ from taskmesh.store.clock import ServerClock
 from taskmesh.store.control import restore_children
 from taskmesh.store.dependencies import linking_pipeline
 from taskmesh.store.driver import Document, restored
+from taskmesh.store.find import UNFINISHED
 from taskmesh.store.finish import Outcome
 from taskmesh.store.payloads import Payloads
 from taskmesh.store.publication import Publication
@@ -77,6 +79,7 @@ MAX_VALUE_BYTES = 1_000_000
 MAX_RECORDS_BYTES = 8_000_000
 _SIZE_OF_THE_REST = 300
 """About what a record has beside its value, in bytes."""
+_LONGEST_SHOWN = 100
 _IN_PLACE_S = 1.0
 """What takes no longer is waited for in place."""
 _PAUSE_S = 0.05
@@ -122,6 +125,7 @@ class Journal:
         """Steps of a handler that blocks, by their ids."""
         self._changed = asyncio.Event()
         self._suspending = False
+        self._ends = False
         self._records: dict[str, Document] | None = None
         self._bytes = 0
         self._loading = asyncio.Lock()
@@ -160,13 +164,16 @@ class Journal:
                 transactions = self._journals.transactions
                 record = await transactions.step_in_loop(self._execution, self, entry, fn, args, kwargs)
             elif record is None:
+                cancelled: asyncio.CancelledError | None = None
                 try:
                     with inside(entry.name):
-                        value = await self._called(fn, args, kwargs)
+                        value, cancelled = await self._called(fn, args, kwargs)
                 except TaskFailed as error:
                     record = await self.write(entry, failed(error))
                 else:
                     record = await self.write(entry, stored(returns, value))
+                if cancelled is not None:
+                    raise cancelled
             return value_of(record, returns)
         finally:
             self.leave(entry)
@@ -201,10 +208,15 @@ class Journal:
         self._begun.pop(entry.id, None)
         self.leave(entry)
 
-    async def _called(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call the function of a step; a plain one in a thread, as a plain handler is."""
+    async def _called(
+        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Any, asyncio.CancelledError | None]:
+        """Call the function of a step; a plain one in a thread, as a plain handler is.
+
+        A thread cannot be cancelled: what it has done all the same is returned, to be recorded, with the cancellation.
+        """
         if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None)):  # noqa: B004  # the method itself is asked
-            return await fn(*args, **kwargs)
+            return await fn(*args, **kwargs), None
         journals = self._journals
         journals.at_work += 1
         journals.threads.total_tokens = max(journals.threads.total_tokens, journals.at_work)
@@ -213,12 +225,14 @@ class Journal:
         )
         try:
             value = await asyncio.shield(running)
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as cancelled:
             await asyncio.wait([running])  # nothing reaches a thread: its end is the end of this execution
-            raise
+            if running.exception() is not None or inspect.isawaitable(running.result()):
+                raise
+            return running.result(), cancelled
         finally:
             journals.at_work -= 1
-        return await value if inspect.isawaitable(value) else value
+        return (await value if inspect.isawaitable(value) else value), None
 
     async def sleep(self, name: str, ms: int | None, when: datetime | None, outer: str | None = None) -> None:
         """See `TaskContext.sleep` and `sleep_until`: one of the two is given. `outer`: the step that it is asked for in."""
@@ -291,8 +305,8 @@ class Journal:
 
     async def results(self, handles: Sequence[Started], *, return_errors: bool) -> list[Any]:
         """See `TaskContext.results`."""
-        entry = self.entry("join", "results")
         ids = [f"{handle.name}:{handle.key}" for handle in handles]
+        entry = self.entry("join", _name_of_join(ids))
         try:
             record = await self.look_up(entry)
             known = await self._read()
@@ -302,17 +316,22 @@ class Journal:
                         f"{self._label}: results() takes what start() returned, and {handle!r} was not started by this task: "
                         "wait for other tasks by after="
                     )
+            known_to_fail = set(dict(record["value"])) if record is not None else set[str]()
+            awaited = [id_ for id_ in ids if id_ not in known_to_fail]
+            may_be_unfinished = record is None
             while True:
-                if record is None and (left := await self._unfinished(ids)):
+                if may_be_unfinished and (left := await self._unfinished(awaited)):
                     self.leave(entry)
                     count = f"{left} task{'' if left == 1 else 's'}"
                     await self.suspend({"id": entry.id, "kind": "join", "name": count})
                 stored = await patiently(lambda: children.ends(self._journals.store, ids))
-                cancelled = [id_ for id_, end in stored.items() if record is None and end["with_parent"]]
-                if not cancelled:
+                ends = [(id_, stored[id_]) for id_ in awaited if id_ in stored]
+                if cancelled := [id_ for id_, end in ends if end["with_parent"]]:
+                    self._execution.check_lease()  # it was retried since it ended, and they go on with it
+                    await patiently(partial(restore_children, self._journals.store, cancelled, self._execution.id))
+                elif may_be_unfinished or not any(end["status"] in UNFINISHED for _, end in ends):
                     break
-                self._execution.check_lease()  # it was retried since it ended, and they go on with it
-                await patiently(partial(restore_children, self._journals.store, cancelled, self._execution.id))
+                may_be_unfinished = True  # somebody has retried it since its end was recorded
             found = await self._payloads.ends(self._journals.store, stored.values())
             if record is None:
                 errors = [[id_, text] for id_ in dict.fromkeys(ids) if (text := error_of(id_, found.get(id_)))]
@@ -322,8 +341,7 @@ class Journal:
         failed_ones: dict[str, str] = dict(record["value"])
         values: list[Any] = []
         for handle, id_ in zip(handles, ids, strict=True):
-            if id_ in failed_ones or id_ not in found:
-                text = failed_ones.get(id_) or error_of(id_, None) or ""
+            if (text := failed_ones.get(id_) or error_of(id_, found.get(id_))) is not None:
                 error = TaskError(text, list(found.get(id_, {}).get("reasons", ())))
                 if not return_errors:
                     raise error
@@ -390,6 +408,8 @@ class Journal:
             self._check()
         record = (await self._read()).get(entry.id)
         if record is None:
+            if self._ends:
+                raise LeaseLost(f"{self._label}: this execution has failed, so it begins nothing any more")
             self._under_way.add(entry)
             return None
         if entry.kind == "step" and record.get("fingerprint") != entry.fingerprint:
@@ -554,6 +574,18 @@ class Journal:
         known[entry.id] = record
         return record
 
+    # --- the end ---
+
+    async def end_steps(self) -> None:
+        """Let no step begin any more, and wait until those under way are recorded: their functions are at work.
+
+        For a handler that has failed beside them: else the next execution would call them while they still run.
+        """
+        self._ends = True
+        while self._under_way:
+            self._changed.clear()
+            await self._changed.wait()
+
     # --- suspension ---
 
     async def suspend(self, wait: Document) -> NoReturn:
@@ -601,11 +633,24 @@ class Journal:
         return f"task {self._execution.name!r} {self._execution.key!r}"
 
 
+def _name_of_join(ids: Sequence[str]) -> str:
+    """Return the name of the record that all of these children have ended: what is asked for, and not when."""
+    each = sorted(set(ids))
+    name = f"results of {each[0]}" if len(each) == 1 else f"results of {len(each)}"
+    if len(each) == 1 and len(name) <= _LONGEST_SHOWN:
+        return name
+    digest = hashlib.sha256("\0".join(each).encode("utf-8", "surrogatepass")).hexdigest()
+    return f"{name[:_LONGEST_SHOWN]} ({digest[:12]})"
+
+
 def error_of(id_: str, end: Document | None) -> str | None:
     """Say how a child ended that did not succeed; None if it did."""
     name, _, key = id_.partition(":")
     if end is None:
-        return f"the child {name!r} {key!r} is there no more: it was deleted"
+        return (
+            f"the child {name!r} {key!r} is there no more: it was deleted, or this task had ended and the child's retention was "
+            "over; start over with retry(…, fresh=True)"
+        )
     if end["status"] == "SUCCESS":
         return None
     reasons = "; ".join(reason.partition("\n")[0] for reason in end["reasons"])

@@ -46,6 +46,8 @@ logger = logging.getLogger("taskmesh.executor")
 
 _ABOUT_THE_TASK = (TaskFailed, Retry, Snooze, Next)
 """What a handler says of its task, which holds though it says so while its worker stops."""
+_DOES_NOT_FIT = (StepMismatch, CannotDecrypt, PayloadMissing)
+"""What says that the code or the keys of this worker do not fit the task."""
 _CONFLICTS_IN_A_ROW = 100
 """So many conflicts of `transaction()` are a failure. Waiting between them takes longer than a dead worker's locks last."""
 _MISMATCH_WAITS_MS = 5_000
@@ -55,6 +57,7 @@ _WINDOW_S = 10.0
 _TOLD_SINGLY = 20
 """In each window. A busy worker would else write thousands of lines a second, and do little else."""
 _FRAMES_KEPT = 8
+_LEAVES_NAMED = 5
 _CALLERS = tuple(
     f"/taskmesh/consumer/{name}.py" for name in ("executor", "batches", "subprocess/processes", "subprocess/child")
 )
@@ -84,6 +87,7 @@ def judged(execution: Execution, value: Any, error: BaseException | None) -> End
     From here on nothing can tell it to stop any more.
     """
     told = execution.judge()
+    error = _deciding(error)
     if execution.recorded:
         if error is not None:
             text = "task %s raised after its transaction had recorded it: %r"
@@ -108,9 +112,31 @@ def judged(execution: Execution, value: Any, error: BaseException | None) -> End
         met = f"TransactionConflict: {execution.conflicts + 1} executions in a row met one"
         remedy = "make what is in transaction() shorter, or let fewer of these tasks run at once"
         return replace(failed_by(error), reason=f"{met}: {remedy}\n{error}")
-    if isinstance(error, (Snooze, StepMismatch, CannotDecrypt, PayloadMissing, Next)):
+    if isinstance(error, (Snooze, *_DOES_NOT_FIT, Next)):
         return _put_off(execution, error)
     return failed_by(error)
+
+
+def _deciding(error: BaseException | None) -> BaseException | None:
+    """Return which error of a group says by itself how the execution ends; the group, if none does, and what is no group.
+
+    Code that does not fit the task comes first: what else it has raised is not the task's fault.
+    """
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    leaves = _leaves(error)
+    for kinds in ((LeaseLost,), _DOES_NOT_FIT, ALWAYS_FINAL):
+        if (found := next((leaf for leaf in leaves if isinstance(leaf, kinds)), None)) is not None:
+            return found
+    alone = len(leaves) == 1 and isinstance(leaves[0], (Retry, Snooze, Next, TransactionConflict))
+    return leaves[0] if alone else error
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    """Return the errors in a group, and in the groups in that; what is no group, by itself."""
+    if not isinstance(error, BaseExceptionGroup):
+        return [error]
+    return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
 
 
 def _put_off(execution: Execution, error: Snooze | StepMismatch | CannotDecrypt | PayloadMissing | Next) -> Ending:
@@ -317,14 +343,18 @@ def reason_of(error: BaseException) -> Reason:
     """Return type, message and the last frames of an error. Only file, line and code of a frame are kept."""
     if isinstance(error.__cause__, ReasonElsewhere):
         return error.__cause__.reason
-    frames = traceback.extract_tb(error.__traceback__)
+    leaves = _leaves(error)
+    frames = traceback.extract_tb(leaves[0].__traceback__)  # of a group, where the first of its errors was raised
     # What called the handler is the same for every failure, and says nothing about this one.
     ours = [i for i, frame in enumerate(frames) if _path(frame).endswith(_CALLERS)]
     own = frames[ours[-1] + 1 if ours else 0 :]
     if isinstance(error, _ABOUT_THE_TASK):
         text = _message(error) or type(error).__name__
     else:
-        text = _summary(error)[: MAX_REASON_CHARS // 2]
+        text = _summary(error)
+        if isinstance(error, BaseExceptionGroup):
+            text += ": " + "; ".join(map(_summary, leaves[:_LEAVES_NAMED]))
+        text = text[: MAX_REASON_CHARS // 2]
         if own:
             text += "\n" + "".join(traceback.format_list(own[-_FRAMES_KEPT:])).rstrip()
     return Reason(cleaned(text), cleaned(_type(type(error))), _place(own))

@@ -73,6 +73,7 @@ class Recorder(Protocol):
     async def results(self, handles: Sequence[Started], *, return_errors: bool) -> list[Any]: ...
     async def sleep(self, name: str, ms: int | None, when: datetime | None, outer: str | None = None) -> None: ...
     async def wait_for(self, event: str, timeout_ms: int | None, outer: str | None = None) -> Any: ...
+    async def end_steps(self) -> None: ...
 
     # of a handler that blocks
     async def begin_step(self, name: str, made_by: str, outer: str | None) -> tuple[str, Document | None]: ...
@@ -220,22 +221,22 @@ def blocking_step(
             value = fn(*args, **kwargs, **session)
             return stored(returns, asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value)
 
-    written = False
+    ended = False
+    """Whether `end_step` was called, which ends it also where it raises that nothing can be recorded."""
     try:
-        if record is None and transactional:
+        if record is None:
+            fields: Document | None = None
             try:
-                record = ledger.in_transaction(id_, lambda session: made(session=session))
-            except TaskFailed as error:
-                record = ledger.end_step(id_, failed(error))
-            written = True
-        elif record is None:
-            try:
-                fields = made()
+                if transactional:
+                    record = ledger.in_transaction(id_, lambda session: made(session=session))
+                else:
+                    fields = made()
             except TaskFailed as error:
                 fields = failed(error)
-            record = ledger.end_step(id_, fields)
-            written = True
+            if fields is not None:
+                ended = True
+                record = ledger.end_step(id_, fields)
     finally:
-        if not written:
+        if not ended:
             ledger.end_step(id_, None)
     return value_of(record or {}, returns)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from pymongo.errors import OperationFailure
+
 from taskmesh.store import plain, rules
 from taskmesh.store.driver import Document
 from taskmesh.store.event_stamp import stamp
 from taskmesh.store.finish import KNOWN_OF_SINGLE
 from taskmesh.store.prepared import prepared
-from taskmesh.store.server_errors import patiently
+from taskmesh.store.server_errors import DOCUMENT_TOO_LARGE, patiently
 from taskmesh.store.store import Store
 
 MAX_SIGNALS = 1_000
@@ -68,9 +70,14 @@ async def signal(store: Store, id_: str, event: str, signal_id: str, payload: An
 
     async def send() -> Answer:
         while True:
-            for which, pipeline, hint in (({"$and": waiting}, _woken, "_id_"), (query, _signalled, None)):
-                if (await store.update(which, prepared(pipeline, now), constants={"sent": sent}, hint=hint))["n"]:
-                    return "sent"
+            try:
+                for which, pipeline, hint in (({"$and": waiting}, _woken, "_id_"), (query, _signalled, None)):
+                    if (await store.update(which, prepared(pipeline, now), constants={"sent": sent}, hint=hint))["n"]:
+                        return "sent"
+            except OperationFailure as error:
+                if error.code not in DOCUMENT_TOO_LARGE:
+                    raise
+                return "full"
             found = await store.find({"_id": id_}, told, majority=True)
             if not found or found[0]["forgotten"]:
                 return "absent"

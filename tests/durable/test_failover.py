@@ -69,9 +69,8 @@ async def test_whatever_is_killed_what_is_recorded_stands_and_all_of_it_ends(
                 assert value == {("settled", flow): MEMBERS * 8}, "7 by each signal, 0 and 1 by its children"
             for key in orders:
                 task = await mesh.get("order", key)
-                assert sorted(step.name for step in task.steps if step.kind != "start") == sorted(
-                    ["begin", "transfer-0", "go on", "nap", "results", "transfer-1", "end"]
-                )
+                names = [step.name.partition(" of ")[0] for step in task.steps if step.kind != "start"]
+                assert sorted(names) == sorted(["begin", "transfer-0", "go on", "nap", "results", "transfer-1", "end"])
                 assert task.task_state.signals == []
             expected = _FLOWS * (2 + 3 * MEMBERS)  # who publishes it, who comes last, and orders with two children each
             assert (await mesh.listing.count(), await mesh.listing.count("status:SUCCESS")) == (expected, expected)
