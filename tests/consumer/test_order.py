@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from taskmesh.consumer import scanner
 from taskmesh.store.numbers import Numbers, moment_of, number_at
 from tests.databases import Databases
 from tests.waiting import eventually
-from tests.working import all_working, finished, working
+from tests.working import all_working, finished, parts_of, working
 
 QUEUES = ("a", "b")
 
@@ -160,13 +161,15 @@ async def test_what_was_delayed_has_its_place_by_its_publication_when_it_is_due(
             await go_on.wait()
 
     await job.publish("hold", name="hold")
-    async with working(mesh, "w", concurrency=1):
+    async with working(mesh, "w", concurrency=1) as consumer:
         await holding.wait()
         delayed = await job.configure(delay_ms=300).publish("delayed", name="delayed")
         await job.publish("later", name="later")
         due = (await delayed.task()).next_claim_time
         assert due is not None
         await eventually(lambda: datetime.now(UTC) > due + timedelta(milliseconds=100))
+        candidates = parts_of(consumer).candidates
+        await eventually(lambda: candidates.ready_count(time.monotonic()) == 2, what="both are heard of, and due")
         go_on.set()
         await finished(mesh, "job", "later")
     assert ran == ["hold", "delayed", "later"]
