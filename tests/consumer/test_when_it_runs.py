@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import statistics
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -179,7 +180,7 @@ async def test_m8_a_task_that_failed_stands_behind_a_fresh_one_though_it_was_due
             await release.wait()
 
     await job.publish("failing")
-    async with working(mesh, concurrency=1):
+    async with working(mesh, concurrency=1) as consumer:
         await eventually(lambda: ran == ["failing"])
         await job.configure(priority=1).publish("holding")
         await eventually(lambda: ran == ["failing", "holding"])
@@ -188,7 +189,8 @@ async def test_m8_a_task_that_failed_stands_behind_a_fresh_one_though_it_was_due
         due = failing.next_claim_time
         await eventually(lambda: mesh.clock.now() > due + timedelta(milliseconds=100))
         await job.publish("fresh")
-        await eventually(lambda: mesh.clock.now() > due + timedelta(milliseconds=600))  # it is heard of
+        candidates = parts_of(consumer).candidates
+        await eventually(lambda: candidates.ready_count(time.monotonic()) == 2, what="both are heard of")
         release.set()
         await eventually(lambda: len(ran) == 4)
     assert ran == ["failing", "holding", "fresh", "failing"]
@@ -196,17 +198,25 @@ async def test_m8_a_task_that_failed_stands_behind_a_fresh_one_though_it_was_due
 
 async def test_m8_an_urgent_task_overtakes_a_backlog_that_is_being_worked_on(mesh: TaskMesh) -> None:
     ran: list[str] = []
+    go_on = asyncio.Event()
+    go_on.set()
 
     @mesh.task
     async def job() -> None:
         ran.append(current_task().key)
         await asyncio.sleep(0.02)
+        await go_on.wait()
 
     await job.publish_many({f"k{i}": {} for i in range(60)})
-    async with working(mesh, concurrency=2):
+    async with working(mesh, concurrency=2) as consumer:
         await eventually(lambda: len(ran) > 4)
+        go_on.clear()  # however late the stream is, no more than two begin before it tells of the urgent one
         published_after = len(ran)
         await job.configure(priority=9).publish("urgent")
+        await eventually(
+            lambda: "job:urgent" in parts_of(consumer).candidates or "urgent" in ran, what="it is heard of"
+        )
+        go_on.set()
         await eventually(lambda: len(ran) == 61)
     assert ran.index("urgent") - published_after < 12
 
