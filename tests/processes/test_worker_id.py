@@ -24,6 +24,7 @@ async def test_t7_a_second_process_with_the_id_of_a_live_worker_refuses_to_start
     assert f"worker id 'w1' is in use by process {first.pid}" in second.log
     assert "ready" not in second.told
     assert first.running
+    await eventually(lambda: fleet.runs, what="the first has run it")
     assert [run.start.pid for run in fleet.runs] == [first.pid], "the rule 'not twice' holds per process"
 
 
