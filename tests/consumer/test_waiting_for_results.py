@@ -109,7 +109,7 @@ async def test_who_gives_up_or_is_cancelled_leaves_nothing_behind(mesh: TaskMesh
 
 
 async def test_a_result_past_its_retention_is_gone(mesh: TaskMesh) -> None:
-    @mesh.task(option=TaskOption(retain_success_ms=500))
+    @mesh.task(option=TaskOption(retain_success_ms=2_000))  # the TTL monitor comes each second
     async def job() -> int:
         return 1
 
