@@ -9,17 +9,19 @@ import pytest
 from taskmesh import LeaseLost, Status, TaskMesh, TaskOption, current_task
 from taskmesh.consumer import executor
 from tests.waiting import eventually
-from tests.working import finished, status_is, working
+from tests.working import finished, working
 
 
 class Stubborn:
     """What a handler waits for that ends when the test says so, and not before."""
 
     def __init__(self) -> None:
+        self.begun = asyncio.Event()
         self.release = asyncio.Event()
         self.cancelled = 0
 
     async def wait(self) -> None:
+        self.begun.set()
         while not self.release.is_set():
             try:
                 await self.release.wait()
@@ -95,7 +97,7 @@ async def test_of_a_cancelled_task_nothing_is_left_but_its_slot_until_it_ends(
 
     await job.publish("k")
     async with working(mesh, concurrency=1) as consumer:
-        await status_is(mesh, "job", "k", Status.RUNNING)
+        await eventually(stubborn.begun.is_set)
         await getattr(mesh, verb)("job", "k")
         await eventually(lambda: "goes on, though its execution is over" in caplog.text)
         assert (stubborn.cancelled, consumer.running) == (1, ["k"])
