@@ -59,20 +59,28 @@ async def test_t21_workers_go_on_when_the_collection_is_gone_under_them(
 
 @pytest.mark.parametrize("code", [286, 280, 260])
 async def test_t20_a_place_that_is_lost_costs_a_scan_and_readers_are_told_of_the_gap(
-    mesh: TaskMesh, mongo_uri: str, code: int
+    mesh: TaskMesh, mongo_uri: str, caplog: pytest.LogCaptureFixture, code: int
 ) -> None:
+    caplog.set_level(logging.WARNING, "taskmesh.feed")
     job = _job(mesh)
     told: list[tuple[str, str]] = []
     async with all_working(mesh, ["w1"]), mesh.events() as events:
+
+        async def hear_of_the_end_of(key: str) -> None:
+            async for event in events:
+                told.append((event.kind, event.key))
+                if told[-1] == ("finished", key):
+                    break
+
         await _works(job, "before")
+        await hear_of_the_end_of("before")
         # The stream's next read fails, and so does the first try to go on behind its last event.
         async with failing_commands(mongo_uri, ["getMore"], times=1, errorCode=code):
             await _works(job, "meanwhile")
+            await eventually(lambda: "lost its place" in caplog.text, what="there is a gap")
+        await eventually(lambda: mesh.feed.position, what="the stream is open again")
         await _works(job, "after")
-        async for event in events:
-            told.append((event.kind, event.key))
-            if told[-1] == ("finished", "after"):
-                break
+        await hear_of_the_end_of("after")
     gap = told.index(("gap", ""))
     assert told.index(("finished", "before")) < gap, "in its place, and before the last of what came after it"
 
