@@ -75,22 +75,22 @@ async def test_the_start_of_a_child_is_not_in_it_and_the_hook_before_is(
         return Child()
 
     monkeypatch.setattr(processes, "Child", slow_to_start)
-    job = mesh.task(process_handlers.tell_deadline_after, run="process", option=once(1_000))
+    job = mesh.task(process_handlers.tell_deadline_after, run="process", option=once(2_000))
     published = await job.publish_many({"quick": {"seconds": 0.0}, "slow": {"seconds": 30.0}})
     async with working(mesh):
         begun, deadline = await published[0].result(60)
         assert isinstance(begun, datetime)
-        assert deadline > begun + timedelta(seconds=0.3), "it is counted from the handler's start, not from the child's"
+        assert deadline > begun + timedelta(seconds=0.8), "it is counted from the handler's start, not from the child's"
         task = await finished(mesh, job.name, "slow", 60)
-    assert "run_timeout_ms: the execution took more than 1000 ms" in task.fail_reasons[0]
+    assert "run_timeout_ms: the execution took more than 2000 ms" in task.fail_reasons[0]
 
     async def before(_: Task) -> None:
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(1.1)
 
-    handle = await job.publish("with a hook", seconds=0.6)
+    handle = await job.publish("with a hook", seconds=1.1)
     async with working(mesh, before=before):
         task = await finished(mesh, job.name, handle.key, 60)
-    assert "run_timeout_ms: the execution took more than 1000 ms" in task.fail_reasons[0]
+    assert "run_timeout_ms: the execution took more than 2000 ms" in task.fail_reasons[0]
 
 
 def _left(mesh: TaskMesh, deadline: datetime | None) -> timedelta:
