@@ -33,8 +33,9 @@ async def test_sets_stay_whole_where_every_write_is_slow(mesh: TaskMesh, mongo_u
             ):
                 await mesh.resume("default")
                 await eventually(lambda: consumer.finished == COUNT, what="all are done")
-            # The first two sets are late, and tried once more in parts. By one deadline for all, each task is tried three times.
-            assert COUNT <= claimer.tried <= 2 * COUNT
+            # The first two sets are late, and tried once more in parts; on a busy machine maybe another set. By one deadline
+            # for all, each task is tried three times.
+            assert COUNT <= claimer.tried <= 2.5 * COUNT
 
 
 async def test_what_has_expired_is_written_down_where_every_write_is_slow(
