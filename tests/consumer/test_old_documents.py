@@ -95,10 +95,12 @@ async def test_m39_a_reader_of_events_that_never_reads_slows_nobody_and_loses_on
     async with working(mesh, concurrency=50) as consumer:
         reading = asyncio.create_task(read_one_and_then_nothing())
         await eventually(lambda: any(s.interest.events and s.ready.is_set() for s in mesh.feed._subscriptions))
+        before = mesh.feed.delivered
         handles = await job.publish_many({f"k{n}": {} for n in range(count)})
         for handle in handles:
             await handle.result(timeout=60)
         await eventually(lambda: not consumer.running)
+        await eventually(lambda: mesh.feed.delivered >= before + 3 * count, what="all is told")
         assert len(kinds) == 1, "the reader stands still"
         read_on.set()
         async with asyncio.timeout(60):
