@@ -108,10 +108,14 @@ async def test_the_delay_grows_with_backoff_and_varies_by_jitter(mesh: TaskMesh)
 
     await grow.publish("k")
     await vary.publish_many({f"k{i}": {} for i in range(30)})
+    async def all_have_failed() -> bool:
+        return all([task.task_state.worker_states[:1] and task.status is Status.INIT async for task in mesh.find("vary")])
+
     async with working(mesh):
         gaps = gaps_s(await finished(mesh, "grow", "k"))
+        await eventually(all_have_failed)
     for gap, delay in zip(gaps, [0.1, 0.3, 0.9], strict=True):
-        assert delay <= gap < delay + 2
+        assert delay <= gap < delay + 20
     delays = []
     async for task in mesh.find("vary"):
         failed = task.task_state.worker_states[0].fail_time
@@ -177,7 +181,7 @@ async def test_retry_sets_an_exact_delay_for_everybody_and_counts(mesh: TaskMesh
         task = await finished(mesh, "job", "k")
     assert task.status is Status.FAIL
     assert [entry.fail_reason for entry in task.task_state.worker_states] == ["the other side is busy"] * 2
-    assert 0.5 <= gaps_s(task)[0] < 3
+    assert 0.5 <= gaps_s(task)[0] < 30
 
 
 async def test_a_run_that_takes_too_long_is_cancelled_and_fails(mesh: TaskMesh) -> None:
