@@ -33,20 +33,20 @@ def define(mesh: TaskMesh, directory: Path | None = None) -> Handlers:
     """Define the tasks. `directory`: where to write the history; None in a process that only publishes."""
     book = Notebook(directory) if directory is not None else None
 
-    async def leg(n: int) -> int:
+    async def leg(n: int, slow_on: str | None) -> int:
         assert book is not None
         book.note("did", step=n)
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(1.0 if current_task().worker_id == slow_on else 0.02)
         return n
 
     @mesh.task(option=SHORT_LEASE)
-    async def journey() -> list[int]:
-        """Take some steps, wait for a signal half-way, take a nap."""
+    async def journey(slow_on: str | None = None) -> list[int]:
+        """Take some steps, wait for a signal half-way, take a nap. On the worker `slow_on` each step takes a second."""
         assert book is not None
         task = current_task()
         found = []
         for n in range(STEPS):
-            found.append(await task.step(f"leg-{n}", leg, n))
+            found.append(await task.step(f"leg-{n}", leg, n, slow_on))
             book.note("got", step=n)
             if n == 1:
                 found.append(await task.wait_for("go on"))

@@ -54,8 +54,8 @@ async def test_recorded_steps_never_run_again_whoever_is_killed(mesh: TaskMesh, 
 async def test_d8_a_zombie_records_nothing(mesh: TaskMesh, fleet: Fleet) -> None:
     """tensorzero/durable#68, dbos-transact-ts#1206: a worker suspended in a step, while another took the task over."""
     handlers = define(mesh)
-    handle = await handlers.journey.publish("1")
-    zombie = fleet.start(handlers="tests.durable.handlers").wait_ready()
+    handle = await handlers.journey.publish("1", slow_on="zombie")
+    zombie = fleet.start("zombie", handlers="tests.durable.handlers").wait_ready()
     await eventually(lambda: [m for m in read_history(fleet.history_directory) if m.what == "did"])
     zombie.suspend()
     fleet.start(handlers="tests.durable.handlers").wait_ready()
