@@ -60,9 +60,9 @@ async def test_leases_are_kept_though_the_name_server_did_not_answer_at_the_star
 
     monkeypatch.setattr("taskmesh.store.driver.MongoClient", make_client)
 
-    @mesh.task(option=TaskOption(worker_timeout_ms=1_500, ping_interval_ms=300, max_timeouts=0))
+    @mesh.task(option=TaskOption(worker_timeout_ms=3_000, ping_interval_ms=300, max_timeouts=0))
     async def job() -> str:
-        await asyncio.sleep(2.5)  # longer than a lease
+        await asyncio.sleep(4.0)  # longer than a lease
         return "done"
 
     async with working(mesh):
