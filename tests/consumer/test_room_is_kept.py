@@ -15,8 +15,8 @@ from tests.faults import another_mesh, failing_commands
 from tests.waiting import eventually
 from tests.working import all_working, finished, parts_of, working
 
-OPTION = TaskOption(ping_interval_ms=300, worker_timeout_ms=2_000)
-LONGER_THAN_THE_LEASE_S = 3.0
+OPTION = TaskOption(ping_interval_ms=300, worker_timeout_ms=3_500)
+LONGER_THAN_THE_LEASE_S = 4.0
 
 Job = TaskDefinition[Any, Any]
 BeginAnew = Callable[[TaskMesh, Job], Awaitable[Any]]
