@@ -41,7 +41,8 @@ async def test_never_do_more_workers_run_a_task_than_it_allows_whoever_dies(
 ) -> None:
     for allowed, share in ((1, 140), (2, 60), (3, 40)):
         tasks = {f"for-{allowed}-{number}": {"ms": number % 40 * 25} for number in range(share)}
-        await handlers.work.configure(concurrent_worker_cnt=allowed).publish_many(tasks)
+        # Who stands still for longer than a lease, and not by a kill, would be another reason for more runs than are allowed.
+        await handlers.work.configure(concurrent_worker_cnt=allowed, worker_timeout_ms=4_000).publish_many(tasks)
     fleet.start_many(4, concurrency=12)
     _kill_at_random(fleet, 5, every_s=0.7, watch=lambda: None, concurrency=12)
 
