@@ -28,10 +28,10 @@ _MANY_WORKERS = 8
 async def test_with_workers_killed_at_work_each_key_is_worked_off_in_order_none_skipped_none_beside_another(
     fleet: Fleet, handlers: Handlers, documents: Collection[dict[str, Any]]
 ) -> None:
+    fleet.start_many(3, concurrency=4)  # first: one that starts long before the others would have done it all
     for key in _KEYS:
         line = handlers.work.configure(sequence_key=key, worker_timeout_ms=3_000)
         await line.publish_many({f"{key}-{place}": {"ms": 60} for place in range(_TASKS)})
-    fleet.start_many(3, concurrency=4)
     for _ in range(_KILLS):
         busy = wait_until(lambda: _at_work(fleet), what="a handler is at work")
         victim = next(worker for worker in fleet.workers if worker.running and worker.pid == busy)
