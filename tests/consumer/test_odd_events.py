@@ -119,7 +119,8 @@ async def test_t22_odd_events_stop_neither_workers_nor_readers(
         assert consumer.state == "running"
         assert mesh.feed.offered
     assert told.index("finished before") < told.index("published after 2")
-    lines = [record.getMessage() for record in caplog.records]
+    # The pinger tells, besides, of a loop that stood still: on a busy machine.
+    lines = [record.getMessage() for record in caplog.records if record.name != "taskmesh.pinger"]
     assert len(lines) <= 2, ("it is said, and not again and again", lines)
     if odd in (_a_stranger_has_the_name_of_a_task, _a_task_is_replaced_by_what_is_none):
         named = "job:stranger" if odd is _a_stranger_has_the_name_of_a_task else "job:replaced"
