@@ -111,7 +111,7 @@ async def test_tasks_that_come_one_by_one_are_heard_of_whoever_would_come_first_
     async with all_working(mesh, WORKERS):
         listener = await _one_listens(mesh)
         # (Until each knows that no other listens.)
-        await eventually(_is_heard_by(listener, job, ran_by), 20, what="ten in a row are heard by the one that listens")
+        await eventually(_is_heard_by(listener, job, ran_by), what="ten in a row are heard by the one that listens")
 
 
 def _is_heard_by(
