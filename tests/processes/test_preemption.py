@@ -9,7 +9,7 @@ import pytest
 from taskmesh import Status, TaskMesh
 from tests.processes.fleet import Fleet
 from tests.processes.handlers import Handlers
-from tests.waiting import eventually
+from tests.waiting import eventually, slowness_of_the_machine
 
 
 @pytest.mark.timed
@@ -23,7 +23,8 @@ async def test_the_next_worker_starts_within_a_second_of_the_end_of_a_killed_wor
     fleet.start("heir").wait_ready()
     victim.kill()
 
-    assert [await handle.result(60) for handle in published] == ["heir"] * len(keys)
+    async with slowness_of_the_machine(mesh) as slowness:
+        assert [await handle.result(60) for handle in published] == ["heir"] * len(keys)
     tasks = [await mesh.get("work", key) for key in keys]
     late = []
     for task in tasks:
@@ -33,8 +34,10 @@ async def test_the_next_worker_starts_within_a_second_of_the_end_of_a_killed_wor
         assert loss.ping_expire_time is not None
         assert entry.start_time >= loss.ping_expire_time, "the heir was let in while the lease was live"
         late.append((entry.start_time - loss.ping_expire_time).total_seconds())
-    assert median(late) < 1.0
-    assert max(late) < 5.0, "even on a busy machine"
+    # All leases end at the same moment, so there is but one measurement.
+    allowed = slowness.allows.total_seconds()
+    assert median(late) < 1.0 + allowed
+    assert max(late) < 5.0 + allowed, "even on a busy machine"
     assert sorted(run.start.worker_id for run in fleet.runs) == ["heir"] * len(keys) + ["victim"] * len(keys)
 
 
