@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -61,14 +62,14 @@ async def _in_queues(job: TaskDefinition[[], None], queues: int, each: int = 1, 
         await asyncio.gather(*publishing)
 
 
-async def _sent_while_idle(mesh: TaskMesh, commands: Commands, **settings: Any) -> Counter[str]:
-    """Count what a worker sends in some passes, from its second on."""
+async def _sent_while_idle(mesh: TaskMesh, commands: Commands, **settings: Any) -> tuple[Counter[str], float]:
+    """Count what a worker sends in some passes, from its second on, and in how many seconds that was."""
     async with working(mesh, "w", **settings) as consumer:
         scanner = parts_of(consumer).scanner
         await eventually(lambda: scanner.scans >= 2, 60.0)
-        before, scans = commands.sent.copy(), scanner.scans
+        before, scans, began = commands.sent.copy(), scanner.scans, time.monotonic()
         await eventually(lambda: scanner.scans >= scans + _SCANS, 60.0)
-        return commands.sent - before
+        return commands.sent - before, time.monotonic() - began
 
 
 @pytest.mark.parametrize("queues", [1, QUEUES])
@@ -77,17 +78,18 @@ async def test_an_idle_worker_sends_as_little_with_many_queues_as_with_one(
 ) -> None:
     async with counted(mongo_uri, database) as (job, mesh, commands):
         await _in_queues(job, queues, delay_ms=3_600_000)
-        sent = await _sent_while_idle(mesh, commands)
+        sent, seconds = await _sent_while_idle(mesh, commands)
     assert sent["find tasks"] <= 3 * (_SCANS + 1), (
         sent
     )  # what waits, runs out, others wait for; a pass more may have begun
-    assert sent.total() <= 12 * _SCANS, sent
+    # The stream is read, signs of life are given, and so on, in their own time: where passes take longer, more of that is sent.
+    assert sent.total() <= 12 * (seconds + 1), (seconds, sent)
 
 
 async def test_an_idle_worker_of_many_queues_by_name_sends_as_little(mongo_uri: str, database: str) -> None:
     async with counted(mongo_uri, database) as (job, mesh, commands):
         await _in_queues(job, 20, delay_ms=3_600_000)
-        sent = await _sent_while_idle(mesh, commands, queues=[f"q{n:04}" for n in range(QUEUES)])
+        sent, _ = await _sent_while_idle(mesh, commands, queues=[f"q{n:04}" for n in range(QUEUES)])
     assert sent["find tasks"] <= 3 * (_SCANS + 1), (
         sent
     )  # what waits, runs out, others wait for; a pass more may have begun
