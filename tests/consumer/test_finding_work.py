@@ -13,6 +13,7 @@ import pytest
 from pymongo import MongoClient
 
 import taskmesh.consumer.claim_queue
+import taskmesh.consumer.listener
 import taskmesh.consumer.queues
 import taskmesh.consumer.scanner
 from taskmesh import Status, TaskMesh, TaskOption, current_task
@@ -21,7 +22,7 @@ from taskmesh.consumer.worker import Consumer
 from taskmesh.store import change_stream
 from taskmesh.store.change_stream import Change
 from taskmesh.store.find import unfinished_left
-from tests.waiting import eventually
+from tests.waiting import eventually, slowness_of_the_machine
 from tests.working import finished, parts_of, working
 
 SCAN_FINDS_WITHIN_S = 30.0
@@ -50,6 +51,7 @@ def between_stream_and_scan(monkeypatch: pytest.MonkeyPatch, happens: Callable[[
 async def test_a_task_published_between_the_opening_of_the_stream_and_the_scan_is_found_by_the_stream(
     mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(taskmesh.consumer.listener, "_TOO_LATE_S", 60.0)  # what comes late is else left to the scan
     consumers: list[Consumer] = []
     published = asyncio.Event()
 
@@ -143,7 +145,7 @@ async def test_a_task_that_is_set_free_for_all_workers_starts_before_any_scan(
 async def test_a_consumer_that_does_not_listen_hears_of_cancellations_by_its_pings(mesh: TaskMesh) -> None:
     stopped: list[str] = []
 
-    @mesh.task(option=TaskOption(worker_timeout_ms=2_000, ping_interval_ms=300))
+    @mesh.task(option=TaskOption(worker_timeout_ms=60_000, ping_interval_ms=300))
     async def job() -> None:
         try:
             await asyncio.sleep(60)
@@ -163,11 +165,12 @@ async def test_t25_m6_a_stream_that_has_been_open_for_longer_than_its_horizon_an
 ) -> None:
     horizon_ms = 1_000
     monkeypatch.setattr(change_stream, "HORIZON_OF_NEW_MS", horizon_ms)
+    monkeypatch.setattr(taskmesh.consumer.listener, "_TOO_LATE_S", 60.0)  # what comes late is else left to the scan
 
     @mesh.task
     async def job() -> None: ...
 
-    async with working(mesh) as consumer:
+    async with working(mesh) as consumer, slowness_of_the_machine(mesh) as slowness:
         opened = mesh.clock.now()
         await eventually(lambda: mesh.clock.now() > opened + timedelta(milliseconds=horizon_ms + 300))
         parts_of(consumer).scanner.open = False
@@ -185,7 +188,7 @@ async def test_t25_m6_a_stream_that_has_been_open_for_longer_than_its_horizon_an
         assert started is not None
         late_s.append((started - (task.task_state.start_time or task.task_state.create_time)).total_seconds())
     assert min(late_s) >= 0
-    assert statistics.median(late_s) < 0.5
+    assert statistics.median(late_s) < 0.5 + slowness.allows.total_seconds()
 
 
 async def test_m31_idle_consumers_hear_nothing_of_renewals_claims_and_progress(mongo_uri: str, database: str) -> None:
@@ -193,7 +196,7 @@ async def test_m31_idle_consumers_hear_nothing_of_renewals_claims_and_progress(m
     busy, idle = TaskMesh(mongo_uri, database=database), TaskMesh(mongo_uri, database=database)
     reported = 0
 
-    @busy.task(option=TaskOption(worker_timeout_ms=2_000, ping_interval_ms=100))
+    @busy.task(option=TaskOption(worker_timeout_ms=60_000, ping_interval_ms=100))
     async def job() -> None:
         nonlocal reported
         for step in range(15):
