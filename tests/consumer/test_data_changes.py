@@ -196,8 +196,8 @@ async def test_changes_that_are_lost_are_told_and_stop_the_reader_or_are_skipped
         reader = await mesh.get("ordered.reader", "fleet")
         return "on_lost='skip'" in (reader.task_state.worker_states[-1].fail_reason or "")
 
+    await mesh.retry("ordered.reader", "fleet")  # while nobody runs it: else it would be refused
     async with working(mesh, "w2"):
-        await mesh.retry("ordered.reader", "fleet")
         await eventually(is_told)
         found = await findings(mesh)
         await own.orders.insert_one({"_id": "after"})
