@@ -109,8 +109,10 @@ async def test_people_open_it_at_once_and_end_it(mesh: TaskMesh) -> None:
         await eventually(lambda: is_failing(mesh, "mail"))
         await eventually(lambda: knows(consumer, "mail"))
         finished = consumer.finished
+        consumer.pause()  # else it may be paused again by the time that it is looked at
         await mesh.resume("mail")
         assert not await is_failing(mesh, "mail")
+        consumer.resume()
         await eventually(lambda: consumer.finished >= finished + 3)
         await eventually(lambda: is_failing(mesh, "mail"), what="it counts anew")
         await mesh.queues.pause_on_failures("mail", None)
