@@ -13,7 +13,7 @@ from pymongo import AsyncMongoClient
 from pymongo.asynchronous.client_session import AsyncClientSession
 
 from taskmesh import Status, TaskMesh, TaskOption, current_task
-from tests.waiting import eventually
+from tests.waiting import eventually, slowness_of_the_machine
 from tests.working import finished, working
 
 TASKS = 60
@@ -68,7 +68,8 @@ async def test_t9_outcomes_do_not_wait_for_a_document_in_an_open_transaction(
             for n in range(TASKS):
                 if n != 7:
                     assert (await finished(mesh, "job", str(n))).status is Status.SUCCESS
-            assert consumer.running == ["7"], "its outcome is kept, and no other"
+            # What the database shows, the worker hears a moment later.
+            await eventually(lambda: consumer.running == ["7"], what="its outcome is kept, and no other")
         task = await finished(mesh, "job", "7")
         assert task.status is Status.SUCCESS
         assert task.successes[0].returns == 7
@@ -89,14 +90,14 @@ async def test_t9_no_claim_is_begun_that_has_little_of_its_lease_left(
 
     short = job.configure(worker_timeout_ms=2_000, ping_interval_ms=400)
     await short.publish_many({str(n): {"n": n} for n in range(TASKS)})
-    async with working(mesh, "w", concurrency=100):
+    async with working(mesh, "w", concurrency=100), slowness_of_the_machine(mesh) as slowness:
         async with locked(mongo_uri, database, "job:7"):
             for n in range(TASKS):
                 if n != 7:
                     await finished(mesh, "job", str(n))
         await finished(mesh, "job", "7")
     assert len(left) >= TASKS
-    assert min(left) > 1.0, "more than half of the lease of two seconds"
+    assert min(left) > 1.0 - slowness.allows.total_seconds(), "more than half of the lease of two seconds"
 
 
 async def test_t9_renewals_do_not_wait_for_a_document_in_an_open_transaction(
