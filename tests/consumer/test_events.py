@@ -12,6 +12,7 @@ from pymongo import AsyncMongoClient
 from taskmesh import InvalidOption, Retry, Snooze, Status, TaskDefinition, TaskEvent, TaskMesh, TaskOption, current_task
 from taskmesh.client.events import EventReader
 from taskmesh.store.claim import claim
+from taskmesh.store.renew import extend
 from tests.waiting import eventually
 from tests.working import working
 
@@ -111,7 +112,7 @@ async def test_what_people_do_to_a_task_is_told(mesh: TaskMesh) -> None:
 
 
 async def test_a_lost_lease_is_told_with_the_worker_that_lost_it(mesh: TaskMesh) -> None:
-    @mesh.task(option=TaskOption(worker_timeout_ms=1_000, ping_interval_ms=200))
+    @mesh.task
     async def once() -> None: ...
 
     async with mesh.events() as events:
@@ -132,8 +133,9 @@ async def test_a_lost_lease_is_told_with_the_worker_that_lost_it(mesh: TaskMesh)
 
 
 async def _claim_and_leave(mesh: TaskMesh, id_: str, worker_id: str) -> None:
-    """Claim as a worker does that dies right after."""
+    """Claim as a worker does that dies right after, and let its lease run out, and no other that is given later."""
     assert await claim(mesh.store, [id_], worker_id, "r1")
+    assert await extend(mesh.store, id_, "r1", lease_ms=0)
 
 
 async def test_expiry_is_told_once_it_is_written_down(mesh: TaskMesh) -> None:
