@@ -170,12 +170,20 @@ async def test_transactions_work_on_every_driver(mesh: TaskMesh, database: str) 
 async def test_leases_are_renewed_and_lost_on_every_driver(mesh: TaskMesh) -> None:
     ended: list[str] = []
 
-    @mesh.task(option=TaskOption(worker_timeout_ms=2_000, ping_interval_ms=300))
+    go_on = asyncio.Event()
+
+    @mesh.task(option=TaskOption(worker_timeout_ms=20_000, ping_interval_ms=300))
     async def job() -> None:
         try:
-            await asyncio.sleep(4.5 if current_task().key == "long" else 60)
+            await (go_on.wait() if current_task().key == "long" else asyncio.sleep(60))
         finally:
             ended.append(current_task().key)
+
+    async def is_renewed() -> bool:
+        [entry] = (await mesh.get("job", "long")).task_state.worker_states
+        assert entry.start_time is not None
+        assert entry.ping_expire_time is not None
+        return entry.ping_expire_time - entry.start_time > timedelta(seconds=20 + 1)
 
     await job.publish("long")
     await job.publish("taken away")
@@ -187,7 +195,9 @@ async def test_leases_are_renewed_and_lost_on_every_driver(mesh: TaskMesh) -> No
         await tasks.update_one(
             {"_id": "job:taken away"}, {"$set": {"task_state.worker_states.0.ping_expire_time": long_ago}}
         )
-        await eventually(lambda: ended[:1] == ["taken away"])
+        await eventually(lambda: ended == ["taken away"])
+        await eventually(is_renewed, what="its lease lasts longer than the first one")
+        go_on.set()
         task = await finished(mesh, "job", "long")
     assert task.status is Status.SUCCESS
     assert task.task_state.lost_cnt == 0
