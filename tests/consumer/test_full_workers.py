@@ -56,7 +56,7 @@ async def test_what_waits_for_a_full_worker_is_taken_by_the_one_that_has_room(me
         await eventually(lambda: len(full.executions) == 2, what="the first worker is full")
         consumers[1].resume()
         await short.publish_many({f"k{n}": {} for n in range(many)})
-        tasks = [await finished(mesh, "short", f"k{n}", 10) for n in range(many)]
+        tasks = [await finished(mesh, "short", f"k{n}") for n in range(many)]
         assert {task.status for task in tasks} == {Status.SUCCESS}
         assert {entry.worker_id for task in tasks for entry in task.task_state.worker_states} == {WORKERS[1]}
         go_on.set()
