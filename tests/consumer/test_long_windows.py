@@ -193,7 +193,10 @@ async def test_a_window_that_is_changed_goes_on_with_what_was_counted(mesh: Task
     assert len((await clock.book(10)).ids) == 6
 
 
-async def test_a_worker_starts_as_many_as_a_day_allows(mesh: TaskMesh) -> None:
+async def test_a_worker_starts_as_many_as_a_day_allows(mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What a claim that the server gives up has booked counts as started: on a busy machine too, none is given up here.
+    monkeypatch.setattr("taskmesh.consumer.claimer._LEAST_DEADLINE_MS", 30_000)
+
     @mesh.task(queue="daily")
     async def job() -> None: ...
 
