@@ -96,7 +96,7 @@ class _Server:
         )
         self._lock = threading.Lock()
         self._started = threading.Semaphore(0)
-        self._newest = 0
+        self._newest: WarmProcess | None = None
         self._children: dict[int, WarmProcess] = {}
         threading.Thread(target=self._listen, name="warm processes", daemon=True).start()
 
@@ -107,15 +107,15 @@ class _Server:
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
             self._process.stdin.flush()
             assert self._started.acquire(timeout=60), "the server of warm processes does not answer"
-            return self._children[self._newest]
+            assert self._newest is not None
+            return self._newest  # it may have ended already
 
     def _listen(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             pid, status, now = json.loads(line)
             if status is None:
-                self._children[pid] = WarmProcess(pid)
-                self._newest = pid
+                self._newest = self._children[pid] = WarmProcess(pid)
                 self._started.release()
             else:
                 self._children.pop(pid).end(status, now)
