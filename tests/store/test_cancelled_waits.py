@@ -147,7 +147,7 @@ async def test_a_write_that_is_cancelled_in_a_transaction_is_undone_with_it(
     await driver.command({"create": "notes"})
     (server,) = core_of(client)._topology._servers.values()
     count = server.pool.operation_count
-    sleeping = asyncio.ensure_future(client.admin.command({"sleep": 1, "lock": "none", "millis": 700}))
+    sleeping = asyncio.ensure_future(client.admin.command({"sleep": 1, "lock": "none", "millis": 2_000}))
     await eventually(lambda: server.pool.operation_count == count + 1)
     async with driver.session() as session:
         await driver.start_transaction(session)
