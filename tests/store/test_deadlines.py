@@ -41,9 +41,9 @@ async def test_a_server_that_is_silent_holds_up_pings_for_no_longer_than_they_al
     mongo_uri: str, database: str, kind: Any
 ) -> None:
     client = kind(mongo_uri, appname="of its user")
-    pings = Driver(client, database).sync_database(socket_timeout_ms=300)
+    pings = Driver(client, database).sync_database(socket_timeout_ms=1_000)
     try:
-        how: dict[str, Any] = {"blockConnection": True, "blockTimeMS": 2_000}
+        how: dict[str, Any] = {"blockConnection": True, "blockTimeMS": 3_000}
         async with failing_commands(mongo_uri, ["count"], times=1, appname="of its user", **how):
             with pytest.raises(NetworkTimeout):
                 pings.command("count", "tasks")
