@@ -98,7 +98,7 @@ async def test_the_option_moves_what_has_failed_already_and_takes_it_back(mesh: 
 
 
 async def test_what_loses_its_workers_or_a_dependency_is_a_dead_letter_too(mesh: TaskMesh, fleet: Fleet) -> None:
-    @mesh.task(name="poison", queue="mail", option=TaskOption(on_fail="dead", worker_timeout_ms=500, max_timeouts=0))
+    @mesh.task(name="poison", queue="mail", option=TaskOption(on_fail="dead", worker_timeout_ms=2_500, max_timeouts=0))
     async def poison(**_: Any) -> None: ...
 
     @mesh.task(queue="news", option=TaskOption(on_fail="dead"))
