@@ -144,7 +144,7 @@ async def test_what_is_to_be_retried_counts_apart_from_what_failed_for_good(mesh
 async def test_executions_that_were_lost_are_a_group_of_their_own(mesh: TaskMesh) -> None:
     begun = asyncio.Event()
 
-    @mesh.task(option=TaskOption(max_timeouts=0, worker_timeout_ms=600, ping_interval_ms=200))
+    @mesh.task(option=TaskOption(max_timeouts=0, worker_timeout_ms=2_500, ping_interval_ms=500))
     async def work() -> None:
         begun.set()
         await asyncio.sleep(600)
