@@ -140,9 +140,6 @@ async def test_t36_a_key_whose_transaction_is_undone_is_created_by_who_waited(me
 async def test_t36_a_publish_gives_up_at_its_deadline_while_somebodys_transaction_holds_the_key(
     mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch, configuration: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(taskmesh.client.publisher, "PUBLISH_DEADLINE_S", 0.5)
-    monkeypatch.setattr(taskmesh.store.publish, "WRITE_DEADLINE_MS", 300)
-
     @mesh.task
     async def job(n: int) -> int:
         return n
@@ -151,8 +148,11 @@ async def test_t36_a_publish_gives_up_at_its_deadline_while_somebodys_transactio
         await session.start_transaction()
         await job.configure(session=session).publish("k", n=1)
         began = time.monotonic()
-        with pytest.raises(TaskMeshError, match="'k' waits for somebody's open transaction"):
-            await job.configure(**configuration).publish("k", n=2)
+        with monkeypatch.context() as patch:
+            patch.setattr(taskmesh.client.publisher, "PUBLISH_DEADLINE_S", 0.5)
+            patch.setattr(taskmesh.store.publish, "WRITE_DEADLINE_MS", 300)
+            with pytest.raises(TaskMeshError, match="'k' waits for somebody's open transaction"):
+                await job.configure(**configuration).publish("k", n=2)
         assert time.monotonic() - began < 5
         await session.abort_transaction()
 
