@@ -22,7 +22,7 @@ async def test_a_pause_until_a_time_ends_by_itself(mesh: TaskMesh, listen: bool)
         return "awake"
 
     async with working(mesh, listen=listen) as consumer:
-        await mesh.pause("tired", reason="deploy", by="ann", until=mesh.clock.now() + timedelta(seconds=5))
+        await mesh.pause("tired", reason="deploy", by="ann", until=mesh.clock.now() + timedelta(hours=1))
         await eventually(lambda: parts_of(consumer).queues.paused == {"tired"})
         handle = await work.publish("k")
         assert any("paused" in warning for warning in handle.warnings)
@@ -35,6 +35,7 @@ async def test_a_pause_until_a_time_ends_by_itself(mesh: TaskMesh, listen: bool)
         assert "deploy" in gate.reason
         assert gate.opens_at == queue.paused_until == explanation.next_claim_time
         assert consumer.finished == 0
+        await mesh.pause("tired", until=mesh.clock.now() + timedelta(seconds=1))
         assert await handle.result(timeout=60) == "awake"
 
 
