@@ -27,7 +27,7 @@ VICTIM = "victim"
 
 def define(mesh: TaskMesh, directory: Path | None = None) -> TaskDefinition[Any, str]:
     """Define the task. `directory`: where to write the history, and the reports; None in a process that only publishes."""
-    definition: Any = mesh.task(app.research.fn, name="research", option=SHORT_LEASE)
+    definition: Any = mesh.task(app.research.fn, name="research", option=SHORT_LEASE.changed(worker_timeout_ms=5_000))
     if directory is None:
         return cast("TaskDefinition[Any, str]", definition)
     book = Notebook(directory)
