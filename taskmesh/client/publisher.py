@@ -42,6 +42,8 @@ from taskmesh.store.server_errors import is_over_deadline, is_passing, patiently
 from taskmesh.store.values import MAX_BYTES, new_id
 
 PUBLISH_DEADLINE_S = 30.0
+_AFTER_AN_ERROR_S = 10.0
+"""How long a publication is tried again at least, however long it had gone well before its first error."""
 _AT_A_STRETCH = 500
 """So many of one call are checked before others in the event loop have their turn: some milliseconds."""
 
@@ -257,7 +259,7 @@ class Publisher:
         """Publish, and again while the database is away, up to a deadline: a repeated publish is known by its `publish_id`."""
         give_up = time.monotonic() + PUBLISH_DEADLINE_S
         pause = 0.05
-        locked = False
+        locked = failed_before = False
         while True:
             try:
                 if self._connection.clock.stale:
@@ -265,6 +267,9 @@ class Publisher:
                 return await publish(store, publications, self._connection.clock.now(), alone=locked)
             except PyMongoError as error:
                 locked = is_over_deadline(error)
+                if not failed_before:  # thousands may have taken longer than the deadline before the first error
+                    give_up = max(give_up, time.monotonic() + _AFTER_AN_ERROR_S)
+                    failed_before = True
                 if await self._accepted(publications, error):
                     continue
                 if not (is_passing(error) or locked) or time.monotonic() + pause > give_up:
@@ -284,7 +289,10 @@ class Publisher:
         for publication in publications:
             publication.sent_to = None  # refused, so it is sent again, to the task that it becomes
         ids = [publication.id for publication in publications]
-        return await self._connection.acceptance.accept(ids, author(None)) > 0
+        try:
+            return await self._connection.acceptance.accept(ids, author(None)) > 0
+        except PyMongoError:  # what the publishing met is what counts
+            return False
 
     async def known(self, definition: Publishable | str) -> Publishable:
         """Return the definition that is meant: by name, the one of this mesh, else what workers have registered.

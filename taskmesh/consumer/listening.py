@@ -19,7 +19,7 @@ from taskmesh.store.registry import HEARTBEAT_MS
 AFFORDABLE_CORES = 0.15
 """What all streams together may take of the server."""
 LEAST = 2
-"""So many of the workers that do the same work listen, whatever it costs."""
+"""So many of the workers that can run the same tasks listen, whatever it costs."""
 _WRITES_OF_A_TASK = 3
 """It is published, claimed and finished."""
 _WAKE_S = 5e-5
@@ -54,9 +54,14 @@ class Listening:
         return self.wanted or time.monotonic() < self._hears_until
 
     def learn(self, fleet: Sequence[WorkerInfo], peers: Collection[str]) -> bool:
-        """Decide anew, now that this is the fleet, and these of it do the same work as this worker; True if that is new."""
+        """Decide anew, now that this is the fleet, and these of it do some of this worker's work; True if that is new."""
         if not self.may:
             return False
+        # To those alone that can run all that this worker can, the listening can be left: others would not hear of the rest.
+        me = next((worker for worker in fleet if worker.worker_id == self._worker_id), None)
+        peers = {
+            each.worker_id for each in fleet if each.worker_id in peers and (me is None or each.can_stand_in_for(me))
+        }
         affordable, rank = affordable_to(fleet, peers), self._rank(fleet, peers)
         now = time.monotonic()
         # Nobody opens and closes with each change of the load: whoever listens goes on until there are twice as many as should,

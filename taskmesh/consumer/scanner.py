@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -63,6 +64,13 @@ _SORTS: tuple[Sort, ...] = ("named", *_FOR_ANYBODY)
 _LEAST_PAGE = 1_000
 _PAGE_OF_REFUSED = 400
 _PAGE_BESIDE = 200
+_READ_BEHIND_S = 0.4
+"""How long a pass reads behind what this worker may not have, until it has come to the end once."""
+_OVERLAP = timedelta(seconds=2)
+"""What comes due may be written so much later: clocks differ, and a publication takes its time."""
+_MOST_CURSORS = 100
+_Place = tuple[tuple[str, ...], tuple[str, ...], tuple[int, ...] | None, Sort]
+"""Names, queues, lanes and sort of what a scan looks at."""
 _PATIENCE_S = 0.2
 _PATIENCE_OF_THE_BUSY_S = 2.0
 
@@ -108,11 +116,11 @@ class Scanner:
         self._write_times = write_times
         self._dependents = dependents
         self._groups = groups
-        self._refused: dict[tuple[int, Sort], Any] = {}
-        """By number of the range and sort, a cursor over what lies behind tasks not for me; read on a little at each pass."""
-        self._read_to_the_end: set[tuple[int, Sort]] = set()
-        """In which of them that has been done once."""
-        self._heads_refused: set[tuple[int, Sort]] = set()
+        self._behind: dict[_Place, tuple[datetime, Any]] = {}
+        """Cursors over what lies behind tasks not for me, and when each was opened, by the server's clock."""
+        self._read_to: dict[_Place, datetime] = {}
+        """Where all that lies behind them was read once to the end: until when it had come due then, or in a look since."""
+        self._heads_refused: set[_Place] = set()
         """Where the last page was full, and had nothing for me."""
         self._next_settle = self._next_sweep = self._next_payloads = 0.0
         self._next_leases = 0.0
@@ -200,24 +208,23 @@ class Scanner:
                 logger.warning(text, type(error).__name__, error)
                 self._told_unsettled = True
 
-    def _ranges(self, *, own: bool) -> Iterator[tuple[int, ScanRange]]:
-        """Yield what to look at, each by a number that stays the same while the queues do. `own`: in this worker's lanes."""
+    def _ranges(self, *, own: bool) -> Iterator[ScanRange]:
+        """Yield what to look at. `own`: in this worker's lanes."""
         closed = self._queues.paused | self._limits.full_queues
-        number = 0
         for queues in _parts_of(list(self._queues.known), _MAX_COMBINATIONS):
             looked_at = [queue for queue in queues if queue not in closed]
             names_at_once = max(1, _MAX_COMBINATIONS // len(queues))
             for names in _parts_of(self._names, names_at_once):
                 shares = self._partitions.shares(names, looked_at) if own else [(names, looked_at, None)]
                 for some_names, some_queues, lanes in shares:
-                    number += 1
                     if self._queues.is_any_due(some_queues):
-                        yield number, ScanRange(some_names, some_queues, lanes, self._horizon)
+                        yield ScanRange(some_names, some_queues, lanes, self._horizon)
 
     @property
     def _horizon(self) -> datetime:
-        """How far scans look, by the server's clock."""
-        return self._clock.now() + timedelta(milliseconds=LOOK_AHEAD_MS)
+        """How far scans look, by the server's clock: beyond the next."""
+        ahead_s = LOOK_AHEAD_MS / 1000 if self._listening.wanted else 1.2 * _ASK_AT_LEAST_EVERY_S
+        return self._clock.now() + timedelta(seconds=ahead_s)
 
     async def _want_hints(self, wanted: bool) -> None:
         """Under a backlog the stream is not asked for new work; when it is worked off, a scan closes the gap."""
@@ -227,19 +234,19 @@ class Scanner:
     async def _scan(self) -> int:
         """Look at what is due in my lanes, and for me by name; take no more of it than what has nothing unseen before it."""
         found: list[Claimable] = []
-        full: list[tuple[int, ScanRange, Sort]] = []
+        full: list[tuple[ScanRange, Sort]] = []
         known_to: Rank | None = None
         looked_at, behind = set[str](), set[str]()
-        for number, what in self._ranges(own=True):
+        for what in self._ranges(own=True):
             looked_at.update(what.queues)
             for sort in _SORTS:
                 # Where nothing of the last page was for me, a few are enough to see whether that has changed.
-                size = _PAGE_BESIDE if (number, sort) in self._heads_refused else self._page
+                size = _PAGE_BESIDE if _place_of(what, sort) in self._heads_refused else self._page
                 page = await scan(self._store, self._me, what, size, sort)
                 found += await self._fitting(page.rows)
                 if page.full:
                     behind.update(what.queues)
-                    full.append((number, what, sort))
+                    full.append((what, sort))
                     # How many failures those have that it did not read, it cannot tell: some have none.
                     last = max((rank_of(row, fail_cnt=0) for row in page.rows), default=NOTHING)
                     known_to = last if known_to is None else min(known_to, last)
@@ -255,10 +262,10 @@ class Scanner:
             self._candidates.unread = True
             if not brought and not self._candidates.ready_count(time.monotonic()):
                 self._candidates.know_to(None)  # whoever stands before what comes now, may not be had
-                self._heads_refused.update((number, sort) for number, _, sort in full)
-                for number, what, sort in full:
-                    if sort in _FOR_ANYBODY:
-                        brought += await self._read_behind_refused((number, sort), what)
+                self._candidates.unread = False  # what stands behind is read on with the next pass, not at once
+                self._heads_refused.update(_place_of(*each) for each in full)
+                for what, sort in full:
+                    brought += await self._read_behind_refused(what, sort)
         return brought
 
     def _offer(self, rows: Sequence[Claimable], *, place: int | None = None, overdue: bool = False) -> int:
@@ -276,7 +283,7 @@ class Scanner:
     async def _look_at_leases(self) -> int:
         """Find the leases that run out, and tasks at work that have room, in all lanes: they stand behind no backlog."""
         brought = 0
-        for _, what in self._ranges(own=False):
+        for what in self._ranges(own=False):
             leases = await scan_leases(self._store, self._me, what, _PAGE_BESIDE)
             brought += self._offer(await self._fitting(leases), overdue=True)
             shared = await scan(self._store, self._me, what, _PAGE_BESIDE, "shared")
@@ -299,16 +306,17 @@ class Scanner:
         self._next_help = now + 0.8 * SCAN_EVERY_S
         limit = max(_PAGE_BESIDE, min(2 * free, self._page))
         found: list[Claimable] = []
-        full = False
-        for _, what in self._ranges(own=False):
+        full: list[tuple[ScanRange, Sort]] = []
+        for what in self._ranges(own=False):
             for sort in _FOR_ANYBODY:
                 page = await scan(self._store, self._me, what, limit, sort)
                 found += page.rows
-                full |= page.full
+                if page.full:
+                    full.append((what, sort))
         rows = [row for row in await self._fitting(found) if self._clock.monotonic(row.next_claim_time) <= now]
         # By lanes alone these are others', who lack what they need: no index tells what a task needs.
         brought = self._offer([row for row in rows if row.needs and self._place(row) == 0])
-        self._candidates.unread |= full and brought > 0
+        self._candidates.unread |= bool(full) and brought > 0
         heads: dict[int, Claimable] = {}
         for row in rows:
             heads.setdefault(lane_of(row.id), row)
@@ -323,27 +331,58 @@ class Scanner:
         for row in rows:
             if lane_of(row.id) in neglected and brought < max(free, 1):
                 brought += self._offer([row], place=0)
+        if free > 0 and not brought and not self._again_soon:
+            for what, sort in full:  # nothing of all that may be had: it stands in front of what may
+                brought += await self._read_behind_refused(what, sort, at_once=True)
         return brought
 
     def _place(self, row: Claimable) -> int:
         return self._partitions.place(row.id, row.queue, row.needs)
 
-    async def _read_behind_refused(self, place: tuple[int, Sort], what: ScanRange) -> int:
-        """A whole page that I may not have stands in front: read on behind it; to the end at first, then a page at each pass."""
-        self._candidates.unread = False  # the next page comes with the next pass, not at once
-        brought = 0
-        if place not in self._refused:
-            self._refused[place] = await open_scan(self._store, self._me, what, place[1])
+    async def _read_behind_refused(self, what: ScanRange, sort: Sort, *, at_once: bool = False) -> int:
+        """A whole page that I may not have stands in front: look for what I may have behind it. `at_once`: whoever comes first.
+
+        Once to the end, a moment at each pass. From then on by what has come due since, wherever it stands, which is little; and
+        through all the rest by a page at each pass, since what was refused may have changed.
+        """
+        place, now = _place_of(what, sort), self._clock.now()
+        brought, read_to = 0, self._read_to.get(place)
+        if read_to is not None:
+            due_since = await scan(self._store, self._me, replace(what, since=read_to - _OVERLAP), self._page, sort)
+            brought = self._offer(await self._fitting(due_since.rows), place=0 if at_once else None)
+            if due_since.full and not brought:
+                del self._read_to[place]  # so much that there is more than one page of it
+            else:
+                self._read_to[place] = now
+        end = time.monotonic() + _READ_BEHIND_S
         while not brought:
-            found: list[Any] = await self._refused[place].to_list(_PAGE_OF_REFUSED)
+            if place not in self._behind:
+                await self._forget_old_cursors()
+                self._behind[place] = now, await open_scan(self._store, self._me, what, sort)
+            opened, cursor = self._behind[place]
+            found: list[Any] = await cursor.to_list(_PAGE_OF_REFUSED)
             rows = await judged(self._store, self._me, found)
-            brought = self._offer(await self._fitting(rows))
+            brought = self._offer(await self._fitting(rows), place=0 if at_once else None)
             if len(found) < _PAGE_OF_REFUSED:
-                await self._refused.pop(place).close()
-                self._read_to_the_end.add(place)
-            if place in self._read_to_the_end:
+                del self._behind[place]
+                await cursor.close()
+                self._read_to.setdefault(place, opened)
+                break
+            if place in self._read_to or time.monotonic() >= end:
                 break
         return brought
+
+    async def _forget_old_cursors(self) -> None:
+        """Close what was opened first, when there are many: who works, and from which queues, has changed since then."""
+        while len(self._behind) >= _MOST_CURSORS:
+            _, cursor = self._behind.pop(next(iter(self._behind)))
+            await cursor.close()
+        while len(self._read_to) >= _MOST_CURSORS:
+            del self._read_to[next(iter(self._read_to))]
+
+
+def _place_of(what: ScanRange, sort: Sort) -> _Place:
+    return tuple(what.names), tuple(what.queues), None if what.lanes is None else tuple(what.lanes), sort
 
 
 def _parts_of(values: Sequence[str], size: int) -> Iterator[Sequence[str]]:

@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any
 
 from taskmesh.model.errors import InvalidOption
-from taskmesh.model.labels import WORKER, words
+from taskmesh.model.labels import HOST, WORKER, words
 from taskmesh.model.read_only import ReadOnly
 
 DEFAULT_STALL_LIMIT_MS = 60_000
@@ -136,6 +136,12 @@ class WorkerInfo(ReadOnly):
         """Whether it now claims some of the tasks that a worker with these names and queues (None: all) claims."""
         share_a_queue = queues is None or self.queues is None or not set(queues).isdisjoint(self.queues)
         return self.claims and share_a_queue and not set(names).isdisjoint(self.names)
+
+    def can_stand_in_for(self, other: WorkerInfo) -> bool:
+        """Whether it can run all tasks that the other can, but for those that name a worker or a host."""
+        takes_all = self.queues is None or (other.queues is not None and set(other.queues).issubset(self.queues))
+        labels = {name: value for name, value in other.labels.items() if name not in (HOST, WORKER)}
+        return takes_all and set(other.names).issubset(self.names) and self.claimant.has(words(labels))
 
     @property
     def claims(self) -> bool:

@@ -24,6 +24,7 @@ from taskmesh.store.prepared import prepared
 from taskmesh.store.publication import Publication, new_document
 from taskmesh.store.store import Store
 
+_ASKED_TOGETHER = 1_000
 _INSERTED: Document = {
     "status": "INIT",
     "queue": {"$exists": False},
@@ -79,7 +80,10 @@ async def inserted(store: Store, limit: int) -> list[str]:
 
 async def read(store: Store, ids: Sequence[str]) -> list[Inserted]:
     """Return those of these tasks that nobody has accepted yet."""
-    query = {"$and": [{"_id": {"$in": list(ids)}}, _INSERTED]}
+    found: list[Document] = []
+    for start in range(0, len(ids), _ASKED_TOGETHER):  # together they may be more than fit into one query
+        query = {"$and": [{"_id": {"$in": list(ids[start : start + _ASKED_TOGETHER])}}, _INSERTED]}
+        found += await store.find(query, {}, codec=CODEC)
     return [
         Inserted(
             task["_id"],
@@ -90,7 +94,7 @@ async def read(store: Store, ids: Sequence[str]) -> list[Inserted]:
             task.get("publish_time"),
             tuple(sorted(field for field in task if field in Task.OWN_FIELDS and field not in _MAY_BE_THERE)),
         )
-        for task in await store.find(query, {}, codec=CODEC)
+        for task in found
     ]
 
 

@@ -142,6 +142,8 @@ class ScanRange:
     lanes: Sequence[int] | None
     until: datetime
     """By the server's clock, as well as the worker knows it: what may be claimed, the claim decides."""
+    since: datetime | None = None
+    """Only what has come due after that."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -212,7 +214,7 @@ def _scan_query(worker: Claimant | str, what: ScanRange, sort: Sort) -> Document
         "pinned": sort == "named",
         "queue": {"$in": list(what.queues)},
         "name": {"$in": list(what.names)},
-        "next_claim_time": {"$type": "date", "$lte": what.until},
+        "next_claim_time": {"$type": "date", "$lte": what.until, **({"$gt": what.since} if what.since else {})},
     }
     if sort == "named":
         query["task_option.specific_worker_ids"] = _any_of(worker)

@@ -176,7 +176,9 @@ async def test_strangers_stay_as_they_are(mesh: TaskMesh, tasks: Tasks, caplog: 
         {"_id": "x", "status": "INIT"},
     ]
     async with working(mesh, "w1"):
-        await eventually(lambda: any(each.ready.is_set() for each in mesh.feed._subscriptions), what="the worker listens")
+        await eventually(
+            lambda: any(each.ready.is_set() for each in mesh.feed._subscriptions), what="the worker listens"
+        )
         await tasks.insert_many(strangers)
         await tasks.insert_one(inserted("job", "good"))
         await finished(mesh, "job", "good")

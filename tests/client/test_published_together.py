@@ -165,3 +165,35 @@ async def test_others_have_their_turn_while_many_are_published_and_come_behind_t
     tasks = mesh.store.driver.collection("tasks")
     [last] = await tasks.find({}, {"key": 1}).sort("publish_number", -1).limit(1).to_list(None)
     assert last["key"] == "later", "it was called for after them, and checked before most of them"
+
+
+async def test_a_set_that_the_server_gives_up_is_sent_again_however_long_all_ids_are_together(
+    mesh: TaskMesh, mongo_uri: str
+) -> None:
+    """One query by all of them would be larger than MongoDB takes."""
+
+    @mesh.task
+    async def job() -> None: ...
+
+    await job.publish("first")
+    params: dict[str, dict[str, Any]] = {f"{n:0200}": {} for n in range(82_000)}
+    async with failing_commands(mongo_uri, ["insert"], times=1, errorCode=50) as have_failed:
+        handles = await job.publish_many(params)
+        await have_failed()
+    assert len(handles) == 82_000
+    assert (await mesh.stats()).counts["job"]["INIT"] == 82_001
+
+
+async def test_thousands_that_took_longer_than_the_deadline_survive_their_first_error_all_the_same(
+    mesh: TaskMesh, mongo_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("taskmesh.client.publisher.PUBLISH_DEADLINE_S", 0.0)  # as if they had
+
+    @mesh.task
+    async def job() -> None: ...
+
+    await job.publish("first")
+    async with failing_commands(mongo_uri, ["insert"], times=2, closeConnection=True) as have_failed:
+        handles = await job.publish_many({f"k{n}": {} for n in range(3_000)})
+        await have_failed(2)
+    assert all(handle.created for handle in handles)

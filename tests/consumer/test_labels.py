@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import socket
+from itertools import count
 from typing import Any
 
 import pytest
 
 from taskmesh import InvalidOption, Status, TaskMesh, current_task
 from tests.cli.shell import Shell
+from tests.waiting import eventually
 from tests.working import working
 
 
@@ -32,7 +34,12 @@ async def test_only_a_worker_with_the_labels_runs_the_task(mesh: TaskMesh) -> No
         assert "gpu=1" in gate.reason
         async with working(mesh, "with", labels={"gpu": True, "more": [1]}):
             assert await handle.result(60) == "with"
-            assert not (await train.publish("another")).warnings
+            keys = (f"another {n}" for n in count())
+
+            async def is_published_without_warnings() -> bool:
+                return not (await train.publish(next(keys))).warnings
+
+            await eventually(is_published_without_warnings, what="who publishes knows the worker")
             assert await (await train.configure(needs={"more": [1]}).publish("other")).result(60) == "with"
     assert (await mesh.get("train", "k")).needs == {"gpu": True, "host": socket.gethostname()}
     assert {worker.worker_id: worker.labels.get("gpu") for worker in await mesh.workers()} == {

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 from pymongo import MongoClient
 
-from taskmesh import TaskMesh
+from taskmesh import TaskDefinition, TaskMesh, TaskOption, current_task
+from tests.faults import another_mesh
 from tests.waiting import eventually
 from tests.working import finished, parts_of, working
 
@@ -34,7 +36,7 @@ def _head(template: dict[str, Any], kind: str, number: int) -> dict[str, Any]:
             fail = {"state": "FAIL", "fail_time": datetime.now(UTC), "fail_reason": "", "retry_jitter": 0.0}
             state["worker_states"] = [entry | fail]
             document["event"] = "failed\x1f0\x1fme"
-        case "done by me":
+        case "done by me" | "done by me, named":
             option["concurrent_worker_cnt"] = 2
             success = {"state": "SUCCESS", "success_time": datetime.now(UTC), "returns": None}
             state["worker_states"] = [entry | success]
@@ -93,6 +95,75 @@ async def test_t15_a_free_task_that_stood_there_before_is_found_without_any_even
         await finished(mesh, "job", "free")
 
 
+async def test_tasks_that_name_a_worker_are_found_behind_those_that_it_has_done(
+    mesh: TaskMesh, mongo_uri: str, database: str
+) -> None:
+    """As with broadcasts: each waits for another worker that it names, too."""
+
+    @mesh.task(option=TaskOption(specific_worker_ids=("me", "absent"), concurrent_worker_cnt=2))
+    async def job() -> None:
+        """Do nothing."""
+
+    await job.publish("template")
+    await asyncio.to_thread(_fill, mongo_uri, database, 3_000, ["done by me, named"])
+    await job.configure(priority=-5).publish_many({f"k{n}": {} for n in range(20)})
+    async with working(mesh, "me", concurrency=10, listen=False) as consumer:
+        await eventually(lambda: consumer.finished == 20)
+        await eventually(lambda: not parts_of(consumer).candidates.unread, what="it has looked at all")
+
+
+async def test_a_worker_with_room_takes_from_busy_ones_what_stands_behind_tasks_that_nobody_may_have(
+    mesh: TaskMesh, mongo_uri: str
+) -> None:
+    go_on = asyncio.Event()
+    done: set[str] = set()
+
+    def define(one: TaskMesh) -> TaskDefinition[[], None]:
+        @one.task
+        async def job() -> None:
+            if current_task().key.startswith("long"):
+                await go_on.wait()
+            done.add(current_task().key)
+
+        return job
+
+    job = define(mesh)
+    await job.configure(needs={"gpu": True}).publish_many({f"front{n}": {} for n in range(300)})
+    for busy in ("b", "c"):
+        await job.configure(specific_worker_ids=(busy,)).publish(f"long {busy}")
+    async with AsyncExitStack() as fleet:
+        consumers = []
+        for worker_id in ("a", "b", "c"):
+            of_worker = await fleet.enter_async_context(another_mesh(mongo_uri, mesh.connection.database, worker_id))
+            define(of_worker)
+            size = 50 if worker_id == "a" else 1
+            consumers.append(await fleet.enter_async_context(working(of_worker, worker_id, concurrency=size)))
+        await eventually(lambda: all(len(parts_of(each).registration.fleet) == 3 for each in consumers))
+        await eventually(lambda: all(each.running for each in consumers[1:]), what="two are busy")
+        await job.publish_many({f"k{n}": {} for n in range(60)})
+        await eventually(lambda: len(done) == 60, what="the third does all, also what is in their lanes")
+        go_on.set()
+
+
+async def test_what_comes_due_behind_tasks_that_nobody_may_have_is_found(mesh: TaskMesh) -> None:
+    """It is told of by no event: who listens is told of what is due soon."""
+
+    @mesh.task
+    async def job() -> None:
+        """Do nothing."""
+
+    await job.configure(needs={"gpu": True}, priority=5).publish_many({f"front{n}": {} for n in range(3_000)})
+    delayed = await job.configure(delay_ms=7_500).publish("delayed")
+    due = (await delayed.task()).next_claim_time
+    assert due is not None
+    async with working(mesh, "me") as consumer:
+        await eventually(lambda: mesh.clock.now() > due)
+        scanner = parts_of(consumer).scanner
+        before = scanner.scans
+        await delayed.result(60)
+        assert scanner.scans - before <= 6, "not one page at each pass, which takes thirteen"
+
+
 @pytest.mark.parametrize("count", [3_000, pytest.param(50_000, marks=pytest.mark.slow)])
 async def test_t15_what_on_claim_refuses_does_not_starve_what_it_allows_nor_is_it_tried_again_and_again(
     mesh: TaskMesh, mongo_uri: str, database: str, count: int
@@ -129,8 +200,16 @@ async def test_t15_scanning_an_unclaimable_head_again_and_again_is_cheap(
     with MongoClient[dict[str, Any]](mongo_uri) as client:
         profiles = client[database]["system.profile"]
         async with working(mesh, "me", concurrency=10) as consumer:
-            await eventually(lambda: parts_of(consumer).scanner.scans >= 3, what="the whole head was read once")
-            scans = parts_of(consumer).scanner.scans
+            scanner = parts_of(consumer).scanner
+
+            def whole_head_was_read() -> bool:
+                return bool(scanner._heads_refused) and scanner._heads_refused <= scanner._read_to.keys()
+
+            await eventually(whole_head_was_read, 200)
+            scans = scanner.scans
+            await eventually(lambda: scanner.scans >= scans + 4, what="it has not come due of late")
+            await eventually(whole_head_was_read, 200)  # once more, if it had
+            scans = scanner.scans
             client[database].command("profile", 2)
             await eventually(lambda: parts_of(consumer).scanner.scans >= scans + 5, what="five more scans")
             client[database].command("profile", 0)

@@ -209,3 +209,31 @@ def test_how_many_listen_hangs_on_how_many_there_are_and_on_how_much_is_written(
     fleet = _fleet(size, finished_per_s)
     affordable = listening.affordable_to(fleet, {worker.worker_id for worker in fleet})
     assert (2 * affordable >= size) is all_listen  # twice: who listens already goes on so long
+
+
+@pytest.mark.usefixtures("only_one_listens")
+@pytest.mark.parametrize("special", ["names", "queues", "labels"])
+async def test_who_alone_can_run_some_tasks_leaves_the_listening_to_nobody(mesh: TaskMesh, special: str) -> None:
+    others: dict[str, dict[str, Any]] = {"names": {"names": ["easy"]}, "queues": {"queues": ["default"]}, "labels": {}}
+    labels: dict[str, Any] = {"labels": {"gpu": True}} if special == "labels" else {}
+
+    @mesh.task
+    async def easy() -> None: ...
+
+    @mesh.task
+    async def hard() -> None: ...
+
+    async with AsyncExitStack() as fleet:
+        for worker_id in ("w1", "w2", "w3"):
+            await fleet.enter_async_context(working(mesh, worker_id, **others[special]))
+        await _one_listens(mesh, ["w1", "w2", "w3"])
+        consumer = await fleet.enter_async_context(working(mesh, "special", **labels))
+        await eventually(lambda: len(parts_of(consumer).registration.fleet) == 4, what="it knows the others")
+        seen = {worker.worker_id: worker.last_seen for worker in await mesh.workers()}
+
+        async def all_have_decided_anew() -> bool:
+            return all(worker.last_seen > seen[worker.worker_id] for worker in await mesh.workers())
+
+        await eventually(all_have_decided_anew)
+        assert set(await _listening(mesh)) > {"special"}
+        assert parts_of(consumer).listening.wanted
