@@ -214,10 +214,23 @@ def _child(order: Mapping[str, Any]) -> Callable[[], None]:
     if encoding := os.environ.get("PYTHONIOENCODING"):  # what Python does with it when it starts
         for stream in (sys.stdin, sys.stdout, sys.stderr):
             cast(io.TextIOWrapper, stream).reconfigure(encoding=encoding)
+    if "web" in order["words"][:1]:
+        _give_pages_time()
     module, _, function = PROGRAMS[order["program"]].partition(":")
     sys.argv = [order["program"], *order["words"]]
     main: Callable[[], None] = getattr(importlib.import_module(module), function)
     return main
+
+
+def _give_pages_time() -> None:
+    """Let a dashboard count however busy the machine is: after 0.1 s it would say that many tasks match."""
+    for module, budget in (
+        ("taskmesh.web.pages", "_COUNT_WITHIN_MS"),
+        ("taskmesh.web.pages", "_FITS_WITHIN_MS"),
+        ("taskmesh.admin.listing", "_NEWEST_WITHIN_MS"),
+    ):
+        assert hasattr(importlib.import_module(module), budget)
+        setattr(importlib.import_module(module), budget, 30_000)
 
 
 def _run(main: Callable[[], None]) -> None:
