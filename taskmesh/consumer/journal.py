@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import inspect
+import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
@@ -74,12 +75,16 @@ from taskmesh.store.renew import end_lease
 from taskmesh.store.server_errors import is_over_deadline, is_passing, patiently
 from taskmesh.store.values import cleaned, encoded
 
+logger = logging.getLogger("taskmesh.journal")
+
 T = TypeVar("T")
 MAX_VALUE_BYTES = 1_000_000
 MAX_RECORDS_BYTES = 8_000_000
 _SIZE_OF_THE_REST = 300
 """About what a record has beside its value, in bytes."""
 _LONGEST_SHOWN = 100
+_ENDS_WITHIN_S = 30.0
+"""How long a handler that has failed waits for its other steps, before they are cancelled."""
 _IN_PLACE_S = 1.0
 """What takes no longer is waited for in place."""
 _PAUSE_S = 0.05
@@ -158,6 +163,7 @@ class Journal:
         transactional: bool,
     ) -> Any:
         returns = returns_of(entry.name, fn)
+        entry.task = asyncio.current_task()
         try:
             record = await self.look_up(entry)
             if record is None and transactional:
@@ -579,12 +585,24 @@ class Journal:
     async def end_steps(self) -> None:
         """Let no step begin any more, and wait until those under way are recorded: their functions are at work.
 
-        For a handler that has failed beside them: else the next execution would call them while they still run.
+        For a handler that has failed beside them: else the next execution would call them while they still run. What takes
+        long is cancelled, as far as it can be.
         """
         self._ends = True
-        while self._under_way:
-            self._changed.clear()
-            await self._changed.wait()
+        cancelling = self._journals.loop.call_later(_ENDS_WITHIN_S, self._cancel_steps)
+        try:
+            while self._under_way:
+                self._changed.clear()
+                await self._changed.wait()
+        finally:
+            cancelling.cancel()
+
+    def _cancel_steps(self) -> None:
+        text = "%s has failed, and its step %r goes on for more than %g s beside that: cancelling it"
+        for entry in self._under_way:
+            logger.warning(text, self._label, entry.name, _ENDS_WITHIN_S)
+            if entry.task is not None:
+                entry.task.cancel()
 
     # --- suspension ---
 

@@ -42,6 +42,8 @@ class Entry:
     fingerprint: str | None
     refused: Exception | None = None
     """Why it cannot be made, raised when it is awaited."""
+    task: asyncio.Task[Any] | None = None
+    """What awaits it, of a step in the event loop."""
 
 
 # --- who keeps records ---

@@ -350,10 +350,10 @@ class Scanner:
         if read_to is not None:
             due_since = await scan(self._store, self._me, replace(what, since=read_to - _OVERLAP), self._page, sort)
             brought = self._offer(await self._fitting(due_since.rows), place=0 if at_once else None)
-            if due_since.full and not brought:
-                del self._read_to[place]  # so much that there is more than one page of it
-            else:
+            if not due_since.full:
                 self._read_to[place] = now
+            elif not brought:
+                del self._read_to[place]  # there is more of it than one page, and nothing in that: once more to the end
         end = time.monotonic() + _READ_BEHIND_S
         while not brought:
             if place not in self._behind:

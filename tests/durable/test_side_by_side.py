@@ -138,6 +138,34 @@ async def test_a_step_beside_one_that_fails_is_recorded_before_the_task_is_tried
     assert calls == ["begins", "ends"]
 
 
+async def test_a_step_that_never_ends_beside_one_that_fails_is_cancelled(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("taskmesh.consumer.journal._ENDS_WITHIN_S", 0.3)
+    cancelled: list[str] = []
+
+    async def wait_for_ever() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.append("yes")
+
+    async def fail() -> None:
+        raise ValueError("no room")
+
+    @mesh.task(option=NOT_AGAIN)
+    async def order() -> None:
+        task = current_task()
+        await asyncio.gather(task.step("ever", wait_for_ever), task.step("fail", fail))
+
+    await order.publish("1")
+    async with working(mesh):
+        task = await finished(mesh, "order", "1")
+    assert "no room" in task.fail_reasons[0]
+    assert cancelled == ["yes"]
+    assert "its step 'ever' goes on for more than" in caplog.text
+
+
 async def test_what_a_thread_has_done_all_the_same_is_recorded_though_its_worker_stops(mesh: TaskMesh) -> None:
     calls: list[str] = []
     go_on = threading.Event()
