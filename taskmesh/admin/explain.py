@@ -220,7 +220,10 @@ def _words(found: Judgement, number: int, worker_id: str, worker: WorkerInfo | N
         "retries left": f"{found.fail_cnt} FAIL, max_unexpected_retries {option.get('max_unexpected_retries')}",
         "timeouts left": f"{found.timeout_cnt} lost in a row, max_timeouts {option.get('max_timeouts')}",
         "retry delay": f"{found.fail_cnt} FAIL, {delay}",
-        "delay asked for": f"asked for by {by} until {resume_time}" if resume_time else "none asked for",
+        "delay asked for": f"asked for by {by} until {resume_time}, or put off because a worker's code or keys do not fit the task "
+        "(its log says which)"
+        if resume_time
+        else "none asked for",
         "suspended": _suspended(task.get("suspended_for"), found),
         "worker allowed": f"specific_worker_ids {', '.join(option.get('specific_worker_ids', [])) or 'any'}",
         "labels": _needs(task.get("needs"), worker),

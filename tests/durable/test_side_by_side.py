@@ -351,6 +351,12 @@ async def test_a_mismatch_in_a_group_is_not_charged(mesh: TaskMesh, caplog: pyte
         prices.append(2)
         await mesh.signal("order", "order", "go on")
         await eventually(lambda: "is put off for" in caplog.text)
+
+        async def is_said() -> bool:
+            [explained] = await mesh.explain("order", "order")
+            return any("code or keys do not fit" in gate.reason for gate in explained.gates)
+
+        await eventually(is_said)
         task = await mesh.get("order", "order")
     assert (task.status, task.fail_reasons) == (Status.INIT, [])
 
