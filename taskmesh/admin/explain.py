@@ -220,8 +220,8 @@ def _words(found: Judgement, number: int, worker_id: str, worker: WorkerInfo | N
         "retries left": f"{found.fail_cnt} FAIL, max_unexpected_retries {option.get('max_unexpected_retries')}",
         "timeouts left": f"{found.timeout_cnt} lost in a row, max_timeouts {option.get('max_timeouts')}",
         "retry delay": f"{found.fail_cnt} FAIL, {delay}",
-        "delay asked for": f"asked for by {by} until {resume_time}, or put off because a worker's code or keys do not fit the task "
-        "(its log says which)"
+        "delay asked for": f"asked for by {by} until {resume_time}, or put off because a worker's code or keys do not fit the "
+        "task (its log says which)"
         if resume_time
         else "none asked for",
         "suspended": _suspended(task.get("suspended_for"), found),
