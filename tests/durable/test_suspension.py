@@ -27,6 +27,7 @@ from taskmesh import (
     current_blocking_task,
     current_task,
 )
+from taskmesh.consumer import unserved
 from taskmesh.consumer.worker import Consumer
 from tests.waiting import eventually
 from tests.working import parts_of, working
@@ -552,8 +553,13 @@ async def test_a_task_that_failed_says_why_though_it_had_waited(mesh: TaskMesh) 
             await handle.result(60)
 
 
-async def test_nothing_that_a_worker_does_looks_at_tasks_that_are_put_aside(mesh: TaskMesh) -> None:
+async def test_nothing_that_a_worker_does_looks_at_tasks_that_are_put_aside(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So that they cost the others nothing, however many they are."""
+    monkeypatch.setattr(
+        unserved, "_FIRST_LOOK_S", 600.0
+    )  # who warns of names that nobody runs looks at all, once a minute
 
     @mesh.task
     async def sleeper() -> None:
