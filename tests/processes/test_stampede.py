@@ -23,7 +23,7 @@ async def test_t14_few_claims_are_lost_however_many_processes_share_a_backlog(
     workers = fleet.start_many(processes, concurrency=100)
     await eventually(lambda: _know_each_other(documents), what="every worker knows of all others")
     await mesh.pause("default")
-    count = 2_500
+    count = 5_000
     await work.publish_many({f"k{number}": {} for number in range(count)})
     await mesh.resume("default")
     await eventually(lambda: documents.count_documents({"status": "SUCCESS"}) == count, 60.0)
@@ -35,7 +35,7 @@ async def test_t14_few_claims_are_lost_however_many_processes_share_a_backlog(
     assert won == count, "with long leases, whatever is won is run"
     share = (tried - won) / tried
     # A server that stands still for a moment costs a set or two of each worker; without lanes, half of all are lost.
-    assert share < 0.20
+    assert share < 0.10
 
 
 def _know_each_other(documents: Collection[dict[str, Any]]) -> bool:
