@@ -18,6 +18,7 @@ from taskmesh.consumer.claim_queue import Candidate, ClaimQueue
 from taskmesh.consumer.executions import Executions
 from taskmesh.consumer.limits import Limits
 from taskmesh.consumer.partitions import Partitions
+from taskmesh.consumer.queues import ASKERS_LOOK_AHEAD_MS
 from taskmesh.consumer.timing import until
 from taskmesh.model.worker import Claimant
 from taskmesh.store import Store
@@ -34,7 +35,7 @@ _TOGETHER_S = 0.02
 _LIMIT = 10_000
 _PAGE = 200
 """So many are looked at together, though there is room for fewer: most are gone by then."""
-_FAR_S = 6.0
+_FAR_S = 1.25 * ASKERS_LOOK_AHEAD_MS / 1000
 """What comes due later than this is no candidate yet; scans look less far ahead."""
 
 

@@ -57,12 +57,11 @@ class Listening:
         """Decide anew, now that this is the fleet, and these of it do some of this worker's work; True if that is new."""
         if not self.may:
             return False
-        # To those alone that can run all that this worker can, the listening can be left: others would not hear of the rest.
         me = next((worker for worker in fleet if worker.worker_id == self._worker_id), None)
-        peers = {
-            each.worker_id for each in fleet if each.worker_id in peers and (me is None or each.can_stand_in_for(me))
-        }
-        affordable, rank = affordable_to(fleet, peers), self._rank(fleet, peers)
+        if me is not None:
+            # To those alone that can run all that this worker can, the listening can be left: others would not hear of the rest.
+            peers = {each.worker_id for each in fleet if each.worker_id in peers and each.can_stand_in_for(me)}
+        affordable, rank = affordable_to(fleet, peers), 0 if me is None else _rank(me, fleet, peers)
         now = time.monotonic()
         # Nobody opens and closes with each change of the load: whoever listens goes on until there are twice as many as should,
         # and whoever asks, asks for a while, unless too few are left that listen.
@@ -77,13 +76,11 @@ class Listening:
             return True
         return False
 
-    def _rank(self, fleet: Sequence[WorkerInfo], peers: Collection[str]) -> int:
-        """How many of those that do the same work come before this one: that listen and, of these, were there first."""
-        others = [w for w in fleet if w.worker_id in peers and w.may_listen and w.worker_id != self._worker_id]
-        me = next((w for w in fleet if w.worker_id == self._worker_id), None)
-        if me is None:
-            return 0
-        return sum(_order(other) < _order(me) for other in others)
+
+def _rank(me: WorkerInfo, fleet: Sequence[WorkerInfo], peers: Collection[str]) -> int:
+    """How many of those that do the same work come before this worker: that listen and, of these, were there first."""
+    others = [w for w in fleet if w.worker_id in peers and w.may_listen and w.worker_id != me.worker_id]
+    return sum(_order(other) < _order(me) for other in others)
 
 
 def _order(worker: WorkerInfo) -> tuple[bool, float, str]:

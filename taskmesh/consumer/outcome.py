@@ -21,7 +21,7 @@ from taskmesh.consumer.execution import Execution
 from taskmesh.consumer.logs import fields_of
 from taskmesh.consumer.stop_reasons import Stop
 from taskmesh.consumer.timing import varied
-from taskmesh.model.error_policy import ALWAYS_FINAL, Raised, raised
+from taskmesh.model.error_policy import ALWAYS_FINAL, Raised, leaves, raised
 from taskmesh.model.errors import (
     CannotDecrypt,
     InvalidOption,
@@ -124,19 +124,12 @@ def _deciding(error: BaseException | None) -> BaseException | None:
     """
     if not isinstance(error, BaseExceptionGroup):
         return error
-    leaves = _leaves(error)
+    inner = leaves(error)
     for kinds in ((LeaseLost,), _DOES_NOT_FIT, ALWAYS_FINAL):
-        if (found := next((leaf for leaf in leaves if isinstance(leaf, kinds)), None)) is not None:
+        if (found := next((each for each in inner if isinstance(each, kinds)), None)) is not None:
             return found
-    alone = len(leaves) == 1 and isinstance(leaves[0], (Retry, Snooze, Next, TransactionConflict))
-    return leaves[0] if alone else error
-
-
-def _leaves(error: BaseException) -> list[BaseException]:
-    """Return the errors in a group, and in the groups in that; what is no group, by itself."""
-    if not isinstance(error, BaseExceptionGroup):
-        return [error]
-    return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
+    alone = len(inner) == 1 and isinstance(inner[0], (Retry, Snooze, Next, TransactionConflict))
+    return inner[0] if alone else error
 
 
 def _put_off(execution: Execution, error: Snooze | StepMismatch | CannotDecrypt | PayloadMissing | Next) -> Ending:
@@ -343,8 +336,8 @@ def reason_of(error: BaseException) -> Reason:
     """Return type, message and the last frames of an error. Only file, line and code of a frame are kept."""
     if isinstance(error.__cause__, ReasonElsewhere):
         return error.__cause__.reason
-    leaves = _leaves(error)
-    frames = traceback.extract_tb(leaves[0].__traceback__)  # of a group, where the first of its errors was raised
+    inner = leaves(error)
+    frames = traceback.extract_tb(inner[0].__traceback__)  # of a group, where the first of its errors was raised
     # What called the handler is the same for every failure, and says nothing about this one.
     ours = [i for i, frame in enumerate(frames) if _path(frame).endswith(_CALLERS)]
     own = frames[ours[-1] + 1 if ours else 0 :]
@@ -353,7 +346,7 @@ def reason_of(error: BaseException) -> Reason:
     else:
         text = _summary(error)
         if isinstance(error, BaseExceptionGroup):
-            text += ": " + "; ".join(map(_summary, leaves[:_LEAVES_NAMED]))
+            text += ": " + "; ".join(map(_summary, inner[:_LEAVES_NAMED]))
         text = text[: MAX_REASON_CHARS // 2]
         if own:
             text += "\n" + "".join(traceback.format_list(own[-_FRAMES_KEPT:])).rstrip()

@@ -54,17 +54,13 @@ class Partitions:
         if known == self._known:
             return False
         self._known, self._others = known, others
-        self._alike = all(self._is_like_me(worker) for worker in others)
+        self._alike = all(worker.runs_all(self._names, self._queues) for worker in others)
         self._able.clear()
         self._among.clear()
         self._hearing.clear()
         self._everybody = frozenset([self._worker_id, *known])
         self._listeners = frozenset([self._worker_id, *(worker.worker_id for worker in others if worker.listens)])
         return True
-
-    def _is_like_me(self, other: WorkerInfo) -> bool:
-        takes_all = other.queues is None or (self._queues is not None and self._queues.issubset(other.queues))
-        return takes_all and self._names.issubset(other.names)
 
     @property
     def alone(self) -> bool:

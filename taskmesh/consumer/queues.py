@@ -16,6 +16,9 @@ from taskmesh.store.find import queues_due, queues_in_use
 
 LOOK_AHEAD_MS = 1_500
 """How far scans look ahead. More than their interval, so that whatever comes due in between is known in time."""
+ASK_AT_LEAST_EVERY_S = 4.0
+"""A worker that does not listen scans at least so often, and looks as far ahead as that needs."""
+ASKERS_LOOK_AHEAD_MS = int(1_200 * ASK_AT_LEAST_EVERY_S)
 _PROBE_EVERY_S = 0.8
 """How often all queues are asked for together while there is a backlog."""
 _QUEUES_EVERY_S = 5.0

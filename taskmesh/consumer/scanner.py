@@ -26,7 +26,7 @@ from taskmesh.consumer.limits import Limits
 from taskmesh.consumer.listener import Listener
 from taskmesh.consumer.listening import Listening
 from taskmesh.consumer.partitions import Partitions
-from taskmesh.consumer.queues import LOOK_AHEAD_MS, Queues
+from taskmesh.consumer.queues import ASK_AT_LEAST_EVERY_S, ASKERS_LOOK_AHEAD_MS, LOOK_AHEAD_MS, Queues
 from taskmesh.consumer.settings import Settings
 from taskmesh.consumer.timing import until, varied
 from taskmesh.consumer.write_times import WriteTimes
@@ -52,7 +52,6 @@ SCAN_EVERY_S = 1.0
 _ASK_AGAIN_S = 0.1
 """How soon a worker that does not listen looks again when it has found something; each time that it finds nothing, twice as
 late as before."""
-_ASK_AT_LEAST_EVERY_S = 4.0
 _SETTLE_EVERY_S = 2.0
 _MOST_SETTLE_DEADLINE_MS = 3_000
 _PAYLOADS_EVERY_S = 60.0
@@ -155,7 +154,7 @@ class Scanner:
             return SCAN_EVERY_S
         if brought:
             return _ASK_AGAIN_S
-        return min(2 * self._pause_s, self._partitions.in_turn(SCAN_EVERY_S), _ASK_AT_LEAST_EVERY_S)
+        return min(2 * self._pause_s, self._partitions.in_turn(SCAN_EVERY_S), ASK_AT_LEAST_EVERY_S)
 
     async def run_once(self) -> int:
         """Make one pass; return how many new candidates it brought."""
@@ -223,8 +222,8 @@ class Scanner:
     @property
     def _horizon(self) -> datetime:
         """How far scans look, by the server's clock: beyond the next."""
-        ahead_s = LOOK_AHEAD_MS / 1000 if self._listening.wanted else 1.2 * _ASK_AT_LEAST_EVERY_S
-        return self._clock.now() + timedelta(seconds=ahead_s)
+        ahead_ms = LOOK_AHEAD_MS if self._listening.wanted else ASKERS_LOOK_AHEAD_MS
+        return self._clock.now() + timedelta(milliseconds=ahead_ms)
 
     async def _want_hints(self, wanted: bool) -> None:
         """Under a backlog the stream is not asked for new work; when it is worked off, a scan closes the gap."""

@@ -49,9 +49,14 @@ class Raised:
 
 def raised(error: BaseException) -> list[Raised]:
     """Return an error as a policy sees it: of a group of exceptions, those that are in it."""
-    if isinstance(error, BaseExceptionGroup) and error.exceptions:
-        return [each for inner in error.exceptions for each in raised(inner)]
-    return [Raised(tuple(map(_full_name, type(error).__mro__)), error)]
+    return [Raised(tuple(map(_full_name, type(leaf).__mro__)), leaf) for leaf in leaves(error)]
+
+
+def leaves(error: BaseException) -> list[BaseException]:
+    """Return the errors in a group, and in the groups in that; what is no group, by itself."""
+    if not isinstance(error, BaseExceptionGroup):
+        return [error]
+    return [leaf for inner in error.exceptions for leaf in leaves(inner)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,11 +137,15 @@ class WorkerInfo(ReadOnly):
         share_a_queue = queues is None or self.queues is None or not set(queues).isdisjoint(self.queues)
         return self.claims and share_a_queue and not set(names).isdisjoint(self.names)
 
+    def runs_all(self, names: Collection[str], queues: Collection[str] | None) -> bool:
+        """Whether it has the handlers of all these tasks and takes from all these queues (None: all), whatever tasks need."""
+        takes_all = self.queues is None or (queues is not None and set(queues).issubset(self.queues))
+        return takes_all and set(names).issubset(self.names)
+
     def can_stand_in_for(self, other: WorkerInfo) -> bool:
         """Whether it can run all tasks that the other can, but for those that name a worker or a host."""
-        takes_all = self.queues is None or (other.queues is not None and set(other.queues).issubset(self.queues))
         labels = {name: value for name, value in other.labels.items() if name not in (HOST, WORKER)}
-        return takes_all and set(other.names).issubset(self.names) and self.claimant.has(words(labels))
+        return self.runs_all(other.names, other.queues) and self.claimant.has(words(labels))
 
     @property
     def claims(self) -> bool:
