@@ -6,16 +6,19 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 
 from taskmesh import Consumer, TaskDefinition, TaskMesh, TaskOption, WorkerInfo, current_task
 from taskmesh.consumer import listening
+from taskmesh.consumer.partitions import Partitions
+from taskmesh.consumer.queues import ASK_AT_LEAST_EVERY_S
 from taskmesh.store.publication import LANES
+from tests.consumer.sampling import starts_of
 from tests.faults import another_mesh
-from tests.waiting import eventually
+from tests.waiting import eventually, slowness_of_the_machine
 from tests.working import all_working, parts_of, working
 
 WORKERS = ["w1", "w2", "w3", "w4"]
@@ -237,3 +240,30 @@ async def test_who_alone_can_run_some_tasks_leaves_the_listening_to_nobody(mesh:
         await eventually(all_have_decided_anew)
         assert set(await _listening(mesh)) > {"special"}
         assert parts_of(consumer).listening.wanted
+
+
+async def test_who_asks_seldom_looks_as_far_ahead_as_the_next_look_is(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one of very many would."""
+    monkeypatch.setattr(Partitions, "in_turn", lambda _self, every_s: 10 * every_s)
+
+    @mesh.task
+    async def job() -> None: ...
+
+    async with working(mesh, "w", listen=False) as consumer, slowness_of_the_machine(mesh) as slowness:
+        scanner = parts_of(consumer).scanner
+
+        async def seconds_to_the_next_look() -> float:
+            scans, began = scanner.scans, time.monotonic()
+            await eventually(lambda: scanner.scans > scans, what="another look")
+            return time.monotonic() - began
+
+        while await seconds_to_the_next_look() < 0.9 * ASK_AT_LEAST_EVERY_S:
+            """It found something a moment ago."""
+        # The next look comes 2 s or more before it is due, and the one after that when it is late already.
+        due = mesh.clock.now() + timedelta(seconds=1.65 * ASK_AT_LEAST_EVERY_S)
+        handle = await job.configure(start_time=due).publish("k")
+        await handle.result(60)
+    ((started, _),) = await starts_of(mesh, "job")
+    assert timedelta(0) <= started - due < timedelta(seconds=0.3) + slowness.allows
