@@ -164,6 +164,26 @@ async def test_what_comes_due_behind_tasks_that_nobody_may_have_is_found(mesh: T
         assert scanner.scans - before <= 6, "not one page at each pass, which takes thirteen"
 
 
+async def test_what_comes_together_with_thousands_that_nobody_may_have_is_found(mesh: TaskMesh) -> None:
+    """By scans alone: more of it is due since the last pass than one look shows."""
+
+    @mesh.task
+    async def job() -> None:
+        """Do nothing."""
+
+    nobodys = job.configure(needs={"gpu": True}, priority=5)
+    await nobodys.publish_many({f"front{n}": {} for n in range(3_000)})
+    async with working(mesh, "me", listen=False) as consumer:
+        await (await job.publish("first")).result(60)
+        scanner = parts_of(consumer).scanner
+        before = scanner.scans
+        await eventually(lambda: scanner.scans >= before + 3, what="it has read to the end")
+        await nobodys.publish_many({f"another{n}": {} for n in range(3_000)})
+        before = scanner.scans
+        await (await job.publish("second")).result(60)
+        assert scanner.scans - before <= 6, "not one page at each pass, which takes nine or more"
+
+
 @pytest.mark.parametrize("count", [3_000, pytest.param(50_000, marks=pytest.mark.slow)])
 async def test_t15_what_on_claim_refuses_does_not_starve_what_it_allows_nor_is_it_tried_again_and_again(
     mesh: TaskMesh, mongo_uri: str, database: str, count: int
