@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from taskmesh.cli import audit, bulk, explain, fleet, flows, migration, publishing, queues, serving, tasks
+from taskmesh.cli import audit, bulk, call, explain, fleet, flows, migration, publishing, queues, serving, tasks
 from taskmesh.cli.connected import COMMAND_LINE_URI, Collection, Database, Uri, connected
 from taskmesh.cli.demo import demo
 from taskmesh.cli.worker.command import worker
@@ -66,7 +66,7 @@ _COMMANDS: dict[str, list[Callable[..., Any]]] = {
     ],
     "Fleet": [
         *(fleet.workers, fleet.stop_worker, fleet.pause_worker, fleet.resume_worker, fleet.set_concurrency),
-        *(fleet.stats, fleet.health, fleet.top, explain.doctor, audit.audit),
+        *(fleet.stats, fleet.health, fleet.top, explain.doctor, audit.audit, call.call),
     ],
 }
 """By the panel of `--help`. A coroutine function takes a connected mesh; another connects by itself."""

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 from urllib.parse import quote, unquote
 
-from pydantic import BaseModel, ValidationError
 from pymongo.errors import PyMongoError
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -23,7 +22,7 @@ from taskmesh.mesh import TaskMesh
 from taskmesh.model import errors
 from taskmesh.model.jsonable import to_json
 from taskmesh.web.connection import mesh_of
-from taskmesh.web.operations import OPERATIONS, Operation
+from taskmesh.web.operations import OPERATIONS, BadRequest, Operation, validated
 from taskmesh.web.requests import WhichEvents
 
 logger = logging.getLogger("taskmesh.web")
@@ -51,14 +50,6 @@ _TOLD = (
 )
 _LONGEST_TOLD = 1_000
 _LONGEST_SIGNATURE = 200
-
-
-class BadRequest(Exception):
-    """A request that cannot be read."""
-
-    def __init__(self, message: str, status: int = 422) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 class _SentRoute(Route):
@@ -166,18 +157,6 @@ def _query_of(request: Request) -> dict[str, str]:
     return query
 
 
-def validated(model: type[BaseModel], given: Any, *, strict: bool = False) -> Any:
-    """Read a model, or raise `BadRequest` with what does not fit. `strict`: a number is a number, and no text or boolean."""
-    try:
-        return model.model_validate(given, strict=strict)
-    except ValidationError as error:
-        problems = []
-        for found in error.errors(include_url=False, include_input=False):
-            where = ".".join(str(part) for part in found["loc"]) or "the request"
-            problems.append(f"{where}: {found['msg']}")
-        raise BadRequest("; ".join(problems)) from None
-
-
 async def _body_of(request: Request) -> Any:
     raw = await read_body(request)
     if not raw:
@@ -240,16 +219,3 @@ async def _event_lines(reader: Any) -> AsyncIterator[str]:
         if pending is not None:
             pending.cancel()
         reader.close()
-
-
-async def perform(mesh: TaskMesh, operation: Operation, given: dict[str, Any]) -> Any:
-    """Do an operation with values that came in one bag, as from a form."""
-    query = {name: value for name, value in given.items() if name in operation.query.model_fields}
-    body = {name: value for name, value in given.items() if name not in operation.query.model_fields}
-    if operation.body is None and body:
-        raise BadRequest(f"unknown fields: {', '.join(sorted(body))}")
-    return await operation.perform(
-        mesh,
-        validated(operation.query, query),
-        None if operation.body is None else validated(operation.body, body),
-    )

@@ -14,7 +14,7 @@ from taskmesh.admin.bulk import BulkResult, UndoResult
 from taskmesh.model.errors import TaskMeshError
 from taskmesh.web import api
 from taskmesh.web.connection import mesh_of
-from taskmesh.web.operations import OPERATIONS
+from taskmesh.web.operations import OPERATIONS, BadRequest
 from taskmesh.web.param_fields import params_from
 from taskmesh.web.rendering import cookie_path, led_back, rendered
 from taskmesh.web.requests import Published
@@ -28,7 +28,7 @@ async def _fields_of(request: Request) -> list[tuple[str, str]]:
     try:
         return parse_qsl(raw.decode(), keep_blank_values=True, strict_parsing=bool(raw), max_num_fields=2_000)
     except ValueError:
-        raise api.BadRequest("the form cannot be read", 400) from None
+        raise BadRequest("the form cannot be read", 400) from None
 
 
 async def do(request: Request) -> Response:
@@ -43,7 +43,7 @@ async def do(request: Request) -> Response:
         done_where = str(given.pop("then", where))
         operation = OPERATIONS.get(request.path_params["operation"])
         if operation is None or not operation.changes:
-            raise api.BadRequest("there is no such operation", 404)  # noqa: TRY301 — it becomes an answer below
+            raise BadRequest("there is no such operation", 404)  # noqa: TRY301 — it becomes an answer below
         if operation.body is not None:
             given |= {
                 name: _json_field(name, given[name]) for name in ("params", "configuration", "changes") if name in given
@@ -51,7 +51,7 @@ async def do(request: Request) -> Response:
             given = _with_params(given)
         mesh = await mesh_of(request)
         with api.signed(request, mesh, operation, given):
-            result = await api.perform(mesh, operation, given)
+            result = await operation.perform_given(mesh, given)
     except Exception as error:  # noqa: BLE001 — it is told on the page; what is unexpected is logged
         _, _, message = api.told(error)
         return led_back(request, where, message, "bad")
@@ -62,7 +62,7 @@ def _json_field(name: str, text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise api.BadRequest(f"{name} must be JSON: {error}") from None
+        raise BadRequest(f"{name} must be JSON: {error}") from None
 
 
 def _with_params(given: dict[str, Any]) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def _with_params(given: dict[str, Any]) -> dict[str, Any]:
     try:
         params, rest = params_from(given)
     except ValueError as error:
-        raise api.BadRequest(str(error)) from None
+        raise BadRequest(str(error)) from None
     return rest | {"params": params} if params else rest
 
 
@@ -95,7 +95,7 @@ async def do_selected(request: Request) -> Response:
         where = next((value for name, value in fields if name == "back"), where)
         action = next((value for name, value in fields if name == "action"), "")
         if action not in ("retry", "cancel", "delete"):
-            raise api.BadRequest(f"action must be retry, cancel or delete, got {action!r}")  # noqa: TRY301 — answered below
+            raise BadRequest(f"action must be retry, cancel or delete, got {action!r}")  # noqa: TRY301 — answered below
         mesh = await mesh_of(request)
         operation = OPERATIONS[f"task.{action}"]
         selected = [value.partition(":") for name, value in fields if name == "task"]
@@ -103,7 +103,7 @@ async def do_selected(request: Request) -> Response:
         for name, _, key in selected:
             try:
                 with api.signed(request, mesh, operation, {"name": name, "key": key}):
-                    await api.perform(mesh, operation, {"name": name, "key": key})
+                    await operation.perform_given(mesh, {"name": name, "key": key})
                 done += 1
             except TaskMeshError as error:
                 problems.append(str(error))
@@ -123,7 +123,7 @@ async def login(request: Request) -> Response:
         return rendered(request, "login.html", then=then, wrong=False)
     try:
         fields = dict(await _fields_of(request))
-    except api.BadRequest as error:
+    except BadRequest as error:
         return api.error_response(error)
     if not rules.knows(fields.get("token", "")):
         await asyncio.sleep(_WRONG_TOKEN_COSTS_S)

@@ -1,15 +1,16 @@
-"""What the API can do: one table, from which REST routes, the forms of the pages and the OpenAPI document are made."""
+"""What the API can do: one table, from which REST routes, forms, the OpenAPI document and `taskmesh call` are made."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from types import NoneType
 from typing import Any, Literal, get_type_hints
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from taskmesh.admin.audit import NotedAction
 from taskmesh.admin.bulk import UNDO_MS, BulkAction, BulkResult, UndoResult
@@ -91,6 +92,11 @@ class Operation:
         """Whether it changes anything."""
         return self.method != "GET"
 
+    @property
+    def fields(self) -> dict[str, FieldInfo]:
+        """All that it takes, in the path, the query or the body."""
+        return {**self.query.model_fields, **(self.body.model_fields if self.body is not None else {})}
+
     async def perform(self, mesh: TaskMesh, query: BaseModel, body: BaseModel | None) -> Any:
         """Do it. Raises as the mesh does."""
         taken: dict[str, Any] = {} if self.query is Nothing else {"query": query}
@@ -98,6 +104,37 @@ class Operation:
             taken["body"] = body
         answer = await self.handler(mesh, **taken)
         return Done() if answer is None else answer
+
+    async def perform_given(self, mesh: TaskMesh, given: Mapping[str, Any]) -> Any:
+        """Do it with values that came in one bag, as from a form. Raises `BadRequest`, and as the mesh does."""
+        if unknown := sorted(given.keys() - self.fields.keys()):
+            raise BadRequest(
+                f"{self.name} takes no {', '.join(unknown)}; it takes: {', '.join(self.fields) or 'nothing'}"
+            )
+        in_query = {name: value for name, value in given.items() if name in self.query.model_fields}
+        in_body = {name: value for name, value in given.items() if name not in self.query.model_fields}
+        query = validated(self.query, in_query)
+        return await self.perform(mesh, query, None if self.body is None else validated(self.body, in_body))
+
+
+class BadRequest(Exception):
+    """A request that cannot be read."""
+
+    def __init__(self, message: str, status: int = 422) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def validated(model: type[BaseModel], given: Any, *, strict: bool = False) -> Any:
+    """Read a model, or raise `BadRequest` with what does not fit. `strict`: a number is a number, and no text or boolean."""
+    try:
+        return model.model_validate(given, strict=strict)
+    except ValidationError as error:
+        problems = []
+        for found in error.errors(include_url=False, include_input=False):
+            where = ".".join(str(part) for part in found["loc"]) or "the request"
+            problems.append(f"{where}: {found['msg']}")
+        raise BadRequest("; ".join(problems)) from None
 
 
 OPERATIONS: dict[str, Operation] = {}

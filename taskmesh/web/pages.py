@@ -27,13 +27,12 @@ from taskmesh.model.option import TaskOption
 from taskmesh.model.queue import QueueLimits
 from taskmesh.model.task import Standing, Status
 from taskmesh.model.worker import known_names
-from taskmesh.web import api
 from taskmesh.web.alerts import remarks
 from taskmesh.web.flow_graph import drawn
 from taskmesh.web.forms import do, do_selected, login, logout
 from taskmesh.web.history import WINDOWS, window_named
 from taskmesh.web.live_view import Pulse
-from taskmesh.web.operations import OPERATIONS
+from taskmesh.web.operations import OPERATIONS, BadRequest
 from taskmesh.web.param_fields import param_fields
 from taskmesh.web.rendering import as_page, error_page, rendered
 from taskmesh.web.security import prefix_of
@@ -176,7 +175,7 @@ async def task(request: Request, mesh: TaskMesh) -> Response:
     effect = None
     if changes := request.query_params.get("changes"):
         asked = {"name": name, "key": key, "changes": changes}
-        effect = await api.perform(mesh, OPERATIONS["task.what_if_option"], asked)
+        effect = await OPERATIONS["task.what_if_option"].perform_given(mesh, asked)
     return rendered(
         request,
         "task.html",
@@ -205,7 +204,7 @@ async def bulk(request: Request, mesh: TaskMesh) -> Response:
     if not action:
         return rendered(request, "actions.html", actions=await mesh.bulk.actions(), noted=await mesh.audit.actions())
     if action not in ("retry", "cancel", "delete"):
-        raise api.BadRequest(f"action must be retry, cancel or delete, got {action!r}", 404)
+        raise BadRequest(f"action must be retry, cancel or delete, got {action!r}", 404)
     text, which, problem = _filter_of(request)
     if which is None:
         raise InvalidOption(problem or "")
@@ -281,7 +280,7 @@ async def queues(request: Request, mesh: TaskMesh) -> Response:
         limits = ("rate", "per_ms", "running", "group_running", "group_rate", "group_per_ms")
         asked: dict[str, str | None] = {"queue": request.query_params["queue"]}
         asked |= {field: request.query_params[field] or None for field in limits if field in request.query_params}
-        effect = await api.perform(mesh, OPERATIONS["queue.what_if_limit"], asked)
+        effect = await OPERATIONS["queue.what_if_limit"].perform_given(mesh, asked)
     pulse: Pulse = request.app.state.pulse
     waits = (await pulse.stats()).oldest_claimable_ms_by_queue
     found = await mesh.queues.all()
@@ -305,7 +304,7 @@ async def schedules(request: Request, mesh: TaskMesh) -> Response:
     effect = None
     if asked["cron"] or asked["interval_ms"]:
         when = {field: asked[field] for field in ("schedule_id", "cron", "timezone", "interval_ms") if asked[field]}
-        effect = await api.perform(mesh, OPERATIONS["schedule.what_if"], when)
+        effect = await OPERATIONS["schedule.what_if"].perform_given(mesh, when)
     return rendered(request, "schedules.html", schedules=await mesh.schedules.all(), effect=effect, asked=asked)
 
 
