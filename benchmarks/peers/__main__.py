@@ -13,7 +13,7 @@ from benchmarks import limit, plots, results
 from benchmarks.backlog import Backlogs
 from benchmarks.machine import conditions, server
 from benchmarks.peers.brokers import Brokers, NotInstalled
-from benchmarks.peers.catalogue import PEERS, PYTHON_ON_REDIS, Peer
+from benchmarks.peers.catalogue import PEERS, Peer
 from benchmarks.peers.install import install
 from benchmarks.peers.run import latency, rate
 from benchmarks.tables import Answer, Goal, cut, median, percentile, spread
@@ -129,27 +129,22 @@ def _answer(found: dict[str, Found], peers: dict[str, Peer], skipped: list[str])
             answer.notes.append(f"{name}: {one.remark}")
     answer.figures = {name: {str(n): rates for n, rates in one.rates.items()} for name, one in found.items()}
     answer.goals = _goals({name: {n: one.middle(n) for n in (1, 2)} for name, one in found.items()})
+    mine, rivers = found["taskmesh"].delays, found["river"].delays if "river" in found else None
+    for at, what in enumerate(("p50", "p99")):
+        ratio = mine[at] / rivers[at] if mine and rivers else None
+        answer.goals.append(Goal(f"idle, publish → start: {what} against River's", "<=", 1.0, ratio))
     return answer
 
 
 def _goals(rates: dict[str, dict[int, float | None]]) -> list[Goal]:
     own = rates["taskmesh"]
     own_best = max(rate for rate in own.values() if rate)
-    goals = []
-    for processes, least in ((1, 2.0), (2, 1.3)):
-        peers = {name: rate for name in PYTHON_ON_REDIS if (rate := rates.get(name, {}).get(processes))}
-        fastest = max(peers, key=lambda name: peers[name], default=None)
-        mine = own[processes]
-        goals.append(
-            Goal(
-                f"{processes} process{'es' * (processes > 1)}, against the fastest Python peer on Redis",
-                ">=",
-                least,
-                mine / peers[fastest] if fastest and mine else None,
-                note=f"fastest: {fastest}",
-            )
-        )
-    for name, least in (("agenda", 10.0), ("mscheduler", 5.0), ("bullmq", 1.0)):
+    alone, both = (rates.get("dramatiq", {}).get(processes) for processes in (1, 2))
+    goals = [
+        Goal("one process against one of dramatiq", ">=", 2.2, own[1] / alone if own[1] and alone else None),
+        Goal("the best number of processes against two of dramatiq", ">=", 1.3, own_best / both if both else None),
+    ]
+    for name, least in (("bullmq", 0.6), ("river", 0.6), ("agenda", 10.0), ("mscheduler", 5.0)):
         best = max((rate for rate in rates.get(name, {}).values() if rate), default=None)
         goals.append(Goal(f"best setting against best setting: {name}", ">=", least, own_best / best if best else None))
     return goals

@@ -233,5 +233,4 @@ PEERS: list[Peer] = [
         "Go",
     ),
 ]
-PYTHON_ON_REDIS = [peer.name for peer in PEERS if peer.language == "Python" and peer.broker == "redis"]
 INTERPRETER = sys.executable
