@@ -261,11 +261,16 @@ class ClaimQueue:
         if self.more and self.ready_count(time.monotonic()) < max(1, self._settings.concurrency // 2):
             self.scan_wanted.set()
 
-    def begin_scan(self) -> None:
-        """Note that a scan looks at everything from now on; what is taken meanwhile it may still see as claimable."""
+    def begin_scan(self) -> int:
+        """Note that a scan looks at everything from now on; what is taken meanwhile it may still see as claimable.
+
+        Return how many were taken since the last began.
+        """
+        taken = len(self._taken)
         self.overflowed = False
         self._taken = set(self.being_claimed)
         self._came_back = set()
+        return taken
 
     def taken_meanwhile(self, id_: str) -> bool:
         """Whether a candidate was taken since the scan began, or was being claimed then: what was seen before is old."""

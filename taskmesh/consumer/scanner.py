@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -61,6 +62,8 @@ _MAX_COMBINATIONS = 150
 _FOR_ANYBODY: tuple[Sort, ...] = ("waiting", "shared")
 _SORTS: tuple[Sort, ...] = ("named", *_FOR_ANYBODY)
 _LEAST_PAGE = 1_000
+_PASSES_AHEAD = 2.5
+"""A page holds what is taken in the time of so many passes. Of many workers each walks along all tasks to find its own."""
 _PAGE_OF_REFUSED = 400
 _PAGE_BESIDE = 200
 _READ_BEHIND_S = 0.4
@@ -99,7 +102,9 @@ class Scanner:
         self._store = store
         self._me = settings.claimant
         self._names = settings.names
-        self._page = max(_LEAST_PAGE, min(5_000, 4 * settings.concurrency))
+        self._page = self._most = max(_LEAST_PAGE, min(5_000, 4 * settings.concurrency))
+        self._enough = min(self._most, max(_PAGE_BESIDE, 4 * settings.concurrency))
+        self._began = -math.inf
         self._clock = clock
         self._candidates = candidates
         self._executions = executions
@@ -166,7 +171,12 @@ class Scanner:
         self._narrowed_by = (
             await self._claim_filter.current() or {}
         )  # None: nothing is claimed for now, whatever is found
-        self._candidates.begin_scan()
+        taken = self._candidates.begin_scan()
+        if taken:
+            self._page = round(
+                min(self._most, max(self._enough, _PASSES_AHEAD * taken * SCAN_EVERY_S / (now - self._began)))
+            )
+        self._began = now
         leases = now >= self._next_leases
         await self._queues.look_for_due(now, self._horizon, leases=leases)
         self._candidates.unread = False

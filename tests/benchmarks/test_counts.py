@@ -17,10 +17,11 @@ from pymongo import AsyncMongoClient, MongoClient
 from benchmarks.commands import Commands
 from taskmesh import TaskMesh, TaskOption, current_task
 from tests.waiting import eventually
-from tests.working import finished, working
+from tests.working import finished, parts_of, working
 
 TASKS = 2_000
 CONCURRENCY = 200
+_IN_ORDER = "taskmesh_waiting_in_order"
 
 
 @pytest.fixture
@@ -101,6 +102,24 @@ async def test_without_results_it_costs_no_more_and_nothing_is_examined_that_is_
     matched = sum(update["nMatched"] for update in updates)
     assert matched >= 1.5 * TASKS, "each was claimed, most of them in sets, and finished"
     assert sum(update["docsExamined"] for update in updates) / matched < 1.3  # 1.0
+
+
+async def test_a_scan_reads_as_much_as_is_taken_until_the_next_and_not_a_thousand_each_time(
+    mongo_uri: str, database: str, mesh: TaskMesh
+) -> None:
+    @mesh.task
+    async def job() -> None:
+        await asyncio.sleep(0.1)
+
+    await job.publish_many({str(n): {} for n in range(3_000)})
+    with profiled(mongo_uri, database) as operations:
+        async with working(mesh, "w", concurrency=10) as consumer:
+            scanner = parts_of(consumer).scanner
+            await eventually(lambda: scanner.scans >= 4, what="it has scanned some times")
+    first, *others = [each["nreturned"] for each in operations if each.get("command", {}).get("hint") == _IN_ORDER]
+    assert first == 1_000, "how much it will take it does not know yet"
+    assert others
+    assert max(others) <= 600, others  # 250 of a quiet machine: ten slots, a tenth of a second for each
 
 
 async def test_one_change_event_is_delivered_for_a_task(mesh: TaskMesh, mongo_uri: str, database: str) -> None:
