@@ -3,7 +3,6 @@ use std::env;
 use std::fs::{File, OpenOptions};
 use std::io::{Seek, SeekFrom, Write};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use async_trait::async_trait;
@@ -15,6 +14,9 @@ use mscheduler::tasker::task::Task;
 use mscheduler::tasker::task_common::ensure_index;
 
 static COUNT: AtomicU64 = AtomicU64::new(0);
+/// So many at a time are not lost: each task makes about six events, and a worker that falls 128 of these behind forgets the
+/// tasks that they told of, and hears of nothing until the next lease ends (10 s).
+const OUTSTANDING: u64 = 12;
 
 fn now_ms() -> f64 {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs_f64() * 1000.0
@@ -49,34 +51,30 @@ async fn work(collection: Collection<Task<f64, i32>>, directory: String) {
     let noop = Noop { delays: format!("{directory}/{pid}.delays") };
     let config = TaskConsumerConfig::builder().worker_id(format!("w{pid}")).build();
     let consumer = TaskConsumer::create(collection, noop, config).await.ok().expect("a consumer");
-    // It ends whenever one of its loops falls more than 128 of its own events behind, as a look through all tasks
-    // makes it do. Whoever runs it has to start it again; then it goes on with what it finds.
-    loop {
-        consumer.start().await;
-    }
+    consumer.start().await;
+}
+
+/// How many tasks the workers have run.
+fn done(directory: &str) -> u64 {
+    let files = std::fs::read_dir(directory).unwrap().flatten().map(|entry| entry.path());
+    let counts = files.filter(|path| path.extension().is_some_and(|extension| extension == "count"));
+    let read = counts.filter_map(|path| std::fs::read(path).ok()?.get(..8)?.try_into().ok());
+    read.map(u64::from_le_bytes).sum()
 }
 
 async fn publish(collection: Collection<Task<f64, i32>>, count: u64, pause: f64) {
-    let producer = Arc::new(TaskProducer::create(collection).ok().expect("a producer"));
+    let producer = TaskProducer::create(collection).ok().expect("a producer");
     let prefix = now_ms();
-    // One by one: when keys come faster it loses some of them, or panics (its channel holds 128 events).
-    let lanes: u64 = env::var("PEER_LANES").ok().and_then(|n| n.parse().ok()).unwrap_or(1);
-    let lanes = if pause > 0.0 { 1 } else { lanes };
-    let mut tasks = Vec::new();
-    for lane in 0..lanes {
-        let producer = producer.clone();
-        tasks.push(tokio::spawn(async move {
-            for i in (lane..count).step_by(lanes as usize) {
-                let sent = if pause > 0.0 { now_ms() } else { 0.0 };
-                let _ = producer.send_task(format!("{prefix}-{i}"), sent, None).await;
-                if pause > 0.0 {
-                    tokio::time::sleep(Duration::from_secs_f64(pause)).await;
-                }
-            }
-        }));
-    }
-    for task in tasks {
-        task.await.unwrap();
+    let directory = env::var("TALLY_DIR").unwrap();
+    for i in 0..count {
+        while pause == 0.0 && i >= done(&directory) + OUTSTANDING {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        let sent = if pause > 0.0 { now_ms() } else { 0.0 };
+        let _ = producer.send_task(format!("{prefix}-{i}"), sent, None).await;
+        if pause > 0.0 {
+            tokio::time::sleep(Duration::from_secs_f64(pause)).await;
+        }
     }
 }
 
