@@ -78,10 +78,10 @@ def _each(script: str) -> Callable[[str, int], list[list[str]]]:
     return lambda python, processes: [[python, str(HERE / "python" / script), "work"]] * processes
 
 
-def _npm_version(package: str) -> Callable[[], str]:
+def _npm_version(name: str, package: str) -> Callable[[], str]:
     def read() -> str:
         text = (ENVIRONMENT / "node" / "node_modules" / package / "package.json").read_text()
-        return f"{package}-{json.loads(text)['version']}"
+        return f"{name}-{json.loads(text)['version']}"
 
     return read
 
@@ -100,7 +100,7 @@ def _node(name: str, broker: str, promise: str, count: int, package: str | None 
         ["node", script],
         count,
         ENVIRONMENT / "node" / "node_modules" / package,
-        _npm_version(package),
+        _npm_version(name, package),
         "Node",
         HERE / "node",
     )
