@@ -9,7 +9,7 @@ Its rooms, in reading order; each imports only those before it:
 - `admin`: people who look and act: listings, explain, doctor, errors, bulk actions, queues, the fleet, the audit.
 - `integrations`: metrics for a monitoring system; AES for values; agents of pydantic-ai; a backend for Django's tasks.
 - `mesh`: `TaskMesh`, the front door, which composes all of these.
-- `cli`, `web`: its faces. `embedded`: the bundled MongoDB.
+- `operations`: what can be asked of it, once for all faces. `cli`, `web`: these. `embedded`: the bundled MongoDB.
 """
 
 from typing import TYPE_CHECKING, Any

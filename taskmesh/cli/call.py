@@ -11,7 +11,7 @@ import typer
 from taskmesh.cli import output
 from taskmesh.cli.connected import App, Collection, Database, Uri, mesh_of, run_at
 from taskmesh.mesh import TaskMesh
-from taskmesh.web.operations import OPERATIONS, BadRequest, Operation
+from taskmesh.operations.table import OPERATIONS, BadRequest, Operation
 
 
 def _operations(incomplete: str) -> list[str]:

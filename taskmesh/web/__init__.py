@@ -1,8 +1,7 @@
 """The dashboard and the REST API (extra `web`): a thin layer that asks the public API and shows.
 
-In reading order: `app` (puts it together), `security` (who may come in, and what their browsers may do), `requests` (what may
-be said), `operations` (what the API can do, once for REST, forms and its OpenAPI document), `api`, `openapi`, `pages`,
-`views`, `live_view`, `serve`.
+In reading order: `app` (puts it together), `security` (who may come in, and what their browsers may do), `api` (what
+`taskmesh.operations` can do, as routes), `openapi`, `pages`, `views`, `live_view`, `serve`.
 """
 
 from taskmesh.model.distribution import check_extra

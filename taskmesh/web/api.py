@@ -21,9 +21,9 @@ from taskmesh.admin.database import is_passing
 from taskmesh.mesh import TaskMesh
 from taskmesh.model import errors
 from taskmesh.model.jsonable import to_json
+from taskmesh.operations.requests import WhichEvents
+from taskmesh.operations.table import OPERATIONS, BadRequest, Operation, validated
 from taskmesh.web.connection import mesh_of
-from taskmesh.web.operations import OPERATIONS, BadRequest, Operation, validated
-from taskmesh.web.requests import WhichEvents
 
 logger = logging.getLogger("taskmesh.web")
 

@@ -12,12 +12,12 @@ from starlette.responses import RedirectResponse, Response
 
 from taskmesh.admin.bulk import BulkResult, UndoResult
 from taskmesh.model.errors import TaskMeshError
+from taskmesh.operations.requests import Published
+from taskmesh.operations.table import OPERATIONS, BadRequest
 from taskmesh.web import api
 from taskmesh.web.connection import mesh_of
-from taskmesh.web.operations import OPERATIONS, BadRequest
 from taskmesh.web.param_fields import params_from
 from taskmesh.web.rendering import cookie_path, led_back, rendered
-from taskmesh.web.requests import Published
 from taskmesh.web.security import Rules, prefix_of
 
 _WRONG_TOKEN_COSTS_S = 0.5

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter
 
 from taskmesh.model.distribution import VERSION
-from taskmesh.web.operations import OPERATIONS, Operation
+from taskmesh.operations.table import OPERATIONS, Operation
 
 _SECURITY = {
     "token": {"type": "http", "scheme": "bearer", "description": "The token with which the dashboard was started."},

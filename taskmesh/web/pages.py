@@ -27,12 +27,12 @@ from taskmesh.model.option import TaskOption
 from taskmesh.model.queue import QueueLimits
 from taskmesh.model.task import Standing, Status
 from taskmesh.model.worker import known_names
+from taskmesh.operations.table import OPERATIONS, BadRequest
 from taskmesh.web.alerts import remarks
 from taskmesh.web.flow_graph import drawn
 from taskmesh.web.forms import do, do_selected, login, logout
 from taskmesh.web.history import WINDOWS, window_named
 from taskmesh.web.live_view import Pulse
-from taskmesh.web.operations import OPERATIONS, BadRequest
 from taskmesh.web.param_fields import param_fields
 from taskmesh.web.rendering import as_page, error_page, rendered
 from taskmesh.web.security import prefix_of

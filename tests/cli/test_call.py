@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from taskmesh.web.operations import OPERATIONS
+from taskmesh.operations.table import OPERATIONS
 from tests.cli.shell import Shell
 
 

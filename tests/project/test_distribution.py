@@ -62,6 +62,12 @@ def test_a_missing_extra_is_installed_under_the_name_of_what_is_installed(
     assert without in said.splitlines()[-1]
 
 
+def test_the_command_line_needs_no_other_extra(tmp_path: Path) -> None:
+    others = ("starlette", "uvicorn", "jinja2", "prometheus_client", "opentelemetry", "cryptography", "cronsim")
+    script = f"import sys; sys.modules.update(dict.fromkeys({others})); import taskmesh.cli.app; print('imported')"
+    assert run(script, tmp_path) == "imported\n"
+
+
 def test_a_clone_is_extended_from_where_it_is(tmp_path: Path) -> None:
     clone = tmp_path / "my clone"
     clone.mkdir()

@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from taskmesh import InvalidOption, TaskMesh
+from taskmesh.operations.table import OPERATIONS
 from taskmesh.web import create_app, serve
-from taskmesh.web.operations import OPERATIONS
 from taskmesh.web.security import LOOPBACK
 from taskmesh.web.serve import is_loopback
 from tests.web.conftest import ORIGIN, browser

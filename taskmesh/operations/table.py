@@ -26,7 +26,7 @@ from taskmesh.model.queue import QueueInfo
 from taskmesh.model.schedule import ScheduleInfo
 from taskmesh.model.task import Task
 from taskmesh.model.worker import WorkerInfo
-from taskmesh.web.requests import (
+from taskmesh.operations.requests import (
     Asking,
     Bulk,
     Concurrency,
