@@ -40,6 +40,11 @@ _SORTS: dict[Order, dict[str, int]] = {
 }
 _FINISHED = frozenset(STATUSES) - {"INIT", "RUNNING"}
 _BATCH = 500
+_HAS_A_PLACE: Document = {
+    "_id": {"$type": "string"},
+    "$expr": {"$eq": [{"$type": "$task_state.create_time"}, "date"]},
+}
+"""What a page can end at. A stranger's document is passed over: the next page could not begin behind it."""
 
 
 async def find(
@@ -69,7 +74,7 @@ async def page(
     `newest`: the last published first, else by `_id`. `behind`: what the page before gave.
     """
     order: Order = "newest" if newest else "key"
-    begin = [] if behind is None else [_behind(behind, newest=newest)]
+    begin = [_HAS_A_PLACE] if behind is None else [_HAS_A_PLACE, _behind(behind, newest=newest)]
     # Of each task what a row shows, worked out by the server.
     shape = [{"$project": _short(store.now)}]
     try:
@@ -251,7 +256,8 @@ def _short(now: rules.Expression) -> Document:
     ended = {"$ifNull": [last("success_time"), last("fail_time"), still]}
     both = {"$and": [{"$eq": [{"$type": moment}, "date"]} for moment in (last("start_time"), ended)]}
     took_ms = {"$cond": [both, {"$subtract": [ended, last("start_time")]}, None]}
-    last_reason = {"$arrayElemAt": [{"$map": {"input": fails, "in": {"$ifNull": ["$$this.fail_reason", ""]}}}, -1]}
+    reason = {"$cond": [{"$eq": [{"$type": "$$this.fail_reason"}, "string"]}, "$$this.fail_reason", ""]}
+    last_reason = {"$arrayElemAt": [{"$map": {"input": fails, "in": reason}}, -1]}
     return {
         "name": 1,
         "key": 1,

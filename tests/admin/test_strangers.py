@@ -1,0 +1,53 @@
+"""Documents that are no tasks, or are tasks that somebody has spoilt: what people look at and do goes on around them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from bson import ObjectId
+
+from taskmesh import TaskMesh
+
+KEYS = ["k0", "k1", "k2"]
+
+
+async def put(mesh: TaskMesh, *strangers: dict[str, Any]) -> None:
+    """Publish three tasks, and put documents beside them that are like the first one but for these fields."""
+    for key in KEYS:
+        await mesh.publish("work", key)
+    tasks = mesh.store.driver.collection(mesh.store.tasks)
+    [like] = await tasks.find({"_id": "work:k0"}).to_list(None)
+    for number, fields in enumerate(strangers):
+        spoilt = like | {"_id": f"work:stranger{number}", "key": f"stranger{number}"} | fields
+        if "task_state" in fields:
+            spoilt["task_state"] = like["task_state"] | fields["task_state"]
+        await tasks.insert_one(spoilt)
+
+
+def failed(**entry: Any) -> dict[str, Any]:
+    """Return the fields of a task that has failed, with this entry."""
+    entries = [{"running_id": "r", "worker_id": "w", "state": "FAIL", **entry}]
+    return {"status": "FAIL", "task_state": {"worker_states": entries}}
+
+
+async def test_a_reason_that_is_no_text_hides_no_page(mesh: TaskMesh) -> None:
+    await put(mesh, failed(fail_reason={"code": 5}), failed(fail_reason="it rained"))
+    page = await mesh.listing.page("name:work")
+    reasons = {task.key: task.reason for task in page.tasks}
+    assert reasons == dict.fromkeys([*KEYS, "stranger0"], "") | {"stranger1": "it rained"}
+
+
+@pytest.mark.parametrize("newest", [True, False])
+async def test_a_page_that_ends_at_a_stranger_is_not_the_last(mesh: TaskMesh, newest: bool) -> None:
+    odd_ids: list[Any] = [7, ObjectId(), {"a": 1}, b"bytes"]
+    odd_times = [{"task_state": {"create_time": value}} for value in ("yesterday", None, ObjectId(), True)]
+    await put(mesh, *({"_id": id_} for id_ in odd_ids), *odd_times)
+    seen: list[str] = []
+    after = None
+    while True:
+        page = await mesh.listing.page(newest_first=newest, after=after, limit=1)
+        seen += [task.key for task in page.tasks if task.key in KEYS]
+        if (after := page.following) is None:
+            break
+    assert seen == (KEYS[::-1] if newest else KEYS)
