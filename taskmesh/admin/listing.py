@@ -192,8 +192,8 @@ class _Cursor:
             else:
                 (id_,) = place
                 place = [_text(id_)]
-        except (ValueError, TypeError, OverflowError):
-            raise InvalidOption(f"after={text!r} is not where a page ended: start again without it") from None
+        except (ValueError, TypeError, OverflowError, RecursionError):
+            raise InvalidOption(f"after={shown(text)} is not where a page ended: start again without it") from None
         return cls(newest is True, place)
 
 

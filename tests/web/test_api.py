@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from base64 import b64encode
 from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import quote
@@ -329,6 +330,7 @@ REFUSED: list[Any] = [
     ("GET", "/tasks", {"params": {"where": "colour:red"}}, 422),
     ("GET", "/tasks", {"params": {"where": "error:a\0b"}}, 422),
     ("GET", "/tasks", {"params": {"after": "nonsense"}}, 422),
+    ("GET", "/tasks", {"params": {"after": b64encode(b"[" * 3_000).decode()}}, 422),
     ("GET", "/tasks", {"params": {"limit": "1000000"}}, 422),
     ("GET", "/tasks", {"params": {"page": "1"}}, 422),
     ("POST", "/tasks", {"content": b"{", "headers": {"Content-Type": "application/json"}}, 400),
