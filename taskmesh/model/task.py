@@ -407,9 +407,14 @@ def task_id(name: str, key: str) -> str:
     return f"{checked_name(name)}:{checked_key(key)}"
 
 
+def is_name(name: Any) -> bool:
+    """Whether a task may be called so."""
+    return isinstance(name, str) and _NAME.match(name) is not None
+
+
 def checked_name(name: str) -> str:
     """Return `name`, or raise `InvalidName`."""
-    if not isinstance(name, str) or not _NAME.match(name):
+    if not is_name(name):
         raise InvalidName(
             f"a task's name must be 1 to 100 characters of letters, digits, '_', '.' and '-', got {shown(name)}: rename it"
         )

@@ -51,3 +51,19 @@ async def test_a_page_that_ends_at_a_stranger_is_not_the_last(mesh: TaskMesh, ne
         if (after := page.following) is None:
             break
     assert seen == (KEYS[::-1] if newest else KEYS)
+
+
+async def test_the_groups_of_errors_are_told_around_them(mesh: TaskMesh) -> None:
+    reason = "RuntimeError: it rained"
+    odd_names: list[Any] = [None, "", "x" * 600, 5]
+    await put(
+        mesh,
+        failed(fail_reason=reason, fail_time="yesterday"),
+        failed(fail_reason=reason) | {"key": 5},
+        *({**failed(fail_reason=reason), "name": name} for name in odd_names),
+    )
+    report = await mesh.inspect.errors()
+    assert [(group.name, group.message, group.example_key) for group in report.groups] == [
+        ("work", reason, "stranger0")
+    ]
+    assert report.groups[0].last_time is None

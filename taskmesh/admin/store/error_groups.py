@@ -14,6 +14,7 @@ from typing import Any
 from pymongo.errors import OperationFailure
 
 from taskmesh.admin.store.task_counts import Row, rows, told, union_of
+from taskmesh.model.task import is_name
 from taskmesh.store import rules
 from taskmesh.store.driver import Document
 from taskmesh.store.find import names_in_use
@@ -44,7 +45,8 @@ async def sample(store: Store, name: str | None, at_most: int, deadline_ms: int)
     """Look at so many tasks, those with the last keys of each name and queue, for as long as the deadline allows."""
     found = Sample()
     until = time.monotonic() + deadline_ms / 1000
-    crowds = [row for row in await _rows(store) if name in (None, row.name)]
+    # A stranger's document may be called anything.
+    crowds = [row for row in await _rows(store) if name in (None, row.name) and is_name(row.name)]
     share = max(_FEWEST_OF_EACH, at_most // max(1, len(crowds)))
     for start in range(0, len(crowds), _AT_ONCE):
         left_ms = round((until - time.monotonic()) * 1000)
@@ -104,7 +106,7 @@ def _sorted_out(crowd: Row, at_most: int) -> list[Document]:
                 "executions": {"$sum": 1},
                 "first": {"$min": "$troubles.time"},
                 "last": {"$max": "$troubles.time"},
-                "key": {"$max": {"$cond": [is_newest, "$key", None]}},
+                "key": {"$max": {"$cond": [is_newest, _if_of("string", "$key"), None]}},
             }
         },
         # Which tasks these were.
@@ -116,9 +118,13 @@ def _troubles() -> rules.Expression:
     """The failures of a task, or else the executions that were lost: what line, where, when, and whether it is the newest."""
     fails = _if_array(rules.ENTRIES, {"$eq": ["$$this.state", "FAIL"]})
     losses = _if_array("$task_state.losses", True)
-    what = {"line": _first_line(), "type": _text_of("fail_type"), "frame": _text_of("fail_frame")}
-    failed = _marked("$$fails", {**what, "time": "$$this.fail_time"})
-    lost = _marked("$$losses", {"lost": True, "time": "$$this.ping_expire_time"})
+    what: Document = {
+        "line": _first_line(),
+        "type": _if_of("string", "$$this.fail_type"),
+        "frame": _if_of("string", "$$this.fail_frame"),
+    }
+    failed = _marked("$$fails", {**what, "time": _if_of("date", "$$this.fail_time")})
+    lost = _marked("$$losses", {"lost": True, "time": _if_of("date", "$$this.ping_expire_time")})
     return {
         "$let": {
             "vars": {"fails": fails, "losses": losses},
@@ -148,16 +154,19 @@ def _marked(list_: str, fields: Document) -> rules.Expression:
     }
 
 
-def _text_of(field: str) -> rules.Expression:
-    """A field of the failure, or null where a stranger has put something else there."""
-    return {"$cond": [{"$eq": [{"$type": f"$$this.{field}"}, "string"]}, f"$$this.{field}", None]}
+def _if_of(type_: str, field: str) -> rules.Expression:
+    """The field, or null where a stranger has put something of another type there."""
+    return {"$cond": [{"$eq": [{"$type": field}, type_]}, field, None]}
 
 
 def _first_line() -> rules.Expression:
-    reason = {"$ifNull": [_text_of("fail_reason"), ""]}
+    reason = {"$ifNull": [_if_of("string", "$$this.fail_reason"), ""]}
     return {"$substrCP": [{"$arrayElemAt": [{"$split": [reason, "\n"]}, 0]}, 0, _LINE_CHARS]}
 
 
 def telling(rows: Iterable[Document]) -> list[dict[str, Any]]:
-    """Return the rows of tasks whose newest trouble this is: what another failure came after says nothing now."""
-    return [row for row in rows if row["tasks"]]
+    """Return the rows of tasks whose newest trouble this is: what another failure came after says nothing now.
+
+    Without those of strangers alone: what has no key is no task.
+    """
+    return [row for row in rows if row["tasks"] and row["key"] is not None]
