@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from bson import ObjectId
 
-from taskmesh import TaskMesh
+from taskmesh import Status, TaskMesh
 
 KEYS = ["k0", "k1", "k2"]
 
@@ -20,7 +20,7 @@ async def put(mesh: TaskMesh, *strangers: dict[str, Any]) -> None:
     [like] = await tasks.find({"_id": "work:k0"}).to_list(None)
     for number, fields in enumerate(strangers):
         spoilt = like | {"_id": f"work:stranger{number}", "key": f"stranger{number}"} | fields
-        if "task_state" in fields:
+        if fields.get("task_state"):
             spoilt["task_state"] = like["task_state"] | fields["task_state"]
         await tasks.insert_one(spoilt)
 
@@ -67,3 +67,33 @@ async def test_the_groups_of_errors_are_told_around_them(mesh: TaskMesh) -> None
         ("work", reason, "stranger0")
     ]
     assert report.groups[0].last_time is None
+
+
+SPOILT: list[dict[str, Any]] = [
+    {"task_state": None},
+    {"task_state": {"worker_states": None}},
+    {"task_option": 5},
+    {"queue": {"$gt": ""}},
+    {"queue": None},
+    failed(fail_time="2026-01-01"),
+]
+
+
+async def test_a_delete_that_met_them_is_undone(mesh: TaskMesh) -> None:
+    await put(mesh, *SPOILT)
+    tasks = mesh.store.driver.collection(mesh.store.tasks)
+    spoilt = {"key": {"$regex": "^stranger"}}
+
+    async def as_stored() -> list[dict[str, Any]]:
+        return [each | {"bulk_id": None} for each in await tasks.find(spoilt).sort("_id", 1).to_list(None)]
+
+    before = await as_stored()
+    deleted = await mesh.bulk.delete("name:work")
+    assert await tasks.find({}).to_list(None) == []
+    assert deleted.id is not None
+    await mesh.publish("work", "k1", {"new": True})
+    undone = await mesh.bulk.undo(deleted.id)
+    assert (undone.restored, undone.left) == (deleted.done - 1, 1)
+    assert await as_stored() == before
+    assert (await mesh.get("work", "k0")).status is Status.INIT
+    assert (await mesh.get("work", "k1")).params == {"new": True}

@@ -20,6 +20,7 @@ from taskmesh.store import rules
 from taskmesh.store.by_id import own_value
 from taskmesh.store.driver import Document
 from taskmesh.store.event_stamp import stamp, starting_with
+from taskmesh.store.malformed import WELL_FORMED
 from taskmesh.store.numbers import NUMBERS_PER_MS
 from taskmesh.store.prepared import prepared
 from taskmesh.store.store import Store
@@ -130,6 +131,17 @@ async def put_back(store: Store, id_: str, action: str, batch: int = 500) -> tup
         ],
         "whenNotMatched": "insert" if action == "delete" else "discard",
     }
+    # What is no task can have been deleted, too. The rule cannot judge it: it comes back as it was, with the mark.
+    as_it_was: Document = {"into": store.tasks, "on": "_id", "whenMatched": "keepExisting", "whenNotMatched": "insert"}
+    strangers: list[Document] = [
+        # Of these copies those that are no tasks, in their old place.
+        {"$replaceWith": "$task"},
+        {"$match": {"$nor": [WELL_FORMED]}},
+        # With the mark by which they are known.
+        {"$set": {"bulk_id": {"$literal": undone}}},
+        # Where nobody has put anything since.
+        {"$merge": as_it_was},
+    ]
     has_line = {"$gt": [rules.LINE, None]}
     place = {"$multiply": [{"$toLong": now}, NUMBERS_PER_MS]}
     copies = store.driver.collection(store.undo)
@@ -140,11 +152,13 @@ async def put_back(store: Store, id_: str, action: str, batch: int = 500) -> tup
         ids = [copy["_id"] for copy in await cursor.to_list(None)]
         if not ids:
             return restored, seen - restored
+        # One batch of the copies.
+        these: Document = {"$match": {"_id": {"$in": ids}}}
         stages: list[Document] = [
-            # One batch of the copies.
-            {"$match": {"_id": {"$in": ids}}},
+            these,
             # Each as the task that it was.
             {"$replaceWith": "$task"},
+            {"$match": WELL_FORMED},
             # Without the executions that ran: their workers have let go. With the mark by which they are known.
             {
                 "$set": {
@@ -165,6 +179,8 @@ async def put_back(store: Store, id_: str, action: str, batch: int = 500) -> tup
             {"$merge": merge},
         ]
         await (await store.driver.aggregate(store.undo, stages)).to_list(None)
+        if action == "delete":
+            await (await store.driver.aggregate(store.undo, [these, *strangers])).to_list(None)
         tasks = {"_id": {"$in": [copy.removeprefix(f"{id_}/") for copy in ids]}, "bulk_id": undone}
         restored += await store.driver.collection(store.tasks).count_documents(tasks)
         seen += len(ids)
