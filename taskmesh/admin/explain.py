@@ -14,7 +14,7 @@ from taskmesh.admin.store.server_state import waits_for_its_own_line
 from taskmesh.client.tasks import no_such_task
 from taskmesh.model.dependency import label
 from taskmesh.model.queue import QueueInfo
-from taskmesh.model.task import SuspendedFor
+from taskmesh.model.task import SuspendedFor, no_task
 from taskmesh.model.worker import Claimant, WorkerInfo, read_workers
 from taskmesh.store import Store, registry
 from taskmesh.store.dependencies import open_edges
@@ -72,21 +72,24 @@ _OPENED_BY_OTHERS: tuple[str, ...] = ("flow", "dependencies", "sequence")
 
 
 async def explain(store: Store, id_: str, worker_id: str | None) -> list[Explanation]:
-    """Return the gates of a task for one worker, or for every live one. Raises `TaskNotFound`."""
+    """Return the gates of a task for one worker, or for every live one. Raises `TaskNotFound`, `IncompatibleCollection`."""
     return (await judged(store, id_, worker_id))[1]
 
 
 async def judged(
     store: Store, id_: str, worker_id: str | None, as_if: Sequence[Document] = ()
 ) -> tuple[Judgement, list[Explanation]]:
-    """Evaluate all gates on the server. `as_if`: of the task as these stages would change it. Raises `TaskNotFound`."""
+    """Evaluate all gates on the server. `as_if`: of the task as these stages would change it.
+
+    Raises `TaskNotFound`; `IncompatibleCollection` for a document that the rule cannot judge.
+    """
     workers = await _workers(store)
     live = [worker.worker_id for worker in workers.values() if worker.live]
     asked = [worker_id] if worker_id is not None else live or [NO_WORKER]
     found = await judge(store, [id_], [_claimant(each, workers) for each in asked], as_if)
     if not found:
         name, _, key = id_.partition(":")
-        raise no_such_task(name, key)
+        raise no_task(id_) if await get(store, [id_], params=False) else no_such_task(name, key)
     queue = await read_queue(store, found[0].task["queue"])
     others = {
         "dependencies": await _left_to_wait_for(store, id_, found[0].task["line"])

@@ -353,9 +353,7 @@ class Task(_Stored):
         try:
             return cls.model_validate({**own, "standing": standing, "extra": extra})
         except (ValueError, InvalidOption) as error:
-            raise IncompatibleCollection(
-                f"the document {document.get('_id')!r} is not a taskmesh task: repair or delete it ({error})"
-            ) from error
+            raise no_task(document.get("_id"), error) from error
 
     @property
     def steps(self) -> list[Step]:
@@ -392,6 +390,11 @@ class Task(_Stored):
         ]
         failure = self.task_state.dependency_failure
         return failed + lost + ([failure.reason] if failure is not None else [])
+
+
+def no_task(id_: Any, why: object = "a part of it is missing, or of a wrong type") -> IncompatibleCollection:
+    """Return the error that says that this document is no task of ours."""
+    return IncompatibleCollection(f"the document {id_!r} is not a taskmesh task: repair or delete it ({why})")
 
 
 def _before_acceptance(inserted: dict[str, Any]) -> dict[str, Any]:

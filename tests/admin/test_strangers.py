@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from bson import ObjectId
 
-from taskmesh import Status, TaskMesh
+from taskmesh import IncompatibleCollection, Status, TaskMesh
 
 KEYS = ["k0", "k1", "k2"]
 
@@ -97,3 +97,12 @@ async def test_a_delete_that_met_them_is_undone(mesh: TaskMesh) -> None:
     assert await as_stored() == before
     assert (await mesh.get("work", "k0")).status is Status.INIT
     assert (await mesh.get("work", "k1")).params == {"new": True}
+
+
+@pytest.mark.parametrize("fields", SPOILT, ids=str)
+async def test_what_cannot_be_explained_is_said_to_be_no_task(mesh: TaskMesh, fields: dict[str, Any]) -> None:
+    await put(mesh, fields)
+    with pytest.raises(IncompatibleCollection, match="'work:stranger0' is not a taskmesh task: repair or delete it"):
+        await mesh.explain("work", "stranger0")
+    assert sum(group.tasks for group in await mesh.inspect.explain_worker("w")) == len(KEYS)
+    assert (await mesh.explain("work", "k0"))[0].claimable

@@ -15,6 +15,7 @@ from taskmesh.store import rules
 from taskmesh.store.control import option_stages
 from taskmesh.store.driver import Document
 from taskmesh.store.find import as_read
+from taskmesh.store.malformed import Strange, past_strangers
 from taskmesh.store.store import Store
 
 _TOLD = ("name", "key", "queue", "group", "needs", "status", "task_option", "loop")
@@ -50,7 +51,10 @@ class Judgement:
 async def judge(
     store: Store, ids: Sequence[str], workers: Sequence[Claimant], as_if: Sequence[Document] = ()
 ) -> list[Judgement]:
-    """Return how the rule judges each of these tasks that is there. `as_if`: as these stages would change it."""
+    """Return how the rule judges each of these tasks that is there. `as_if`: as these stages would change it.
+
+    Without those that are none: what a stranger has spoilt cannot be judged.
+    """
     now = store.now
     me = rules.Me("$$worker.id", "$$worker.parent", "$$worker.labels")
     of_task, of_worker = rules.task_gates(now), rules.worker_gates(me)
@@ -70,26 +74,35 @@ async def judge(
         "opens": _moments(of_task),
         "workers": {"$map": {"input": {"$literal": asked}, "as": "worker", "in": for_worker}},
     }
-    stages: list[Document] = [
-        # The tasks that are asked about, but for those that no reader sees any more.
-        {"$match": {"_id": {"$in": list(ids)}, "$expr": {"$not": [rules.is_forgotten(now)]}}},
-        # What if: the change, in memory.
-        *as_if,
-        # The gates and the facts that they compare, all of one moment; of the task only what words are made of.
-        {
-            "$project": {
-                "now": now,
-                "facts": rules.with_facts(now, facts),
-                "task": {name: f"${name}" for name in _TOLD},
-                "expire_time": "$task_state.expire_time",
-                "waits_for": "$task_state.waits_for",
-                "suspended_for": "$task_state.suspended_for",
-                "line": rules.LINE,
-            }
-        },
-    ]
-    cursor = await store.driver.aggregate(store.tasks, stages)
-    found: list[Document] = await cursor.to_list(None)
+    # The gates and the facts that they compare, all of one moment; of the task only what words are made of.
+    shape = {
+        "now": now,
+        "facts": rules.with_facts(now, facts),
+        "task": {name: f"${name}" for name in _TOLD},
+        "expire_time": "$task_state.expire_time",
+        "waits_for": "$task_state.waits_for",
+        "suspended_for": "$task_state.suspended_for",
+        "line": rules.LINE,
+    }
+
+    async def read(query: Document) -> list[Document]:
+        stages: list[Document] = [
+            # The tasks that are asked about.
+            {"$match": query},
+            # What if: the change, in memory.
+            *as_if,
+            # What the rule says.
+            {"$project": shape},
+        ]
+        cursor = await store.driver.aggregate(store.tasks, stages)
+        found: list[Document] = await cursor.to_list(None)
+        if any(not isinstance(row["task"].get(name), str) for row in found for name in ("name", "key", "queue")):
+            raise Strange(f"one of {len(found)} tasks has no name, key or queue")
+        return found
+
+    # But for those that no reader sees any more.
+    asked_about = {"_id": {"$in": list(ids)}, "$expr": {"$not": [rules.is_forgotten(now)]}}
+    found = await past_strangers(store, asked_about, read)
     return [_judgement(row, (*of_task, *of_worker)) for row in found]
 
 
