@@ -18,6 +18,7 @@ from taskmesh.cli.output import Json
 from taskmesh.cli.tasks import Timeout, show_result
 from taskmesh.client.handle import TaskHandle
 from taskmesh.mesh import TaskMesh
+from taskmesh.model.configuration import checked_settings
 from taskmesh.model.errors import InvalidParams
 
 _BATCH = 1_000
@@ -127,7 +128,7 @@ def publish(
         "start_time": _time("--start-time", start_time),
         "expire_time": _time("--expire-time", expire_time),
         "priority": priority,
-        **output.settings(option or []),
+        **checked_settings(output.settings(option or [])),
         "run_again": run_again or None,
         "replace_running": replace_running or None,
         "debounce_ms": debounce_ms,

@@ -17,6 +17,7 @@ from taskmesh.cli.connected import App, Collection, Database, Uri, mesh_of, run_
 from taskmesh.cli.output import Json, Watch, show_found
 from taskmesh.cli.publishing import params_of
 from taskmesh.mesh import TaskMesh
+from taskmesh.model.configuration import checked_settings
 from taskmesh.model.durations import duration
 from taskmesh.model.queue import Percentiles, QueueInfo, QueueLatency, QueueLimits, checked_queue
 from taskmesh.model.schedule import ScheduleInfo
@@ -315,7 +316,7 @@ async def schedule(
         "overlap": overlap,
     }
     given = {field: value for field, value in named.items() if value is not None}
-    given |= output.settings(option or [])
+    given |= checked_settings(output.settings(option or []))
     if params is not None:
         given["params"] = params_of(params)
     stored = await mesh.schedules.put(schedule_id, **given)

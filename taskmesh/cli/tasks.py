@@ -25,6 +25,7 @@ from taskmesh.model.errors import CannotDecrypt, TaskMeshError
 from taskmesh.model.event import TaskEvent
 from taskmesh.model.jsonable import jsonable
 from taskmesh.model.labels import words
+from taskmesh.model.option import checked_changes
 from taskmesh.model.task import Standing, Status, Task, WorkerState
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The task's name.", autocompletion=completion.name)]
@@ -310,11 +311,12 @@ async def set_option(
     as_json: Json = False,
 ) -> None:
     """Change the option of a task that is published already."""
+    wanted = checked_changes(output.settings(changes))
     if dry_run:
-        effect = await mesh.what_if.option(name, key, **output.settings(changes))
+        effect = await mesh.what_if.option(name, key, **wanted)
         output.show_json(effect) if as_json else output.say(f"{effect.name} {effect.key}: {effect.sentence}")
         return
-    task = await mesh.set_option(name, key, **output.settings(changes))
+    task = await mesh.set_option(name, key, **wanted)
     if as_json:
         output.show_json(task_json(task))
     else:

@@ -113,14 +113,9 @@ class Configuration:
 
     def changed(self, **settings: Any) -> Self:
         """Return this with other settings, checked: any of `PublishSettings`. Raises `InvalidOption`."""
-        own = {f.name for f in fields(self)} - {"option", "tuned", "placed"}
+        checked_settings(settings)
         options = {name: value for name, value in settings.items() if name in TaskOption.model_fields}
-        mine = {name: value for name, value in settings.items() if name in own}
-        if unknown := set(settings) - own - set(options):
-            raise InvalidOption(
-                f"unknown setting {', '.join(sorted(unknown))}; there are {', '.join(sorted(own))} and the options "
-                f"{', '.join(TaskOption.model_fields)}"
-            )
+        mine = {name: value for name, value in settings.items() if name not in options}
         placed: dict[str, str | None] = {name: mine[name] for name in ("queue", "group") if name in mine}
         changed = replace(self, **_checked(mine), placed={**self.placed, **placed})
         if changed.start_time is not None and changed.delay_ms is not None:
@@ -262,3 +257,17 @@ def checked_fields(own: Any) -> dict[str, Any]:
                 f"fields: the name {name!r} must not begin with '_' or '$', nor have a '.': give it another name"
             )
     return dict(own)
+
+
+def checked_settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings, or raise `InvalidOption` for what is none.
+
+    What came from afar is checked before it goes on as keywords: `name` or `by` would be taken for something else.
+    """
+    own = {f.name for f in fields(Configuration)} - {"option", "tuned", "placed"}
+    if unknown := set(given) - own - set(TaskOption.model_fields):
+        raise InvalidOption(
+            f"unknown setting {', '.join(sorted(unknown))}; there are {', '.join(sorted(own))} and the options "
+            f"{', '.join(TaskOption.model_fields)}"
+        )
+    return dict(given)

@@ -6,8 +6,8 @@ value and the remedy; nothing is stored then.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self, TypedDict, Unpack
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, Self, TypedDict, Unpack, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -148,6 +148,20 @@ def ping_interval_for(worker_timeout_ms: int) -> int:
     return max(1, min(_DEFAULT_PING_MS, worker_timeout_ms // 2))
 
 
+def checked_changes(given: Mapping[str, Any]) -> OptionFields:
+    """Return changes of an option, or raise `InvalidOption` for a name that no option has.
+
+    What came from afar is checked before it goes on as keywords: `name` or `by` would be taken for something else.
+    """
+    if unknown := [_unknown(name, value) for name, value in given.items() if name not in TaskOption.model_fields]:
+        raise InvalidOption("; ".join(unknown))
+    return cast("OptionFields", dict(given))
+
+
+def _unknown(field: str, value: Any) -> str:
+    return f"unknown option {field!r} (value {shown(value)}); the options are: {', '.join(TaskOption.model_fields)}"
+
+
 def _explained(error: ValidationError) -> str:
     """Say in a line what pydantic found, with the value and the field's name."""
     problems = []
@@ -157,8 +171,7 @@ def _explained(error: ValidationError) -> str:
             continue
         field = ".".join(str(part) for part in found["loc"])
         if found["type"] == "extra_forbidden":
-            known = ", ".join(TaskOption.model_fields)
-            problems.append(f"unknown option {field!r} (value {shown(found['input'])}); the options are: {known}")
+            problems.append(_unknown(field, found["input"]))
         else:
             problems.append(f"{field}={shown(found['input'])}: {found['msg'][0].lower()}{found['msg'][1:]}")
     return "; ".join(problems)

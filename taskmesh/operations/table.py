@@ -21,7 +21,9 @@ from taskmesh.admin.listing import TaskPage
 from taskmesh.admin.stats import Stats
 from taskmesh.admin.what_if import LimitEffect, OptionEffect, ScheduleEffect
 from taskmesh.mesh import TaskMesh
+from taskmesh.model.configuration import checked_settings
 from taskmesh.model.flow import FlowStatus
+from taskmesh.model.option import checked_changes
 from taskmesh.model.queue import QueueInfo
 from taskmesh.model.schedule import ScheduleInfo
 from taskmesh.model.task import Task
@@ -199,7 +201,7 @@ def _configuration(given: dict[str, Any]) -> dict[str, Any]:
                 read[name] = datetime.fromisoformat(read[name])
             except ValueError:
                 continue  # `configure` refuses it, and says why
-    return read
+    return checked_settings(read)
 
 
 @_operation("task.get", "GET", "/tasks/{name}/{key}")
@@ -266,13 +268,13 @@ async def _delete(mesh: TaskMesh, query: TheTask) -> Task:
 @_operation("task.set_option", "PATCH", "/tasks/{name}/{key}/option")
 async def _set_option(mesh: TaskMesh, query: TheTask, body: OptionChange) -> Task:
     """Change fields of a task's option."""
-    return await mesh.set_option(query.name, query.key, **body.changes)
+    return await mesh.set_option(query.name, query.key, **checked_changes(body.changes))
 
 
 @_operation("task.what_if_option", "GET", "/tasks/{name}/{key}/option/what-if")
 async def _what_if_option(mesh: TaskMesh, query: WhatIfOption) -> OptionEffect:
     """Show what a change of a task's option would do: who could claim it then, whose run would be stopped."""
-    return await mesh.what_if.option(query.name, query.key, **query.changes)
+    return await mesh.what_if.option(query.name, query.key, **checked_changes(query.changes))
 
 
 # --- many tasks ---

@@ -48,7 +48,18 @@ def test_another_collection(taskmesh: Shell) -> None:
     assert len(taskmesh.done("ls", "--json", "--collection", "jobs").json) == 1
 
 
-WRONG: list[list[str]] = [["nothing"], ["ls", "--nothing"], ["ls", "--limit", "x"], ["ls", "--status", "x"]]
+WRONG: list[list[str]] = [
+    ["nothing"],
+    ["ls", "--nothing"],
+    ["ls", "--limit", "x"],
+    ["ls", "--status", "x"],
+    ["publish", "add", "k", "{}", "--option", "key=other"],
+    ["publish", "add", "k", "{}", "--option", "self=1"],
+    ["set-option", "add", "k", "name=other"],
+    ["set-option", "add", "k", "by=somebody else"],
+    ["set-option", "add", "k", "key=other", "--dry-run"],
+    ["schedule", "s", "add", "--interval-ms", "60000", "--option", "schedule_id=other"],
+]
 
 
 def test_wrong_usage_ends_with_2(taskmesh: Shell, subtests: pytest.Subtests) -> None:

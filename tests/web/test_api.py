@@ -122,6 +122,8 @@ async def test_who_does_what_to_single_things_is_written_down_when_it_is_done(me
         await client.post("/do/queue.set_limit", data={"queue": "slow", "running": "3"}, headers=user)
         await client.post("/do-selected", data={"action": "retry", "task": "work:k"})
         claimed = {"where": "name:work", "by": "somebody else"}
+        forged = {"changes": {"priority": 1, "by": "somebody else"}}
+        await ask(client, "PATCH", "/tasks/{name}/{key}/option", 422, params=task, json=forged, headers=user)
         await ask(client, "POST", "/bulk/cancel", json=claimed, headers=user)
         listed = [(each["action"], each["about"], each["by"]) for each in await ask(client, "GET", "/actions")]
         assert listed == [
@@ -359,6 +361,21 @@ REFUSED: list[Any] = [
         {"params": {"name": "a", "key": "b"}, "json": {"changes": {"priority": "x"}}},
         404,
     ),
+    *(
+        ("POST", "/tasks", {"json": {"name": "work", "key": "k", "configuration": {word: "x"}}}, 422)
+        for word in ("name", "key", "params", "by", "self")
+    ),
+    *(
+        (
+            "POST",
+            "/tasks/many",
+            {"json": {"name": "work", "params_by_key": {"k": {}}, "configuration": {word: "x"}}},
+            422,
+        )
+        for word in ("name", "params_by_key")
+    ),
+    *(("PATCH", "/tasks/work/k/option", {"json": {"changes": {word: "x"}}}, 422) for word in ("name", "key", "by")),
+    ("GET", "/tasks/{name}/{key}/option/what-if", {"params": {"name": "w", "key": "k", "changes": '{"key": 1}'}}, 422),
     ("PUT", "/queues/q/limit", {"json": {"running": False}}, 422),
     ("PUT", "/queues/q/limit", {"json": {"rate": "5"}}, 422),
     ("PUT", "/queues/q/limit", {"json": {"rate": 5.0}}, 422),
