@@ -164,11 +164,21 @@ def settings(words: Iterable[str]) -> dict[str, Any]:
         field, equals, text = word.partition("=")
         if not equals:
             raise typer.BadParameter(f"{word!r} is not of the form FIELD=VALUE")
+        if field in found:
+            raise typer.BadParameter(f"{field} is given twice")
         try:
-            found[field] = json.loads(text)
+            found[field] = from_json(text)
         except ValueError:
             found[field] = text
     return found
+
+
+def from_json(text: str) -> Any:
+    """Read JSON. Raises `ValueError`, also for what is nested too deeply to be read."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON: an array for a list, else an object.")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -217,7 +216,7 @@ def _read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         if not line.strip():
             continue
         try:
-            task = json.loads(line)
+            task = output.from_json(line)
         except ValueError as error:
             raise typer.BadParameter(f"{path}, line {number} is not JSON: {error}") from None
         if not isinstance(task, dict) or not isinstance(task.get("key"), str) or task.keys() - {"key", "params"}:
@@ -233,7 +232,7 @@ def params_of(text: str | None) -> dict[str, Any]:
     if text is None:
         return {}
     try:
-        value = json.loads(text)
+        value = output.from_json(text)
     except ValueError as error:
         raise typer.BadParameter(f"the params are not JSON: {error}") from None
     if not isinstance(value, dict):

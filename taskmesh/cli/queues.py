@@ -22,6 +22,7 @@ from taskmesh.model.durations import duration
 from taskmesh.model.queue import Percentiles, QueueInfo, QueueLatency, QueueLimits, checked_queue
 from taskmesh.model.schedule import ScheduleInfo
 
+_TEN_YEARS_MS = 3_660 * 86_400_000
 _OF_ENDED = f"of the newest {NEWEST_ENDED:,} tasks that ended".replace(",", " ")
 _NO_SCHEDULES = "no schedules: declare one in code (@mesh.task(cron=…), mesh.every), or by `taskmesh schedule`"
 
@@ -106,7 +107,9 @@ async def pause(
     queue: Queue,
     group: Annotated[str | None, typer.Option(help="Only this group of the queue.")] = None,
     reason: Reason = None,
-    for_ms: Annotated[int | None, typer.Option(min=1, help="Only for this many milliseconds.")] = None,
+    for_ms: Annotated[
+        int | None, typer.Option(min=1, max=_TEN_YEARS_MS, help="Only for this many milliseconds.")
+    ] = None,
 ) -> None:
     """Pause a queue, or one group of it: workers claim nothing from it. Running tasks go on."""
     await _tell_if_nobody_knows(mesh, queue)

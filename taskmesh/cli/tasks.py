@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 from datetime import UTC, datetime
 from typing import Annotated, Any, get_args
 
@@ -293,7 +292,7 @@ async def signal(
     given: Any = UNSAID
     if payload is not None:
         try:
-            given = json.loads(payload)
+            given = output.from_json(payload)
         except ValueError as error:
             raise typer.BadParameter(f"the payload must be JSON, got {payload!r:.100}: {error}") from None
     await mesh.signal(name, key, event, given, signal_id=signal_id)
