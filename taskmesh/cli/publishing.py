@@ -18,7 +18,9 @@ from taskmesh.cli.tasks import Timeout, show_result
 from taskmesh.client.handle import TaskHandle
 from taskmesh.mesh import TaskMesh
 from taskmesh.model.configuration import checked_settings
-from taskmesh.model.errors import InvalidParams
+from taskmesh.model.errors import InvalidKey, InvalidParams
+from taskmesh.model.ids import shown
+from taskmesh.model.task import checked_key
 
 _BATCH = 1_000
 _HOW = "How it runs"
@@ -212,7 +214,7 @@ def _read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     except (OSError, UnicodeDecodeError) as error:
         raise typer.BadParameter(f"{path} cannot be read: {error}") from None
     seen: set[str] = set()
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # JSON has other ends of lines as they are in its texts
         if not line.strip():
             continue
         try:
@@ -221,10 +223,17 @@ def _read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             raise typer.BadParameter(f"{path}, line {number} is not JSON: {error}") from None
         if not isinstance(task, dict) or not isinstance(task.get("key"), str) or task.keys() - {"key", "params"}:
             raise typer.BadParameter(f'{path}, line {number}: expected an object with "key" and "params"')
+        params = {} if task.get("params") is None else task["params"]
+        if not isinstance(params, dict):
+            raise typer.BadParameter(f"{path}, line {number}: the params must be a JSON object, got {shown(params)}")
+        try:
+            checked_key(task["key"])
+        except InvalidKey as error:
+            raise typer.BadParameter(f"{path}, line {number}: {error}") from None
         if task["key"] in seen:
             raise typer.BadParameter(f"{path}, line {number}: the key {task['key']!r} occurs twice")
         seen.add(task["key"])
-        yield task["key"], task.get("params") or {}
+        yield task["key"], params
 
 
 def params_of(text: str | None) -> dict[str, Any]:
