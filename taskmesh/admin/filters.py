@@ -9,7 +9,7 @@ import re
 import shlex
 from typing import Annotated, Any, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from taskmesh.model.durations import milliseconds, written
 from taskmesh.model.errors import InvalidOption
@@ -54,7 +54,7 @@ class TaskFilter(BaseModel):
     status: tuple[Status, ...] = ()
     """Any of these, as the tasks stand at the moment."""
     standing: tuple[Standing, ...] = ()
-    """Of those that are INIT only these: `status:ready`, `status:scheduled`, `status:retrying`."""
+    """Of those that are INIT only these: `status:ready`, `status:scheduled`, `status:retrying`. Without a status: these alone."""
     queue: Text | None = None
     group: Text | None = None
     tags: tuple[Text, ...] = ()
@@ -69,6 +69,14 @@ class TaskFilter(BaseModel):
     older_than_ms: Age | None = None
     """Published at least so long ago."""
     younger_than_ms: Age | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _standing_is_a_status(cls, given: Any) -> Any:
+        """What stands somehow is INIT: all that is set has to fit."""
+        if isinstance(given, dict) and given.get("standing") and not given.get("status"):
+            return given | {"status": (Status.INIT,)}
+        return given
 
     @classmethod
     def parse(cls, text: str) -> Self:

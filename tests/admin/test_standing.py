@@ -191,3 +191,15 @@ async def test_what_a_lost_worker_held_is_counted_as_it_stands_now(mesh: TaskMes
     stats = await mesh.stats()
     assert stats.counts == {"work": {"INIT": 3}}
     assert stats.standing == {"work": {"ready": 1, "scheduled": 1, "retrying": 1}}
+
+
+async def test_a_filter_that_names_a_standing_alone_means_no_other_tasks(mesh: TaskMesh) -> None:
+    await mesh.publish("work", "ready")
+    await mesh.publish("work", "later", delay_ms=3_600_000)
+    await mesh.publish("work", "done")
+    await mesh.cancel("work", "done")
+    which = TaskFilter(name="work", standing=("ready",))
+    assert TaskFilter.parse(str(which)) == which
+    deleted = await mesh.bulk.delete(which)
+    assert (deleted.done, deleted.where) == (1, "name:work status:ready")
+    assert [task.key async for task in mesh.find("work")] == ["done", "later"]
