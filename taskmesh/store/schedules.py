@@ -36,7 +36,10 @@ _PERIODIC = {"_id": "periodic"}
 
 
 async def attend(store: Store) -> Attendance:
-    """Note that somebody looks after the schedules now, and tell of the last time that nobody did."""
+    """Note that somebody looks after the schedules now, and tell of the last time that nobody did.
+
+    Whoever looked after them for no longer than an outage lasts at least has not ended it.
+    """
     meta = store.driver.collection(store.meta)
     stages = [
         # One document, in which workers note that somebody looks after the schedules.
@@ -55,8 +58,11 @@ async def attend(store: Store) -> Attendance:
             return _attendance(found[0])
         else:
             silent = {"$gt": [{"$subtract": [store.now, "$seen"]}, OUTAGE_MS]}
+            # Who came for a moment (who declares a schedule, a worker that was killed) published nothing of what it missed.
+            goes_on = {"$lte": [{"$subtract": ["$seen", "$outage_to"]}, OUTAGE_MS]}
+            begin = {"$cond": [{"$and": [{"$gt": ["$outage_to", None]}, goes_on]}, "$outage_from", "$seen"]}
             outage = {
-                "outage_from": {"$cond": [silent, "$seen", {"$ifNull": ["$outage_from", None]}]},
+                "outage_from": {"$cond": [silent, begin, {"$ifNull": ["$outage_from", None]}]},
                 "outage_to": {"$cond": [silent, store.now, {"$ifNull": ["$outage_to", None]}]},
             }
             seen = await find_and_update(

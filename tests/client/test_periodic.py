@@ -121,6 +121,23 @@ async def test_t44_a_short_gap_between_two_workers_misses_nothing(mesh: TaskMesh
     assert len(await keys(mesh, "beat")) == 5
 
 
+@pytest.mark.parametrize(
+    ("missed", "expected"), [("skip", []), ("latest", ["12:20:00"]), ("all", [f"12:{n:02}:00" for n in range(1, 21)])]
+)
+async def test_t44_who_looks_in_during_an_outage_does_not_make_forget_what_was_missed(
+    mesh: TaskMesh, missed: Any, expected: list[str]
+) -> None:
+    set_time(mesh, START)
+    await mesh.every("report", cron="* * * * *", missed=missed)
+    await look_at(mesh, START, ticker(mesh))
+    set_time(mesh, START + timedelta(minutes=10))
+    await mesh.every("other", cron="0 0 1 1 *")  # a program that is no worker
+    set_time(mesh, START + timedelta(minutes=15))
+    await schedules.attend(mesh.store)  # a worker that is killed before it has published anything
+    await look_at(mesh, START + timedelta(minutes=20), ticker(mesh))
+    assert [key[-9:-1] for key in await keys(mesh, "report")] == expected
+
+
 async def test_t44_a_long_outage_of_a_quick_schedule_is_caught_up_in_no_time(mesh: TaskMesh) -> None:
     set_time(mesh, START)
     await mesh.every("quick", interval_ms=100)
