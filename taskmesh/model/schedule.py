@@ -158,16 +158,17 @@ def key_of(schedule_id: str, tick: datetime, mark: str = "") -> str:
 def ticks_to_publish(schedule: Document, attendance: Attendance) -> tuple[list[datetime], datetime | None]:
     """Return which ticks of a schedule are to be published now, and when it ticks next after those looked at."""
     timing, anchor, now = timing_of(schedule), schedule["anchor_time"], attendance.now
-    first: datetime | None = schedule["next_time"]
+    following: datetime | None = schedule["next_time"]
     latest_missed = None
-    if schedule["missed"] != "all" and first is not None and attendance.missed(first):
-        assert attendance.outage_to is not None
-        latest_missed = timing.before(attendance.outage_to, anchor)
-        first = timing.after(latest_missed or attendance.outage_to, anchor)
     ticked: list[datetime] = []
-    while first is not None and first <= now and len(ticked) < _AT_ONCE:
-        ticked.append(first)
-        first = timing.after(first, anchor)
-    if schedule["missed"] == "latest" and latest_missed is not None and not ticked:
-        ticked = [latest_missed]
-    return ticked, first
+    while following is not None and following <= now and len(ticked) < _AT_ONCE:
+        if schedule["missed"] != "all" and attendance.missed(following):
+            assert attendance.outage_to is not None
+            latest_missed = timing.before(attendance.outage_to, anchor)
+            following = timing.after(latest_missed or attendance.outage_to, anchor)
+        else:
+            ticked.append(following)
+            following = timing.after(following, anchor)
+    if schedule["missed"] == "latest" and latest_missed is not None and latest_missed > max(ticked, default=anchor):
+        ticked.append(latest_missed)
+    return ticked, following

@@ -138,6 +138,20 @@ async def test_t44_who_looks_in_during_an_outage_does_not_make_forget_what_was_m
     assert [key[-9:-1] for key in await keys(mesh, "report")] == expected
 
 
+@pytest.mark.parametrize(("missed", "expected"), [("skip", ["12:01:00"]), ("latest", ["12:01:00", "12:20:00"])])
+async def test_t44_what_a_worker_could_not_publish_before_it_was_killed_does_not_bring_back_what_was_missed(
+    mesh: TaskMesh, missed: Any, expected: list[str]
+) -> None:
+    set_time(mesh, START)
+    await mesh.every("report", cron="* * * * *", missed=missed)
+    for second in range(0, 30, 2):
+        await look_at(mesh, START + timedelta(seconds=second), ticker(mesh))
+    set_time(mesh, START + timedelta(seconds=31))
+    await schedules.attend(mesh.store)  # at 12:01:01 it looks, and is killed before it has published the tick of 12:01
+    await look_at(mesh, START + timedelta(minutes=20), ticker(mesh))
+    assert [key[-9:-1] for key in await keys(mesh, "report")] == expected
+
+
 async def test_t44_a_long_outage_of_a_quick_schedule_is_caught_up_in_no_time(mesh: TaskMesh) -> None:
     set_time(mesh, START)
     await mesh.every("quick", interval_ms=100)
