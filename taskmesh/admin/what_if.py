@@ -20,7 +20,7 @@ from taskmesh.client.tasks import Tasks
 from taskmesh.model.ids import checked_group
 from taskmesh.model.option import OptionFields
 from taskmesh.model.queue import QueueInfo, QueueLimits, checked_queue
-from taskmesh.model.recurrence import checked_timing
+from taskmesh.model.recurrence import Timing, checked_timing
 from taskmesh.model.task import Status, checked_key, task_id
 from taskmesh.store import Store, schedules
 from taskmesh.store.driver import Document
@@ -95,7 +95,7 @@ class ScheduleEffect(BaseModel):
     words: str
     """`At 06:00 every day (Europe/Berlin)`."""
     times: list[datetime]
-    """The next runs, if it were declared now."""
+    """The next runs, if it were declared now; those of a schedule that is so already are its own."""
 
     @property
     def sentence(self) -> str:
@@ -233,7 +233,10 @@ class WhatIf:
         zone = timezone or "UTC"
         timing = checked_timing(cron, interval_ms, zone)
         now = self._connection.clock.now()
-        times = [time.astimezone(ZoneInfo(zone)) for time in islice(timing.ticks_after(now, now), min(count, 100))]
+        # To declare it as it is leaves it alone: it is counted from where it began.
+        stays = stored is not None and timing == Timing(stored["cron"], stored["interval_ms"], stored["timezone"])
+        ticks = timing.ticks_after(now, stored["anchor_time"] if stored is not None and stays else now)
+        times = [time.astimezone(ZoneInfo(zone)) for time in islice(ticks, min(count, 100))]
         return ScheduleEffect(words=timing.words, times=times)
 
     async def group_limit(self, queue: str, group: str, running: int | None) -> LimitEffect:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
 from taskmesh import InvalidOption, Status, TaskMesh, TaskNotFound, TaskOption
+from taskmesh.testing import advance
 from tests.waiting import eventually
 from tests.working import all_working, status_is, working
 
@@ -158,3 +160,14 @@ async def test_what_is_not_said_of_a_schedule_is_as_it_stands(mesh: TaskMesh) ->
     assert (await mesh.what_if.schedule("new", cron="30 4 * * *")).words == "At 04:30 every day (UTC)"
     [stored] = await mesh.schedules.all()
     assert stored.cron == "0 3 * * *"
+
+
+async def test_an_interval_that_stays_is_told_as_it_will_run(mesh: TaskMesh) -> None:
+    stored = await mesh.schedules.put("s", name="report", interval_ms=3_600_000)
+    assert stored.next_time is not None
+    await advance(mesh, minutes=20)
+    for interval_ms in (None, 3_600_000):
+        told = await mesh.what_if.schedule("s", interval_ms=interval_ms, count=2)
+        assert told.times == [stored.next_time, stored.next_time + timedelta(hours=1)]
+    other = await mesh.what_if.schedule("s", interval_ms=7_200_000, count=1)
+    assert other.times[0] > stored.next_time, "that would be counted from now"
