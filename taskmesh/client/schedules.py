@@ -30,6 +30,7 @@ from taskmesh.model.task import checked_key, checked_name
 from taskmesh.store import Store, audit, schedules
 from taskmesh.store.driver import Document
 from taskmesh.store.publication import Publication
+from taskmesh.store.schedules import ChangedMeanwhile
 
 logger = logging.getLogger("taskmesh.scheduling")
 _LONGEST_ID_BYTES = 400
@@ -117,7 +118,16 @@ class Schedules:
         """
         who = audit.author(by)
         id_ = checked_text("schedule_id", checked_key(schedule_id), most=_LONGEST_ID_BYTES)
-        known = await schedules.read(self._store, id_)
+        while True:
+            known = await schedules.read(self._store, id_)
+            declaration, stay = self._changed(id_, known, given)
+            with contextlib.suppress(ChangedMeanwhile):  # what is not given stays as it is then
+                return await self.store(declaration, by=who, stay=stay, as_seen=known or {})
+
+    def _changed(
+        self, id_: str, known: Document | None, given: Mapping[str, Any]
+    ) -> tuple[Declaration, Document | None]:
+        """Return a schedule with the given fields changed, and its params as they are stored if they stay so."""
         fields, settings, stay = dict(_DEFAULTS), Document(), None
         if known is not None:
             fields |= {name: known[name] for name in ("name", *fields)}
@@ -133,20 +143,24 @@ class Schedules:
         fields |= {name: value for name, value in given.items() if name == "name" or name in fields}
         settings |= {name: value for name, value in given.items() if name not in fields}
         if "name" not in fields:
-            raise InvalidOption(
-                f"there is no schedule {schedule_id!r} yet: to create it, name the task that it publishes"
-            )
+            raise InvalidOption(f"there is no schedule {id_!r} yet: to create it, name the task that it publishes")
         Configuration().changed(**settings)
         declaration = checked_declaration(checked_name(fields.pop("name")), id_, settings=settings, **fields)
-        return await self.store(declaration, by=who, stay=stay)
+        return declaration, stay
 
     async def store(
-        self, declaration: Declaration, *, by: str | None = None, stay: Document | None = None
+        self,
+        declaration: Declaration,
+        *,
+        by: str | None = None,
+        stay: Document | None = None,
+        as_seen: Document | None = None,
     ) -> ScheduleInfo:
         """Store one schedule, and write down who declared it if that is said.
 
         `stay`: its params as they stand in the database, and are to stay: they may be encrypted, and nobody here have the key.
-        Raises `InvalidParams` if its params do not fit a handler that is known here.
+        `as_seen`: raise `ChangedMeanwhile` if it is not as it was then. Raises `InvalidParams` if its params do not fit a handler
+        that is known here.
         """
         definition = self._definitions.get(declaration.name)
         params = dict(declaration.params)
@@ -170,7 +184,7 @@ class Schedules:
             return declaration.timing.after(now, now)
 
         id_ = declaration.schedule_id
-        info = self._info(await schedules.declare(self._store, id_, fields, first_time))
+        info = self._info(await schedules.declare(self._store, id_, fields, first_time, as_seen=as_seen))
         if by is not None:
             about = {"name": info.name, "schedule_id": id_, "cron": info.cron, "interval_ms": info.interval_ms}
             await audit.note(self._store, "schedule.declare", by, **about)

@@ -10,7 +10,7 @@ whose worker is killed keeps the schedule locked for a minute; measured.)
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -80,16 +80,25 @@ def _attendance(document: Document) -> Attendance:
     return Attendance(document["now"], document.get("outage_from"), document.get("outage_to"))
 
 
-async def declare(store: Store, id_: str, fields: Document, first_time: Any) -> Document:
+class ChangedMeanwhile(Exception):
+    """Somebody else has changed the schedule since it was read."""
+
+
+async def declare(
+    store: Store, id_: str, fields: Document, first_time: Any, *, as_seen: Document | None = None
+) -> Document:
     """Create a schedule, or change it to these fields; what happens next is told by `first_time`, a function of now.
 
     A schedule that already is so keeps its next tick, and a paused one stays paused. What it ticks from now on was not missed,
-    as long as a worker comes to it soon: nobody looks after schedules where there are none.
+    as long as a worker comes to it soon: nobody looks after schedules where there are none. `as_seen`: raise `ChangedMeanwhile`
+    if its fields are not what they were then; if that is empty, if there is one.
     """
     schedules = store.driver.collection(store.schedules)
     while True:
         stored = await read(store, id_)
-        if stored is not None and _as_stored({name: stored.get(name) for name in fields}) == _as_stored(fields):
+        if as_seen is not None and _differ(stored or {}, as_seen, fields):
+            raise ChangedMeanwhile
+        if stored is not None and not _differ(stored, fields, fields):
             return stored
         now = (await attend(store)).now
         timing = ("cron", "interval_ms", "timezone")
@@ -105,9 +114,10 @@ async def declare(store: Store, id_: str, fields: Document, first_time: Any) -> 
             await schedules.update_one({"_id": id_, "revision": stored["revision"]}, update)
 
 
-def _as_stored(fields: Document) -> bytes:
-    """The fields as they are stored. Of what is read again, some is not equal: a tuple, microseconds, NaN."""
-    return bson.encode(fields, codec_options=CODEC)
+def _differ(one: Document, other: Document, names: Iterable[str]) -> bool:
+    """Whether some of these fields are stored otherwise. Of what is read again, some is not equal: a tuple, microseconds, NaN."""
+    a, b = ({name: each.get(name) for name in names} for each in (one, other))
+    return bson.encode(a, codec_options=CODEC) != bson.encode(b, codec_options=CODEC)
 
 
 async def read(store: Store, id_: str) -> Document | None:

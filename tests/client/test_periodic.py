@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from itertools import pairwise
 from typing import Any
 from zoneinfo import ZoneInfo
@@ -257,6 +258,15 @@ async def test_to_declare_a_schedule_again_leaves_it_as_it_is(mesh: TaskMesh) ->
     assert changed.next_time is not None
     assert first.next_time is not None
     assert changed.next_time < first.next_time
+
+
+async def test_changes_of_one_schedule_at_the_same_time_are_all_made(mesh: TaskMesh) -> None:
+    async with anyio.create_task_group() as at_once:
+        for given in ({"params": {"n": 5}}, {"timezone": "Europe/Berlin"}, {"missed": "all"}, {"priority": 3}):
+            at_once.start_soon(partial(mesh.schedules.put, "report", name="report", cron="0 3 * * *", **given))
+    [stored] = await mesh.schedules.all()
+    assert stored.params == {"n": 5}
+    assert (stored.timezone, stored.missed, stored.settings) == ("Europe/Berlin", "all", {"priority": 3})
 
 
 async def test_a_paused_schedule_does_not_tick_and_goes_on_from_now(mesh: TaskMesh) -> None:
