@@ -3,7 +3,7 @@
 Daylight saving, for a cron expression with a fixed hour (`30 2 * * *`): where the clock skips that time, it ticks at once
 after the gap; where the clock shows it twice, it ticks the first time only. Where minutes or hours begin with a star
 (`*/15 * * * *`) it goes by real time, so no quarter of an hour is left out or runs twice. (So does Debian's cron, and so
-does cronsim, which does the work.)
+does cronsim, which does the work.) With seconds in front it ticks so many seconds after such a minute begins.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from taskmesh.model.errors import InvalidOption
 MIN_INTERVAL_MS = 10
 _MAX_INTERVAL_MS = 10 * 366 * 86_400_000
 _FIELDS_WITH_SECONDS = 6
+_MINUTE = timedelta(minutes=1)
 _FAR_ENOUGH = timedelta(hours=3)
 """Back over any change of the clock."""
 
@@ -55,8 +56,10 @@ class Timing:
             tick = anchor + -(-(moment - anchor) // interval) * interval - interval
             return tick if tick > anchor else None
         # Backwards only to find where to begin: which ticks there are is told forwards alone.
-        local = next(_cronsim().CronSim(self._expression, moment.astimezone(_zone(self.timezone)), reverse=True), None)
-        begin = moment if local is None else min(moment, local.astimezone(UTC))
+        minutes, seconds = self._fields
+        backwards = _cronsim().CronSim(minutes, moment.astimezone(_zone(self.timezone)), reverse=True)
+        begun = (local.astimezone(UTC) for local in backwards if local.astimezone(UTC) + seconds[0] < moment)
+        begin = next(begun, moment)
         last: datetime | None = None
         for following in self.ticks_after(begin - _FAR_ENOUGH, anchor):
             if following >= moment:
@@ -73,18 +76,23 @@ class Timing:
                 yield tick
                 tick += interval
         last = moment
-        for local in _cronsim().CronSim(self._expression, moment.astimezone(_zone(self.timezone))):
-            tick = local.astimezone(UTC)
-            if tick > last:  # two times of a day may fall together where the clock skips an hour
-                last = tick
-                yield tick
+        minutes, seconds = self._fields
+        for local in _cronsim().CronSim(minutes, (moment - _MINUTE).astimezone(_zone(self.timezone))):
+            for second in seconds:
+                tick = local.astimezone(UTC) + second
+                if tick > last:  # two times of a day may fall together where the clock skips an hour
+                    last = tick
+                    yield tick
 
     @property
-    def _expression(self) -> str:
-        """The expression, without seconds that say nothing: with five fields daylight saving is taken care of."""
+    def _fields(self) -> tuple[str, list[timedelta]]:
+        """The expression without seconds, and these: of five fields alone does cronsim take care of daylight saving."""
         assert self.cron is not None
         fields = self.cron.split()
-        return " ".join(fields[1:]) if len(fields) == _FIELDS_WITH_SECONDS and fields[0] == "0" else self.cron
+        if len(fields) < _FIELDS_WITH_SECONDS:
+            return self.cron, [timedelta(0)]
+        seconds = _cronsim().CronSim(self.cron, datetime(2026, 1, 1, tzinfo=UTC)).seconds
+        return " ".join(fields[1:]), [timedelta(seconds=second) for second in sorted(seconds)]
 
 
 def checked_timing(cron: Any, interval_ms: Any, timezone: Any) -> Timing:

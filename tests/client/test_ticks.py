@@ -51,6 +51,21 @@ def test_t44_what_runs_every_hour_or_more_often_leaves_nothing_out_and_repeats_n
     assert len(distances) == 1
 
 
+@ZONES
+def test_t44_seconds_change_nothing_about_these_nights(zone: str) -> None:
+    hour = 2 if zone == BERLIN else 1
+    [spring] = ticks("15 30 2 * * *", zone, SPRING[zone])
+    assert f"{spring.astimezone(ZoneInfo(zone)):%H:%M:%S}" == "03:00:15", "right after the hour that is skipped"
+    autumn = ticks(f"45,15 30 {hour} * * *", zone, AUTUMN[zone])
+    assert [f"{tick.astimezone(ZoneInfo(zone)):%H:%M:%S%z}"[:8] for tick in autumn] == [
+        f"0{hour}:30:15",
+        f"0{hour}:30:45",
+    ]
+    assert autumn[1] - autumn[0] == timedelta(seconds=30)
+    timing = checked_timing(f"15 30 {hour} * * *", None, zone)
+    assert timing.before(autumn[0], autumn[0]) == autumn[0] - timedelta(days=1), "seconds before it in the same minute"
+
+
 def test_ticks_at_other_times_of_these_days_are_as_ever() -> None:
     days = ticks("0 9 * * *", BERLIN, datetime(2026, 3, 27, tzinfo=UTC), hours=24 * 5)
     assert wall(days, BERLIN) == ["09:00"] * 5
@@ -59,7 +74,9 @@ def test_ticks_at_other_times_of_these_days_are_as_ever() -> None:
 
 @given(
     start=st.datetimes(datetime(2026, 1, 1), datetime(2026, 12, 30), timezones=st.just(UTC)),  # noqa: DTZ001 — hypothesis adds the zone
-    cron=st.sampled_from(["30 2 * * *", "0 * * * *", "*/20 * * * *", "15,45 1-3 * * *", "0 0 1 * *", "30 1 * * 0"]),
+    cron=st.sampled_from(
+        ["30 2 * * *", "0 * * * *", "*/20 * * * *", "15,45 1-3 * * *", "0 0 1 * *", "30 1 * * 0", "50,10 30 2 * * *"]
+    ),
     zone=st.sampled_from([BERLIN, NEW_YORK, "UTC", "Australia/Lord_Howe"]),
 )
 def test_whoever_goes_on_from_any_tick_sees_the_same_ticks_that_follow(start: datetime, cron: str, zone: str) -> None:
