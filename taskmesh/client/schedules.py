@@ -79,7 +79,8 @@ class Schedules:
         self._connection = connection
         self._publisher = publisher
         self._definitions = definitions
-        self._declarations: dict[str, Declaration] = {}
+        self.declarations: dict[str, Declaration] = {}
+        """What code has declared, by the ids of the schedules: stored each time that the mesh connects."""
 
     @property
     def _store(self) -> Store:
@@ -87,7 +88,7 @@ class Schedules:
 
     async def store_declared(self) -> None:
         """Store the schedules that were declared before the mesh was connected."""
-        for declaration in self._declarations.values():
+        for declaration in self.declarations.values():
             await self.store(declaration)
 
     def declare(self, declaration: Declaration, *, by: str | None = None) -> Declared:
@@ -98,9 +99,9 @@ class Schedules:
         declared = Declared(self, declaration, checked_remark("by", by) or audit.acting.get())
         if self._is_connected_here():
             declared.store_soon()
-        elif id_ in self._declarations:
+        elif id_ in self.declarations:
             raise InvalidOption(f"a schedule {id_!r} is declared already: give each of them its own schedule_id")
-        self._declarations[id_] = declaration
+        self.declarations[id_] = declaration
         return declared
 
     def _is_connected_here(self) -> bool:
@@ -291,7 +292,7 @@ class Schedules:
         """
         who = audit.author(by)
         schedule = await self._schedule(schedule_id)
-        self._declarations.pop(schedule_id, None)
+        self.declarations.pop(schedule_id, None)
         await schedules.remove(self._store, schedule_id)
         await audit.note(self._store, "schedule.remove", who, schedule_id=schedule_id)
         return self._info(schedule)

@@ -117,15 +117,16 @@ class Payloads:
         self._threshold = threshold
         self.most_bytes = values.MAX_BYTES if threshold is None else apart.MAX_BYTES
         """Of params, or of a result."""
-        self._codecs: dict[str, Codec] = {}
+        self.codecs: dict[str, Codec] = {}
+        """Those of single tasks, by name."""
 
     def set_codec(self, name: str, codec: Codec) -> None:
         """Let the tasks of this name have a codec of their own."""
-        self._codecs[name] = codec
+        self.codecs[name] = codec
 
     def codec_of(self, name: str) -> Codec | None:
         """Return what encrypts the values of the tasks of this name; None: they are plain."""
-        return self._codecs.get(name, self._codec)
+        return self.codecs.get(name, self._codec)
 
     def needs_of(self, name: str) -> Mapping[str, Any]:
         """What a worker has to have among its labels to be given such a task as it is published now."""
@@ -134,7 +135,7 @@ class Payloads:
 
     def labels(self) -> dict[str, Any]:
         """The labels of a worker of this mesh: the keys that it has."""
-        codecs = [*self._codecs.values(), *([] if self._codec is None else [self._codec])]
+        codecs = [*self.codecs.values(), *([] if self._codec is None else [self._codec])]
         return {name: value for codec in codecs for id_ in codec.key_ids for name, value in needed_for(id_).items()}
 
     # --- on the way in ---

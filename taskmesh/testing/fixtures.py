@@ -88,13 +88,25 @@ def _unconnected(request: pytest.FixtureRequest, taskmesh_wire: str, taskmesh_da
         return
     with _importable(request.config.rootpath):
         mesh = load_mesh(target)
-    connection, definitions = mesh.connection, dict(mesh.definitions)
-    client, database = connection.client, connection.database
-    mesh.connect_to(taskmesh_wire, database=taskmesh_database)
-    yield mesh
-    mesh.connect_to(client, database=database)
-    mesh.definitions.clear()
-    mesh.definitions.update(definitions)  # what a test defined is its own
+    client, database = mesh.connection.client, mesh.connection.database
+    with _left_as_it_is(mesh):
+        mesh.connect_to(taskmesh_wire, database=taskmesh_database)
+        yield mesh
+        mesh.connect_to(client, database=database)
+
+
+@contextlib.contextmanager
+def _left_as_it_is(mesh: TaskMesh) -> Iterator[None]:
+    """Undo what the block defines and declares on a mesh: what a test says is its own."""
+    codecs, schedules = mesh.connection.payloads.codecs, mesh.schedules.declarations
+    declared: list[dict[str, Any]] = [mesh.definitions, mesh.data_changes, codecs, schedules]
+    before = [dict(each) for each in declared]
+    hooks, lifespan = mesh.hooks_of_consumers, mesh.worker_lifespan
+    yield
+    for each, was in zip(declared, before, strict=True):
+        each.clear()
+        each.update(was)
+    mesh.hooks_of_consumers, mesh.worker_lifespan = hooks, lifespan
 
 
 @contextlib.contextmanager
