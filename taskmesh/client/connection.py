@@ -196,6 +196,12 @@ class Connection:
         return self._store is not None and self._loop is loop and self._pid == os.getpid()
 
     @property
+    def loop(self) -> asyncio.AbstractEventLoop | None:
+        """The event loop of this process in which it is open; None if there is none, or it runs no more."""
+        open_here = self._store is not None and self._pid == os.getpid()
+        return self._loop if open_here and self._loop is not None and self._loop.is_running() else None
+
+    @property
     def store(self) -> Store:
         """What reads and writes MongoDB. Raises `TaskMeshError` if the connection is not open, in this loop and process."""
         if self._store is None:

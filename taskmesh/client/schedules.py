@@ -97,8 +97,11 @@ class Schedules:
         if len(id_.encode()) > _LONGEST_ID_BYTES:
             raise InvalidOption(f"schedule_id must have at most {_LONGEST_ID_BYTES} bytes, got {id_[:40]!r}…")
         declared = Declared(self, declaration, checked_remark("by", by) or audit.acting.get())
+        loop = self._connection.loop
         if self._is_connected_here():
             declared.store_soon()
+        elif loop is not None:  # a thread beside it, as that of a plain handler
+            loop.call_soon_threadsafe(declared.store_soon)
         elif id_ in self.declarations:
             raise InvalidOption(f"a schedule {id_!r} is declared already: give each of them its own schedule_id")
         self.declarations[id_] = declaration

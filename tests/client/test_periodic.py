@@ -260,6 +260,21 @@ async def test_to_declare_a_schedule_again_leaves_it_as_it_is(mesh: TaskMesh) ->
     assert changed.next_time < first.next_time
 
 
+async def test_a_schedule_that_a_plain_handler_declares_is_stored(mesh: TaskMesh) -> None:
+    @mesh.task
+    def install(cron: str) -> None:
+        mesh.every("report", cron=cron)
+
+    async with working(mesh):
+        for cron in ("0 3 * * *", "0 4 * * *"):
+            await (await install.publish(cron, cron=cron)).result(timeout=60)
+
+            async def stored_so(cron: str = cron) -> bool:
+                return [each.cron for each in await mesh.schedules.all()] == [cron]
+
+            await eventually(stored_so)
+
+
 async def test_changes_of_one_schedule_at_the_same_time_are_all_made(mesh: TaskMesh) -> None:
     async with anyio.create_task_group() as at_once:
         for given in ({"params": {"n": 5}}, {"timezone": "Europe/Berlin"}, {"missed": "all"}, {"priority": 3}):
