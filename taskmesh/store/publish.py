@@ -569,6 +569,8 @@ def _new_wish(publication: Publication, now: datetime, at: rules.Expression) -> 
         state["throttled_since"] = at
     if configuration.expire_time is not None or configuration.runs_again:
         state["expire_time"] = configuration.expire_time
+    if publication.loop is not None and (interval_ms := publication.loop.get("interval_ms")) is not None:
+        state["resume_time"] = _runs_again(interval_ms, at)
     changes: Document = {"params": {"$cond": ["$_before.params_follow", "$$params", "$params"]}, "task_state": state}
     changes |= {name: {"$literal": value} for name, value in publication.marks.items()}
     if configuration.tags == ():
@@ -578,6 +580,13 @@ def _new_wish(publication: Publication, now: datetime, at: rules.Expression) -> 
     if configuration.tuned:
         changes["task_option"] = {name: {"$literal": value} for name, value in configuration.tuned.items()}
     return changes
+
+
+def _runs_again(interval_ms: int, at: rules.Expression) -> rules.Expression:
+    """When a loop runs again that rests: as long after its last end as it is declared now. What it asked for itself stays."""
+    ended, asked = "$task_state.rounds.end_time", "$task_state.resume_time"
+    rests = {"$and": [{"$gt": [asked, at]}, {"$eq": [asked, {"$add": [ended, "$loop.interval_ms"]}]}]}
+    return {"$cond": [rests, {"$add": [ended, interval_ms]}, {"$ifNull": [asked, "$$REMOVE"]}]}
 
 
 def _moves(configuration: Configuration) -> rules.Expression:

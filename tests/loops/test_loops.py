@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from datetime import datetime, timedelta
 from itertools import pairwise
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from taskmesh import (
     InvalidOption,
+    Snooze,
     Status,
     TaskFailed,
     TaskMesh,
@@ -272,6 +274,50 @@ async def test_a_loop_follows_what_its_code_declares_now(mesh: TaskMesh, mongo_u
             assert "taskmesh delete" in found.remedy
             with pytest.raises(InvalidOption, match="is a loop or a singleton"):
                 await without.publish("sweep", "x")
+
+
+async def test_an_interval_that_is_declared_anew_counts_from_the_last_end(
+    mesh: TaskMesh, mongo_uri: str, database: str
+) -> None:
+    ran: list[str] = []
+
+    def declare(mesh: TaskMesh, interval_ms: int) -> None:
+        async def sweep() -> None:
+            ran.append(current_task().worker_id)
+
+        async def asks() -> None:
+            raise Snooze(delay_ms=7_200_000)
+
+        mesh.loop(sweep, interval_ms=interval_ms)
+        mesh.loop(asks, interval_ms=interval_ms)
+
+    async def state(name: str) -> tuple[timedelta | None, datetime | None]:
+        """How long after its last end it runs again, and when."""
+        told = (await mesh.get(name, "fleet")).task_state
+        until = told.resume_time
+        return (None if told.rounds is None or until is None else until - told.rounds.end_time), until
+
+    async def rests(hours: int) -> bool:
+        return (await state("sweep"))[0] == timedelta(hours=hours)
+
+    async def asked() -> datetime | None:
+        return (await state("asks"))[1]
+
+    declare(mesh, 3_600_000)
+    async with working(mesh, "old"):
+        await eventually(lambda: ran)
+        await eventually(lambda: rests(1))
+        until = await eventually(asked)
+    async with TaskMesh(mongo_uri, database=database) as newer:
+        declare(newer, 7_200_000)
+        async with working(newer, "later"):
+            await eventually(lambda: rests(2))
+            assert ran == ["old"]
+    async with TaskMesh(mongo_uri, database=database) as newest:
+        declare(newest, 20)
+        async with working(newest, "sooner"):
+            await eventually(lambda: "sooner" in ran)
+            assert await asked() == until, "what it asked for itself stays"
 
 
 @pytest.mark.lasting
