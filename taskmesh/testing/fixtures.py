@@ -130,6 +130,8 @@ async def _at_work(mesh: TaskMesh) -> AsyncIterator[TestWorker]:
     finally:
         running.cancel()
         await asyncio.wait([running], timeout=_GONE_AFTER_S)
+    if running.done() and not running.cancelled():
+        running.result()  # why it ended before the test did
 
 
 @pytest.fixture

@@ -75,8 +75,8 @@ async def test_nothing_of_that_is_left(mesh):
 """A project whose tests declare more than tasks."""
 
 
-def passing(directory: Path, files: Mapping[str, str], **more: str) -> str:
-    """Run the tests of such a project, and return what pytest says."""
+def output_of(directory: Path, files: Mapping[str, str], status: int = 0, **more: str) -> str:
+    """Run the tests of such a project, and return what pytest says. `status`: how it has to end."""
     for name, text in files.items():
         (directory / name).write_text(text)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("TASKMESH_", "PYTEST_"))}
@@ -89,15 +89,36 @@ def passing(directory: Path, files: Mapping[str, str], **more: str) -> str:
         timeout=180,
         check=False,
     )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.returncode == status, ended.stdout + ended.stderr
     return ended.stdout
 
 
 @pytest.mark.slow
 def test_the_tests_of_handlers_pass_on_the_mongodb_that_comes_along(tmp_path: Path) -> None:
-    assert "7 passed" in passing(tmp_path, FILES)
+    assert "7 passed" in output_of(tmp_path, FILES)
     assert not (tmp_path / ".taskmesh").exists(), "nothing is left beside the tests"
 
 
 def test_what_a_test_declares_is_gone_after_it(tmp_path: Path, mongo_uri: str) -> None:
-    assert "3 passed" in passing(tmp_path, OF_ONE_TEST, TASKMESH_TEST_URI=mongo_uri)
+    assert "3 passed" in output_of(tmp_path, OF_ONE_TEST, TASKMESH_TEST_URI=mongo_uri)
+
+
+def test_a_worker_that_cannot_work_says_why(tmp_path: Path, mongo_uri: str) -> None:
+    test = """
+import pytest
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_of_what_cannot_be_watched(mesh, worker):
+    @mesh.on_change("orders", [{"$match": {"$bogus": 1}}])
+    async def changed(event) -> None: ...
+
+    handle = await mesh.publish("changed", "k", {"event": {}})
+    with pytest.raises(TimeoutError):
+        await handle.result(timeout=2)
+"""
+    files = {"conftest.py": FILES["conftest.py"], "pytest.ini": "[pytest]\n", "test_shop.py": test}
+    told = output_of(tmp_path, files, status=1, TASKMESH_TEST_URI=mongo_uri)
+    assert "1 passed, 1 error" in told
+    assert "InvalidOption: task 'changed': the server opens no stream of changes" in told
