@@ -7,9 +7,10 @@ always change together.
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, get_type_hints
+from typing import Any, Unpack, get_origin, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
@@ -21,6 +22,9 @@ from taskmesh.model.errors import InvalidOption, InvalidParams, TaskTooLarge
 from taskmesh.model.ids import shown
 from taskmesh.store.payloads import marked_secret
 from taskmesh.store.values import MAX_BYTES, TooLarge, Unstorable, hides, size_of, storable, too_deep
+
+OTHERS = "**"
+"""Stands for all params that have no name in the signature."""
 
 
 class _Schema(GenerateJsonSchema):
@@ -63,7 +67,13 @@ class Params:
         named = dict(bound.arguments)
         for parameter in self._signature.parameters.values():
             if parameter.kind is parameter.VAR_KEYWORD:
-                named |= named.pop(parameter.name, {})
+                others = named.pop(parameter.name, {})
+                if twice := sorted(named.keys() & others):
+                    raise InvalidParams(
+                        f"task {self._name!r} takes {self._signature}: got {', '.join(twice)} by position and by name, and "
+                        "params are stored by name: pass it once"
+                    )
+                named |= others
         return named
 
     @property
@@ -158,7 +168,7 @@ class Params:
             return None
 
     def secrets(self) -> list[str]:
-        """Return which params are not to be shown, by their annotations; none if these cannot be read here."""
+        """Return which params are not to be shown, by their annotations, `OTHERS` too; none if these cannot be read here."""
         try:
             if not _mentions_secrets(self._model(frozenset(self.from_dependencies))):
                 return []
@@ -166,7 +176,11 @@ class Params:
             models = {name: create_model("hint", __config__=_OF_HINTS, v=(hint, ...)) for name, hint in hints.items()}
         except (NameError, TypeError, PydanticUserError):
             return []
-        return [name for name in self._signature.parameters if name in models and _mentions_secrets(models[name])]
+        return [
+            OTHERS if parameter.kind is parameter.VAR_KEYWORD else name
+            for name, parameter in self._signature.parameters.items()
+            if name in models and _mentions_secrets(models[name])
+        ]
 
     def checked_projection(self, wanted: Any) -> list[str]:
         """Return which params are to be loaded. Raises `InvalidOption` unless the handler can be called with these alone."""
@@ -207,17 +221,37 @@ class Params:
     def _build_model(self, left_out: frozenset[str]) -> type[BaseModel]:
         hints = self._hints()
         fields: dict[str, Any] = {}
+        others: Any = Any
         self._names = []
         for i, parameter in enumerate(self._signature.parameters.values()):
             if parameter.kind is parameter.VAR_KEYWORD:
+                others = hints.get(parameter.name, Any)
                 continue
             default = ... if parameter.default is parameter.empty else parameter.default
             # Numbered attributes, so that no parameter can clash with a method of the model.
             self._names.append((f"p{i}", parameter.name))
             if parameter.name not in left_out:
                 fields[f"p{i}"] = (hints.get(parameter.name, Any), Field(default, alias=parameter.name))
-        config = ConfigDict(extra="allow" if self._open_ended else "forbid", arbitrary_types_allowed=True)
-        return create_model(f"{self._name}_params", __config__=config, **fields)
+        base = _open_ended(others) if self._open_ended else _Closed
+        return create_model(f"{self._name}_params", __base__=base, **fields)
+
+
+class _Closed(BaseModel):
+    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+
+
+def _open_ended(hint: Any) -> type[BaseModel]:
+    """Return the base of a model that takes more than its fields: what is annotated so (`**more: int`)."""
+    of_each = Any if get_origin(hint) is Unpack else hint
+    body = {
+        "__module__": __name__,
+        "__annotations__": {"__pydantic_extra__": dict[str, of_each]},  # type: ignore[valid-type]  # known when it runs
+        "model_config": ConfigDict(extra="allow", arbitrary_types_allowed=True),
+    }
+    made: type[BaseModel] = types.new_class(
+        "_OpenEnded", (BaseModel,), exec_body=lambda namespace: namespace.update(body)
+    )
+    return made
 
 
 _OF_HINTS = ConfigDict(arbitrary_types_allowed=True)

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from taskmesh.client.json_schema import misfits
-from taskmesh.client.params import check_mapping, checked_size
+from taskmesh.client.params import OTHERS, check_mapping, checked_size
 from taskmesh.client.returns import PLAIN
 from taskmesh.model.configuration import Configuration
 from taskmesh.model.dependency import After
@@ -64,4 +64,9 @@ class RegisteredDefinition:
             schema = {**schema, "required": [name for name in schema.get("required", ()) if name not in fed]}
         if found := list(islice(misfits(storable(stored)[0], schema), _MOST_MISFITS)):
             raise InvalidParams(f"task {self.name!r}, as its workers have registered it: {'; '.join(found)}")
-        return stored | {name: marked_secret(stored[name]) for name in self._secret if name in stored}, size
+        return {name: marked_secret(value) if self._hides(name) else value for name, value in stored.items()}, size
+
+    def _hides(self, name: str) -> bool:
+        """Whether a param is not to be shown."""
+        named = self._schema.get("properties", {}) if isinstance(self._schema, dict) else {}
+        return name in self._secret or (OTHERS in self._secret and name not in named)

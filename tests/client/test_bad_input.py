@@ -152,6 +152,25 @@ async def test_params_that_mongodb_cannot_store_are_refused_with_their_path(
                 await mesh.publish("unknown", "k", {"deep": [0, {"x": value}]})
 
 
+async def test_what_is_passed_by_position_and_by_name_is_refused(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def greet(name: str, /, **more: Any) -> None:
+        del name, more
+
+    with pytest.raises(InvalidParams, match="got name by position and by name, and params are stored by name"):
+        await greet.publish("k", "ada", name="bob")
+
+
+async def test_params_without_a_name_of_their_own_are_checked_as_they_are_annotated(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def add(first: int, **more: int) -> None:
+        del first, more
+
+    anything: TaskDefinition[..., Any] = add
+    with pytest.raises(InvalidParams, match="'second'='two' does not fit"):
+        await anything.publish("k", first=1, second="two")
+
+
 async def test_a_value_that_would_come_back_as_something_else_is_refused(
     mesh: TaskMesh, resize: TaskDefinition[..., Any]
 ) -> None:

@@ -170,3 +170,15 @@ async def test_annotated_params_reach_the_handler_in_their_own_types(mesh: TaskM
     await paint.publish("k", box, {Colour.RED}, PurePosixPath("/a/b"), 7, wait=timedelta(seconds=90))
     await mesh.consumer().run(until_idle=True)
     assert seen == [box, {Colour.RED}, PurePosixPath("/a/b"), 7, timedelta(seconds=90)]
+
+
+async def test_params_without_a_name_of_their_own_reach_the_handler_in_their_annotated_type(mesh: TaskMesh) -> None:
+    seen: dict[str, Any] = {}
+
+    @mesh.task
+    async def remember(**days: date) -> None:
+        seen.update(days)
+
+    await remember.publish("k", first=date(2026, 3, 1))
+    await mesh.consumer().run(until_idle=True)
+    assert seen == {"first": date(2026, 3, 1)}

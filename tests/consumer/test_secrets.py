@@ -115,6 +115,18 @@ async def test_a_secret_reaches_a_child_process_and_stays_one(mesh: TaskMesh) ->
     assert entry.logs[0].message == "log text **********"
 
 
+async def test_secrets_without_a_name_of_their_own_are_secrets(mesh: TaskMesh, mongo_uri: str) -> None:
+    @mesh.task
+    async def remember(**pins: SecretStr) -> bool:
+        return all(pin.get_secret_value() == PIN for pin in pins.values())
+
+    async with working(mesh, "w1"), TaskMesh(mongo_uri, database=mesh.connection.database) as stranger:
+        own = await remember.publish("k", ann=SecretStr(PIN), bob=SecretStr(PIN))
+        other = await stranger.publish("remember", "stranger's", {"ann": PIN})
+        assert [await handle.result(60) for handle in (own, other)] == [True, True]
+        assert PIN not in repr([await own.task(), await other.task()])
+
+
 async def test_what_does_not_fit_beside_a_secret_is_named_without_the_values(mesh: TaskMesh) -> None:
     task = mesh.task(enter)
     with pytest.raises(InvalidParams) as refused:
