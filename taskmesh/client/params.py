@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Unpack, get_origin, get_type_hints
 
@@ -16,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 
+from taskmesh.client.returns import FORMS, REFUSALS
 from taskmesh.model.configuration import Configuration
 from taskmesh.model.dependency import After, FromDependency, label
 from taskmesh.model.errors import InvalidOption, InvalidParams, TaskTooLarge
@@ -54,6 +56,8 @@ class Params:
         self._models: dict[frozenset[str], type[BaseModel]] = {}
         """By the params that are left out, since they come from dependencies."""
         self._names: list[tuple[str, str]] = []
+        self._rewrites = False
+        """Whether an annotation may make another value of a plain one, and of that yet another: it has code, or reads JSON."""
         self._marked: dict[str, FromDependency] | None = None
 
     def named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,13 +114,18 @@ class Params:
             self._check_fed(after)
         if refusal := too_deep(params, "params"):  # what comes now goes from level to level by itself
             raise InvalidParams(f"task {self._name!r}: {refusal}")
-        checked = self._validated(params, "at publish", left_out)
+        valid = self._valid(params, "at publish", left_out)
+        checked = self._values(valid, left_out)
         stored, turned = storable(checked)
-        if turned and self._validated(stored, "at publish", left_out) != checked:
-            raise InvalidParams(
-                f"task {self._name!r}: {_lossy(checked, stored)} would not come back from MongoDB as it is: annotate the "
-                "parameter with its type, or pass plain values"
-            )
+        if (turned or self._rewrites) and (lost := self._lost(stored, checked, left_out)):
+            others = (form for form in self._other_forms(valid) if not self._lost(form, checked, left_out))
+            other, turned = next(others, None), True
+            if other is None:
+                raise InvalidParams(
+                    f"task {self._name!r}: {', '.join(f'{name}={checked[name]!r:.200}' for name in lost)} would not come back "
+                    "from MongoDB as it is: annotate the parameter with its type, or pass plain values"
+                )
+            stored = other
         size = checked_size(self._name, stored, most)
         if turned:
             stored |= {name: marked_secret(stored[name]) for name, value in checked.items() if hides(value)}
@@ -157,7 +166,7 @@ class Params:
         """Return the arguments to call the handler with. Raises `InvalidParams` for what does not fit (any more)."""
         if not isinstance(stored, dict):
             raise InvalidParams(f"task {self._name!r}: the stored params must be a document, got {stored!r}")
-        params = self._validated(stored, "at execution")
+        params = self._values(self._valid(stored, "at execution"))
         return [params.pop(name) for name in self._positional if name in params], params
 
     def json_schema(self) -> dict[str, Any] | None:
@@ -200,14 +209,33 @@ class Params:
             )
         return list(wanted)
 
-    def _validated(
-        self, params: Mapping[str, Any], when: str, left_out: frozenset[str] = frozenset()
-    ) -> dict[str, Any]:
+    def _lost(self, stored: dict[str, Any], checked: dict[str, Any], left_out: frozenset[str]) -> list[str]:
+        """Return which params the handler would not get as they were checked, if this were stored."""
         try:
-            valid = self._model(left_out).__pydantic_validator__.validate_python(params)
+            again = self._values(self._model(left_out).__pydantic_validator__.validate_python(stored), left_out)
+        except ValidationError as error:
+            misfits = {found["loc"][0] for found in error.errors(include_url=False, include_context=False)}
+            return [name for name in checked if name in misfits]
+        return [name for name, value in checked.items() if not _is_same(again[name], value)]
+
+    def _other_forms(self, valid: BaseModel) -> Iterator[dict[str, Any]]:
+        """In which forms to store params that do not come back from their parts: models with aliases or of one value, JSON."""
+        names = dict(self._names)
+        for how in FORMS:
+            with suppress(*REFUSALS):
+                dumped = valid.__pydantic_serializer__.to_python(valid, round_trip=True, warnings=False, **how)
+                yield storable(dumped if how["by_alias"] else {names.get(key, key): dumped[key] for key in dumped})[0]
+
+    def _valid(self, params: Mapping[str, Any], when: str, left_out: frozenset[str] = frozenset()) -> BaseModel:
+        try:
+            valid: BaseModel = self._model(left_out).__pydantic_validator__.validate_python(params)
         except ValidationError as error:
             said = _explained(error, shows=not _mentions_secrets(self._model(left_out)))
             raise InvalidParams(f"task {self._name!r} takes {self._signature}; {when} {said}") from None
+        return valid
+
+    def _values(self, valid: BaseModel, left_out: frozenset[str] = frozenset()) -> dict[str, Any]:
+        """Return the params of the handler by name."""
         given = valid.__dict__
         values = {name: given[attribute] for attribute, name in self._names if name not in left_out}
         return values | valid.model_extra if valid.model_extra else values
@@ -233,7 +261,9 @@ class Params:
             if parameter.name not in left_out:
                 fields[f"p{i}"] = (hints.get(parameter.name, Any), Field(default, alias=parameter.name))
         base = _open_ended(others) if self._open_ended else _Closed
-        return create_model(f"{self._name}_params", __base__=base, **fields)
+        model = create_model(f"{self._name}_params", __base__=base, **fields)
+        self._rewrites = self._rewrites or _mentions(model, "'function-", "'json'")
+        return model
 
 
 class _Closed(BaseModel):
@@ -259,7 +289,12 @@ _OF_HINTS = ConfigDict(arbitrary_types_allowed=True)
 
 def _mentions_secrets(model: type[BaseModel]) -> bool:
     """Whether one of pydantic's secrets is somewhere in the annotations of a model."""
-    return "Secret" in repr(model.__pydantic_core_schema__)
+    return _mentions(model, "Secret")
+
+
+def _mentions(model: type[BaseModel], *words: str) -> bool:
+    schema = repr(model.__pydantic_core_schema__)
+    return any(word in schema for word in words)
 
 
 def check_mapping(name: str, params: Any) -> None:
@@ -310,5 +345,9 @@ def _explained(error: ValidationError, *, shows: bool) -> str:
     return "; ".join(problems)
 
 
-def _lossy(checked: dict[str, Any], stored: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r:.200}" for name, value in checked.items() if stored.get(name) != value)
+def _is_same(again: Any, checked: Any) -> bool:
+    """Whether a value has come back, as far as MongoDB's own types can say: tuples come back as lists."""
+    if again == checked:
+        return True
+    form, turned = storable(checked)
+    return not turned and bool(storable(again)[0] == form)

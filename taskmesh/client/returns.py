@@ -30,12 +30,19 @@ _AS_IT_IS = (str, int, float, bool, bytes, dict, list)
 """Annotations that a value of this very type fits as it is."""
 OF_ONE_FORM = frozenset((str, int, float, bool, type(None)))
 """Types whose values are stored, and read again, as they are."""
-_FORMS: tuple[dict[str, Any], ...] = (
+FORMS: tuple[dict[str, Any], ...] = (
     {"mode": "python", "by_alias": True},  # MongoDB has types for times, bytes, UUIDs and decimals
     {"mode": "python", "by_alias": False},  # a model whose aliases differ on the way in and on the way out
     {"mode": "json", "by_alias": True},  # what only JSON has a form for: keys that are no texts, sets of models
 )
-_REFUSALS = (PydanticSerializationError, ValidationError, ValueError, TypeError, AttributeError, RecursionError)
+REFUSALS: tuple[type[Exception], ...] = (
+    PydanticSerializationError,
+    ValidationError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+)
 _MOST_MISFITS = 5
 
 
@@ -133,12 +140,12 @@ class Returns:
             raise UnstorableValue(f"{self._label} does not fit {self._said}: {_misfits(error)}") from None
         refusal: Exception | None = None
         tried = False
-        for how in _FORMS:
+        for how in FORMS:
             try:
                 form = storable(adapter.dump_python(valid, round_trip=True, warnings=False, **how))[0]
                 if type(form) not in _AS_IT_IS or form is not valid:
                     adapter.validate_python(form, strict=False)
-            except _REFUSALS as error:
+            except REFUSALS as error:
                 refusal = refusal or error
             else:
                 tried = True

@@ -6,9 +6,10 @@ import uuid
 from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime, timedelta, timezone
 from functools import partial
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import pytest
+from pydantic import AfterValidator, BaseModel
 from pymongo import MongoClient
 
 from taskmesh import (
@@ -178,6 +179,25 @@ async def test_a_value_that_would_come_back_as_something_else_is_refused(
         await resize.publish("k", path="a", number=1 + 2j)
     with pytest.raises(InvalidParams, match=r"params\.number: MongoDB cannot store a value of type complex"):
         await mesh.publish("unknown", "k", {"number": 1 + 2j})
+
+
+class Doubled(BaseModel):
+    number: Annotated[int, AfterValidator(lambda number: 2 * number)]
+
+
+async def test_a_value_that_its_annotation_changes_each_time_is_refused(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def double(number: Annotated[int, AfterValidator(lambda number: 2 * number)]) -> None:
+        del number
+
+    @mesh.task
+    async def double_in_a_model(doubled: Doubled) -> None:
+        del doubled
+
+    with pytest.raises(InvalidParams, match="number=6 would not come back from MongoDB as it is"):
+        await double.publish("k", 3)
+    with pytest.raises(InvalidParams, match=r"doubled=Doubled\(number=6\) would not come back from MongoDB as it is"):
+        await double_in_a_model.publish("k", Doubled(number=3))
 
 
 async def test_params_that_hold_themselves_are_refused(mesh: TaskMesh) -> None:

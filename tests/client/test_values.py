@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
@@ -14,7 +14,7 @@ from uuid import uuid4
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pydantic import BaseModel
+from pydantic import Base64Str, BaseModel, Field, Json, RootModel
 
 from taskmesh import Status, TaskError, TaskFailed, TaskMesh, TaskOption, current_task
 from tests.bson_values import TRICKY_TEXTS, as_it_comes_back, texts, values
@@ -170,6 +170,32 @@ async def test_annotated_params_reach_the_handler_in_their_own_types(mesh: TaskM
     await paint.publish("k", box, {Colour.RED}, PurePosixPath("/a/b"), 7, wait=timedelta(seconds=90))
     await mesh.consumer().run(until_idle=True)
     assert seen == [box, {Colour.RED}, PurePosixPath("/a/b"), 7, timedelta(seconds=90)]
+
+
+class Renamed(BaseModel):
+    user_name: str = Field(alias="userName")
+    made_on: date = Field(alias="madeOn")
+
+
+class Days(RootModel[dict[str, date]]):
+    """A model of one value."""
+
+
+async def test_params_whose_stored_form_is_another_than_their_fields_come_back(mesh: TaskMesh) -> None:
+    seen: list[Any] = []
+
+    @mesh.task
+    async def look(
+        renamed: Renamed, days: Days, settings: Json[dict[str, int]], text: Base64Str, numbers: Sequence[int]
+    ) -> None:
+        seen.extend([renamed, days, settings, text, numbers])
+
+    renamed = Renamed.model_validate({"userName": "ada", "madeOn": date(2026, 2, 28)})
+    days = Days({"first": date(2026, 3, 1)})
+    params = {"renamed": renamed, "days": days, "settings": '{"a": 1}', "text": "YUdWc2JHOD0=", "numbers": (1, 2)}
+    await mesh.publish("look", "k", params)
+    await mesh.consumer().run(until_idle=True)
+    assert seen == [renamed, days, {"a": 1}, "aGVsbG8=", [1, 2]]
 
 
 async def test_params_without_a_name_of_their_own_reach_the_handler_in_their_annotated_type(mesh: TaskMesh) -> None:
