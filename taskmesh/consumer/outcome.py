@@ -87,7 +87,7 @@ def judged(execution: Execution, value: Any, error: BaseException | None) -> End
     From here on nothing can tell it to stop any more.
     """
     told = execution.judge()
-    error = _deciding(error)
+    error = None if error is None else deciding(error)
     if execution.recorded:
         if error is not None:
             text = "task %s raised after its transaction had recorded it: %r"
@@ -117,7 +117,7 @@ def judged(execution: Execution, value: Any, error: BaseException | None) -> End
     return failed_by(error)
 
 
-def _deciding(error: BaseException | None) -> BaseException | None:
+def deciding(error: BaseException) -> BaseException:
     """Return which error of a group says by itself how the execution ends; the group, if none does, and what is no group.
 
     Code that does not fit the task comes first: what else it has raised is not the task's fault.

@@ -143,6 +143,7 @@ def raise_named(kind: str) -> None:
         "not portable": NotPortable(7, "here"),
         "final": TaskFailed("no use"),
         "final, not portable": FinalNotPortable(7, "here"),
+        "final, in a group": ExceptionGroup("two", [ValueError("a"), TaskFailed("no use")]),
         "exit": SystemExit(3),
         "interrupt": KeyboardInterrupt(),
         "surrogate": ValueError("half \ud800 a pair"),

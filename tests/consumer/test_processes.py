@@ -258,7 +258,7 @@ async def test_an_exception_is_kept_with_the_line_it_came_from(mesh: TaskMesh, k
     assert "child.py" not in entry.fail_reason, "the machinery around the handler says nothing"
 
 
-@pytest.mark.parametrize("kind", ["final", "final, not portable"])
+@pytest.mark.parametrize("kind", ["final", "final, not portable", "final, in a group"])
 async def test_task_failed_is_for_good(mesh: TaskMesh, kind: str) -> None:
     raise_named = define(mesh, handlers.raise_named)
     async with working(mesh):

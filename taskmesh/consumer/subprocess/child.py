@@ -30,6 +30,7 @@ from taskmesh.client.returns import PLAIN, Returns
 from taskmesh.client.tracing import Carrier, going_on
 from taskmesh.consumer.context import BlockingTaskContext, enter
 from taskmesh.consumer.logs import SetUp, set_up
+from taskmesh.consumer.outcome import deciding
 from taskmesh.consumer.recording import Started
 from taskmesh.consumer.report import checked_progress, line_of
 from taskmesh.consumer.subprocess.handler_reference import HandlerRef, found
@@ -392,7 +393,7 @@ def _answer(call: Call, connection: Connection, lease: Lease) -> bytes:
             raise value  # noqa: TRY301 — returned or raised, it says the same
         return packed("returned", remote.returns.to_store(value))
     except BaseException as error:  # noqa: BLE001 — whatever a handler raises, SystemExit too, is its outcome
-        return packed("raised", error_as_data(error))
+        return packed("raised", error_as_data(deciding(error)))  # the parent has no groups to look into
     finally:
         remote.end()
 
