@@ -217,7 +217,8 @@ class Execution:
             self._stored_params = params = self.document["params"]
             payloads = self.publisher.payloads
             self.document["params"] = payloads.unsealed_params(self.id, params)
-            self.secrets = tuple(payloads.secrets_in(self.id, params))
+            # The longest first: one may begin like another.
+            self.secrets = tuple(sorted(payloads.secrets_in(self.id, params), key=len, reverse=True))
 
     def shown(self) -> Task:
         """Return the task for hooks: what is secret stays so."""

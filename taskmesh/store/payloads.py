@@ -505,7 +505,9 @@ def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, list):
         for part in value:
             yield from _texts(part)
-    elif isinstance(value, str) and len(value) >= _SHORTEST_REDACTED:
+    if isinstance(value, bytes):  # what is no text is not told as one
+        value = value.decode(errors="ignore")
+    if isinstance(value, str) and len(value) >= _SHORTEST_REDACTED:
         yield value
 
 

@@ -7,7 +7,7 @@ import logging
 from datetime import date
 
 import pytest
-from pydantic import BaseModel, Secret, SecretStr
+from pydantic import BaseModel, Secret, SecretBytes, SecretStr
 
 from taskmesh import Ending, InvalidParams, Status, Task, TaskMesh, TaskOption, current_task
 from tests.cli.shell import Shell
@@ -104,6 +104,19 @@ async def test_a_secret_result_comes_back_as_it_is_annotated_and_is_not_shown(me
         assert (await (await unannotated.publish("k")).result(60)).get_secret_value() == PIN
     assert PIN not in repr(await mesh.get("given", "k"))
     assert PIN not in (await asyncio.to_thread(taskmesh.done, "result", "given", "k")).out
+
+
+async def test_secrets_of_bytes_and_those_that_begin_alike_have_stars_in_what_is_told(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def tell(short: SecretStr, long: SecretStr, raw: SecretBytes) -> None:
+        current_task().log(long.get_secret_value())
+        current_task().log(raw.get_secret_value().decode())
+        current_task().log(f"{raw.get_secret_value()!r} of {short.get_secret_value()}")
+
+    handle = await mesh.publish("tell", "k", {"short": PIN, "long": PIN + "-and-more", "raw": b"a key of bytes"})
+    await mesh.consumer().run(until_idle=True)
+    [entry] = (await handle.task()).task_state.worker_states
+    assert [line.message for line in entry.logs] == ["**********", "**********", "b'**********' of **********"]
 
 
 async def test_a_secret_reaches_a_child_process_and_stays_one(mesh: TaskMesh) -> None:
