@@ -188,7 +188,7 @@ class TaskDefinition(Generic[P, R]):
         Raises `RuntimeError` when called from inside a running loop.
         """
         named = self.params.named(args, params)
-        return cast("TaskHandle[R]", self.publisher.publish_all_sync(self, {key: named})[0])
+        return cast("TaskHandle[R]", self.publisher.publish_all_sync(self, {checked_key(key): named})[0])
 
     def described(self) -> dict[str, Any]:
         """Return what a worker registers of the task, for publishers without its code."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime, timedelta, timezone
@@ -64,6 +65,12 @@ BAD_KEYS: list[Any] = [
 ]
 
 
+async def test_a_key_that_has_no_hash_is_refused_without_an_event_loop_too(resize: TaskDefinition[..., Any]) -> None:
+    key: Any = ["k"]
+    with pytest.raises(InvalidKey, match=r"must be a str, got list \['k'\]"):
+        await asyncio.to_thread(resize.publish_sync, key, path="a.png")
+
+
 async def test_a_bad_key_is_refused_wherever_it_is_given(
     mesh: TaskMesh, resize: TaskDefinition[..., Any], subtests: pytest.Subtests
 ) -> None:
@@ -75,6 +82,8 @@ async def test_a_bad_key_is_refused_wherever_it_is_given(
                 await resize.publish_many({"good": {"path": "a.png"}, key: {"path": "b.png"}})
             with pytest.raises(InvalidKey, match=complaint):
                 await mesh.publish("unknown", key)
+            with pytest.raises(InvalidKey, match=complaint):
+                await asyncio.to_thread(resize.publish_sync, key, path="a.png")
             for verb in (mesh.get, mesh.cancel, mesh.retry, mesh.delete, mesh.explain, mesh.set_option):
                 with pytest.raises(InvalidKey, match=complaint):
                     await verb("resize", key)
