@@ -142,6 +142,9 @@ class Celery:
         ours = self.mesh.connection
         client = ours.client if ours.client is None or isinstance(ours.client, str) else twin_of(ours.client)
         mesh = TaskMesh(client, database=ours.database, collection=ours.collection)
+        mesh.connection.payloads = (
+            ours.payloads
+        )  # codec and threshold, of each task's own too: nothing is stored otherwise
         mesh.connection.numbers = ours.numbers  # one order for both
         await mesh.connect()
         return mesh

@@ -13,6 +13,7 @@ import pytest
 
 from taskmesh import InvalidOption, Status, TaskCancelled, TaskError, TaskMesh
 from taskmesh.integrations.celery_compat import Celery, chain, chord, group
+from taskmesh.integrations.encryption import AESCodec
 from tests.integrations.celery_calls import answers, define
 from tests.waiting import eventually
 from tests.working import working
@@ -73,6 +74,25 @@ async def test_a_handler_applies_tasks(mesh: TaskMesh, app: Celery) -> None:
 async def _succeeded(mesh: TaskMesh, name: str, key: str) -> Any:
     task = await mesh.get(name, key)
     return task if task.status is Status.SUCCESS else None
+
+
+async def test_an_encrypted_mesh_has_its_old_calls_encrypted_too(mongo_uri: str, database: str) -> None:
+    codec = AESCodec({"2026": AESCodec.new_key()}, current="2026")
+    async with TaskMesh(mongo_uri, database=database, codec=codec, payload_threshold=100_000) as mesh:
+        app = Celery(mesh)
+
+        @app.task(name="shop.echo")
+        def echo(text: str) -> str:
+            return text
+
+        waits = await in_a_thread(lambda: echo.apply_async(("4111",), countdown=3600))
+        stored = await mesh.store.find({"_id": f"shop.echo:{waits.id}"}, {"params": 1})
+        assert stored[0]["params"]["text"] != "4111"
+        large = "4111" * 100_000
+        async with working(mesh):
+            assert await in_a_thread(lambda: chain(echo.s("4111"), echo.s())().get(60)) == "4111"
+            assert await in_a_thread(lambda: echo.delay(large).get(60)) == large
+        await in_a_thread(app.close)
 
 
 async def test_what_fails_in_a_chain_is_told_at_its_end(mesh: TaskMesh, app: Celery) -> None:
