@@ -29,9 +29,10 @@ from taskmesh.client.portal import portal_loop, run_blocking
 from taskmesh.consumer.context import current_task
 from taskmesh.mesh import TaskMesh
 from taskmesh.model.configuration import PublishSettings
-from taskmesh.model.errors import InvalidOption, InvalidParams, Retry, TaskError, TaskFailed
+from taskmesh.model.errors import InvalidOption, InvalidParams, Retry, TaskCancelled, TaskError, TaskExpired
 from taskmesh.model.option import TaskOption
 from taskmesh.model.task import Status
+from taskmesh.model.times import checked_timeout
 from taskmesh.store.driver import twin_of
 
 __all__ = ["AsyncResult", "Celery", "CeleryTask", "GroupResult", "chain", "chord", "group"]
@@ -208,7 +209,16 @@ class CeleryTask:
         """Return a signature: in a chain the result of the task before becomes its first argument."""
         return _Signature(self, args, kwargs)
 
-    signature = s
+    def signature(
+        self,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        immutable: bool = False,
+        **options: Any,
+    ) -> _Signature:
+        """Return a signature of these arguments, with options of `apply_async`."""
+        return replace(self.s(*args, **(kwargs or {})), options=options, immutable=immutable)
 
     def si(self, *args: Any, **kwargs: Any) -> _Signature:
         """Return an immutable signature: in a chain it does not get the result of the task before."""
@@ -243,15 +253,15 @@ class CeleryTask:
         eta: datetime | None = None,
         max_retries: int | None = None,
     ) -> NoReturn:
-        """Try it again later, counted; after the last retry raise `exc`."""
+        """Try it again later, counted; when no retries are left, of `max_retries` or the task's own, it FAILs with this `exc`."""
         task = current_task()
-        most = task.option.max_unexpected_retries if max_retries is None else max_retries
-        if task.attempt > most:
-            raise TaskFailed(f"no retries are left, of {most}: {exc!r}") from exc
+        if max_retries is not None and max_retries != task.option.max_unexpected_retries:
+            # The engine judges, which knows what has failed and what was lost.
+            self.app.run("retry", lambda mesh: mesh.set_option(task.name, task.key, max_unexpected_retries=max_retries))
         if eta is not None:
             countdown = (_utc(eta) - datetime.now(UTC)).total_seconds()
         seconds = self.default_retry_delay if countdown is None else max(0.0, countdown)
-        raise Retry(delay_ms=round(1000 * seconds)) from exc
+        raise Retry(*([] if exc is None else [repr(exc)]), delay_ms=round(1000 * seconds)) from exc
 
     def __repr__(self) -> str:
         return f"<CeleryTask {self.name!r}>"
@@ -279,15 +289,18 @@ class AsyncResult:
         self.task_id = self.id
 
     def get(self, timeout: float | None = None, propagate: bool = True) -> Any:
-        """Wait for the value. Raises `TaskError` and its like, `TimeoutError`. Not `propagate`: returns the error instead."""
+        """Wait for the value. Raises `TaskError`, `TaskCancelled`, `TaskExpired`, `TimeoutError`.
 
-        async def wait(mesh: TaskMesh) -> Any:
-            self._handle.tasks = mesh.tasks
-            return await self._handle.result(timeout)
+        Not `propagate`: how the task has ended otherwise is returned instead.
+        """
+        return self._app.run("get", lambda mesh: self.value(mesh, timeout, propagate=propagate))
 
+    async def value(self, mesh: TaskMesh, timeout: float | None, *, propagate: bool) -> Any:
+        """Do as `get` does, in the event loop of this mesh."""
+        self._handle.tasks = mesh.tasks
         try:
-            return self._app.run("get", wait)
-        except TaskError as error:
+            return await self._handle.result(timeout)
+        except (TaskError, TaskCancelled, TaskExpired) as error:
             if propagate:
                 raise
             return error
@@ -330,11 +343,20 @@ class GroupResult:
     """The results of a group, in its order."""
 
     def __init__(self, app: Celery, handles: Sequence[TaskHandle[Any]]) -> None:
+        self._app = app
         self.results = [AsyncResult(app, handle) for handle in handles]
 
     def get(self, timeout: float | None = None, propagate: bool = True) -> list[Any]:
-        """Wait for all values. Raises as `AsyncResult.get` does."""
-        return [result.get(timeout, propagate) for result in self.results]
+        """Wait for all values, for no longer than `timeout` altogether. Raises as `AsyncResult.get` does."""
+
+        async def wait(mesh: TaskMesh) -> list[Any]:
+            try:
+                async with asyncio.timeout(checked_timeout(timeout)):
+                    return [await result.value(mesh, None, propagate=propagate) for result in self.results]
+            except TimeoutError:
+                raise TimeoutError(f"a group of {len(self.results)} has not finished within {timeout} s") from None
+
+        return self._app.run("get", wait)
 
     join = get
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -138,3 +139,70 @@ async def test_what_has_no_counterpart_is_refused_and_the_loop_is_not_blocked(ap
         app.send_task("unheard of")
     with pytest.raises(RuntimeError, match="would block the running event loop"):
         job.delay()
+
+
+async def test_a_group_is_waited_for_no_longer_than_its_timeout_altogether(mesh: TaskMesh, app: Celery) -> None:
+    ends = [threading.Event() for _ in range(3)]
+
+    @app.task(name="shop.wait")
+    def wait(number: int) -> int:
+        assert ends[number].wait(60)
+        return number
+
+    async with working(mesh):
+        waiting = group(wait.s(number) for number in range(3))
+        many = await in_a_thread(waiting)
+        timeout_s = 1.0
+
+        def get_while_they_end() -> None:
+            # Each of them ends within the timeout of a wait of its own, but not all of them within one.
+            for number, end in enumerate(ends, 1):
+                threading.Timer(0.8 * timeout_s * number, end.set).start()
+            many.get(timeout=timeout_s)
+
+        with pytest.raises(TimeoutError):
+            await in_a_thread(get_while_they_end)
+        assert await in_a_thread(lambda: many.get(timeout=60)) == [0, 1, 2]
+
+
+async def test_a_signature_takes_what_celerys_takes(mesh: TaskMesh, app: Celery) -> None:
+    @app.task(name="shop.total")
+    def total(values: list[int], extra: int = 0) -> int:
+        return sum(values) + extra
+
+    waits = await in_a_thread(
+        lambda: total.signature(([1, 2],), {"extra": 4}, queue="late", countdown=3600).apply_async(priority=2)
+    )
+    task = await mesh.get("shop.total", waits.id)
+    assert (task.params, task.queue, task.task_option.priority) == ({"values": [1, 2], "extra": 4}, "late", 2)
+    async with working(mesh):
+        piped = chain(total.s([1]), total.signature(([5],), immutable=True))
+        assert await in_a_thread(lambda: piped().get(60)) == 5
+
+
+async def test_a_retry_says_itself_how_many_there_may_be_and_why(mesh: TaskMesh, app: Celery) -> None:
+    @app.task(name="shop.flaky", bind=True, max_retries=1)
+    def flaky(task: Any, most: int | None, succeeds_at: int) -> int:
+        if task.request.retries < succeeds_at:
+            raise task.retry(exc=ValueError("out of paper"), countdown=0, max_retries=most)
+        return int(task.request.retries)
+
+    async with working(mesh):
+        assert await in_a_thread(lambda: flaky.delay(3, 3).get(60)) == 3
+        for most, tries in ((3, 4), (None, 2), (0, 1)):
+            failed = await in_a_thread(flaky.delay, most, 9)
+            with pytest.raises(TaskError, match="out of paper") as error:
+                await in_a_thread(failed.get, 60)
+            assert len(error.value.reasons) == tries
+
+
+async def test_what_was_revoked_is_told_and_not_raised_where_that_is_asked_for(mesh: TaskMesh, app: Celery) -> None:
+    @app.task(name="shop.double")
+    def double(x: int) -> int:
+        return 2 * x
+
+    async with working(mesh):
+        both = await in_a_thread(group(double.s(1), double.s(2).set(countdown=3600)))
+        await in_a_thread(both.results[1].revoke)
+        one, error = await in_a_thread(lambda: both.get(60, propagate=False))
+    assert (one, type(error)) == (2, TaskCancelled)
