@@ -218,9 +218,11 @@ class Listener:
         if task is None or not isinstance(change.id, str) or task.get("name") not in self._names:
             return
         queue, moment = task.get("queue"), task.get("next_claim_time")
-        if not isinstance(queue, str) or not isinstance(moment, datetime):
+        if not isinstance(queue, str) or not isinstance(moment, datetime | None):
             logger.warning("the document %.200r is not a taskmesh task: left alone", change.id)
             return
+        if moment is None:
+            return  # it waits for others, or was refused: the stream tells of it where somebody reads events
         if self._from is not None and queue not in self._from:
             return
         self._queues.heard_of(queue)

@@ -334,6 +334,22 @@ async def test_queues_and_workers_are_no_tasks(mesh: TaskMesh) -> None:
         assert (await asyncio.wait_for(anext(events), 60)).key == "k"
 
 
+async def test_a_worker_beside_a_reader_calls_no_task_strange_that_waits_for_others(
+    mesh: TaskMesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    @mesh.task
+    async def job() -> None: ...
+
+    async with working(mesh), mesh.events("job") as events:
+        first = await job.publish("first")
+        await job.configure(after=[first]).publish("after it")
+        await job.configure(sequence_key="line").publish("in line")
+        async with mesh.flow("flow") as flow:
+            flow.add(job, "member")
+        await until_finished(events, 4)
+    assert [line for line in caplog.messages if "is not a taskmesh task" in line] == []
+
+
 async def test_retry_counts_as_failed(mesh: TaskMesh) -> None:
     @mesh.task
     async def retries() -> None:
