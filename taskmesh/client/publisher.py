@@ -172,6 +172,10 @@ class Publisher:
             if configuration.session is not None:
                 if clock.stale:
                     await sample(clock, store)
+                if (
+                    configuration.changes_existing
+                ):  # outside of the transaction: what is not accepted yet cannot be changed
+                    await self._connection.acceptance.accept([each.id for each in publications], author(None))
                 published = await publish_in_any_session(store, publications, clock.now(), configuration.session)
             else:
                 published = await self._published(store, publications)

@@ -358,7 +358,8 @@ async def publish_in_session(
         by_id: dict[str, list[int]] = {}
         for i in batch:
             by_id.setdefault(publications[i].id, []).append(i)
-        cursor = tasks.find({"_id": {"$in": [*by_id]}}, {"forgotten": rules.is_forgotten(store.now)}, session=session)
+        fields = {"queue": 1, "forgotten": rules.is_forgotten(store.now)}
+        cursor = tasks.find({"_id": {"$in": [*by_id]}}, fields, session=session)
         stored = {document["_id"]: document for document in await cursor.to_list(None)}
         new = [places.pop(0) for id_, places in by_id.items() if id_ not in stored]
         waited_for = {id_ for i in new if (after := publications[i].configuration.after) for id_ in after.ids}
@@ -375,10 +376,21 @@ async def publish_in_session(
                 results[places.pop(0)] = _CREATED
             changing = [i for i in places if publications[i].configuration.changes_existing]
             results.update(dict.fromkeys(places, Published(created=False)))
+            if changing and id_ in stored and "queue" not in stored[id_]:
+                raise _accepted_meanwhile(id_)
             if changing:
                 changed = await _change_in_session(store, [publications[i] for i in changing], now, session)
                 results.update(dict.fromkeys(changing, changed))
     return [results[i] for i in range(len(publications))]
+
+
+def _accepted_meanwhile(id_: str) -> OperationFailure:
+    """The error for a task that another language has inserted, and that was not accepted yet when the transaction began."""
+    return OperationFailure(
+        f"the task {id_!r} was inserted by another program, and accepted since this transaction began: repeat the transaction",
+        Code.WRITE_CONFLICT,
+        {"errorLabels": ["TransientTransactionError"]},
+    )
 
 
 async def _change_in_session(

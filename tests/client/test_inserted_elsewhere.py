@@ -214,6 +214,33 @@ async def test_before_any_worker_has_come_it_can_be_seen_and_changed(mesh: TaskM
     assert await mesh.explain("job", "8")
 
 
+async def test_a_publication_in_a_transaction_changes_what_nobody_has_accepted_yet(
+    mesh: TaskMesh, tasks: Tasks
+) -> None:
+    @mesh.task
+    async def job(n: int) -> int:
+        return n
+
+    policies: list[dict[str, Any]] = [{"update_existing_params": True}, {"run_again": True}, {"clean_failed": True}]
+    begun: list[int] = []
+    client = tasks.database.client
+    for i, policy in enumerate(policies):
+        key = str(i)
+
+        async def change(session: Any, key: str = key, policy: dict[str, Any] = policy) -> None:
+            begun.append(len(begun))
+            await client[tasks.database.name]["orders"].insert_one({"key": key}, session=session)  # a snapshot is taken
+            handle = await job.configure(session=session, **policy).publish(key, n=2)
+            assert not handle.created
+
+        await tasks.insert_one(inserted("job", key, {"n": 1}))
+        async with client.start_session() as session:
+            await session.with_transaction(change)
+    assert len(begun) >= 2 * len(policies), "each was accepted at the first attempt, which could not see that"
+    async with working(mesh):
+        assert [await result_of(mesh, "job", str(i)) for i in range(len(policies))] == [2, 2, 1]
+
+
 async def test_a_signal_that_comes_before_the_acceptance_is_not_lost(mesh: TaskMesh, tasks: Tasks) -> None:
     @mesh.task
     async def job() -> Any:
