@@ -27,7 +27,7 @@ from django.utils.module_loading import import_string
 
 from taskmesh.consumer.context import current_blocking_task
 from taskmesh.mesh import TaskMesh
-from taskmesh.model.errors import InvalidKey, InvalidOption, Retry, Snooze, TaskFailed, TaskNotFound
+from taskmesh.model.errors import InvalidKey, InvalidOption, Snooze, TaskFailed, TaskNotFound
 from taskmesh.model.option import TaskOption
 from taskmesh.model.task import Status, Task
 from taskmesh.store.driver import twin_of
@@ -240,8 +240,9 @@ def _is_final(task: Task, error: Exception) -> bool:
     """Whether the task is not tried again after this error."""
     if isinstance(error, TaskFailed):
         return True
-    failures = sum(entry.state == "FAIL" for entry in task.task_state.worker_states)
-    return not isinstance(error, (Retry, Snooze)) and failures >= task.task_option.max_unexpected_retries
+    state = task.task_state
+    failures = sum(entry.state == "FAIL" for entry in state.worker_states) + state.dropped_fail_cnt
+    return not isinstance(error, Snooze) and failures >= task.task_option.max_unexpected_retries
 
 
 def _ours(moment: datetime | None) -> datetime | None:

@@ -118,6 +118,16 @@ class Backend(unittest.TestCase):
         finished = [told for told in self.signals_of(result) if told[0] == "task_finished"]
         self.assertEqual(finished, [("task_finished", "SUCCESSFUL")])
 
+    def test_the_end_is_told_once_whatever_it_was(self) -> None:
+        for task, alias in ((handlers.ask_again, "default"), (handlers.fail_always, "tireless")):
+            with self.subTest(task=task.name):
+                result = task.enqueue()
+                work(alias)
+                result.refresh()
+                self.assertEqual(result.status, "FAILED")
+                finished = [told for told in self.signals_of(result) if told[0] == "task_finished"]
+                self.assertEqual(finished, [("task_finished", "FAILED")])
+
     def test_what_is_to_run_later_does_not_run_now(self) -> None:
         when = datetime.now(UTC).replace(microsecond=0) + timedelta(days=1)
         result = handlers.add.using(run_after=when).enqueue(1)

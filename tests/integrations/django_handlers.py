@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from taskmesh import Retry
 from tests.integrations.django_here import tasks
 
 ran: list[str] = []
@@ -36,6 +37,16 @@ def fail_twice(context: Any) -> int:
     if context.attempt < 3:
         raise ValueError(f"attempt {context.attempt}")
     return int(context.attempt)
+
+
+@tasks.task
+def ask_again() -> None:
+    raise Retry("busy", delay_ms=0)
+
+
+@tasks.task(backend="tireless")
+def fail_always() -> None:
+    raise ValueError("always")
 
 
 @tasks.task(queue_name="other", priority=5)

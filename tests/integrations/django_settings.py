@@ -10,6 +10,8 @@ URI = os.environ["TASKMESH_URI"]
 DATABASE = os.environ["TASKMESH_DATABASE"]
 BACKEND = "taskmesh.integrations.django.TaskmeshBackend"
 RETRIED = {"max_unexpected_retries": 2, "unexpected_retry_delay_ms": 0}
+TIRELESS = {"max_unexpected_retries": 40, "unexpected_retry_delay_ms": 0}
+"""More failures than are kept."""
 
 SECRET_KEY = "x"
 USE_TZ = True
@@ -22,6 +24,10 @@ TASKS: dict[str, Any] = {
     "patient": {
         "BACKEND": BACKEND,
         "OPTIONS": {"uri": URI, "database": DATABASE, "collection": "patient", "option": RETRIED},
+    },
+    "tireless": {
+        "BACKEND": BACKEND,
+        "OPTIONS": {"uri": URI, "database": DATABASE, "collection": "tireless", "option": TIRELESS},
     },
     "same": {"BACKEND": BACKEND, "OPTIONS": {"django_database": "mongodb", "collection": "same"}},
     "nowhere": {"BACKEND": BACKEND, "OPTIONS": {"django_database": "none"}},
