@@ -225,8 +225,11 @@ class Flows:
         """See `FlowStatus.result`."""
         status = await self.status(key)
         handles = {last: self._handle(*last) for last in status.last}
+        seconds = checked_timeout(timeout)
+        if seconds is not None and seconds <= 0:  # one look
+            return {last: await handle.result(0) for last, handle in handles.items()}
         try:
-            async with asyncio.timeout(checked_timeout(timeout)):
+            async with asyncio.timeout(seconds):
                 return {last: await handle.result() for last, handle in handles.items()}
         except TimeoutError:
             raise TimeoutError(f"flow {key!r} has not finished within {timeout} s") from None

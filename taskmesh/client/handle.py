@@ -63,9 +63,9 @@ class TaskHandle(Generic[R]):
         """Wait for the task to finish, and return the value of its first SUCCESS.
 
         It is of the type that the handler is annotated to return, where the mesh that published knows the handler; else it is
-        in plain values. `timeout` in seconds; None waits for ever. Raises `TaskError` (with `reasons`), `TaskCancelled`,
-        `TaskExpired`, `TaskNotFound` (deleted meanwhile), `TimeoutError`, or `UnstorableValue` if the annotation has changed
-        so that the stored value does not fit it.
+        in plain values. `timeout` in seconds; None waits for ever, 0 looks once. Raises `TaskError` (with `reasons`),
+        `TaskCancelled`, `TaskExpired`, `TaskNotFound` (deleted meanwhile), `TimeoutError`, or `UnstorableValue` if the
+        annotation has changed so that the stored value does not fit it.
         """
         return self._value(await self._finished(timeout), 0)
 

@@ -78,6 +78,12 @@ class Results:
             if not waiting:
                 self._waiters.pop(id_, None)
 
+    async def at_once(self, id_: str, *, published: bool = False) -> Document | None:
+        """Return the task's document if it is finished now, without waiting for that. All else is told at `finished`."""
+        read = await get(self._store, [id_], params=False, majority=True, kept_for_ms=_KEPT_FOR_MS)
+        task = _there(id_, read[0] if read else None, forgotten_too=published)
+        return task if task["status"] in FINISHED else None
+
     async def close(self) -> None:
         """Stop waiting; waiters are cancelled."""
         self._stop()
@@ -175,18 +181,23 @@ class Results:
                 self._tell(id_, found.get(id_))
 
     def _tell(self, id_: str, task: Document | None) -> None:
-        forgotten = task is None or task.pop("forgotten")
         for waiter in self._waiters.get(id_, ()):
             if waiter.done():
                 continue
-            if task is None or (forgotten and waiter not in self._was_waited_for):
-                name, _, key = id_.partition(":")
-                waiter.set_exception(
-                    TaskNotFound(
-                        f"there is no task {name!r} {key!r} (any more): it was deleted, or is past its retention"
-                    )
-                )
-            elif task["status"] in FINISHED:
-                waiter.set_result(task)
+            try:
+                there = _there(id_, task, forgotten_too=waiter in self._was_waited_for)
+            except TaskNotFound as error:
+                waiter.set_exception(error)
+                continue
+            if there["status"] in FINISHED:
+                waiter.set_result(there)
             else:
                 self._was_waited_for.add(waiter)
+
+
+def _there(id_: str, task: Document | None, *, forgotten_too: bool) -> Document:
+    """Return a task that was read, if its reader may have it. Raises `TaskNotFound`."""
+    if task is None or (task["forgotten"] and not forgotten_too):
+        name, _, key = id_.partition(":")
+        raise TaskNotFound(f"there is no task {name!r} {key!r} (any more): it was deleted, or is past its retention")
+    return {field: value for field, value in task.items() if field != "forgotten"}

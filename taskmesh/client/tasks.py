@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar, Unpack
 
 from pymongo.errors import OperationFailure
@@ -186,15 +187,19 @@ class Tasks:
     ) -> Task:
         """Wait until the task is finished, and return it. Raises `TaskNotFound`, `TimeoutError`, `InvalidOption`.
 
-        `published`: the caller has just published it, so that it may be past its retention already. `not_before`: when it was
-        not there yet, by the monotonic clock.
+        `timeout`: no time at all is one look. `published`: the caller has just published it, so that it may be past its
+        retention already. `not_before`: when it was not there yet, by the monotonic clock.
         """
-        results = self._connection.results
-        try:
-            async with asyncio.timeout(checked_timeout(timeout)):
-                document = await results.finished(task_id(name, key), published=published, not_before=not_before)
-        except TimeoutError:
-            raise TimeoutError(f"task {name!r} {key!r} has not finished within {timeout} s") from None
+        results, id_, seconds = self._connection.results, task_id(name, key), checked_timeout(timeout)
+        document: Document | None = None
+        if seconds is not None and seconds <= 0:
+            document = await results.at_once(id_, published=published)
+        else:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    document = await results.finished(id_, published=published, not_before=not_before)
+        if document is None:
+            raise TimeoutError(f"task {name!r} {key!r} has not finished within {timeout} s")
         return await self._read(document)
 
 

@@ -350,8 +350,11 @@ class GroupResult:
         """Wait for all values, for no longer than `timeout` altogether. Raises as `AsyncResult.get` does."""
 
         async def wait(mesh: TaskMesh) -> list[Any]:
+            seconds = checked_timeout(timeout)
+            if seconds is not None and seconds <= 0:  # one look
+                return [await result.value(mesh, 0, propagate=propagate) for result in self.results]
             try:
-                async with asyncio.timeout(checked_timeout(timeout)):
+                async with asyncio.timeout(seconds):
                     return [await result.value(mesh, None, propagate=propagate) for result in self.results]
             except TimeoutError:
                 raise TimeoutError(f"a group of {len(self.results)} has not finished within {timeout} s") from None

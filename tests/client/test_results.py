@@ -10,7 +10,7 @@ import pytest
 from pymongo import AsyncMongoClient
 
 from benchmarks.commands import Commands
-from taskmesh import TaskExpired, TaskMesh
+from taskmesh import TaskExpired, TaskHandle, TaskMesh, TaskNotFound
 from taskmesh.client import results
 from tests.faults import failing_commands
 from tests.waiting import eventually
@@ -105,6 +105,34 @@ async def test_a_result_is_found_at_once_where_the_server_offers_no_stream(
             await finished(mesh, "double", f"{n}")
             assert await handle.result(SOON_S) == 2 * n
     assert not publisher.feed.offered
+
+
+async def test_no_time_at_all_is_one_look(publisher: TaskMesh, mesh: TaskMesh) -> None:
+    handle = await publisher.publish("double", "k", {"n": 1}, retain_success_ms=0)
+    async with mesh.flow("both") as flow:
+        last = flow.add(mesh.definitions["double"], "member", params={"n": 2})
+    for waiting in (handle, last):
+        with pytest.raises(TimeoutError, match="has not finished within 0 s"):
+            await waiting.result(0)
+    status = await mesh.flow_status("both")
+    with pytest.raises(TimeoutError):
+        await status.result(0)
+    async with working(mesh):
+        assert await last.result(60) == 4
+        await eventually(lambda: _has_value(handle))
+    assert (await last.result(0), await last.result(-1)) == (4, 4)
+    assert await status.result(0) == {("double", "member"): 4}
+    await publisher.delete("double", "member")
+    with pytest.raises(TaskNotFound):
+        await last.result(0)
+
+
+async def _has_value(handle: TaskHandle[Any]) -> bool:
+    """As programs ask that come by again and again; its retention is over by the time that it is finished."""
+    try:
+        return bool(await handle.result(0) == 2)
+    except TimeoutError:
+        return False
 
 
 async def test_what_has_expired_is_told_at_once_though_no_worker_writes_it_down(publisher: TaskMesh) -> None:

@@ -163,6 +163,7 @@ async def test_a_group_is_waited_for_no_longer_than_its_timeout_altogether(mesh:
         with pytest.raises(TimeoutError):
             await in_a_thread(get_while_they_end)
         assert await in_a_thread(lambda: many.get(timeout=60)) == [0, 1, 2]
+        assert await in_a_thread(lambda: many.get(timeout=0)) == [0, 1, 2]
 
 
 async def test_a_signature_takes_what_celerys_takes(mesh: TaskMesh, app: Celery) -> None:
