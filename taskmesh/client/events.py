@@ -22,7 +22,7 @@ from taskmesh.model.event import EventKind, TaskEvent
 from taskmesh.store import Store
 from taskmesh.store.change_stream import FINISHED, Change, Interest, change_from, open_stream
 from taskmesh.store.event_stamp import read_stamp
-from taskmesh.store.server_errors import is_history_lost
+from taskmesh.store.server_errors import Code, is_history_lost, is_passing
 
 DEFAULT_BUFFER = 10_000
 _CATCHING_UP_AWAIT_MS = 50
@@ -197,6 +197,7 @@ class EventReader:
             return
         # Meanwhile the shared stream goes on, and `_behind` with it: this one has a place of its own.
         behind, skip = place.data, place.skip
+        stream = None
         try:
             all_of_them = Interest(events=True)
             stream = await open_stream(
@@ -225,12 +226,18 @@ class EventReader:
                 await stream.close()
         except OperationFailure as error:
             if not is_history_lost(error):
-                raise
+                if stream is not None or error.code == Code.UNAUTHORIZED or is_passing(error):
+                    raise
+                raise _no_token(str(place)) from error  # what was cut off, or made up, though of the right characters
             yield _missing("gap")
 
 
 def _missing(kind: EventKind, missed: int = 0) -> TaskEvent:
     return TaskEvent(kind, "", "", None, datetime.now(UTC), missed=missed)
+
+
+def _no_token(token: object) -> InvalidOption:
+    return InvalidOption(f"after={token!r} is not the token of an event: pass an event's `token`")
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,5 +258,5 @@ class _Place:
         """Read a token back. Raises `InvalidOption` for what is none."""
         data, _, skip = str(token).partition("+")
         if not data or set(data) - set("0123456789ABCDEFabcdef") or not (skip or "0").isdecimal():
-            raise InvalidOption(f"after={token!r} is not the token of an event: pass an event's `token`")
+            raise _no_token(token)
         return cls(data, int(skip or 0))

@@ -320,9 +320,18 @@ async def test_lost_history_is_told_as_a_gap(mesh: TaskMesh) -> None:
 
 
 async def test_what_is_no_token_is_refused(mesh: TaskMesh) -> None:
-    for token in ("", "no token", "82AB+x"):
+    for no_token in ("", "no token", "82AB+x"):
         with pytest.raises(InvalidOption, match="token"):
-            mesh.events(after=token)
+            mesh.events(after=no_token)
+    good = define_all(mesh)["good"]
+    async with mesh.events() as events:
+        await good.publish("k")
+        token = (await anext(events)).token
+    assert token is not None
+    for of_the_same_characters in (token[:-1], token[:20], "AB12"):
+        async with mesh.events(after=of_the_same_characters) as events:
+            with pytest.raises(InvalidOption, match="token"):
+                await asyncio.wait_for(anext(events), 60)
 
 
 async def test_queues_and_workers_are_no_tasks(mesh: TaskMesh) -> None:
