@@ -143,6 +143,8 @@ class Limits:
         changed = {queue for queue in limited.keys() | self.queues if limited.get(queue) != self.queues.get(queue)}
         self.queues = limited
         self._unchecked |= changed & limited.keys()
+        for queue in changed:
+            self._slots.outdate(queue)
         for place in [place for place in self._shut if place[0] in changed]:
             self._reopen(place)
 
@@ -255,6 +257,7 @@ class Limits:
             self._unchecked.discard(queue)
             await store_limits.check(self._store, queue)
         wishes = {candidate.id: Wish(candidate.id, candidate.group) for candidate in candidates}
+        age = self._slots.age(queue)
         booking = await self._book(queue, wishes)
         if booking is not None and booking.check and await store_limits.check(self._store, queue) and not booking.ids:
             booking = await self._book(queue, wishes) or booking
@@ -266,7 +269,7 @@ class Limits:
         admitted = [candidate for candidate in candidates if candidate.id in booking.ids]
         for candidate in admitted:
             if (token := booking.slots.get(candidate.id)) is not None:
-                self._slots.booked(_place(candidate, limits), wishes[candidate.id], token, booking.until)
+                self._slots.booked(_place(candidate, limits), wishes[candidate.id], token, booking.until, age)
         self._put_aside(queue, booking, [candidate for candidate in candidates if candidate.id not in booking.ids])
         counted = booking.token if _counts_starts(limits) else None
         return Admission(queue, admitted, store_limits.booked_until(self._store, booking.until), counted)

@@ -52,6 +52,8 @@ class Slot:
     told_at: float
     task: str | None
     """The task that it is used for now."""
+    age: int
+    """The age of its queue in which it was booked: see `Slots.outdate`."""
     idle_since: float = 0.0
 
 
@@ -67,6 +69,7 @@ class Slots:
         self._idle: dict[Place, list[Slot]] = {}
         """By place, where there is one: groups come and go."""
         self._turns: dict[str, asyncio.Lock] = {}
+        self._ages: Counter[str] = Counter()
         self.changed = asyncio.Event()
 
     def turn(self, queue: str) -> asyncio.Lock:
@@ -76,6 +79,17 @@ class Slots:
         writes that come one after the other.
         """
         return self._turns.setdefault(queue, asyncio.Lock())
+
+    def age(self, queue: str) -> int:
+        """Return how often the limits of a queue have changed here: what is booked now is of that age."""
+        return self._ages[queue]
+
+    def outdate(self, queue: str) -> None:
+        """Note that the limits of a queue have changed: what was booked under the old ones is used for no other task.
+
+        There may be room for fewer by now, so each goes back when its task has ended, and who comes next asks for one.
+        """
+        self._ages[queue] += 1
 
     def count(self, queue: str, group: str | None) -> int:
         """Return how many of a queue, or of a group of it, are held."""
@@ -87,10 +101,10 @@ class Slots:
         """Whether one of a queue, or of a group of it, is held and not used."""
         return (queue, group) in self._idle if group is not None else any(place[0] == queue for place in self._idle)
 
-    def booked(self, place: Place, wish: Wish, token: str, good_until: datetime) -> None:
-        """Take over a slot that was booked for a task."""
+    def booked(self, place: Place, wish: Wish, token: str, good_until: datetime, age: int) -> None:
+        """Take over a slot that was booked for a task. `age`: that of its queue before it was asked for."""
         self.unused(wish.id)  # two claims of one task need no more than one slot
-        slot = Slot(token, place, wish.group, good_until, wish.id, time.monotonic(), wish.id)
+        slot = Slot(token, place, wish.group, good_until, wish.id, time.monotonic(), wish.id, age)
         self._held[token] = slot
         self._held_of[place] += 1
         self._by_task[wish.id] = slot
@@ -114,10 +128,12 @@ class Slots:
     def _last_good(self, place: Place) -> Slot | None:
         """Return the slot of this place that was freed last and is good for a while.
 
-        One that is not, since it was used for long, is not dropped: as long as it is not given back, others count it.
+        One that is not, since it was used for long or is outdated, is not dropped: as long as it is not given back, others
+        count it.
         """
         for slot in reversed(self._idle.get(place, ())):
-            if self._clock.monotonic(slot.good_until) - time.monotonic() > _GOOD_FOR_S:
+            lasts = self._clock.monotonic(slot.good_until) - time.monotonic() > _GOOD_FOR_S
+            if lasts and slot.age == self._ages[place[0]]:
                 return slot
             slot.idle_since = 0.0  # it goes back with whatever is said next
         return None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import anyio
 import pytest
 
 import taskmesh.consumer.limits
-from taskmesh import InvalidOption, Status, TaskMesh
+from taskmesh import InvalidOption, Status, TaskMesh, current_task
 from taskmesh.store import Store
 from taskmesh.store import limits as store_limits
 from tests.consumer.sampling import most_running, most_starts_within, starts_of
@@ -236,6 +237,39 @@ async def test_what_runs_already_is_counted_when_a_limit_is_set(mesh: TaskMesh) 
         await mesh.set_limit("late", running=None)
         await eventually(lambda: len(consumer.running) + len(other.running) == 20, what="without a limit all run")
         gate.set()
+
+
+@pytest.mark.parametrize("limit", ["running", "group_running"])
+async def test_a_limit_that_is_lowered_holds_though_more_waits_than_ends(mesh: TaskMesh, limit: str) -> None:
+    """Who ends a task has the slot for the next one in hand, and would use it again and again, asking nobody."""
+    gates = {f"k{n}": anyio.Event() for n in range(10)}
+
+    @mesh.task(queue="lowered")
+    async def work() -> None:
+        await gates[current_task().key].wait()
+
+    await mesh.set_limit("lowered", **{limit: 3})  # type: ignore[arg-type]  # no `by` is among them
+    await work.configure(group="g").publish_many({key: {} for key in gates})
+    async with working(mesh, concurrency=10) as consumer:
+        await eventually(lambda: len(consumer.running) == 3)
+        await mesh.set_limit("lowered", **{limit: 1})  # type: ignore[arg-type]
+        ran = sorted(consumer.running)
+
+        def ended(key: str) -> Callable[[], bool]:
+            gates[key].set()
+            return lambda: key not in consumer.running
+
+        for left, key in [(2, ran[0]), (1, ran[1])]:
+            await eventually(ended(key))
+            for _ in range(30):
+                assert len(consumer.running) == left
+                await anyio.sleep(0.01)
+        gates[ran[2]].set()
+        await eventually(lambda: consumer.finished == 3 and len(consumer.running) == 1, what="the next one starts")
+        for gate in gates.values():
+            gate.set()
+        await all_finished(mesh, "work", 10)
+    assert most_running(sorted(await starts_of(mesh, "work"))[3:]) == 1
 
 
 async def test_explain_and_the_queue_say_how_much_of_a_limit_is_used(mesh: TaskMesh) -> None:
