@@ -43,6 +43,10 @@ class Candidate:
     heard: float = field(default_factory=time.monotonic)
     """Since when this worker knows of it, on the same clock."""
 
+    def stands_with(self, other: Candidate) -> bool:
+        """Whether both are of one queue and group: a task may have been moved since it was found."""
+        return (self.queue, self.group) == (other.queue, other.group)
+
     @property
     def rank(self) -> Rank:
         """The order of claiming."""
@@ -116,7 +120,12 @@ class ClaimQueue:
             return False
         self._behind.pop(candidate.id, None)
         held = self._held.get(candidate.id)
-        if held is not None and held.due <= candidate.due and held.priority >= candidate.priority:
+        if (
+            held is not None
+            and held.stands_with(candidate)
+            and held.due <= candidate.due
+            and held.priority >= candidate.priority
+        ):
             return False
         self._held[candidate.id] = candidate
         self._sequence += 1

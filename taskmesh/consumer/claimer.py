@@ -152,12 +152,21 @@ class Claimer:
                 for queue, limited in found.to_ask.items():
                     self._send(self._claim_limited(queue, limited, narrowed_by), limited)
             if candidates:
-                self._send(self._claim_set(candidates, narrowed_by), candidates)
+                self._send(self._claim_set(candidates, self._where_they_stood(candidates, narrowed_by)), candidates)
         self._candidates.want_more()
         due = self._candidates.next_due(now)
         if due is None or not self._life.claims or len(self._in_flight) >= _MAX_IN_FLIGHT:
             return None
         return max(0.0, due - time.monotonic())
+
+    def _where_they_stood(self, candidates: Sequence[Candidate], narrowed_by: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the filter of a claim that needs no room.
+
+        What has been moved since it was found may need some there, or be in a queue from which this worker does not take.
+        """
+        if not self._limits.queues and self._settings.queues is None:
+            return narrowed_by
+        return {"$and": [{**narrowed_by}, {"queue": {"$in": sorted({candidate.queue for candidate in candidates})}}]}
 
     def _largest_set(self) -> int:
         """Half of the slots, so that one half is claimed while the outcomes of the other are recorded."""

@@ -221,11 +221,7 @@ class Limits:
             else:
                 to_ask.setdefault(queue, []).append(candidate)
         admitted = [
-            Admission(
-                queue,
-                [candidate for candidate, _ in found],
-                store_limits.booked_until(self._store, min(slot.good_until for _, slot in found)),
-            )
+            self._admission(queue, [candidate for candidate, _ in found], min(slot.good_until for _, slot in found))
             for queue, found in in_hand.items()
         ]
         return Sorted(unlimited, admitted, to_ask)
@@ -262,7 +258,7 @@ class Limits:
         if booking is not None and booking.check and await store_limits.check(self._store, queue) and not booking.ids:
             booking = await self._book(queue, wishes) or booking
         if booking is None:
-            return Admission(queue, candidates, {})
+            return Admission(queue, candidates, {"queue": queue})
         if booking.canary:
             self.canaries.update(booking.ids)
         limits = self.queues.get(queue, {})
@@ -271,8 +267,19 @@ class Limits:
             if (token := booking.slots.get(candidate.id)) is not None:
                 self._slots.booked(_place(candidate, limits), wishes[candidate.id], token, booking.until, age)
         self._put_aside(queue, booking, [candidate for candidate in candidates if candidate.id not in booking.ids])
-        counted = booking.token if _counts_starts(limits) else None
-        return Admission(queue, admitted, store_limits.booked_until(self._store, booking.until), counted)
+        return self._admission(queue, admitted, booking.until, booking.token if _counts_starts(limits) else None)
+
+    def _admission(
+        self, queue: str, candidates: list[Candidate], until: datetime, counted: str | None = None
+    ) -> Admission:
+        """Let these be claimed on what is booked, each where it stood when that was asked for: it may have been moved since."""
+        claim_filter: Document = {"queue": queue, **store_limits.booked_until(self._store, until)}
+        if candidates and _limits_groups(self.queues.get(queue, {})):
+            by_group: dict[str | None, list[str]] = {}
+            for candidate in candidates:
+                by_group.setdefault(candidate.group, []).append(candidate.id)
+            claim_filter["$or"] = [{"group": group, "_id": {"$in": ids}} for group, ids in by_group.items()]
+        return Admission(queue, candidates, claim_filter, counted)
 
     async def _book(self, queue: str, wishes: Mapping[str, Wish]) -> Booking | None:
         """Ask for room, and give back what is in hand and not used."""
@@ -428,6 +435,10 @@ class Limits:
 
 def _counts_starts(limits: Document) -> bool:
     return limits.get("rate") is not None or limits.get("group_rate") is not None
+
+
+def _limits_groups(limits: Document) -> bool:
+    return limits.get("group_rate") is not None or limits.get("group_running") is not None or bool(limits.get("groups"))
 
 
 def _place(candidate: Candidate, limits: Document) -> Place:

@@ -272,6 +272,40 @@ async def test_a_limit_that_is_lowered_holds_though_more_waits_than_ends(mesh: T
     assert most_running(sorted(await starts_of(mesh, "work"))[3:]) == 1
 
 
+@pytest.mark.parametrize("listen", [True, False])
+@pytest.mark.parametrize("to", [{"queue": "full"}, {"group": "full"}, {"queue": "others"}], ids=str)
+async def test_what_is_moved_when_a_worker_has_found_it_obeys_the_limits_of_where_it_stands(
+    mesh: TaskMesh, to: dict[str, Any], listen: bool
+) -> None:
+    gate, ran = anyio.Event(), list[str]()
+
+    @mesh.task
+    async def block() -> None:
+        await gate.wait()
+
+    @mesh.task
+    async def work() -> None:
+        ran.append(current_task().key)
+
+    await mesh.set_limit("full", running=0)
+    await mesh.queues.set_group_limit("default", "full", 0)
+    async with working(mesh, concurrency=1, listen=listen, queues=["default", "full"]) as consumer:
+        await block.publish("b")
+        await eventually(lambda: consumer.running == ["b"])
+        await work.publish_many({"moves": {}, "stays": {}})
+        candidates = parts_of(consumer).candidates
+        await eventually(lambda: "work:moves" in candidates and "work:stays" in candidates)
+        await work.configure(update_existing_params=True, **to).publish("moves")
+        gate.set()
+        await finished(mesh, "work", "stays")
+        await (await work.publish("later")).result(timeout=60)
+        assert ran == ["stays", "later"]
+        await mesh.set_limit("full", running=None)
+        await mesh.queues.set_group_limit("default", "full", None)
+        if to != {"queue": "others"}:
+            await finished(mesh, "work", "moves")
+
+
 async def test_explain_and_the_queue_say_how_much_of_a_limit_is_used(mesh: TaskMesh) -> None:
     gate = anyio.Event()
 
