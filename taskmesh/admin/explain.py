@@ -263,11 +263,11 @@ def _until(moment: datetime | None, now: datetime) -> str:
 
 def _queue_gate(queue: QueueInfo, group: str | None) -> Gate:
     """Whether the task's queue, and its group in there, has room: what the fleet's limits and pauses say."""
-    if (why := queue.shut_because) is not None:
-        opens_at = queue.paused_until if queue.paused else queue.next_start
-        return Gate(name="queue", open=False, reason=f"queue {queue.queue!r} is shut: {why}", opens_at=opens_at)
-    if group is not None and (why := queue.group_shut_because(group)) is not None:
-        return Gate(name="queue", open=False, reason=why, opens_at=queue.group_opens_at(group))
+    if reasons := queue.reasons_for(group):
+        ends = [until for _, until in reasons if until is not None]
+        # One that nothing but somebody's change ends keeps it shut, whatever else is over by then.
+        opens_at = max(ends) if len(ends) == len(reasons) else None
+        return Gate(name="queue", open=False, reason="; ".join(why for why, _ in reasons), opens_at=opens_at)
     limits = queue.limits
     used = [f"{queue.running} of {limits.running} run"] if limits.running is not None else []
     used += [f"{queue.started} of {limits.rate} starts in {limits.per_ms} ms"] if limits.rate is not None else []

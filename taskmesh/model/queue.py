@@ -12,6 +12,9 @@ from taskmesh.model.ids import shown
 from taskmesh.model.read_only import ReadOnly
 from taskmesh.model.task import checked_name
 
+Reason = tuple[str, datetime | None]
+"""Why nothing is claimed, and when that ends by itself; None: not by time alone."""
+
 
 class QueueLimits(ReadOnly):
     """What a queue is limited to, over the whole fleet. None: no limit."""
@@ -138,37 +141,42 @@ class QueueInfo(ReadOnly):
     @property
     def shut_because(self) -> str | None:
         """Why nothing can be claimed from the queue now, whatever the task; None if something can."""
-        if self.paused:
-            return _paused(self.paused_by, self.paused_reason, self.paused_until)
-        if self.limits.running is not None and self.running >= self.limits.running:
-            return f"{self.running} of at most {self.limits.running} executions run"
-        if self.limits.rate == 0:
-            return "its rate is 0: nothing starts until somebody changes that"
-        if self.next_start is not None:
-            return f"{self.started} of at most {self.limits.rate} starts in {self.limits.per_ms} ms are used up"
-        return None
+        return next((why for why, _ in self._reasons), None)
 
-    def group_shut_because(self, group: str) -> str | None:
-        """Why nothing of a group can be claimed now, though the queue is open; None if something can."""
+    @property
+    def _reasons(self) -> list[Reason]:
+        reasons: list[Reason] = []
+        if self.paused:
+            reasons.append((_paused(self.paused_by, self.paused_reason, self.paused_until), self.paused_until))
+        if self.limits.running is not None and self.running >= self.limits.running:
+            reasons.append((f"{self.running} of at most {self.limits.running} executions run", None))
+        if self.limits.rate == 0:
+            reasons.append(("its rate is 0: nothing starts until somebody changes that", None))
+        elif self.next_start is not None:
+            most = f"{self.limits.rate} starts in {self.limits.per_ms} ms"
+            reasons.append((f"{self.started} of at most {most} are used up", self.next_start))
+        return reasons
+
+    def reasons_for(self, group: str | None) -> list[Reason]:
+        """Return all that keeps tasks of this group, or of none, from being claimed now; those of the whole queue first."""
+        reasons = [(f"queue {self.queue!r} is shut: {why}", until) for why, until in self._reasons]
+        if group is None:
+            return reasons
         limits, running = self.limits, self.running_by_group.get(group, 0)
         limit = limits.of_group(group)
-        if group in self.paused_groups:
-            return f"group {group!r} is {self.paused_groups[group].sentence}"
+        if (pause := self.paused_groups.get(group)) is not None:
+            reasons.append((f"group {group!r} is {pause.sentence}", pause.until))
         if limit is not None and running >= limit:
-            return f"{running} of at most {limit} executions of group {group!r} run"
+            reasons.append((f"{running} of at most {limit} executions of group {group!r} run", None))
         if limits.group_rate == 0:
-            return f"the rate of each group is 0: nothing of group {group!r} starts until somebody changes that"
-        if group in self.next_start_by_group:
+            zero = f"the rate of each group is 0: nothing of group {group!r} starts until somebody changes that"
+            reasons.append((zero, None))
+        elif group in self.next_start_by_group:
             started = self.started_by_group.get(group, 0)
             most = f"{limits.group_rate} starts in {limits.group_per_ms} ms"
-            return f"{started} of at most {most} of group {group!r} are used up"
-        return None
-
-    def group_opens_at(self, group: str) -> datetime | None:
-        """When a group that is shut opens by itself; None: not by time alone."""
-        if group in self.paused_groups:
-            return self.paused_groups[group].until
-        return self.next_start_by_group.get(group)
+            used_up = f"{started} of at most {most} of group {group!r} are used up"
+            reasons.append((used_up, self.next_start_by_group[group]))
+        return reasons
 
 
 def _paused(by: str | None, reason: str | None, until: datetime | None) -> str:

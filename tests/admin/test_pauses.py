@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import anyio
@@ -161,3 +161,30 @@ async def test_what_somebody_sets_while_a_queue_is_forgotten_stays(
     await mesh.queues.forget("mail")
     (queue,) = await mesh.queues.all()
     assert queue.limits.running == 7
+
+
+@pytest.mark.parametrize(
+    "besides", ["a pause of its group", "a limit of the queue", "a limit of the group", "a longer pause of its group"]
+)
+async def test_when_a_pause_ends_is_not_when_a_task_starts_that_something_else_holds_back_too(
+    mesh: TaskMesh, besides: str
+) -> None:
+    ends = datetime.now(UTC).replace(microsecond=0) + timedelta(hours=1)
+    later = ends + timedelta(hours=1)
+    await mesh.publish("work", "k", group="g")
+    await mesh.pause("default", until=ends)
+    (explained,) = await mesh.explain("work", "k")
+    assert explained.next_claim_time == ends
+    if besides == "a pause of its group":
+        await mesh.pause("default", group="g")
+    elif besides == "a limit of the queue":
+        await mesh.set_limit("default", running=0)
+    elif besides == "a limit of the group":
+        await mesh.set_limit("default", group_rate=0)
+    else:
+        await mesh.pause("default", group="g", until=later)
+    (explained,) = await mesh.explain("work", "k")
+    assert explained.next_claim_time == (later if "longer" in besides else None)
+    (shut,) = [gate for gate in explained.gates if not gate.open]
+    assert "queue 'default' is shut: paused" in shut.reason
+    assert len(shut.reason.split("; ")) == 2, "it says both"
