@@ -107,14 +107,19 @@ class Registry:
             found.append("no worker is alive: start one with `taskmesh worker MODULE:MESH`")
         elif not knowing:
             found.append(f"no live worker runs tasks named {name!r} from queue {configuration.queue!r}")
-        if knowing and named and not able_workers(knowing, name, configuration.queue, only=named):
+        allowed = able_workers(knowing, name, configuration.queue, only=named)
+        if knowing and named and not allowed:
             found.append(f"none of specific_worker_ids ({', '.join(named)}) is a live worker that runs {name!r}")
         needs = words(configuration.needs)
         if knowing and needs and not able_workers(knowing, name, configuration.queue, needs=needs):
             found.append(f"no live worker that runs {name!r} has the labels that it needs: {', '.join(needs)}")
+        elif allowed and named and needs and not able_workers(allowed, name, configuration.queue, needs=needs):
+            found.append(
+                f"none of specific_worker_ids ({', '.join(named)}) that is live has the labels that it needs: {', '.join(needs)}"
+            )
         wanted = configuration.option.concurrent_worker_cnt
         # One name may stand for all processes of a supervisor.
-        most = max(len(set(named)), len(able_workers(knowing, name, configuration.queue, only=named)))
+        most = max(len(set(named)), len(allowed))
         if named and wanted > most:
             found.append(
                 f"it can never finish: concurrent_worker_cnt={wanted} different workers, of {most} that specific_worker_ids names"
@@ -122,8 +127,12 @@ class Registry:
         queue = self._queues.get(configuration.queue)
         if queue is not None and queue.get("paused"):
             found.append(f"queue {configuration.queue!r} is paused")
-        if queue is not None and QueueLimits.from_document(queue.get("limits") or {}).starts_nothing:
+        limits = QueueLimits.from_document((queue or {}).get("limits") or {})
+        if limits.starts_nothing:
             found.append(f"queue {configuration.queue!r} is limited to 0: nothing starts until that is changed")
+        if limits.starts_nothing_of(configuration.group):
+            of_queue = f"group {configuration.group!r} of queue {configuration.queue!r}"
+            found.append(f"{of_queue} is limited to 0: nothing of it starts until that is changed")
         if queue is not None and configuration.group in {pause["g"] for pause in queue.get("paused_groups") or ()}:
             found.append(f"group {configuration.group!r} of queue {configuration.queue!r} is paused")
         start = configuration.starts(now)

@@ -43,6 +43,10 @@ class QueueLimits(ReadOnly):
         """Whether nothing starts until somebody changes them."""
         return 0 in (self.running, self.rate)
 
+    def starts_nothing_of(self, group: str | None) -> bool:
+        """Whether nothing of this group starts until somebody changes the limits of groups."""
+        return group is not None and 0 in (self.of_group(group), self.group_rate)
+
     def of_group(self, group: str | None) -> int | None:
         """Return how many of this group may run at a time."""
         return None if group is None else self.groups.get(group, self.group_running)

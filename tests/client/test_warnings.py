@@ -45,6 +45,42 @@ async def test_a_handle_says_why_nobody_could_run_the_task_now(mesh: TaskMesh, s
                 assert len(warnings) == (warning is not None)
 
 
+async def test_a_worker_has_to_be_allowed_and_to_have_the_labels(mesh: TaskMesh) -> None:
+    @mesh.task(needs={"gpu": True})
+    async def train() -> None: ...
+
+    async def both_live() -> bool:
+        return sum(worker.live for worker in await mesh.workers()) == 2
+
+    async with working(mesh, "plain"), working(mesh, "gpu", labels={"gpu": True}):
+        await eventually(both_live)
+        [warning] = (await train.configure(specific_worker_ids=["plain"]).publish("nowhere")).warnings
+        assert warning == "none of specific_worker_ids (plain) that is live has the labels that it needs: gpu=true"
+        assert (await train.configure(specific_worker_ids=["plain", "gpu"]).publish("somewhere")).warnings == []
+
+
+async def test_a_group_that_is_limited_to_nothing_is_told_at_publish(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def job() -> None: ...
+
+    await mesh.set_limit("slots", group_running=0)
+    await mesh.queues.set_group_limit("slots", "free", 1)
+    await mesh.set_limit("starts", group_rate=0)
+    await mesh.queues.set_group_limit("one", "g", 0)
+    async with working(mesh):
+        for queue in ("slots", "starts", "one"):
+            [warning] = (await job.configure(queue=queue, group="g").publish(queue)).warnings
+            said = f"group 'g' of queue '{queue}' is limited to 0: nothing of it starts until that is changed"
+            assert warning == said
+        open_to: list[dict[str, Any]] = [
+            {"queue": "slots"},
+            {"queue": "slots", "group": "free"},
+            {"queue": "one", "group": "h"},
+        ]
+        for number, where in enumerate(open_to):
+            assert (await job.configure(**where).publish(str(number))).warnings == []
+
+
 async def test_what_is_published_is_so_though_the_warnings_cannot_be_found(mongo_uri: str, database: str) -> None:
     mesh = TaskMesh(mongo_uri, database=database)
     async with mesh:
