@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 from taskmesh.admin.explain import Explanation, judged
 from taskmesh.admin.queues import LimitFields, checked_limits, read_queue
-from taskmesh.admin.store import task_counts
+from taskmesh.admin.store import limit_usage, task_counts
 from taskmesh.admin.store.gates import as_if_option
 from taskmesh.client.connection import Connection
 from taskmesh.client.tasks import Tasks
@@ -24,6 +24,7 @@ from taskmesh.model.recurrence import Timing, checked_timing
 from taskmesh.model.task import Status, checked_key, task_id
 from taskmesh.store import Store, schedules
 from taskmesh.store.driver import Document
+from taskmesh.store.limits import WINDOWS
 
 _COUNTED_TO = 10_000
 
@@ -139,6 +140,7 @@ async def effect_of_limit(store: Store, queue: str, change: Callable[[QueueLimit
     """Tell what this change of its limits would do to a queue. Raises as `change` does."""
     found = await read_queue(store, queue)
     then = change(found.limits)
+    counted_then = await _counted(store, found, then)
     waiting = await task_counts.waiting_by_group(store, queue, _COUNTED_TO)
     over = [found.running - then.running] if then.running is not None else []
     for group, running in found.running_by_group.items():
@@ -151,9 +153,20 @@ async def effect_of_limit(store: Store, queue: str, change: Callable[[QueueLimit
         waiting=min(_COUNTED_TO, sum(waiting.values())),
         running=found.running,
         claimable_now=_room_for(waiting, found, found.limits),
-        claimable_then=_room_for(waiting, found, then),
+        claimable_then=_room_for(waiting, counted_then, then),
         too_many=max([0, *over]),
     )
+
+
+async def _counted(store: Store, queue: QueueInfo, then: QueueLimits) -> QueueInfo:
+    """Return the queue with the starts that are counted under these limits: of a shorter window fewer are."""
+    lengths = {window: (getattr(queue.limits, window), getattr(then, window)) for window in WINDOWS}
+    longer_ms = {window: new - old for window, (old, new) in lengths.items() if None not in (old, new) and new != old}
+    if not longer_ms:
+        return queue
+    used = (await limit_usage.usage(store, [queue.queue], longer_ms))[queue.queue]
+    by_group = {group: count for group, (count, _) in used.group_starts.items()}
+    return queue.model_copy(update={"started": used.starts, "started_by_group": by_group})
 
 
 def _room_for(waiting: Mapping[str | None, int], queue: QueueInfo, limits: QueueLimits) -> int:

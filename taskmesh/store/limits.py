@@ -88,10 +88,15 @@ async def set_limits(store: Store, queue: str, limits: Document) -> None:
     for window, starts in WINDOWS.items():
         if isinstance(limits.get(window), int):
             longer = {"$subtract": [limits[window], {"$ifNull": [f"${window}", limits[window]]}]}
-            moved = {"$mergeObjects": ["$$this", {"leaves": {"$add": ["$$this.leaves", longer]}}]}
-            changes[starts] = {"$map": {"input": stored_list(starts), "in": moved}}
+            changes[starts] = leaving_later(starts, longer)
     # The new limits, and with a window its starts.
     await change(store, queue, [{"$set": changes}])
+
+
+def leaving_later(starts: str, by_ms: rules.Expression) -> rules.Expression:
+    """The list of these starts, as they are counted by a window that is so much longer."""
+    moved = {"$mergeObjects": ["$$this", {"leaves": {"$add": ["$$this.leaves", by_ms]}}]}
+    return {"$map": {"input": stored_list(starts), "in": moved}}
 
 
 async def set_first_limits(store: Store, queue: str, limits: Document) -> None:

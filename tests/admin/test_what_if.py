@@ -136,6 +136,36 @@ async def test_groups_and_pauses_count(mesh: TaskMesh) -> None:
         await mesh.what_if.group_limit("mail", "", 1)
 
 
+@pytest.mark.parametrize(("rate", "window"), [("rate", "per_ms"), ("group_rate", "group_per_ms")])
+async def test_a_shorter_window_counts_fewer_of_the_starts_that_there_were(
+    mesh: TaskMesh, rate: str, window: str
+) -> None:
+    @mesh.task(queue="mail")
+    async def send() -> None: ...
+
+    async def two_left() -> bool:
+        return (await mesh.stats()).counts["send"].get("INIT") == 2
+
+    async def forecast(**limits: Any) -> int:
+        return (await mesh.what_if.limit("mail", **limits)).claimable_then
+
+    await mesh.set_limit("mail", **{rate: 3, window: 3_600_000})  # type: ignore[arg-type]  # no `by` is among them
+    await send.configure(group="a").publish_many({str(n): {} for n in range(5)})
+    async with working(mesh):
+        await eventually(two_left)
+    assert await forecast(**{rate: 4}) == 1
+    assert await forecast(**{window: 7_200_000}) == 0, "what is counted stays so for longer"
+    now_over = {window: 1}
+
+    async def two_could() -> bool:
+        return await forecast(**now_over) == 2
+
+    await eventually(two_could)
+    await mesh.set_limit("mail", **now_over)  # type: ignore[arg-type]
+    await mesh.consumer().run(until_idle=True)
+    assert (await mesh.stats()).counts["send"] == {"SUCCESS": 5}
+
+
 async def test_a_schedule_is_told_in_words_and_times_across_a_change_of_the_clock(mesh: TaskMesh) -> None:
     told = await mesh.what_if.schedule(cron="30 6 * * 1-5", timezone="Europe/Berlin", count=100)
     assert told.words == "At 06:30 on Monday through Friday (Europe/Berlin)"

@@ -9,7 +9,7 @@ from types import NoneType
 
 from taskmesh.store import rules
 from taskmesh.store.driver import Document
-from taskmesh.store.limits import WINDOWS, stored_list
+from taskmesh.store.limits import WINDOWS, leaving_later
 from taskmesh.store.store import Store
 
 
@@ -26,8 +26,13 @@ class Usage:
     """How many starts of each group count against its rate, and when the first of them leaves the window."""
 
 
-async def usage(store: Store, queues: Collection[str]) -> dict[str, Usage]:
-    """Return how far the limits of these queues are used up now."""
+async def usage(store: Store, queues: Collection[str], longer_ms: Mapping[str, int] | None = None) -> dict[str, Usage]:
+    """Return how far the limits of these queues are used up now.
+
+    `longer_ms`: as if the windows of these fields (`per_ms`, `group_per_ms`) were so much longer, or shorter: what
+    `store.limits.set_limits` does to the starts that are counted.
+    """
+    longer = longer_ms or {}
     running: dict[str, dict[str | None, int]] = {queue: {} for queue in queues}
     entries = {"$cond": [{"$isArray": [rules.ENTRIES]}, rules.ENTRIES, []]}
     live = {"$size": {"$filter": {"input": entries, "cond": rules.is_live(store.now)}}}
@@ -43,7 +48,10 @@ async def usage(store: Store, queues: Collection[str]) -> dict[str, Usage]:
         if row["live"] and isinstance(group, (str, NoneType)):
             running[row["_id"]["queue"]][group] = row["live"]
     in_window = {"$and": [{"$gt": ["$$this.leaves", store.now]}, {"$gt": ["$$this.n", 0]}]}
-    starts, group_starts = ({"$filter": {"input": stored_list(name), "cond": in_window}} for name in WINDOWS.values())
+    starts, group_starts = (
+        {"$filter": {"input": leaving_later(name, longer.get(window, 0)), "cond": in_window}}
+        for window, name in WINDOWS.items()
+    )
     stages: list[Document] = [
         # The bookings of these queues.
         {"$match": {"_id": {"$in": list(queues)}}},
