@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from functools import partial
 from graphlib import CycleError, TopologicalSorter
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -160,6 +161,8 @@ class Flows:
         if outside := outside.difference(members):
             await patiently(lambda: dependencies.check(store, outside))
         known = await patiently(lambda: flows.read(store, key))
+        if known is not None and await patiently(partial(flows.forgotten, store, known)):
+            known = None
         if known is not None and set(members) <= set(known["members"]) and known["state"] == "opened":
             return
         if known is not None and known["members"] and known["state"] == "opened":

@@ -64,6 +64,21 @@ async def begin(store: Store, key: str, ids: Sequence[str]) -> None:
             return
 
 
+async def forgotten(store: Store, flow: Document) -> bool:
+    """Whether a flow was published, and nothing is left of it: then its key is free, for a sweep has only not come round yet."""
+    if flow["state"] != "opened" or not flow["members"] or await _any_left(store, flow["members"]):
+        return False
+    await _flows(store).delete_one({"_id": flow["_id"], "state": "opened", "state_time": flow["state_time"]})
+    return True
+
+
+async def _any_left(store: Store, ids: Sequence[str]) -> bool:
+    for start in range(0, len(ids), _SET):
+        if await members(store, ids[start : start + _SET]):
+            return True
+    return False
+
+
 async def publish_members(store: Store, publications: Sequence[Publication], now: datetime) -> list[Published]:
     """Insert the members, each behind its gates. Those that are there already are joined as they are."""
     return await publish(store, publications, now)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -71,6 +72,22 @@ async def test_d13_an_empty_flow_is_done_at_once(mesh: TaskMesh) -> None:
         pass
     assert await flow.result(5) == {}
     assert (await flow.status()).progress == 1.0
+
+
+@pytest.mark.parametrize("others", [[], ["new"]])
+async def test_a_flow_of_which_nothing_is_left_may_be_published_again(mesh: TaskMesh, others: list[str]) -> None:
+    load, _ = define(mesh)
+
+    async def publish(*keys: str, n: int) -> dict[tuple[str, str], Any]:
+        async with mesh.flow("daily") as flow:
+            parts = [flow.add(load, key, n=n) for key in keys]
+        assert all(part.created for part in parts)
+        await drained(mesh)
+        return await flow.result(5)
+
+    assert await publish("a", "b", n=1) == {("load", "a"): 1, ("load", "b"): 1}
+    mesh.store.move_on(timedelta(days=2))  # past the retention of both
+    assert await publish("a", *others, n=2) == {("load", key): 2 for key in ("a", *others)}
 
 
 async def test_d11_nothing_of_a_flow_runs_before_all_of_it_is_there_and_the_same_again_completes_it(
