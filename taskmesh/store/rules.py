@@ -548,8 +548,14 @@ def derivation(now: Expression = NOW, *, where: Expression = True) -> list[Stage
                 "group": {"$cond": ["$_derived.moves", {"$ifNull": [f"{MOVES_TO}.group", "$$REMOVE"]}, "$group"]},
                 "task_state.moves_to": {"$cond": ["$_derived.moves", "$$REMOVE", MOVES_TO]},
                 "task_state.pending": _present_if({"$and": [{"$not": [finished]}, HAS_DEPENDENTS]}, True),
+                # One that blocks its line keeps its place there, too, if it FAILs before it is the head.
                 "task_state.in_line": _present_if(
-                    {"$and": [{"$not": [finished]}, {"$or": [back_in_line, {"$eq": ["$task_state.in_line", True]}]}]},
+                    {
+                        "$or": [
+                            {"$and": [{"$not": [finished]}, back_in_line]},
+                            {"$and": [{"$or": [{"$not": [finished]}, blocks]}, {"$eq": ["$task_state.in_line", True]}]},
+                        ]
+                    },
                     True,
                 ),
                 "task_state.place": {

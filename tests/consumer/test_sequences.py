@@ -110,6 +110,29 @@ async def test_a_failure_lets_the_next_go_on_or_blocks_it_until_it_is_retried_or
     assert [name for name in ran if not name.endswith("1")] == ["bad-2", "bad-2", "bad-3", "after-3"]
 
 
+async def test_one_that_blocks_its_line_does_so_too_if_it_fails_before_it_is_at_the_head(mesh: TaskMesh) -> None:
+    ran: list[str] = []
+
+    @mesh.task
+    async def step() -> None:
+        ran.append(current_task().key)
+
+    helps = await step.configure(delay_ms=3_600_000).publish("helps")
+    line = step.configure(sequence_key="k", on_sequence_failure="block")
+    await line.publish("first")
+    await line.configure(after=[helps]).publish("second")
+    await line.publish("third")
+    await helps.cancel()
+    assert (await mesh.get("step", "second")).status is Status.FAIL
+    await mesh.consumer(worker_id="w").run(until_idle=True)
+    assert ran == ["first"]
+    [gate] = [gate for gate in (await mesh.explain("step", "third"))[0].gates if gate.name == "sequence"]
+    assert gate.reason.startswith("sequence_key 'k' in queue default: at the head is 'step' 'second' (FAIL;")
+    await mesh.retry("step", "helps")
+    await mesh.consumer(worker_id="w").run(until_idle=True)
+    assert ran == ["first", "helps", "second", "third"]
+
+
 @pytest.mark.parametrize("how", ["cancel", "delete", "expire", "raw delete"])
 async def test_a_head_that_is_cancelled_deleted_or_expired_makes_way(
     mesh: TaskMesh, mongo_uri: str, database: str, monkeypatch: pytest.MonkeyPatch, how: str

@@ -16,6 +16,7 @@ _IN_LINE: tuple[Document, ...] = (
     {"line": "q:k", "place": 7, "in_line": True},
     {"line": "q:k", "place": 7},
     {"line": "q:k", "place": 7, "on_sequence_failure": "block"},
+    {"line": "q:k", "place": 7, "on_sequence_failure": "block", "in_line": True},
 )
 _NEAR_MS = (-6_000, -3_001, -3_000, -1_000, -1, 0, 0, 1, 999, 1_000, 4_000)
 

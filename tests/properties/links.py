@@ -169,7 +169,7 @@ class Links:
             first = min(waiting, key=lambda id_: (self._oracles[id_].document["publish_number"], id_))
             self.heads[line] = first, states[first]["place"]
         head = self._oracles[self.heads[line][0]]
-        if head.state.get("in_line"):
+        if head.state.get("in_line") and head.document["status"] in _UNFINISHED:
             head.state["in_line"] = None
             head.stamp(now, "opened")
 

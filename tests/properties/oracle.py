@@ -83,9 +83,10 @@ class Oracle:
             self.state["pending"] = True
         derived, back_in_line, home = reading.derived(now), reading.back_in_line, reading.home(now)
         self.document |= derived
-        if finished:
+        blocks = derived["status"] == "FAIL" and self.state.get("on_sequence_failure") == "block"
+        if finished and not blocks:
             self.state.pop("in_line", None)
-        elif back_in_line:
+        elif not finished and back_in_line:
             self.state.update({"in_line": True, "place": (self.state.get("place") or 0) + 1})
         if moves:
             self.state["moves_to"] = None
