@@ -81,6 +81,11 @@ class _Marked:
     def finished(self) -> bool:
         return self.status not in _UNFINISHED
 
+    @property
+    def wants_links(self) -> bool:
+        """Whether all that it waits for is to name it: it is new, or begun anew; then one of those may be another by now."""
+        return bool(self.after) and (not self.linked or self.policy != "run")
+
 
 async def check(store: Store, ids: Collection[str], session: Any = None) -> None:
     """Raise `TaskNotFound` unless all these tasks are there."""
@@ -200,7 +205,7 @@ async def _answer(store: Store, marked: Sequence[_Marked]) -> set[str]:
     concerned: set[str] = set()
     for some in _sets(marked):
         done = [
-            await _link(store, [task for task in some if task.after and not task.linked and not task.finished]),
+            await _link(store, [task for task in some if task.wants_links and not task.finished]),
             await _fail_those_with_failures(store, some, concerned),
             await _restore_dependents(store, some, concerned),
         ]
@@ -284,7 +289,7 @@ async def _fail_those_with_failures(store: Store, marked: Sequence[_Marked], con
         rows = await store.find(waiting, {"after": "$task_state.after.ids"}, majority=True)
         after_of |= {row["_id"]: row.get("after", ()) for row in rows}
     ends = await _ends(store, {id_ for after in after_of.values() for id_ in after})
-    done, failed = await _fail(store, after_of, ends, (*_UNFINISHED, "SUCCESS"))
+    done, failed = await _fail(store, after_of, ends)
     concerned.update(told, failed)
     return done
 
@@ -299,17 +304,18 @@ async def _ends(store: Store, ids: Collection[str]) -> dict[str, str]:
 
 
 async def _fail(
-    store: Store, after_of: Mapping[str, Sequence[str]], ends: Mapping[str, str], wanted: Collection[str]
+    store: Store, after_of: Mapping[str, Sequence[str]], ends: Mapping[str, str]
 ) -> tuple[bool, Collection[str]]:
-    """Fail each of these that wants it, and waits for a task whose end is none of those `wanted`.
+    """Fail each of these that wants it, and waits for a task that ended in any other way than SUCCESS.
 
-    Returns whether all is done, and which were to fail.
+    One that is unfinished has been begun anew meanwhile: it tells when it ends. Returns whether all is done, and which were to
+    fail.
 
     The reason names the first few in the order of its `after`, so that it is the same whoever tells, and in whatever order.
     """
     by_cause: dict[tuple[str, ...], list[str]] = {}
     for dependent, after in after_of.items():
-        if bad := [id_ for id_ in after if ends.get(id_) not in wanted]:
+        if bad := [id_ for id_ in after if ends.get(id_) not in (*_UNFINISHED, "SUCCESS")]:
             by_cause.setdefault(tuple(bad[:_NAMED]), []).append(dependent)
     now = store.now
     done = True
@@ -354,9 +360,7 @@ async def _ask(store: Store, ids: Sequence[str], concerned: set[str]) -> bool:
     ends = await _ends(store, {id_ for row in ready for id_ in row["wanted"]})
     to_open = [row["_id"] for row in ready if all(ends.get(id_) == "SUCCESS" for id_ in row["wanted"])]
     opened = await open_gates(store, to_open)
-    done, failed = await _fail(
-        store, {row["_id"]: row["wanted"] for row in ready if row["policy"] == "fail"}, ends, ("SUCCESS",)
-    )
+    done, failed = await _fail(store, {row["_id"]: row["wanted"] for row in ready if row["policy"] == "fail"}, ends)
     concerned.update(to_open, failed)
     return opened and done
 

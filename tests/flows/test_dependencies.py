@@ -295,6 +295,32 @@ async def test_a_deleted_dependency_of_many_is_told_to_all_and_goes(mesh: TaskMe
         await eventually(gone, 30.0)
 
 
+@pytest.mark.parametrize("how", ["run_again", "clean_failed", "replace_running", "cause retried"])
+async def test_one_that_is_begun_anew_waits_for_what_stands_in_the_place_of_a_deleted_dependency(
+    mesh: TaskMesh, how: str
+) -> None:
+    part, join = define(mesh)
+    later = part.configure(delay_ms=3_600_000)
+    both = [await later.publish("a"), await later.publish("b")]
+    handle = await join.configure(after=both).publish("j")
+    await mesh.cancel("part", "a")
+    await mesh.delete("part", "b")
+    assert await handle.status() is Status.FAIL
+    await later.publish("b")  # another task of that name
+    await mesh.retry("part", "a")
+    if how != "cause retried":
+        await mesh.cancel("part", "a")
+        await mesh.retry("part", "a")
+        again: Any = {how: True}
+        await join.configure(**again).publish("j")
+    await drained(mesh)
+    await dependencies.sweep(mesh.store, 0)
+    await waiting_for(mesh, "j")
+    await mesh.retry("part", "b")
+    await drained(mesh)
+    assert await handle.result(5) == "joined"
+
+
 def _told_after(finished: Task, woken: Task) -> timedelta:
     [entry] = woken.task_state.worker_states
     assert finished.finish_time is not None

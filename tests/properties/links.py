@@ -76,7 +76,7 @@ class Links:
     def _answer(self, marked: list[_Marked], now: datetime) -> set[str]:
         concerned: set[str] = set()
         for task in marked:
-            if task.after and not task.linked and not task.finished:
+            if task.after and not task.finished and (not task.linked or task.policy != "run"):
                 self._link(task, now)
         told = {id_ for task in marked if task.finished and task.status != "SUCCESS" for id_ in task.dependents}
         waiting = told | {task.id for task in marked if not task.finished}
@@ -150,7 +150,8 @@ class Links:
                 self._oracles[id_].stamp(now, "opened")
                 concerned.add(id_)
         for id_, unmet in ready.items():
-            if unmet and self._fail(id_, unmet, now):
+            bad = [each for each in unmet if self._status(each) not in _UNFINISHED]
+            if bad and self._fail(id_, bad, now):
                 concerned.add(id_)
 
     def _is_blocked(self, id_: str) -> bool:
