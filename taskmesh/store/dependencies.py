@@ -335,7 +335,29 @@ async def _fail(
 
 
 async def _restore_dependents(store: Store, marked: Sequence[_Marked], concerned: set[str]) -> bool:
-    """Where a task is begun anew: so are those that failed because of it alone. They are asked about by their own marks."""
+    """Where a task is begun anew: so are those that failed because of it alone. They are asked about by their own marks.
+
+    One that is SUCCESS may have been begun anew, and be done before anybody has asked.
+    """
+    failed = {"status": "FAIL"}
+    done = True
+    for task in marked:
+        if not task.finished and task.dependents:
+            for part in _parts(task.dependents):
+                done &= await _restore(store, part, failed | {"task_state.dependency_failure.id": task.id})
+            concerned.update(task.dependents)
+    succeeded = [task for task in marked if task.status == "SUCCESS"]
+    because = {"task_state.dependency_failure.id": {"$in": [task.id for task in succeeded]}}
+    # Looked for first, since hardly ever there is one. A child's parent does not fail because of it.
+    for part in _parts(sorted({id_ for task in succeeded for id_ in task.dependents if id_ != task.parent})):
+        found = await store.find({"_id": {"$in": part}, **failed, **because}, {"_id": 1}, majority=True)
+        ids = [row["_id"] for row in found]
+        done &= await _restore(store, ids, failed | because)
+        concerned.update(ids)
+    return done
+
+
+async def _restore(store: Store, ids: Sequence[str], query: Document) -> bool:
     now = store.now
     pipeline = [
         # It has not failed; its gate is shut as before.
@@ -344,14 +366,7 @@ async def _restore_dependents(store: Store, marked: Sequence[_Marked], concerned
         {"$set": {"event": stamp("retried", now)}},
         *prepared(rules.derivation, now),
     ]
-    done = True
-    for task in marked:
-        if not task.finished and task.dependents:
-            query = {"task_state.dependency_failure.id": task.id, "status": "FAIL"}
-            for part in _parts(task.dependents):
-                done &= await _update(store, part, query, pipeline)
-            concerned.update(task.dependents)
-    return done
+    return await _update(store, ids, query, pipeline)
 
 
 async def _ask(store: Store, ids: Sequence[str], concerned: set[str]) -> bool:

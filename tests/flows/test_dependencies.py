@@ -321,6 +321,35 @@ async def test_one_that_is_begun_anew_waits_for_what_stands_in_the_place_of_a_de
     assert await handle.result(5) == "joined"
 
 
+@pytest.mark.parametrize(
+    "how", [{"run_again": True}, {"clean_failed": True}, {"max_unexpected_retries": 1}], ids=lambda how: next(iter(how))
+)
+async def test_what_failed_because_of_one_comes_back_though_that_is_begun_anew_and_done_before_anybody_asks(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch, how: Any
+) -> None:
+    monkeypatch.setattr(Dependents, "sweep", no_sweep)
+    broken = True
+
+    @mesh.task(option=TaskOption(max_unexpected_retries=0, unexpected_retry_delay_ms=0))
+    async def first() -> None:
+        if broken:
+            raise ValueError("broken")
+
+    _, join = define(mesh)
+    a = await first.publish("a")
+    b = await join.configure(after=[a]).publish("b")
+    c = await join.configure(after=[b]).publish("c")
+    async with working(mesh, "w1"):
+        assert (await finished(mesh, "join", "c")).status is Status.FAIL
+        broken = False
+        if "max_unexpected_retries" in how:
+            await mesh.set_option("first", "a", **how)
+        else:
+            await first.configure(**how).publish("a")
+        for handle in (b, c):
+            await status_is(mesh, "join", handle.key, Status.SUCCESS)
+
+
 def _told_after(finished: Task, woken: Task) -> timedelta:
     [entry] = woken.task_state.worker_states
     assert finished.finish_time is not None

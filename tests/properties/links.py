@@ -90,8 +90,8 @@ class Links:
         for task in marked:
             if not task.finished:
                 concerned.update(task.dependents)
-                for dependent in task.dependents:
-                    self._restore(dependent, task.id, now)
+            if not task.finished or task.status == "SUCCESS":
+                concerned.update(id_ for id_ in task.dependents if self._restore(id_, task.id, now))
         asked = {id_ for task in marked if task.finished for id_ in task.dependents}
         asked |= {task.id for task in marked if task.policy is not None and not task.finished}
         self._ask(sorted(asked), concerned, now)
@@ -128,12 +128,14 @@ class Links:
         oracle.stamp(now, "dependency_failed")
         return True
 
-    def _restore(self, id_: str, dependency: str, now: datetime) -> None:
+    def _restore(self, id_: str, dependency: str, now: datetime) -> bool:
         """What failed because of that one alone has not failed when that is begun anew."""
         oracle = self._oracles[id_]
-        if self._status(id_) == "FAIL" and (oracle.state.get("dependency_failure") or {}).get("id") == dependency:
-            oracle.state["dependency_failure"] = None
-            oracle.stamp(now, "retried")
+        if self._status(id_) != "FAIL" or (oracle.state.get("dependency_failure") or {}).get("id") != dependency:
+            return False
+        oracle.state["dependency_failure"] = None
+        oracle.stamp(now, "retried")
+        return True
 
     def _ask(self, ids: list[str], concerned: set[str], now: datetime) -> None:
         """Open what waits for nothing unfinished any more, or fail it."""
