@@ -20,7 +20,7 @@ from taskmesh.client.tasks import Tasks
 from taskmesh.model.ids import checked_group
 from taskmesh.model.option import OptionFields
 from taskmesh.model.queue import QueueInfo, QueueLimits, checked_queue
-from taskmesh.model.recurrence import Timing, checked_timing
+from taskmesh.model.recurrence import checked_timing
 from taskmesh.model.task import Status, checked_key, task_id
 from taskmesh.store import Store, schedules
 from taskmesh.store.driver import Document
@@ -246,8 +246,8 @@ class WhatIf:
         zone = timezone or "UTC"
         timing = checked_timing(cron, interval_ms, zone)
         now = self._connection.clock.now()
-        # To declare it as it is leaves it alone: it is counted from where it began.
-        stays = stored is not None and timing == Timing(stored["cron"], stored["interval_ms"], stored["timezone"])
+        # An interval that stays is counted from where it began.
+        stays = stored is not None and stored["interval_ms"] == interval_ms
         ticks = timing.ticks_after(now, stored["anchor_time"] if stored is not None and stays else now)
         times = [time.astimezone(ZoneInfo(zone)) for time in islice(ticks, min(count, 100))]
         return ScheduleEffect(words=timing.words, times=times)

@@ -101,7 +101,7 @@ async def declare(
         if stored is not None and not _differ(stored, fields, fields):
             return stored
         now = (await attend(store)).now
-        timing = ("cron", "interval_ms", "timezone")
+        timing = ("cron", "interval_ms") if fields["cron"] is None else ("cron", "timezone")  # intervals know no zone
         fresh: Document = dict(fields)
         if stored is None or any(stored.get(name) != fields.get(name) for name in timing):
             fresh |= {"anchor_time": now, "next_time": first_time(now)}

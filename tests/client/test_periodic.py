@@ -275,6 +275,18 @@ async def test_a_schedule_that_a_plain_handler_declares_is_stored(mesh: TaskMesh
             await eventually(stored_so)
 
 
+async def test_a_time_zone_does_not_move_an_interval(mesh: TaskMesh) -> None:
+    set_time(mesh, START)
+    declared = await mesh.schedules.put("report", name="report", interval_ms=3_600_000)
+    set_time(mesh, START + timedelta(minutes=50))
+    changed = await mesh.schedules.put("report", timezone="Europe/Berlin")
+    assert changed.timezone == "Europe/Berlin"
+    assert changed.next_time == declared.next_time
+    daily = await mesh.schedules.put("report", cron="0 3 * * *")
+    assert daily.next_time == datetime(2036, 6, 2, 1, tzinfo=UTC)
+    assert (await mesh.schedules.put("report", timezone="UTC")).next_time == datetime(2036, 6, 2, 3, tzinfo=UTC)
+
+
 async def test_changes_of_one_schedule_at_the_same_time_are_all_made(mesh: TaskMesh) -> None:
     async with anyio.create_task_group() as at_once:
         for given in ({"params": {"n": 5}}, {"timezone": "Europe/Berlin"}, {"missed": "all"}, {"priority": 3}):
