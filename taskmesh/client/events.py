@@ -22,7 +22,7 @@ from taskmesh.model.event import EventKind, TaskEvent
 from taskmesh.store import Store
 from taskmesh.store.change_stream import FINISHED, Change, Interest, change_from, open_stream
 from taskmesh.store.event_stamp import read_stamp
-from taskmesh.store.server_errors import Code, is_history_lost, is_passing
+from taskmesh.store.server_errors import is_about_us, is_history_lost, is_passing
 
 DEFAULT_BUFFER = 10_000
 _CATCHING_UP_AWAIT_MS = 50
@@ -226,7 +226,7 @@ class EventReader:
                 await stream.close()
         except OperationFailure as error:
             if not is_history_lost(error):
-                if stream is not None or error.code == Code.UNAUTHORIZED or is_passing(error):
+                if stream is not None or is_about_us(error) or is_passing(error):
                     raise
                 raise _no_token(str(place)) from error  # what was cut off, or made up, though of the right characters
             yield _missing("gap")

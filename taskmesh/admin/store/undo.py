@@ -136,6 +136,7 @@ async def put_back(store: Store, id_: str, action: str, batch: int = 500) -> tup
     strangers: list[Document] = [
         # Of these copies those that are no tasks, in their old place.
         {"$replaceWith": "$task"},
+        # (Tasks come back by the rule, below.)
         {"$match": {"$nor": [WELL_FORMED]}},
         # With the mark by which they are known.
         {"$set": {"bulk_id": {"$literal": undone}}},
@@ -158,6 +159,7 @@ async def put_back(store: Store, id_: str, action: str, batch: int = 500) -> tup
             these,
             # Each as the task that it was.
             {"$replaceWith": "$task"},
+            # What the rule can judge.
             {"$match": WELL_FORMED},
             # Without the executions that ran: their workers have let go. With the mark by which they are known.
             {
