@@ -30,7 +30,9 @@ from taskmesh.consumer.context import BlockingTaskContext, TaskContext, current_
 from taskmesh.consumer.recording import step_under_way
 from taskmesh.mesh import TaskMesh
 from taskmesh.model.distribution import check_extra
-from taskmesh.model.errors import TaskFailed, TaskMeshError, TaskTooLarge, UnstorableValue
+from taskmesh.model.errors import InvalidKey, InvalidName, TaskFailed, TaskMeshError, TaskTooLarge, UnstorableValue
+from taskmesh.model.ids import checked_step_name
+from taskmesh.model.task import task_id
 
 check_extra("pydantic-ai", ("pydantic_ai",), "an agent in a task")
 
@@ -292,6 +294,8 @@ async def refuse(mesh: TaskMesh, token: str, reason: str) -> None:
 async def _signal(mesh: TaskMesh, token: str, payload: dict[str, JsonValue]) -> None:
     try:
         name, key, event = json.loads(token)
-    except (ValueError, TypeError):
+        task_id(name, key)
+        checked_step_name("the event", event)
+    except (ValueError, TypeError, InvalidName, InvalidKey):
         raise ValueError(f"not a token that an agent's run handed out: {token!r:.200}") from None
     await mesh.signal(name, key, event, payload, signal_id=event)

@@ -245,8 +245,10 @@ async def test_a_refusal_and_a_timeout_are_answers_too(mesh: TaskMesh) -> None:
 
 
 async def test_a_token_that_is_none_is_refused(mesh: TaskMesh) -> None:
-    with pytest.raises(ValueError, match="not a token that an agent's run handed out: 'tea'"):
-        await resolve(mesh, "tea", None)
+    for token in ("tea", "[]", "[1, 2, 3]", '["shop", "", "event"]', '["shop", "key", 3]', "{}"):
+        with pytest.raises(ValueError, match="not a token that an agent's run handed out: ") as error:
+            await resolve(mesh, token, None)
+        assert token in str(error.value)
 
 
 async def test_a_tool_that_is_no_step_may_wait_and_take_steps_itself(mesh: TaskMesh) -> None:
