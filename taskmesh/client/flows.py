@@ -157,18 +157,22 @@ class Flows:
             )
         await self._connection.create_what_is_missing()
         store = self._store
-        outside = {id_ for each in publications if (after := each.configuration.after) for id_ in after.ids}
-        if outside := outside.difference(members):
-            await patiently(lambda: dependencies.check(store, outside))
         known = await patiently(lambda: flows.read(store, key))
         if known is not None and await patiently(partial(flows.forgotten, store, known)):
             known = None
         if known is not None and set(members) <= set(known["members"]) and known["state"] == "opened":
             return
+        joined: set[str] = set()
         if known is not None and known["members"] and known["state"] == "opened":
             status = await self.status(key)
             if status.finished:
                 raise TaskFinished(f"flow {key!r} is finished: give a flow with other members another key")
+            # These keep what they wait for, which may be gone by now.
+            joined = {f"{task.name}:{task.key}" for task in status.tasks if task.status is not None}
+        new = [each for each in publications if each.id not in joined]
+        outside = {id_ for each in new if (after := each.configuration.after) for id_ in after.ids}
+        if outside := outside.difference(members):
+            await patiently(lambda: dependencies.check(store, outside))
         for publication in publications:
             publication.flow = key
         await patiently(lambda: apart.put(store, [value for each in publications for value in each.apart]))

@@ -90,6 +90,24 @@ async def test_a_flow_of_which_nothing_is_left_may_be_published_again(mesh: Task
     assert await publish("a", *others, n=2) == {("load", key): 2 for key in ("a", *others)}
 
 
+async def test_the_same_flow_again_is_one_though_what_its_members_waited_for_is_gone(mesh: TaskMesh) -> None:
+    load, merge = define(mesh)
+    before = await load.publish("before")
+
+    async def publish(*keys: str) -> None:
+        async with mesh.flow("f") as flow:
+            flow.add(merge, "m", after=[before])
+            for key in keys:
+                flow.add(load.configure(delay_ms=3_600_000), key)
+
+    await publish("late")
+    await drained(mesh)
+    await mesh.delete("load", "before")
+    await publish("late")
+    await publish("late", "later")
+    assert (await mesh.flow_status("f")).counts == {"SUCCESS": 1, "INIT": 2}
+
+
 async def test_d11_nothing_of_a_flow_runs_before_all_of_it_is_there_and_the_same_again_completes_it(
     mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
