@@ -10,7 +10,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Generic, TypeVar, Union, get_args, get_origin
 
 from taskmesh.client.definition import Run, TaskDefinition
 from taskmesh.client.params import Params
@@ -82,7 +82,7 @@ class ItemParams(Params):
             self._hints()
 
     def _hints(self) -> dict[str, Any]:
-        hint = get_type_hints(self._fn, include_extras=True).get(self._list, Any)
+        hint = super()._hints().get(self._list, Any)
         if hint is Any or hint in _LISTS:
             return {ITEM: Any}
         if get_origin(hint) not in _LISTS:

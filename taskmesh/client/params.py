@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 
-from taskmesh.client.returns import FORMS, REFUSALS
+from taskmesh.client.returns import FORMS, REFUSALS, annotated
 from taskmesh.model.configuration import Configuration
 from taskmesh.model.dependency import After, FromDependency, label
 from taskmesh.model.errors import InvalidOption, InvalidParams, TaskTooLarge
@@ -97,7 +97,7 @@ class Params:
         return parameter is not None and parameter.default is not parameter.empty
 
     def _hints(self) -> dict[str, Any]:
-        return get_type_hints(self._fn, include_extras=True)
+        return get_type_hints(annotated(self._fn), include_extras=True)
 
     def to_store(
         self, params: Mapping[str, Any], after: After | None = None, most: int = MAX_BYTES

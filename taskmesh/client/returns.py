@@ -191,6 +191,13 @@ _known: WeakKeyDictionary[Any, Annotation] = WeakKeyDictionary()
 """By function: that of a step is asked about at each call, and making an adapter takes as long as all else about the step."""
 
 
+def annotated(fn: Any) -> Any:
+    """Return where the annotations of a function are, which may be a partial one, or an object that can be called."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return fn if isinstance(fn, type) or inspect.isroutine(inspect.unwrap(fn)) else type(fn).__call__
+
+
 def _annotation_of(fn: Any) -> Annotation:
     while isinstance(fn, functools.partial):
         fn = fn.func
@@ -220,9 +227,7 @@ def annotation(found: Any) -> Annotation:
 
 def _type_of(fn: Any) -> Any:
     try:
-        if fn is not None and not inspect.isroutine(inspect.unwrap(fn)):
-            fn = type(fn).__call__
-        return _without_next(get_type_hints(fn, include_extras=True).get("return", Any))
+        return _without_next(get_type_hints(annotated(fn), include_extras=True).get("return", Any))
     except Exception:  # noqa: BLE001 — an annotation is anybody's code, and what cannot be read says nothing
         return Any
 

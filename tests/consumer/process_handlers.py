@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,20 @@ def say_bytes(said: bytes) -> None:
 
 def add(a: int, b: int = 1) -> int:
     return a + b
+
+
+class Adder:
+    """A handler that is an object."""
+
+    def __init__(self, b: int) -> None:
+        self.b = b
+
+    def __call__(self, a: int) -> int:
+        return a + self.b
+
+
+add_three = Adder(3)
+add_four = partial(add, b=4)
 
 
 def own_pid() -> int:

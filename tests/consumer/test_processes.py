@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from taskmesh import Status, TaskError, TaskMesh, TaskOption
+from taskmesh import InvalidParams, Status, TaskError, TaskMesh, TaskOption
 from taskmesh.consumer.subprocess import processes
 from taskmesh.consumer.subprocess.processes import MAX_IDLE, Child, Processes
 from tests.consumer import process_handlers as handlers
@@ -82,6 +82,17 @@ async def test_the_value_comes_back_and_defaults_hold(mesh: TaskMesh) -> None:
     add = define(mesh, handlers.add)
     async with working(mesh):
         assert await (await add.publish("k", a=41)).result(60) == 42
+
+
+@pytest.mark.parametrize("run", ["thread", "process"])
+async def test_an_object_and_a_partial_may_be_handlers(mesh: TaskMesh, run: Any) -> None:
+    three = mesh.task(run=run, name="add_three")(handlers.add_three)
+    four = mesh.task(run=run, name="add_four")(handlers.add_four)
+    async with working(mesh):
+        assert await (await three.publish("k", 1)).result(60) == 4
+        assert await (await four.publish("k", a=1)).result(60) == 5
+    with pytest.raises(InvalidParams, match="'a'='one' does not fit"):
+        await mesh.publish("add_three", "other", {"a": "one"})
 
 
 @pytest.mark.usefixtures("own_children")
