@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import multiprocessing
 import os
 import re
 import signal
@@ -87,6 +89,26 @@ def say_bytes(said: bytes) -> None:
 
 def add(a: int, b: int = 1) -> int:
     return a + b
+
+
+def end_a_fork(number: int) -> int | None:
+    """Send a signal to a fork, as a pool of `multiprocessing` does to its own, and return how that ended."""
+    context = multiprocessing.get_context("fork")
+    begun = context.Event()
+    fork = context.Process(target=_sleep, args=[begun])
+    fork.start()
+    begun.wait()
+    assert fork.pid is not None
+    os.kill(fork.pid, number)
+    fork.join(10)
+    fork.kill()
+    return fork.exitcode
+
+
+def _sleep(begun: Any) -> None:
+    with contextlib.suppress(KeyboardInterrupt):
+        begun.set()
+        time.sleep(60)
 
 
 class Adder:

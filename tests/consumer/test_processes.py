@@ -380,6 +380,13 @@ async def test_a_child_takes_no_signals_and_has_none_blocked(mesh: TaskMesh, tmp
         assert await handle.result(60) == "saw it"
 
 
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 0)])
+async def test_what_a_handler_forks_hears_signals(mesh: TaskMesh, number: int, exit_code: int) -> None:
+    end_a_fork = define(mesh, handlers.end_a_fork)
+    async with working(mesh):
+        assert await (await end_a_fork.publish("k", number)).result(60) == exit_code
+
+
 async def test_params_are_turned_into_the_handlers_types_in_the_child_too(mesh: TaskMesh) -> None:
     @mesh.task(run="process")
     def where(path: Path) -> list[str]:

@@ -367,11 +367,17 @@ def _wait_for_the_end(lifeline_fd: int) -> None:
 def _leave_signals_to_the_parent() -> None:
     """Do nothing at SIGINT and SIGTERM: a terminal and a service manager send them to us too, but the parent decides.
 
-    Handlers that do nothing, not SIG_IGN, which the programs that a task starts would inherit.
+    Handlers that do nothing, not SIG_IGN, which the programs that a task starts would inherit. What it forks has them as they
+    were, since it is ended by signals: a pool of `multiprocessing` would wait for its processes for ever.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _do_nothing)
+    before = {number: signal.signal(number, _do_nothing) for number in (signal.SIGINT, signal.SIGTERM)}
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+    def as_before() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    os.register_at_fork(after_in_child=as_before)
 
 
 def _do_nothing(_number: int, _frame: Any) -> None: ...
