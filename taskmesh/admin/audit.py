@@ -8,6 +8,7 @@ from datetime import datetime
 from pydantic import BaseModel, ConfigDict
 
 from taskmesh.client.connection import Connection
+from taskmesh.model.ids import checked_count
 from taskmesh.store import Store, audit
 
 
@@ -40,7 +41,8 @@ class Audit:
         Each verb writes it down when it is done, whoever called it: Python, the command line, the dashboard, the REST API.
         Publishing is not listed, nor what handlers and workers do by themselves; of a schedule's declaration only one with `by`.
         """
-        return [NotedAction.model_validate(document) for document in await audit.noted(self._store, limit)]
+        found = await audit.noted(self._store, checked_count("limit", limit))
+        return [NotedAction.model_validate(document) for document in found]
 
     def acting_as(self, by: str) -> AbstractContextManager[None]:
         """Sign what is changed inside the block, where no `by` is given: for those who act for others, as the dashboard does."""

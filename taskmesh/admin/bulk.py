@@ -17,7 +17,7 @@ from taskmesh.admin.listing import filter_of
 from taskmesh.admin.store import bulk, listing, undo
 from taskmesh.client.connection import Connection
 from taskmesh.model.errors import InvalidOption
-from taskmesh.model.ids import checked_text
+from taskmesh.model.ids import checked_count, checked_text
 from taskmesh.model.queue import checked_queue
 from taskmesh.model.task import Status
 from taskmesh.store import Store, audit
@@ -107,8 +107,8 @@ class Bulk:
 
         `where`: a `TaskFilter`, or its text: `status:FAIL name:resize error:timeout age>1h`. `dry_run`: only count them.
         `progress`: is told how many are done, batch by batch. `by`: who, for the list of `actions`; by default the user of this
-        process, and its host. `undo_ms`: for how long `undo` can put the tasks back (an hour by default; each is copied aside);
-        0: it cannot. Raises `InvalidOption`, also for an empty filter: it would mean every task.
+        process, and its host. `undo_ms`: for how long `undo` can put the tasks back (an hour by default, a month at most; each is
+        copied aside); 0: it cannot. Raises `InvalidOption`, also for an empty filter: it would mean every task.
         """
         return await self._act("retry", _narrow(where), **options)
 
@@ -159,7 +159,7 @@ class Bulk:
 
     async def actions(self, limit: int = 20) -> list[BulkAction]:
         """Return what was done to many tasks at once within the last month, the newest first."""
-        found = await undo.actions(self._store, limit)
+        found = await undo.actions(self._store, checked_count("limit", limit))
         return [BulkAction.model_validate({**document, "id": document["_id"]}) for document in found]
 
     async def undo(self, action_id: str, *, by: str | None = None) -> UndoResult:
@@ -200,6 +200,7 @@ class Bulk:
         undo_ms: int = UNDO_MS,
     ) -> BulkResult:
         name, where, who = called or action, str(which), audit.author(by)
+        checked_count("undo_ms", undo_ms, least=0, most=audit.KEPT_MS)
         matched = await listing.count(self._store, which) or 0
         if dry_run:
             return BulkResult(action=name, where=where, matched=matched, done=0, dry_run=True)

@@ -10,7 +10,7 @@ from taskmesh.admin.stats import Stats, read_stats
 from taskmesh.admin.timeline import Timeline, read_timeline
 from taskmesh.client.connection import Connection
 from taskmesh.client.tasks import no_such_task
-from taskmesh.model.ids import checked_worker_id
+from taskmesh.model.ids import checked_count, checked_worker_id
 from taskmesh.model.task import Status, checked_name, task_id
 from taskmesh.store import Store
 from taskmesh.store.audit import author
@@ -65,4 +65,5 @@ class Inspection:
         Looks at `at_most` tasks, the same share of each name and queue (20 at least), and stops at the deadline: the
         report says whether these were all.
         """
+        checked_count("at_most", at_most)
         return await read_errors(self._store, None if name is None else checked_name(name), at_most, deadline_ms)

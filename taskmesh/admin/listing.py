@@ -17,7 +17,7 @@ from taskmesh.admin.store import listing
 from taskmesh.admin.store.index_choice import Order
 from taskmesh.client.connection import Connection
 from taskmesh.model.errors import IncompatibleCollection, InvalidOption
-from taskmesh.model.ids import shown
+from taskmesh.model.ids import checked_count, shown
 from taskmesh.model.task import Progress, Standing, Status, Task, checked_name, task_id
 from taskmesh.model.times import in_utc
 from taskmesh.store import Store
@@ -100,8 +100,8 @@ class Listing:
         """
         if sort not in get_args(Order):
             raise InvalidOption(f"sort must be one of {', '.join(get_args(Order))}, got {sort!r}")
-        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
-            raise InvalidOption(f"limit must be a whole number, 0 or more (0: all), got {shown(limit)}")
+        if limit is not None:
+            checked_count("limit (0: all)", limit, least=0)
         if which is None:
             return
         behind = None if after is None else task_id(which.name or "", after)
@@ -120,6 +120,8 @@ class Listing:
 
     async def count(self, where: str | TaskFilter = "", *, at_most: int | None = None) -> int:
         """Count the tasks that fit a filter, no further than `at_most`. Raises `InvalidOption`."""
+        if at_most is not None:
+            checked_count("at_most", at_most)
         found = await listing.count(self._store, filter_of(where), at_most)
         assert found is not None, "without a deadline it takes as long as it takes"
         return found
@@ -143,6 +145,7 @@ class Listing:
         the order of name and key instead. Raises `InvalidOption` for a filter, or an `after`, that cannot be read.
         """
         which = filter_of(where)
+        checked_count("limit", limit)
         behind = None if after is None else _Cursor.read(after)
         newest = newest_first if behind is None else behind.newest
         # A new listing that the index by time does not serve at once is begun again in the other order.

@@ -17,7 +17,7 @@ from taskmesh.admin.store import limit_usage, task_counts
 from taskmesh.admin.store.gates import as_if_option
 from taskmesh.client.connection import Connection
 from taskmesh.client.tasks import Tasks
-from taskmesh.model.ids import checked_group
+from taskmesh.model.ids import checked_count, checked_group
 from taskmesh.model.option import OptionFields
 from taskmesh.model.queue import QueueInfo, QueueLimits, checked_queue
 from taskmesh.model.recurrence import checked_timing
@@ -236,6 +236,7 @@ class WhatIf:
         `schedule_id`: what is not given is as that schedule has it, if there is one, as in `mesh.schedules.put`. `timezone`: else
         UTC. Raises `InvalidOption`.
         """
+        most = min(checked_count("count", count), 100)
         stored = None
         if schedule_id is not None:
             stored = await schedules.read(self._store, checked_key(schedule_id))
@@ -249,7 +250,7 @@ class WhatIf:
         # An interval that stays is counted from where it began.
         stays = stored is not None and stored["interval_ms"] == interval_ms
         ticks = timing.ticks_after(now, stored["anchor_time"] if stored is not None and stays else now)
-        times = [time.astimezone(ZoneInfo(zone)) for time in islice(ticks, min(count, 100))]
+        times = [time.astimezone(ZoneInfo(zone)) for time in islice(ticks, most)]
         return ScheduleEffect(words=timing.words, times=times)
 
     async def group_limit(self, queue: str, group: str, running: int | None) -> LimitEffect:

@@ -29,6 +29,13 @@ def checked_text(what: str, text: Any, *, most: int = _MOST_CHARS) -> str:
     return str(text)
 
 
+def checked_count(what: str, count: Any, *, least: int = 1, most: int = 2**31 - 1) -> int:
+    """Return a whole number, or raise `InvalidOption` for what is none, or out of bounds."""
+    if isinstance(count, bool) or not isinstance(count, int) or not least <= count <= most:
+        raise InvalidOption(f"{what} must be a whole number from {least} to {most}, got {shown(count)}")
+    return count
+
+
 def checked_step_name(what: str, name: Any) -> str:
     """Return the name of a step, a sleep or a signal, or raise `InvalidName`."""
     if not _is_storable(name) or not 1 <= len(name) <= _MOST_CHARS:

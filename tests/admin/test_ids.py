@@ -235,3 +235,25 @@ def test_every_public_call_that_names_something_is_tried(mongo_uri: str) -> None
     }  # as `cancel` and `count`
     missing = {call for call in found if call.partition(".")[2] not in tried}
     assert missing <= like, missing - like
+
+
+COUNTED: dict[str, Callable[[TaskMesh, Any], Any]] = {
+    "find": lambda mesh, count: anext(mesh.find(limit=count)),
+    "page": lambda mesh, count: mesh.listing.page(limit=count),
+    "count": lambda mesh, count: mesh.listing.count(at_most=count),
+    "bulk actions": lambda mesh, count: mesh.bulk.actions(count),
+    "noted actions": lambda mesh, count: mesh.audit.actions(count),
+    "errors": lambda mesh, count: mesh.inspect.errors(at_most=count),
+    "what_if of a schedule": lambda mesh, count: mesh.what_if.schedule(interval_ms=1_000, count=count),
+    "undo_ms of a bulk action": lambda mesh, count: mesh.bulk.retry("name:work", undo_ms=count),
+}
+
+
+@pytest.mark.parametrize("call", COUNTED)
+async def test_a_count_is_a_whole_number_within_bounds(mesh: TaskMesh, call: str, subtests: pytest.Subtests) -> None:
+    for bad in ({"$ne": 1}, "5", 1.5, True, -1, 2**70):
+        with (
+            subtests.test(bad=bad),
+            pytest.raises(InvalidOption, match="must be a whole number from"),
+        ):
+            await COUNTED[call](mesh, bad)
