@@ -105,7 +105,7 @@ async def do_selected(request: Request) -> Response:
                 with api.signed(request, mesh, operation, {"name": name, "key": key}):
                     await operation.perform_given(mesh, {"name": name, "key": key})
                 done += 1
-            except TaskMeshError as error:
+            except (TaskMeshError, BadRequest) as error:  # the others are done all the same
                 problems.append(str(error))
     except Exception as error:  # noqa: BLE001 — it is told on the page; what is unexpected is logged
         return led_back(request, where, api.told(error)[2], "bad")

@@ -13,7 +13,7 @@ import pytest
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
-from taskmesh import TaskFailed, TaskMesh, TaskOption, current_task
+from taskmesh import Status, TaskFailed, TaskMesh, TaskOption, current_task
 from taskmesh.web import create_app
 from tests.waiting import eventually
 from tests.web.conftest import ORIGIN, browser
@@ -374,6 +374,18 @@ async def test_ticked_tasks_and_all_that_fit_a_filter_are_retried(mesh: TaskMesh
     assert "Undo</button>" not in await shown(client, "/bulk")
     await shown(client, "/bulk?action=explode&where=status:FAIL", 404)
     await shown(client, "/bulk?action=retry&where=", 422)
+
+
+async def test_a_stranger_among_the_ticked_ones_keeps_no_other_from_what_is_done(
+    mesh: TaskMesh, client: httpx.AsyncClient
+) -> None:
+    for key in ("a", "b"):
+        await mesh.publish("work", key)
+    ticked = {"action": "cancel", "task": ["work:a", "no name of ours:x", "work:b"], "back": "/tasks"}
+    await client.post("/do-selected", data=ticked)
+    told = (await client.get("/tasks")).text
+    assert "cancel: 2 of 3 tasks; name: " in told
+    assert [(await mesh.get("work", key)).status for key in ("a", "b")] == [Status.CANCELLED] * 2
 
 
 async def test_tasks_are_filtered_by_text_by_form_and_by_page(mesh: TaskMesh, client: httpx.AsyncClient) -> None:
