@@ -39,6 +39,7 @@ _STATUS: dict[type[BaseException], int] = {
     errors.InvalidKey: 422,
     errors.InvalidParams: 422,
     errors.InvalidOption: 422,
+    errors.IncompatibleCollection: 422,
 }
 _KEEP_ALIVE_S = 15.0
 _ANY_TEXT = re.compile(r"{(key|worker_id|schedule_id|event)}")

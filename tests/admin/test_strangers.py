@@ -8,6 +8,7 @@ import pytest
 from bson import ObjectId
 
 from taskmesh import IncompatibleCollection, Status, TaskMesh
+from tests.web.conftest import browser
 
 KEYS = ["k0", "k1", "k2"]
 
@@ -106,3 +107,14 @@ async def test_what_cannot_be_explained_is_said_to_be_no_task(mesh: TaskMesh, fi
         await mesh.explain("work", "stranger0")
     assert sum(group.tasks for group in await mesh.inspect.explain_worker("w")) == len(KEYS)
     assert (await mesh.explain("work", "k0"))[0].claimable
+
+
+async def test_the_dashboard_says_that_it_is_no_task_and_not_that_the_database_is_away(mesh: TaskMesh) -> None:
+    await put(mesh, {"task_option": 5})
+    async with browser(mesh) as client:
+        page = await client.get("/task", params={"name": "work", "key": "stranger0"})
+        told = await client.get("/api/v1/tasks/work/stranger0")
+    assert (page.status_code, told.status_code) == (422, 422)
+    assert "does not answer" not in page.text
+    assert "is not a taskmesh task: repair or delete it" in page.text
+    assert told.json()["error"] == "IncompatibleCollection"
