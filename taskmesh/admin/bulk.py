@@ -150,7 +150,9 @@ class Bulk:
         """
         which = filter_of(where)
         if unfinished := [str(status) for status in which.status if not status.finished]:
-            raise InvalidOption(f"only finished tasks can be purged, got {', '.join(unfinished)}: use mesh.bulk.delete")
+            raise InvalidOption(
+                f"only finished tasks can be purged, got {', '.join(unfinished)}: a bulk delete takes all"
+            )
         which = which.model_copy(update={"status": which.status or FINISHED})
         if not dry_run and (settled := await settle(self._store, WRITE_DEADLINE_MS)):
             logger.info("settled %d tasks that time alone had finished", settled)
@@ -220,7 +222,7 @@ def cancellable(which: TaskFilter) -> TaskFilter:
     """Return the filter for those of these tasks that can be cancelled. Raises `InvalidOption` if it asks for others."""
     if finished := [str(status) for status in which.status if status.finished]:
         raise InvalidOption(
-            f"only unfinished tasks can be cancelled, got {', '.join(finished)}: use mesh.bulk.delete, or purge"
+            f"only unfinished tasks can be cancelled, got {', '.join(finished)}: a bulk delete or a purge removes those"
         )
     return which.model_copy(update={"status": which.status or UNFINISHED})
 
