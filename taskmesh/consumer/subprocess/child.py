@@ -375,7 +375,7 @@ def _leave_signals_to_the_parent() -> None:
 
     def as_before() -> None:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set by Python
 
     os.register_at_fork(after_in_child=as_before)
 
