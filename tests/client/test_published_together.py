@@ -158,8 +158,8 @@ async def test_others_have_their_turn_while_many_are_published_and_come_behind_t
         at_each_turn.append(len(CHECKED))
         if len(at_each_turn) == 3:
             later = asyncio.create_task(job.publish("later", n=-1))
-    assert len(CHECKED) == 5_001
-    assert max(now - before for before, now in pairwise(at_each_turn)) <= 501
+    assert len(CHECKED) == 2 * 5_001, "each, and whether it comes back as it is, since there is code in its annotation"
+    assert max(now - before for before, now in pairwise(at_each_turn)) <= 2 * 501
     assert all(handle.created for handle in await many)
     assert (await later).created
     tasks = mesh.store.driver.collection("tasks")

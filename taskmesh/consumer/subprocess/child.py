@@ -373,11 +373,22 @@ def _leave_signals_to_the_parent() -> None:
     before = {number: signal.signal(number, _do_nothing) for number in (signal.SIGINT, signal.SIGTERM)}
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
-    def as_before() -> None:
+    mask = set[signal.Signals | int]()
+
+    def hold_back() -> None:
+        """Let signals wait until the fork can hear them: it may be ended as soon as it is there."""
+        nonlocal mask
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, before)
+
+    def let_through() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def hear_as_before() -> None:
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set by Python
+        let_through()
 
-    os.register_at_fork(after_in_child=as_before)
+    os.register_at_fork(before=hold_back, after_in_parent=let_through, after_in_child=hear_as_before)
 
 
 def _do_nothing(_number: int, _frame: Any) -> None: ...
