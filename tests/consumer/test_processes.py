@@ -380,11 +380,11 @@ async def test_a_child_takes_no_signals_and_has_none_blocked(mesh: TaskMesh, tmp
         assert await handle.result(60) == "saw it"
 
 
-@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 0)])
-async def test_what_a_handler_forks_hears_signals(mesh: TaskMesh, number: int, exit_code: int) -> None:
+async def test_what_a_handler_forks_hears_signals(mesh: TaskMesh) -> None:
+    # (SIGINT is ignored in all that a shell has started in the background, so that its fork may ignore it, too.)
     end_a_fork = define(mesh, handlers.end_a_fork)
     async with working(mesh):
-        assert await (await end_a_fork.publish("k", number)).result(60) == exit_code
+        assert await (await end_a_fork.publish("k", signal.SIGTERM)).result(60) == -signal.SIGTERM
 
 
 async def test_params_are_turned_into_the_handlers_types_in_the_child_too(mesh: TaskMesh) -> None:
