@@ -12,15 +12,14 @@ from typing import Annotated, Any, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from taskmesh.model.durations import milliseconds, written
-from taskmesh.model.errors import InvalidOption
+from taskmesh.model.errors import MAX_DURATION_MS, InvalidOption
 from taskmesh.model.ids import shown
 from taskmesh.model.task import Standing, Status
 
 _TOKEN = re.compile(r"(?P<field>[a-z_]+)(?P<sign>[:<>])(?P<value>.*)\Z", re.DOTALL)
-_TEN_YEARS_MS = 3_660 * 86_400_000
 
 Text = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\x00]*$", strict=True)]
-Age = Annotated[int, Field(ge=0, le=_TEN_YEARS_MS)]
+Age = Annotated[int, Field(ge=0, le=MAX_DURATION_MS)]
 
 
 _EXPECTED = {

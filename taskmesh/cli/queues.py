@@ -19,10 +19,10 @@ from taskmesh.cli.publishing import params_of
 from taskmesh.mesh import TaskMesh
 from taskmesh.model.configuration import checked_settings
 from taskmesh.model.durations import duration
+from taskmesh.model.errors import MAX_DURATION_MS
 from taskmesh.model.queue import Percentiles, QueueInfo, QueueLatency, QueueLimits, checked_queue
 from taskmesh.model.schedule import ScheduleInfo
 
-_TEN_YEARS_MS = 3_660 * 86_400_000
 _OF_ENDED = f"of the newest {NEWEST_ENDED:,} tasks that ended".replace(",", " ")
 _NO_SCHEDULES = "no schedules: declare one in code (@mesh.task(cron=…), mesh.every), or by `taskmesh schedule`"
 
@@ -108,7 +108,7 @@ async def pause(
     group: Annotated[str | None, typer.Option(help="Only this group of the queue.")] = None,
     reason: Reason = None,
     for_ms: Annotated[
-        int | None, typer.Option(min=1, max=_TEN_YEARS_MS, help="Only for this many milliseconds.")
+        int | None, typer.Option(min=1, max=MAX_DURATION_MS, help="Only for this many milliseconds.")
     ] = None,
 ) -> None:
     """Pause a queue, or one group of it: workers claim nothing from it. Running tasks go on."""

@@ -438,10 +438,13 @@ def _counts_starts(limits: Document) -> bool:
 
 
 def _limits_groups(limits: Document) -> bool:
-    return limits.get("group_rate") is not None or limits.get("group_running") is not None or bool(limits.get("groups"))
+    return limits.get("group_rate") is not None or _limits_running_of_groups(limits)
+
+
+def _limits_running_of_groups(limits: Document) -> bool:
+    return limits.get("group_running") is not None or bool(limits.get("groups"))
 
 
 def _place(candidate: Candidate, limits: Document) -> Place:
     """Where the candidate needs room: where groups are limited, in its group."""
-    by_group = limits.get("group_running") is not None or limits.get("groups")
-    return candidate.queue, candidate.group if by_group else None
+    return candidate.queue, candidate.group if _limits_running_of_groups(limits) else None

@@ -18,13 +18,11 @@ from taskmesh.client.handle import TaskHandle
 from taskmesh.client.returns import OF_ONE_FORM, Returns
 from taskmesh.consumer.fingerprint import fingerprint
 from taskmesh.model.dependency import is_named
-from taskmesh.model.errors import InvalidOption, TaskFailed
+from taskmesh.model.errors import MAX_DURATION_MS, InvalidOption, TaskFailed
 from taskmesh.model.ids import shown
 from taskmesh.store.driver import Document
 from taskmesh.store.finish import Outcome
 from taskmesh.store.values import cleaned, decoded, encoded
-
-_LONGEST_MS = 10 * 366 * 86_400_000
 
 _inside: ContextVar[str | None] = ContextVar("taskmesh step under way", default=None)
 """The step whose function is running: in there nothing else may be recorded."""
@@ -168,9 +166,9 @@ def checked_handles(handles: Any) -> list[Any]:
 
 def checked_ms(what: str, ms: Any) -> int:
     """Return milliseconds, or raise `InvalidOption`."""
-    if isinstance(ms, bool) or not isinstance(ms, int) or not 0 <= ms <= _LONGEST_MS:
+    if isinstance(ms, bool) or not isinstance(ms, int) or not 0 <= ms <= MAX_DURATION_MS:
         raise InvalidOption(
-            f"{what} must be a whole number of milliseconds from 0 to {_LONGEST_MS} (ten years), got {ms!r:.100}"
+            f"{what} must be a whole number of milliseconds from 0 to {MAX_DURATION_MS} (ten years), got {ms!r:.100}"
         )
     return ms
 
@@ -181,7 +179,7 @@ def duration_ms(parts: Mapping[str, Any]) -> int:
         ms = timedelta(**parts) / timedelta(milliseconds=1)
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidOption(f"sleep() takes parts of a timedelta, like hours=24, got {parts!r:.100}: {error}") from None
-    if not parts or not 0 <= ms <= _LONGEST_MS:
+    if not parts or not 0 <= ms <= MAX_DURATION_MS:
         raise InvalidOption(f"sleep() takes a time of 0 to ten years, like hours=24, got {parts!r:.100}")
     return round(ms)
 

@@ -61,7 +61,7 @@ _MAX_COMBINATIONS = 150
 """Of names × queues in one query; above about 200 the server sorts in memory instead of merging index ranges."""
 _FOR_ANYBODY: tuple[Sort, ...] = ("waiting", "shared")
 _SORTS: tuple[Sort, ...] = ("named", *_FOR_ANYBODY)
-_LEAST_PAGE = 1_000
+_USUAL_PAGE = 1_000
 _PASSES_AHEAD = 2.5
 """A page holds what is taken in the time of so many passes. Of many workers each walks along all tasks to find its own."""
 _PAGE_OF_REFUSED = 400
@@ -102,9 +102,12 @@ class Scanner:
         self._store = store
         self._me = settings.claimant
         self._names = settings.names
-        self._page = self._most = max(_LEAST_PAGE, min(5_000, 4 * settings.concurrency))
+        self._most = self._page = max(_USUAL_PAGE, min(5_000, 4 * settings.concurrency))
+        """The largest page, and what the next scan asks for."""
         self._enough = min(self._most, max(_PAGE_BESIDE, 4 * settings.concurrency))
+        """The smallest page."""
         self._began = -math.inf
+        """When the last scan began, on the monotonic clock."""
         self._clock = clock
         self._candidates = candidates
         self._executions = executions

@@ -8,10 +8,10 @@ from datetime import datetime, timedelta
 from typing import Any, Literal, Self
 
 from taskmesh.model.dependency import After, Dependencies, OnDependencyFailure, checked_after, checked_policy
-from taskmesh.model.errors import InvalidOption
+from taskmesh.model.errors import MAX_DURATION_MS, InvalidOption
 from taskmesh.model.ids import checked_group, checked_text, shown
 from taskmesh.model.labels import checked_labels
-from taskmesh.model.option import MAX_DURATION_MS, OptionFields, TaskOption
+from taskmesh.model.option import OptionFields, TaskOption
 from taskmesh.model.queue import checked_queue
 from taskmesh.model.task import Task
 from taskmesh.model.times import checked_time

@@ -186,7 +186,8 @@ class TransactionConflict(Snooze):
 
 
 SHORTEST_SNOOZE_MS = 100
-_MAX_DELAY_MS = 10 * 366 * 86_400_000
+MAX_DURATION_MS = 10 * 366 * 86_400_000
+"""The longest time that anything can be set to: ten years."""
 
 
 def delay_of(error: Retry | Snooze) -> int:
@@ -196,8 +197,8 @@ def delay_of(error: Retry | Snooze) -> int:
 
 
 def _checked_delay(delay_ms: object) -> int:
-    if isinstance(delay_ms, bool) or not isinstance(delay_ms, int) or not 0 <= delay_ms <= _MAX_DELAY_MS:
+    if isinstance(delay_ms, bool) or not isinstance(delay_ms, int) or not 0 <= delay_ms <= MAX_DURATION_MS:
         raise InvalidOption(
-            f"delay_ms must be a whole number of milliseconds from 0 to {_MAX_DELAY_MS} (ten years), got {delay_ms!r:.100}"
+            f"delay_ms must be a whole number of milliseconds from 0 to {MAX_DURATION_MS} (ten years), got {delay_ms!r:.100}"
         )
     return int(delay_ms)

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from taskmesh.model.errors import InvalidOption
+from taskmesh.model.errors import MAX_DURATION_MS, InvalidOption
 from taskmesh.model.ids import shown
 from taskmesh.model.labels import HOST
-from taskmesh.model.option import MAX_DURATION_MS, TaskOption
+from taskmesh.model.option import TaskOption
 
 Per = Literal["fleet", "worker", "host"]
 

@@ -11,13 +11,10 @@ from typing import Annotated, Any, Literal, Self, TypedDict, Unpack, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from taskmesh.model.errors import InvalidOption
+from taskmesh.model.errors import MAX_DURATION_MS, InvalidOption
 from taskmesh.model.ids import shown
 
 _DEFAULT_PING_MS = 30_000
-MAX_DURATION_MS = 10 * 366 * 86_400_000
-"""The longest duration that can be set: ten years."""
-
 MOST_WORKERS = 1_000
 """How many workers one task can name, or be for."""
 

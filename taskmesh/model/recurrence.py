@@ -16,10 +16,9 @@ from zoneinfo import ZoneInfo
 
 from taskmesh.model import distribution
 from taskmesh.model.durations import duration
-from taskmesh.model.errors import InvalidOption
+from taskmesh.model.errors import MAX_DURATION_MS, InvalidOption
 
 MIN_INTERVAL_MS = 10
-_MAX_INTERVAL_MS = 10 * 366 * 86_400_000
 _FIELDS_WITH_SECONDS = 6
 _MINUTE = timedelta(minutes=1)
 _FAR_ENOUGH = timedelta(hours=3)
@@ -104,7 +103,7 @@ def checked_timing(cron: Any, interval_ms: Any, timezone: Any) -> Timing:
     zone = _zone(timezone)
     if interval_ms is not None:
         whole = isinstance(interval_ms, int) and not isinstance(interval_ms, bool)
-        if not whole or not MIN_INTERVAL_MS <= interval_ms <= _MAX_INTERVAL_MS:
+        if not whole or not MIN_INTERVAL_MS <= interval_ms <= MAX_DURATION_MS:
             raise InvalidOption(
                 f"interval_ms must be a whole number from {MIN_INTERVAL_MS} to ten years, got {interval_ms!r}"
             )

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, Json, StringConstraints
 
+from taskmesh.model.errors import MAX_DURATION_MS
 from taskmesh.model.schedule import Missed, Overlap
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.\-]{1,100}$")]
@@ -15,7 +16,7 @@ Where = Annotated[str, StringConstraints(max_length=4_000, pattern=r"^[^\x00]*$"
 """A filter. Reasons are long, and a quote within what is quoted takes five characters."""
 Group = Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=r"^[^\x00]+$")]
 WorkerId = Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=r"^[^\x00]+$")]
-Milliseconds = Annotated[int, Field(ge=0, le=10 * 366 * 86_400_000)]
+Milliseconds = Annotated[int, Field(ge=0, le=MAX_DURATION_MS)]
 Positive = Annotated[int, Field(ge=1, le=1_000_000)]
 
 
@@ -213,7 +214,7 @@ class PausingSchedule(_Request):
 class Pausing(PausingSchedule):
     """Why, who, and for how long."""
 
-    for_ms: Annotated[int, Field(ge=1, le=10 * 366 * 86_400_000)] | None = None
+    for_ms: Annotated[int, Field(ge=1, le=MAX_DURATION_MS)] | None = None
     group: Group | None = None
 
 

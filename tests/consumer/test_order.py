@@ -101,7 +101,7 @@ def test_claim_order_is_publication_order_in_every_single_slot_run(
             await _publish(mesh, calls, together)
             consumer = mesh.consumer(worker_id="w", concurrency=1, queues=QUEUES, listen=listen)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(scanner, "_LEAST_PAGE", page)
+                patch.setattr(scanner, "_USUAL_PAGE", page)
                 await consumer.run(until_idle=True)
         return ran
 
@@ -120,7 +120,7 @@ def test_claim_order_is_publication_order_in_every_single_slot_run(
 async def test_while_one_slot_works_off_a_backlog_what_comes_later_goes_behind(
     mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scanner, "_LEAST_PAGE", 20)
+    monkeypatch.setattr(scanner, "_USUAL_PAGE", 20)
     ran: list[int] = []
 
     @mesh.task
