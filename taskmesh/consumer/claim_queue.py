@@ -104,6 +104,11 @@ class ClaimQueue:
     def __contains__(self, id_: str) -> bool:
         return id_ in self._held
 
+    def knows(self, id_: str, now: float) -> bool:
+        """Whether a task is about to be tried, or was taken since the last scan began."""
+        held = self._held.get(id_)
+        return (held is not None and held.due <= now) or id_ in self._behind or id_ in self._taken
+
     def ready_count(self, now: float) -> int:
         """Return how many candidates are due."""
         self._ripen(now)

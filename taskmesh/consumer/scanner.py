@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
@@ -272,7 +272,7 @@ class Scanner:
             self._heads_refused.clear()
         if full:
             self._candidates.unread = True
-            if not brought and not self._candidates.ready_count(time.monotonic()):
+            if not brought and not self._candidates.ready_count(time.monotonic()) and not self._any_known(found):
                 self._candidates.know_to(None)  # whoever stands before what comes now, may not be had
                 self._candidates.unread = False  # what stands behind is read on with the next pass, not at once
                 self._heads_refused.update(_place_of(*each) for each in full)
@@ -343,10 +343,15 @@ class Scanner:
         for row in rows:
             if lane_of(row.id) in neglected and brought < max(free, 1):
                 brought += self._offer([row], place=0)
-        if free > 0 and not brought and not self._again_soon:
+        if free > 0 and not brought and not self._again_soon and not self._any_known(rows):
             for what, sort in full:  # nothing of all that may be had: it stands in front of what may
                 brought += await self._read_behind_refused(what, sort, at_once=True)
         return brought
+
+    def _any_known(self, rows: Iterable[Claimable]) -> bool:
+        """Whether some of what was found brings nothing only because it is about to be claimed here, or is just being claimed."""
+        now = time.monotonic()
+        return any(self._candidates.knows(row.id, now) for row in rows)
 
     def _place(self, row: Claimable) -> int:
         return self._partitions.place(row.id, row.queue, row.needs)
@@ -370,7 +375,7 @@ class Scanner:
         while not brought:
             if place not in self._behind:
                 await self._forget_old_cursors()
-                self._behind[place] = now, await open_scan(self._store, self._me, what, sort)
+                self._behind[place] = now, await open_scan(self._store, self._me, what, sort, _PAGE_OF_REFUSED)
             opened, cursor = self._behind[place]
             found: list[Any] = await cursor.to_list(_PAGE_OF_REFUSED)
             rows = await judged(self._store, self._me, found)

@@ -50,6 +50,8 @@ class _Waiting:
     outcome: Outcome
     publications: Sequence[Publication]
     answer: asyncio.Future[None]
+    refused: bool = False
+    """Whether the server has refused it by itself, once."""
 
     @property
     def size(self) -> int:
@@ -162,7 +164,12 @@ class Together:
 
     async def _refused(self, todo: list[_Waiting], at: str | None, error: Exception, *, beside: bool) -> None:
         if len(todo) == 1:
-            todo[0].end(error)
+            if todo[0].refused or not isinstance(error, PyMongoError):
+                todo[0].end(error)
+                return
+            # Whoever is told has to run again: asked once more, with what the database has then.
+            todo[0].refused = True
+            await self._record(todo, beside=beside)
             return
         for part in _parts(todo, at):
             await self._record(part, beside=beside)

@@ -170,10 +170,13 @@ async def scan(store: Store, worker: Claimant | str, what: ScanRange, limit: int
     return await past_strangers(store, query, read)
 
 
-async def open_scan(store: Store, worker: Claimant | str, what: ScanRange, sort: Sort = "waiting") -> Any:
-    """Open a cursor over all such tasks, to read on in batches, which `judged` turns into what they are."""
+async def open_scan(store: Store, worker: Claimant | str, what: ScanRange, sort: Sort, batch: int) -> Any:
+    """Open a cursor over all such tasks, to read on in batches, which `judged` turns into what they are.
+
+    Read `batch` at a time: what the driver keeps for the next time is as old as what it gave out.
+    """
     query = {"$and": [_scan_query(worker, what, sort), WELL_FORMED]}
-    return _keys_in_order(store, query, sort, batch_size=1000)
+    return _keys_in_order(store, query, sort, batch_size=batch)
 
 
 def _keys_in_order(store: Store, query: Document, sort: Sort = "waiting", **options: int) -> Any:

@@ -104,6 +104,20 @@ def end_a_fork(number: int) -> int | None:
     return fork.exitcode
 
 
+def ears_of_a_fork(number: int) -> dict[str, bool]:
+    """Tell whether a fork would hear a signal as this process does, and whether it would have to wait for it."""
+    mine = signal.getsignal(number)
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        same, blocked = signal.getsignal(number) is mine, number in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        os.write(writer, bytes([same, blocked]))
+        os._exit(0)
+    os.waitpid(pid, 0)
+    same, blocked = map(bool, os.read(reader, 2))
+    return {"as the child": same, "blocked": blocked}
+
+
 def _sleep(begun: Any) -> None:
     begun.set()
     time.sleep(120)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
+from pymongo import AsyncMongoClient
+from pymongo.monitoring import CommandFailedEvent, CommandListener, CommandStartedEvent, CommandSucceededEvent
 
 from taskmesh import Status, TaskMesh
+from tests.faults import failing_commands
 from tests.waiting import eventually
 from tests.working import all_working, finished, parts_of
 
@@ -33,6 +37,51 @@ async def test_two_full_workers_lose_few_claims_to_each_other(mesh: TaskMesh) ->
         assert all(part.claimer.won > count / 5 for part in parts), "both took their share"
         # A tenth where nothing else is at work; on a machine that is busy elsewhere, the first is at times later than the second.
         assert (tried - won) / tried < 0.35
+
+
+class _Cursors(CommandListener):
+    """How often somebody began to read tasks without end."""
+
+    def __init__(self) -> None:
+        self.opened = 0
+
+    def started(self, event: CommandStartedEvent) -> None:
+        if event.command_name == "find" and event.command["find"] == "tasks" and "batchSize" in event.command:
+            self.opened += "limit" not in event.command and "hint" in event.command
+
+    def failed(self, event: CommandFailedEvent) -> None: ...
+    def succeeded(self, event: CommandSucceededEvent) -> None: ...
+
+
+async def test_what_is_found_again_while_claims_are_under_way_is_not_taken_for_refused(
+    mongo_uri: str, database: str
+) -> None:
+    """Else all that stands behind it is read, in both workers' lanes, and tried when it has long been taken."""
+    count, cursors, appname = 6_000, _Cursors(), "the slowed-down workers"
+    async with (
+        AsyncMongoClient[dict[str, Any]](mongo_uri, appname=appname, event_listeners=[cursors]) as client,
+        TaskMesh(client, database=database) as mesh,
+    ):
+
+        @mesh.task
+        async def job() -> None: ...
+
+        async with all_working(mesh, WORKERS, concurrency=100) as consumers:
+            parts = [parts_of(consumer) for consumer in consumers]
+            await eventually(lambda: not any(part.partitions.alone for part in parts), what="each knows of the other")
+            await mesh.pause("default")
+            await job.publish_many({f"k{n}": {} for n in range(count)})
+            slowly: dict[str, Any] = {
+                "appname": appname,
+                "blockConnection": True,
+                "blockTimeMS": 250,
+            }  # within the deadline
+            await mesh.resume("default")
+            async with failing_commands(mongo_uri, ["update"], times=12, **slowly) as have_failed:
+                await have_failed(12)
+            async with failing_commands(mongo_uri, ["update"], times=12, **slowly):
+                await eventually(lambda: sum(consumer.finished for consumer in consumers) == count)
+        assert cursors.opened == 0
 
 
 @pytest.mark.parametrize("many", [3, 30])

@@ -168,7 +168,10 @@ async def test_t13_a_publish_whose_answer_was_lost_is_told_as_created(
     assert document["task_state"]["wanted"] == 1, "one wish, however often it was sent"
 
 
-@pytest.mark.parametrize("fault", [GHOST, CUT_OFF], ids=["writeConcernError", "closeConnection"])
+# (A duplicate key: somebody else has just published it.)
+@pytest.mark.parametrize(
+    "fault", [GHOST, CUT_OFF, {"errorCode": 11_000}], ids=["writeConcernError", "closeConnection", "duplicate key"]
+)
 async def test_t13_what_a_handler_publishes_with_its_success_is_there_once_though_the_answer_was_lost(
     mesh: TaskMesh, mongo_uri: str, fault: dict[str, Any]
 ) -> None:

@@ -381,10 +381,19 @@ async def test_a_child_takes_no_signals_and_has_none_blocked(mesh: TaskMesh, tmp
 
 
 async def test_what_a_handler_forks_hears_signals(mesh: TaskMesh) -> None:
-    # (SIGINT is ignored in all that a shell has started in the background, so that its fork may ignore it, too.)
     end_a_fork = define(mesh, handlers.end_a_fork)
     async with working(mesh):
         assert await (await end_a_fork.publish("k", signal.SIGTERM)).result(60) == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_what_a_handler_forks_has_other_ears_than_the_child_and_none_of_them_shut(
+    mesh: TaskMesh, number: int
+) -> None:
+    """Also where SIGINT is ignored, as in all that a shell has started in the background: then its fork ignores it, too."""
+    ears = define(mesh, handlers.ears_of_a_fork)
+    async with working(mesh):
+        assert await (await ears.publish("k", number)).result(60) == {"as the child": False, "blocked": False}
 
 
 async def test_params_are_turned_into_the_handlers_types_in_the_child_too(mesh: TaskMesh) -> None:
