@@ -79,6 +79,8 @@ class ClaimQueue:
         """Whether there is claimable work that was never offered here: the last scan did not read all, or hints were left out."""
         self.being_claimed: set[str] = set()
         """What a claim is under way for."""
+        self.tried_in_vain = 0
+        """How many claims won nothing: others were there before."""
         self._aside: dict[str, tuple[float, float]] = {}
         """Until when each task is set aside, and how long that is: the next time it is longer. The oldest are forgotten."""
         self._held: dict[str, Candidate] = {}

@@ -250,6 +250,7 @@ class Claimer:
             self._observer.claimed(waits, took, len(ids))
         self._begin(documents, running_id, sent, took)
         if len(documents) < len(ids):
+            self._candidates.tried_in_vain += len(ids) - len(documents)
             self._look_again(candidates)
         return [], None
 

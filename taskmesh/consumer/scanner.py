@@ -136,6 +136,10 @@ class Scanner:
         self._pause_s = SCAN_EVERY_S
         self._heads: dict[tuple[int, str], float] = {}
         """What stood at the head of each lane when all were looked at last, and since when."""
+        self._left_to_me: set[int] = set()
+        """The neglected lanes from which the last look took something."""
+        self._tried_in_vain = 0
+        """How many claims had won nothing then."""
         self._told_outage = self._told_unsettled = False
         self.scans = 0
         self.open = True
@@ -307,7 +311,7 @@ class Scanner:
 
         Neglected are lanes whose head does not move. A worker with free slots waits a moment for each that comes before it in the
         lane, so that they do not race; one with work enough looks once a second, and takes only from lanes that a dead or busy
-        worker has left for a while.
+        worker has left for a while. Whoever wins all that it takes from a lane goes on without waiting again.
         """
         self._again_soon = False
         if self._partitions.alone:
@@ -329,10 +333,7 @@ class Scanner:
         # By lanes alone these are others', who lack what they need: no index tells what a task needs.
         brought = self._offer([row for row in rows if row.needs and self._place(row) == 0])
         self._candidates.unread |= bool(full) and brought > 0
-        heads: dict[int, Claimable] = {}
-        for row in rows:
-            heads.setdefault(lane_of(row.id), row)
-        self._heads = {(lane, row.id): self._heads.get((lane, row.id), now) for lane, row in heads.items()}
+        heads = self._heads_of_lanes(rows, now)
         patience = _PATIENCE_S if free > 0 else _PATIENCE_OF_THE_BUSY_S
         neglected = {
             lane
@@ -341,8 +342,12 @@ class Scanner:
         }
         self._again_soon = free > 0 and len(neglected) < len(heads)
         for row in rows:
-            if lane_of(row.id) in neglected and brought < max(free, 1):
-                brought += self._offer([row], place=0)
+            lane = lane_of(row.id)
+            if lane in neglected and brought < max(free, 1) and self._offer([row], place=0):
+                brought += 1
+                if self._place(row):
+                    self._left_to_me.add(lane)
+        self._candidates.unread |= bool(full and self._left_to_me)
         if free > 0 and not brought and not self._again_soon and not self._any_known(rows):
             for what, sort in full:  # nothing of all that may be had: it stands in front of what may
                 brought += await self._read_behind_refused(what, sort, at_once=True)
@@ -355,6 +360,20 @@ class Scanner:
 
     def _place(self, row: Claimable) -> int:
         return self._partitions.place(row.id, row.queue, row.needs)
+
+    def _heads_of_lanes(self, rows: Sequence[Claimable], now: float) -> Mapping[int, Claimable]:
+        """Return what stands at the head of each lane, and note since when: of lanes that others have left to me, since ever."""
+        heads: dict[int, Claimable] = {}
+        for row in rows:
+            heads.setdefault(lane_of(row.id), row)
+        in_vain = self._candidates.tried_in_vain
+        left_to_me = self._left_to_me if in_vain == self._tried_in_vain else ()
+        self._heads = {
+            (lane, row.id): self._heads.get((lane, row.id), -math.inf if lane in left_to_me else now)
+            for lane, row in heads.items()
+        }
+        self._left_to_me, self._tried_in_vain = set(), in_vain
+        return heads
 
     async def _read_behind_refused(self, what: ScanRange, sort: Sort, *, at_once: bool = False) -> int:
         """A whole page that I may not have stands in front: look for what I may have behind it. `at_once`: whoever comes first.

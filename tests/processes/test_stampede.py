@@ -53,6 +53,7 @@ async def test_t14_throughput_does_not_fall_as_processes_are_added(
     conflicts: dict[int, float] = {}
     for processes in (1, 2, 8):
         workers = fleet.start_many(processes, concurrency=200)
+        await eventually(lambda: _know_each_other(documents), what="every worker knows of all others")
         documents.delete_many({})
         began, server = time.monotonic(), _writes(documents)
         await handlers.work.publish_many({f"{processes}-{number}": {} for number in range(5_000)})
@@ -60,10 +61,32 @@ async def test_t14_throughput_does_not_fall_as_processes_are_added(
         rates[processes] = 5_000 / (time.monotonic() - began)
         conflicts[processes] = (_writes(documents)[1] - server[1]) / (_writes(documents)[0] - server[0])
         for worker in workers:
-            worker.kill()
+            worker.terminate()  # not killed: what the dead have left is taken a moment later
+        assert [worker.wait() for worker in workers] == [0] * processes
     assert max(conflicts.values()) < 0.05, conflicts
     # Eight processes share the two cores of a small machine with the server: no gain is asked for, but no collapse.
     assert min(rates.values()) > 0.4 * rates[1], rates
+
+
+@pytest.mark.slow
+async def test_t14_what_a_killed_worker_leaves_is_worked_off_as_fast_as_the_rest(
+    fleet: Fleet, handlers: Handlers, documents: Collection[dict[str, Any]]
+) -> None:
+    """Once the other has seen that nobody moves it. Four times as slow while it waited a second for each two hundred."""
+    workers = fleet.start_many(2, concurrency=200)
+    await eventually(lambda: _know_each_other(documents), what="every worker knows of all others")
+    workers[0].kill()
+    count = 20_000
+    await handlers.work.publish_many({f"k{number}": {} for number in range(count)})
+
+    def is_done(share: float) -> bool:
+        return documents.count_documents({"status": "SUCCESS"}) >= share * count
+
+    began = time.monotonic()
+    await eventually(lambda: is_done(0.45), 120.0)
+    own_s = time.monotonic() - began
+    await eventually(lambda: is_done(1), 120.0)
+    assert time.monotonic() - began - own_s < 2.5 * own_s + 1.5
 
 
 def _writes(documents: Collection[dict[str, Any]]) -> tuple[int, int]:
