@@ -51,6 +51,8 @@ class Explanation(BaseModel):
     next_claim_time: datetime | None
     """The earliest time at which this worker could claim it if nobody touches it; None: not by time alone."""
     gates: list[Gate]
+    note: str | None = None
+    """That no such worker is registered: it may not have been started yet, and then only the task's own gates are told."""
 
 
 class Waiting(BaseModel):
@@ -65,6 +67,11 @@ class Waiting(BaseModel):
     example_key: str
     reasons: list[str]
     """Why they are shut for the example."""
+
+
+def not_registered(worker_id: str) -> str:
+    """Say that nobody has heard of this worker."""
+    return f"no worker of the id {worker_id!r} is registered"
 
 
 _OPENED_BY_OTHERS: tuple[str, ...] = ("flow", "dependencies", "sequence")
@@ -198,7 +205,14 @@ def _explanation(
         claimable=all(gate.open for gate in gates),
         next_claim_time=opens_at if by_time else None,
         gates=gates,
+        note=_note(worker_id) if worker is None else None,
     )
+
+
+def _note(worker_id: str) -> str:
+    """Say of whom nothing is known why that is, and what was not judged."""
+    why = "no worker is alive" if worker_id == NO_WORKER else not_registered(worker_id)
+    return f"{why}: whether one would run such tasks is not known"
 
 
 def _words(found: Judgement, number: int, worker_id: str, worker: WorkerInfo | None) -> dict[str, str]:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from taskmesh.admin.doctor import Finding
 from taskmesh.admin.error_groups import ErrorGroup, ErrorReport
-from taskmesh.admin.explain import NO_WORKER, WORKER_KNOWS, Explanation, Waiting
+from taskmesh.admin.explain import NO_WORKER, WORKER_KNOWS, Explanation, Waiting, not_registered
 from taskmesh.cli import completion, output
 from taskmesh.cli.output import Json, Listing, Watch, nothing_found, show, show_found
 from taskmesh.mesh import TaskMesh
@@ -56,14 +56,16 @@ async def explain(
         raise typer.BadParameter("say which task: NAME KEY; or which worker: --worker-id ID")
 
     async def read() -> Listing:
-        unknown = worker_id is not None and all(worker.worker_id != worker_id for worker in await mesh.workers())
+        unknown = None
+        if worker_id is not None and all(worker.worker_id != worker_id for worker in await mesh.workers()):
+            unknown = not_registered(worker_id)
         if unknown and as_json:
-            output.say(f"warning: {_unknown(worker_id)}", stderr=True)
+            output.say(f"warning: {unknown}", stderr=True)
         if name is None or key is None:
             assert worker_id is not None
             waiting = await mesh.inspect.explain_worker(worker_id, name, at_most=_LOOKED_AT)
             if not waiting:
-                return nothing_found(mesh, f"no task waits{f'; {_unknown(worker_id)}' if unknown else ''}", [])
+                return nothing_found(mesh, f"no task waits{f'; {unknown}' if unknown else ''}", [])
             return Listing(waiting, _what_waits(waiting, worker_id, unknown=unknown))
         explanations = await mesh.explain(name, key, worker_id)
         task = await mesh.get(name, key)
@@ -72,14 +74,14 @@ async def explain(
     await show(read, as_json=as_json, every_s=watch)
 
 
-def _what_waits(waiting: list[Waiting], worker_id: str, *, unknown: bool) -> RenderableType:
+def _what_waits(waiting: list[Waiting], worker_id: str, *, unknown: str | None) -> RenderableType:
     """Which gates are shut for one worker, of what waits."""
     looked_at = sum(group.tasks for group in waiting)
     open_ = sum(group.tasks for group in waiting if not group.shut)
     which = f"the {looked_at} oldest tasks that wait" if looked_at >= _LOOKED_AT else f"the {looked_at} tasks that wait"
     said = f"{worker_id} could claim {open_} of {which} now."
     if unknown:
-        said += f" {'But' if open_ else 'And'} {_unknown(worker_id)}."
+        said += f" {'But' if open_ else 'And'} {unknown}."
     rows: list[list[object]] = [
         [
             group.tasks,
@@ -94,12 +96,8 @@ def _what_waits(waiting: list[Waiting], worker_id: str, *, unknown: bool) -> Ren
     return Group(head, output.table(["TASKS", "NAME", "SHUT", "ONE OF THEM", "WHY"], rows))
 
 
-def _unknown(worker_id: str | None) -> str:
-    return f"no worker of the id {worker_id!r} is registered"
-
-
 def _verdict(
-    task: Task, explanations: list[Explanation], worker_id: str | None, *, unknown: bool = False
+    task: Task, explanations: list[Explanation], worker_id: str | None, *, unknown: str | None = None
 ) -> RenderableType:
     """A sentence first; then the gates, once for all workers that they judge alike."""
     now = datetime.now(UTC)
@@ -108,7 +106,7 @@ def _verdict(
     if task.status.finished:
         said = f"It is finished: {task.status}."
     elif able and unknown:
-        said = f"One of this id could claim it now; but {_unknown(worker_id)}."
+        said = f"One of this id could claim it now; but {unknown}."
     elif able:
         said = f"It can be claimed now, by {_some(able)}."
     elif task.status is Status.RUNNING:
@@ -119,7 +117,7 @@ def _verdict(
         reason = _common_reason(task, explanations, of_all=worker_id is None)
         said = f"Nobody can claim it, and time alone will not change that: {reason}."
     if unknown and not able and not task.status.finished:
-        said += f" And {_unknown(worker_id)}."
+        said += f" And {unknown}."
     if not task.status.finished and [each.worker_id for each in explanations] == [NO_WORKER]:
         said += " No worker is alive."
     parts: list[RenderableType] = [Text(f"{task.name} {output.printable(task.key)}: {said}", style="bold")]

@@ -170,6 +170,7 @@ class Why:
     next_claim_time: datetime | None
     shut: list[Gate]
     open: list[Gate]
+    note: str | None
 
 
 def whys_of(explanations: Iterable[Explanation]) -> list[Why]:
@@ -181,7 +182,7 @@ def whys_of(explanations: Iterable[Explanation]) -> list[Why]:
             found[alike].worker_ids.append(one.worker_id)
             continue
         shut, open_ = [gate for gate in one.gates if not gate.open], [gate for gate in one.gates if gate.open]
-        found[alike] = Why([one.worker_id], one.claimable, one.next_claim_time, shut, open_)
+        found[alike] = Why([one.worker_id], one.claimable, one.next_claim_time, shut, open_, one.note)
     return sorted(found.values(), key=lambda why: (not why.claimable, why.next_claim_time is None))
 
 

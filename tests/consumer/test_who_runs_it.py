@@ -318,3 +318,19 @@ async def test_m24_a_changed_ping_interval_counts_from_the_next_ping(mesh: TaskM
             return await renewed_s() > 0.3
 
         await eventually(is_pinged, 20, what="it pings ten times a second")
+
+
+async def test_explain_says_if_nothing_is_known_of_the_worker_that_it_is_asked_about(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def job() -> None: ...
+
+    await job.publish("k")
+    await mesh.pause("default")  # it is to wait
+    [nobody] = await mesh.explain("job", "k")
+    assert "no worker is alive" in (nobody.note or "")
+    async with working(mesh, "w1"):
+        [typo] = await mesh.explain("job", "k", worker_id="typo")
+        assert "no worker of the id 'typo' is registered" in (typo.note or "")
+        [known] = await mesh.explain("job", "k", worker_id="w1")
+        assert known.note is None
+        assert [each.note for each in await mesh.explain("job", "k")] == [None]
