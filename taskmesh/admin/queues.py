@@ -14,6 +14,7 @@ from taskmesh.model.durations import duration
 from taskmesh.model.errors import InvalidOption, TaskMeshError, TaskNotFound
 from taskmesh.model.ids import checked_group, checked_remark
 from taskmesh.model.queue import (
+    PAUSES_ITSELF,
     FailurePause,
     GroupPause,
     Percentiles,
@@ -96,13 +97,14 @@ def _info(queue: str, settings: Document, usage: limit_usage.Usage, waiting: int
     }
     pause = ("paused_by", "paused_reason", "pause_time", "paused_until") if settings.get("paused") else ()
     told = {name: settings.get(name) for name in pause}
-    if failing and not pause:
+    if failing:
         each = duration(settings["failure_pause"]["canary_ms"])
         why = f"{failing['failed']} of the last {failing['of']} executions failed; one is tried every {each}"
-        told = {"paused_by": "taskmesh", "paused_reason": why, "pause_time": failing["since"]}
+        own = {} if pause else {"paused_by": PAUSES_ITSELF, "paused_reason": why, "pause_time": failing["since"]}
+        told |= {**own, "failing_because": why}
     return QueueInfo(
         queue=queue,
-        paused=bool(told),
+        paused=bool(pause or failing),
         failure_pause=settings.get("failure_pause"),
         failing=bool(failing),
         limits=stored,

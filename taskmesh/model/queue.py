@@ -15,6 +15,9 @@ from taskmesh.model.task import checked_name
 Reason = tuple[str, datetime | None]
 """Why nothing is claimed, and when that ends by itself; None: not by time alone."""
 
+PAUSES_ITSELF = "taskmesh"
+"""Who has paused a queue that is paused for its failures."""
+
 
 class QueueLimits(ReadOnly):
     """What a queue is limited to, over the whole fleet. None: no limit."""
@@ -118,7 +121,9 @@ class QueueInfo(ReadOnly):
     failure_pause: FailurePause | None = None
     """When it pauses by itself, if it ever does."""
     failing: bool = False
-    """Whether it is paused for its failures now: `paused_reason` and `pause_time` tell of them."""
+    """Whether it is paused for its failures now: `paused_reason` and `pause_time` say so, unless somebody has paused it, too."""
+    failing_because: str | None = None
+    """How many executions failed, if it is paused for that now."""
     limits: QueueLimits = QueueLimits()
     running: int = 0
     """Executions that run now."""
@@ -148,9 +153,17 @@ class QueueInfo(ReadOnly):
         return next((why for why, _ in self._reasons), None)
 
     @property
+    def paused_twice(self) -> bool:
+        """Whether somebody has paused it while it is paused for its failures; or the other way round."""
+        return self.failing and self.paused_reason != self.failing_because
+
+    @property
     def _reasons(self) -> list[Reason]:
         reasons: list[Reason] = []
-        if self.paused:
+        if self.paused_twice:  # no time ends the other one
+            by_hand = _paused(self.paused_by, self.paused_reason, self.paused_until)
+            reasons.append((f"{by_hand}, and {_paused(PAUSES_ITSELF, self.failing_because, None)}", None))
+        elif self.paused:
             reasons.append((_paused(self.paused_by, self.paused_reason, self.paused_until), self.paused_until))
         if self.limits.running is not None and self.running >= self.limits.running:
             reasons.append((f"{self.running} of at most {self.limits.running} executions run", None))

@@ -144,7 +144,8 @@ async def change(store: Store, queue: str, stages: Sequence[Document]) -> None:
     limits = {name: value for name, value in document.items() if value not in (None, [])}
     settings: Document = {"limits": limits, "failure_pause": failures, "failing": failing}
     if failing is not None:  # who does not know of canaries asks for room all the same, and for nothing too often
-        settings |= {"limits": {**limits, "rate": 1, "per_ms": failures["canary_ms"]}, "own_limits": limits}
+        rate = min(1, limits.get("rate", 1))  # where nothing is to start, no canary does
+        settings |= {"limits": {**limits, "rate": rate, "per_ms": failures["canary_ms"]}, "own_limits": limits}
     outdated = {"_id": queue, "limits_changed": {"$not": {"$gt": changed_at}}}
     # A plain update of the queue's settings, which every worker's stream shows; not if a newer change was told.
     told = {"$set": {**settings, "limits_changed": changed_at}}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 
-from taskmesh import Consumer, InvalidOption, TaskMesh, TaskMeshError, TaskOption
+from taskmesh import Consumer, InvalidOption, TaskHandle, TaskMesh, TaskMeshError, TaskOption
 from taskmesh.model.queue import FailurePause, QueueInfo
 from tests.waiting import eventually
 from tests.working import all_working, working
@@ -120,6 +122,42 @@ async def test_people_open_it_at_once_and_end_it(mesh: TaskMesh) -> None:
         await eventually(lambda: consumer.finished >= finished + 20)
         assert (await info(mesh, "mail")).failure_pause is None
         assert not await is_failing(mesh, "mail")
+
+
+async def _paused_for_good(mesh: TaskMesh) -> TaskHandle[None]:
+    """Let the queue pause for its failures, with a task in it that no canary ever tries."""
+
+    @mesh.task(queue="mail", option=AGAIN)
+    async def send() -> None:
+        raise ConnectionError("down")
+
+    await mesh.queues.pause_on_failures("mail", 0.1, of_last=3, canary_ms=86_400_000)
+    handle = await send.publish("k")
+    async with working(mesh):
+        await eventually(lambda: is_failing(mesh, "mail"))
+    return handle
+
+
+async def test_a_rate_of_0_is_one_of_0_while_it_is_paused_too(mesh: TaskMesh) -> None:
+    await _paused_for_good(mesh)
+    await mesh.set_limit("mail", rate=0)
+    async with asyncio.timeout(60):
+        await mesh.consumer().run(until_idle=True)
+    another = await mesh.publish("send", "another")
+    assert any("'mail' is limited to 0" in warning for warning in another.warnings)
+
+
+async def test_a_pause_by_hand_hides_not_that_it_is_paused_for_its_failures(mesh: TaskMesh) -> None:
+    handle = await _paused_for_good(mesh)
+    await mesh.pause("mail", reason="maintenance", by="ann", until=datetime.now(UTC) + timedelta(hours=1))
+    (explained,) = await mesh.explain(handle.name, handle.key)
+    assert explained.next_claim_time is None, "nothing starts when the one is over"
+    (why,) = [gate.reason for gate in explained.gates if gate.name == "queue"]
+    told = await info(mesh, "mail")
+    assert (told.paused_by, told.paused_reason, told.failing) == ("ann", "maintenance", True)
+    for text in (why, told.shut_because or ""):
+        assert "paused by ann" in text
+        assert "and paused by taskmesh: 3 of the last 3 executions failed" in text
 
 
 async def test_what_is_declared_is_stored_when_the_mesh_connects(mongo_uri: str, database: str) -> None:
