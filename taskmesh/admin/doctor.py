@@ -20,6 +20,7 @@ from taskmesh.client.data_changes import reader_name
 from taskmesh.client.registry import Registry
 from taskmesh.model.dependency import label
 from taskmesh.model.durations import duration
+from taskmesh.model.ids import shown
 from taskmesh.model.queue import QueueInfo
 from taskmesh.model.worker import WorkerInfo, able_workers, known_names
 from taskmesh.store import Store, data_changes, reach, schedules, schema
@@ -410,13 +411,21 @@ async def _data_changes(store: Store, live: list[WorkerInfo]) -> AsyncIterator[F
 
 
 async def _tasks(store: Store) -> AsyncIterator[Finding]:
-    late, short, large, stranded, crossed = await asyncio.gather(
+    late, short, large, stranded, crossed, strangers = await asyncio.gather(
         server_state.unclaimed_leases(store, UNCLAIMED_S),
         server_state.short_leases(store),
         server_state.large_tasks(store, LARGE_TASK_BYTES),
         server_state.stranded(store, UNCLAIMED_S),
         server_state.waits_for_its_own_line(store),
+        server_state.never_accepted(store),
     )
+    if strangers:
+        yield Finding(
+            level="warning",
+            subject="inserted",
+            found=f"no worker ever accepts {', '.join(map(shown, strangers))}: not inserted as taskmesh's protocol says",
+            remedy="status must be 'INIT', and _id name:key, of the fields name and key: delete it, and insert it again",
+        )
     if late:
         yield Finding(
             level="warning",

@@ -14,7 +14,7 @@ from taskmesh.admin.store.server_state import waits_for_its_own_line
 from taskmesh.client.tasks import no_such_task
 from taskmesh.model.dependency import label
 from taskmesh.model.queue import QueueInfo
-from taskmesh.model.task import SuspendedFor, no_task
+from taskmesh.model.task import SuspendedFor, why_no_task
 from taskmesh.model.worker import Claimant, WorkerInfo, read_workers
 from taskmesh.store import Store, registry
 from taskmesh.store.dependencies import open_edges
@@ -96,7 +96,8 @@ async def judged(
     found = await judge(store, [id_], [_claimant(each, workers) for each in asked], as_if)
     if not found:
         name, _, key = id_.partition(":")
-        raise no_task(id_) if await get(store, [id_], params=False) else no_such_task(name, key)
+        stranger = await get(store, [id_], params=False)
+        raise why_no_task(stranger[0]) if stranger else no_such_task(name, key)
     queue = await read_queue(store, found[0].task["queue"])
     others = {
         "dependencies": await _left_to_wait_for(store, id_, found[0].task["line"])

@@ -7,11 +7,11 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from pymongo.errors import PyMongoError
+from pymongo.errors import OperationFailure, PyMongoError
 
 from taskmesh.client.acceptance import Acceptance
 from taskmesh.client.change_feed import Feed
@@ -19,13 +19,13 @@ from taskmesh.client.events import DEFAULT_BUFFER, EventReader
 from taskmesh.client.registry import Registry
 from taskmesh.client.results import Results
 from taskmesh.model.errors import TaskMeshError
-from taskmesh.model.task import checked_key, checked_name
-from taskmesh.store import Store, apart, reach, registry, schema
+from taskmesh.model.task import checked_key, checked_name, why_no_task
+from taskmesh.store import Store, apart, malformed, reach, registry, schema
 from taskmesh.store.clock import ServerClock
 from taskmesh.store.driver import Document
 from taskmesh.store.numbers import Numbers
 from taskmesh.store.payloads import Payloads
-from taskmesh.store.server_errors import patiently
+from taskmesh.store.server_errors import is_over_deadline, is_passing, patiently
 
 logger = logging.getLogger("taskmesh.connection")
 
@@ -259,6 +259,12 @@ class Connection:
     async def fetched(self, document: Document) -> Document:
         """Return the document of a task with what of it is stored apart."""
         return await patiently(lambda: self.payloads.fetched(self.store, document))
+
+    async def refuse_strangers(self, ids: Sequence[str], error: PyMongoError) -> None:
+        """Raise `IncompatibleCollection` if a stranger among these documents may be why a change of them has failed."""
+        if isinstance(error, OperationFailure) and not (is_passing(error) or is_over_deadline(error)):
+            for document in await malformed.strangers(self.store, ids):
+                raise why_no_task(document) from error
 
     async def remove_apart(self, ids: Iterable[Any]) -> None:
         """Remove what no task refers to any more. What cannot be removed now, a sweep finds."""

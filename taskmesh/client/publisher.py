@@ -282,6 +282,7 @@ class Publisher:
                         raise TaskMeshError(
                             f"publishing {keys} waits for somebody's open transaction: try again later"
                         ) from error
+                    await self._connection.refuse_strangers([each.id for each in publications], error)
                     raise
             await asyncio.sleep(pause)
             pause = min(pause * 2, 1.0)

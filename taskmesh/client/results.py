@@ -13,7 +13,8 @@ import time
 from pymongo.errors import PyMongoError
 
 from taskmesh.client.change_feed import Feed, Subscription
-from taskmesh.model.errors import TaskNotFound
+from taskmesh.model.errors import IncompatibleCollection, TaskNotFound
+from taskmesh.model.task import Status, Task
 from taskmesh.store import Store
 from taskmesh.store.change_stream import FINISHED, Change, Interest
 from taskmesh.store.driver import Document
@@ -186,7 +187,7 @@ class Results:
                 continue
             try:
                 there = _there(id_, task, forgotten_too=waiter in self._was_waited_for)
-            except TaskNotFound as error:
+            except (TaskNotFound, IncompatibleCollection) as error:
                 waiter.set_exception(error)
                 continue
             if there["status"] in FINISHED:
@@ -196,8 +197,10 @@ class Results:
 
 
 def _there(id_: str, task: Document | None, *, forgotten_too: bool) -> Document:
-    """Return a task that was read, if its reader may have it. Raises `TaskNotFound`."""
+    """Return a task that was read, if its reader may have it. Raises `TaskNotFound`, `IncompatibleCollection`."""
     if task is None or (task["forgotten"] and not forgotten_too):
         name, _, key = id_.partition(":")
         raise TaskNotFound(f"there is no task {name!r} {key!r} (any more): it was deleted, or is past its retention")
+    if "queue" not in task or task.get("status") not in set(Status):
+        Task.from_document(task)  # it may be one that is still to be accepted; a stranger's never ends
     return {field: value for field, value in task.items() if field != "forgotten"}

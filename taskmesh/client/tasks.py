@@ -74,11 +74,15 @@ class Tasks:
         return await self._connection.acceptance.accept([id_], audit.author(None)) > 0
 
     async def _change(self, id_: str, change: Callable[[], Awaitable[T]]) -> T:
-        """Change a task, which is accepted first if need be: then nothing can be said of it before."""
+        """Change a task, which is accepted first if need be: then nothing can be said of it before.
+
+        Raises `IncompatibleCollection` for a document that is no task of ours.
+        """
         try:
             return await change()
-        except OperationFailure:
+        except OperationFailure as error:
             if not await self._accepted(id_):
+                await self._connection.refuse_strangers([id_], error)
                 raise
             return await change()
 

@@ -397,8 +397,23 @@ def no_task(id_: Any, why: object = "a part of it is missing, or of a wrong type
     return IncompatibleCollection(f"the document {id_!r} is not a taskmesh task: repair or delete it ({why})")
 
 
+def why_no_task(document: dict[str, Any]) -> IncompatibleCollection:
+    """Return the error for a document that was found to be no task of ours, with what reading it meets first."""
+    try:
+        Task.from_document(document)
+    except IncompatibleCollection as error:
+        return error
+    return no_task(document.get("_id"))
+
+
 def _before_acceptance(inserted: dict[str, Any]) -> dict[str, Any]:
-    """What is known of a task that another language has inserted: the rest a worker says, when it accepts it."""
+    """What is known of a task that another language has inserted: the rest a worker says, when it accepts it.
+
+    Raises `IncompatibleCollection` for what no worker ever accepts.
+    """
+    id_, name, key = (inserted.get(field) for field in ("_id", "name", "key"))
+    if id_ != f"{name}:{key}":
+        raise no_task(id_, f"its _id must be name:key, of its name {shown(name)} and its key {shown(key)}")
     wanted, published = inserted.get("configuration"), inserted.get("publish_time")
     queue = wanted.get("queue", "default") if isinstance(wanted, dict) else "default"
     moment = getattr(published, "as_datetime", lambda: datetime.fromtimestamp(0, UTC))()

@@ -25,7 +25,7 @@ from taskmesh.store.publication import Publication, new_document
 from taskmesh.store.store import Store
 
 _ASKED_TOGETHER = 1_000
-_INSERTED: Document = {
+INSERTED: Document = {
     "status": "INIT",
     "queue": {"$exists": False},
     "_id": {"$type": "string"},
@@ -37,6 +37,7 @@ _INSERTED: Document = {
         ]
     },
 }
+"""The query for what nobody has accepted yet. What has no `queue`, and is not of this form, nobody ever does."""
 _MAY_BE_THERE = frozenset(
     ["_id", "name", "key", "params", "status", "configuration", "publish_time", "task_state", "event"]
 )
@@ -74,7 +75,7 @@ class Inserted:
 async def inserted(store: Store, limit: int) -> list[str]:
     """Return the `_id`s of tasks that nobody has accepted yet; of all that a majority has."""
     tasks = store.driver.collection(store.tasks, CODEC, majority=True)
-    cursor = tasks.find(_INSERTED, {"_id": 1}, limit=limit, batch_size=limit + 1).hint("taskmesh_status")
+    cursor = tasks.find(INSERTED, {"_id": 1}, limit=limit, batch_size=limit + 1).hint("taskmesh_status")
     return [document["_id"] for document in await cursor.to_list(limit)]
 
 
@@ -82,7 +83,7 @@ async def read(store: Store, ids: Sequence[str]) -> list[Inserted]:
     """Return those of these tasks that nobody has accepted yet."""
     found: list[Document] = []
     for start in range(0, len(ids), _ASKED_TOGETHER):  # together they may be more than fit into one query
-        query = {"$and": [{"_id": {"$in": list(ids[start : start + _ASKED_TOGETHER])}}, _INSERTED]}
+        query = {"$and": [{"_id": {"$in": list(ids[start : start + _ASKED_TOGETHER])}}, INSERTED]}
         found += await store.find(query, {}, codec=CODEC)
     return [
         Inserted(
@@ -117,7 +118,7 @@ async def accept(store: Store, verdicts: Sequence[Verdict]) -> int:
     """
     if not verdicts:
         return 0
-    query = {"$and": [{"_id": {"$in": [each.publication.id for each in verdicts]}}, _INSERTED]}
+    query = {"$and": [{"_id": {"$in": [each.publication.id for each in verdicts]}}, INSERTED]}
     reply = await store.update(query, _stages(store.now), constants={"new": [_made(each) for each in verdicts]})
     return int(reply["nModified"])
 

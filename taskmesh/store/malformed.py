@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from pymongo.errors import OperationFailure
@@ -56,6 +56,11 @@ async def _name(store: Store, query: Document, error: Exception) -> None:
     cursor = tasks.find({"$and": [query, {"$nor": [WELL_FORMED]}]}, {"_id": 1}, limit=_NAMED)
     ids = [document["_id"] for document in await cursor.to_list(_NAMED)]
     logger.warning("passing over documents that are not taskmesh tasks: %s (%.200s)", ids, error)
+
+
+async def strangers(store: Store, ids: Sequence[str]) -> list[Document]:
+    """Return those of these documents that are not well-formed."""
+    return await store.find({"_id": {"$in": list(ids)}, "$nor": [WELL_FORMED]}, {})
 
 
 def _number(least: float, most: float, *, optional: bool = False) -> Document:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -118,3 +119,50 @@ async def test_the_dashboard_says_that_it_is_no_task_and_not_that_the_database_i
     assert "does not answer" not in page.text
     assert "is not a taskmesh task: repair or delete it" in page.text
     assert told.json()["error"] == "IncompatibleCollection"
+
+
+INSERTED: list[dict[str, Any]] = [
+    {"name": "work", "key": "other"},  # without a status
+    {"name": "work", "key": "other", "status": "init"},
+    {"name": "work", "key": "another", "status": "INIT"},
+    {"name": "walk", "key": "other", "status": "INIT"},
+    {"name": "work", "status": "INIT"},
+]
+"""Under `work:other`, and unlike what the protocol asks for."""
+
+
+@pytest.mark.parametrize("fields", INSERTED, ids=str)
+async def test_what_was_inserted_wrongly_is_said_to_be_no_task_whatever_is_asked(
+    mesh: TaskMesh, fields: dict[str, Any]
+) -> None:
+    await mesh.store.driver.collection(mesh.store.tasks).insert_one({"_id": "work:other", **fields})
+    handle = await mesh.publish("work", "other")
+    assert not handle.created
+    asked: dict[str, Callable[[], Awaitable[object]]] = {
+        "get": lambda: mesh.get("work", "other"),
+        "explain": lambda: mesh.explain("work", "other"),
+        "cancel": lambda: mesh.cancel("work", "other"),
+        "retry": lambda: mesh.retry("work", "other"),
+        "signal": lambda: mesh.signal("work", "other", "go"),
+        "set_option": lambda: mesh.set_option("work", "other", priority=3),
+        "publish": lambda: mesh.publish("work", "other", run_again=True),
+        "publish params": lambda: mesh.publish("work", "other", update_existing_params=True),
+        "result": lambda: handle.result(60),
+        "result, at once": lambda: handle.result(0),
+    }
+    for verb, ask in asked.items():
+        with pytest.raises(IncompatibleCollection, match="'work:other' is not a taskmesh task: repair or delete it"):
+            assert await ask() is None, verb
+
+
+async def test_the_doctor_names_what_was_inserted_and_is_never_accepted(mesh: TaskMesh) -> None:
+    tasks = mesh.store.driver.collection(mesh.store.tasks)
+    await tasks.insert_one({"_id": "work:good", "name": "work", "key": "good", "status": "INIT"})
+    assert "inserted" not in {finding.subject for finding in await mesh.inspect.doctor()}
+    await tasks.insert_one({"_id": "work:other", "name": "work", "key": "another", "status": "INIT"})
+    await tasks.insert_one({"_id": "work:bare", "name": "work", "key": "bare"})
+    [finding] = [finding for finding in await mesh.inspect.doctor() if finding.subject == "inserted"]
+    assert finding.level == "warning"
+    assert "'work:other'" in finding.found
+    assert "'work:bare'" in finding.found
+    assert "good" not in finding.found

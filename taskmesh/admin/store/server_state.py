@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from pymongo.errors import OperationFailure
 
+from taskmesh.store.acceptance import INSERTED
 from taskmesh.store.driver import Document, own_database
 from taskmesh.store.store import Store
 
@@ -20,6 +21,7 @@ R = TypeVar("R")
 DEADLINE_MS = 5_000
 _LOOKED_AT = 3_000
 """So many unfinished tasks are looked into."""
+_NAMED = 5
 _NOT_FOR_US = frozenset({13, 8000, 73, 26, 76, 115, 40324, 11601, 50})
 """Not authorized (13, Atlas 8000); no such collection or command here (a sharded cluster has no oplog); took too long."""
 
@@ -104,6 +106,15 @@ async def long_transactions(store: Store, longer_than_s: float) -> int:
     reply = await store.driver.admin({"aggregate": 1, "pipeline": stages, "cursor": {}, "maxTimeMS": DEADLINE_MS})
     batch: list[Document] = reply["cursor"]["firstBatch"]
     return int(batch[0]["n"]) if batch else 0
+
+
+@if_allowed
+async def never_accepted(store: Store) -> list[Any]:
+    """Return the `_id`s of some documents that look as if inserted by another program, and that no worker ever accepts."""
+    waiting = {"status": {"$in": [None, "INIT"]}, "queue": {"$exists": False}, "$nor": [INSERTED]}
+    tasks = store.driver.collection(store.tasks)
+    cursor = tasks.find(waiting, {"_id": 1}, limit=_NAMED, max_time_ms=DEADLINE_MS).hint("taskmesh_status")
+    return [document["_id"] for document in await cursor.to_list(_NAMED)]
 
 
 @if_allowed
