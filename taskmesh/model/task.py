@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 
 from taskmesh.model.durations import duration
 from taskmesh.model.errors import IncompatibleCollection, InvalidKey, InvalidName, InvalidOption
@@ -22,6 +22,19 @@ from taskmesh.model.read_only import ReadOnly
 
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,100}\Z")
 _MAX_KEY_BYTES = 512
+_MISFITS_TOLD = 5
+_WANTED = {
+    "bool": "true or false",
+    "datetime": "a time",
+    "dict": "a document",
+    "float": "a number",
+    "int": "a whole number",
+    "list": "a list",
+    "model": "a document",
+    "string": "a text",
+    "tuple": "a list",
+}
+"""What is told to people of types that pydantic found to be others."""
 
 
 class Status(StrEnum):
@@ -352,6 +365,8 @@ class Task(_Stored):
         standing = state.get("standing") if isinstance(state, dict) else None
         try:
             return cls.model_validate({**own, "standing": standing, "extra": extra})
+        except ValidationError as error:
+            raise no_task(document.get("_id"), _misfits(error)) from error
         except (ValueError, InvalidOption) as error:
             raise no_task(document.get("_id"), error) from error
 
@@ -395,6 +410,18 @@ class Task(_Stored):
 def no_task(id_: Any, why: object = "a part of it is missing, or of a wrong type") -> IncompatibleCollection:
     """Return the error that says that this document is no task of ours."""
     return IncompatibleCollection(f"the document {id_!r} is not a taskmesh task: repair or delete it ({why})")
+
+
+def _misfits(error: ValidationError) -> str:
+    """Say in a line which fields a document lacks, and which are not what they should be."""
+    told = []
+    for found in error.errors(include_url=False, include_context=False):
+        field = ".".join(map(str, found["loc"]))
+        wanted = _WANTED.get(found["type"].partition("_")[0]) or found["msg"].removeprefix("Input should be ")
+        missing = found["type"] == "missing"
+        told.append(f"{field} is missing" if missing else f"{field} must be {wanted}, got {shown(found['input'])}")
+    more = len(told) - _MISFITS_TOLD
+    return "; ".join(told[:_MISFITS_TOLD]) + (f" and {more} more" if more > 0 else "")
 
 
 def why_no_task(document: dict[str, Any]) -> IncompatibleCollection:

@@ -121,6 +121,28 @@ async def test_the_dashboard_says_that_it_is_no_task_and_not_that_the_database_i
     assert told.json()["error"] == "IncompatibleCollection"
 
 
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"queue": None}, "queue must be a text, got None"),
+        ({"task_option": 5}, "task_option must be a document, got 5"),
+        ({"task_state": {"create_time": "yesterday"}}, "task_state.create_time must be a time, got 'yesterday'"),
+        ({"queue": None, "tags": 5}, "queue must be a text, got None; tags must be a list, got 5"),
+        (
+            {"task_state": {"worker_states": [{"state": "FAIL"}] * 9}},
+            "task_state.worker_states.0.running_id is missing; .* and 13 more",
+        ),
+    ],
+    ids=str,
+)
+async def test_what_is_wrong_with_it_is_said_in_plain_words(mesh: TaskMesh, fields: dict[str, Any], told: str) -> None:
+    await put(mesh, fields)
+    with pytest.raises(IncompatibleCollection, match=rf"\({told}\)$") as error:
+        await mesh.get("work", "stranger0")
+    assert "\n" not in str(error.value)
+    assert "pydantic" not in str(error.value)
+
+
 INSERTED: list[dict[str, Any]] = [
     {"name": "work", "key": "other"},  # without a status
     {"name": "work", "key": "other", "status": "init"},
