@@ -40,6 +40,8 @@ _STATUS: dict[type[BaseException], int] = {
     errors.InvalidParams: 422,
     errors.InvalidOption: 422,
     errors.IncompatibleCollection: 422,
+    errors.CannotDecrypt: 422,
+    errors.PayloadMissing: 422,
 }
 _KEEP_ALIVE_S = 15.0
 _ANY_TEXT = re.compile(r"{(key|worker_id|schedule_id|event)}")

@@ -22,6 +22,7 @@ from taskmesh import (
     Encrypted,
     InvalidOption,
     Next,
+    PayloadMissing,
     Retry,
     Status,
     TaskDefinition,
@@ -236,6 +237,28 @@ async def test_who_has_not_the_key_sees_that_a_value_is_encrypted_and_with_which
         with pytest.raises(InvalidOption, match="task 'echo' is encrypted by its workers"):
             await stranger.publish("echo", "in the clear", {"text": MARK})
     assert in_the_clear(mongo_uri, database) == []
+
+
+async def test_the_web_says_that_a_key_is_missing_and_not_that_the_database_is_away(
+    mongo_uri: str, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh = TaskMesh(mongo_uri, database=database, codec=NEW)
+    mesh.task(echo)
+    mesh.every("echo", interval_ms=86_400_000, params={"text": MARK}, schedule_id="hourly")
+    async with mesh:
+        pass
+    async with meshed(mongo_uri, database, None) as stranger, browser(stranger) as client:
+        told = await client.post("/api/v1/schedules/hourly/trigger", json={})
+        assert (told.status_code, told.json()["error"]) == (422, "CannotDecrypt")
+
+        async def missing(*_: object) -> None:
+            raise PayloadMissing("its 5,000 bytes are not there")
+
+        monkeypatch.setattr("taskmesh.admin.inspection.read_timeline", missing)
+        page = await client.get("/task", params={"name": "echo", "key": "k"})
+        assert page.status_code == 422
+        assert "its 5,000 bytes are not there" in page.text
+        assert "does not answer" not in page.text
 
 
 async def test_a_worker_whose_key_is_another_under_the_same_id_puts_the_task_off_and_charges_nothing(
