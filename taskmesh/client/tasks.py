@@ -11,7 +11,14 @@ from pymongo.errors import OperationFailure
 
 from taskmesh.client.connection import Connection
 from taskmesh.client.returns import Returns
-from taskmesh.model.errors import TaskFinished, TaskNotFound, TaskRunning, TooManySignals, UnstorableValue
+from taskmesh.model.errors import (
+    IncompatibleCollection,
+    TaskFinished,
+    TaskNotFound,
+    TaskRunning,
+    TooManySignals,
+    UnstorableValue,
+)
 from taskmesh.model.flow import FlowStatus
 from taskmesh.model.ids import checked_step_name, checked_text
 from taskmesh.model.option import OptionFields
@@ -116,11 +123,16 @@ class Tasks:
     async def delete(self, name: str, key: str, *, by: str | None = None) -> Task:
         """Remove the task, and return it as it was. A running execution is stopped. Raises `TaskNotFound`.
 
+        A document that is no task of ours, or was spoilt, goes too; then little more than the name and the key is returned.
+
         `by`: who, for the audit; by default the user of this process, and its host.
         """
         who = audit.author(by)
         document = await self._stored(name, key)
-        task = await self._read(document)
+        try:
+            task = await self._read(document)
+        except IncompatibleCollection:
+            task = Task.remains(document)
         await control.delete(self._store, task_id(name, key))
         await self._connection.remove_apart(references(document))
         await audit.note(self._store, "task.delete", who, name=name, key=key)

@@ -370,6 +370,24 @@ class Task(_Stored):
         except (ValueError, InvalidOption) as error:
             raise no_task(document.get("_id"), error) from error
 
+    @classmethod
+    def remains(cls, document: dict[str, Any]) -> Task:
+        """Return what can be said of a document that is no task of ours: its name and key, by its `_id`.
+
+        Its status and its queue, if they are such; all else is as in a new task.
+        """
+        name, _, key = str(document["_id"]).partition(":")
+        status, queue = document.get("status"), document.get("queue")
+        return cls(
+            name=name,
+            key=key,
+            queue=queue if is_name(queue) else "default",
+            status=Status(status) if status in list(Status) else Status.INIT,
+            task_option=TaskOption(),
+            task_state=TaskState(create_time=datetime.fromtimestamp(0, UTC)),
+            extra={field: value for field, value in document.items() if field not in cls.OWN_FIELDS},
+        )
+
     @property
     def steps(self) -> list[Step]:
         """What its executions have recorded, in order: steps, sleeps, waits. Not read by listings."""

@@ -14,14 +14,16 @@ import asyncio
 from collections.abc import Sequence
 
 from bson import ObjectId
+from pymongo.errors import OperationFailure
 
 from taskmesh.model.errors import TaskNotFound
 from taskmesh.store import children, dependencies, repeated, rules
 from taskmesh.store.driver import CODEC, Document
 from taskmesh.store.event_stamp import stamp
 from taskmesh.store.finish import begun_anew, cancel_pipeline, first_params_if, fresh_state
+from taskmesh.store.malformed import STRANGE
 from taskmesh.store.prepared import prepared
-from taskmesh.store.server_errors import patiently
+from taskmesh.store.server_errors import is_over_deadline, is_passing, patiently
 from taskmesh.store.store import Store
 
 _SET = 1_000
@@ -217,7 +219,16 @@ async def _delete(store: Store, id_: str) -> bool:
 
 async def _remove(store: Store, which: Document) -> None:
     tasks = store.driver.collection(store.tasks)
-    await store.update({**which, **NOT_DELETED}, deletion_pipeline(store.now))
+    try:
+        await store.update({**which, **NOT_DELETED}, deletion_pipeline(store.now))
+    except OperationFailure as error:
+        # Of a stranger nothing can be computed, nor does anybody work on it: it goes as it is.
+        if (
+            is_passing(error)
+            or is_over_deadline(error)
+            or not (await tasks.delete_one({**which, **STRANGE})).deleted_count
+        ):
+            raise
     await dependencies.tell(store, [which["_id"]])
     await tasks.delete_one({**which, **DELETED_AND_EMPTY})
 

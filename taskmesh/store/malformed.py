@@ -53,14 +53,14 @@ def note_refusal(store: Store, error: OperationFailure) -> None:
 async def _name(store: Store, query: Document, error: Exception) -> None:
     """Say which documents are in the way."""
     tasks = store.driver.collection(store.tasks)
-    cursor = tasks.find({"$and": [query, {"$nor": [WELL_FORMED]}]}, {"_id": 1}, limit=_NAMED)
+    cursor = tasks.find({"$and": [query, STRANGE]}, {"_id": 1}, limit=_NAMED)
     ids = [document["_id"] for document in await cursor.to_list(_NAMED)]
     logger.warning("passing over documents that are not taskmesh tasks: %s (%.200s)", ids, error)
 
 
 async def strangers(store: Store, ids: Sequence[str]) -> list[Document]:
     """Return those of these documents that are not well-formed."""
-    return await store.find({"_id": {"$in": list(ids)}, "$nor": [WELL_FORMED]}, {})
+    return await store.find({"_id": {"$in": list(ids)}, **STRANGE}, {})
 
 
 def _number(least: float, most: float, *, optional: bool = False) -> Document:
@@ -156,3 +156,5 @@ WELL_FORMED: Document = {
         },
     }
 }
+STRANGE: Document = {"$nor": [WELL_FORMED]}
+"""The query for all others."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from bson import ObjectId
 
-from taskmesh import IncompatibleCollection, Status, TaskMesh
+from taskmesh import IncompatibleCollection, Status, TaskMesh, TaskNotFound
 from tests.web.conftest import browser
 
 KEYS = ["k0", "k1", "k2"]
@@ -188,3 +188,31 @@ async def test_the_doctor_names_what_was_inserted_and_is_never_accepted(mesh: Ta
     assert "'work:other'" in finding.found
     assert "'work:bare'" in finding.found
     assert "good" not in finding.found
+
+
+ODD: list[dict[str, Any]] = [
+    {"task_state": {"worker_states": "none", "leaving": 3}},
+    {"task_option": [], "params": [1]},
+    {"task_state": {"create_time": "yesterday", "after": 7}},
+    {"status": {"$gt": ""}, "queue": "mail", "name": 7, "mine": "kept"},
+    {"task_option": None, "publish_id": 7, "change_ids": 8},
+]
+
+
+@pytest.mark.parametrize("fields", [*SPOILT, *ODD], ids=str)
+async def test_a_spoilt_one_can_be_deleted_like_any_other(mesh: TaskMesh, fields: dict[str, Any]) -> None:
+    await put(mesh, fields)
+    deleted = await mesh.delete("work", "stranger0")
+    assert (deleted.name, deleted.key) == ("work", "stranger0")
+    assert deleted.extra == {name: value for name, value in fields.items() if name == "mine"}
+    with pytest.raises(TaskNotFound):
+        await mesh.get("work", "stranger0")
+    assert (await mesh.publish("work", "stranger0")).created
+    assert [task.key async for task in mesh.find()] == [*KEYS, "stranger0"]
+
+
+@pytest.mark.parametrize("fields", INSERTED, ids=str)
+async def test_what_was_inserted_wrongly_can_be_deleted(mesh: TaskMesh, fields: dict[str, Any]) -> None:
+    await mesh.store.driver.collection(mesh.store.tasks).insert_one({"_id": "work:other", **fields})
+    assert (await mesh.delete("work", "other")).key == "other"
+    assert (await mesh.publish("work", "other")).created

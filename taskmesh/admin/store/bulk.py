@@ -13,7 +13,7 @@ from taskmesh.admin.store.index_choice import conditions, status_fits
 from taskmesh.store import control, dependencies, rules
 from taskmesh.store.driver import Document
 from taskmesh.store.finish import cancel_pipeline
-from taskmesh.store.malformed import WELL_FORMED
+from taskmesh.store.malformed import STRANGE, WELL_FORMED
 from taskmesh.store.store import Store
 
 Action = Literal["retry", "cancel", "delete"]
@@ -72,7 +72,7 @@ async def _change(store: Store, action: Action, query: Document, batch: list[str
     marking: list[Document] = [{"$set": mark}] if mark else []
     if action == "delete":
         tasks = store.driver.collection(store.tasks)
-        removable = {"$or": [_CONCERNS_NOBODY, {"$nor": [WELL_FORMED]}]}
+        removable = {"$or": [_CONCERNS_NOBODY, STRANGE]}
         removed = await tasks.delete_many({"$and": [query, removable]})
         # Running executions hear of it by the word that this leaves, and keep their places; so do those that wait for the task.
         reply = await store.update({"$and": [query, WELL_FORMED]}, [*marking, *control.deletion_pipeline(now)])
