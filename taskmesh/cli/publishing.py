@@ -190,6 +190,8 @@ async def _publish_all(
 ) -> None:
     handles: list[TaskHandle[Any]] = []
     keys = list(tasks)
+    if len(keys) > _BATCH:  # what does not fit its handler costs nothing either, in whatever line
+        await mesh.publisher.check_many(name, tasks, **configuration)
     console = output.console(stderr=True)
     with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
         bar = progress.add_task("publishing", total=len(keys))

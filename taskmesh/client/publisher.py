@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Protocol, Unpack
+from typing import Any, Protocol, TypeVar, Unpack
 
 from pymongo.errors import OperationFailure, PyMongoError
 
@@ -41,6 +41,7 @@ from taskmesh.store.publish import Published, publish
 from taskmesh.store.server_errors import is_over_deadline, is_passing, patiently
 from taskmesh.store.values import MAX_BYTES, new_id
 
+T = TypeVar("T")
 PUBLISH_DEADLINE_S = 30.0
 _AFTER_AN_ERROR_S = 10.0
 """How long a publication is tried again at least, however long it had gone well before its first error."""
@@ -124,18 +125,40 @@ class Publisher:
         Uses the option and queue of the definition if this mesh knows the name, else those that workers have registered,
         else the defaults. All are checked before any is written. Raises as `TaskDefinition.publish` does.
         """
+        return await self._by_name(
+            name,
+            configuration,
+            lambda definition, settings, known: self.publish_all(definition, params_by_key, settings, known=known),
+        )
+
+    async def check_many(
+        self,
+        name: str,
+        params_by_key: Mapping[str, Mapping[str, Any]],
+        **configuration: Unpack[PublishSettings],
+    ) -> None:
+        """Raise what `publish_many` would raise for one of these: for whoever publishes them in parts."""
+
+        async def check(definition: Publishable, settings: Configuration) -> None:
+            await self._made_of_all(definition, params_by_key, *self.settled(definition, settings))
+
+        await self._by_name(name, configuration, lambda definition, settings, _: check(definition, settings))
+
+    async def _by_name(
+        self, name: str, configuration: PublishSettings, use: Callable[[Publishable, Configuration, bool], Awaitable[T]]
+    ) -> T:
+        """Do this with the definition of a name, and these settings of it."""
         definition = self.definitions.get(checked_name(name))
         if definition is not None:
-            settings = definition.configuration.changed(**configuration)
-            return await self.publish_all(definition, params_by_key, settings)
+            return await use(definition, definition.configuration.changed(**configuration), True)
         registered = await self.registered(name)
-        settings = registered.configuration.changed(**configuration)
         try:
-            return await self.publish_all(registered, params_by_key, settings, known=registered.found)
+            settings = registered.configuration.changed(**configuration)
+            return await use(registered, settings, registered.found)
         except InvalidParams:  # a worker that takes them may have come since
             registered = await self.registered(name, newly=True)
             settings = registered.configuration.changed(**configuration)
-            return await self.publish_all(registered, params_by_key, settings, known=registered.found)
+            return await use(registered, settings, registered.found)
 
     async def registered(self, name: str, *, newly: bool = False) -> RegisteredDefinition:
         """Return what workers have registered of the tasks of this name. `newly`: not as it was some seconds ago."""

@@ -107,6 +107,19 @@ def test_a_mistake_in_the_last_of_many_lines_costs_nothing(taskmesh: Shell, last
     assert taskmesh.done("ls", "--json").json == []
 
 
+@pytest.mark.parametrize("by", ["app", "name"])
+def test_params_that_do_not_fit_in_the_last_of_many_lines_cost_nothing(taskmesh: Shell, by: str) -> None:
+    if by == "name":
+        taskmesh.done("worker", "app:mesh", "--until-idle")  # it registers what the handler takes
+    tasks = [{"key": f"k{number}", "params": {"a": number, "b": 1}} for number in range(1_500)]
+    tasks.append({"key": "last", "params": {"a": "one", "b": 1}})
+    app = ["--app", "app:mesh"] if by == "app" else []
+    ended = taskmesh("publish", "add", "--from-file", "-", *app, typed="\n".join(map(json.dumps, tasks)))
+    assert ended.status == 2
+    assert "'last'" in ended.err
+    assert taskmesh.done("ls", "--json").json == []
+
+
 def test_what_json_does_not_take_for_the_end_of_a_line_is_none(taskmesh: Shell) -> None:
     texts = ["a\u2028b", "a\u2029b", "a\x85b"]
     lines = [json.dumps({"key": text, "params": {"a": text}}, ensure_ascii=False) for text in texts]
