@@ -39,7 +39,7 @@ class TaskHandle(Generic[R]):
         self.updated = updated
         """Whether an existing task was changed."""
         self.warnings = warnings
-        """Why nobody could run the task when it was published."""
+        """Why nobody could run the task when it was published, as far as was known of workers and queues two seconds before."""
         self._returns = returns
         self._not_before = not_before
 

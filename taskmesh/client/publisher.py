@@ -30,7 +30,7 @@ from taskmesh.model.labels import words
 from taskmesh.model.option import MOST_WORKERS
 from taskmesh.model.task import Task, checked_key, checked_name
 from taskmesh.model.worker import able_workers
-from taskmesh.store import Store, apart, dependencies
+from taskmesh.store import Store, apart, dependencies, find
 from taskmesh.store.apart import Apart
 from taskmesh.store.audit import author
 from taskmesh.store.blocking import publish_in_any_session
@@ -210,6 +210,8 @@ class Publisher:
                 for value in publication.apart
             )
         warnings = await self._warnings(definition.name, configuration, known=known)
+        there = [made.id for made, result in zip(publications, published, strict=True) if not result.created]
+        warnings_there = await self._warnings_of_existing(definition.name, configuration, there, known=known)
         not_before = began if _is_told_of(configuration) else None
         handles: list[TaskHandle[Any]] = []
         for publication, result in zip(publications, published, strict=True):
@@ -220,7 +222,10 @@ class Publisher:
                     publication.key,
                     created=result.created,
                     updated=result.updated,
-                    warnings=[*_throttled(configuration, publication, result), *warnings],
+                    warnings=[
+                        *_throttled(configuration, publication, result),
+                        *warnings_there.get(publication.id, warnings),
+                    ],
                     returns=definition.returns,
                     not_before=not_before if result.created else None,
                 )
@@ -270,6 +275,23 @@ class Publisher:
             )
         except PyMongoError as error:  # the tasks are published all the same
             return [f"could not be checked against the workers that there are ({type(error).__name__})"]
+
+    async def _warnings_of_existing(
+        self, name: str, configuration: Configuration, ids: Sequence[str], *, known: bool
+    ) -> dict[str, list[str]]:
+        """Return the warnings about tasks that were there already, where another queue or group than the call's is theirs."""
+        registry = self._connection.registry
+        if not ids or configuration.session is not None or not registry.places_differ:
+            return {}
+        try:
+            places = await find.places(self._connection.store, ids)
+        except PyMongoError:
+            return {}
+        warned: dict[tuple[str, str | None], list[str]] = {}
+        for queue, group in {*places.values()} - {(configuration.queue, configuration.group)}:
+            there = replace(configuration, queue=queue, group=group)
+            warned[queue, group] = await self._warnings(name, there, known=known)
+        return {id_: warned[place] for id_, place in places.items() if place in warned}
 
     async def _published(self, store: Store, publications: list[Publication]) -> list[Published]:
         """Publish, and see to what the tasks wait for. Raises as `publish` does, and `TaskNotFound` for what is not there."""

@@ -69,6 +69,15 @@ class Registry:
         """
         return [*await self._unable(name, configuration, now), *([] if known else self._unregistered(name))]
 
+    @property
+    def places_differ(self) -> bool:
+        """Whether it may matter in which queue and group a task stands, as far as was known at the last reading."""
+        return any(worker.live and worker.queues is not None for worker in self._workers) or any(
+            queue.get("paused") or queue.get("paused_groups") or QueueLimits.from_document(limits).ever_start_nothing
+            for queue in self._queues.values()
+            for limits in [queue.get("limits") or {}]
+        )
+
     def _unregistered(self, name: str) -> list[str]:
         if name not in known_names(self._workers):
             return []

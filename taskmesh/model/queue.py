@@ -46,6 +46,11 @@ class QueueLimits(ReadOnly):
         """Whether nothing starts until somebody changes them."""
         return 0 in (self.running, self.rate)
 
+    @property
+    def ever_start_nothing(self) -> bool:
+        """Whether nothing starts of the queue, or of some group in it, until somebody changes them."""
+        return self.starts_nothing or 0 in (self.group_running, self.group_rate, *self.groups.values())
+
     def starts_nothing_of(self, group: str | None) -> bool:
         """Whether nothing of this group starts until somebody changes the limits of groups."""
         return group is not None and 0 in (self.of_group(group), self.group_rate)

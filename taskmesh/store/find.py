@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from inspect import isawaitable
 from math import isfinite
+from types import NoneType
 from typing import Any, Literal
 
 from pymongo.errors import OperationFailure
@@ -31,6 +32,7 @@ KEY_FIELDS = dict.fromkeys(
 )
 _DUE_AT_MOST = 200
 _VALUES_MS = 300
+_ASKED_TOGETHER = 1_000
 
 
 async def get(
@@ -55,6 +57,20 @@ async def get(
     ]
     collection_cursor = await store.driver.aggregate(store.tasks, stages, majority=majority, session=session)
     return await collection_cursor.to_list(None)  # type: ignore[no-any-return]  # both drivers leave it untyped
+
+
+async def places(store: Store, ids: Sequence[str]) -> dict[str, tuple[str, str | None]]:
+    """Return queue and group of those of these tasks that stand in a queue; of no stranger's document."""
+    found: list[Document] = []
+    for start in range(0, len(ids), _ASKED_TOGETHER):  # together they may be more than fit into one query
+        found += await store.find(
+            {"_id": {"$in": list(ids[start : start + _ASKED_TOGETHER])}}, {"queue": 1, "group": 1}
+        )
+    return {
+        task["_id"]: (task["queue"], task.get("group"))
+        for task in found
+        if isinstance(task.get("queue"), str) and isinstance(task.get("group"), (str, NoneType))
+    }
 
 
 def as_read(now: rules.Expression, *, params: bool, forgotten: bool = False, kept_for_ms: int = 0) -> list[Document]:

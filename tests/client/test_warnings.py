@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -79,6 +80,40 @@ async def test_a_group_that_is_limited_to_nothing_is_told_at_publish(mesh: TaskM
         ]
         for number, where in enumerate(open_to):
             assert (await job.configure(**where).publish(str(number))).warnings == []
+
+
+async def test_of_a_task_that_is_there_already_its_own_queue_and_group_count(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def job() -> None: ...
+
+    async def warned(key: str, **settings: Any) -> list[str]:
+        (handle,) = await mesh.publisher.publish_many("job", {key: {}}, **settings)
+        assert not handle.created
+        return handle.warnings
+
+    # Registered, so that it can be asked for warnings; nothing of what is published may run.
+    async with working(mesh, "w", queues=["default", "shut", "slow"]) as consumer:
+        consumer.pause()
+        await job.configure(queue="shut").publish("in shut")
+        await job.configure(queue="slow", group="g").publish("in a group")
+        await job.publish("in default")
+        await job.configure(queue="elsewhere").publish("elsewhere")
+        await mesh.pause("shut")
+        await mesh.pause("slow", group="g")
+        await eventually(lambda: _is_warned_of(mesh, "shut"))
+        assert await warned("in shut") == ["queue 'shut' is paused"]
+        assert await warned("in shut", update_existing_params=True) == ["queue 'shut' is paused"]
+        assert await warned("in a group") == ["group 'g' of queue 'slow' is paused"]
+        assert await warned("in default", queue="shut") == []
+        assert await warned("elsewhere") == ["no live worker runs tasks named 'job' from queue 'elsewhere'"]
+        both = await mesh.publisher.publish_many("job", {"in default": {}, "in shut": {}, "new": {}})
+        assert [handle.warnings for handle in both] == [[], ["queue 'shut' is paused"], []]
+
+
+async def _is_warned_of(mesh: TaskMesh, queue: str) -> bool:
+    """Publish there once more; what is known of the queues may be two seconds old."""
+    handle = await mesh.publish("job", str(time.monotonic()), queue=queue, expire_time=datetime.now(UTC))
+    return f"queue {queue!r} is paused" in handle.warnings
 
 
 async def test_what_is_published_is_so_though_the_warnings_cannot_be_found(mongo_uri: str, database: str) -> None:
