@@ -274,7 +274,8 @@ class Connection:
             logger.debug("what was stored apart is left to a sweep (%s)", type(error).__name__)
 
     async def queues_changed(self) -> None:
-        """Let our own consumers know before the caller goes on; the others hear of it by their streams."""
+        """Let our own consumers know before the caller goes on, and publications; the others hear of it by their streams."""
+        self.registry.outdate()
         for consumer in tuple(self.consumers):
             await consumer.read_queues()
 

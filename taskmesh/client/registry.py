@@ -31,7 +31,7 @@ class Registry:
         self._store = store
         self._workers: list[WorkerInfo] = []
         self._queues: dict[str, Document] = {}
-        self._read_at = float("-inf")
+        self._read_at = self._outdated_at = float("-inf")
         self._reading = asyncio.Lock()
         self._definitions: OrderedDict[str, tuple[float, RegisteredDefinition]] = OrderedDict()
 
@@ -39,6 +39,10 @@ class Registry:
         """Return all workers of the last hour."""
         self._workers = read_workers(await registry.workers(self._store))
         return self._workers
+
+    def outdate(self) -> None:
+        """Read it again for the next publication: something has changed just now."""
+        self._outdated_at = time.monotonic()
 
     async def definition(self, name: str, *, newly: bool = False) -> RegisteredDefinition:
         """Return what workers have registered of the tasks of this name. Reads at most every two seconds; `newly`: at once."""
@@ -89,7 +93,7 @@ class Registry:
 
     async def _unable(self, name: str, configuration: Configuration, now: datetime) -> list[str]:
         age = time.monotonic() - self._read_at
-        if age > _TRUSTED_S:
+        if age > _TRUSTED_S or self._read_at < self._outdated_at:
             await self._refresh()
             age = 0.0
         found = self._warnings(name, configuration, now)

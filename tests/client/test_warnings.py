@@ -82,6 +82,24 @@ async def test_a_group_that_is_limited_to_nothing_is_told_at_publish(mesh: TaskM
             assert (await job.configure(**where).publish(str(number))).warnings == []
 
 
+async def test_what_this_mesh_has_changed_is_warned_of_at_once(mesh: TaskMesh) -> None:
+    @mesh.task(queue="mail")
+    async def job() -> None: ...
+
+    async with working(mesh, "w"):
+
+        async def has_no_warnings() -> bool:
+            return (await job.publish(str(time.monotonic()))).warnings == []
+
+        await eventually(has_no_warnings)
+        await mesh.pause("mail")
+        assert (await job.publish("paused")).warnings == ["queue 'mail' is paused"]
+        await mesh.resume("mail")
+        assert (await job.publish("resumed")).warnings == []
+        await mesh.set_limit("mail", running=0)
+        assert "is limited to 0" in (await job.publish("limited")).warnings[0]
+
+
 async def test_of_a_task_that_is_there_already_its_own_queue_and_group_count(mesh: TaskMesh) -> None:
     @mesh.task
     async def job() -> None: ...
