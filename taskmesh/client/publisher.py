@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar, Unpack
@@ -25,7 +25,7 @@ from taskmesh.client.tasks import Tasks
 from taskmesh.client.tracing import Carrier, carrier, going_on, publishing
 from taskmesh.model.configuration import Configuration, PublishSettings
 from taskmesh.model.dependency import After
-from taskmesh.model.errors import InvalidOption, InvalidParams, TaskMeshError, TaskTooLarge
+from taskmesh.model.errors import InvalidOption, InvalidParams, TaskMeshError, TaskNotFound, TaskTooLarge
 from taskmesh.model.labels import words
 from taskmesh.model.option import MOST_WORKERS
 from taskmesh.model.task import Task, checked_key, checked_name
@@ -442,6 +442,20 @@ class Publisher:
         publication = self.made(definition, checked_key(key), stored, configuration, size + size_of_fields)
         _check_no_circle([publication])
         return publication
+
+    async def check_after(self, publication: Publication, known: Collection[str]) -> None:
+        """Raise `TaskNotFound` for what a task that a handler publishes would wait for, unless it is there or among `known`.
+
+        One that is there itself waits for what it has waited for before.
+        """
+        after, store = publication.configuration.after, self._connection.store
+        if after is None or not (unknown := set(after.ids).difference(known)):
+            return
+        try:
+            await patiently(lambda: dependencies.check(store, unknown))
+        except TaskNotFound:
+            if not await patiently(lambda: dependencies.there(store, [publication.id])):
+                raise
 
     def handle_of(self, definition: Publishable, name: str, key: str, *, created: bool) -> TaskHandle[Any]:
         """Return the handle of what a handler has started."""

@@ -182,7 +182,7 @@ class TaskContext(_Context):
 
         `definition`: what `@mesh.task` returned, or a task's name; whose queue, option and params are those that workers have
         registered, where this mesh has no such task. Not for the function of a step, which is not called again where the task is
-        resumed. Raises `InvalidParams`, `InvalidKey`.
+        resumed. Raises `InvalidParams`, `InvalidKey`, and `TaskNotFound` for what `after` names and nobody has published.
         """
         self._refuse_in_a_step("publish()")
         await self._running.publish(definition, key, _named(definition, args, params))
@@ -374,7 +374,7 @@ class BlockingTaskContext(_Context):
 
         `definition`: what `@mesh.task` returned, or a task's name; whose queue, option and params are those that workers have
         registered, where this mesh has no such task. Not for the function of a step, which is not called again where the task is
-        resumed. Raises `InvalidParams`, `InvalidKey`.
+        resumed. Raises `InvalidParams`, `InvalidKey`, and `TaskNotFound` for what `after` names and nobody has published.
         """
         self._refuse_in_a_step("publish()")
         self._running.publish_in_thread(definition, key, _named(definition, args, params))

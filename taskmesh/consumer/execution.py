@@ -428,17 +428,27 @@ class Execution:
     async def publish(self, definition: Publishable | str, key: str, params: Mapping[str, Any]) -> None:
         """Keep a task to be published with this execution's SUCCESS. Raises what publishing it would."""
         self.check_goes_on()
-        self._add_publication(await self.publisher.known(definition), key, params)
+        publication = self.publisher.publication_of(await self.publisher.known(definition), key, params)
+        if publication.configuration.after:
+            await self._check_after(publication)
+        self._add_publication(publication)
 
     def publish_in_thread(self, definition: Publishable | str, key: str, params: Mapping[str, Any]) -> None:
         """Keep a task to be published with this execution's SUCCESS, asked from a thread that is not the event loop's."""
         self.check_goes_on()
         if isinstance(definition, str) or definition.broadcast:
             definition = self._journals.done_in_loop(self.publisher.known(definition))
-        self._add_publication(definition, key, params)
-
-    def _add_publication(self, definition: Publishable, key: str, params: Mapping[str, Any]) -> None:
         publication = self.publisher.publication_of(definition, key, params)
+        if publication.configuration.after:
+            self._journals.done_in_loop(self._check_after(publication))
+        self._add_publication(publication)
+
+    async def _check_after(self, publication: Publication) -> None:
+        """Raise `TaskNotFound` for what it is to wait for, unless that is there or is published before it by this handler."""
+        if not self.hushed:  # what the handler has published in its `transaction()` is seen in that alone, at its end
+            await self.publisher.check_after(publication, [each.id for each in self.publications])
+
+    def _add_publication(self, publication: Publication) -> None:
         if self.span is not None:
             publication.trace = self.span.carrier
         with _lock:

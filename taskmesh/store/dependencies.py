@@ -89,18 +89,23 @@ class _Marked:
 
 async def check(store: Store, ids: Collection[str], session: Any = None) -> None:
     """Raise `TaskNotFound` unless all these tasks are there."""
-    missing = list(ids)
-    tasks = store.driver.collection(store.tasks)
-    there = {"$expr": {"$not": [rules.is_forgotten(store.now)]}}
-    for part in _parts(list(ids)):
-        cursor = tasks.find({"_id": {"$in": part}, **there}, {"_id": 1}, batch_size=_SET, session=session)
-        found = {document["_id"] for document in await cursor.to_list(None)}
-        missing = [id_ for id_ in missing if id_ not in found]
-    if missing:
+    found = await there(store, ids, session)
+    if missing := [id_ for id_ in ids if id_ not in found]:
         raise TaskNotFound(
             f"there is no task {', '.join(map(label, missing[:_NAMED]))}{' …' if len(missing) > _NAMED else ''}, which after= "
             "names: publish what is waited for first; nothing was published"
         )
+
+
+async def there(store: Store, ids: Collection[str], session: Any = None) -> set[str]:
+    """Return which of these tasks are there, and not past their retention."""
+    tasks = store.driver.collection(store.tasks)
+    kept = {"$expr": {"$not": [rules.is_forgotten(store.now)]}}
+    found: set[str] = set()
+    for part in _parts(list(ids)):
+        cursor = tasks.find({"_id": {"$in": part}, **kept}, {"_id": 1}, batch_size=_SET, session=session)
+        found |= {document["_id"] for document in await cursor.to_list(None)}
+    return found
 
 
 async def tell(store: Store, ids: Collection[str]) -> None:

@@ -17,6 +17,7 @@ from taskmesh import (
     TaskMesh,
     TaskNotFound,
     TaskOption,
+    current_blocking_task,
     current_task,
 )
 from taskmesh.client.definition import TaskDefinition
@@ -274,6 +275,57 @@ async def test_a_handler_publishes_what_waits_for_others_with_its_success(mesh: 
         task = current_task()
         await task.publish(part, "a")
         await task.publish(join.configure(after=[("part", "a")]), "j")
+
+    await planner.publish("p")
+    await drained(mesh)
+    assert (await mesh.get("join", "j")).status is Status.SUCCESS
+
+
+@pytest.mark.parametrize("plain", [False, True])
+async def test_a_handler_hears_at_once_of_a_dependency_that_is_not_there(mesh: TaskMesh, plain: bool) -> None:
+    part, join = define(mesh)
+    await part.publish("a")
+    await join.publish("old")
+    waits_for = {"j": ("part", "a"), "lost": ("part", "nobody"), "behind": ("join", "j"), "old": ("part", "nobody")}
+    refused: dict[str, str] = {}
+
+    @mesh.task
+    async def planner() -> None:
+        for key, dependency in waits_for.items():
+            try:
+                await current_task().publish(join.configure(after=[dependency]), key)
+            except TaskNotFound as error:
+                refused[key] = str(error)
+
+    @mesh.task
+    def plain_planner() -> None:
+        for key, dependency in waits_for.items():
+            try:
+                current_blocking_task().publish(join.configure(after=[dependency]), key)
+            except TaskNotFound as error:
+                refused[key] = str(error)
+
+    handle = await (plain_planner if plain else planner).publish("p")
+    await drained(mesh)
+    assert refused == {"lost": refused["lost"]}
+    assert "there is no task 'part' 'nobody'" in refused["lost"]
+    assert len((await handle.task()).task_state.worker_states) == 1
+    assert [(await mesh.get("join", key)).status for key in ("j", "behind", "old")] == [Status.SUCCESS] * 3
+    with pytest.raises(TaskNotFound):
+        await mesh.get("join", "lost")
+
+
+async def test_in_a_transaction_a_handler_publishes_what_waits_for_what_it_publishes_with_the_session(
+    mesh: TaskMesh,
+) -> None:
+    part, join = define(mesh)
+
+    @mesh.task
+    async def planner() -> None:
+        task = current_task()
+        async with task.transaction() as session:
+            a = await part.configure(session=session).publish("a")
+            await task.publish(join.configure(after=[a]), "j")
 
     await planner.publish("p")
     await drained(mesh)
