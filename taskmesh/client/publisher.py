@@ -28,7 +28,7 @@ from taskmesh.model.dependency import After
 from taskmesh.model.errors import InvalidOption, InvalidParams, TaskMeshError, TaskNotFound, TaskTooLarge
 from taskmesh.model.labels import words
 from taskmesh.model.option import MOST_WORKERS
-from taskmesh.model.task import Task, checked_key, checked_name
+from taskmesh.model.task import Task, checked_key, checked_name, task_id
 from taskmesh.model.worker import able_workers
 from taskmesh.store import Store, apart, dependencies, find
 from taskmesh.store.apart import Apart
@@ -247,12 +247,15 @@ class Publisher:
         # Before anything is waited for: in the order of the calls.
         first_number = None if clock.stale else store.numbers.take(len(keys), clock.now())
         publish_id = new_id()
-        after = configuration.told_after
+        told = configuration.told_after
+        # Of what exists its publisher need not say it. What a transaction of the caller's has published, is not seen from here.
+        afters = await self._afters(definition.name, keys) if told is None else {}
+        otherwise = After() if told is None and configuration.session is None else told
         publications: list[Publication] = []
         for key, params in zip(keys, all_params, strict=True):
             checked_key(key)
             try:
-                stored, size = definition.to_store(params, after)
+                stored, size = definition.to_store(params, afters.get(key, otherwise))
             except (InvalidParams, TaskTooLarge) as error:
                 if len(keys) == 1:
                     raise
@@ -435,9 +438,25 @@ class Publisher:
         """Return the document of a task with what of it is stored apart."""
         return await self._connection.fetched(document)
 
-    def publication_of(self, definition: Publishable, key: str, params: Mapping[str, Any]) -> Publication:
-        """Check what a handler wants to be published with its SUCCESS. Raises as `publish` does."""
-        stored, size = definition.to_store(params, definition.configuration.told_after)
+    async def after_of(self, name: str, key: str) -> After | None:
+        """Return what a task waits for, or has waited for: some of its params may come from that. None: it was not told."""
+        return (await self._afters(name, [key])).get(key)
+
+    async def _afters(self, name: str, keys: Sequence[str]) -> dict[str, After]:
+        """Return it of each of these tasks of which it was told, by key."""
+        key_of = {task_id(name, key): key for key in keys}
+        found = await patiently(lambda: dependencies.afters(self._connection.store, list(key_of)))
+        return {key_of[id_]: after for id_, after in found.items()}
+
+    def publication_of(
+        self, definition: Publishable, key: str, params: Mapping[str, Any], after: After | None = None
+    ) -> Publication:
+        """Check what a handler wants to be published with its SUCCESS. Raises as `publish` does.
+
+        `after`: what the task waits for, where its configuration does not say.
+        """
+        told = definition.configuration.told_after
+        stored, size = definition.to_store(params, after if told is None else told)
         configuration, size_of_fields = self.settled(definition, definition.configuration)
         publication = self.made(definition, checked_key(key), stored, configuration, size + size_of_fields)
         _check_no_circle([publication])

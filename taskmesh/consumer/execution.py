@@ -17,6 +17,8 @@ from taskmesh.consumer.report import Report, checked_progress, line_of
 from taskmesh.consumer.run_time import UNLIMITED, RunTime
 from taskmesh.consumer.stop_reasons import FROM_OUTSIDE, Stop
 from taskmesh.consumer.tracing import ProcessSpan
+from taskmesh.model.configuration import Configuration
+from taskmesh.model.dependency import After
 from taskmesh.model.error_policy import NO_POLICY, ErrorPolicy
 from taskmesh.model.errors import LeaseLost, TaskMeshError, TaskSuspended
 from taskmesh.model.loop import Loop
@@ -428,20 +430,25 @@ class Execution:
     async def publish(self, definition: Publishable | str, key: str, params: Mapping[str, Any]) -> None:
         """Keep a task to be published with this execution's SUCCESS. Raises what publishing it would."""
         self.check_goes_on()
-        publication = self.publisher.publication_of(await self.publisher.known(definition), key, params)
+        definition = await self.publisher.known(definition)
+        after = definition.configuration.told_after
+        if after is None:
+            after = await self.publisher.after_of(definition.name, key)
+        publication = self.publisher.publication_of(definition, key, params, after)
         if publication.configuration.after:
             await self._check_after(publication)
         self._add_publication(publication)
 
     def publish_in_thread(self, definition: Publishable | str, key: str, params: Mapping[str, Any]) -> None:
         """Keep a task to be published with this execution's SUCCESS, asked from a thread that is not the event loop's."""
+        if isinstance(definition, str) or definition.broadcast or _asks_first(definition.configuration):
+            return self._journals.done_in_loop(self.publish(definition, key, params))
         self.check_goes_on()
-        if isinstance(definition, str) or definition.broadcast:
-            definition = self._journals.done_in_loop(self.publisher.known(definition))
-        publication = self.publisher.publication_of(definition, key, params)
-        if publication.configuration.after:
-            self._journals.done_in_loop(self._check_after(publication))
-        self._add_publication(publication)
+        return self._add_publication(self.publisher.publication_of(definition, key, params))
+
+    def after_in_thread(self, name: str, key: str) -> After | None:
+        """Return what a task that is there waits for, or has waited for: for a child process, which cannot look."""
+        return self._journals.done_in_loop(self.publisher.after_of(name, key))
 
     async def _check_after(self, publication: Publication) -> None:
         """Raise `TaskNotFound` for what it is to wait for, unless that is there or is published before it by this handler."""
@@ -562,3 +569,8 @@ class Execution:
         """Tell again, a little later, what could not be written."""
         self._begun_report().not_written(dict(report.entry), report.progress)
         self._report_soon()
+
+
+def _asks_first(configuration: Configuration) -> bool:
+    """Whether a publication cannot be checked without the database."""
+    return bool(configuration.after) or configuration.told_after is None

@@ -73,6 +73,11 @@ class After:
         """Return what `task_state` keeps of it."""
         return {"after": {"ids": list(self.ids), "params": [[param, id_] for param, id_ in self.params.items()]}}
 
+    @classmethod
+    def of(cls, stored: Mapping[str, Any]) -> After:
+        """Return what `task_state.after` has kept."""
+        return cls(tuple(stored["ids"]), dict(stored["params"]))
+
     def as_data(self) -> Any:
         """Return it as plain values, which `checked_after` takes."""
         if self.params:

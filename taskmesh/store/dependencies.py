@@ -23,7 +23,7 @@ from typing import Any
 
 from pymongo.errors import OperationFailure, PyMongoError
 
-from taskmesh.model.dependency import label
+from taskmesh.model.dependency import After, label
 from taskmesh.model.errors import TaskNotFound
 from taskmesh.store import children, find, rules, sequences
 from taskmesh.store.by_id import own_value
@@ -105,6 +105,17 @@ async def there(store: Store, ids: Collection[str], session: Any = None) -> set[
     for part in _parts(list(ids)):
         cursor = tasks.find({"_id": {"$in": part}, **kept}, {"_id": 1}, batch_size=_SET, session=session)
         found |= {document["_id"] for document in await cursor.to_list(None)}
+    return found
+
+
+async def afters(store: Store, ids: Collection[str]) -> dict[str, After]:
+    """Return what those of these tasks wait for, or have waited for, that are there and whose publishers have said it."""
+    tasks = store.driver.collection(store.tasks)
+    told = {"task_state.after": {"$exists": True}, "$expr": {"$not": [rules.is_forgotten(store.now)]}}
+    found: dict[str, After] = {}
+    for part in _parts(list(ids)):
+        cursor = tasks.find({"_id": {"$in": part}, **told}, {"task_state.after": 1}, batch_size=_SET)
+        found |= {task["_id"]: After.of(task["task_state"]["after"]) for task in await cursor.to_list(None)}
     return found
 
 

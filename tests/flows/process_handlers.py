@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
-from taskmesh import Next, current_blocking_task
+from typing import Any
+
+from taskmesh import Next, TaskMesh, current_blocking_task
+
+mesh = TaskMesh("mongodb://nowhere")
+"""Not the one that runs them: it holds the definitions that they publish."""
+
+
+@mesh.task
+async def book(x: int, times: int = 1) -> int:
+    """Multiply; `x` comes from a dependency."""
+    return x * times
+
+
+def publishes_what_is_fed() -> None:
+    """Publish it again, with what does not come from there."""
+    again: Any = book.configure(run_again=True)
+    current_blocking_task().publish(again, "b", times=2)
 
 
 def joined_elsewhere() -> int:

@@ -14,11 +14,13 @@ from taskmesh import (
     Status,
     TaskError,
     TaskMesh,
+    TaskNotFound,
     TaskOption,
     current_blocking_task,
     current_task,
 )
-from tests.flows.process_handlers import joined_elsewhere
+from tests.flows.process_handlers import book as book_elsewhere
+from tests.flows.process_handlers import joined_elsewhere, publishes_what_is_fed
 from tests.waiting import eventually
 from tests.working import working
 
@@ -141,3 +143,76 @@ async def test_what_cannot_be_fed_is_refused(mesh: TaskMesh) -> None:
         await eventually(reason)
     assert "its only dependency, and it has 2" in await reason()
     assert (await both.status()) in (Status.INIT, Status.FAIL)
+
+
+def fed(mesh: TaskMesh) -> tuple[Any, Any]:
+    """Something to wait for, and what has a param that may come from there."""
+
+    @mesh.task
+    async def page(n: int) -> int:
+        return n
+
+    return page, mesh.task(book_elsewhere.fn)
+
+
+CHANGES = ["update_existing_params", "run_again", "clean_success"]
+
+
+async def test_whoever_changes_a_task_need_not_give_what_comes_from_a_dependency_and_may_not(mesh: TaskMesh) -> None:
+    page, book = fed(mesh)
+
+    @mesh.task
+    async def annotated(x: Annotated[int, FromDependency]) -> int:
+        return x
+
+    only: Any = annotated
+    seven = await page.publish("7", n=7)
+    handle = await book.configure(after={"x": seven}).publish("b")
+    for change in CHANGES:
+        changing: Any = book.configure(**{change: True})
+        with pytest.raises(InvalidParams, match="x comes from a dependency: leave it out"):
+            await changing.publish_many({"new": {"x": 1}, "b": {"x": 5, "times": 3}})
+        with pytest.raises(InvalidParams, match="'x' is missing"):
+            await changing.publish("new", times=3)  # for which nothing comes from anywhere
+        with pytest.raises(InvalidParams, match="after names 0"):
+            await only.configure(**{change: True}).publish("new")
+        await changing.publish("b", times=2)
+    with pytest.raises(TaskNotFound):
+        await mesh.get("book", "new")
+    await drained(mesh)
+    assert (await handle.result(5), (await handle.task()).params) == (14, {"times": 2})
+    by_name = await mesh.publish("book", "b", {"times": 3}, run_again=True)
+    await drained(mesh)
+    assert await by_name.result(5) == 21
+
+
+async def test_in_a_transaction_too_what_comes_from_a_dependency_is_known(mesh: TaskMesh) -> None:
+    page, book = fed(mesh)
+
+    seven = await page.publish("7", n=7)
+    handle = await book.configure(after={"x": seven}).publish("b")
+    async with mesh.connection.store.driver.session() as session, await session.start_transaction():
+        await book.configure(run_again=True, session=session).publish("b", times=2)
+    await drained(mesh)
+    assert await handle.result(5) == 14
+
+
+@pytest.mark.parametrize("where", ["loop", "thread", "process"])
+async def test_a_handler_that_changes_a_task_need_not_give_what_comes_from_a_dependency(
+    mesh: TaskMesh, where: str
+) -> None:
+    page, book = fed(mesh)
+
+    @mesh.task
+    async def looping() -> None:
+        await current_task().publish(book.configure(run_again=True), "b", times=2)
+
+    @mesh.task
+    def threaded() -> None:
+        current_blocking_task().publish(book.configure(run_again=True), "b", times=2)
+
+    elsewhere = mesh.task(publishes_what_is_fed, run="process")
+    handle = await book.configure(after={"x": await page.publish("7", n=7)}).publish("b")
+    await {"loop": looping, "thread": threaded, "process": elsewhere}[where].publish("p")
+    await drained(mesh)
+    assert await handle.result(5) == 14

@@ -165,7 +165,10 @@ class Remote:
     def publish_in_thread(self, definition: Any, key: str, params: Mapping[str, Any]) -> None:
         """Publish with the SUCCESS. The params are checked here, where the types are that they are annotated with."""
         if isinstance(definition, TaskDefinition):
-            stored, _ = definition.params.to_store(params, definition.configuration.told_after)
+            after = definition.configuration.told_after
+            if after is None:
+                after = self.ask("after", definition.name, checked_key(key))
+            stored, _ = definition.params.to_store(params, after)
             self.ask(
                 "publish", definition.name, configuration_as_data(definition.configuration), checked_key(key), stored
             )

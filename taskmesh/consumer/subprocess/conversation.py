@@ -224,6 +224,8 @@ class Conversation:
             return execution.deadline
         if question == "progress":
             return execution.set_progress(*said)
+        if question == "after":
+            return execution.after_in_thread(*said)
         if question == "publish":
             definition, configuration, key, params = said
             return execution.publish_in_thread(self._published(definition, configuration), key, params)
