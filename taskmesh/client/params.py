@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Unpack, get_origin, get_type_hints
@@ -138,10 +138,7 @@ class Params:
 
     def _check_left_out(self, left_out: frozenset[str], params: Mapping[str, Any]) -> None:
         """Raise `InvalidParams` for a param that is passed all the same, or that the handler does not have."""
-        if given := sorted(left_out.intersection(params)):
-            raise InvalidParams(
-                f"task {self._name!r}: {', '.join(given)} comes from a dependency: leave it out of the params"
-            )
+        check_not_given(self._name, params, left_out)
         if not self._open_ended and (unknown := sorted(left_out.difference(self._signature.parameters))):
             raise InvalidParams(
                 f"task {self._name!r} takes {self._signature}: after names {', '.join(unknown)}, which is no parameter of it"
@@ -303,6 +300,12 @@ def check_mapping(name: str, params: Any) -> None:
         raise InvalidParams(
             f"task {name!r}: params must be a dict by parameter name, got {type(params).__name__} {shown(params)}"
         )
+
+
+def check_not_given(name: str, params: Mapping[str, Any], fed: Collection[str]) -> None:
+    """Raise `InvalidParams` for a param that is given, though it comes from a dependency."""
+    if given := sorted(set(fed).intersection(params)):
+        raise InvalidParams(f"task {name!r}: {', '.join(given)} comes from a dependency: leave it out of the params")
 
 
 def checked_size(name: str, params: dict[str, Any], most: int = MAX_BYTES) -> int:

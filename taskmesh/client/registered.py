@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from taskmesh.client.json_schema import misfits
-from taskmesh.client.params import OTHERS, check_mapping, checked_size
+from taskmesh.client.params import OTHERS, check_mapping, check_not_given, checked_size
 from taskmesh.client.returns import PLAIN
 from taskmesh.model.configuration import Configuration
 from taskmesh.model.dependency import After
@@ -58,9 +58,10 @@ class RegisteredDefinition:
             check_mapping(self.name, params)
         stored = dict(params or {})
         size = checked_size(self.name, stored, self.most_bytes)
+        fed = after.params if after is not None else ()
+        check_not_given(self.name, stored, fed)
         schema = self._schema
-        if isinstance(schema, dict):  # what comes from dependencies is not to be given
-            fed = after.params if after is not None else ()
+        if isinstance(schema, dict):
             schema = {**schema, "required": [name for name in schema.get("required", ()) if name not in fed]}
         if found := list(islice(misfits(storable(stored)[0], schema), _MOST_MISFITS)):
             raise InvalidParams(f"task {self.name!r}, as its workers have registered it: {'; '.join(found)}")

@@ -22,6 +22,15 @@ def publishes_what_is_fed() -> None:
     current_blocking_task().publish(again, "b", times=2)
 
 
+def starts_what_is_fed() -> int:
+    """Start two children, of which one gets the result of the other."""
+    task = current_blocking_task()
+    first = task.start(book, "first", x=3)
+    fed: Any = book.configure(after={"x": first})
+    [value] = task.results([task.start(fed, "second", times=2)])
+    return int(value)
+
+
 def joined_elsewhere() -> int:
     """Count what was waited for."""
     return len(current_blocking_task().dependencies())

@@ -20,7 +20,7 @@ from taskmesh import (
     current_task,
 )
 from tests.flows.process_handlers import book as book_elsewhere
-from tests.flows.process_handlers import joined_elsewhere, publishes_what_is_fed
+from tests.flows.process_handlers import joined_elsewhere, publishes_what_is_fed, starts_what_is_fed
 from tests.waiting import eventually
 from tests.working import working
 
@@ -216,3 +216,27 @@ async def test_a_handler_that_changes_a_task_need_not_give_what_comes_from_a_dep
     await {"loop": looping, "thread": threaded, "process": elsewhere}[where].publish("p")
     await drained(mesh)
     assert await handle.result(5) == 14
+
+
+async def test_a_handler_in_a_child_process_starts_what_gets_the_result_of_another_child(mesh: TaskMesh) -> None:
+    fed(mesh)
+    handle = await mesh.task(starts_what_is_fed, run="process").publish("p")
+    await drained(mesh)
+    assert await handle.result(5) == 6
+
+
+async def test_published_by_name_a_param_that_comes_from_a_dependency_may_not_be_given_either(
+    mesh: TaskMesh, mongo_uri: str, database: str
+) -> None:
+    page, _ = fed(mesh)
+    await drained(mesh)  # its worker has registered what it takes
+    seven = await page.publish("7", n=7)
+    async with TaskMesh(mongo_uri, database=database) as elsewhere:
+        with pytest.raises(InvalidParams, match="x comes from a dependency: leave it out"):
+            await elsewhere.publish("book", "b", {"x": 5}, after={"x": seven})
+        await elsewhere.publish("book", "b", {"times": 2}, after={"x": seven})
+        with pytest.raises(InvalidParams, match="x comes from a dependency: leave it out"):
+            await elsewhere.publish("book", "b", {"x": 5}, run_again=True)
+        handle = await elsewhere.publish("book", "b", {"times": 3}, update_existing_params=True)
+        await drained(mesh)
+        assert await handle.result(5) == 21

@@ -255,7 +255,7 @@ class RemoteLedger:
         room = _STARTED_AT_ONCE_BYTES
         for key, params in params_by_key.items():
             if isinstance(definition, TaskDefinition):
-                stored[checked_key(key)], size = definition.params.to_store(params)
+                stored[checked_key(key)], size = definition.params.to_store(params, definition.configuration.told_after)
             else:
                 stored[checked_key(key)] = dict(params)
                 size = checked_size(name, stored[key])
