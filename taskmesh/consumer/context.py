@@ -313,7 +313,7 @@ class TaskContext(_Context):
         """Return the results of the tasks that this one has waited for, by `(name, key)`, in the order of `after`.
 
         Each is of the type that its handler is annotated to return, where this process knows the handler. Of one that did not
-        end as SUCCESS (`on_dependency_failure="run"`) it is a `TaskError`, returned and not raised.
+        end as SUCCESS (`on_dependency_failure="run"`), or was begun anew since, it is a `TaskError`, returned and not raised.
         """
         return await self._running.dependencies()
 

@@ -11,13 +11,17 @@ from taskmesh.client.definition import TaskDefinition
 from taskmesh.client.params import Params
 from taskmesh.client.returns import PLAIN
 from taskmesh.model.dependency import label
-from taskmesh.model.errors import InvalidParams, TaskError
+from taskmesh.model.errors import InvalidParams, Snooze, TaskError
 from taskmesh.model.task import Status
 from taskmesh.store import Store
 from taskmesh.store.dependencies import waited_for
 from taskmesh.store.driver import Document
+from taskmesh.store.find import UNFINISHED
 from taskmesh.store.payloads import Payloads, unmarked
 from taskmesh.store.server_errors import patiently
+
+_LOOKS_AGAIN_MS = 2_000
+"""For how long a task is put off whose param is the result of one that was begun anew."""
 
 
 class DependencyResults:
@@ -47,7 +51,8 @@ class DependencyResults:
     async def feed(self, params: Params, document: Document) -> None:
         """Put results into the params of a claimed task, as its publisher or its handler's annotations want it.
 
-        Raises `InvalidParams` where there is no such dependency, `TaskError` of one that did not end as SUCCESS.
+        Raises `InvalidParams` where there is no such dependency, `TaskError` of one that did not end as SUCCESS, and `Snooze` as
+        long as one is not finished that was begun anew since.
         """
         wanted: dict[str, str | None] = {name: mark.id for name, mark in params.from_dependencies.items()}
         if (
@@ -61,7 +66,11 @@ class DependencyResults:
         for name, named in wanted.items():
             id_ = next(iter(found)) if named is None and len(found) == 1 else named
             if id_ in found:
-                value = self._plain(found[id_])
+                dependency = found[id_]
+                if not _is_finished(dependency):
+                    told = f"{name!r} is the result of {label(dependency['_id'])}, which was begun anew"
+                    raise Snooze(told, delay_ms=_LOOKS_AGAIN_MS)
+                value = self._plain(dependency)
                 if isinstance(value, TaskError):
                     raise value
                 values[name] = value
@@ -91,12 +100,22 @@ class DependencyResults:
             return TaskError(
                 f"task {label(document['_id'])} is there no more: it was deleted, or is past its retention"
             )
+        if not _is_finished(document):
+            return TaskError(
+                f"task {label(document['_id'])} was begun anew, and is {document['status']}: what came of it is gone, and its "
+                "new result is not there yet"
+            )
         task = self._payloads.task(document)
         if task.status is Status.SUCCESS and task.successes:
             return unmarked(PLAIN.read(task.successes[0].returns))
         reasons = task.fail_reasons
         said = f": {'; '.join(reasons)}" if reasons else ""
         return TaskError(f"task {label(document['_id'])} ended as {task.status}{said}", reasons)
+
+
+def _is_finished(document: Document) -> bool:
+    """Whether a dependency is; one that was there when all had ended, and is not, was begun anew."""
+    return document.get("status") not in UNFINISHED
 
 
 def _name_and_key(id_: str) -> tuple[str, str]:

@@ -34,6 +34,10 @@ async def drained(mesh: TaskMesh) -> None:
     await mesh.consumer(worker_id="w1").run(until_idle=True)
 
 
+async def is_claimable(mesh: TaskMesh, name: str, key: str) -> bool:
+    return (await mesh.get(name, key)).next_claim_time is not None
+
+
 async def test_dependencies_gives_each_result_by_name_and_key_in_the_type_of_its_handler(mesh: TaskMesh) -> None:
     seen: list[Any] = []
 
@@ -240,3 +244,40 @@ async def test_published_by_name_a_param_that_comes_from_a_dependency_may_not_be
         handle = await elsewhere.publish("book", "b", {"times": 3}, update_existing_params=True)
         await drained(mesh)
         assert await handle.result(5) == 21
+
+
+async def test_what_gets_the_result_of_a_task_that_was_begun_anew_waits_for_the_new_one(mesh: TaskMesh) -> None:
+    page, book = fed(mesh)
+    seven = await page.publish("7", n=7)
+    handle = await book.configure(after={"x": seven}, max_unexpected_retries=0).publish("b")
+    await mesh.consumer(names=["page"]).run(until_idle=True)
+    await eventually(lambda: is_claimable(mesh, "book", "b"), what="its gate is open")
+    await page.configure(run_again=True, delay_ms=3_600_000).publish("7", n=8)
+
+    async def tried() -> bool:
+        [found] = await mesh.connection.store.find({"_id": "book:b"}, {})
+        return "resume_time" in found["task_state"] or found["status"] == "FAIL"
+
+    async with working(mesh, "w1"):
+        await eventually(tried, what="it was claimed, and put off")
+        assert await handle.status() is not Status.FAIL
+        await mesh.retry("page", "7")  # due at once
+        assert await handle.result(30) == 8
+    assert [entry.state for entry in (await handle.task()).task_state.worker_states] == ["SUCCESS"]
+
+
+async def test_a_dependency_that_was_begun_anew_is_told_as_that(mesh: TaskMesh) -> None:
+    page, _ = fed(mesh)
+
+    @mesh.task
+    async def reader() -> str:
+        await page.configure(run_again=True, delay_ms=3_600_000).publish("7", n=8)
+        [found] = (await current_task().dependencies()).values()
+        return str(found)
+
+    seven = await page.publish("7", n=7)
+    handle = await reader.configure(after=[seven], on_dependency_failure="run").publish("r")
+    await drained(mesh)
+    told = await handle.result(5)
+    assert "task 'page' '7' was begun anew" in told
+    assert "ended as" not in told
