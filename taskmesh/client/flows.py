@@ -133,6 +133,11 @@ class Flows:
             raise InvalidOption(
                 "session was set: a flow is published as a whole by itself, not in a transaction of yours"
             )
+        if wrong := configuration.for_existing:
+            raise InvalidOption(
+                f"{wrong[0]} was set: a flow joins a task that is there already, and does not change it: leave {wrong[0]} out, "
+                "or publish the task by itself"
+            )
         stored, size = known.to_store(params, configuration.told_after)
         configuration, size_of_fields = self._publisher.settled(known, configuration)
         if known.broadcast:

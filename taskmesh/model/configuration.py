@@ -121,9 +121,7 @@ class Configuration:
         if changed.start_time is not None and changed.delay_ms is not None:
             raise InvalidOption("start_time and delay_ms were both set: use one of them")
         changed._check_policies()  # noqa: SLF001 — its own
-        if changed.after is not None and (
-            wrong := [flag for flag in (*_FLAGS, "debounce_ms", "throttle_ms") if getattr(changed, flag)]
-        ):
+        if changed.after is not None and (wrong := changed.for_existing):
             raise InvalidOption(
                 f"after and {wrong[0]} were both set: after says what a new task waits for, {wrong[0]} changes an existing one; "
                 "use one of them"
@@ -180,6 +178,11 @@ class Configuration:
     def told_after(self) -> After | None:
         """What the task waits for; None: for what it has waited for before, if it exists."""
         return self.after or (None if self.changes_existing else After())
+
+    @property
+    def for_existing(self) -> list[str]:
+        """Which settings were set that are about an existing task, by name."""
+        return [flag for flag in (*_FLAGS, "debounce_ms", "throttle_ms") if getattr(self, flag)]
 
     @property
     def changes_existing(self) -> bool:

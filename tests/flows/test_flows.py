@@ -160,6 +160,25 @@ async def test_d12_members_that_exist_already_are_joined(mesh: TaskMesh) -> None
         await bad.result(5)
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [
+        *({flag: True} for flag in ("update_existing_params", "not_update_running", "clean_success", "clean_failed")),
+        *({"run_again": True}, {"replace_running": True}, {"debounce_ms": 5}, {"throttle_ms": 5}),
+    ],
+    ids=lambda setting: next(iter(setting)),
+)
+async def test_what_would_change_a_member_that_exists_is_refused(mesh: TaskMesh, setting: Any) -> None:
+    load, _ = define(mesh)
+    handle = await load.publish("x", n=1)
+    await drained(mesh)
+    before = await handle.task()
+    with pytest.raises(InvalidOption, match=f"{next(iter(setting))} was set: a flow joins"):
+        async with mesh.flow("f") as flow:
+            flow.add(load.configure(**setting), "x", n=2)
+    assert await handle.task() == before
+
+
 async def test_cancel_and_retry_of_a_flow(mesh: TaskMesh) -> None:
     load, merge = define(mesh)
     async with mesh.flow("f") as flow:
