@@ -260,7 +260,8 @@ class TaskContext(_Context):
 
         It is published together with a record in this task, or not at all. If this task is cancelled or fails, what it has
         started and is not finished is cancelled, unless `detached`. A handler with a param named `detached` or `params` gets all
-        of them by `params={…}`. Raises `InvalidKey` for a key that somebody else has published, `InvalidParams`, `LeaseLost`.
+        of them by `params={…}`. Raises `InvalidKey` for a key that somebody else has published, `InvalidParams`, `LeaseLost`; for
+        what `after` names `TaskNotFound` if nobody has published it, `InvalidOption` if it is this task.
         """
         detached, params = bool(named.pop("detached", False)), named.pop("params", None)
         given = dict(params) if params is not None else _named(definition, args, named)
@@ -433,7 +434,8 @@ class BlockingTaskContext(_Context):
 
         It is published together with a record in this task, or not at all. If this task is cancelled or fails, what it has
         started and is not finished is cancelled, unless `detached`. A handler with a param named `detached` or `params` gets all
-        of them by `params={…}`. Raises `InvalidKey` for a key that somebody else has published, `InvalidParams`, `LeaseLost`.
+        of them by `params={…}`. Raises `InvalidKey` for a key that somebody else has published, `InvalidParams`, `LeaseLost`; for
+        what `after` names `TaskNotFound` if nobody has published it, `InvalidOption` if it is this task.
         """
         detached, params = bool(named.pop("detached", False)), named.pop("params", None)
         given = dict(params) if params is not None else _named(definition, args, named)

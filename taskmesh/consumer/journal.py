@@ -51,7 +51,9 @@ from taskmesh.consumer.recording import (
 from taskmesh.consumer.starts import MAX_STARTS, Starts
 from taskmesh.consumer.stop_reasons import Stop
 from taskmesh.consumer.transactions import Transactions
+from taskmesh.model.dependency import label
 from taskmesh.model.errors import (
+    InvalidOption,
     LeaseLost,
     StepMismatch,
     TaskError,
@@ -293,6 +295,11 @@ class Journal:
         definition = await publisher.known(definition)
         name = definition.name
         ids = {task_id(name, key): key for key in params_by_key}
+        if (after := definition.configuration.after) and ids and self._execution.id in after.ids:
+            raise InvalidOption(
+                f"task {label(next(iter(ids)))} is to wait for {label(self._execution.id)}, which starts it: whoever waits for "
+                "its result would wait for ever; publish it by current_task().publish, which is done with this task's SUCCESS"
+            )
         entries = [Entry("start", id_, id_, steps.record_id("start", 1, id_), None) for id_ in ids]
         try:
             new = dict.fromkeys([entry.name for entry in entries if await self.look_up(entry) is None])

@@ -10,10 +10,12 @@ import pytest
 
 from taskmesh import (
     InvalidKey,
+    InvalidOption,
     Status,
     TaskError,
     TaskFailed,
     TaskMesh,
+    TaskNotFound,
     TaskOption,
     current_task,
 )
@@ -354,6 +356,28 @@ async def test_what_was_not_started_here_is_not_waited_for(mesh: TaskMesh) -> No
     async with working(mesh, "w1", names=["work"]):
         with pytest.raises(TaskError, match="was not started by this task"):
             await handle.result(60)
+
+
+async def test_a_child_that_would_wait_for_its_parent_is_refused(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def part() -> None: ...
+
+    @mesh.task(option=TaskOption(max_unexpected_retries=0))
+    async def work() -> str:
+        task = current_task()
+        try:
+            child = await task.start(part.configure(after=[("work", task.key)]), "p")
+        except InvalidOption as error:
+            return str(error)
+        await task.results([child])
+        return "both have ended"
+
+    handle = await work.publish("1")
+    async with working(mesh, "w1"):
+        told = await handle.result(30)
+    assert "task 'part' 'p' is to wait for 'work' '1', which starts it" in told
+    with pytest.raises(TaskNotFound):
+        await mesh.get("part", "p")
 
 
 async def test_d21_the_parent_stays_small_whatever_its_children_return(mesh: TaskMesh) -> None:
