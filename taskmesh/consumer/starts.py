@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from taskmesh.consumer.recording import Recorder
 from taskmesh.consumer.transactions import Transactions
-from taskmesh.model.errors import TaskFailed, TaskMeshError
+from taskmesh.model.errors import TaskFailed, TaskMeshError, TaskNotFound
 from taskmesh.store.publication import Publication
 from taskmesh.store.server_errors import own_copy
 
@@ -70,7 +70,8 @@ class Starts:
         try:
             refused = await self._transactions.start_children(self._journal, [publication for publication, _ in batch])
         except Exception as error:  # noqa: BLE001 — whatever it is, the handler hears of it
-            if len(batch) > 1 and not isinstance(error, (TaskMeshError, TaskFailed)):
+            of_all = isinstance(error, (TaskMeshError, TaskFailed)) and not isinstance(error, TaskNotFound)
+            if len(batch) > 1 and not of_all:
                 half = len(batch) // 2
                 await self._send(batch[:half])
                 await self._send(batch[half:])

@@ -380,6 +380,26 @@ async def test_a_child_that_would_wait_for_its_parent_is_refused(mesh: TaskMesh)
         await mesh.get("part", "p")
 
 
+async def test_one_that_cannot_be_started_stops_none_that_is_started_at_the_same_moment(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def part() -> int:
+        return 1
+
+    @mesh.task(option=TaskOption(max_unexpected_retries=0))
+    async def work() -> list[Any]:
+        task = current_task()
+        waiting = part.configure(after=[("part", "nobody")])
+        starts = (task.start(part, "a"), task.start(waiting, "b"), task.start(part, "c"))
+        a, b, c = await asyncio.gather(*starts, return_exceptions=True)
+        assert not isinstance(a, BaseException), a
+        assert not isinstance(c, BaseException), c
+        return [*await task.results([a, c]), type(b).__name__, "'part' 'nobody'" in str(b)]
+
+    handle = await work.publish("1")
+    async with working(mesh, "w1"):
+        assert await handle.result(30) == [1, 1, "TaskNotFound", True]
+
+
 async def test_d21_the_parent_stays_small_whatever_its_children_return(mesh: TaskMesh) -> None:
     runs: list[int] = []
 
