@@ -44,8 +44,8 @@ class Candidate:
     """Since when this worker knows of it, on the same clock."""
 
     def stands_with(self, other: Candidate) -> bool:
-        """Whether both are of one queue and group: a task may have been moved since it was found."""
-        return (self.queue, self.group) == (other.queue, other.group)
+        """Whether both are of one queue, group and priority: a task may have been moved since it was found."""
+        return (self.queue, self.group, self.priority) == (other.queue, other.group, other.priority)
 
     @property
     def rank(self) -> Rank:
@@ -122,17 +122,15 @@ class ClaimQueue:
         if self._known_to is not None and candidate.group is None and candidate.rank > self._known_to:
             if len(self._behind) < _BEHIND_AT_MOST:
                 self._behind[candidate.id] = candidate
+            held = self._held.get(candidate.id)
+            if held is not None and held.priority > candidate.priority:  # it was found before that was lowered
+                del self._held[candidate.id]
             self.overflowed = True
             self.want_more()
             return False
         self._behind.pop(candidate.id, None)
         held = self._held.get(candidate.id)
-        if (
-            held is not None
-            and held.stands_with(candidate)
-            and held.due <= candidate.due
-            and held.priority >= candidate.priority
-        ):
+        if held is not None and held.stands_with(candidate) and held.due <= candidate.due:
             return False
         self._held[candidate.id] = candidate
         self._sequence += 1

@@ -273,3 +273,35 @@ async def test_where_one_may_run_at_a_time_order_and_priority_hold_whatever_the_
     await of_one.configure(priority=5).publish_many({f"first-{n}": {} for n in range(8)})
     await mesh.consumer(worker_id="w", concurrency=20).run(until_idle=True)
     assert ran == [*(f"first-{n}" for n in range(8)), *(f"k{n}" for n in range(8))]
+
+
+@pytest.mark.parametrize(
+    ("verb", "crowd"),
+    [("set_option", 0), ("update_existing_params", 0), ("set_option", 1_100)],  # more than one scan reads
+)
+async def test_a_priority_that_was_lowered_counts_for_whoever_knew_the_task_before(
+    mesh: TaskMesh, verb: str, crowd: int
+) -> None:
+    ran: list[str] = []
+    go_on = asyncio.Event()
+
+    @mesh.task
+    async def job() -> None:
+        ran.append(current_task().key)
+        await go_on.wait()
+
+    await job.publish("first")
+    async with working(mesh, "w", concurrency=1) as consumer:
+        parts = parts_of(consumer)
+        await eventually(lambda: ran, what="its slot is taken")
+        await job.publish_many({key: {} for key in ("lowered", "second", *map(str, range(crowd)))})
+        await eventually(lambda: "job:second" in parts.candidates, what="it knows those that wait")
+        scans = parts.scanner.scans
+        if verb == "set_option":
+            await mesh.set_option("job", "lowered", priority=-1)
+        else:
+            await job.configure(update_existing_params=True, priority=-1).publish("lowered")
+        await eventually(lambda: parts.scanner.scans >= scans + 3, what="it has looked again")
+        go_on.set()
+        await eventually(lambda: len(ran) >= 3)
+    assert ran[1] == "second"
