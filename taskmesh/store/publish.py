@@ -7,7 +7,7 @@ By plain inserts first: an upsert of a key that stands in somebody's open transa
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -362,8 +362,7 @@ async def publish_in_session(
         cursor = tasks.find({"_id": {"$in": [*by_id]}}, fields, session=session)
         stored = {document["_id"]: document for document in await cursor.to_list(None)}
         new = [places.pop(0) for id_, places in by_id.items() if id_ not in stored]
-        waited_for = {id_ for i in new if (after := publications[i].configuration.after) for id_ in after.ids}
-        if unknown := waited_for.difference(by_id):
+        if unknown := _waited_for_before(publications, new, known=stored):
             await dependencies.check(store, unknown, session)
         if new:
             await tasks.insert_many(_new_documents([publications[i] for i in new], now), session=session)
@@ -382,6 +381,18 @@ async def publish_in_session(
                 changed = await _change_in_session(store, [publications[i] for i in changing], now, session)
                 results.update(dict.fromkeys(changing, changed))
     return [results[i] for i in range(len(publications))]
+
+
+def _waited_for_before(
+    publications: Sequence[Publication], new: Sequence[int], known: Collection[str]
+) -> Collection[str]:
+    """Return what new tasks are to wait for that is not known, nor new itself and before them: so they make no circle."""
+    there, unknown = set(known), set[str]()
+    for i in new:
+        if after := publications[i].configuration.after:
+            unknown.update(id_ for id_ in after.ids if id_ not in there)
+        there.add(publications[i].id)
+    return unknown
 
 
 def _accepted_meanwhile(id_: str) -> OperationFailure:

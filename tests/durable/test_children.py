@@ -380,6 +380,29 @@ async def test_a_child_that_would_wait_for_its_parent_is_refused(mesh: TaskMesh)
         await mesh.get("part", "p")
 
 
+async def test_children_that_would_wait_for_each_other_are_refused_though_they_are_started_at_the_same_moment(
+    mesh: TaskMesh,
+) -> None:
+    @mesh.task
+    async def part() -> None: ...
+
+    @mesh.task(option=TaskOption(max_unexpected_retries=0))
+    async def work() -> list[str]:
+        task = current_task()
+        a = task.start(part.configure(after=[("part", "b")]), "a")
+        b = task.start(part.configure(after=[("part", "a")]), "b")
+        started = await asyncio.gather(a, b, return_exceptions=True)
+        if not any(isinstance(each, BaseException) for each in started):
+            await task.results(started)  # type: ignore[arg-type]  # none is an exception
+        return [str(each) for each in started]
+
+    handle = await work.publish("1")
+    async with working(mesh, "w1"):
+        told = await handle.result(30)
+    assert "there is no task 'part' 'b'" in told[0]
+    assert "there is no task 'part' 'a'" in told[1]
+
+
 async def test_one_that_cannot_be_started_stops_none_that_is_started_at_the_same_moment(mesh: TaskMesh) -> None:
     @mesh.task
     async def part() -> int:
