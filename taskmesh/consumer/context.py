@@ -51,6 +51,8 @@ class Running(ExecutionFields, Protocol):
     @property
     def attempt(self) -> int: ...
     @property
+    def failures(self) -> int: ...
+    @property
     def option(self) -> TaskOption: ...
     @property
     def extra(self) -> Mapping[str, Any]: ...
@@ -123,6 +125,11 @@ class _Context:
     def attempt(self) -> int:
         """Which execution of the task this is, from 1; released and snoozed ones do not count."""
         return self._running.attempt
+
+    @property
+    def failures(self) -> int:
+        """How many executions of the task have failed or asked for a `Retry` before: what `max_unexpected_retries` counts."""
+        return self._running.failures
 
     @property
     def option(self) -> TaskOption:

@@ -22,14 +22,22 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, NoReturn, TypeVar, overload
 from uuid import uuid4
 
-from taskmesh.client.definition import TaskDefinition
+from taskmesh.client.definition import TaskDefinition, is_async
 from taskmesh.client.flows import Flow
 from taskmesh.client.handle import TaskHandle
 from taskmesh.client.portal import portal_loop, run_blocking
 from taskmesh.consumer.context import current_task
 from taskmesh.mesh import TaskMesh
 from taskmesh.model.configuration import PublishSettings
-from taskmesh.model.errors import InvalidOption, InvalidParams, Retry, TaskCancelled, TaskError, TaskExpired
+from taskmesh.model.errors import (
+    InvalidOption,
+    InvalidParams,
+    Retry,
+    TaskCancelled,
+    TaskError,
+    TaskExpired,
+    TaskNotFound,
+)
 from taskmesh.model.option import TaskOption
 from taskmesh.model.task import Status
 from taskmesh.model.times import checked_timeout
@@ -50,6 +58,12 @@ _STATES = {
 }
 
 
+async def _gather(of: list[tuple[str, str]]) -> list[Any]:
+    """Return the results of a group, in its order: what the body of a chord gets."""
+    results = await current_task().dependencies()
+    return [results[name, key] for name, key in of]
+
+
 class Celery:
     """Stands in for Celery's app: makes tasks of functions, and applies them on a mesh."""
 
@@ -59,13 +73,8 @@ class Celery:
         self._twin: tuple[asyncio.AbstractEventLoop, asyncio.Task[TaskMesh]] | None = None
         """The same mesh, connected in the portal's loop, where what blocks is done."""
 
-        @mesh.task(name=_GATHER)
-        async def gather(of: list[tuple[str, str]]) -> list[Any]:
-            """Return the results of a group, in its order: what the body of a chord gets."""
-            results = await current_task().dependencies()
-            return [results[name, key] for name, key in of]
-
-        self._gather = gather
+        # Several apps of one mesh share it, as they share its workers.
+        self._gather = mesh.definitions.get(_GATHER) or mesh.task(_gather, name=_GATHER)
 
     @overload
     def task(self, fn: Callable[..., Any], /) -> CeleryTask: ...
@@ -92,7 +101,7 @@ class Celery:
         """Make a task of a function, as `app.task` and `shared_task` do; with or without arguments.
 
         Only what `autoretry_for` names is tried again by itself, up to `max_retries` times (None: for ever). Raises
-        `InvalidOption` for an option of Celery's that has no counterpart here.
+        `InvalidOption` for an option of Celery's that has no counterpart here, and for an async function.
         """
         if unknown:
             raise InvalidOption(
@@ -109,6 +118,11 @@ class Celery:
                 run_timeout_ms=None if time_limit is None else round(1000 * time_limit),
             )
             own_name = name or f"{fn.__module__}.{fn.__name__}"  # as Celery names it
+            if is_async(fn):
+                raise InvalidOption(
+                    f"task {own_name!r} is an async function, and what Celery calls is plain: make it a plain one, or define "
+                    "it by @mesh.task"
+                )
             task = CeleryTask(self, fn, own_name, bind, default_retry_delay)
             task.define(queue, option, autoretry_for)
             self.tasks[task.name] = task
@@ -244,7 +258,7 @@ class CeleryTask:
     def request(self) -> Request:
         """What runs now."""
         task = current_task()
-        return Request(task.key, task.attempt - 1)
+        return Request(task.key, task.failures)
 
     def retry(
         self,
@@ -273,6 +287,7 @@ class Request:
 
     id: str
     retries: int
+    """How many executions have failed or asked for a retry; one whose worker was lost is none."""
 
 
 # --- results ----------------------------------------------------------------------------------------------------------
@@ -309,8 +324,11 @@ class AsyncResult:
 
     @property
     def state(self) -> str:
-        """`PENDING`, `RETRY`, `STARTED`, `SUCCESS`, `FAILURE` or `REVOKED`."""
-        task = self._app.run("state", lambda mesh: mesh.get(self._name, self.id))
+        """`PENDING`, `RETRY`, `STARTED`, `SUCCESS`, `FAILURE` or `REVOKED`. What is not there is `PENDING`, as in Celery."""
+        try:
+            task = self._app.run("state", lambda mesh: mesh.get(self._name, self.id))
+        except TaskNotFound:
+            return "PENDING"
         return "RETRY" if task.standing == "retrying" else _STATES[task.status]
 
     status = state

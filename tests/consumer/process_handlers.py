@@ -255,6 +255,7 @@ def tell_about_itself() -> dict[str, Any]:
         "worker_id": task.worker_id,
         "running_id": task.running_id,
         "attempt": task.attempt,
+        "failures": task.failures,
         "priority": task.option.priority,
         "deadline": task.deadline,
         "cancelled": task.cancelled,

@@ -321,6 +321,7 @@ async def test_current_task_works_in_a_process(mesh: TaskMesh) -> None:
         "worker_id": "w1",
         "running_id": entry.running_id,
         "attempt": 1,
+        "failures": 0,
         "priority": 7,
         "deadline": None,
         "cancelled": False,

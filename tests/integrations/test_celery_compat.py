@@ -12,9 +12,10 @@ from typing import Any
 import anyio
 import pytest
 
-from taskmesh import InvalidOption, Status, TaskCancelled, TaskError, TaskMesh
+from taskmesh import InvalidOption, Status, TaskCancelled, TaskError, TaskMesh, current_blocking_task
 from taskmesh.integrations.celery_compat import Celery, chain, chord, group
 from taskmesh.integrations.encryption import AESCodec
+from taskmesh.testing import kill_at
 from tests.integrations.celery_calls import answers, define
 from tests.waiting import eventually
 from tests.working import working
@@ -207,3 +208,59 @@ async def test_what_was_revoked_is_told_and_not_raised_where_that_is_asked_for(m
         await in_a_thread(both.results[1].revoke)
         one, error = await in_a_thread(lambda: both.get(60, propagate=False))
     assert (one, type(error)) == (2, TaskCancelled)
+
+
+async def test_an_async_function_is_refused_where_it_is_decorated(app: Celery) -> None:
+    with pytest.raises(InvalidOption, match=r"'shop\.fetch'.*async.*mesh\.task"):
+
+        @app.task(name="shop.fetch", bind=True)
+        async def fetch(task: Any, url: str) -> str:
+            return f"{task.name} {url}"
+
+
+async def test_what_nobody_has_published_is_pending_as_in_celery(mesh: TaskMesh, app: Celery) -> None:
+    @app.task(name="shop.double")
+    def double(x: int) -> int:
+        return 2 * x
+
+    unknown = double.AsyncResult("never published")
+    assert await in_a_thread(lambda: [unknown.state, unknown.ready(), unknown.failed()]) == ["PENDING", False, False]
+    async with working(mesh):
+        done = await in_a_thread(double.delay, 1)
+        assert await in_a_thread(done.get, 60) == 2
+    await in_a_thread(done.forget)
+    assert await in_a_thread(lambda: done.state) == "PENDING"
+
+
+async def test_an_execution_whose_worker_is_lost_is_no_retry(mesh: TaskMesh, app: Celery) -> None:
+    @app.task(name="shop.pay", bind=True)
+    def pay(task: Any) -> list[int]:
+        before = task.request.retries
+        current_blocking_task().step("charge", int)
+        if before == 0:
+            raise task.retry(countdown=0)
+        return [before, current_blocking_task().attempt]
+
+    async with working(mesh):
+        with kill_at("charge"):
+            assert await in_a_thread(lambda: pay.delay().get(60)) == [1, 3]
+
+
+async def test_several_apps_share_a_mesh(mesh: TaskMesh, app: Celery) -> None:
+    other = Celery(mesh)
+    try:
+
+        @app.task(name="shop.add")
+        def add(x: int, y: int) -> int:
+            return x + y
+
+        @other.task(name="bank.total")
+        def total(values: list[int]) -> int:
+            return sum(values)
+
+        async with working(mesh):
+            assert await in_a_thread(lambda: chord([add.s(n, n) for n in range(3)])(total.s()).get(60)) == 6
+            joined = group(total.s([n]) for n in range(3)) | total.s()
+            assert await in_a_thread(lambda: joined.apply_async().get(60)) == 3
+    finally:
+        await in_a_thread(other.close)

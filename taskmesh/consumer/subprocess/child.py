@@ -64,6 +64,7 @@ class Call:
     worker_id: str
     running_id: str
     attempt: int
+    failures: int
     option: TaskOption
     extra: Mapping[str, Any] = field(default_factory=dict)
     trace: Carrier | None = None
@@ -123,6 +124,7 @@ class Remote:
         self.worker_id = call.worker_id
         self.running_id = call.running_id
         self.attempt = call.attempt
+        self.failures = call.failures
         self.option = call.option
         self.extra = call.extra
         self.result: Any = None

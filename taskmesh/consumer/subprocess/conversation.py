@@ -181,6 +181,7 @@ class Conversation:
             worker_id=execution.worker_id,
             running_id=execution.running_id,
             attempt=execution.attempt,
+            failures=execution.failures,
             option=execution.option,
             extra=execution.extra,
             trace=execution.span.carrier if execution.span is not None else None,
