@@ -17,13 +17,23 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 
-from taskmesh.client.returns import FORMS, REFUSALS, annotated
+from taskmesh.client.returns import FORMS, MISREAD, REFUSALS, annotated
 from taskmesh.model.configuration import Configuration
 from taskmesh.model.dependency import After, FromDependency, label
 from taskmesh.model.errors import InvalidOption, InvalidParams, TaskTooLarge
 from taskmesh.model.ids import shown
 from taskmesh.store.payloads import marked_secret
-from taskmesh.store.values import MAX_BYTES, TooLarge, Unstorable, hides, size_of, storable, too_deep
+from taskmesh.store.values import (
+    MAX_BYTES,
+    TooLarge,
+    Unstorable,
+    as_it_comes_back,
+    hides,
+    is_same,
+    size_of,
+    storable,
+    too_deep,
+)
 
 OTHERS = "**"
 """Stands for all params that have no name in the signature."""
@@ -57,7 +67,10 @@ class Params:
         """By the params that are left out, since they come from dependencies."""
         self._names: list[tuple[str, str]] = []
         self._rewrites = False
-        """Whether an annotation may make another value of a plain one, and of that yet another: it has code, or reads JSON."""
+        """Whether an annotation may make another value of a plain one, and of that yet another, or refuse that.
+
+        It has code, reads JSON, or takes less than MongoDB gives back.
+        """
         self._marked: dict[str, FromDependency] | None = None
 
     def named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -208,12 +221,14 @@ class Params:
 
     def _lost(self, stored: dict[str, Any], checked: dict[str, Any], left_out: frozenset[str]) -> list[str]:
         """Return which params the handler would not get as they were checked, if this were stored."""
+        validate = self._model(left_out).__pydantic_validator__.validate_python
         try:
-            again = self._values(self._model(left_out).__pydantic_validator__.validate_python(stored), left_out)
+            again = self._values(validate(stored), left_out)
+            validate(as_it_comes_back(stored))
         except ValidationError as error:
             misfits = {found["loc"][0] for found in error.errors(include_url=False, include_context=False)}
             return [name for name in checked if name in misfits]
-        return [name for name, value in checked.items() if not _is_same(again[name], value)]
+        return [name for name, value in checked.items() if not is_same(again[name], value)]
 
     def _other_forms(self, valid: BaseModel) -> Iterator[dict[str, Any]]:
         """In which forms to store params that do not come back from their parts: models with aliases or of one value, JSON."""
@@ -259,7 +274,7 @@ class Params:
                 fields[f"p{i}"] = (hints.get(parameter.name, Any), Field(default, alias=parameter.name))
         base = _open_ended(others) if self._open_ended else _Closed
         model = create_model(f"{self._name}_params", __base__=base, **fields)
-        self._rewrites = self._rewrites or _mentions(model, "'function-", "'json'")
+        self._rewrites = self._rewrites or _mentions(model, "'function-", "'json'", "'strict': True", *MISREAD)
         return model
 
 
@@ -346,11 +361,3 @@ def _explained(error: ValidationError, *, shows: bool) -> str:
         else:
             problems.append(f"{where!r}={given} does not fit: {found['msg'] if shows else found['type']}")
     return "; ".join(problems)
-
-
-def _is_same(again: Any, checked: Any) -> bool:
-    """Whether a value has come back, as far as MongoDB's own types can say: tuples come back as lists."""
-    if again == checked:
-        return True
-    form, turned = storable(checked)
-    return not turned and bool(storable(again)[0] == form)

@@ -22,7 +22,18 @@ from taskmesh.model.codec import Encrypted, NotLoaded
 from taskmesh.model.errors import CannotDecrypt, PayloadMissing, UnstorableValue
 from taskmesh.model.stage import Next
 from taskmesh.store.payloads import marked_secret, unmarked
-from taskmesh.store.values import MAX_BYTES, TooLarge, Unstorable, hides, kept, size_of, storable, too_deep
+from taskmesh.store.values import (
+    MAX_BYTES,
+    TooLarge,
+    Unstorable,
+    as_it_comes_back,
+    hides,
+    is_same,
+    kept,
+    size_of,
+    storable,
+    too_deep,
+)
 
 _PLAIN = (Any, object, None, type(None), inspect.Signature.empty)
 """Annotations that say nothing of a value. `None` is among them: such a handler may still `set_result` in a transaction."""
@@ -35,6 +46,9 @@ FORMS: tuple[dict[str, Any], ...] = (
     {"mode": "python", "by_alias": False},  # a model whose aliases differ on the way in and on the way out
     {"mode": "json", "by_alias": True},  # what only JSON has a form for: keys that are no texts, sets of models
 )
+MISREAD = ("'tz_constraint': 'naive'", "pattern_")
+"""By what the schema of a type is known that takes not all that MongoDB gives back of it: its times have a zone, its patterns are
+no `re.Pattern`."""
 REFUSALS: tuple[type[Exception], ...] = (
     PydanticSerializationError,
     ValidationError,
@@ -144,15 +158,32 @@ class Returns:
             try:
                 form = storable(adapter.dump_python(valid, round_trip=True, warnings=False, **how))[0]
                 if type(form) not in _AS_IT_IS or form is not valid:
-                    adapter.validate_python(form, strict=False)
+                    self._check_comes_back(form, valid)
             except REFUSALS as error:
                 refusal = refusal or error
             else:
                 tried = True
                 yield form
         if not tried:
+            if isinstance(refusal, _Changed):
+                raise UnstorableValue(
+                    f"{self._label} would not come back as it is by {self._said}: {refusal}"
+                ) from None
             why = _misfits(refusal) if isinstance(refusal, ValidationError) else f"{type(refusal).__name__}: {refusal}"
             raise UnstorableValue(f"{self._label} would not come back as {self._said}: {why:.500}") from None
+
+    def _check_comes_back(self, form: Any, valid: Any) -> None:
+        """Raise one of `REFUSALS` unless this form of a value is read as the annotated type; of several types, as its own."""
+        said = self._said_to_return
+        assert said.adapter is not None
+        again = said.adapter.validate_python(form, strict=False)
+        if said.misread:
+            said.adapter.validate_python(as_it_comes_back(form), strict=False)
+        if (said.misread or (said.several and not isinstance(valid, type(again)))) and not is_same(again, valid):
+            raise _Changed(
+                f"what is stored of a {type(valid).__name__} would be read as another {type(again).__name__}: annotate a type "
+                "whose values can be told apart, or return plain values"
+            )
 
     # --- the annotation, which is read at first use: by then the names in it exist ---
 
@@ -177,6 +208,10 @@ class Returns:
         return f"the annotation -> {inspect.formatannotation(self._annotation)}"
 
 
+class _Changed(ValueError):
+    """Says that a value would be read as another one."""
+
+
 class Annotation(NamedTuple):
     """What a function says that it returns."""
 
@@ -185,6 +220,10 @@ class Annotation(NamedTuple):
     """What checks and turns such values; None if nothing is annotated, or nothing that pydantic knows how to check."""
     hides: bool
     """Whether something in it is not to be shown."""
+    several: bool = False
+    """Whether such a value is of one of several types, of which what is stored may fit another one."""
+    misread: bool = False
+    """Whether something in it takes not all that MongoDB gives back. See `MISREAD`."""
 
 
 _known: WeakKeyDictionary[Any, Annotation] = WeakKeyDictionary()
@@ -221,7 +260,10 @@ def annotation(found: Any) -> Annotation:
             adapter = TypeAdapter(found, config=config)
         except (PydanticUserError, TypeError, NameError):
             continue
-        return Annotation(found, adapter, hides="Secret" in repr(adapter.core_schema))
+        schema = repr(adapter.core_schema)
+        several = get_origin(found) in (Union, UnionType) and not {Any, object} & set(get_args(found))
+        misread = any(word in schema for word in MISREAD)
+        return Annotation(found, adapter, "Secret" in schema, several, misread)
     return Annotation(found, None, hides=False)
 
 

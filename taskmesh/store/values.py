@@ -262,6 +262,22 @@ def decoded(data: bytes) -> Document:
     return bson.decode(data, CODEC)
 
 
+def as_it_comes_back(form: Any) -> Any:
+    """Return a value as MongoDB gives it back; as it is if it cannot be stored, which is said where that is tried."""
+    try:
+        return decoded(encoded({"v": form}))["v"]
+    except _REFUSALS:
+        return form
+
+
+def is_same(again: Any, value: Any) -> bool:
+    """Whether a value has come back, as far as MongoDB's own types can say: tuples come back as lists."""
+    if again == value:
+        return True
+    form, turned = storable(value)
+    return not turned and bool(storable(again)[0] == form)
+
+
 def new_id() -> ObjectId:
     """Return an id that nobody else makes."""
     return ObjectId()

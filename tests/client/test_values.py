@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from enum import Enum
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Annotated, Any
 from uuid import uuid4
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pydantic import Base64Str, BaseModel, Field, Json, RootModel
+from pydantic import Base64Str, BaseModel, Field, Json, NaiveDatetime, RootModel, Strict
 
-from taskmesh import Status, TaskError, TaskFailed, TaskMesh, TaskOption, current_task
+from taskmesh import InvalidParams, Status, TaskError, TaskFailed, TaskMesh, TaskOption, current_task
 from tests.bson_values import TRICKY_TEXTS, as_it_comes_back, texts, values
 from tests.working import working
 
@@ -208,3 +209,39 @@ async def test_params_without_a_name_of_their_own_reach_the_handler_in_their_ann
     await remember.publish("k", first=date(2026, 3, 1))
     await mesh.consumer().run(until_idle=True)
     assert seen == {"first": date(2026, 3, 1)}
+
+
+async def test_times_that_may_have_no_zone_reach_the_handler_without_one(mesh: TaskMesh) -> None:
+    seen: list[Any] = []
+
+    @mesh.task
+    async def ring(at: NaiveDatetime, often: list[NaiveDatetime], made: datetime) -> list[NaiveDatetime]:
+        seen.extend([at, often, made])
+        return often
+
+    local = datetime(2026, 2, 28, 7, 30)  # noqa: DTZ001 -- that is the point
+    made = datetime(2026, 2, 28, tzinfo=UTC)
+    handle = await ring.publish("k", at=local, often=[local], made=made)
+    await mesh.consumer().run(until_idle=True)
+    assert await handle.result(timeout=60) == [local]
+    assert seen == [local, [local], made]
+
+
+async def test_params_that_would_not_fit_when_they_come_back_are_refused_at_publish(mesh: TaskMesh) -> None:
+    @mesh.task
+    async def search(pattern: re.Pattern[str]) -> None: ...
+
+    @mesh.task
+    async def search_bytes(pattern: re.Pattern[bytes]) -> None: ...
+
+    @mesh.task
+    async def move(to: Annotated[tuple[int, int], Strict()]) -> None: ...
+
+    with pytest.raises(InvalidParams, match=r"pattern=re\.compile.* would not come back"):
+        await search.publish("k", pattern=re.compile("a", re.IGNORECASE))
+    with pytest.raises(InvalidParams, match=r"pattern=re\.compile.* would not come back"):
+        await search_bytes.publish("k", pattern=re.compile(b"a"))
+    with pytest.raises(InvalidParams, match=r"to=\(1, 2\) would not come back"):
+        await move.publish("k", to=(1, 2))
+    assert [task async for task in mesh.find()] == []
+    assert (await search.publish("k", pattern=re.compile("(?i)a"))).created

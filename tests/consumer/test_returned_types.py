@@ -152,6 +152,54 @@ def test_what_is_stored_is_read_as_the_annotated_type(fn: Any) -> None:
     assert type(back) is type(value)
 
 
+def pattern_with_flags() -> re.Pattern[str]:
+    return re.compile("a+", re.IGNORECASE)
+
+
+def day_or_text() -> date | str:
+    return date(2026, 2, 28)
+
+
+def moment_or_day() -> datetime | date | None:
+    return date(2026, 2, 28)
+
+
+def several_or_one() -> list[int] | set[int]:
+    return {1}
+
+
+@pytest.mark.parametrize(
+    "fn", [pattern_with_flags, day_or_text, moment_or_day, several_or_one], ids=lambda fn: fn.__name__
+)
+def test_what_would_be_read_as_something_else_is_refused(fn: Any) -> None:
+    with pytest.raises(UnstorableValue, match=r"the result would not come back as .*the annotation -> "):
+        Returns("the result", fn).to_store(fn())
+
+
+def day_or_none() -> date | None:
+    return date(2026, 2, 28)
+
+
+def day_or_moment() -> date | datetime:
+    return NOON
+
+
+def place_or_text() -> Place | str:
+    return Place(1, 2.5)
+
+
+def colour_or_number() -> Colour | int:
+    return Colour.RED
+
+
+@pytest.mark.parametrize(
+    "fn", [day_or_none, day_or_moment, place_or_text, colour_or_number], ids=lambda fn: fn.__name__
+)
+def test_a_result_of_several_types_keeps_its_own(fn: Any) -> None:
+    returns, value = Returns("the result", fn), fn()
+    assert returns.read(returns.to_store(value)) == value
+
+
 async def test_a_result_comes_back_as_the_annotated_type(mesh: TaskMesh) -> None:
     @mesh.task
     async def shop() -> Receipt:
