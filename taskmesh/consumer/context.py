@@ -63,6 +63,8 @@ class Running(ExecutionFields, Protocol):
     @property
     def cancelled(self) -> bool: ...
     def set_progress(self, fraction: float, message: str | None) -> None: ...
+    @property
+    def in_a_block(self) -> bool: ...
     def log(self, message: str) -> None: ...
     def set_result(self, value: Any) -> None: ...
 
@@ -164,7 +166,13 @@ class _Context:
         self._running.log(str(message))
 
     def set_result(self, value: Any) -> None:
-        """Say, inside `transaction()`, what the execution's result is."""
+        """Say, inside `transaction()`, what the execution's result is. Elsewhere it would be lost: `TaskMeshError`."""
+        self._refuse_in_a_step("set_result()")
+        if not self._running.in_a_block:
+            raise TaskMeshError(
+                f"task {self.name!r} {self.key!r}: set_result() was called outside of transaction(): call it in the block that "
+                "the result goes with; without one, the result is what the handler returns"
+            )
         self._running.set_result(value)
 
 

@@ -469,6 +469,11 @@ class Execution:
             else:
                 self.publications.append(publication)
 
+    @property
+    def in_a_block(self) -> bool:
+        """Whether a `transaction()` is open, whose result can be said."""
+        return self.hushed and not self.recorded
+
     def set_result(self, value: Any) -> None:
         """Keep the result for the end of a `transaction()`."""
         self.result = value

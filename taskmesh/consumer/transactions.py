@@ -327,7 +327,9 @@ class _Here:
     async def begin(self, session_id: Any) -> float:
         self._execution.session_id = session_id
         self._execution.published_before = len(self._execution.publications)
-        return await self._transactions.begin(self._execution)
+        limit_s = await self._transactions.begin(self._execution)
+        self._execution.result = None  # what a block that came to nothing has said goes with it
+        return limit_s
 
     async def record(self) -> Record:
         return self._transactions.decide(self._execution)
@@ -561,14 +563,12 @@ async def _again(
     """Call `fn` in the block, again at each conflict, and return what it returns: the result, unless it has set one."""
     give_up = time.monotonic() + _IN_PLACE_S
     longest = _FIRST_WAIT_S
-    said = running.result
     while True:
         try:
             async with _block(store, session, side, pause):
-                running.result = None
                 value = await maybe(fn(session))
                 if running.result is None:
-                    running.result = said if value is None else value
+                    running.result = value
         except TransactionConflict:
             if running.cancelled or time.monotonic() > give_up:
                 raise

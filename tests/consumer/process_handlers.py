@@ -21,7 +21,7 @@ from typing import Any
 
 from pydantic import SecretStr
 
-from taskmesh import LeaseLost, Retry, Snooze, TaskFailed, current_blocking_task, current_task
+from taskmesh import LeaseLost, Retry, Snooze, TaskFailed, TaskMeshError, current_blocking_task, current_task
 
 
 class NotPortable(Exception):
@@ -318,6 +318,20 @@ def publish_after_the_block(path: str) -> None:
         task.publish("add", "after", a=1)
     except LeaseLost as error:
         Path(path).write_text(str(error))
+
+
+def result_outside(where: str, path: str) -> str:
+    """Say a result where no block is open; after the block it is too late to fail, so write down why it was refused."""
+    task = current_blocking_task()
+    if where == "before":
+        task.set_result("lost")
+    with task.transaction():
+        task.set_result("inside")
+    try:
+        task.set_result("late")
+    except TaskMeshError as error:
+        Path(path).write_text(str(error))
+    return "not this"
 
 
 def move_in_block(database: str, attempts: str) -> str:

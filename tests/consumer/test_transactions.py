@@ -296,6 +296,47 @@ async def test_it_works_in_a_thread(mesh_of_client: TaskMesh, client: Any, datab
     assert [task.key async for task in mesh.find("after_order")] == ["after 1"]
 
 
+@pytest.mark.parametrize("run", ["async", "thread", "process"])
+async def test_a_result_said_outside_of_the_block_is_refused(mesh: TaskMesh, run: Any, tmp_path: Path) -> None:
+    told = tmp_path / "why"
+
+    async def result_outside(where: str, path: str) -> str:  # noqa: ARG001 — as the others take it
+        task = current_task()
+        if where == "before":
+            task.set_result("lost")
+        async with task.transaction():
+            task.set_result("inside")
+        try:
+            task.set_result("late")
+        except TaskMeshError as error:
+            await anyio.Path(told).write_text(str(error))
+        return "not this"
+
+    mesh.task(result_outside if run == "async" else handlers.result_outside, name="order", run=run, option=ONCE)
+    async with working(mesh):
+        after = await mesh.publish("order", "after", {"where": "after", "path": str(told)})
+        assert await after.result(60) == "inside"
+        assert "outside of transaction()" in await eventually(lambda: told.read_text() if told.exists() else None)
+        before = await mesh.publish("order", "before", {"where": "before", "path": str(told)})
+        with pytest.raises(TaskError, match=r"set_result\(\) was called outside of transaction\(\)"):
+            await before.result(60)
+
+
+async def test_a_block_that_came_to_nothing_leaves_no_result_to_the_next(mesh: TaskMesh) -> None:
+    @mesh.task(option=ONCE)
+    async def order() -> str | None:
+        task = current_task()
+        with contextlib.suppress(ValueError):
+            async with task.transaction():
+                task.set_result("undone")
+                raise ValueError("changed my mind")
+        async with task.transaction():
+            return "not this"
+
+    async with working(mesh):
+        assert await (await order.publish("k")).result(60) is None
+
+
 async def test_it_works_in_a_process(mesh: TaskMesh, client: Any, database: str) -> None:
     mesh.task(run="process", name="add")(handlers.add)
     order = mesh.task(run="process", option=SHORT)(handlers.order_in_transaction)

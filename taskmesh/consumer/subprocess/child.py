@@ -127,6 +127,8 @@ class Remote:
         self.failures = call.failures
         self.option = call.option
         self.extra = call.extra
+        self.in_a_block = False
+        """Whether a `transaction()` is open, whose result can be said."""
         self.result: Any = None
         self.returns: Returns = PLAIN
         """What the handler returns, once it is found."""
@@ -319,13 +321,17 @@ class _Side:
         self._remote = remote
 
     async def begin(self, session_id: Any) -> float:
-        return float(self._remote.ask("begin", session_id))
+        limit_s = float(self._remote.ask("begin", session_id))
+        self._remote.in_a_block = True
+        self._remote.result = None  # what a block that came to nothing has said goes with it
+        return limit_s
 
     async def record(self) -> Record:
         found: Record = self._remote.ask("record", self._remote.returns.to_store(self._remote.result))
         return found
 
     async def end(self, how: End) -> None:
+        self._remote.in_a_block = False
         self._remote.ask("end", how)
 
 
