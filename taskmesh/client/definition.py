@@ -185,7 +185,8 @@ class TaskDefinition(Generic[P, R]):
     def publish_sync(self, key: str, /, *args: P.args, **params: P.kwargs) -> TaskHandle[R]:
         """Publish from code without an event loop: threads, WSGI apps, after a fork.
 
-        Raises `RuntimeError` when called from inside a running loop.
+        A `session` is one of a blocking client. Raises `RuntimeError` when called from inside a running loop, and as `publish`
+        does.
         """
         named = self.params.named(args, params)
         return cast("TaskHandle[R]", self.publisher.publish_all_sync(self, {checked_key(key): named})[0])

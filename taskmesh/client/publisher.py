@@ -33,7 +33,7 @@ from taskmesh.model.worker import able_workers
 from taskmesh.store import Store, apart, dependencies, find
 from taskmesh.store.apart import Apart
 from taskmesh.store.audit import author
-from taskmesh.store.blocking import publish_in_any_session
+from taskmesh.store.blocking import is_blocking, publish_in_any_session
 from taskmesh.store.driver import Document, twin_of
 from taskmesh.store.payloads import Payloads
 from taskmesh.store.publication import Publication, PublishId
@@ -494,6 +494,12 @@ class Publisher:
         self, definition: Publishable, params_by_key: Mapping[str, Mapping[str, Any]]
     ) -> list[TaskHandle[Any]]:
         """Publish from code without an event loop. Raises `RuntimeError` inside one."""
+        session = definition.configuration.session
+        if session is not None and not is_blocking(session):  # of a client that belongs to a loop, which this is not
+            raise InvalidOption(
+                f"publish_sync takes the session of a blocking client (pymongo.MongoClient), got a {type(session).__name__}: "
+                "open the transaction on one, or use `await publish(…)` in the event loop of this session's client"
+            )
         handles = run_blocking(self._publish_in_portal(definition, params_by_key, carrier()), "publish_sync")
         for handle in handles:
             handle.tasks = self._tasks

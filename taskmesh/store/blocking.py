@@ -125,7 +125,7 @@ async def publish_in_any_session(
     client = session.client
     if client is store.driver.client:
         return await publish_in_session(store, publications, now, session)
-    blocking = isinstance(session, ClientSession)
+    blocking = is_blocking(session)
     theirs = await (asyncio.to_thread(client.admin.command, "hello") if blocking else client.admin.command("hello"))
     check_same_servers(await store.driver.admin({"hello": 1}), theirs)
     name = store.driver.database.name
@@ -134,6 +134,11 @@ async def publish_in_any_session(
     if blocking:
         return await asyncio.to_thread(lambda: run_now(publish_in_session(other, publications, now, session)))
     return await publish_in_session(other, publications, now, session)
+
+
+def is_blocking(session: Any) -> bool:
+    """Whether it is the session of a blocking client."""
+    return isinstance(session, ClientSession)
 
 
 def check_same_servers(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:

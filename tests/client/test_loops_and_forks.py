@@ -18,7 +18,8 @@ import pytest
 from motor.motor_asyncio import AsyncIOMotorClient
 from pymongo import AsyncMongoClient, MongoClient
 
-from taskmesh import Status, TaskDefinition, TaskMesh, TaskMeshError, TaskNotFound
+from taskmesh import InvalidOption, Status, TaskDefinition, TaskMesh, TaskMeshError, TaskNotFound
+from taskmesh.store.driver import maybe
 
 ROOT = Path(__file__).parents[2]
 
@@ -131,6 +132,27 @@ def test_publish_sync_in_the_transaction_of_a_blocking_client_comes_with_its_com
     with pytest.raises(TaskNotFound):
         unconnected.get_sync(job.name, "undone")
     unconnected.publisher.close_sync()
+
+
+@pytest.mark.parametrize("connected", [True, False])
+@pytest.mark.parametrize("kind", [AsyncMongoClient, AsyncIOMotorClient])
+async def test_publish_sync_takes_no_session_of_an_async_client(
+    job: TaskDefinition[..., Any], mongo_uri: str, kind: Any, *, connected: bool
+) -> None:
+    client = kind(mongo_uri)
+    if connected:
+        await client.admin.command("ping")
+    session = await maybe(client.start_session())
+    try:
+        await maybe(session.start_transaction())
+        with pytest.raises(InvalidOption, match=r"publish_sync takes the session of a blocking client.*await publish"):
+            await asyncio.to_thread(job.configure(session=session).publish_sync, "k", n=1)
+        with pytest.raises(TaskNotFound):
+            await asyncio.to_thread(job.publisher.get_sync, "job", "k")
+    finally:
+        await asyncio.to_thread(job.publisher.close_sync)
+        await maybe(session.end_session())
+        await maybe(client.close())
 
 
 @pytest.mark.parametrize("driver", [AsyncMongoClient, AsyncIOMotorClient])
