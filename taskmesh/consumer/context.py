@@ -495,7 +495,8 @@ class BlockingTaskContext(_Context):
         """Wait until these children are finished, and return their values in order. The task is put aside as by `sleep`.
 
         A child that did not succeed raises `TaskError`, or with `return_errors=True` stands as that error in its place. It is the
-        same after a retry: values stay with the children, which are kept until this task is finished.
+        same after a retry: values stay with the children, which are kept until this task is finished. In a child process the
+        values of children that were started by name are plain ones; by definition, they are as annotated.
         """
         return self._running.ledger.results(checked_handles(handles), return_errors=return_errors)
 
