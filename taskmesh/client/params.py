@@ -11,7 +11,7 @@ import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Unpack, get_origin, get_type_hints
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
@@ -191,15 +191,15 @@ class Params:
         try:
             if not _mentions_secrets(self._model(frozenset(self.from_dependencies))):
                 return []
-            hints = self._hints()
-            models = {name: create_model("hint", __config__=_OF_HINTS, v=(hint, ...)) for name, hint in hints.items()}
+            named, others = self._taken()
+            hints = {each.name: each.hint for each in named} | ({} if others is None else {OTHERS: others})
+            return [
+                name
+                for name, hint in hints.items()
+                if _mentions_secrets(create_model("hint", __config__=_OF_HINTS, v=(hint, ...)))
+            ]
         except (NameError, TypeError, PydanticUserError):
             return []
-        return [
-            OTHERS if parameter.kind is parameter.VAR_KEYWORD else name
-            for name, parameter in self._signature.parameters.items()
-            if name in models and _mentions_secrets(models[name])
-        ]
 
     def checked_projection(self, wanted: Any) -> list[str]:
         """Return which params are to be loaded. Raises `InvalidOption` unless the handler can be called with these alone."""
@@ -233,9 +233,12 @@ class Params:
     def _other_forms(self, valid: BaseModel) -> Iterator[dict[str, Any]]:
         """In which forms to store params that do not come back from their parts: models with aliases or of one value, JSON."""
         names = dict(self._names)
+        absent = {name for name, value in valid.__dict__.items() if value is _ABSENT}
         for how in FORMS:
             with suppress(*REFUSALS):
-                dumped = valid.__pydantic_serializer__.to_python(valid, round_trip=True, warnings=False, **how)
+                dumped = valid.__pydantic_serializer__.to_python(
+                    valid, exclude=absent, round_trip=True, warnings=False, **how
+                )
                 yield storable(dumped if how["by_alias"] else {names.get(key, key): dumped[key] for key in dumped})[0]
 
     def _valid(self, params: Mapping[str, Any], when: str, left_out: frozenset[str] = frozenset()) -> BaseModel:
@@ -249,7 +252,11 @@ class Params:
     def _values(self, valid: BaseModel, left_out: frozenset[str] = frozenset()) -> dict[str, Any]:
         """Return the params of the handler by name."""
         given = valid.__dict__
-        values = {name: given[attribute] for attribute, name in self._names if name not in left_out}
+        values = {
+            name: given[attribute]
+            for attribute, name in self._names
+            if name not in left_out and given[attribute] is not _ABSENT
+        }
         return values | valid.model_extra if valid.model_extra else values
 
     def _model(self, left_out: frozenset[str]) -> type[BaseModel]:
@@ -259,23 +266,64 @@ class Params:
         return self._models[left_out]
 
     def _build_model(self, left_out: frozenset[str]) -> type[BaseModel]:
-        hints = self._hints()
-        fields: dict[str, Any] = {}
-        others: Any = Any
-        self._names = []
-        for i, parameter in enumerate(self._signature.parameters.values()):
-            if parameter.kind is parameter.VAR_KEYWORD:
-                others = hints.get(parameter.name, Any)
-                continue
-            default = ... if parameter.default is parameter.empty else parameter.default
-            # Numbered attributes, so that no parameter can clash with a method of the model.
-            self._names.append((f"p{i}", parameter.name))
-            if parameter.name not in left_out:
-                fields[f"p{i}"] = (hints.get(parameter.name, Any), Field(default, alias=parameter.name))
-        base = _open_ended(others) if self._open_ended else _Closed
+        named, others = self._taken()
+        # Numbered attributes, so that no parameter can clash with a method of the model.
+        self._names = [(f"p{i}", each.name) for i, each in enumerate(named)]
+        fields: dict[str, Any] = {
+            f"p{i}": (each.hint, Field(each.default, alias=each.name))
+            for i, each in enumerate(named)
+            if each.name not in left_out
+        }
+        base = _Closed if others is None else _open_ended(others)
         model = create_model(f"{self._name}_params", __base__=base, **fields)
         self._rewrites = self._rewrites or _mentions(model, "'function-", "'json'", "'strict': True", *MISREAD)
         return model
+
+    def _taken(self) -> tuple[list[_Taken], Any]:
+        """Return the params that have names, and how those that have none are annotated; None if there may be no such."""
+        hints = self._hints()
+        named: list[_Taken] = []
+        others: Any = None
+        for parameter in self._signature.parameters.values():
+            hint = hints.get(parameter.name, Any)
+            if parameter.kind is not parameter.VAR_KEYWORD:
+                default = ... if parameter.default is parameter.empty else parameter.default
+                named.append(_Taken(parameter.name, hint, default))
+            elif _is_marked(hint, "Unpack"):  # **more: Unpack[ATypedDict]
+                named += _unpacked(get_args(hint)[0])
+            else:
+                others = hint
+        return named, others
+
+
+class _Taken(NamedTuple):
+    """A param that has a name."""
+
+    name: str
+    hint: Any
+    default: Any
+    """`...` where it must be given."""
+
+
+_ABSENT: Any = object()
+"""Stands for a param that may be left out and has no default: the handler does not get it then."""
+
+
+def _unpacked(keys: Any) -> Iterator[_Taken]:
+    """Return the params that a TypedDict names."""
+    keys = get_origin(keys) or keys  # a generic one
+    for name, hint in get_type_hints(keys, include_extras=True).items():
+        # What is marked is asked first: of annotations that are texts the TypedDict itself has not read the marks.
+        optional = _is_marked(hint, "NotRequired") or (
+            name not in keys.__required_keys__ and not _is_marked(hint, "Required")
+        )
+        marked = _is_marked(hint, "NotRequired", "Required")
+        yield _Taken(name, get_args(hint)[0] if marked else hint, _ABSENT if optional else ...)
+
+
+def _is_marked(hint: Any, *marks: str) -> bool:
+    """Whether it is one of these words of `typing`, or of `typing_extensions`, about a type."""
+    return getattr(get_origin(hint), "_name", None) in marks
 
 
 class _Closed(BaseModel):
@@ -284,10 +332,9 @@ class _Closed(BaseModel):
 
 def _open_ended(hint: Any) -> type[BaseModel]:
     """Return the base of a model that takes more than its fields: what is annotated so (`**more: int`)."""
-    of_each = Any if get_origin(hint) is Unpack else hint
     body = {
         "__module__": __name__,
-        "__annotations__": {"__pydantic_extra__": dict[str, of_each]},  # type: ignore[valid-type]  # known when it runs
+        "__annotations__": {"__pydantic_extra__": dict[str, hint]},
         "model_config": ConfigDict(extra="allow", arbitrary_types_allowed=True),
     }
     made: type[BaseModel] = types.new_class(

@@ -9,13 +9,13 @@ from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from enum import Enum
 from pathlib import PurePosixPath
-from typing import Annotated, Any
+from typing import Annotated, Any, NotRequired, TypedDict, Unpack
 from uuid import uuid4
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pydantic import Base64Str, BaseModel, Field, Json, NaiveDatetime, RootModel, Strict
+from pydantic import Base64Str, BaseModel, Field, Json, NaiveDatetime, RootModel, SecretStr, Strict
 
 from taskmesh import InvalidParams, Status, TaskError, TaskFailed, TaskMesh, TaskOption, current_task
 from tests.bson_values import TRICKY_TEXTS, as_it_comes_back, texts, values
@@ -245,3 +245,47 @@ async def test_params_that_would_not_fit_when_they_come_back_are_refused_at_publ
         await move.publish("k", to=(1, 2))
     assert [task async for task in mesh.find()] == []
     assert (await search.publish("k", pattern=re.compile("(?i)a"))).created
+
+
+class Filters(TypedDict):
+    since: date
+    text: NotRequired[str]
+    token: NotRequired[SecretStr]
+
+
+class Paged(Filters, total=False):
+    page: int
+    days: set[date]
+
+
+async def test_params_of_an_unpacked_dict_are_checked_and_reach_the_handler_by_its_annotations(mesh: TaskMesh) -> None:
+    seen: list[dict[str, Any]] = []
+
+    @mesh.task
+    async def search(site: str, **filters: Unpack[Paged]) -> None:
+        seen.append({"site": site, **filters})
+        current_task().log("with 4111")
+
+    some: dict[str, Any] = {
+        "since": date(2026, 3, 1),
+        "page": 2,
+        "days": {date(2026, 3, 2)},
+        "token": SecretStr("4111"),
+    }
+    handle = await search.publish("all", site="a", **some)
+    await search.publish("few", site="b", since=date(2026, 3, 1))
+    for misfit, text in (
+        ({"since": "never"}, "'since'=.* does not fit"),
+        ({"since": date(2026, 3, 1), "page": "two"}, "'page'=.* does not fit"),
+        ({"since": date(2026, 3, 1), "colour": "red"}, "there is no parameter 'colour'"),
+        ({}, "'since' is missing"),
+    ):
+        with pytest.raises(InvalidParams, match=text):
+            await mesh.publish("search", "misfit", {"site": "a", **misfit})
+    await mesh.consumer().run(until_idle=True)
+    assert sorted(seen, key=lambda given: given["site"]) == [
+        {"site": "a", **some},
+        {"site": "b", "since": date(2026, 3, 1)},
+    ]
+    [entry] = (await handle.task()).successes
+    assert [line.message for line in entry.logs] == ["with **********"], "a secret is one here, too"
