@@ -328,7 +328,8 @@ class TaskMesh(Defining):
 
         `cron`: five fields (or six, with seconds in front), in `timezone`; see `ticks` on daylight saving. `interval_ms`:
         counted from the first declaration. `schedule_id`: the name, by default; a task with several schedules needs one
-        for each. `missed`: of the ticks while no worker lived, publish none (`skip`), only the `latest`, or `all`.
+        for each. `missed`: of the ticks while no worker lived, publish none (`skip`), only the `latest`, or `all`;
+        none where the timing is changed before a worker has published them.
         `overlap="skip"`: leave out a tick while the task of the tick before is not finished. `jitter_ms`: each task starts
         up to this much later, so that not everything starts at the full hour. The rest as in `configure`; but a tick's
         task is kept for a minute at least, as its key is what makes it unique. `by`: who, for the audit; without it nothing is
