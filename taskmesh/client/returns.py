@@ -154,17 +154,20 @@ class Returns:
             raise UnstorableValue(f"{self._label} does not fit {self._said}: {_misfits(error)}") from None
         refusal: Exception | None = None
         tried = False
+        of_another_type: list[Any] = []
         for how in FORMS:
             try:
                 form = storable(adapter.dump_python(valid, round_trip=True, warnings=False, **how))[0]
-                if type(form) not in _AS_IT_IS or form is not valid:
-                    self._check_comes_back(form, valid)
+                if (type(form) not in _AS_IT_IS or form is not valid) and not self._comes_back(form, valid):
+                    of_another_type.append(form)
+                    continue
             except REFUSALS as error:
                 refusal = refusal or error
             else:
                 tried = True
                 yield form
-        if not tried:
+        yield from of_another_type
+        if not (tried or of_another_type):
             if isinstance(refusal, _Changed):
                 raise UnstorableValue(
                     f"{self._label} would not come back as it is by {self._said}: {refusal}"
@@ -172,18 +175,21 @@ class Returns:
             why = _misfits(refusal) if isinstance(refusal, ValidationError) else f"{type(refusal).__name__}: {refusal}"
             raise UnstorableValue(f"{self._label} would not come back as {self._said}: {why:.500}") from None
 
-    def _check_comes_back(self, form: Any, valid: Any) -> None:
-        """Raise one of `REFUSALS` unless this form of a value is read as the annotated type; of several types, as its own."""
+    def _comes_back(self, form: Any, valid: Any) -> bool:
+        """Whether this form of a value is read as its own type, where several are annotated.
+
+        Raises one of `REFUSALS` for what is not read as the annotated type at all.
+        """
         said = self._said_to_return
         assert said.adapter is not None
         again = said.adapter.validate_python(form, strict=False)
         if said.misread:
             said.adapter.validate_python(as_it_comes_back(form), strict=False)
-        if (said.misread or (said.several and not isinstance(valid, type(again)))) and not is_same(again, valid):
-            raise _Changed(
-                f"what is stored of a {type(valid).__name__} would be read as another {type(again).__name__}: annotate a type "
-                "whose values can be told apart, or return plain values"
-            )
+            if not is_same(again, valid):
+                raise _Changed(
+                    f"what is stored of a {type(valid).__name__} would be read as another: return plain values"
+                )
+        return not said.several or isinstance(valid, type(again)) or is_same(again, valid)
 
     # --- the annotation, which is read at first use: by then the names in it exist ---
 
