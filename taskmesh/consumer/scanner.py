@@ -64,6 +64,8 @@ _SORTS: tuple[Sort, ...] = ("named", *_FOR_ANYBODY)
 _USUAL_PAGE = 1_000
 _PASSES_AHEAD = 2.5
 """A page holds what is taken in the time of so many passes. Of many workers each walks along all tasks to find its own."""
+_RATE_OVER_S = 0.25
+"""What was taken in a shorter time is one burst, and tells of no rate."""
 _PAGE_OF_REFUSED = 400
 _PAGE_BESIDE = 200
 _READ_BEHIND_S = 0.4
@@ -180,9 +182,8 @@ class Scanner:
         )  # None: nothing is claimed for now, whatever is found
         taken = self._candidates.begin_scan()
         if taken:
-            self._page = round(
-                min(self._most, max(self._enough, _PASSES_AHEAD * taken * SCAN_EVERY_S / (now - self._began)))
-            )
+            per_pass = taken * SCAN_EVERY_S / max(now - self._began, _RATE_OVER_S)
+            self._page = round(min(self._most, max(self._enough, _PASSES_AHEAD * per_pass)))
         self._began = now
         leases = now >= self._next_leases
         await self._queues.look_for_due(now, self._horizon, leases=leases)
