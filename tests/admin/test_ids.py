@@ -220,6 +220,8 @@ def test_every_public_call_that_names_something_is_tried(mongo_uri: str) -> None
     tried = {code for call in CALLS.values() for code in call.__code__.co_names}
     like = {
         "Publisher.publication_of",
+        "Publisher.after_of",
+        "Publisher.check_many",
         "Publisher.addressed",
         "Publisher.made",
         "Publisher.handle_of",

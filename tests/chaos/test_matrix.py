@@ -84,6 +84,7 @@ _ELSEWHERE = {
     "groups.queues_with_groups": "asked where a scan does not see all that is due: tests/consumer/test_turns.py",
     "groups.groups_due": "asked where a queue with groups has a backlog: tests/consumer/test_turns.py",
     "groups.first_of_groups": "asked where a queue with groups has a backlog: tests/consumer/test_turns.py",
+    "malformed.strangers": "asked where a change is refused for good: tests/admin/test_strangers.py",
     "registry.dead_letter_queues": "asked where queues are listed: tests/admin/test_dead_letters.py",
     "registry.pause_group": "asked by people, about a queue's groups: tests/consumer/test_groups.py",
     "registry.forget": "after a predecessor that was killed: tests/processes/test_worker_id.py",
