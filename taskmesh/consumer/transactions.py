@@ -517,13 +517,14 @@ async def _block(
     limit_s = await side.begin(session.session_id)
     started = time.monotonic()
     how: End = "failed"
-    ours = False
+    ours = committing = False
     try:
         await store.driver.start_transaction(session)
         yield
         record = await side.record()
         ours = True
         await write(store, session, record.worker_id, [record.outcome], record.publications, record.now)
+        committing = True
         await commit(store, session, pause)
         how = "recorded"
     except Exception as error:
@@ -531,7 +532,8 @@ async def _block(
         if met is None:
             raise
         _raise_if_too_long(met, error, started, limit_s)
-        if not (met.has_error_label(_TRANSIENT) or (ours and is_over_deadline(met))):
+        undone = ours and (is_over_deadline(met) or (is_passing(met) and not committing))
+        if not (undone or met.has_error_label(_TRANSIENT)):
             raise
         how = "conflicted"
         text = str(met).partition(", full error")[0]

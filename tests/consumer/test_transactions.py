@@ -519,3 +519,30 @@ async def test_a_block_that_is_cut_short_as_it_begins_leaves_the_lease_as_it_was
             begin.set()
             assert await handle.result(60) == "the other way"
     assert attempts == [1]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [{"errorCode": 189}, {"writeConcernError": {"code": 64, "errmsg": "waiting for replication timed out"}}],
+    ids=["election", "writeConcernError"],
+)
+async def test_a_passing_fault_at_the_record_of_a_block_undoes_it_and_counts_as_no_failure(
+    mesh: TaskMesh, mongo_uri: str, database: str, client: Any, fault: dict[str, Any]
+) -> None:
+    runs: list[int] = []
+    faults = contextlib.AsyncExitStack()
+
+    @mesh.task(option=ONCE)
+    async def order(n: int) -> None:
+        runs.append(current_task().failures)
+        async with faults, current_task().transaction() as session:
+            await mesh.store.driver.database["orders"].insert_one({"n": n}, session=session)
+            if len(runs) == 1:
+                await faults.enter_async_context(failing_commands(mongo_uri, ["update"], times=1, **fault))
+
+    async with working(mesh):
+        await (await order.publish("k", n=1)).result(60)
+    assert runs == [0, 0]
+    assert await orders_in(client, database) == [1]
+    task = await mesh.get("order", "k")
+    assert task.status is Status.SUCCESS
