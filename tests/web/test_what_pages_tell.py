@@ -132,3 +132,6 @@ async def test_a_queue_that_was_a_slip_can_be_forgotten_on_its_page_and_one_with
     assert "good" in await told(client, "queue.forget", queue="mial")
     assert [queue.queue for queue in await mesh.queues.all()] == ["mail"]
     assert "bad: queue &#39;mail&#39; has unfinished tasks" in await told(client, "queue.forget", queue="mail")
+    refused = await client.delete("/api/v1/queues/mail")
+    assert refused.status_code == 409, "not 503: that says that the database is away, and to try again"
+    assert "unfinished tasks" in refused.json()["message"]
