@@ -45,7 +45,7 @@ from taskmesh.store.finish import Outcome
 from taskmesh.store.publication import Publication
 from taskmesh.store.publish import publish_in_session
 from taskmesh.store.renew import extend
-from taskmesh.store.server_errors import is_over_deadline, is_passing, is_transaction_gone
+from taskmesh.store.server_errors import is_over_deadline, is_passing, is_transaction_gone, patiently
 
 _DEFAULT_LIMIT_S = 60.0
 _LEASE_BEYOND_LIMIT_S = 5.0
@@ -310,7 +310,8 @@ class Transactions:
     async def _lifetime_limit_s(self) -> float:
         if self._limit_s is None:
             try:
-                reply = await self._store.driver.admin({"getParameter": 1, "transactionLifetimeLimitSeconds": 1})
+                asked = {"getParameter": 1, "transactionLifetimeLimitSeconds": 1}
+                reply = await patiently(lambda: self._store.driver.admin(asked))
                 self._limit_s = float(reply["transactionLifetimeLimitSeconds"])
             except OperationFailure:  # not everybody may ask, and a sharded cluster has no answer
                 self._limit_s = _DEFAULT_LIMIT_S

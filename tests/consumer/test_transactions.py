@@ -546,3 +546,21 @@ async def test_a_passing_fault_at_the_record_of_a_block_undoes_it_and_counts_as_
     assert await orders_in(client, database) == [1]
     task = await mesh.get("order", "k")
     assert task.status is Status.SUCCESS
+
+
+async def test_a_connection_that_is_cut_before_the_first_block_begins_costs_nothing(
+    mesh: TaskMesh, mongo_uri: str
+) -> None:
+    runs: list[int] = []
+
+    @mesh.task(option=ONCE)
+    async def order() -> None:
+        runs.append(current_task().attempt)
+        cut_off = failing_commands(mongo_uri, ["getParameter"], times=1, closeConnection=True)
+        async with cut_off as have_failed, current_task().transaction():
+            await have_failed()
+            current_task().set_result("done")
+
+    async with working(mesh):
+        assert await (await order.publish("k")).result(60) == "done"
+    assert runs == [1]
