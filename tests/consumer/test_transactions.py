@@ -559,8 +559,7 @@ async def test_a_connection_that_is_cut_before_the_first_block_begins_costs_noth
         cut_off = failing_commands(mongo_uri, ["getParameter"], times=1, closeConnection=True)
         async with cut_off as have_failed, current_task().transaction():
             await have_failed()
-            current_task().set_result("done")
 
     async with working(mesh):
-        assert await (await order.publish("k")).result(60) == "done"
+        await (await order.publish("k")).result(60)
     assert runs == [1]
