@@ -11,7 +11,7 @@ from taskmesh.admin.filters import TaskFilter
 from taskmesh.admin.store import limit_usage, listing, newest_ended, task_counts
 from taskmesh.client.connection import Connection
 from taskmesh.model.durations import duration
-from taskmesh.model.errors import InvalidOption, TaskMeshError, TaskNotFound
+from taskmesh.model.errors import InvalidOption, QueueNotEmpty, TaskMeshError, TaskNotFound
 from taskmesh.model.ids import checked_group, checked_remark
 from taskmesh.model.queue import (
     PAUSES_ITSELF,
@@ -250,14 +250,14 @@ class Queues:
 
         Refused while there are unfinished tasks in it: what holds them back must not vanish unseen. What runs meanwhile is not
         disturbed, and a setting that somebody makes at the same moment stays. Code that declares the queue brings it back.
-        Raises `TaskNotFound` if nothing is set, `TaskMeshError` if there are tasks.
+        Raises `TaskNotFound` if nothing is set, `QueueNotEmpty` if there are tasks.
         `by`: who, for the audit; by default the user of this process, and its host.
         """
         who = audit.author(by)
         if checked_queue(queue) not in await registry.queues(self._store):
             raise TaskNotFound(f"nothing is set for a queue {queue!r}: `taskmesh queues` lists them")
         if queue in await queues_in_use(self._store):
-            raise TaskMeshError(
+            raise QueueNotEmpty(
                 f"queue {queue!r} has unfinished tasks: resume it, or take its limits away; it can be forgotten when it is empty"
             )
         await limits.forget(self._store, queue)

@@ -77,9 +77,10 @@ class Registry:
     def places_differ(self) -> bool:
         """Whether it may matter in which queue and group a task stands, as far as was known at the last reading."""
         return any(worker.live and worker.queues is not None for worker in self._workers) or any(
-            queue.get("paused") or queue.get("paused_groups") or QueueLimits.from_document(limits).ever_start_nothing
+            queue.get("paused")
+            or queue.get("paused_groups")
+            or QueueLimits.from_document(queue.get("limits") or {}).ever_start_nothing
             for queue in self._queues.values()
-            for limits in [queue.get("limits") or {}]
         )
 
     def _unregistered(self, name: str) -> list[str]:

@@ -168,10 +168,6 @@ class Returns:
                 yield form
         yield from of_another_type
         if not (tried or of_another_type):
-            if isinstance(refusal, _Changed):
-                raise UnstorableValue(
-                    f"{self._label} would not come back as it is by {self._said}: {refusal}"
-                ) from None
             why = _misfits(refusal) if isinstance(refusal, ValidationError) else f"{type(refusal).__name__}: {refusal}"
             raise UnstorableValue(f"{self._label} would not come back as {self._said}: {why:.500}") from None
 
@@ -186,9 +182,7 @@ class Returns:
         if said.misread:
             said.adapter.validate_python(as_it_comes_back(form), strict=False)
             if not is_same(again, valid):
-                raise _Changed(
-                    f"what is stored of a {type(valid).__name__} would be read as another: return plain values"
-                )
+                raise ValueError(f"a {type(valid).__name__} would be read as another one: return plain values")
         return not said.several or isinstance(valid, type(again)) or is_same(again, valid)
 
     # --- the annotation, which is read at first use: by then the names in it exist ---
@@ -212,10 +206,6 @@ class Returns:
     @property
     def _said(self) -> str:
         return f"the annotation -> {inspect.formatannotation(self._annotation)}"
-
-
-class _Changed(ValueError):
-    """Says that a value would be read as another one."""
 
 
 class Annotation(NamedTuple):

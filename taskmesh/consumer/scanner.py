@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
@@ -277,7 +277,7 @@ class Scanner:
             self._heads_refused.clear()
         if full:
             self._candidates.unread = True
-            if not brought and not self._candidates.ready_count(time.monotonic()) and not self._any_known(found):
+            if not brought and not self._candidates.ready_count(time.monotonic()) and not self._mostly_known(found):
                 self._candidates.know_to(None)  # whoever stands before what comes now, may not be had
                 self._candidates.unread = False  # what stands behind is read on with the next pass, not at once
                 self._heads_refused.update(_place_of(*each) for each in full)
@@ -349,15 +349,15 @@ class Scanner:
                 if self._place(row):
                     self._left_to_me.add(lane)
         self._candidates.unread |= bool(full and self._left_to_me)
-        if free > 0 and not brought and not self._again_soon and not self._any_known(rows):
+        if free > 0 and not brought and not self._again_soon and not self._mostly_known(rows):
             for what, sort in full:  # nothing of all that may be had: it stands in front of what may
                 brought += await self._read_behind_refused(what, sort, at_once=True)
         return brought
 
-    def _any_known(self, rows: Iterable[Claimable]) -> bool:
-        """Whether some of what was found brings nothing only because it is about to be claimed here, or is just being claimed."""
+    def _mostly_known(self, rows: Sequence[Claimable]) -> bool:
+        """Whether what was found brings nothing because most of it is about to be claimed here, or is just being claimed."""
         now = time.monotonic()
-        return any(self._candidates.knows(row.id, now) for row in rows)
+        return 2 * sum(self._candidates.knows(row.id, now) for row in rows) > len(rows)
 
     def _place(self, row: Claimable) -> int:
         return self._partitions.place(row.id, row.queue, row.needs)

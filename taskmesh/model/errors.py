@@ -5,6 +5,7 @@
     ├── TaskTooLarge, TooManySignals                              ... nor can so much of it
     ├── UnstorableValue                                           ... nor can what a function returned
     ├── TaskNotFound, TaskRunning, TaskFinished                   the task is not there, is busy, or is done
+    ├── QueueNotEmpty                                             the queue has unfinished tasks
     ├── StepMismatch                                              a record was made by another step
     ├── CannotDecrypt                                             a value is encrypted with a key that is not here
     ├── PayloadMissing                                            a value that is stored apart is not there
@@ -60,6 +61,10 @@ class TaskNotFound(TaskMeshError):
 
 class TaskRunning(TaskMeshError):
     """The task is running, and what was asked for must not disturb a running task."""
+
+
+class QueueNotEmpty(TaskMeshError):
+    """A queue whose settings were to be removed while there are unfinished tasks in it."""
 
 
 class TaskFinished(TaskMeshError):

@@ -17,6 +17,7 @@ from bson.timestamp import Timestamp
 
 from taskmesh.model.task import Task
 from taskmesh.store import rules
+from taskmesh.store.by_id import in_parts
 from taskmesh.store.driver import CODEC, Document
 from taskmesh.store.event_stamp import stamp
 from taskmesh.store.numbers import NUMBERS_PER_MS, number_at
@@ -24,7 +25,6 @@ from taskmesh.store.prepared import prepared
 from taskmesh.store.publication import Publication, new_document
 from taskmesh.store.store import Store
 
-_ASKED_TOGETHER = 1_000
 INSERTED: Document = {
     "status": "INIT",
     "queue": {"$exists": False},
@@ -82,9 +82,8 @@ async def inserted(store: Store, limit: int) -> list[str]:
 async def read(store: Store, ids: Sequence[str]) -> list[Inserted]:
     """Return those of these tasks that nobody has accepted yet."""
     found: list[Document] = []
-    for start in range(0, len(ids), _ASKED_TOGETHER):  # together they may be more than fit into one query
-        query = {"$and": [{"_id": {"$in": list(ids[start : start + _ASKED_TOGETHER])}}, INSERTED]}
-        found += await store.find(query, {}, codec=CODEC)
+    for part in in_parts(ids):
+        found += await store.find({"$and": [{"_id": {"$in": part}}, INSERTED]}, {}, codec=CODEC)
     return [
         Inserted(
             task["_id"],

@@ -1,15 +1,24 @@
-"""Updates of many documents at once, in which each has values of its own."""
+"""Many documents by their `_id`: how many in one command, and updates in which each has values of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from math import isqrt
 from typing import Any
 
 from taskmesh.store.rules import Expression
 
+MOST_IDS = 1_000
+"""In one command: however long they are, they fit."""
 _AT_ONCE = 32
 """So many are looked through from the first to the last."""
+
+
+def in_parts(ids: Collection[str]) -> Iterator[list[str]]:
+    """Yield all of them in lists of at most `MOST_IDS`."""
+    every = list(ids)
+    for start in range(0, len(every), MOST_IDS):
+        yield every[start : start + MOST_IDS]
 
 
 def own_value(ids: Sequence[str], values: Sequence[Any]) -> Expression:

@@ -7,17 +7,17 @@ keep in mind that it was with their parent: if that is retried, and wants them a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from taskmesh.store import rules
+from taskmesh.store.by_id import MOST_IDS, in_parts
 from taskmesh.store.driver import Document, restored
 from taskmesh.store.finish import cancel_pipeline
 from taskmesh.store.prepared import prepared
 from taskmesh.store.store import Store
 
 CANCELLED_WITH_PARENT = "task_state.cancelled_with_parent"
-_SET = 1_000
 _UNFINISHED = ["INIT", "RUNNING"]
 _DEADLINE_MS = 2_000
 
@@ -26,7 +26,7 @@ async def parents_of(store: Store, ids: Sequence[str], session: Any) -> dict[str
     """Return which of these tasks are there, and whose child each is; inside a transaction."""
     fields = {"parent": "$task_state.parent", "forgotten": rules.is_forgotten(store.now)}
     cursor = store.driver.collection(store.tasks).find(
-        {"_id": {"$in": list(ids)}}, fields, session=session, batch_size=_SET
+        {"_id": {"$in": list(ids)}}, fields, session=session, batch_size=MOST_IDS
     )
     found = await cursor.to_list(None)
     return {task["_id"]: task.get("parent") for task in found if not task["forgotten"]}
@@ -46,8 +46,8 @@ async def ends(store: Store, ids: Sequence[str]) -> dict[str, Document]:
         "with_parent": {"$eq": [f"${CANCELLED_WITH_PARENT}", True]},
     }
     found: dict[str, Document] = {}
-    for part in _parts(ids):
-        rows = await store.find({"_id": {"$in": list(part)}}, fields, majority=True)
+    for part in in_parts(ids):
+        rows = await store.find({"_id": {"$in": part}}, fields, majority=True)
         found |= {row["_id"]: restored(row) for row in rows}
     return found
 
@@ -62,19 +62,19 @@ async def unfinished(store: Store, ids: Sequence[str], parent_id: str, linking: 
     fields: Document = {"named": {"$in": [{"$literal": parent_id}, {"$ifNull": [rules.DEPENDENTS, []]}]}}
     while True:
         pending = {row["_id"]: row["named"] for row in await store.find(mine, fields, majority=True)}
-        for part in _parts([id_ for id_, named in pending.items() if named and id_ not in wanted]):
+        for part in in_parts([id_ for id_, named in pending.items() if named and id_ not in wanted]):
             rest = {"$setDifference": [rules.DEPENDENTS, [{"$literal": parent_id}]]}
             # Those that wait for it, without its parent, which may wait for it later.
             unlinking: list[Document] = [
                 {"$set": {"task_state.dependents": rest}},
                 *prepared(rules.derivation, store.now),
             ]
-            await store.update({"_id": {"$in": list(part)}, **mine}, unlinking, _DEADLINE_MS)
+            await store.update({"_id": {"$in": part}, **mine}, unlinking, _DEADLINE_MS)
         unnamed = [id_ for id_, named in pending.items() if not named and id_ in wanted]
         if not unnamed:
             return len(wanted & pending.keys())
-        for part in _parts(unnamed):
-            await store.update({"_id": {"$in": list(part)}, **mine}, linking, _DEADLINE_MS)
+        for part in in_parts(unnamed):
+            await store.update({"_id": {"$in": part}, **mine}, linking, _DEADLINE_MS)
 
 
 async def cancel(store: Store, parents: Sequence[str]) -> list[str]:
@@ -87,11 +87,6 @@ async def cancel(store: Store, parents: Sequence[str]) -> list[str]:
     ids = [row["_id"] for row in await store.find(query, {"_id": 1})]
     # By what they were cancelled, and that they are.
     pipeline = [{"$set": {CANCELLED_WITH_PARENT: True}}, *cancel_pipeline(store.now)]
-    for part in _parts(ids):
-        await store.update({"_id": {"$in": list(part)}, **query}, pipeline, _DEADLINE_MS)
+    for part in in_parts(ids):
+        await store.update({"_id": {"$in": part}, **query}, pipeline, _DEADLINE_MS)
     return ids
-
-
-def _parts(ids: Sequence[str]) -> Iterator[Sequence[str]]:
-    for start in range(0, len(ids), _SET):
-        yield ids[start : start + _SET]

@@ -18,6 +18,7 @@ from pymongo.errors import OperationFailure
 
 from taskmesh.model.errors import TaskNotFound
 from taskmesh.store import children, dependencies, repeated, rules
+from taskmesh.store.by_id import in_parts
 from taskmesh.store.driver import CODEC, Document
 from taskmesh.store.event_stamp import stamp
 from taskmesh.store.finish import begun_anew, cancel_pipeline, first_params_if, fresh_state
@@ -25,8 +26,6 @@ from taskmesh.store.malformed import STRANGE
 from taskmesh.store.prepared import prepared
 from taskmesh.store.server_errors import is_over_deadline, is_passing, patiently
 from taskmesh.store.store import Store
-
-_SET = 1_000
 
 
 async def cancel(store: Store, id_: str) -> Document | None:
@@ -141,9 +140,8 @@ def retry_pipeline(now: rules.Expression, *, fresh: bool = False) -> list[Docume
 async def restore_children(store: Store, ids: Sequence[str], parent: str) -> None:
     """Retry those of these children that were cancelled with this parent, which goes on by now. Safe to repeat."""
     cancelled = {"task_state.parent": parent, children.CANCELLED_WITH_PARENT: True, "status": "CANCELLED"}
-    for start in range(0, len(ids), _SET):
-        part = {"_id": {"$in": list(ids[start : start + _SET])}}
-        await store.update({**part, **cancelled}, retry_pipeline(store.now))
+    for part in in_parts(ids):
+        await store.update({"_id": {"$in": part}, **cancelled}, retry_pipeline(store.now))
     await dependencies.tell(store, ids)
     [standing] = await store.find({"_id": parent}, {"status": 1}) or [{"status": "DELETED"}]
     if standing["status"] not in ("INIT", "RUNNING"):  # cancelled again meanwhile, when these were not there to be

@@ -26,7 +26,7 @@ from pymongo.errors import OperationFailure, PyMongoError
 from taskmesh.model.dependency import After, label
 from taskmesh.model.errors import TaskNotFound
 from taskmesh.store import children, find, rules, sequences
-from taskmesh.store.by_id import own_value
+from taskmesh.store.by_id import MOST_IDS, in_parts, own_value
 from taskmesh.store.driver import Document
 from taskmesh.store.event_stamp import stamp
 from taskmesh.store.malformed import WELL_FORMED
@@ -40,7 +40,6 @@ MARKS_FOUND_AFTER_MS = 1_000
 """So old is a mark when somebody else asks than who made it."""
 _ASKED_BY_ANOTHER_MS = 2_000
 """For how long a sweep leaves a mark to another sweep that has just begun with it."""
-_SET = 1_000
 _ASKED_AT_ONCE = 3
 """So many sets; while the server works on one, others wait for their majority."""
 _MOST_NAMED = 10_000
@@ -102,8 +101,8 @@ async def there(store: Store, ids: Collection[str], session: Any = None) -> set[
     tasks = store.driver.collection(store.tasks)
     kept = {"$expr": {"$not": [rules.is_forgotten(store.now)]}}
     found: set[str] = set()
-    for part in _parts(list(ids)):
-        cursor = tasks.find({"_id": {"$in": part}, **kept}, {"_id": 1}, batch_size=_SET, session=session)
+    for part in in_parts(ids):
+        cursor = tasks.find({"_id": {"$in": part}, **kept}, {"_id": 1}, batch_size=MOST_IDS, session=session)
         found |= {document["_id"] for document in await cursor.to_list(None)}
     return found
 
@@ -113,8 +112,8 @@ async def afters(store: Store, ids: Collection[str]) -> dict[str, After]:
     tasks = store.driver.collection(store.tasks)
     told = {"task_state.after": {"$exists": True}, "$expr": {"$not": [rules.is_forgotten(store.now)]}}
     found: dict[str, After] = {}
-    for part in _parts(list(ids)):
-        cursor = tasks.find({"_id": {"$in": part}, **told}, {"task_state.after": 1}, batch_size=_SET)
+    for part in in_parts(ids):
+        cursor = tasks.find({"_id": {"$in": part}, **told}, {"task_state.after": 1}, batch_size=MOST_IDS)
         found |= {task["_id"]: After.of(task["task_state"]["after"]) for task in await cursor.to_list(None)}
     return found
 
@@ -128,7 +127,7 @@ async def tell(store: Store, ids: Collection[str]) -> None:
         todo = list(ids)
         while todo:
             concerned: set[str] = set()
-            for part in _parts(todo):
+            for part in in_parts(todo):
                 concerned |= await _answer(store, await _marked(store, part))
             todo = sorted(concerned)
     except PyMongoError as error:
@@ -145,7 +144,7 @@ async def sweep(store: Store, after_ms: int = MARKS_FOUND_AFTER_MS, known: Colle
         "$expr": {"$lte": [rules.ASK_TIME, {"$subtract": [store.now, after_ms]}]},
         **WELL_FORMED,
     }
-    cursor = store.driver.collection(store.tasks).find(due, {"_id": 1}, limit=_SET, batch_size=_SET)
+    cursor = store.driver.collection(store.tasks).find(due, {"_id": 1}, limit=MOST_IDS, batch_size=MOST_IDS)
     ids = [document["_id"] for document in await cursor.hint("taskmesh_ask").to_list(None)]
     ids = [id_ for id_ in ids if id_ not in known]
     if ids:
@@ -178,7 +177,7 @@ async def waited_for(store: Store, id_: str) -> list[Document]:
     found = await store.find({"_id": id_}, {"ids": "$task_state.after.ids"})
     ids: list[str] = (found[0].get("ids") or []) if found else []
     tasks: dict[str, Document] = {}
-    for part in _parts(ids):
+    for part in in_parts(ids):
         read = find.get(store, part, params=False, majority=True, forgotten=True)
         tasks |= {task["_id"]: task for task in await read if task["status"] != "DELETED"}
     return [tasks.get(each, {"_id": each}) for each in ids]
@@ -230,7 +229,7 @@ async def _answer(store: Store, marked: Sequence[_Marked]) -> set[str]:
         concerned.update(await children.cancel(store, childless) if childless else ())
         asked = {id_ for task in some if task.finished for id_ in task.dependents}
         asked |= {task.id for task in some if task.policy is not None and not task.finished}
-        parts = list(_parts(sorted(asked)))
+        parts = list(in_parts(sorted(asked)))
         for start in range(0, len(parts), _ASKED_AT_ONCE):
             asking = (_ask(store, part, concerned) for part in parts[start : start + _ASKED_AT_ONCE])
             done += await asyncio.gather(*asking)
@@ -247,7 +246,7 @@ def _sets(marked: Sequence[_Marked]) -> Iterator[Sequence[_Marked]]:
     named = 0
     for task in marked:
         named += len(task.dependents) + len(task.after)
-        if some and (len(some) == _SET or named > _MOST_NAMED):
+        if some and (len(some) == MOST_IDS or named > _MOST_NAMED):
             yield some
             some, named = [], len(task.dependents) + len(task.after)
         some.append(task)
@@ -263,7 +262,7 @@ async def _link(store: Store, waiting: Sequence[_Marked]) -> bool:
     done = True
     for dependencies, dependents in by_dependencies.items():
         linked = True
-        for part in _parts(dependencies):
+        for part in in_parts(dependencies):
             linked &= await _update(store, part, {}, linking_pipeline(dependents, store.now))
         if linked:
             # From now on a question about it finds all that it waits for.
@@ -300,7 +299,7 @@ async def _fail_those_with_failures(store: Store, marked: Sequence[_Marked], con
     bad = [task for task in marked if task.finished and task.status != "SUCCESS"]
     # But for a child's parent, whose handler hears of it from `results`.
     told = {id_ for task in bad for id_ in task.dependents if id_ != task.parent}
-    for part in _parts(sorted(told - after_of.keys())):
+    for part in in_parts(sorted(told - after_of.keys())):
         waiting = {"_id": {"$in": part}, "status": "INIT"}
         rows = await store.find(waiting, {"after": "$task_state.after.ids"}, majority=True)
         after_of |= {row["_id"]: row.get("after", ()) for row in rows}
@@ -313,7 +312,7 @@ async def _fail_those_with_failures(store: Store, marked: Sequence[_Marked], con
 async def _ends(store: Store, ids: Collection[str]) -> dict[str, str]:
     """Return the statuses of those of these tasks that are there."""
     ends: dict[str, str] = {}
-    for part in _parts(list(ids)):
+    for part in in_parts(ids):
         found = await store.find({"_id": {"$in": part}}, {"status": 1}, majority=True)
         ends.update((document["_id"], document["status"]) for document in found)
     return ends
@@ -345,7 +344,7 @@ async def _fail(
             {"$set": {"task_state.dependency_failure": failure, "event": stamp("dependency_failed", now)}},
             *prepared(rules.derivation, now),
         ]
-        for part in _parts(dependents):
+        for part in in_parts(dependents):
             done &= await _update(store, part, {"task_state.waits_for": "fail", "status": "INIT"}, pipeline)
     return done, [dependent for dependents in by_cause.values() for dependent in dependents]
 
@@ -359,13 +358,13 @@ async def _restore_dependents(store: Store, marked: Sequence[_Marked], concerned
     done = True
     for task in marked:
         if not task.finished and task.dependents:
-            for part in _parts(task.dependents):
+            for part in in_parts(task.dependents):
                 done &= await _restore(store, part, failed | {"task_state.dependency_failure.id": task.id})
             concerned.update(task.dependents)
     succeeded = [task for task in marked if task.status == "SUCCESS"]
     because = {"task_state.dependency_failure.id": {"$in": [task.id for task in succeeded]}}
     # Looked for first, since hardly ever there is one. A child's parent does not fail because of it.
-    for part in _parts(sorted({id_ for task in succeeded for id_ in task.dependents if id_ != task.parent})):
+    for part in in_parts(sorted({id_ for task in succeeded for id_ in task.dependents if id_ != task.parent})):
         found = await store.find({"_id": {"$in": part}, **failed, **because}, {"_id": 1}, majority=True)
         ids = [row["_id"] for row in found]
         done &= await _restore(store, ids, failed | because)
@@ -584,8 +583,3 @@ async def _update_part(store: Store, ids: Sequence[str], query: Document, pipeli
             raise
         return False
     return True
-
-
-def _parts(ids: Sequence[str]) -> Iterator[Sequence[str]]:
-    for start in range(0, len(ids), _SET):
-        yield ids[start : start + _SET]

@@ -19,6 +19,7 @@ from pymongo.read_concern import ReadConcern
 
 from taskmesh.model.worker import Claimant
 from taskmesh.store import rules
+from taskmesh.store.by_id import in_parts
 from taskmesh.store.driver import PLAIN_CODEC, Document, restored
 from taskmesh.store.malformed import WELL_FORMED, Strange, past_strangers
 from taskmesh.store.numbers import number_at
@@ -32,7 +33,6 @@ KEY_FIELDS = dict.fromkeys(
 )
 _DUE_AT_MOST = 200
 _VALUES_MS = 300
-_ASKED_TOGETHER = 1_000
 
 
 async def get(
@@ -62,10 +62,8 @@ async def get(
 async def places(store: Store, ids: Sequence[str]) -> dict[str, tuple[str, str | None]]:
     """Return queue and group of those of these tasks that stand in a queue; of no stranger's document."""
     found: list[Document] = []
-    for start in range(0, len(ids), _ASKED_TOGETHER):  # together they may be more than fit into one query
-        found += await store.find(
-            {"_id": {"$in": list(ids[start : start + _ASKED_TOGETHER])}}, {"queue": 1, "group": 1}
-        )
+    for part in in_parts(ids):
+        found += await store.find({"_id": {"$in": part}}, {"queue": 1, "group": 1})
     return {
         task["_id"]: (task["queue"], task.get("group"))
         for task in found

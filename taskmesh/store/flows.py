@@ -16,6 +16,7 @@ from typing import Any
 from pymongo.errors import OperationFailure
 
 from taskmesh.store import control, dependencies, finish, rules
+from taskmesh.store.by_id import MOST_IDS, in_parts
 from taskmesh.store.driver import Document
 from taskmesh.store.event_stamp import stamp
 from taskmesh.store.prepared import prepared
@@ -27,7 +28,6 @@ from taskmesh.store.store import Store
 MAX_BYTES = 12_000_000
 """Of the members' `_id`s together: the flow's document names them all."""
 FOUND_AFTER_MS = 1_000
-_SET = 1_000
 _KEPT_EMPTY_MS = 3_600_000
 _KEPT_OPEN_MS = 24 * 3_600_000
 
@@ -73,8 +73,8 @@ async def forgotten(store: Store, flow: Document) -> bool:
 
 
 async def _any_left(store: Store, ids: Sequence[str]) -> bool:
-    for start in range(0, len(ids), _SET):
-        if await members(store, ids[start : start + _SET]):
+    for part in in_parts(ids):
+        if await members(store, part):
             return True
     return False
 
@@ -106,8 +106,8 @@ async def open_members(store: Store, key: str) -> None:
         *prepared(rules.derivation, now),
     ]
     members: list[str] = flow["members"]
-    for start in range(0, len(members), _SET):
-        await store.update({"_id": {"$in": members[start : start + _SET]}, "task_state.flow": key}, pipeline)
+    for part in in_parts(members):
+        await store.update({"_id": {"$in": part}, "task_state.flow": key}, pipeline)
     await dependencies.tell(store, members)
     opened = {"state": "opened", "state_time": now, "check_time": {"$add": [now, _KEPT_EMPTY_MS]}}
     # Not if somebody has added members since.
@@ -125,7 +125,7 @@ async def sweep(store: Store) -> int:
         "$expr": {"$lte": [{"$ifNull": ["$check_time", store.now]}, store.now]},
     }
     for flow in await _flows(store).find(due, {"members": 1, "state": 1}, limit=1).to_list(None):
-        left = await store.find({"_id": {"$in": flow["members"][:_SET]}}, {"_id": 1})
+        left = await store.find({"_id": {"$in": flow["members"][:MOST_IDS]}}, {"_id": 1})
         if not left and not await store.find({"_id": {"$in": flow["members"]}}, {"_id": 1}):
             await _flows(store).delete_one({"_id": flow["_id"], "state": flow["state"]})
         # Looked at again in an hour.
@@ -137,8 +137,7 @@ async def sweep(store: Store) -> int:
 async def members(store: Store, ids: Sequence[str]) -> list[Document]:
     """Return the status of these tasks now, and what each of them comes after."""
     found: list[Document] = []
-    for start in range(0, len(ids), _SET):
-        part = list(ids[start : start + _SET])
+    for part in in_parts(ids):
         fields = {
             "status": rules.status_on_reading(store.now),
             "after": "$task_state.after.ids",
@@ -153,8 +152,7 @@ async def cancel(store: Store, ids: Sequence[str]) -> None:
     """Cancel those of these tasks that are not finished."""
     now = store.now
     unfinished = rules.with_facts(now, {"$in": [rules.status(now), ["INIT", "RUNNING"]]})
-    for start in range(0, len(ids), _SET):
-        part = list(ids[start : start + _SET])
+    for part in in_parts(ids):
         query = {"_id": {"$in": part}, "$expr": unfinished}
         await patiently(partial(store.update, query, finish.cancel_pipeline(now)))  # again: those that are left
     await dependencies.tell(store, ids)
@@ -164,8 +162,7 @@ async def retry(store: Store, ids: Sequence[str]) -> None:
     """Begin those of these tasks anew that are finished."""
     now = store.now
     running = rules.with_facts(now, {"$in": [rules.status(now), ["INIT", "RUNNING", "SUCCESS"]]})
-    for start in range(0, len(ids), _SET):
-        part = list(ids[start : start + _SET])
+    for part in in_parts(ids):
         query = {"_id": {"$in": part}, "$expr": {"$not": [running]}}
         await patiently(partial(store.update, query, control.retry_pipeline(now)))
     await dependencies.tell(store, ids)

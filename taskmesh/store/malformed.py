@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from pymongo.errors import OperationFailure
 
+from taskmesh.store.by_id import in_parts
 from taskmesh.store.driver import Document
 from taskmesh.store.server_errors import is_over_deadline, is_passing
 from taskmesh.store.store import Store
@@ -60,7 +61,10 @@ async def _name(store: Store, query: Document, error: Exception) -> None:
 
 async def strangers(store: Store, ids: Sequence[str]) -> list[Document]:
     """Return those of these documents that are not well-formed."""
-    return await store.find({"_id": {"$in": list(ids)}, **STRANGE}, {})
+    found: list[Document] = []
+    for part in in_parts(ids):
+        found += await store.find({"_id": {"$in": part}, **STRANGE}, {})
+    return found
 
 
 def _number(least: float, most: float, *, optional: bool = False) -> Document:

@@ -29,10 +29,10 @@ logger = logging.getLogger("taskmesh.web")
 
 MAX_BODY_BYTES = 20_000_000
 _STATUS: dict[type[BaseException], int] = {
-    errors.TaskMeshError: 409,  # what has no class of its own is refused as things stand: a queue that is not empty, for one
     errors.TaskNotFound: 404,
     errors.TaskRunning: 409,
     errors.TaskFinished: 409,
+    errors.QueueNotEmpty: 409,
     errors.TaskTooLarge: 413,
     errors.TooManySignals: 413,
     errors.UnstorableValue: 422,

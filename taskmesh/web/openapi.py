@@ -83,7 +83,7 @@ _PROBLEMS = {
     "401": "The token is missing or wrong.",
     "403": "Read-only, or a request from another origin.",
     "404": "Not found.",
-    "409": "Not as things stand: the task is running or is finished, the queue has unfinished tasks.",
+    "409": "The task is running, or is finished; the queue has unfinished tasks.",
     "413": "Too large.",
     "415": "The body is not JSON.",
     "422": "The request is not valid.",

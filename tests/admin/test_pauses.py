@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 import pytest
 
-from taskmesh import TaskMesh, TaskMeshError, TaskNotFound
+from taskmesh import QueueNotEmpty, TaskMesh, TaskNotFound
 from taskmesh.store import Store, limits
 from tests.waiting import eventually
 from tests.working import parts_of, working
@@ -140,7 +140,7 @@ async def test_a_queue_that_was_a_slip_is_forgotten(mesh: TaskMesh) -> None:
 async def test_a_queue_with_tasks_in_it_is_not_forgotten(mesh: TaskMesh) -> None:
     await mesh.publish("work", "k", queue="mail")
     await mesh.pause("mail", reason="deploy")
-    with pytest.raises(TaskMeshError, match="queue 'mail' has unfinished tasks"):
+    with pytest.raises(QueueNotEmpty, match="queue 'mail' has unfinished tasks"):
         await mesh.queues.forget("mail")
     (queue,) = await mesh.queues.all()
     assert (queue.paused, queue.paused_reason) == (True, "deploy")

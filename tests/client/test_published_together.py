@@ -191,6 +191,22 @@ async def test_a_set_that_the_server_gives_up_is_sent_again_however_long_all_ids
     assert (await mesh.stats()).counts["job"]["INIT"] == 82_001
 
 
+async def test_what_the_server_refuses_is_told_as_that_however_long_all_ids_are_together(
+    mesh: TaskMesh, mongo_uri: str
+) -> None:
+    """It is looked for a spoilt document among them; a query by all of them would be refused in its turn."""
+
+    @mesh.task
+    async def job() -> None: ...
+
+    await job.publish("first")
+    params: dict[str, dict[str, Any]] = {f"{n:0200}": {} for n in range(82_000)}
+    async with failing_commands(mongo_uri, ["insert"], errorCode=13):
+        with pytest.raises(OperationFailure) as refused:
+            await job.publish_many(params)
+    assert refused.value.code == 13
+
+
 async def test_thousands_that_took_longer_than_the_deadline_survive_their_first_error_all_the_same(
     mesh: TaskMesh, mongo_uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -119,8 +119,11 @@ def ears_of_a_fork(number: int) -> dict[str, bool]:
 
 
 def _sleep(begun: Any) -> None:
-    begun.set()
-    time.sleep(120)
+    try:
+        begun.set()
+        time.sleep(120)
+    except KeyboardInterrupt:
+        os._exit(0)  # at once: what Python does at its end may wait for locks that other threads held at the fork
 
 
 class Adder:

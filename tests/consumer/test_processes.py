@@ -381,17 +381,27 @@ async def test_a_child_takes_no_signals_and_has_none_blocked(mesh: TaskMesh, tmp
         assert await handle.result(60) == "saw it"
 
 
-async def test_what_a_handler_forks_hears_signals(mesh: TaskMesh) -> None:
+@pytest.fixture
+def in_the_foreground() -> Iterator[None]:
+    """Where SIGINT is ignored, as in all that a shell has started in the background, what this process starts ignores it, too."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("in_the_foreground")
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 0)])
+async def test_what_a_handler_forks_hears_signals(mesh: TaskMesh, number: int, exit_code: int) -> None:
     end_a_fork = define(mesh, handlers.end_a_fork)
     async with working(mesh):
-        assert await (await end_a_fork.publish("k", signal.SIGTERM)).result(60) == -signal.SIGTERM
+        assert await (await end_a_fork.publish("k", number)).result(60) == exit_code
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_what_a_handler_forks_has_other_ears_than_the_child_and_none_of_them_shut(
     mesh: TaskMesh, number: int
 ) -> None:
-    """Also where SIGINT is ignored, as in all that a shell has started in the background: then its fork ignores it, too."""
+    """However this process was started."""
     ears = define(mesh, handlers.ears_of_a_fork)
     async with working(mesh):
         assert await (await ears.publish("k", number)).result(60) == {"as the child": False, "blocked": False}
