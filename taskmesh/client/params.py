@@ -6,6 +6,7 @@ always change together.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -104,6 +105,12 @@ class Params:
                         self._marked[name] = mark if isinstance(mark, FromDependency) else FromDependency()
         return self._marked
 
+    @functools.cached_property
+    def _names_taken(self) -> frozenset[str] | None:
+        """The names of all that the handler takes; None if it takes others, too. Read at first use, as the model is."""
+        named, others = self._taken()
+        return frozenset(each.name for each in named) if others is None else None
+
     def is_optional(self, name: str) -> bool:
         """Whether the handler can be called without it."""
         parameter = self._signature.parameters.get(name)
@@ -152,7 +159,7 @@ class Params:
     def _check_left_out(self, left_out: frozenset[str], params: Mapping[str, Any]) -> None:
         """Raise `InvalidParams` for a param that is passed all the same, or that the handler does not have."""
         check_not_given(self._name, params, left_out)
-        if not self._open_ended and (unknown := sorted(left_out.difference(self._signature.parameters))):
+        if self._names_taken is not None and (unknown := sorted(left_out - self._names_taken)):
             raise InvalidParams(
                 f"task {self._name!r} takes {self._signature}: after names {', '.join(unknown)}, which is no parameter of it"
             )

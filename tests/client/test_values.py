@@ -282,6 +282,8 @@ async def test_params_of_an_unpacked_dict_are_checked_and_reach_the_handler_by_i
     ):
         with pytest.raises(InvalidParams, match=text):
             await mesh.publish("search", "misfit", {"site": "a", **misfit})
+    with pytest.raises(InvalidParams, match="after names sight, which is no parameter of it"):
+        await search.configure(after={"sight": handle}).publish("misfit", site="a", since=date(2026, 3, 1))
     await mesh.consumer().run(until_idle=True)
     assert sorted(seen, key=lambda given: given["site"]) == [
         {"site": "a", **some},
