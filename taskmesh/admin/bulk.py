@@ -155,7 +155,7 @@ class Bulk:
             )
         which = which.model_copy(update={"status": which.status or FINISHED})
         if not dry_run and (settled := await settle(self._store, WRITE_DEADLINE_MS)):
-            logger.info("settled %d tasks that time alone had finished", settled)
+            logger.info("finished %d tasks whose expiry or last lease had passed", settled)
         options: BulkOptions = {"dry_run": dry_run, "progress": progress, "by": by, "undo_ms": 0}
         return await self._act("delete", which, called="purge", **options)
 

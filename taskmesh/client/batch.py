@@ -46,7 +46,7 @@ class BatchDefinition(TaskDefinition[[T], R], Generic[T, R]):
     ) -> None:
         if run == "process":
             raise InvalidOption(
-                f"task {name!r}: batch does not go with run='process': use a thread, or leave batch out"
+                f"task {name!r}: batch cannot be combined with run='process': use a thread, or leave batch out"
             )
         super().__init__(publisher, fn, name, configuration, run, errors=errors)
         self.batch = _checked("batch", batch, 1, _MOST)

@@ -151,7 +151,7 @@ class Feed:
             except OperationFailure as error:
                 if is_history_lost(error):
                     logger.warning(
-                        "change stream lost its place (code %s, %.200s): opening afresh, and scanning",
+                        "change stream lost its place (code %s, %.200s): opening a new one, and scanning",
                         error.code,
                         error,
                     )
@@ -171,7 +171,7 @@ class Feed:
                 self._tell_fault(error, faults)
                 faults += 1
             except Exception:
-                logger.exception("the change stream met an error that is not the database's: opening it again")
+                logger.exception("unexpected error in the change stream: opening it again")
                 faults += 1
             await asyncio.sleep(pause)
             pause = min(pause * 2, _LONGEST_PAUSE_S)

@@ -271,7 +271,9 @@ class Connection:
         try:
             await apart.remove(self.store, ids)
         except PyMongoError as error:
-            logger.debug("what was stored apart is left to a sweep (%s)", type(error).__name__)
+            logger.debug(
+                "values stored apart could not be deleted now (%s): a sweep deletes them later", type(error).__name__
+            )
 
     async def queues_changed(self) -> None:
         """Let our own consumers know before the caller goes on, and publications; the others hear of it by their streams."""

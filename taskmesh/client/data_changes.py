@@ -102,7 +102,7 @@ class DataChanges:
             try:
                 await self._read_one_stream()
             except Overtaken:
-                logger.info("the changes of %s were read by another, too: going on behind it", self._source)
+                logger.info("another process reads the changes of %s, too: continuing from where it is", self._source)
             except PyMongoError as error:
                 await self._see_to(error)
             if time.monotonic() - began > _LONGEST_PAUSE_S:
@@ -149,7 +149,9 @@ class DataChanges:
         try:
             size = checked_size(name, params)
         except (TaskTooLarge, InvalidParams) as error:
-            logger.warning("a change of %s is told without its document, as it fits into no task: %s", key, error)
+            logger.warning(
+                "a change of %s is passed on without its document, which is too large for a task: %s", key, error
+            )
             params = {self._param: data_changes.told(event, cut=True)}
             size = checked_size(name, params)
         publisher = self._definition.publisher

@@ -60,8 +60,9 @@ class TaskDefinition(Generic[P, R]):
         if self.run not in ("async", "thread", "process"):
             raise InvalidOption(f"run must be 'async', 'thread' or 'process', got {run!r}")
         if (self.run == "async") != is_async(fn):
-            kind = "an async function" if is_async(fn) else "a plain function"
-            raise InvalidOption(f"task {name!r}: run={self.run!r} does not go with {kind}")
+            plain = "a plain function", "'thread' or 'process'"
+            kind, fitting = ("an async function", "'async'") if is_async(fn) else plain
+            raise InvalidOption(f"task {name!r}: run={self.run!r} cannot run {kind}: leave run out, or use {fitting}")
         self.params = Params(name, fn)
         self.returns = Returns(f"the result of task {name!r}", fn)
         self.errors = errors

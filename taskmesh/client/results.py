@@ -158,7 +158,7 @@ class Results:
                 logger.warning("could not read finished tasks (%s): trying again", type(error).__name__)
                 await self._look_again_soon()
             except Exception:
-                logger.exception("could not read finished tasks, for a reason that is not the database's: trying again")
+                logger.exception("unexpected error while reading finished tasks: trying again")
                 await self._look_again_soon()
             if self._waiters:
                 idle_since = time.monotonic()

@@ -147,7 +147,7 @@ class BackupClaims:
             rows = await look_up(self._store, self._me, sorted({*others, *overdue}))
         except PyMongoError as error:
             left = len(others) + len(overdue)
-            logger.debug("no look at %d tasks (%s): the scan will find them", left, type(error).__name__)
+            logger.debug("could not look at %d tasks (%s): the scan will find them", left, type(error).__name__)
             return
         later = []
         # From the end of the line, since the worker whose they are takes from its head.

@@ -51,6 +51,6 @@ class Broadcasts:
         changed = [each for each in waiting if not set(each.named) <= {*live, *each.done}]
         for each in changed:
             gone = ", ".join(sorted(set(each.named) - {*live, *each.done}))
-            logger.info("task %s no longer waits for %s: gone", each.id, gone)
+            logger.info("task %s no longer waits for worker %s, which is gone", each.id, gone)
             await broadcasts.keep(self._store, each.id, live)
         return len(changed)

@@ -184,7 +184,7 @@ class Claimer:
         self.reserved -= size
         self._in_flight.discard(claiming)
         if not claiming.cancelled() and (error := claiming.exception()) is not None:
-            logger.error("a claim failed for a reason that is not the database's", exc_info=error)
+            logger.error("unexpected error in a claim", exc_info=error)
         self._candidates.ready.set()
 
     async def _claim_limited(self, queue: str, candidates: list[Candidate], narrowed_by: Mapping[str, Any]) -> bool:
@@ -336,7 +336,7 @@ class Claimer:
     ) -> set[str]:
         """After an error, find out what the claim had won, and begin that."""
         if passing:
-            logger.warning("a claim of %d tasks was not answered: asking what it won", len(ids))
+            logger.warning("no reply to a claim of %d tasks: asking which of them it won", len(ids))
         documents, _ = await self._confirmed(ids, running_id, sent)
         self._begin(documents, running_id, sent, time.monotonic() - sent)
         if passing:

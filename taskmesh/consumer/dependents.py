@@ -69,7 +69,7 @@ class Dependents:
                 if len(ids) > _MANY:
                     await asyncio.sleep(_COLLECT_S)  # a question costs the same for few and for many
         except Exception:
-            logger.exception("telling dependents met an error of our own: the sweep will do it again")
+            logger.exception("unexpected error while telling dependents: the sweep will do it again")
         finally:
             self._asking = set()
             self._telling = None

@@ -380,7 +380,7 @@ class Executor:
         try:
             self._hand_over(execution, ending)
         except Exception as error:
-            logger.exception("the end of task %s met an error that is not its handler's", execution.id)
+            logger.exception("unexpected error, not the handler's, at the end of task %s", execution.id)
             if not execution.recorded_or_lost:
                 self._record(execution, failure(execution, failed_by(error)))
 
@@ -486,7 +486,7 @@ class Executor:
             then()
             return
         logger.warning(
-            "the handler of task %s goes on, though its execution is over: its slot stays taken",
+            "the handler of task %s is still running after its execution has ended: its slot stays occupied",
             execution.id,
             extra=fields_of(execution),
         )

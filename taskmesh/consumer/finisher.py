@@ -120,7 +120,7 @@ class Finisher:
         self._in_flight.discard(sending)
         self._beside.discard(sending)
         if not sending.cancelled() and (error := sending.exception()) is not None:
-            logger.error("recording outcomes failed for a reason that is not the database's", exc_info=error)
+            logger.error("unexpected error while recording outcomes", exc_info=error)
         self._send()
 
     async def _record(self, batch: Sequence[Item], *, beside: bool = False) -> None:
@@ -192,7 +192,7 @@ class Finisher:
     def _tell_outage(self, error: Exception) -> None:
         if not self._told_outage:
             logger.warning(
-                "recording outcomes failed (%s: %.200s): trying again until it works", type(error).__name__, error
+                "recording outcomes failed (%s: %.200s): retrying until it succeeds", type(error).__name__, error
             )
             self._told_outage = True
 

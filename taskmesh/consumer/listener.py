@@ -157,7 +157,7 @@ class Listener:
         """Listen from now on, or ask."""
         if self._subscription is not None:
             self.close()
-            logger.info("worker %s asks instead of listening: enough others listen", self._worker_id)
+            logger.info("worker %s polls instead of listening: enough other workers listen", self._worker_id)
         else:
             logger.info("worker %s listens again", self._worker_id)
             await until(self._subscribed().ready, _STREAM_IS_BACK_WITHIN_S)

@@ -142,7 +142,7 @@ class Pinger:
                     with self._round:
                         self.run_once(database)
                 except Exception:
-                    logger.exception("the pinger met an error that is not the database's: going on")
+                    logger.exception("unexpected error in the pinger: continuing")
                 self._wait(self._pause())
         finally:
             database.client.close()
@@ -154,7 +154,7 @@ class Pinger:
             try:
                 return self._store.driver.sync_database(socket_timeout_ms=_PATIENCE_MS)
             except Exception:
-                logger.exception("no client could be made for pings: trying again in %.2g s", pause)
+                logger.exception("could not create a client for pings: trying again in %.2g s", pause)
             self._wait(pause)
             pause = min(2 * pause, _LONGEST_CONNECT_PAUSE_S)
         return None
@@ -187,7 +187,7 @@ class Pinger:
         now = time.monotonic()
         held = self._held()
         if self._jumps.any_since():
-            logger.info("this machine's clock has jumped: asking the server about %d leases", len(held))
+            logger.info("this machine's clock has jumped: checking %d leases with the server", len(held))
             for execution in held:
                 if not execution.hushed:
                     execution.next_ping = now
@@ -332,7 +332,7 @@ class Pinger:
             self._blocked_told = False
             if self.stalled:
                 self.stalled = False
-                logger.warning("the event loop turns again: pings go on")
+                logger.warning("the event loop runs again: pings resume")
             return
         self._stats.stood_still(still_s)
         if not self._blocked_told:
@@ -341,7 +341,9 @@ class Pinger:
         if still_s > self._stall_limit_s and not self.stalled:
             self.stalled = True
             logger.error(
-                "the event loop has stood still for %.0f s: taken for dead, pings stop\n%s", still_s, _all_stacks()
+                "the event loop has been blocked for %.0f s: treating this worker as dead, pings stop\n%s",
+                still_s,
+                _all_stacks(),
             )
 
     def _culprit(self) -> str:

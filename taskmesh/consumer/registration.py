@@ -78,7 +78,7 @@ class Orders:
             try:
                 self._consumer.concurrency = order["concurrency"]
             except InvalidOption as error:  # of another release, or by hand
-                logger.warning("an order is not obeyed: %s", error)
+                logger.warning("command to this worker ignored: %s", error)
         if "paused" in order:
             if order["paused"]:
                 self._consumer.pause()
@@ -181,7 +181,7 @@ class Registration:
             self._told_outage = False
         except PyMongoError as error:
             if not self._told_outage:
-                logger.warning("no sign of life could be written (%s): trying again", type(error).__name__)
+                logger.warning("the heartbeat could not be written (%s): trying again", type(error).__name__)
                 self._told_outage = True
 
     def show_soon(self) -> None:
@@ -194,7 +194,7 @@ class Registration:
         try:
             await registry.heartbeat(self._store, self._worker_id, self._instance, self._description())
         except PyMongoError as error:
-            logger.warning("could not write that worker %s has stopped: %s", self._worker_id, type(error).__name__)
+            logger.warning("could not record that worker %s has stopped: %s", self._worker_id, type(error).__name__)
 
     async def _read_fleet(self) -> None:
         """Learn who lives, and who of them does the same work."""

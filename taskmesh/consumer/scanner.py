@@ -221,7 +221,7 @@ class Scanner:
             self._told_unsettled = False
         except PyMongoError as error:
             if not self._told_unsettled:
-                text = "what time alone has finished cannot be written down (%s: %.200s): trying again"
+                text = "tasks whose expiry or last lease has passed cannot be finished now (%s: %.200s): trying again"
                 logger.warning(text, type(error).__name__, error)
                 self._told_unsettled = True
 

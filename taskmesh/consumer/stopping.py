@@ -40,7 +40,7 @@ class Stopping:
         """Wait for the claims that are under way and for what runs, then cancel and release the rest."""
         answered_by = time.monotonic() + _RELEASE_DEADLINE_S
         if not await _in_time(self._claimer.drain(), lambda: answered_by):
-            logger.warning("claims were not answered: what they may have won is taken over when its leases are over")
+            logger.warning("some claims got no reply: tasks they may have won are taken over when their leases run out")
         for execution in list(self._executions.values()):
             if execution.loop is not None and execution.loop.is_singleton:  # it would not end: another worker goes on
                 execution.stop(Stop.WORKER_STOPS)
@@ -49,7 +49,7 @@ class Stopping:
         await self._wait_for_handlers()
         began = time.monotonic()
         if not await _in_time(self._all_recorded(), lambda: self._recordable_until(began)):
-            logger.error("the database is away: outcomes are given up unrecorded, and their tasks will run again")
+            logger.error("the database is unavailable: outcomes are lost, and their tasks will run again")
 
     def _stop_all(self) -> None:
         for execution in list(self._executions.values()):
@@ -84,7 +84,9 @@ class Stopping:
                 execution.cut_hook_short()
             else:
                 logger.error(
-                    "task %s ignores its cancellation: giving its task back", execution.id, extra=fields_of(execution)
+                    "the handler of task %s ignores its cancellation: giving the task back",
+                    execution.id,
+                    extra=fields_of(execution),
                 )
                 self._finisher.release(execution.id, execution.running_id)
 
@@ -127,4 +129,4 @@ async def unless_it_takes_too_long(ending: Awaitable[None], within_s: float = _R
     with anyio.CancelScope(shield=True):
         await asyncio.wait([task], timeout=within_s)
     if task.done() and not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("stopping met an error", exc_info=error)
+        logger.error("unexpected error while stopping", exc_info=error)

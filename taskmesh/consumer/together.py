@@ -109,7 +109,7 @@ class Together:
         try:
             await self._try(todo, beside=beside)
         except Exception as error:
-            logger.exception("recording %s outcomes with what they publish met an error of our own", len(todo))
+            logger.exception("unexpected error while recording %s outcomes with what they publish", len(todo))
             for waiting in todo:
                 waiting.end(error)
 

@@ -92,7 +92,7 @@ class ProcessSpan:
             try:
                 step()
             except Exception:
-                logger.exception("the span of an execution could not be ended as it should")
+                logger.exception("the span of an execution could not be ended")
 
     def _tell(self, ending: _Ended) -> None:
         self._span.set_attribute(_OUTCOME, ending.kind)

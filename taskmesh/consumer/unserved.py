@@ -48,4 +48,4 @@ class Unserved:
             if (queue, name) in self._told or able_workers(self._registration.fleet, name, queue):
                 continue
             self._told.add((queue, name))
-            logger.warning("no live worker runs tasks named %r from queue %r: they are left alone", name, queue)
+            logger.warning("no live worker runs tasks named %r from queue %r: they stay unclaimed", name, queue)

@@ -68,7 +68,7 @@ async def note(store: Store, action: str, by: str, **about: Any) -> None:
     try:
         await _insert(store, str(ObjectId()), said)
     except PyMongoError as error:
-        logger.warning("%s of %s by %s was not written down: %s", action, told, by, error)
+        logger.warning("the audit record of %s of %s by %s could not be written: %s", action, told, by, error)
 
 
 async def begin(store: Store, action: str, where: str, by: str, matched: int, undo_ms: int) -> str:

@@ -131,7 +131,9 @@ async def tell(store: Store, ids: Collection[str]) -> None:
                 concerned |= await _answer(store, await _marked(store, part))
             todo = sorted(concerned)
     except PyMongoError as error:
-        logger.info("dependents are told a little later (%s: %.200s)", type(error).__name__, error)
+        logger.info(
+            "dependents could not be told now (%s: %.200s): a sweep tells them shortly", type(error).__name__, error
+        )
 
 
 async def sweep(store: Store, after_ms: int = MARKS_FOUND_AFTER_MS, known: Collection[str] = ()) -> int:

@@ -56,7 +56,7 @@ async def _name(store: Store, query: Document, error: Exception) -> None:
     tasks = store.driver.collection(store.tasks)
     cursor = tasks.find({"$and": [query, STRANGE]}, {"_id": 1}, limit=_NAMED)
     ids = [document["_id"] for document in await cursor.to_list(_NAMED)]
-    logger.warning("passing over documents that are not taskmesh tasks: %s (%.200s)", ids, error)
+    logger.warning("skipping documents that are not taskmesh tasks: %s (%.200s)", ids, error)
 
 
 async def strangers(store: Store, ids: Sequence[str]) -> list[Document]:

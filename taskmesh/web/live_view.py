@@ -184,7 +184,7 @@ class Pulse:
                     parts.create_task(self._tell())
                     parts.create_task(self._look_again_and_again())
             except* Exception as group:  # noqa: BLE001 — whatever broke, the pulse has to go on
-                logger.warning("the live view broke (%s): beginning again", group.exceptions[0])
+                logger.warning("the live view broke (%s): starting again", group.exceptions[0])
             await asyncio.sleep(_LOOK_EVERY_S)
 
     async def _tell_silence(self) -> None:

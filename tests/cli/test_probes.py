@@ -127,7 +127,7 @@ def test_t3_a_child_whose_loop_stands_still_is_dumped_and_replaced(taskmesh: She
     supervisor.says("all 1 workers are ready")
     [before] = supervisor.children
     taskmesh.done("publish", "hang", "k", '{"ms": 600000}', "--app", "app:mesh", "--option", "max_timeouts=0")
-    supervisor.says("has stood still for")
+    supervisor.says("has not responded for")
     wait_until(lambda: not before.is_running(), DEADLINE_S)
     assert "in hang" in supervisor.err, "the dump shows where"
     taskmesh.until("FAIL", "hang", "k")

@@ -93,7 +93,7 @@ def test_a_worker_whose_loop_is_stuck_still_exits_at_the_second_signal(taskmesh:
     assert worker.process.poll() is None
     worker.signal(signal.SIGINT)
     assert worker.wait() == 1, "what ran was not given back"
-    assert "exiting without it" in worker.err
+    assert "exiting without waiting for it" in worker.err
 
 
 @pytest.mark.slow

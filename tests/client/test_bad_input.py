@@ -362,9 +362,11 @@ async def test_a_bad_definition_is_refused(mesh: TaskMesh) -> None:
     def plain() -> None: ...
     async def coroutine() -> None: ...
 
-    with pytest.raises(InvalidOption, match="run='async' does not go with a plain function"):
+    with pytest.raises(
+        InvalidOption, match="run='async' cannot run a plain function: leave run out, or use 'thread' or 'process'"
+    ):
         mesh.task(run="async")(plain)
-    with pytest.raises(InvalidOption, match="run='thread' does not go with an async function"):
+    with pytest.raises(InvalidOption, match="run='thread' cannot run an async function: leave run out, or use 'async'"):
         mesh.task(run="thread")(coroutine)
     with pytest.raises(InvalidOption, match="option must be a TaskOption"):
         mesh.task(option={"priority": 1})(coroutine)  # type: ignore[call-overload]  # that is the point

@@ -302,7 +302,7 @@ def test_what_no_batch_can_be_is_refused() -> None:
         ({"batch": True}, good, "batch must be"),
         ({"batch": "10"}, good, "batch must be"),
         ({"batch": 10, "batch_wait_ms": -1}, good, "batch_wait_ms must be a whole number from 0 to 60000, got -1"),
-        ({"batch": 10, "run": "process"}, plain, "batch does not go with run='process'"),
+        ({"batch": 10, "run": "process"}, plain, "batch cannot be combined with run='process'"),
         ({"batch": 10}, none, "takes one parameter, a list"),
         ({"batch": 10}, two, "takes one parameter, a list"),
         ({"batch": 10}, number, "takes a list, like items"),

@@ -334,12 +334,12 @@ async def test_t45_tasks_of_unknown_names_are_left_alone_and_that_is_said_once(
         assert not any(explanation.claimable for explanation in by_worker.values())
         (gate,) = [gate for gate in by_worker["old"].gates if not gate.open]
         assert gate.reason == "does not run tasks named 'only.new-code.has-it' from queue 'default'"
-        await eventually(lambda: "they are left alone" in caplog.text)
+        await eventually(lambda: "they stay unclaimed" in caplog.text)
         assert not await unfinished_left(mesh.store, "old", ["known"], None)
     assert [await handle.task() for handle in handles] == before
-    told = [record.getMessage() for record in caplog.records if "they are left alone" in record.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "they stay unclaimed" in record.getMessage()]
     assert set(told) == {
-        "no live worker runs tasks named 'only.new-code.has-it' from queue 'default': they are left alone"
+        "no live worker runs tasks named 'only.new-code.has-it' from queue 'default': they stay unclaimed"
     }
     assert len(told) <= 2, "once by each of the two workers"
 

@@ -219,7 +219,7 @@ async def test_t3_a_loop_that_stands_still_past_the_limit_loses_its_tasks_and_sh
     for task in tasks:
         assert [(entry.worker_id, entry.state) for entry in task.task_state.worker_states] == [("second", "SUCCESS")]
         assert task.task_state.losses[0].worker_id == "first"
-    (verdict,) = [record for record in caplog.records if "taken for dead" in record.message]
+    (verdict,) = [record for record in caplog.records if "treating this worker as dead" in record.message]
     assert verdict.levelno == logging.ERROR
     assert "--- MainThread" in verdict.message
     assert "in block_one" in verdict.message

@@ -99,7 +99,7 @@ async def test_of_a_cancelled_task_nothing_is_left_but_its_slot_until_it_ends(
     async with working(mesh, concurrency=1) as consumer:
         await eventually(stubborn.begun.is_set)
         await getattr(mesh, verb)("job", "k")
-        await eventually(lambda: "goes on, though its execution is over" in caplog.text)
+        await eventually(lambda: "is still running after its execution has ended" in caplog.text)
         assert (stubborn.cancelled, consumer.running) == (1, ["k"])
         if verb == "delete":
             await job.publish("k2")

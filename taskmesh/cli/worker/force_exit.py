@@ -91,7 +91,7 @@ class ForcedExit:
                     if self._signals > 1:
                         self._at = min(self._at, time.monotonic() + STUCK_DEADLINE_S)
                     heard(number)
-        logger.warning("something still runs after the stop: exiting without it")
+        logger.warning("something is still running after the stop: exiting without waiting for it")
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(self._status())

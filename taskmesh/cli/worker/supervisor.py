@@ -258,7 +258,7 @@ class Supervisor:
             for child in self._children:
                 silent_s = time.monotonic() - child.heard_at
                 if child.alive and child.ready.is_set() and silent_s > self._hang_timeout_s:
-                    logger.error("worker %s has stood still for %.0f s: replacing it", child.name, silent_s)
+                    logger.error("worker %s has not responded for %.0f s: replacing it", child.name, silent_s)
                     child.send(signal.SIGUSR1)
                     await asyncio.sleep(_DUMP_S)
                     child.send(signal.SIGKILL)
