@@ -152,8 +152,10 @@ class Inserts:
         try:
             return await self._driver.command(command)
         except OperationFailure as error:
-            if error.details is not None and error.details.keys() & {"writeErrors", "writeConcernError"}:
-                return error.details
+            reply = error.details
+            # A command that was refused as a whole may name a majority, too, for which it has not waited.
+            if reply is not None and reply.get("ok") and reply.keys() & {"writeErrors", "writeConcernError"}:
+                return reply
             raise
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pymongo import AsyncMongoClient, MongoClient
+from pymongo.errors import ExecutionTimeout
 
 import taskmesh.client.publisher
 import taskmesh.store.publish
@@ -160,6 +162,29 @@ async def test_t36_a_publish_gives_up_at_its_deadline_while_somebodys_transactio
         await session.abort_transaction()
 
     assert (await job.publish("k", n=3)).created
+
+
+async def test_a_publish_that_is_given_up_names_the_transaction_whatever_the_server_says_besides(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @mesh.task
+    async def job() -> None: ...
+
+    await job.publish("first")
+    command = mesh.store.driver.command
+
+    async def too_late(what: Mapping[str, Any], session: Any = None) -> dict[str, Any]:
+        """Answer as a busy server has done, once in some hundred such cases; no failpoint answers so."""
+        if "insert" not in what:
+            return await command(what, session)
+        said: dict[str, Any] = {"code": 50, "codeName": "MaxTimeMSExpired", "errmsg": "operation exceeded time limit"}
+        raise ExecutionTimeout(said["errmsg"], 50, {**said, "ok": 0.0, "writeConcernError": said})
+
+    monkeypatch.setattr(mesh.store.driver, "command", too_late)
+    monkeypatch.setattr(taskmesh.client.publisher, "PUBLISH_DEADLINE_S", 0.1)
+    monkeypatch.setattr(taskmesh.client.publisher, "_AFTER_AN_ERROR_S", 0.1)
+    with pytest.raises(TaskMeshError, match="'k' waits for somebody's open transaction"):
+        await job.publish("k")
 
 
 async def _waits(mesh: TaskMesh) -> bool:
