@@ -12,8 +12,7 @@ from starlette.responses import RedirectResponse, Response
 
 from taskmesh.admin.bulk import BulkResult, UndoResult
 from taskmesh.model.errors import TaskMeshError
-from taskmesh.operations.requests import Published
-from taskmesh.operations.table import OPERATIONS, BadRequest
+from taskmesh.operations.table import OPERATIONS, BadRequest, Published
 from taskmesh.web import api
 from taskmesh.web.connection import mesh_of
 from taskmesh.web.param_fields import params_from

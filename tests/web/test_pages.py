@@ -384,7 +384,7 @@ async def test_a_stranger_among_the_ticked_ones_keeps_no_other_from_what_is_done
     ticked = {"action": "cancel", "task": ["work:a", "no name of ours:x", "work:b"], "back": "/tasks"}
     await client.post("/do-selected", data=ticked)
     told = (await client.get("/tasks")).text
-    assert "cancel: 2 of 3 tasks; name: " in told
+    assert "cancel: 2 of 3 tasks; a task&#39;s name must be" in told
     assert [(await mesh.get("work", key)).status for key in ("a", "b")] == [Status.CANCELLED] * 2
 
 
