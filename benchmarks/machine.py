@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 from pymongo import MongoClient
 
-from taskmesh.embedded import Mongod
 from taskmesh.model import distribution
+from tests.mongod import Mongod
 
 CACHE_GB = 4.0
 

@@ -13,9 +13,9 @@ from blockbuster import BlockBuster
 from pymongo import MongoClient
 
 from taskmesh import TaskMesh
-from taskmesh.embedded import Mongod
 from tests.cli.shell import Shell, shell_in
 from tests.databases import Databases
+from tests.mongod import Mongod
 from tests.mongods import ThreeNodes, quick_directory, small_mongod, three_nodes
 from tests.processes.fleet import Fleet
 from tests.turns import booting, turn

@@ -12,8 +12,9 @@ from tempfile import TemporaryDirectory
 
 from pymongo.errors import PyMongoError
 
-from taskmesh.embedded import Mongod, replica
+from taskmesh.embedded import replica
 from tests.leftovers import IN_MEMORY, ends_with_us
+from tests.mongod import Mongod
 from tests.processes.wrong_clock import clock_off
 from tests.waiting import wait_until
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from pymongo import MongoClient
 
 from benchmarks.machine import server
-from taskmesh.embedded.mongod import free_port
+from tests.mongod import free_port
 
 
 class NotInstalled(Exception):

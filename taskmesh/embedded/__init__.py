@@ -2,15 +2,13 @@
 
 shared.py    attach: one server for all processes of a directory, which ends with the last of them
 watchdog.py  the process that owns that server
-mongod.py    one mongod as a child process (tests build replica sets of it)
+mongod.py    which mongod, and its command line
 replica.py   forming a replica set, waiting for a primary
-binary.py    which mongod
 """
 
 from __future__ import annotations
 
-from taskmesh.embedded.binary import find_mongod
-from taskmesh.embedded.mongod import Mongod
+from taskmesh.embedded.mongod import find_mongod
 from taskmesh.embedded.shared import EmbeddedServer, attach, running_in
 
-__all__ = ["EmbeddedServer", "Mongod", "attach", "find_mongod", "running_in"]
+__all__ = ["EmbeddedServer", "attach", "find_mongod", "running_in"]

@@ -59,16 +59,11 @@ def dbpath_of(address: str) -> str | None:
 
 def is_primary(address: str) -> bool:
     """Tell whether the server at `address` is a primary that accepts writes now."""
-    return bool(_hello(address).get("isWritablePrimary"))
+    return bool(hello(address).get("isWritablePrimary"))
 
 
-def serves_reads(address: str) -> bool:
-    """Tell whether the server at `address` is a primary or a secondary with a complete copy of the data."""
-    hello = _hello(address)
-    return bool(hello.get("isWritablePrimary") or hello.get("secondary"))
-
-
-def _hello(address: str) -> dict[str, Any]:
+def hello(address: str) -> dict[str, Any]:
+    """Return what the server at `address` says about itself; nothing if it does not answer."""
     try:
         with direct_client(address, timeout_ms=500) as client:
             return client.admin.command("hello")

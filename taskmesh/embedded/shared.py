@@ -25,8 +25,7 @@ from typing import Self
 from pymongo.errors import PyMongoError
 
 from taskmesh.embedded import replica, watchdog
-from taskmesh.embedded.binary import find_mongod
-from taskmesh.embedded.mongod import HOST, last_log_line, mongod_command
+from taskmesh.embedded.mongod import HOST, find_mongod, last_log_line, mongod_command
 from taskmesh.model.errors import EmbeddedUnavailable
 
 DIRECTORY = Path(".taskmesh")

@@ -12,9 +12,9 @@ from pathlib import Path
 from playwright.async_api import BrowserContext, ConsoleMessage, Page, Request
 
 from taskmesh import TaskMesh
-from taskmesh.embedded.mongod import free_port
 from tests.browser.shop import DOORS, define
 from tests.cli.shell import Shell, Started
+from tests.mongod import free_port
 from tests.web.serving import serve
 
 ROOT = Path(__file__).parents[2]

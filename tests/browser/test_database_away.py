@@ -10,9 +10,9 @@ import pytest
 from playwright.async_api import Browser, expect
 
 from taskmesh import TaskMesh
-from taskmesh.embedded import Mongod
 from tests.browser.site import opened
 from tests.cli.shell import Shell, shell_in
+from tests.mongod import Mongod
 from tests.web.serving import serve
 
 pytestmark = pytest.mark.browser

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from pymongo.errors import PyMongoError
 
-from taskmesh.embedded import Mongod, replica
+from taskmesh.embedded import replica
 from tests.chaos.proxy import ProxyProcess
+from tests.mongod import Mongod
 from tests.mongods import QUICK_ELECTIONS, small_mongod
 from tests.waiting import wait_until
 

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 from pymongo import MongoClient
 
-from taskmesh.embedded import Mongod
 from tests.chaos.life import EXPECTED_FAILS, EXPECTED_RUNS, Life, live
 from tests.chaos.proxy import Proxy
 from tests.chaos.verbs import CommandsOfVerbs, verbs, watched
+from tests.mongod import Mongod
 from tests.mongods import quick_directory, small_mongod
 
 pytestmark = (

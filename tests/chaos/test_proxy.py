@@ -10,8 +10,8 @@ import pytest
 from pymongo import MongoClient
 from pymongo.errors import AutoReconnect, ConnectionFailure, NetworkTimeout
 
-from taskmesh.embedded import Mongod
 from tests.chaos.proxy import Proxy
+from tests.mongod import Mongod
 from tests.waiting import wait_until
 
 Client = MongoClient[dict[str, Any]]

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from taskmesh import InvalidName, InvalidOption, NotAReplicaSet, TaskFilter, TaskMesh, TaskMeshError
-from taskmesh.embedded import Mongod
 from taskmesh.model.task import Status
 from tests.cli.shell import Shell
+from tests.mongod import Mongod
 
 
 async def refusal(mesh: TaskMesh, kind: type[TaskMeshError] = TaskMeshError) -> str:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from taskmesh.embedded import Mongod
 from tests.cli.shell import DEADLINE_S, Shell, Started
+from tests.mongod import Mongod
 from tests.waiting import wait_until
 
 

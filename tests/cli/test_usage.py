@@ -11,9 +11,9 @@ import typer
 
 from taskmesh.cli.app import app
 from taskmesh.cli.connected import patient_for
-from taskmesh.embedded import Mongod
 from taskmesh.model import distribution
 from tests.cli.shell import Shell
+from tests.mongod import Mongod
 
 
 def test_the_place_can_be_given_after_the_command_before_it_and_by_environment(taskmesh: Shell) -> None:

@@ -14,8 +14,9 @@ import typer
 from pymongo import MongoClient
 
 from taskmesh.cli.app import app
-from taskmesh.embedded import Mongod, attach, running_in
+from taskmesh.embedded import attach, running_in
 from tests.cli.shell import Ended, Shell, shell_in
+from tests.mongod import Mongod
 
 EMPTY: list[list[str]] = [
     ["ls"],

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 import pytest
 
 from taskmesh import Status, TaskMesh
-from taskmesh.embedded import Mongod, replica
+from taskmesh.embedded import replica
+from tests.mongod import Mongod
 from tests.mongods import ThreeNodes
 from tests.waiting import eventually
 from tests.working import working

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from taskmesh import TaskMesh, TaskOption, current_task
-from taskmesh.embedded import Mongod
+from tests.mongod import Mongod
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow  # waits for deadlines to run out

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from taskmesh import Snooze, Status, TaskMesh, TaskOption, current_task
-from taskmesh.embedded import Mongod
 from taskmesh.store.claim import claim, claim_one
 from tests.chaos.proxy import Proxy
 from tests.consumer.test_locked_documents import locked
 from tests.faults import failing_commands
+from tests.mongod import Mongod
 from tests.waiting import eventually
 from tests.working import finished, parts_of, working
 

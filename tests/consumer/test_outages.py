@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 
 from taskmesh import Status, TaskMesh, TaskOption, current_task
-from taskmesh.embedded import Mongod
+from tests.mongod import Mongod
 from tests.waiting import eventually
 from tests.working import finished, working
 

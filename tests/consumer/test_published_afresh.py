@@ -7,7 +7,7 @@ import asyncio
 from pymongo import MongoClient
 
 from taskmesh import TaskMesh, TaskNotFound, TaskOption
-from taskmesh.embedded import Mongod
+from tests.mongod import Mongod
 from tests.waiting import eventually
 from tests.working import working
 

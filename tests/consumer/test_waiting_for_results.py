@@ -11,7 +11,7 @@ from pymongo import MongoClient
 import taskmesh.client.results
 from taskmesh import TaskMesh, TaskNotFound, TaskOption, current_task
 from taskmesh.client.handle import TaskHandle
-from taskmesh.embedded import Mongod
+from tests.mongod import Mongod
 from tests.waiting import eventually
 from tests.working import finished, working
 

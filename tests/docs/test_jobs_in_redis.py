@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from taskmesh import TaskMesh
-from taskmesh.embedded.mongod import free_port
 from tests.docs.examples import ROOT, examples_in
+from tests.mongod import free_port
 
 PEERS = ("arq==0.28.0", "rq==3.0.0")
 EXAMPLES = {example.about: example for example in examples_in("docs/migrating.md")}

@@ -14,9 +14,10 @@ import psutil
 import pytest
 from pymongo import MongoClient, WriteConcern
 
-from taskmesh.embedded import Mongod, attach
+from taskmesh.embedded import attach
 from taskmesh.embedded.watchdog import GATE, STATE, open_lock, release, try_lock
 from tests.embedded.users import mongods_in, servers_in, users, watchdog_in
+from tests.mongod import Mongod
 from tests.mongods import small_mongod
 from tests.waiting import wait_until
 
@@ -102,7 +103,7 @@ def test_a_forked_child_keeps_the_server_that_its_parent_attached_to(place: Path
     script = """
 import json, os, sys
 from pathlib import Path
-from taskmesh.embedded import Mongod, attach
+from taskmesh.embedded import attach
 server = attach(Path(sys.argv[1]))
 child = os.fork()
 if child == 0:

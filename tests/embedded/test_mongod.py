@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from pymongo import MongoClient
 
-from taskmesh.embedded import Mongod
 from taskmesh.model.errors import EmbeddedUnavailable
+from tests.mongod import Mongod
 from tests.mongods import ThreeNodes, small_mongod
 from tests.waiting import wait_until
 

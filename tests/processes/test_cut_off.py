@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 import pytest
 
 from taskmesh import TaskMesh
-from taskmesh.embedded import Mongod
 from tests.chaos.proxy import Proxy
+from tests.mongod import Mongod
 from tests.processes.fleet import Fleet
 from tests.processes.handlers import Handlers
 from tests.waiting import eventually

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from taskmesh import TaskMesh
-from taskmesh.embedded import Mongod
+from tests.mongod import Mongod
 from tests.waiting import eventually
 from tests.working import working
 

@@ -12,8 +12,8 @@ import pytest
 from pymongo import AsyncMongoClient, MongoClient
 
 from taskmesh import IncompatibleCollection, NotAReplicaSet, TaskMesh, TaskMeshError
-from taskmesh.embedded import Mongod
 from taskmesh.store.schema import INDEXES
+from tests.mongod import Mongod
 from tests.waiting import eventually
 from tests.working import working
 

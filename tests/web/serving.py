@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import httpx
 
-from taskmesh.embedded.mongod import free_port
 from tests.cli.shell import Shell, Started
+from tests.mongod import free_port
 from tests.waiting import wait_until
 
 READY_WITHIN_S = 60.0

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from taskmesh import TaskMesh
-from taskmesh.embedded import Mongod
+from tests.mongod import Mongod
 from tests.waiting import eventually
 from tests.web.conftest import browser
 
