@@ -5,17 +5,14 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from datetime import datetime
 
-from pydantic import BaseModel, ConfigDict
-
 from taskmesh.client.connection import Connection
 from taskmesh.model.ids import checked_count
-from taskmesh.store import Store, audit
+from taskmesh.model.read_only import ReadOnly
+from taskmesh.store import audit
 
 
-class NotedAction(BaseModel):
+class NotedAction(ReadOnly):
     """Who did what to one task, queue, worker or schedule."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     action: str
     """Like `task.retry` or `queue.set_limit`."""
@@ -31,17 +28,13 @@ class Audit:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    @property
-    def _store(self) -> Store:
-        return self._connection.store
-
     async def actions(self, limit: int = 50) -> list[NotedAction]:
         """Return what was done to single tasks, queues, workers and schedules within the last month, the newest first.
 
         Each verb writes it down when it is done, whoever called it: Python, the command line, the dashboard, the REST API.
         Publishing is not listed, nor what handlers and workers do by themselves; of a schedule's declaration only one with `by`.
         """
-        found = await audit.noted(self._store, checked_count("limit", limit))
+        found = await audit.noted(self._connection.store, checked_count("limit", limit))
         return [NotedAction.model_validate(document) for document in found]
 
     def acting_as(self, by: str) -> AbstractContextManager[None]:

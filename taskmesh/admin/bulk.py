@@ -10,8 +10,6 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import TypedDict, Unpack
 
-from pydantic import BaseModel, ConfigDict
-
 from taskmesh.admin.filters import TaskFilter
 from taskmesh.admin.listing import filter_of
 from taskmesh.admin.store import bulk, listing, undo
@@ -19,8 +17,9 @@ from taskmesh.client.connection import Connection
 from taskmesh.model.errors import InvalidOption
 from taskmesh.model.ids import checked_count, checked_text
 from taskmesh.model.queue import checked_queue
+from taskmesh.model.read_only import ReadOnly
 from taskmesh.model.task import Status
-from taskmesh.store import Store, audit
+from taskmesh.store import audit
 from taskmesh.store.settle import settle
 from taskmesh.store.store import WRITE_DEADLINE_MS
 
@@ -32,10 +31,8 @@ FINISHED = tuple(status for status in Status if status.finished)
 UNFINISHED = tuple(status for status in Status if not status.finished)
 
 
-class BulkResult(BaseModel):
+class BulkResult(ReadOnly):
     """What a bulk action did, or would do."""
-
-    model_config = ConfigDict(frozen=True)
 
     action: str
     where: str
@@ -49,10 +46,8 @@ class BulkResult(BaseModel):
     """What `undo` takes; None: it cannot be undone."""
 
 
-class BulkAction(BaseModel):
+class BulkAction(ReadOnly):
     """Who did what to many tasks, and whether that can be undone still."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     id: str
     action: str
@@ -67,10 +62,8 @@ class BulkAction(BaseModel):
     undone_time: datetime | None = None
 
 
-class UndoResult(BaseModel):
+class UndoResult(ReadOnly):
     """What an undo did."""
-
-    model_config = ConfigDict(frozen=True)
 
     id: str
     action: str
@@ -97,10 +90,6 @@ class Bulk:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-
-    @property
-    def _store(self) -> Store:
-        return self._connection.store
 
     async def retry(self, where: str | TaskFilter, **options: Unpack[BulkOptions]) -> BulkResult:
         """Make every task that fits INIT again (waiting ones due at once); running ones are left alone.
@@ -154,14 +143,14 @@ class Bulk:
                 f"only finished tasks can be purged, got {', '.join(unfinished)}: a bulk delete takes all"
             )
         which = which.model_copy(update={"status": which.status or FINISHED})
-        if not dry_run and (settled := await settle(self._store, WRITE_DEADLINE_MS)):
+        if not dry_run and (settled := await settle(self._connection.store, WRITE_DEADLINE_MS)):
             logger.info("finished %d tasks whose expiry or last lease had passed", settled)
         options: BulkOptions = {"dry_run": dry_run, "progress": progress, "by": by, "undo_ms": 0}
         return await self._act("delete", which, called="purge", **options)
 
     async def actions(self, limit: int = 20) -> list[BulkAction]:
         """Return what was done to many tasks at once within the last month, the newest first."""
-        found = await undo.actions(self._store, checked_count("limit", limit))
+        found = await undo.actions(self._connection.store, checked_count("limit", limit))
         return [BulkAction.model_validate({**document, "id": document["_id"]}) for document in found]
 
     async def undo(self, action_id: str, *, by: str | None = None) -> UndoResult:
@@ -172,7 +161,7 @@ class Bulk:
         this process, and its host.
         """
         who = audit.author(by)
-        found = await undo.action(self._store, checked_text("action_id", action_id))
+        found = await undo.action(self._connection.store, checked_text("action_id", action_id))
         if found is None:
             raise InvalidOption(f"there is no bulk action {action_id!r}: `taskmesh undo` lists them")
         if found.get("undone_time") is not None:
@@ -184,9 +173,9 @@ class Bulk:
                 f"the {found['action']} of {found['where']!r} cannot be undone any more: its copies were kept until "
                 f"{found.get('undo_until', 'its end')}"
             )
-        restored, left = await undo.put_back(self._store, action_id, found["action"])
-        await undo.forget(self._store, action_id)
-        await audit.note(self._store, "bulk.undo", who, id=action_id)
+        restored, left = await undo.put_back(self._connection.store, action_id, found["action"])
+        await undo.forget(self._connection.store, action_id)
+        await audit.note(self._connection.store, "bulk.undo", who, id=action_id)
         logger.info("undone: %s of %s: %d tasks put back, %d left", found["action"], found["where"], restored, left)
         return UndoResult(id=action_id, action=found["action"], restored=restored, left=left)
 
@@ -203,17 +192,17 @@ class Bulk:
     ) -> BulkResult:
         name, where, who = called or action, str(which), audit.author(by)
         checked_count("undo_ms", undo_ms, least=0, most=audit.KEPT_MS)
-        matched = await listing.count(self._store, which) or 0
+        matched = await listing.count(self._connection.store, which) or 0
         if dry_run:
             return BulkResult(action=name, where=where, matched=matched, done=0, dry_run=True)
-        id_ = await audit.begin(self._store, name, where, who, matched, undo_ms)
+        id_ = await audit.begin(self._connection.store, name, where, who, matched, undo_ms)
         undo_id = id_ if undo_ms else None
         done = 0
-        async for batch in listing.ids(self._store, which):
-            done += await bulk.act(self._store, action, which, batch, undo_id=undo_id, undo_ms=undo_ms)
+        async for batch in listing.ids(self._connection.store, which):
+            done += await bulk.act(self._connection.store, action, which, batch, undo_id=undo_id, undo_ms=undo_ms)
             if progress is not None:
                 progress(done)
-        await audit.end(self._store, id_, done)
+        await audit.end(self._connection.store, id_, done)
         logger.info("%s of %s: %d of %d tasks", name, which, done, matched)
         return BulkResult(action=name, where=where, matched=matched, done=done, dry_run=False, id=undo_id)
 

@@ -8,10 +8,9 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
 from taskmesh.admin.filters import TaskFilter
 from taskmesh.admin.store import error_groups
+from taskmesh.model.read_only import ReadOnly
 from taskmesh.model.task import Status
 from taskmesh.store import Store
 
@@ -30,10 +29,8 @@ _TELLING_CHARS = 8
 _UNFINISHED = (Status.INIT, Status.RUNNING)
 
 
-class ErrorGroup(BaseModel):
+class ErrorGroup(ReadOnly):
     """Failures of one kind."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     """Of the tasks."""
@@ -56,10 +53,8 @@ class ErrorGroup(BaseModel):
     take."""
 
 
-class ErrorReport(BaseModel):
+class ErrorReport(ReadOnly):
     """What fails, the most frequent first."""
-
-    model_config = ConfigDict(frozen=True)
 
     groups: list[ErrorGroup]
     looked_at: int

@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
 from taskmesh.admin.queues import read_queue
 from taskmesh.admin.store.gates import Judgement, judge
 from taskmesh.admin.store.server_state import waits_for_its_own_line
 from taskmesh.client.tasks import no_such_task
 from taskmesh.model.dependency import label
 from taskmesh.model.queue import QueueInfo
+from taskmesh.model.read_only import ReadOnly
 from taskmesh.model.task import SuspendedFor, why_no_task
 from taskmesh.model.worker import Claimant, WorkerInfo, read_workers
 from taskmesh.store import Store, registry
@@ -29,10 +28,8 @@ WORKER_KNOWS = "worker runs such tasks"
 """The gate that says whether a worker has the handler, and takes from the queue."""
 
 
-class Gate(BaseModel):
+class Gate(ReadOnly):
     """One condition of the claim rule."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     open: bool
@@ -41,10 +38,8 @@ class Gate(BaseModel):
     """When the gate opens by itself, if it is shut now and ever does."""
 
 
-class Explanation(BaseModel):
+class Explanation(ReadOnly):
     """Whether a worker could claim a task, gate by gate."""
-
-    model_config = ConfigDict(frozen=True)
 
     worker_id: str
     claimable: bool
@@ -55,10 +50,8 @@ class Explanation(BaseModel):
     """That no such worker is registered: it may not have been started yet, and then only the task's own gates are told."""
 
 
-class Waiting(BaseModel):
+class Waiting(ReadOnly):
     """Tasks that wait, as one worker sees them: those of one name for which the same gates are shut."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     shut: list[str]

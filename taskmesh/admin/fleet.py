@@ -8,7 +8,7 @@ from taskmesh.client.connection import Connection
 from taskmesh.model.errors import TaskNotFound
 from taskmesh.model.ids import checked_worker_id
 from taskmesh.model.worker import WorkerInfo, checked_concurrency, checked_grace
-from taskmesh.store import Store, audit, registry
+from taskmesh.store import audit, registry
 
 
 class Fleet:
@@ -16,10 +16,6 @@ class Fleet:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-
-    @property
-    def _store(self) -> Store:
-        return self._connection.store
 
     async def workers(self) -> list[WorkerInfo]:
         """Return the live workers and those that went within the last hour."""
@@ -56,6 +52,6 @@ class Fleet:
 
     async def _order(self, action: str, by: str | None, worker_id: str, changes: dict[str, Any], **about: Any) -> None:
         who = audit.author(by)
-        if not await registry.order(self._store, checked_worker_id(worker_id), changes):
+        if not await registry.order(self._connection.store, checked_worker_id(worker_id), changes):
             raise TaskNotFound(f"no worker {worker_id!r} is registered: `taskmesh workers` lists those that are")
-        await audit.note(self._store, action, who, worker_id=worker_id, **about)
+        await audit.note(self._connection.store, action, who, worker_id=worker_id, **about)

@@ -12,7 +12,6 @@ from taskmesh.client.connection import Connection
 from taskmesh.client.tasks import no_such_task
 from taskmesh.model.ids import checked_count, checked_worker_id
 from taskmesh.model.task import Status, checked_name, task_id
-from taskmesh.store import Store
 from taskmesh.store.audit import author
 
 
@@ -23,21 +22,17 @@ class Inspection:
         self._connection = connection
         self._listing = listing
 
-    @property
-    def _store(self) -> Store:
-        return self._connection.store
-
     async def explain(self, name: str, key: str, worker_id: str | None = None) -> list[Explanation]:
         """Tell, for one worker or every live one, which gates of the claim rule are open or shut, why, and until when."""
         who = None if worker_id is None else checked_worker_id(worker_id)
         id_ = task_id(name, key)
         # What another language has inserted has no gates before somebody has accepted it.
         await self._connection.acceptance.accept([id_], author(None))
-        return await explain(self._store, id_, who)
+        return await explain(self._connection.store, id_, who)
 
     async def timeline(self, name: str, key: str) -> Timeline:
         """Return the task with its executions over time and what happened to it, in order. Raises `TaskNotFound`."""
-        found = await read_timeline(self._store, self._connection.payloads, task_id(name, key))
+        found = await read_timeline(self._connection.store, self._connection.payloads, task_id(name, key))
         if found is None:
             raise no_such_task(name, key)
         return found
@@ -49,15 +44,15 @@ class Inspection:
         """
         which = self._listing.find(filter_from(None, name, Status.INIT), limit=at_most, sort="oldest")
         ids = [task_id(task.name, task.key) async for task in which]
-        return await explain_waiting(self._store, ids, checked_worker_id(worker_id))
+        return await explain_waiting(self._connection.store, ids, checked_worker_id(worker_id))
 
     async def stats(self) -> Stats:
         """Return counts by name and status, the lag of the oldest claimable task, and the throughput of the fleet."""
-        return await read_stats(self._store)
+        return await read_stats(self._connection.store)
 
     async def doctor(self) -> list[Finding]:
         """Look for what is wrong with the server, the collection, the fleet and the tasks. Changes nothing."""
-        return await examine(self._store)
+        return await examine(self._connection.store)
 
     async def errors(self, name: str | None = None, *, at_most: int = 10_000, deadline_ms: int = 10_000) -> ErrorReport:
         """Return what fails and why: failures grouped by task name, type of error and place, the most frequent first.
@@ -66,4 +61,6 @@ class Inspection:
         report says whether these were all.
         """
         checked_count("at_most", at_most)
-        return await read_errors(self._store, None if name is None else checked_name(name), at_most, deadline_ms)
+        return await read_errors(
+            self._connection.store, None if name is None else checked_name(name), at_most, deadline_ms
+        )

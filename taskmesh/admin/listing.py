@@ -10,17 +10,15 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Self, get_args
 
-from pydantic import BaseModel, ConfigDict
-
 from taskmesh.admin.filters import TaskFilter
 from taskmesh.admin.store import listing
 from taskmesh.admin.store.index_choice import Order
 from taskmesh.client.connection import Connection
 from taskmesh.model.errors import IncompatibleCollection, InvalidOption
 from taskmesh.model.ids import checked_count, shown
+from taskmesh.model.read_only import ReadOnly
 from taskmesh.model.task import Progress, Standing, Status, Task, checked_name, task_id
 from taskmesh.model.times import in_utc
-from taskmesh.store import Store
 from taskmesh.store.payloads import first_line
 
 logger = logging.getLogger("taskmesh.listing")
@@ -28,10 +26,8 @@ logger = logging.getLogger("taskmesh.listing")
 _NEWEST_WITHIN_MS = 100
 
 
-class TaskSummary(BaseModel):
+class TaskSummary(ReadOnly):
     """A task as a listing shows it: without params, results and logs."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     name: str
     key: str
@@ -60,10 +56,8 @@ class TaskSummary(BaseModel):
     """The beginning of the newest failure's reason."""
 
 
-class TaskPage(BaseModel):
+class TaskPage(ReadOnly):
     """A page of a listing."""
-
-    model_config = ConfigDict(frozen=True)
 
     tasks: list[TaskSummary]
     newest_first: bool
@@ -79,10 +73,6 @@ class Listing:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-
-    @property
-    def _store(self) -> Store:
-        return self._connection.store
 
     async def find(
         self,
@@ -105,7 +95,9 @@ class Listing:
         if which is None:
             return
         behind = None if after is None else task_id(which.name or "", after)
-        async for document in listing.find(self._store, which, order=sort, limit=limit, params=params, after=behind):
+        async for document in listing.find(
+            self._connection.store, which, order=sort, limit=limit, params=params, after=behind
+        ):
             task = self._readable(await self._connection.fetched(document))
             if task is not None:
                 yield task
@@ -122,13 +114,13 @@ class Listing:
         """Count the tasks that fit a filter, no further than `at_most`. Raises `InvalidOption`."""
         if at_most is not None:
             checked_count("at_most", at_most)
-        found = await listing.count(self._store, filter_of(where), at_most)
+        found = await listing.count(self._connection.store, filter_of(where), at_most)
         assert found is not None, "without a deadline it takes as long as it takes"
         return found
 
     async def count_within(self, where: str | TaskFilter = "", *, at_most: int, deadline_ms: int) -> int | None:
         """Count the tasks that fit a filter, no further than `at_most`; None if that takes longer than the deadline."""
-        return await listing.count(self._store, filter_of(where), at_most, deadline_ms)
+        return await listing.count(self._connection.store, filter_of(where), at_most, deadline_ms)
 
     async def page(
         self,
@@ -153,7 +145,7 @@ class Listing:
         found = None
         for in_time_order, within_ms in ((newest, first_try_ms), (False, deadline_ms)):
             found = await listing.page(
-                self._store,
+                self._connection.store,
                 which,
                 newest=in_time_order,
                 behind=behind.place if behind is not None else None,

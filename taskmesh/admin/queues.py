@@ -194,10 +194,6 @@ class Queues:
         self._declared: dict[str, FailurePause | None] = {}
         self._declared_limits: dict[str, dict[str, int | None]] = {}
 
-    @property
-    def _store(self) -> Store:
-        return self._connection.store
-
     async def pause(
         self,
         queue: str,
@@ -219,7 +215,7 @@ class Queues:
         if group is not None:
             about["group"] = group
             pause = {"by": who, "reason": why, "time": begins, "until": ends}
-            await registry.pause_group(self._store, checked_queue(queue), checked_group(group), pause)
+            await registry.pause_group(self._connection.store, checked_queue(queue), checked_group(group), pause)
         else:
             settings = {
                 "paused": True,
@@ -228,7 +224,7 @@ class Queues:
                 "paused_until": ends,
                 "pause_time": begins,
             }
-            await registry.set_queue(self._store, checked_queue(queue), settings)
+            await registry.set_queue(self._connection.store, checked_queue(queue), settings)
         await self._changed("queue.pause", who, queue, **about)
 
     async def resume(self, queue: str, *, group: str | None = None, by: str | None = None) -> None:
@@ -238,11 +234,13 @@ class Queues:
         """
         who = audit.author(by)
         if group is not None:
-            await registry.pause_group(self._store, checked_queue(queue), checked_group(group), None)
+            await registry.pause_group(self._connection.store, checked_queue(queue), checked_group(group), None)
             await self._changed("queue.resume", who, queue, group=group)
         else:
-            await registry.set_queue(self._store, checked_queue(queue), {"paused": False, "paused_until": None})
-            await failure_pauses.reopen(self._store, queue)
+            await registry.set_queue(
+                self._connection.store, checked_queue(queue), {"paused": False, "paused_until": None}
+            )
+            await failure_pauses.reopen(self._connection.store, queue)
             await self._changed("queue.resume", who, queue)
 
     async def forget(self, queue: str, *, by: str | None = None) -> None:
@@ -254,13 +252,13 @@ class Queues:
         `by`: who, for the audit; by default the user of this process, and its host.
         """
         who = audit.author(by)
-        if checked_queue(queue) not in await registry.queues(self._store):
+        if checked_queue(queue) not in await registry.queues(self._connection.store):
             raise TaskNotFound(f"nothing is set for a queue {queue!r}: `taskmesh queues` lists them")
-        if queue in await queues_in_use(self._store):
+        if queue in await queues_in_use(self._connection.store):
             raise QueueNotEmpty(
                 f"queue {queue!r} has unfinished tasks: resume it, or take its limits away; it can be forgotten when it is empty"
             )
-        await limits.forget(self._store, queue)
+        await limits.forget(self._connection.store, queue)
         await self._changed("queue.forget", who, queue)
 
     def declare(self, queue: str, limited: LimitFields, pause: tuple[float | None, int, int] | None = None) -> None:
@@ -284,13 +282,13 @@ class Queues:
 
     async def store_declared(self) -> None:
         """Store what was declared before the mesh was connected, where it is not so; limits, where nobody has set any."""
-        stored = await registry.queues(self._store) if self._declared else {}
+        stored = await registry.queues(self._connection.store) if self._declared else {}
         for queue, pause in self._declared.items():
             settings = None if pause is None else pause.model_dump()
             if stored.get(queue, {}).get("failure_pause") != settings:
-                await failure_pauses.set_failure_pause(self._store, queue, settings)
+                await failure_pauses.set_failure_pause(self._connection.store, queue, settings)
         for queue, limited in self._declared_limits.items():
-            await limits.set_first_limits(self._store, queue, limited)
+            await limits.set_first_limits(self._connection.store, queue, limited)
 
     async def pause_on_failures(
         self, queue: str, share: float | None, *, of_last: int = 50, canary_ms: int = 30_000, by: str | None = None
@@ -305,7 +303,7 @@ class Queues:
         """
         who = audit.author(by)
         settings = None if share is None else checked_failure_pause(share, of_last, canary_ms).model_dump()
-        await failure_pauses.set_failure_pause(self._store, checked_queue(queue), settings)
+        await failure_pauses.set_failure_pause(self._connection.store, checked_queue(queue), settings)
         await self._changed("queue.pause_on_failures", who, queue, **(settings or {"share": None}))
 
     async def set_limit(
@@ -325,10 +323,10 @@ class Queues:
         `by`: who, for the audit; by default the user of this process, and its host.
         """
         who = audit.author(by)
-        limited = checked_limits(given, await limits.read_limits(self._store, checked_queue(queue)))
+        limited = checked_limits(given, await limits.read_limits(self._connection.store, checked_queue(queue)))
         if not limited:
             return
-        await limits.set_limits(self._store, queue, limited)
+        await limits.set_limits(self._connection.store, queue, limited)
         await self._changed("queue.set_limit", who, queue, **limited)
 
     async def set_group_limit(self, queue: str, group: str, running: int | None, *, by: str | None = None) -> None:
@@ -337,13 +335,13 @@ class Queues:
         `by`: who, for the audit; by default the user of this process, and its host.
         """
         who = audit.author(by)
-        await set_group_limit(self._store, checked_queue(queue), group, running)
+        await set_group_limit(self._connection.store, checked_queue(queue), group, running)
         await self._changed("queue.set_group_limit", who, queue, group=group, running=running)
 
     async def _changed(self, action: str, by: str, queue: str, **about: Any) -> None:
         """Let our own consumers know before the caller goes on (the others hear of it by their streams), and write it down."""
         await self._connection.queues_changed()
-        await audit.note(self._store, action, by, queue=queue, **about)
+        await audit.note(self._connection.store, action, by, queue=queue, **about)
 
     async def all(self, *, counted_to: int = COUNTED_TO, latencies: bool = False) -> list[QueueInfo]:
         """Return the queues that have settings or unfinished tasks, with their pauses and limits.
@@ -352,4 +350,4 @@ class Queues:
         tasks of each waited and ran; then queues of which a task ended lately are listed too. It is told of the newest 1,000
         tasks that ended, in whatever queue; not of those that are kept for ever, or not at all.
         """
-        return await read_queues(self._store, counted_to=counted_to, latencies=latencies)
+        return await read_queues(self._connection.store, counted_to=counted_to, latencies=latencies)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import get_args
 
-from pydantic import BaseModel, ConfigDict
-
 from taskmesh.admin.store import task_counts
+from taskmesh.model.read_only import ReadOnly
 from taskmesh.model.task import Standing
 from taskmesh.store import Store, registry
 from taskmesh.store.driver import Document
@@ -16,10 +15,8 @@ _LOOKED_AT = 10_000
 """So many tasks that wait for a time are looked at, to tell the scheduled from the retrying."""
 
 
-class Stats(BaseModel):
+class Stats(ReadOnly):
     """The state of a mesh at a glance."""
-
-    model_config = ConfigDict(frozen=True)
 
     counts: dict[str, dict[str, int]]
     """How many tasks there are, by name, then status."""

@@ -9,8 +9,6 @@ from math import inf
 from typing import Unpack
 from zoneinfo import ZoneInfo
 
-from pydantic import BaseModel, ConfigDict
-
 from taskmesh.admin.explain import Explanation, judged
 from taskmesh.admin.queues import LimitFields, checked_limits, read_queue
 from taskmesh.admin.store import limit_usage, task_counts
@@ -20,6 +18,7 @@ from taskmesh.client.tasks import Tasks
 from taskmesh.model.ids import checked_count, checked_group
 from taskmesh.model.option import OptionFields
 from taskmesh.model.queue import QueueInfo, QueueLimits, checked_queue
+from taskmesh.model.read_only import ReadOnly
 from taskmesh.model.recurrence import checked_timing
 from taskmesh.model.task import Status, checked_key, task_id
 from taskmesh.store import Store, schedules
@@ -29,10 +28,8 @@ from taskmesh.store.limits import WINDOWS
 _COUNTED_TO = 10_000
 
 
-class OptionEffect(BaseModel):
+class OptionEffect(ReadOnly):
     """What a change of a task's option would do."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     key: str
@@ -62,10 +59,8 @@ class OptionEffect(BaseModel):
         return "; ".join(filter(None, parts)) or "nothing would change about who can claim it now"
 
 
-class LimitEffect(BaseModel):
+class LimitEffect(ReadOnly):
     """What a change of a queue's limits would do. What runs already would run on."""
-
-    model_config = ConfigDict(frozen=True)
 
     queue: str
     limits_now: QueueLimits
@@ -88,10 +83,8 @@ class LimitEffect(BaseModel):
         return said + over
 
 
-class ScheduleEffect(BaseModel):
+class ScheduleEffect(ReadOnly):
     """When a schedule that is declared so would run."""
-
-    model_config = ConfigDict(frozen=True)
 
     words: str
     """`At 06:00 every day (Europe/Berlin)`."""
@@ -197,10 +190,6 @@ class WhatIf:
         self._connection = connection
         self._tasks = tasks
 
-    @property
-    def _store(self) -> Store:
-        return self._connection.store
-
     async def option(self, name: str, key: str, **changes: Unpack[OptionFields]) -> OptionEffect:
         """Tell what `set_option` with these arguments would do: who could claim the task then, whose run would be stopped.
 
@@ -208,7 +197,9 @@ class WhatIf:
         """
         task = await self._tasks.get(name, key)
         stored = task.task_option.changed(**changes).stored()
-        return await effect_of_option(self._store, name, key, {field: stored.get(field) for field in changes})
+        return await effect_of_option(
+            self._connection.store, name, key, {field: stored.get(field) for field in changes}
+        )
 
     async def limit(
         self,
@@ -220,7 +211,7 @@ class WhatIf:
         def changed(now: QueueLimits) -> QueueLimits:
             return now.model_copy(update=checked_limits(given, now.model_dump()))
 
-        return await effect_of_limit(self._store, checked_queue(queue), changed)
+        return await effect_of_limit(self._connection.store, checked_queue(queue), changed)
 
     async def schedule(
         self,
@@ -239,7 +230,7 @@ class WhatIf:
         most = min(checked_count("count", count), 100)
         stored = None
         if schedule_id is not None:
-            stored = await schedules.read(self._store, checked_key(schedule_id))
+            stored = await schedules.read(self._connection.store, checked_key(schedule_id))
         if stored is not None:
             if cron is None and interval_ms is None:
                 cron, interval_ms = stored["cron"], stored["interval_ms"]
@@ -262,4 +253,4 @@ class WhatIf:
             groups = {name: limit for name, limit in (now.groups | own).items() if limit is not None}
             return now.model_copy(update={"groups": groups})
 
-        return await effect_of_limit(self._store, checked_queue(queue), changed)
+        return await effect_of_limit(self._connection.store, checked_queue(queue), changed)

@@ -186,7 +186,7 @@ async def test_a_clock_that_is_off_is_told(mesh: TaskMesh, monkeypatch: pytest.M
     monkeypatch.setattr("taskmesh.admin.doctor.time.time", lambda: 1_000_000_000.0)
     [finding] = await findings(mesh, "clock")
     assert finding.level == "note"
-    assert "off ours" in finding.found
+    assert "off this host's" in finding.found
 
 
 async def test_what_the_user_may_not_see_is_said_and_does_no_harm(mesh: TaskMesh, mongo_uri: str) -> None:

@@ -40,16 +40,6 @@ def if_allowed(look: Callable[P, Awaitable[R]]) -> Callable[P, Awaitable[R | Non
     return looked
 
 
-async def build(store: Store) -> Document:
-    """Return the server's `buildInfo`."""
-    return await store.driver.admin({"buildInfo": 1})
-
-
-async def hello(store: Store) -> Document:
-    """Return the server's `hello`."""
-    return await store.driver.admin({"hello": 1})
-
-
 @if_allowed
 async def members(store: Store) -> list[Document]:
     """Return the members of the replica set: `name`, `stateStr`, `health`."""
@@ -70,27 +60,21 @@ async def oplog_window_s(store: Store) -> float | None:
 
 @if_allowed
 async def index_use(store: Store) -> dict[str, Document]:
-    """Return the indexes of the task collection by name: `key`, and `ops` since `since`."""
+    """Return the indexes of the task collection by name: `key`, and how many `ops` used it since the server started."""
     # How often each index was used, as the server counts it.
-    cursor = await store.driver.aggregate(store.tasks, [{"$indexStats": {}}], maxTimeMS=DEADLINE_MS)
+    rows = await _rows(store, [{"$indexStats": {}}], None)
     found: dict[str, Document] = {}
-    for row in await cursor.to_list(None):
-        ops = int(row["accesses"]["ops"])
-        known = found.setdefault(row["name"], {"key": row["key"], "ops": 0, "since": row["accesses"]["since"]})
-        known["ops"] += ops  # one row for each shard
+    for row in rows:  # one for each shard
+        found.setdefault(row["name"], {"key": row["key"], "ops": 0})["ops"] += int(row["accesses"]["ops"])
     return found
 
 
 @if_allowed
 async def size(store: Store) -> Document:
-    """Return `count`, `size` and `avgObjSize` of the task collection, from its statistics."""
+    """Return `count` and `size` of the task collection, from its statistics."""
     # The collection's statistics, a row for each shard.
-    cursor = await store.driver.aggregate(store.tasks, [{"$collStats": {"storageStats": {}}}], maxTimeMS=DEADLINE_MS)
-    rows = await cursor.to_list(None)
-    stats = [row["storageStats"] for row in rows]
-    count = sum(each.get("count", 0) for each in stats)
-    total = sum(each.get("size", 0) for each in stats)
-    return {"count": count, "size": total, "avgObjSize": total / count if count else 0}
+    rows = await _rows(store, [{"$collStats": {"storageStats": {}}}], None)
+    return {name: sum(row["storageStats"].get(name, 0) for row in rows) for name in ("count", "size")}
 
 
 @if_allowed
@@ -149,8 +133,7 @@ async def short_leases(store: Store) -> list[str]:
         {"$group": {"_id": "$name"}},
         {"$sort": {"_id": 1}},
     ]
-    cursor = await store.driver.aggregate(store.tasks, stages, hint="taskmesh_status", maxTimeMS=DEADLINE_MS)
-    return [str(row["_id"]) for row in await cursor.to_list(None)]
+    return [str(row["_id"]) for row in await _rows(store, stages)]
 
 
 @if_allowed
@@ -167,8 +150,7 @@ async def needs_of_waiting(store: Store) -> list[tuple[str, str, list[str], int]
         {"$sort": {"n": -1}},
         {"$limit": 100},
     ]
-    cursor = await store.driver.aggregate(store.tasks, stages, hint="taskmesh_status", maxTimeMS=DEADLINE_MS)
-    rows = [(row["_id"], int(row["n"])) for row in await cursor.to_list(None)]
+    rows = [(row["_id"], int(row["n"])) for row in await _rows(store, stages)]
     return [(str(of["queue"]), str(of["name"]), [str(need) for need in of["needs"]], n) for of, n in rows]
 
 
@@ -186,8 +168,7 @@ async def large_tasks(store: Store, larger_than: int) -> list[Document]:
         {"$sort": {"bytes": -1}},
         {"$limit": 5},
     ]
-    cursor = await store.driver.aggregate(store.tasks, stages, hint="taskmesh_status", maxTimeMS=DEADLINE_MS)
-    return list(await cursor.to_list(None))
+    return await _rows(store, stages)
 
 
 @if_allowed
@@ -217,8 +198,7 @@ async def stranded(store: Store, by_s: float) -> list[str]:
         # (And nothing else of them.)
         {"$project": {"_id": 1}},
     ]
-    cursor = await store.driver.aggregate(store.tasks, stages, hint="taskmesh_status", maxTimeMS=DEADLINE_MS)
-    return [str(row["_id"]) for row in await cursor.to_list(None)]
+    return [str(row["_id"]) for row in await _rows(store, stages)]
 
 
 @if_allowed
@@ -262,8 +242,7 @@ async def waits_for_its_own_line(store: Store, id_: str | None = None) -> tuple[
         {"$project": {"behind": {"$first": "$behind._id"}}},
     ]
     hint = "taskmesh_status" if id_ is None else "_id_"
-    cursor = await store.driver.aggregate(store.tasks, stages, hint=hint, maxTimeMS=DEADLINE_MS)
-    found = await cursor.to_list(None)
+    found = await _rows(store, stages, hint)
     return (str(found[0]["_id"]), str(found[0]["behind"])) if found else None
 
 
@@ -296,26 +275,14 @@ async def open_flows(store: Store, by_s: float) -> list[str]:
     return [str(flow["_id"]) for flow in await cursor.to_list(None)]
 
 
+async def _rows(store: Store, stages: list[Document], hint: str | None = "taskmesh_status") -> list[Document]:
+    index: dict[str, Any] = {} if hint is None else {"hint": hint}
+    cursor = await store.driver.aggregate(store.tasks, stages, maxTimeMS=DEADLINE_MS, **index)
+    return await cursor.to_list(None)  # type: ignore[no-any-return]  # both drivers leave it untyped
+
+
 async def _count(store: Store, query: Document, hint: str) -> int:
     # How many fit, no further than a thousand: more would say no more.
     stages: list[Any] = [{"$match": query}, {"$limit": 1_000}, {"$count": "n"}]
-    cursor = await store.driver.aggregate(store.tasks, stages, hint=hint, maxTimeMS=DEADLINE_MS)
-    rows = await cursor.to_list(None)
+    rows = await _rows(store, stages, hint)
     return int(rows[0]["n"]) if rows else 0
-
-
-__all__ = [
-    "build",
-    "hello",
-    "index_use",
-    "large_tasks",
-    "long_transactions",
-    "members",
-    "open_flows",
-    "oplog_window_s",
-    "past_retention",
-    "short_leases",
-    "size",
-    "stranded",
-    "unclaimed_leases",
-]
