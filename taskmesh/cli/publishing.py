@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,8 +24,8 @@ from taskmesh.model.ids import shown
 from taskmesh.model.task import checked_key
 
 _BATCH = 1_000
-_HOW = "How it runs"
-_EXISTING = "If the key is there already"
+_how = partial(typer.Option, rich_help_panel="How it runs")
+_existing = partial(typer.Option, rich_help_panel="If the key is there already")
 
 
 def publish(
@@ -38,71 +39,39 @@ def publish(
             metavar="FILE", help='Many: one object with "key" and "params" on each line ("-": standard input).'
         ),
     ] = None,
-    queue: Annotated[str | None, typer.Option(help="Its queue.", rich_help_panel=_HOW)] = None,
-    group: Annotated[str | None, typer.Option(help="Its group, for limits.", rich_help_panel=_HOW)] = None,
+    queue: Annotated[str | None, _how(help="Its queue.")] = None,
+    group: Annotated[str | None, _how(help="Its group, for limits.")] = None,
     sequence_key: Annotated[
-        str | None,
-        typer.Option(help="Tasks of one key in one queue run one after the other, as published.", rich_help_panel=_HOW),
+        str | None, _how(help="Tasks of one key in one queue run one after the other, as published.")
     ] = None,
     on_sequence_failure: Annotated[
-        str | None,
-        typer.Option(help="continue or block: whether the next of its key goes on if it FAILs.", rich_help_panel=_HOW),
+        str | None, _how(help="continue or block: whether the next of its key goes on if it FAILs.")
     ] = None,
-    tag: Annotated[
-        list[str] | None,
-        typer.Option(help="A tag to find it by; can be given several times.", rich_help_panel=_HOW),
-    ] = None,
-    delay_ms: Annotated[
-        int | None, typer.Option(help="Start no sooner than this many milliseconds from now.", rich_help_panel=_HOW)
-    ] = None,
-    start_time: Annotated[
-        str | None, typer.Option(help="Not before, ISO 8601 (UTC if without zone).", rich_help_panel=_HOW)
-    ] = None,
-    expire_time: Annotated[str | None, typer.Option(help="Not after, ISO 8601.", rich_help_panel=_HOW)] = None,
-    priority: Annotated[int | None, typer.Option(help="Higher is claimed first.", rich_help_panel=_HOW)] = None,
+    tag: Annotated[list[str] | None, _how(help="A tag to find it by; can be given several times.")] = None,
+    delay_ms: Annotated[int | None, _how(help="Start no sooner than this many milliseconds from now.")] = None,
+    start_time: Annotated[str | None, _how(help="Not before, ISO 8601 (UTC if without zone).")] = None,
+    expire_time: Annotated[str | None, _how(help="Not after, ISO 8601.")] = None,
+    priority: Annotated[int | None, _how(help="Higher is claimed first.")] = None,
     option: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="FIELD=VALUE", help="Any field of TaskOption; can be given several times.", rich_help_panel=_HOW
-        ),
+        list[str] | None, _how(metavar="FIELD=VALUE", help="Any field of TaskOption; can be given several times.")
     ] = None,
-    run_again: Annotated[
-        bool, typer.Option("--run-again", help="One more run with these params.", rich_help_panel=_EXISTING)
-    ] = False,
+    run_again: Annotated[bool, _existing("--run-again", help="One more run with these params.")] = False,
     replace_running: Annotated[
-        bool,
-        typer.Option(
-            "--replace-running",
-            help="One more run; a running one is stopped.",
-            rich_help_panel=_EXISTING,
-        ),
+        bool, _existing("--replace-running", help="One more run; a running one is stopped.")
     ] = False,
     debounce_ms: Annotated[
-        int | None,
-        typer.Option(help="Run once, this long after the last publication of this key.", rich_help_panel=_EXISTING),
+        int | None, _existing(help="Run once, this long after the last publication of this key.")
     ] = None,
     debounce_max_ms: Annotated[
-        int | None,
-        typer.Option(help="With --debounce-ms: no later than this after the first.", rich_help_panel=_EXISTING),
+        int | None, _existing(help="With --debounce-ms: no later than this after the first.")
     ] = None,
     throttle_ms: Annotated[
-        int | None,
-        typer.Option(
-            help="Ignore publications within this time after the last one that counted.", rich_help_panel=_EXISTING
-        ),
+        int | None, _existing(help="Ignore publications within this time after the last one that counted.")
     ] = None,
-    update_existing_params: Annotated[
-        bool, typer.Option("--update-existing-params", help="Set these params.", rich_help_panel=_EXISTING)
-    ] = False,
-    not_update_running: Annotated[
-        bool, typer.Option("--not-update-running", help="Fail if it is running.", rich_help_panel=_EXISTING)
-    ] = False,
-    clean_success: Annotated[
-        bool, typer.Option("--clean-success", help="Forget its successes.", rich_help_panel=_EXISTING)
-    ] = False,
-    clean_failed: Annotated[
-        bool, typer.Option("--clean-failed", help="Forget its failures.", rich_help_panel=_EXISTING)
-    ] = False,
+    update_existing_params: Annotated[bool, _existing("--update-existing-params", help="Set these params.")] = False,
+    not_update_running: Annotated[bool, _existing("--not-update-running", help="Fail if it is running.")] = False,
+    clean_success: Annotated[bool, _existing("--clean-success", help="Forget its successes.")] = False,
+    clean_failed: Annotated[bool, _existing("--clean-failed", help="Forget its failures.")] = False,
     wait: Annotated[
         bool, typer.Option("--wait", help="Wait until it is finished, and print its result as JSON instead.")
     ] = False,

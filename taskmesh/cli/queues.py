@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -262,7 +263,7 @@ def _schedule_table(found: list[ScheduleInfo]) -> RenderableType:
     return output.table(["SCHEDULE", "TASK", "WHEN", "STATE", "NEXT", "LAST", "WHY"], rows)
 
 
-_WHEN = "When"
+_when = partial(typer.Option, rich_help_panel="When")
 
 
 async def schedule(
@@ -273,25 +274,12 @@ async def schedule(
     ] = None,
     params: Annotated[str | None, typer.Argument(metavar="[JSON]", help="The task's params, as a JSON object.")] = None,
     *,
-    cron: Annotated[
-        str | None, typer.Option(help="Minute, hour, day of month, month, day of week.", rich_help_panel=_WHEN)
-    ] = None,
-    timezone: Annotated[
-        str | None, typer.Option(help="The time zone of --cron.  [default: UTC]", rich_help_panel=_WHEN)
-    ] = None,
-    interval_ms: Annotated[
-        int | None, typer.Option(help="Or: milliseconds between runs.", rich_help_panel=_WHEN)
-    ] = None,
-    jitter_ms: Annotated[
-        int | None, typer.Option(help="Start each run up to this much later, at random.", rich_help_panel=_WHEN)
-    ] = None,
-    missed: Annotated[
-        str | None,
-        typer.Option(help="Runs that no worker was there for: latest, skip or all.", rich_help_panel=_WHEN),
-    ] = None,
-    overlap: Annotated[
-        str | None, typer.Option(help="While the previous run is unfinished: allow or skip.", rich_help_panel=_WHEN)
-    ] = None,
+    cron: Annotated[str | None, _when(help="Minute, hour, day of month, month, day of week.")] = None,
+    timezone: Annotated[str | None, _when(help="The time zone of --cron.  [default: UTC]")] = None,
+    interval_ms: Annotated[int | None, _when(help="Or: milliseconds between runs.")] = None,
+    jitter_ms: Annotated[int | None, _when(help="Start each run up to this much later, at random.")] = None,
+    missed: Annotated[str | None, _when(help="Runs that no worker was there for: latest, skip or all.")] = None,
+    overlap: Annotated[str | None, _when(help="While the previous run is unfinished: allow or skip.")] = None,
     option: Annotated[
         list[str] | None,
         typer.Option(

@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import socket
+from functools import partial
 from typing import Annotated, Literal
 
 import typer
@@ -20,17 +21,14 @@ from taskmesh.model.ids import checked_worker_id
 from taskmesh.model.labels import checked_labels, label_of
 from taskmesh.model.worker import checked_concurrency
 
-_MANY = "Several processes"
-_PROBES = "Probes and metrics"
+_many = partial(typer.Option, rich_help_panel="Several processes")
+_probe = partial(typer.Option, rich_help_panel="Probes and metrics")
 
 
 def worker(
     target: Annotated[str, typer.Argument(metavar="MODULE:MESH", help="The mesh whose tasks it runs.")],
     *,
-    processes: Annotated[
-        int,
-        typer.Option(min=1, help="How many processes; a supervisor restarts those that die.", rich_help_panel=_MANY),
-    ] = 1,
+    processes: Annotated[int, _many(min=1, help="How many processes; a supervisor restarts those that die.")] = 1,
     concurrency: Annotated[int, typer.Option(min=1, help="Executions at once, in each process.")] = 100,
     worker_id: Annotated[str | None, typer.Option(help="Its id; of several processes ID-1, ID-2, …")] = None,
     queues: Annotated[str | None, typer.Option(metavar="A,B", help="Only from these queues.")] = None,
@@ -57,42 +55,28 @@ def worker(
         typer.Option(metavar="text|json", help="json: an object on each line, with the task's fields."),
     ] = "text",
     max_tasks_per_process: Annotated[
-        int | None,
-        typer.Option(min=1, help="Replace a process by a new one after this many tasks.", rich_help_panel=_MANY),
+        int | None, _many(min=1, help="Replace a process by a new one after this many tasks.")
     ] = None,
     max_rss_mb: Annotated[
-        int | None,
-        typer.Option(min=1, help="Replace a process that uses more than this many megabytes.", rich_help_panel=_MANY),
+        int | None, _many(min=1, help="Replace a process that uses more than this many megabytes.")
     ] = None,
-    reload: Annotated[
-        bool,
-        typer.Option("--reload", help="Restart when a .py file below this directory changes.", rich_help_panel=_MANY),
-    ] = False,
+    reload: Annotated[bool, _many("--reload", help="Restart when a .py file below this directory changes.")] = False,
     hang_timeout_ms: Annotated[
-        int,
-        typer.Option(
-            min=0, help="Replace a process whose event loop blocks for this long; 0: never.", rich_help_panel=_MANY
-        ),
+        int, _many(min=0, help="Replace a process whose event loop blocks for this long; 0: never.")
     ] = 90_000,
     health_port: Annotated[
-        int | None,
-        typer.Option(min=0, max=65_535, help="Port for /livez and /readyz; 0: any free port.", rich_help_panel=_PROBES),
+        int | None, _probe(min=0, max=65_535, help="Port for /livez and /readyz; 0: any free port.")
     ] = None,
-    health_host: Annotated[
-        str, typer.Option(help="The address to listen on; 0.0.0.0 in a container.", rich_help_panel=_PROBES)
-    ] = "127.0.0.1",
+    health_host: Annotated[str, _probe(help="The address to listen on; 0.0.0.0 in a container.")] = "127.0.0.1",
     metrics_port: Annotated[
         int | None,
-        typer.Option(
+        _probe(
             min=0,
             max=65_535,
             help="Port for Prometheus at /metrics; each of several processes takes the next one. 0: any free port.",
-            rich_help_panel=_PROBES,
         ),
     ] = None,
-    metrics_host: Annotated[
-        str, typer.Option(help="The address to listen on; 0.0.0.0 in a container.", rich_help_panel=_PROBES)
-    ] = "127.0.0.1",
+    metrics_host: Annotated[str, _probe(help="The address to listen on; 0.0.0.0 in a container.")] = "127.0.0.1",
     uri: Uri = None,
     database: Database = None,
     collection: Collection = None,
