@@ -81,8 +81,11 @@ class TaskMesh(Defining):
     `payload_threshold`: of params, or of a result, of more bytes than this, what is largest is stored apart from the task. None:
     all stands in the task's document, and has to fit.
 
-    What is done most often are methods of the mesh itself; all else is found on the objects that it holds: `listing`, `bulk`,
-    `queues`, `fleet`, `schedules`, `inspect`, `what_if`, `audit`, and `publisher` and `tasks`, on which it stands.
+    The most frequent operations are methods of the mesh itself; all others are on the objects that it holds: `listing`, `bulk`,
+    `queues`, `fleet`, `schedules`, `inspect`, `what_if`, `audit`, `publisher` and `tasks`.
+
+    What people change is written to the audit, with who did it: what is given as `by=`, or else the user of this process and
+    its host.
     """
 
     def __init__(
@@ -538,15 +541,14 @@ class TaskMesh(Defining):
         """Change fields of a published task's option, and return the task. Raises `InvalidOption`, `TaskNotFound`.
 
         On a running task, a worker that is no longer in `specific_worker_ids` stops; `ping_interval_ms` counts from the
-        next ping; all else from the next claim. `by`: who, for the audit; by default the user of this process, and its host.
+        next ping; all else from the next claim.
         """
         return await self.tasks.set_option(name, key, by=by, **changes)
 
     async def cancel(self, name: str, key: str, *, by: str | None = None) -> Task:
         """Cancel the task: CANCELLED from now on; a running execution is stopped. A finished task stays as it is.
 
-        Returns the task as it stands after. `by`: who, for the audit; by default the user of this process, and its host.
-        Raises `TaskNotFound`.
+        Returns the task as it stands after. Raises `TaskNotFound`.
         """
         return await self.tasks.cancel(name, key, by=by)
 
@@ -566,18 +568,12 @@ class TaskMesh(Defining):
 
         It resumes: what its handler has recorded by `step`, `sleep` and `wait_for` stays, but for errors, and a sleep is not cut
         short. `fresh`: it starts over in its first stage, with nothing recorded and no signals. Returns the task as it stands
-        after.
-
-        `by`: who, for the audit; by default the user of this process, and its host.
-        Raises `TaskRunning`, `TaskNotFound`.
+        after. Raises `TaskRunning`, `TaskNotFound`.
         """
         return await self.tasks.retry(name, key, fresh=fresh, by=by)
 
     async def delete(self, name: str, key: str, *, by: str | None = None) -> Task:
-        """Remove the task, and return it as it was. A running execution is stopped. Raises `TaskNotFound`.
-
-        `by`: who, for the audit; by default the user of this process, and its host.
-        """
+        """Remove the task, and return it as it was. A running execution is stopped. Raises `TaskNotFound`."""
         return await self.tasks.delete(name, key, by=by)
 
     def events(
@@ -606,18 +602,14 @@ class TaskMesh(Defining):
         by: str | None = None,
         until: datetime | None = None,
     ) -> None:
-        """Let no worker claim from this queue any more, until `resume`, or the time `until`. What runs, runs on.
+        """Stop claims from this queue in the whole fleet, until `resume`, or the time `until`. Running tasks go on.
 
-        `group`: only tasks of this group; the others go on. `reason`, `by`: why and who, for listings and the audit; by default
-        the user of this process, and its host. Raises `InvalidOption`.
+        `group`: pause only this group of the queue. `reason`: shown in listings and by `explain`. Raises `InvalidOption`.
         """
         await self.queues.pause(queue, group=group, reason=reason, by=by, until=until)
 
     async def resume(self, queue: str, *, group: str | None = None, by: str | None = None) -> None:
-        """Let workers claim from this queue again; with `group`, of this group, which was paused by itself.
-
-        `by`: who, for the audit; by default the user of this process, and its host. Raises `InvalidOption`.
-        """
+        """Let workers claim from this queue again; with `group`, from this group, if it was paused. Raises `InvalidOption`."""
         await self.queues.resume(queue, group=group, by=by)
 
     async def set_limit(self, queue: str, *, by: str | None = None, **limits: Unpack[LimitFields]) -> None:
@@ -628,7 +620,6 @@ class TaskMesh(Defining):
         time: tasks of a full group hold up nobody else. What runs already runs on, and is counted. Consumers of this mesh
         know of it when this returns, other processes a moment later: at once if they listen, within two seconds if they only
         scan. Raises `InvalidOption`.
-        `by`: who, for the audit; by default the user of this process, and its host.
         """
         await self.queues.set_limit(queue, by=by, **limits)
 
@@ -637,24 +628,15 @@ class TaskMesh(Defining):
         return await self.fleet.workers()
 
     async def stop_worker(self, worker_id: str, grace_ms: int = 30_000, *, by: str | None = None) -> None:
-        """Let a consumer elsewhere stop gracefully. Raises `TaskNotFound` if no such worker is registered, `InvalidOption`.
-
-        `by`: who, for the audit; by default the user of this process, and its host.
-        """
+        """Stop a worker gracefully, wherever it runs. Raises `TaskNotFound` if no such worker is registered, `InvalidOption`."""
         await self.fleet.stop_worker(worker_id, grace_ms, by=by)
 
     async def pause_worker(self, worker_id: str, *, by: str | None = None) -> None:
-        """Let a consumer elsewhere claim no more; what it runs, runs on. Raises `TaskNotFound`, `InvalidOption`.
-
-        `by`: who, for the audit; by default the user of this process, and its host.
-        """
+        """Pause a worker, wherever it runs: it claims no more; running tasks go on. Raises `TaskNotFound`, `InvalidOption`."""
         await self.fleet.pause_worker(worker_id, by=by)
 
     async def resume_worker(self, worker_id: str, *, by: str | None = None) -> None:
-        """Let a paused consumer elsewhere go on. Raises `TaskNotFound`, `InvalidOption`.
-
-        `by`: who, for the audit; by default the user of this process, and its host.
-        """
+        """Resume a paused worker, wherever it runs. Raises `TaskNotFound`, `InvalidOption`."""
         await self.fleet.resume_worker(worker_id, by=by)
 
     async def stats(self) -> Stats:

@@ -15,6 +15,7 @@ from typing import Literal
 from taskmesh.admin.queues import COUNTED_TO, read_queues
 from taskmesh.admin.stats import read_counts
 from taskmesh.admin.store import server_state
+from taskmesh.admin.words import tasks, tasks_wait
 from taskmesh.client.data_changes import reader_name
 from taskmesh.client.registry import Registry
 from taskmesh.model.dependency import label
@@ -225,7 +226,7 @@ async def _workers(
             else:
                 yield _error(
                     "workers",
-                    f"{count} unfinished {'task' if count == 1 else 'tasks'} {name!r}, which no live worker knows",
+                    f"no live worker knows {name!r}; {tasks(count)} of this name {'is' if count == 1 else 'are'} unfinished",
                     f"deploy workers with that handler, or cancel them: taskmesh cancel --where 'name:{name}'",
                 )
     if gone := [worker.worker_id for worker in workers if worker.state == "gone"]:
@@ -241,7 +242,7 @@ async def _queues(queues: list[QueueInfo], live: list[WorkerInfo]) -> AsyncItera
         if queue.paused and queue.waiting:
             yield _warning(
                 "queues",
-                f"{queue.queue!r} is {queue.shut_because}, and {_waiting(queue)} in it",
+                f"{queue.queue!r} is {queue.shut_because}, and {tasks_wait(queue.waiting, queue.more_waiting)} in it",
                 f"taskmesh resume {queue.queue}",
             )
         if queue.dead_letters:
@@ -261,7 +262,7 @@ async def _queues(queues: list[QueueInfo], live: list[WorkerInfo]) -> AsyncItera
         if live and queue.waiting and not any(worker.takes_from(queue.queue) for worker in live):
             yield _error(
                 "queues",
-                f"{_waiting(queue)} in {queue.queue!r}, from which no live worker takes tasks",
+                f"{tasks_wait(queue.waiting, queue.more_waiting)} in {queue.queue!r}, from which no live worker takes tasks",
                 f"taskmesh worker MODULE:MESH --queues {queue.queue}",
             )
 
@@ -271,10 +272,9 @@ async def _needs(store: Store, workers: list[WorkerInfo]) -> AsyncIterator[Findi
     for queue, name, needs, count in await server_state.needs_of_waiting(store) or ():
         if able_workers(workers, name, queue) and not able_workers(workers, name, queue, needs=needs):
             labels = [f"--label {shlex.quote(need)}" for need in needs]
-            waits = "1 task waits" if count == 1 else f"{count} tasks wait"
             yield _error(
                 "needs",
-                f"{waits} ({name!r} in {queue!r}) for a worker with {', '.join(needs)}, which no live one has",
+                f"{tasks_wait(count)} ({name!r} in {queue!r}) for a worker with {', '.join(needs)}, which no live one has",
                 f"taskmesh worker MODULE:MESH {' '.join(labels)}",
             )
 
@@ -422,12 +422,6 @@ async def _flows(store: Store) -> AsyncIterator[Finding]:
             "completed: none of its tasks runs",
             "publish it again: the same code completes it; or give it up: taskmesh flow KEY --cancel",
         )
-
-
-def _waiting(queue: QueueInfo) -> str:
-    if queue.waiting == 1 and not queue.more_waiting:
-        return "1 task waits"
-    return f"{queue.waiting}{' or more' if queue.more_waiting else ''} tasks wait"
 
 
 def _many(count: int) -> str:

@@ -1,4 +1,4 @@
-"""The fleet: which workers there are, and orders to them."""
+"""The fleet: the workers, and orders to them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from taskmesh.store import audit, registry
 
 
 class Fleet:
-    """What can be asked of and told to workers, wherever they run."""
+    """Workers: list them, and give them orders, wherever they run. `by`: who, for the audit, as told at `TaskMesh`."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -22,31 +22,19 @@ class Fleet:
         return await self._connection.registry.read()
 
     async def stop_worker(self, worker_id: str, grace_ms: int = 30_000, *, by: str | None = None) -> None:
-        """Let a consumer elsewhere stop gracefully. Raises `TaskNotFound` if no such worker is registered, `InvalidOption`.
-
-        `by`: who, for the audit; by default the user of this process, and its host.
-        """
+        """Stop a worker gracefully, wherever it runs. Raises `TaskNotFound` if no such worker is registered, `InvalidOption`."""
         await self._order("worker.stop", by, worker_id, {"stop_grace_ms": checked_grace(grace_ms)})
 
     async def pause_worker(self, worker_id: str, *, by: str | None = None) -> None:
-        """Let a consumer elsewhere claim no more; what it runs, runs on. Raises `TaskNotFound`.
-
-        `by`: who, for the audit; by default the user of this process, and its host.
-        """
+        """Pause a worker, wherever it runs: it claims no more tasks; those it runs go on. Raises `TaskNotFound`."""
         await self._order("worker.pause", by, worker_id, {"paused": True})
 
     async def resume_worker(self, worker_id: str, *, by: str | None = None) -> None:
-        """Let a paused consumer elsewhere go on. Raises `TaskNotFound`.
-
-        `by`: who, for the audit; by default the user of this process, and its host.
-        """
+        """Resume a paused worker, wherever it runs. Raises `TaskNotFound`."""
         await self._order("worker.resume", by, worker_id, {"paused": False})
 
     async def set_concurrency(self, worker_id: str, concurrency: int, *, by: str | None = None) -> None:
-        """Change how many executions a consumer elsewhere runs at once. Raises `TaskNotFound`, `InvalidOption`.
-
-        `by`: who, for the audit; by default the user of this process, and its host.
-        """
+        """Change how many executions a worker runs at once, wherever it runs. Raises `TaskNotFound`, `InvalidOption`."""
         wanted = checked_concurrency(concurrency)
         await self._order("worker.set_concurrency", by, worker_id, {"concurrency": wanted}, concurrency=wanted)
 

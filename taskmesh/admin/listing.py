@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import logging
+import time
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -121,6 +122,15 @@ class Listing:
     async def count_within(self, where: str | TaskFilter = "", *, at_most: int, deadline_ms: int) -> int | None:
         """Count the tasks that fit a filter, no further than `at_most`; None if that takes longer than the deadline."""
         return await listing.count(self._connection.store, filter_of(where), at_most, deadline_ms)
+
+    async def count_each(self, filters: Sequence[str], *, at_most: int, within_ms: int) -> list[int | None]:
+        """Count the tasks that fit each filter, no further than `at_most`; None for those that the time is too short for."""
+        end = time.monotonic() + within_ms / 1000
+        found: list[int | None] = []
+        for where in filters:
+            left_ms = round((end - time.monotonic()) * 1000)
+            found.append(None if left_ms <= 0 else await self.count_within(where, at_most=at_most, deadline_ms=left_ms))
+        return found
 
     async def page(
         self,

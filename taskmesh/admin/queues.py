@@ -187,7 +187,7 @@ def checked_failure_pause(share: Any, of_last: Any, canary_ms: Any) -> FailurePa
 
 
 class Queues:
-    """What can be asked and done about queues."""
+    """Queues: list, pause and limit them. `by`: who, for the audit, as told at `TaskMesh`."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -203,11 +203,7 @@ class Queues:
         by: str | None = None,
         until: datetime | None = None,
     ) -> None:
-        """Let no worker claim from this queue any more, until `resume`, or the time `until`. What runs, runs on.
-
-        `group`: only tasks of this group; the others go on. `reason`, `by`: why and who, for listings and the audit; by default
-        the user of this process, and its host.
-        """
+        """Pause a queue, or one group of it. See `TaskMesh.pause`."""
         who, why = audit.author(by), checked_remark("reason", reason)
         ends = None if until is None else checked_time("until", until)
         begins = self._connection.clock.now()
@@ -228,10 +224,7 @@ class Queues:
         await self._changed("queue.pause", who, queue, **about)
 
     async def resume(self, queue: str, *, group: str | None = None, by: str | None = None) -> None:
-        """Let workers claim from this queue again; with `group`, of this group, which was paused by itself.
-
-        `by`: who, for the audit; by default the user of this process, and its host.
-        """
+        """Resume a queue, or one group of it. See `TaskMesh.resume`."""
         who = audit.author(by)
         if group is not None:
             await registry.pause_group(self._connection.store, checked_queue(queue), checked_group(group), None)
@@ -244,12 +237,11 @@ class Queues:
             await self._changed("queue.resume", who, queue)
 
     async def forget(self, queue: str, *, by: str | None = None) -> None:
-        """Remove all that is set for a queue: pauses, limits, `pause_on_failures`. So a name that was a slip is listed no more.
+        """Remove all settings of a queue: pauses, limits, `pause_on_failures`. A mistyped name is then no longer listed.
 
-        Refused while there are unfinished tasks in it: what holds them back must not vanish unseen. What runs meanwhile is not
-        disturbed, and a setting that somebody makes at the same moment stays. Code that declares the queue brings it back.
+        Refused while the queue has unfinished tasks: a pause or limit that holds them back must not vanish unnoticed. A setting
+        that somebody makes at the same moment stays. Code that declares the queue brings its settings back.
         Raises `TaskNotFound` if nothing is set, `QueueNotEmpty` if there are tasks.
-        `by`: who, for the audit; by default the user of this process, and its host.
         """
         who = audit.author(by)
         if checked_queue(queue) not in await registry.queues(self._connection.store):
@@ -298,30 +290,14 @@ class Queues:
         While it is paused so, one task is let through every `canary_ms`, in the whole fleet; when such a one SUCCEEDs, the queue
         is open again, and counts anew. `resume` opens it at once. Failures are those of executions, retried or not; lost ones are
         not counted. What is set now outlives the process. Raises `InvalidOption`.
-
-        `by`: who, for the audit; by default the user of this process, and its host.
         """
         who = audit.author(by)
         settings = None if share is None else checked_failure_pause(share, of_last, canary_ms).model_dump()
         await failure_pauses.set_failure_pause(self._connection.store, checked_queue(queue), settings)
         await self._changed("queue.pause_on_failures", who, queue, **(settings or {"share": None}))
 
-    async def set_limit(
-        self,
-        queue: str,
-        *,
-        by: str | None = None,
-        **given: Unpack[LimitFields],
-    ) -> None:
-        """Limit a queue, over the whole fleet. What is given is set, the rest stays as it is; None takes a limit away.
-
-        At most `rate` starts in any `per_ms` (1000 by default); at most `running` executions at a time; of each group
-        (`configure(group=…)`) at most `group_rate` starts in any `group_per_ms`, and at most `group_running` executions at a
-        time: tasks of a full group hold up nobody else. What runs already runs on, and is counted. Consumers of this mesh
-        know of it when this returns, other processes a moment later: at once if they listen, within two seconds if they only
-        scan. Raises `InvalidOption`.
-        `by`: who, for the audit; by default the user of this process, and its host.
-        """
+    async def set_limit(self, queue: str, *, by: str | None = None, **given: Unpack[LimitFields]) -> None:
+        """Limit a queue over the whole fleet. See `TaskMesh.set_limit`."""
         who = audit.author(by)
         limited = checked_limits(given, await limits.read_limits(self._connection.store, checked_queue(queue)))
         if not limited:
@@ -330,10 +306,7 @@ class Queues:
         await self._changed("queue.set_limit", who, queue, **limited)
 
     async def set_group_limit(self, queue: str, group: str, running: int | None, *, by: str | None = None) -> None:
-        """Let this one group of a queue run `running` executions at a time; None: as many as every other group.
-
-        `by`: who, for the audit; by default the user of this process, and its host.
-        """
+        """Limit one group of a queue to `running` executions at a time; None: to as many as every other group."""
         who = audit.author(by)
         await set_group_limit(self._connection.store, checked_queue(queue), group, running)
         await self._changed("queue.set_group_limit", who, queue, group=group, running=running)

@@ -13,6 +13,7 @@ from taskmesh.admin.explain import Explanation, judged
 from taskmesh.admin.queues import LimitFields, checked_limits, read_queue
 from taskmesh.admin.store import limit_usage, task_counts
 from taskmesh.admin.store.gates import as_if_option
+from taskmesh.admin.words import first_three
 from taskmesh.client.connection import Connection
 from taskmesh.client.tasks import Tasks
 from taskmesh.model.ids import checked_count, checked_group
@@ -52,9 +53,9 @@ class OptionEffect(ReadOnly):
             f"it would be {self.status_then} instead of {self.status_now}"
             if self.status_then != self.status_now
             else "",
-            f"{_some(self.opens)} could claim it then" if self.opens else "",
-            f"{_some(self.shuts)} could not claim it any more" if self.shuts else "",
-            f"its execution on {_some(self.stops)} would be stopped" if self.stops else "",
+            f"{first_three(self.opens)} could claim it then" if self.opens else "",
+            f"{first_three(self.shuts)} could not claim it any more" if self.shuts else "",
+            f"its execution on {first_three(self.stops)} would be stopped" if self.stops else "",
         ]
         return "; ".join(filter(None, parts)) or "nothing would change about who can claim it now"
 
@@ -115,10 +116,6 @@ async def effect_of_option(store: Store, name: str, key: str, changes: Document)
         shuts=sorted(able_now - able_then),
         stops=sorted(set(before.running_on) - set(after.running_on)),
     )
-
-
-def _some(workers: list[str]) -> str:
-    return ", ".join(workers[:3]) + (f" and {len(workers) - 3} more" if len(workers) > 3 else "")
 
 
 def _able(explanations: list[Explanation]) -> set[str]:
@@ -201,11 +198,7 @@ class WhatIf:
             self._connection.store, name, key, {field: stored.get(field) for field in changes}
         )
 
-    async def limit(
-        self,
-        queue: str,
-        **given: Unpack[LimitFields],
-    ) -> LimitEffect:
+    async def limit(self, queue: str, **given: Unpack[LimitFields]) -> LimitEffect:
         """Tell what `set_limit` with these arguments would do: how many could start now, and then. Changes nothing."""
 
         def changed(now: QueueLimits) -> QueueLimits:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import time
 from datetime import UTC, datetime
 from typing import Annotated
 
@@ -16,6 +15,7 @@ from rich.text import Text
 from taskmesh.admin.doctor import Finding
 from taskmesh.admin.error_groups import ErrorGroup, ErrorReport
 from taskmesh.admin.explain import NO_WORKER, WORKER_KNOWS, Explanation, Waiting, not_registered
+from taskmesh.admin.words import first_three, tasks
 from taskmesh.cli import completion, output
 from taskmesh.cli.output import Json, Listing, Watch, nothing_found, show, show_found
 from taskmesh.mesh import TaskMesh
@@ -108,7 +108,7 @@ def _verdict(
     elif able and unknown:
         said = f"One of this id could claim it now; but {unknown}."
     elif able:
-        said = f"It can be claimed now, by {_some(able)}."
+        said = f"It can be claimed now, by {first_three(able)}."
     elif task.status is Status.RUNNING:
         said = "It is running."
     elif times:
@@ -136,7 +136,7 @@ def _verdict(
             for gate in sorted(group[0].gates, key=lambda gate: gate.open)
         ]
         parts += [
-            Text(f"\nfor {_some([each.worker_id for each in group])}"),
+            Text(f"\nfor {first_three([each.worker_id for each in group])}"),
             output.table(["", "GATE", "WHY", "OPENS"], rows),
         ]
     return Group(*parts)
@@ -151,15 +151,10 @@ def _common_reason(task: Task, explanations: list[Explanation], *, of_all: bool)
     return "; ".join(shut[0][name] for name in common) or "each worker for a reason of its own"
 
 
-def _some(workers: list[str]) -> str:
-    shown = ", ".join(workers[:3])
-    return shown if len(workers) <= 3 else f"{shown} and {len(workers) - 3} more"
-
-
 _EXPANDED = re.compile(r'[\\`$"]')
 """What a shell would expand in double quotes."""
 _COUNTED_TO = 10_000
-_COUNTING_S = 2.0
+_COUNTING_MS = 2_000
 
 
 async def errors(
@@ -175,7 +170,8 @@ async def errors(
 
     async def read() -> Listing:
         report = await mesh.inspect.errors(name, at_most=at_most)
-        fits = await _counted(mesh, report.groups)
+        filters = [group.where for group in report.groups]
+        fits = await mesh.listing.count_each(filters, at_most=_COUNTED_TO, within_ms=_COUNTING_MS)
         if as_json and not report.complete:
             output.say(f"warning: {report.looked_at} tasks were looked at; there are more", stderr=True)
         about = {"looked_at": report.looked_at, "complete": report.complete}
@@ -187,19 +183,6 @@ async def errors(
     await show(read, as_json=as_json, every_s=watch)
 
 
-async def _counted(mesh: TaskMesh, groups: list[ErrorGroup]) -> list[int | None]:
-    """Return how many tasks match each group's filter, the first groups first; None where that would take too long."""
-    end = time.monotonic() + _COUNTING_S
-    found: list[int | None] = []
-    for group in groups:
-        left_ms = round((end - time.monotonic()) * 1000)
-        counting = (
-            mesh.listing.count_within(group.where, at_most=_COUNTED_TO, deadline_ms=left_ms) if left_ms > 0 else None
-        )
-        found.append(None if counting is None else await counting)
-    return found
-
-
 def _report(report: ErrorReport, fits: list[int | None]) -> RenderableType:
     now = datetime.now(UTC)
     parts = [_group(group, n, now) for group, n in zip(report.groups, fits, strict=True)]
@@ -208,7 +191,7 @@ def _report(report: ErrorReport, fits: list[int | None]) -> RenderableType:
 
 def _looked_at(report: ErrorReport) -> str:
     more = "" if report.complete else "; there are more, --at-most N looks at more of them"
-    return f"{_tasks(report.looked_at)} {'was' if report.looked_at == 1 else 'were'} looked at{more}"
+    return f"{tasks(report.looked_at)} {'was' if report.looked_at == 1 else 'were'} looked at{more}"
 
 
 def _group(group: ErrorGroup, fits: int | None, now: datetime) -> RenderableType:
@@ -224,15 +207,11 @@ def _group(group: ErrorGroup, fits: int | None, now: datetime) -> RenderableType
         lines.append(f"    at {output.printable(group.frame)}")
     lines.append(f"    one of them: taskmesh show {group.name} {output.printable(_word(group.example_key))}")
     # A filter knows no place in the code, and takes whatever entry of a task says this.
-    tasks = "" if fits is None else f" ({_COUNTED_TO} tasks or more)" if fits >= _COUNTED_TO else f" ({_tasks(fits)})"
+    fitting = "" if fits is None else f" ({tasks(fits, fits >= _COUNTED_TO)})"
     lines.append(
-        f"    these and others like them{tasks}: taskmesh retry --where {output.printable(_word(group.where))}\n"
+        f"    these and others like them{fitting}: taskmesh retry --where {output.printable(_word(group.where))}\n"
     )
     return Group(head, *(Text(line, no_wrap=True, overflow="ignore") for line in lines))  # commands are to be copied
-
-
-def _tasks(count: int) -> str:
-    return "1 task" if count == 1 else f"{count} tasks"
 
 
 def _word(text: str) -> str:

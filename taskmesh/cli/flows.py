@@ -8,6 +8,7 @@ import typer
 from rich.console import Group
 from rich.text import Text
 
+from taskmesh.admin.words import first_three
 from taskmesh.cli.output import Json, Listing, Watch, show, table
 from taskmesh.mesh import TaskMesh
 from taskmesh.model.errors import InvalidOption
@@ -48,13 +49,9 @@ def _page(status: FlowStatus) -> Group:
     for first, task in status.edges:
         before.setdefault(task, []).append(" ".join(first))
     rows = [
-        [task.name, task.key, task.status or "GONE", _few(before.get((task.name, task.key), []))]
+        [task.name, task.key, task.status or "GONE", first_three(before.get((task.name, task.key), []))]
         for task in status.tasks[:_MOST_ROWS]
     ]
     more = len(status.tasks) - len(rows)
     tail = [Text(f"and {more} more; --json shows all")] if more else []
     return Group(head, table(["NAME", "KEY", "STATUS", "AFTER"], rows), *tail) if rows else Group(head)
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Protocol
 
 from taskmesh.model.distribution import check_extra
 
@@ -19,12 +18,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from taskmesh.admin.fleet import Fleet
-from taskmesh.admin.inspection import Inspection
-from taskmesh.admin.queues import NEWEST_ENDED, Queues
+from taskmesh.admin.queues import NEWEST_ENDED
 from taskmesh.admin.stats import Stats
 from taskmesh.consumer.observer import Wait
 from taskmesh.consumer.worker import Consumer
+from taskmesh.mesh import TaskMesh
 from taskmesh.model.queue import Percentiles
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -130,20 +128,7 @@ class WorkerMetrics:
         return await asyncio.to_thread(generate_latest, self._registry)  # it reads files of /proc
 
 
-class Watched(Protocol):
-    """What is asked of a mesh."""
-
-    # ruff: noqa: D102 — see `TaskMesh`
-
-    @property
-    def inspect(self) -> Inspection: ...
-    @property
-    def fleet(self) -> Fleet: ...
-    @property
-    def queues(self) -> Queues: ...
-
-
-async def fleet_metrics(mesh: Watched, stats: Stats | None = None) -> bytes:
+async def fleet_metrics(mesh: TaskMesh, stats: Stats | None = None) -> bytes:
     """Return the metrics of all workers, queues and tasks as text. `stats`: counts that were read already."""
     counts = stats or await mesh.inspect.stats()
     tasks = GaugeMetricFamily("taskmesh_tasks", "Tasks that are kept.", labels=["name", "status"])
@@ -166,7 +151,7 @@ async def fleet_metrics(mesh: Watched, stats: Stats | None = None) -> bytes:
     )
 
 
-async def _of_workers(mesh: Watched) -> list[Metric]:
+async def _of_workers(mesh: TaskMesh) -> list[Metric]:
     running = GaugeMetricFamily("taskmesh_worker_running", "Executions that run on a worker.", labels=["worker"])
     slots = GaugeMetricFamily("taskmesh_worker_slots", "Executions that may run on a worker.", labels=["worker"])
     live = GaugeMetricFamily("taskmesh_workers", "Workers of the last hour, by state.", labels=["state"])
@@ -181,7 +166,7 @@ async def _of_workers(mesh: Watched) -> list[Metric]:
     return [running, slots, live]
 
 
-async def _of_queues(mesh: Watched) -> list[Metric]:
+async def _of_queues(mesh: TaskMesh) -> list[Metric]:
     waiting = GaugeMetricFamily("taskmesh_queue_waiting", f"Due tasks, counted to {_COUNTED_TO}.", labels=["queue"])
     running = GaugeMetricFamily("taskmesh_queue_running", "Executions of a queue.", labels=["queue"])
     paused = GaugeMetricFamily("taskmesh_queue_paused", "1 if nothing is claimed from it.", labels=["queue"])

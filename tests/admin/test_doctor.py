@@ -73,7 +73,7 @@ async def test_t45_tasks_that_no_live_worker_knows_are_an_error(mesh: TaskMesh) 
     async with working(mesh, "w1"):
         await mesh.publish("from_the_next_release", "k")
         [finding] = await findings(mesh, "workers", "error")
-    assert "1 unfinished task 'from_the_next_release', which no live worker knows" in finding.found
+    assert "no live worker knows 'from_the_next_release'; 1 task of this name is unfinished" in finding.found
     assert finding.remedy is not None
     assert finding.remedy.endswith("taskmesh cancel --where 'name:from_the_next_release'")
 
