@@ -152,7 +152,7 @@ class TaskMesh(Defining):
 
     @cached_property
     def what_if(self) -> WhatIf:
-        """What a change would do, told without making it."""
+        """Return what a change would do, without making it."""
         from taskmesh.admin.what_if import WhatIf
 
         return WhatIf(self.connection, self.tasks)
@@ -531,7 +531,7 @@ class TaskMesh(Defining):
         return self.listing.find(which, limit=limit, sort=sort, params=params, after=after)
 
     async def explain(self, name: str, key: str, worker_id: str | None = None) -> list[Explanation]:
-        """Tell, for one worker or every live one, which gates of the claim rule are open or shut, why, and until when.
+        """Return, for one worker or every live one, which gates of the claim rule are open or shut, why, and until when.
 
         Raises `TaskNotFound`.
         """

@@ -23,7 +23,7 @@ class NotedAction(ReadOnly):
 
 
 class Audit:
-    """What was done to single things within the last month."""
+    """Changes to single tasks, queues, workers and schedules within the last month."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -31,12 +31,12 @@ class Audit:
     async def actions(self, limit: int = 50) -> list[NotedAction]:
         """Return what was done to single tasks, queues, workers and schedules within the last month, the newest first.
 
-        Each verb writes it down when it is done, whoever called it: Python, the command line, the dashboard, the REST API.
-        Publishing is not listed, nor what handlers and workers do by themselves; of a schedule's declaration only one with `by`.
+        Each verb records itself, whoever called it: Python, the command line, the dashboard, the REST API. Publishing is not
+        listed, nor what handlers and workers do by themselves; the declaration of a schedule is listed only if it has `by`.
         """
         found = await audit.noted(self._connection.store, checked_count("limit", limit))
         return [NotedAction.model_validate(document) for document in found]
 
     def acting_as(self, by: str) -> AbstractContextManager[None]:
-        """Sign what is changed inside the block, where no `by` is given: for those who act for others, as the dashboard does."""
+        """Sign changes inside the block that have no `by` of their own: for code that acts for others, like the dashboard."""
         return audit.acting_as(by)

@@ -1,6 +1,6 @@
 """Many tasks at once: retry, cancel, delete and purge by a filter, and undo that.
 
-The filter is asked again for each task in the very update that changes it, so nothing else is ever touched.
+Each task is checked against the filter again in the update that changes it, so nothing else is ever touched.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ class BulkResult(ReadOnly):
     where: str
     """The filter, as text."""
     matched: int
-    """How many tasks fitted when it began."""
+    """How many tasks matched when it began."""
     done: int
     """How many were changed; 0 in a dry run."""
     dry_run: bool
     id: str | None = None
-    """What `undo` takes; None: it cannot be undone."""
+    """The id that `undo` takes; None: it cannot be undone."""
 
 
 class BulkAction(ReadOnly):
-    """Who did what to many tasks, and whether that can be undone still."""
+    """Who did what to many tasks, and whether it can still be undone."""
 
     id: str
     action: str
@@ -56,7 +56,7 @@ class BulkAction(ReadOnly):
     time: datetime
     matched: int
     done: int | None = None
-    """None: it goes on, or was broken off."""
+    """None: it is still running, or was interrupted."""
     undoable: bool = False
     undo_until: datetime | None = None
     undone_time: datetime | None = None
@@ -69,7 +69,7 @@ class UndoResult(ReadOnly):
     action: str
     restored: int
     left: int
-    """How many tasks were left as they are, since something has happened to them: claimed, published anew."""
+    """How many tasks were left as they are, since they have changed: claimed, published again."""
 
 
 class BulkOptions(TypedDict, total=False):
@@ -78,15 +78,15 @@ class BulkOptions(TypedDict, total=False):
     dry_run: bool
     """Only count the tasks; False by default."""
     progress: Callable[[int], None] | None
-    """Is told how many tasks are done, batch by batch."""
+    """Called with the number of tasks done so far, after each batch."""
     by: str | None
     """Who, for the list of `actions`; by default the user of this process, and its host."""
     undo_ms: int
-    """For how long `undo` can put the tasks back; an hour by default, and each is copied aside. 0: it cannot."""
+    """How long `undo` can restore the tasks: an hour by default; each task is copied first. 0: there is no undo."""
 
 
 class Bulk:
-    """What can be done to many tasks at once."""
+    """Bulk actions. `by`: who, for the audit, as told at `TaskMesh`."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -140,7 +140,7 @@ class Bulk:
         which = filter_of(where)
         if unfinished := [str(status) for status in which.status if not status.finished]:
             raise InvalidOption(
-                f"only finished tasks can be purged, got {', '.join(unfinished)}: a bulk delete takes all"
+                f"only finished tasks can be purged, got {', '.join(unfinished)}: use a bulk delete for others"
             )
         which = which.model_copy(update={"status": which.status or FINISHED})
         if not dry_run and (settled := await settle(self._connection.store, WRITE_DEADLINE_MS)):
@@ -154,9 +154,9 @@ class Bulk:
         return [BulkAction.model_validate({**document, "id": document["_id"]}) for document in found]
 
     async def undo(self, action_id: str, *, by: str | None = None) -> UndoResult:
-        """Put back the tasks that a bulk action has changed, as they were before; those that nothing has happened to since.
+        """Restore the tasks that a bulk action changed, except those that have changed since.
 
-        An execution that the action stopped is not put back: its task waits. Raises `InvalidOption` if there is no such
+        An execution that the action stopped is not restored: its task waits. Raises `InvalidOption` if there is no such
         action, or its time is over. Safe to repeat while it has not returned. `by`: who, for the audit; by default the user of
         this process, and its host.
         """

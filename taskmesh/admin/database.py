@@ -1,7 +1,4 @@
-"""What the faces ask about the database itself: whether it answers, and what its errors mean.
-
-The store knows both; the command line and the web reach it through here.
-"""
+"""The database itself, for the command line and the web: whether it answers, and what its errors mean."""
 
 from __future__ import annotations
 
@@ -16,5 +13,5 @@ __all__ = ["is_passing", "said_by", "server_time"]
 
 
 async def server_time(connection: Connection) -> datetime:
-    """Return the server's clock: the cheapest sign of life. Raises `PyMongoError` if the server does not answer."""
+    """Return the server's time, the cheapest request there is. Raises `PyMongoError` if the server does not answer."""
     return await registry.server_time(connection.store)

@@ -15,16 +15,16 @@ from taskmesh.model.task import Status
 from taskmesh.store import Store
 
 LOST = "lost"
-"""Instead of a type, where executions were lost and none has failed."""
+"""The type of a group whose executions were lost, and none failed."""
 _VARYING = re.compile(
     r"""\w+://\S+|[^\s'"]+@[^\s'"]+|(?<!\w)(?:/[\w.-]+)+|0x[0-9a-f]+|\d+(?:[.,:/-]\d+)*|"[^"]*"|'[^']*'"""
 )
-"""What is another each time: addresses, paths, numbers, and what is quoted."""
+"""Parts of a message that vary: addresses, paths, numbers, and quoted text."""
 _SEVERAL = re.compile(r"…(?: …)+")
 _AT_THE_ENDS = " '\"([{"
-"""Of a text that may be cut in the middle: it would only have to be quoted."""
+"""Stripped from the ends of a text, since they would need quoting in a filter."""
 _ALIKE = 0.5
-"""Of two texts from one place, so many words have to be the same if the others are names."""
+"""Two texts from one place are one message if this share of their words is equal; the others are taken for names."""
 _TELLING_CHARS = 8
 _UNFINISHED = (Status.INIT, Status.RUNNING)
 
@@ -64,7 +64,7 @@ class ErrorReport(ReadOnly):
 
 
 async def read_errors(store: Store, name: str | None, at_most: int, deadline_ms: int) -> ErrorReport:
-    """Look at so many tasks at most, and group what failed."""
+    """Look at up to this many tasks, and group their failures."""
     sample = await error_groups.sample(store, name, at_most, deadline_ms)
     alike: dict[Any, list[dict[str, Any]]] = {}
     for row in error_groups.telling(sample.rows):
@@ -85,7 +85,7 @@ def _says_itself(row: dict[str, Any]) -> bool:
 
 
 def kind_of(row: dict[str, Any]) -> str:
-    """Return the type of an error, as it was stored, or its text without what is another each time."""
+    """Return the type of an error, as it was stored, or its text without the parts that vary."""
     return LOST if row.get("lost") else row.get("type") or _masked(str(row.get("line") or ""))
 
 
@@ -94,10 +94,10 @@ def _masked(line: str) -> str:
 
 
 def by_text(rows: Iterable[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Sort out failures of one type from one place by what they say: the text, without numbers and names, and its rows.
+    """Split failures of one type from one place by their message: its text without numbers and names, and its rows.
 
-    Names stand in no quotes often. Texts of as many words, half of which are the same, are one text with
-    names in it; of one word nobody can tell whether it is a name.
+    Names are often not quoted. Texts with equally many words, half of which are equal, are one message with names in it;
+    a single word may always be a name.
     """
     found: list[tuple[list[str], list[dict[str, Any]]]] = []
     for row in rows:
@@ -140,9 +140,9 @@ def _group(rows: Sequence[dict[str, Any]], kind: str) -> ErrorGroup:
 
 
 def telling_part(lines: Sequence[str], kind: str = "") -> str | None:
-    """Return the longest text that all these lines have, of those that are easily found: it tells them from others.
+    """Return the longest easily found text that all these lines contain, to tell them from others.
 
-    `kind`: what they say, without what is another each time.
+    `kind`: their message without the parts that vary.
     """
     beginning = os.path.commonprefix(list(lines))  # noqa: RUF071 — not of paths: characters are meant
     if all(line == beginning for line in lines):

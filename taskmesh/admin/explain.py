@@ -23,7 +23,7 @@ from taskmesh.store.rules import NEVER
 from taskmesh.store.sequences import head_of
 
 NO_WORKER = "(any worker)"
-"""Who is asked about when no worker is alive."""
+"""Stands for a worker while none is alive."""
 WORKER_KNOWS = "worker runs such tasks"
 """The gate that says whether a worker has the handler, and takes from the queue."""
 
@@ -47,11 +47,11 @@ class Explanation(ReadOnly):
     """The earliest time at which this worker could claim it if nobody touches it; None: not by time alone."""
     gates: list[Gate]
     note: str | None = None
-    """That no such worker is registered: it may not have been started yet, and then only the task's own gates are told."""
+    """Says that no such worker is registered (it may not have started yet): then only the gates of the task are judged."""
 
 
 class Waiting(ReadOnly):
-    """Tasks that wait, as one worker sees them: those of one name for which the same gates are shut."""
+    """Waiting tasks of one name for which the same gates are shut, as one worker sees them."""
 
     name: str
     shut: list[str]
@@ -63,12 +63,12 @@ class Waiting(ReadOnly):
 
 
 def not_registered(worker_id: str) -> str:
-    """Say that nobody has heard of this worker."""
-    return f"no worker of the id {worker_id!r} is registered"
+    """Say that this worker is unknown."""
+    return f"no worker with the id {worker_id!r} is registered"
 
 
 _OPENED_BY_OTHERS: tuple[str, ...] = ("flow", "dependencies", "sequence")
-"""Gates that no time opens, but what other tasks do: their reasons say which. So is that of who waits for children."""
+"""Gates that other tasks open, not time: their reasons say which tasks. So does the gate of a task that waits for children."""
 
 
 async def explain(store: Store, id_: str, worker_id: str | None) -> list[Explanation]:
@@ -102,10 +102,10 @@ async def judged(
 
 
 async def _left_to_wait_for(store: Store, id_: str, line: str | None) -> str:
-    """Say how many unfinished tasks it waits for, and which are the first; and if that is in vain."""
+    """Say how many unfinished tasks it waits for, which are the first, and whether it waits in vain."""
     count, first = await open_edges(store, id_)
     if not count:
-        return "waits for nothing unfinished"
+        return "every task that it waits for is finished"
     named = ", ".join(f"{label(task['_id'])} ({task['status']})" for task in first)
     crossed = await waits_for_its_own_line(store, id_) if line else None
     vain = (
@@ -115,7 +115,7 @@ async def _left_to_wait_for(store: Store, id_: str, line: str | None) -> str:
 
 
 async def _stands_before(store: Store, id_: str, line: str) -> str:
-    """Say whose turn it is in the task's line."""
+    """Say which task is at the head of the task's sequence."""
     queue, _, key = line.partition(":")
     head = await head_of(store, line)
     found = await get(store, [head], params=False) if head and head != id_ else []
@@ -163,7 +163,7 @@ def _explanation(
     queue: QueueInfo,
     others: Mapping[str, str | None] | None = None,
 ) -> Explanation:
-    """Put into words what was judged for the worker of this number among those asked about."""
+    """Explain what was judged for the worker of this number among those asked about."""
     now, opens = found.now, found.opens[number]
     told = others or {}
     words = _words(found, number, worker_id, worker) | {
@@ -204,16 +204,16 @@ def _explanation(
 
 
 def _note(worker_id: str) -> str:
-    """Say of whom nothing is known why that is, and what was not judged."""
+    """Say why nothing is known about a worker, and what was not judged."""
     why = "no worker is alive" if worker_id == NO_WORKER else not_registered(worker_id)
-    return f"{why}: whether one would run such tasks is not known"
+    return f"{why}: whether a worker would run such tasks is unknown"
 
 
 def _words(found: Judgement, number: int, worker_id: str, worker: WorkerInfo | None) -> dict[str, str]:
-    """Return, for each gate, which values the server compared."""
+    """Return, for each gate, the values that the server compared."""
     task, option = found.task, found.task.get("task_option", {})
     leaving = ", ".join(sorted(found.leaving))
-    on_their_way_out = f", {len(found.leaving)} stopped and on their way out ({leaving})" if leaving else ""
+    on_their_way_out = f", {len(found.leaving)} stopped but still running ({leaving})" if leaving else ""
     resume_time = found.opens[number]["delay asked for"]
     for_good = f"; FAILed for good: {found.final_because}" if found.final_because else ""
     by = "its loop, Retry or Snooze" if task.get("loop") else "Retry or Snooze"
@@ -222,19 +222,19 @@ def _words(found: Judgement, number: int, worker_id: str, worker: WorkerInfo | N
     return {
         "unfinished": f"stored status {task.get('status')}, {found.done} of {wanted} SUCCESS{for_good}",
         "unexpired": f"expire_time {task['expire_time'] or 'not set'}",
-        "flow": "its flow is not published to the end"
+        "flow": "its flow is not completely published"
         if found.opens[number]["flow"]
-        else "in no flow that is being published",
+        else "not in a flow that is being published",
         "started": f"start_time {found.opens[number]['started'] or 'not set'}",
         "room": f"{len(found.running_on)} running{on_their_way_out} and {found.done} succeeded, "
         f"concurrent_worker_cnt is {wanted}",
         "retries left": f"{found.fail_cnt} FAIL, max_unexpected_retries {option.get('max_unexpected_retries')}",
         "timeouts left": f"{found.timeout_cnt} lost in a row, max_timeouts {option.get('max_timeouts')}",
         "retry delay": f"{found.fail_cnt} FAIL, {delay}",
-        "delay asked for": f"asked for by {by} until {resume_time}, or put off because a worker's code or keys do not fit the "
+        "delay asked for": f"requested by {by} until {resume_time}, or delayed because a worker's code or keys do not fit the "
         "task (its log says which)"
         if resume_time
-        else "none asked for",
+        else "no delay was requested",
         "suspended": _suspended(task.get("suspended_for"), found),
         "worker allowed": f"specific_worker_ids {', '.join(option.get('specific_worker_ids', [])) or 'any'}",
         "labels": _needs(task.get("needs"), worker),
@@ -249,18 +249,18 @@ def _dependencies(policy: str | None, left: str | None) -> str:
 
 
 def _suspended(waits_for: Document | None, found: Judgement) -> str:
-    """Say what a suspended task waits for, while it does."""
+    """Say what a suspended task waits for."""
     until = found.opens[0]["suspended"]
     if not waits_for or until is None or until <= found.now:
-        return "not put aside"
+        return "not suspended"
     return SuspendedFor.model_validate(waits_for).sentence
 
 
 def _needs(needs: Any, worker: WorkerInfo | None) -> str:
     if not needs:
-        return "it needs none"
+        return "needs no labels"
     has = "are not known" if worker is None else f"are {', '.join(worker.claimant.labels)}"
-    return f"it needs {', '.join(map(str, needs))}; the worker's {has}"
+    return f"needs {', '.join(map(str, needs))}; the worker's labels {has}"
 
 
 def _until(moment: datetime | None, now: datetime) -> str:
@@ -273,7 +273,7 @@ def _queue_gate(queue: QueueInfo, group: str | None) -> Gate:
     """Whether the task's queue, and its group in there, has room: what the fleet's limits and pauses say."""
     if reasons := queue.reasons_for(group):
         ends = [until for _, until in reasons if until is not None]
-        # One that nothing but somebody's change ends keeps it shut, whatever else is over by then.
+        # A reason that only a person can end keeps the gate shut, even when all others have ended.
         opens_at = max(ends) if len(ends) == len(reasons) else None
         return Gate(name="queue", open=False, reason="; ".join(why for why, _ in reasons), opens_at=opens_at)
     limits = queue.limits

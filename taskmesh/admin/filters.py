@@ -45,34 +45,34 @@ _JOINS = ("and", "or", "not", "&&", "||")
 
 
 class TaskFilter(BaseModel):
-    """Which tasks are meant. What is not set does not matter; all that is set has to fit."""
+    """A filter on tasks. Unset fields match everything; a task has to match all fields that are set."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: Text | None = None
     status: tuple[Status, ...] = ()
-    """Any of these, as the tasks stand at the moment."""
+    """Any of these, as of now."""
     standing: tuple[Standing, ...] = ()
     """Of those that are INIT only these: `status:ready`, `status:scheduled`, `status:retrying`. Without a status: these alone."""
     queue: Text | None = None
     group: Text | None = None
     tags: tuple[Text, ...] = ()
-    """It has all of these."""
+    """The task has all of these tags."""
     key_prefix: Text | None = None
     error: Text | None = None
-    """A part of the reason of a failure, upper or lower case."""
+    """A part of the reason of a failure; case does not matter."""
     worker: Text | None = None
     """This worker has an entry in the task."""
     lost: bool | None = None
     """Whether an execution of it was lost: its worker died, hung or was cut off."""
     older_than_ms: Age | None = None
-    """Published at least so long ago."""
+    """Published at least this long ago."""
     younger_than_ms: Age | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _standing_is_a_status(cls, given: Any) -> Any:
-        """What stands somehow is INIT: all that is set has to fit."""
+        """A standing implies the status INIT."""
         if isinstance(given, dict) and given.get("standing") and not given.get("status"):
             return given | {"status": (Status.INIT,)}
         return given
@@ -100,7 +100,7 @@ class TaskFilter(BaseModel):
 
     @classmethod
     def checked(cls, **fields: Any) -> Self:
-        """Return a filter, or raise `InvalidOption`. The status may also be what INIT holds: `ready` and the like."""
+        """Return a filter, or raise `InvalidOption`. `status` may also contain a standing of INIT, like `ready`."""
         try:
             return cls(**fields | _standing_in(fields))
         except ValidationError as error:
@@ -132,7 +132,7 @@ class TaskFilter(BaseModel):
         return " ".join(parts)
 
     def _statuses(self) -> list[str]:
-        """Return the statuses as they are written, what INIT holds by its own words."""
+        """Return the statuses as they are written, INIT by its standings if there are any."""
         return [
             word for s in self.status for word in (self.standing if s == Status.INIT and self.standing else (str(s),))
         ]
@@ -144,7 +144,7 @@ class TaskFilter(BaseModel):
 
 
 def _standing_in(fields: dict[str, Any]) -> dict[str, Any]:
-    """Sort out of the statuses what INIT holds. INIT itself holds all of it."""
+    """Separate the standings of INIT from the statuses. INIT itself includes all of them."""
     words = fields.get("status", ())
     known = get_args(Standing)
     if not (standing := tuple(word.lower() for word in words if str(word).lower() in known)):
@@ -164,7 +164,7 @@ def _field(word: str) -> tuple[str, Any]:
     """Read one word of a filter's text."""
     if word.lower() in _JOINS:
         raise InvalidOption(
-            f"a filter has no {word}: all of its conditions have to hold, so write them one after the other, like "
+            f"{word} is not part of a filter: all conditions have to hold, so write them one after the other, like "
             f"'name:resize status:FAIL,CANCELLED'; to ask for keys that begin with {word!r}, write key:{word}"
         )
     match = _TOKEN.match(word)
@@ -173,20 +173,20 @@ def _field(word: str) -> tuple[str, Any]:
     field, sign, value = match.group("field", "sign", "value")
     if field == "age" and sign in "<>":
         return ("older_than_ms" if sign == ">" else "younger_than_ms"), milliseconds(value)
-    if field == "status" and sign == ":":
-        return "status", tuple(part.upper() for part in value.split(","))
-    if field in ("name", "queue", "group", "error", "worker") and sign == ":":
-        return field, value
-    if field == "tag" and sign == ":":
-        return "tags", (value,)
-    if field == "key" and sign == ":":
-        return "key_prefix", value
-    if field == "lost" and sign == ":":
-        if value not in ("yes", "no"):
-            raise InvalidOption(f"lost: must be yes or no, got {value!r}")
-        return "lost", value == "yes"
     if field in ("http", "https") or sign != ":":
         return "key_prefix", word
+    if field == "status":
+        return field, tuple(part.upper() for part in value.split(","))
+    if field in ("name", "queue", "group", "error", "worker"):
+        return field, value
+    if field == "tag":
+        return "tags", (value,)
+    if field == "key":
+        return "key_prefix", value
+    if field == "lost":
+        if value not in ("yes", "no"):
+            raise InvalidOption(f"lost: must be yes or no, got {value!r}")
+        return field, value == "yes"
     raise InvalidOption(
         f"a filter has no field {field}{sign}: use name: status: queue: group: tag: key: error: worker: lost: age> or age<; to "
         f"ask for keys that begin with {word!r}, write key:{shlex.quote(word)}"

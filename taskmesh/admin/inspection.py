@@ -16,17 +16,17 @@ from taskmesh.store.audit import author
 
 
 class Inspection:
-    """What the engine can tell about tasks and the fleet."""
+    """Inspection of tasks and the fleet. Changes nothing."""
 
     def __init__(self, connection: Connection, listing: Listing) -> None:
         self._connection = connection
         self._listing = listing
 
     async def explain(self, name: str, key: str, worker_id: str | None = None) -> list[Explanation]:
-        """Tell, for one worker or every live one, which gates of the claim rule are open or shut, why, and until when."""
+        """Return, for one worker or every live one, which gates of the claim rule are open or shut, why, and until when."""
         who = None if worker_id is None else checked_worker_id(worker_id)
         id_ = task_id(name, key)
-        # What another language has inserted has no gates before somebody has accepted it.
+        # A task that another language inserted has no gates until it is accepted.
         await self._connection.acceptance.accept([id_], author(None))
         return await explain(self._connection.store, id_, who)
 
@@ -38,7 +38,7 @@ class Inspection:
         return found
 
     async def explain_worker(self, worker_id: str, name: str | None = None, *, at_most: int = 200) -> list[Waiting]:
-        """Tell which gates are shut for this worker, of the oldest tasks that wait: grouped, the largest group first.
+        """Return which gates are shut for this worker, for the oldest waiting tasks, in groups, the largest first.
 
         `name`: only of these tasks. `at_most`: how many are looked at.
         """

@@ -70,7 +70,7 @@ class TaskPage(ReadOnly):
 
 
 class Listing:
-    """What can be asked about many tasks."""
+    """Find, count and page through tasks."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -104,7 +104,7 @@ class Listing:
                 yield task
 
     def _readable(self, document: dict[str, Any]) -> Task | None:
-        """Read a task, or skip a stranger's document with a word."""
+        """Read a task; skip a document that is not a taskmesh task, and log it."""
         try:
             return self._connection.payloads.task(document)
         except IncompatibleCollection as error:
@@ -150,21 +150,14 @@ class Listing:
         checked_count("limit", limit)
         behind = None if after is None else _Cursor.read(after)
         newest = newest_first if behind is None else behind.newest
-        # A new listing that the index by time does not serve at once is begun again in the other order.
-        first_try_ms = deadline_ms if behind is not None or not newest else min(_NEWEST_WITHIN_MS, deadline_ms)
-        found = None
-        for in_time_order, within_ms in ((newest, first_try_ms), (False, deadline_ms)):
-            found = await listing.page(
-                self._connection.store,
-                which,
-                newest=in_time_order,
-                behind=behind.place if behind is not None else None,
-                limit=limit,
-                deadline_ms=within_ms,
-            )
-            if found is not None or behind is not None or not in_time_order:
-                newest = in_time_order
-                break
+        place = None if behind is None else behind.place
+        begins = behind is None and newest
+        within_ms = min(_NEWEST_WITHIN_MS, deadline_ms) if begins else deadline_ms
+        store = self._connection.store
+        found = await listing.page(store, which, newest=newest, behind=place, limit=limit, deadline_ms=within_ms)
+        if found is None and begins:  # the index by time does not serve it at once: it begins again in the other order
+            newest = False
+            found = await listing.page(store, which, newest=False, behind=None, limit=limit, deadline_ms=deadline_ms)
         if found is None:
             return TaskPage(tasks=[], newest_first=newest, following=None, complete=False)
         documents, following = found
@@ -177,7 +170,7 @@ class Listing:
 
 @dataclass(frozen=True, slots=True)
 class _Cursor:
-    """Where a page ended."""
+    """The position at which a page ended."""
 
     newest: bool
     place: list[Any]
@@ -198,7 +191,9 @@ class _Cursor:
                 (id_,) = place
                 place = [_text(id_)]
         except (ValueError, TypeError, OverflowError, RecursionError):
-            raise InvalidOption(f"after={shown(text)} is not where a page ended: start again without it") from None
+            raise InvalidOption(
+                f"after={shown(text)} is not a position that a page returned: start again without it"
+            ) from None
         return cls(newest is True, place)
 
 
@@ -215,7 +210,7 @@ def _summary(document: dict[str, Any]) -> TaskSummary | None:
         progress["message"] = first_line(progress.get("message"))
     try:
         return TaskSummary.model_validate(document)
-    except ValueError:  # a stranger's document
+    except ValueError:  # not a taskmesh task
         logger.warning("the document %r is not a taskmesh task: skipped", document.get("_id"))
         return None
 

@@ -1,6 +1,6 @@
 """Migration: jobs that another program keeps in MongoDB become tasks. Agenda's (6) and mscheduler's (0.3) are known.
 
-What is finished stays where it is; so does, with the reason, what is at work there, or what has no counterpart here.
+Finished jobs stay where they are; so do running ones, and those that have no counterpart here, with the reason.
 """
 
 from __future__ import annotations
@@ -48,24 +48,24 @@ class Moved:
 
 
 class Peer(Protocol):
-    """How the jobs of another program read."""
+    """Reads the jobs of another program."""
 
     def read(self, job: Job, now: datetime) -> Wish | str | None:
         """Return what a job becomes, or why it is left; None if it is finished. Raises what publishing it would."""
 
     def unchanged(self, job: Job) -> dict[str, Any]:
-        """Return the condition that nothing has happened to it."""
+        """Return the condition that the job has not changed."""
 
     def stopped(self, job: Job) -> dict[str, Any]:
-        """Return the fields by which that program leaves it alone."""
+        """Return the fields that make that program ignore the job."""
 
 
 async def migrate(
     source: Source, peer: Peer, publisher: Publisher, schedules: Schedules, *, take: bool
 ) -> AsyncIterator[Moved]:
-    """Move the jobs of another program here, and tell what became of each that is not finished. Safe to repeat.
+    """Move the unfinished jobs of another program here, and yield what became of each. Safe to repeat.
 
-    Not `take`: only tell what would. A task's key is the job's own, so that a job which is moved twice is one task.
+    Without `take`, only tell what would be done. A task has the key of its job, so that a job that is moved twice is one task.
     """
     async for job, begun in source.jobs():
         label = str(job["_id"])
@@ -82,7 +82,7 @@ async def migrate(
         elif wish is not None:
             changes = peer.stopped(job)
             if not begun and not await source.take(dict(job), peer.unchanged(job), changes):
-                yield Moved(label, "left", why="it was changed meanwhile: look again")
+                yield Moved(label, "left", why="it has changed meanwhile: run this again")
                 continue
             try:
                 await _published(wish, publisher, schedules)
@@ -95,7 +95,7 @@ async def migrate(
 
 
 def _check(wish: Wish) -> None:
-    """Raise what publishing it would raise, as far as that can be known before."""
+    """Raise what publishing it would raise, as far as can be checked before."""
     task_id(wish.name, wish.key)
     Configuration().changed(**wish.settings)
     _declaration(wish)
@@ -150,7 +150,7 @@ class Agenda:
     def read(self, job: Job, now: datetime) -> Wish | str | None:
         """Return what a job becomes, or why it is left; None if it is finished."""
         if job.get("lockedAt") is not None:
-            return "it is at work, or was when its process died"
+            return "it is running, or was when its process died"
         starts = job.get("nextRunAt")
         if starts is None:
             return None
@@ -165,7 +165,7 @@ class Agenda:
         settings: dict[str, Any] = {"priority": int(job.get("priority") or 0)}
         if job.get("repeatInterval") is not None:
             if job.get("startDate") is not None or job.get("endDate") is not None:
-                return "a schedule has no startDate and endDate: declare it in code for as long as it is to run"
+                return "startDate and endDate have no counterpart in a schedule: declare it in code for as long as it should run"
             key = name if job.get("type") == "single" else f"{name}-{job['_id']}"
             return Wish(name, key, params, settings, _schedule(job))
         starts = max(filter(None, (starts, job.get("startDate"))))
@@ -176,11 +176,11 @@ class Agenda:
         return Wish(name, f"agenda-{job['_id']}", params, settings)
 
     def unchanged(self, job: Job) -> dict[str, Any]:
-        """Return the condition that nothing has happened to it."""
+        """Return the condition that the job has not changed."""
         return {name: job.get(name) for name in ("nextRunAt", "lockedAt", "disabled", "lastRunAt")}
 
     def stopped(self, _job: Job) -> dict[str, Any]:
-        """Return the fields by which Agenda leaves it alone."""
+        """Return the fields that make Agenda ignore the job."""
         return {"disabled": True}
 
 
@@ -231,9 +231,9 @@ class MScheduler:
             return None
         live = [entry for entry in entries if entry not in done and entry not in failed]
         if any((until := entry.get("ping_expire_time")) is not None and until > now for entry in live):
-            return "it is at work"
+            return "it is running"
         if done:
-            return f"{len(done)} of {wanted} workers have done it: it would be done by all of them again"
+            return f"{len(done)} of {wanted} workers have done it: all of them would do it again"
         params = job.get("params")
         if not isinstance(params, Mapping):
             params = {} if params is None else {self.param: params}
@@ -243,9 +243,9 @@ class MScheduler:
         return Wish(self.name, job["key"], dict(params), settings)
 
     def unchanged(self, job: Job) -> dict[str, Any]:
-        """Return the condition that nothing has happened to it."""
+        """Return the condition that the job has not changed."""
         return {name: job[name] for name in ("task_state", "task_option")}
 
     def stopped(self, job: Job) -> dict[str, Any]:
-        """Return the fields by which its consumers leave it alone: it is for none of them."""
+        """Return the fields that make its consumers ignore the task: no worker may run it."""
         return {"task_option": {**job["task_option"], "specific_worker_ids": [_MOVED]}}

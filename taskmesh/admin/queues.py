@@ -33,9 +33,9 @@ _LARGEST = 1_000_000
 _DEFAULT_WINDOW_MS = 1_000
 _LONGEST_WINDOW_MS = 7 * 86_400_000
 NEWEST_ENDED = newest_ended.LOOKED_AT
-"""So many of the tasks that ended tell of latencies."""
+"""Latencies are those of this many tasks that ended."""
 COUNTED_TO = 1_000
-"""How far the tasks that wait in a queue are counted: each takes the server some 10 µs."""
+"""Waiting tasks of a queue are counted up to this number: each takes the server some 10 µs."""
 
 
 async def read_queues(store: Store, *, counted_to: int = COUNTED_TO, latencies: bool = False) -> list[QueueInfo]:
@@ -74,7 +74,7 @@ def _dead_in(queue: str) -> TaskFilter:
 
 
 async def read_queue(store: Store, queue: str) -> QueueInfo:
-    """Return one queue, which need not have anything in it. Whether anything waits is told, not how much."""
+    """Return one queue, which may be empty. Says whether any task waits, not how many."""
     (info,) = await _infos(store, [queue], await registry.queues(store), 1)
     return info
 
@@ -143,7 +143,7 @@ _BOUNDS: dict[str, tuple[int, int]] = {
 
 
 def checked_limits(given: LimitFields, stored: Mapping[str, Any]) -> dict[str, int | None]:
-    """Return what changes about the limits of a queue that are `stored`. Raises `InvalidOption`."""
+    """Return the changes to the `stored` limits of a queue. Raises `InvalidOption`."""
     changes: dict[str, int | None] = {}
     for name, value in given.items():
         if name not in _BOUNDS:
@@ -175,7 +175,7 @@ def _whole(name: str, value: Any, least: int, most: int) -> int | None:
 
 
 def checked_failure_pause(share: Any, of_last: Any, canary_ms: Any) -> FailurePause:
-    """Return when a queue pauses by itself. Raises `InvalidOption`."""
+    """Return the settings of a pause on failures. Raises `InvalidOption`."""
     if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
         raise InvalidOption(
             f"the share of failures must be more than 0 and at most 1, like 0.5 for half, got {share!r}"
@@ -254,7 +254,7 @@ class Queues:
         await self._changed("queue.forget", who, queue)
 
     def declare(self, queue: str, limited: LimitFields, pause: tuple[float | None, int, int] | None = None) -> None:
-        """Keep a declaration until the mesh connects. `pause`: when it pauses by itself; None: nothing is said."""
+        """Keep a declaration until the mesh connects. `pause`: the settings of a pause on failures; None: not declared."""
         queue = checked_queue(queue)
         checked = checked_limits(limited, {})
         if pause is None and not checked:
@@ -273,7 +273,7 @@ class Queues:
             self._declared[queue] = None if share is None else checked_failure_pause(share, of_last, canary_ms)
 
     async def store_declared(self) -> None:
-        """Store what was declared before the mesh was connected, where it is not so; limits, where nobody has set any."""
+        """Store what was declared before the mesh connected, where it differs; limits only where nobody has set any."""
         stored = await registry.queues(self._connection.store) if self._declared else {}
         for queue, pause in self._declared.items():
             settings = None if pause is None else pause.model_dump()
@@ -312,7 +312,7 @@ class Queues:
         await self._changed("queue.set_group_limit", who, queue, group=group, running=running)
 
     async def _changed(self, action: str, by: str, queue: str, **about: Any) -> None:
-        """Let our own consumers know before the caller goes on (the others hear of it by their streams), and write it down."""
+        """Tell our own consumers before returning (others learn it from their change streams), and record the change."""
         await self._connection.queues_changed()
         await audit.note(self._connection.store, action, by, queue=queue, **about)
 

@@ -12,7 +12,7 @@ from taskmesh.store import Store, registry
 from taskmesh.store.driver import Document
 
 _LOOKED_AT = 10_000
-"""So many tasks that wait for a time are looked at, to tell the scheduled from the retrying."""
+"""Up to this many tasks that wait for a time are read, to tell scheduled from retrying ones."""
 
 
 class Stats(ReadOnly):

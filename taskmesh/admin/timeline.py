@@ -1,4 +1,4 @@
-"""A task's life over time: its executions as bars, and what happened in order; all of it read off the task itself."""
+"""A task's life over time: its executions as bars, and what happened in order, all derived from the task itself."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class Timeline:
 
     task: Task
     bars: list[Bar]
-    """Its executions, the lost ones too, the first first."""
+    """Its executions, including lost ones, in order."""
     happenings: list[Happening]
     """What is known to have happened, in order."""
 
 
 async def read_timeline(store: Store, payloads: Payloads, id_: str) -> Timeline | None:
-    """Read a task with its life; None if there is none. Whether a lease ran out is what the claim rule says."""
+    """Read a task and its history; None if it does not exist. The claim rule says whether a lease ran out."""
     found = await read_with_losses(store, id_)
     if found is None:
         return None

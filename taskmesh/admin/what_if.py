@@ -23,7 +23,6 @@ from taskmesh.model.read_only import ReadOnly
 from taskmesh.model.recurrence import checked_timing
 from taskmesh.model.task import Status, checked_key, task_id
 from taskmesh.store import Store, schedules
-from taskmesh.store.driver import Document
 from taskmesh.store.limits import WINDOWS
 
 _COUNTED_TO = 10_000
@@ -37,12 +36,12 @@ class OptionEffect(ReadOnly):
     status_now: Status
     status_then: Status
     next_claim_time_now: datetime | None
-    """When the first worker could claim it, as things stand."""
+    """When the first worker could claim it now."""
     next_claim_time_then: datetime | None
     opens: list[str]
-    """Workers that cannot claim it now, and could then."""
+    """Workers that cannot claim it now, but could then."""
     shuts: list[str]
-    """Workers that can claim it now, and could not then."""
+    """Workers that can claim it now, but could not then."""
     stops: list[str]
     """Workers whose execution would be stopped."""
 
@@ -70,10 +69,10 @@ class LimitEffect(ReadOnly):
     """Tasks that are due; counted up to 10 000."""
     running: int
     claimable_now: int
-    """How many of those that wait the limits have room for, as things stand."""
+    """How many of the waiting tasks the limits have room for now."""
     claimable_then: int
     too_many: int
-    """How many more run than would be allowed: so many have to end before another one starts."""
+    """How many running tasks exceed the new limits: this many have to end before another one starts."""
 
     @property
     def sentence(self) -> str:
@@ -85,37 +84,18 @@ class LimitEffect(ReadOnly):
 
 
 class ScheduleEffect(ReadOnly):
-    """When a schedule that is declared so would run."""
+    """When a schedule with this timing would run."""
 
     words: str
     """`At 06:00 every day (Europe/Berlin)`."""
     times: list[datetime]
-    """The next runs, if it were declared now; those of a schedule that is so already are its own."""
+    """The next runs, if it were declared now; for a schedule that already has this timing, its own next runs."""
 
     @property
     def sentence(self) -> str:
         """Return the effect as a sentence for people."""
         times = ", ".join(time.isoformat(" ", "seconds") for time in self.times) or "never"
         return f"{self.words}; next {times}"
-
-
-async def effect_of_option(store: Store, name: str, key: str, changes: Document) -> OptionEffect:
-    """Tell what this change of its option, as it would be stored, would do to a task. Raises `TaskNotFound`."""
-    id_ = task_id(name, key)
-    before, now = await judged(store, id_, None)
-    after, then = await judged(store, id_, None, as_if_option(changes, store.now))
-    able_now, able_then = _able(now), _able(then)
-    return OptionEffect(
-        name=name,
-        key=key,
-        status_now=Status(before.status),
-        status_then=Status(after.status),
-        next_claim_time_now=_first_time(now),
-        next_claim_time_then=_first_time(then),
-        opens=sorted(able_then - able_now),
-        shuts=sorted(able_now - able_then),
-        stops=sorted(set(before.running_on) - set(after.running_on)),
-    )
 
 
 def _able(explanations: list[Explanation]) -> set[str]:
@@ -127,7 +107,7 @@ def _first_time(explanations: list[Explanation]) -> datetime | None:
 
 
 async def effect_of_limit(store: Store, queue: str, change: Callable[[QueueLimits], QueueLimits]) -> LimitEffect:
-    """Tell what this change of its limits would do to a queue. Raises as `change` does."""
+    """Return what this change of a queue's limits would do. Raises as `change` does."""
     found = await read_queue(store, queue)
     then = change(found.limits)
     counted_then = await _counted(store, found, then)
@@ -149,7 +129,7 @@ async def effect_of_limit(store: Store, queue: str, change: Callable[[QueueLimit
 
 
 async def _counted(store: Store, queue: QueueInfo, then: QueueLimits) -> QueueInfo:
-    """Return the queue with the starts that are counted under these limits: of a shorter window fewer are."""
+    """Return the queue with its starts counted under these limits: a shorter window counts fewer."""
     lengths = {window: (getattr(queue.limits, window), getattr(then, window)) for window in WINDOWS}
     longer_ms = {window: new - old for window, (old, new) in lengths.items() if None not in (old, new) and new != old}
     if not longer_ms:
@@ -160,7 +140,7 @@ async def _counted(store: Store, queue: QueueInfo, then: QueueLimits) -> QueueIn
 
 
 def _room_for(waiting: Mapping[str | None, int], queue: QueueInfo, limits: QueueLimits) -> int:
-    """How many of those that wait could start at once."""
+    """Return how many of the waiting tasks could start at once."""
     if queue.paused:
         return 0
     count: float = 0
@@ -172,7 +152,7 @@ def _room_for(waiting: Mapping[str | None, int], queue: QueueInfo, limits: Queue
 
 
 def _rooms_of_group(group: str, queue: QueueInfo, limits: QueueLimits) -> list[float]:
-    """What each limit leaves of room for a group."""
+    """Return the room that each limit leaves for a group."""
     if group in queue.paused_groups:
         return [0]
     limit = limits.of_group(group)
@@ -181,25 +161,38 @@ def _rooms_of_group(group: str, queue: QueueInfo, limits: QueueLimits) -> list[f
 
 
 class WhatIf:
-    """What a change would do, told without making it."""
+    """Return what a change would do, without making it."""
 
     def __init__(self, connection: Connection, tasks: Tasks) -> None:
         self._connection = connection
         self._tasks = tasks
 
     async def option(self, name: str, key: str, **changes: Unpack[OptionFields]) -> OptionEffect:
-        """Tell what `set_option` with these arguments would do: who could claim the task then, whose run would be stopped.
+        """Return what `set_option` with these arguments would do: who could claim the task, whose execution would be stopped.
 
         Changes nothing. Raises `InvalidOption`, `TaskNotFound`.
         """
         task = await self._tasks.get(name, key)
         stored = task.task_option.changed(**changes).stored()
-        return await effect_of_option(
-            self._connection.store, name, key, {field: stored.get(field) for field in changes}
+        store, id_ = self._connection.store, task_id(name, key)
+        changed = as_if_option({field: stored.get(field) for field in changes}, store.now)
+        before, now = await judged(store, id_, None)
+        after, then = await judged(store, id_, None, changed)
+        able_now, able_then = _able(now), _able(then)
+        return OptionEffect(
+            name=name,
+            key=key,
+            status_now=Status(before.status),
+            status_then=Status(after.status),
+            next_claim_time_now=_first_time(now),
+            next_claim_time_then=_first_time(then),
+            opens=sorted(able_then - able_now),
+            shuts=sorted(able_now - able_then),
+            stops=sorted(set(before.running_on) - set(after.running_on)),
         )
 
     async def limit(self, queue: str, **given: Unpack[LimitFields]) -> LimitEffect:
-        """Tell what `set_limit` with these arguments would do: how many could start now, and then. Changes nothing."""
+        """Return what `set_limit` with these arguments would do: how many tasks could start. Changes nothing."""
 
         def changed(now: QueueLimits) -> QueueLimits:
             return now.model_copy(update=checked_limits(given, now.model_dump()))
@@ -215,7 +208,7 @@ class WhatIf:
         timezone: str | None = None,
         count: int = 5,
     ) -> ScheduleEffect:
-        """Tell when a schedule that is declared so would run the next `count` times (at most 100). Changes nothing.
+        """Return when a schedule with this timing would run the next `count` times (at most 100). Changes nothing.
 
         `schedule_id`: what is not given is as that schedule has it, if there is one, as in `mesh.schedules.put`. `timezone`: else
         UTC. Raises `InvalidOption`.
@@ -238,7 +231,7 @@ class WhatIf:
         return ScheduleEffect(words=timing.words, times=times)
 
     async def group_limit(self, queue: str, group: str, running: int | None) -> LimitEffect:
-        """Tell what `set_group_limit` would do: how many could start now, and then. Changes nothing."""
+        """Return what `set_group_limit` would do: how many tasks could start. Changes nothing."""
         checked_limits({"running": running}, {})
         own = {checked_group(group): running}
 

@@ -24,7 +24,9 @@ def main() -> None:
     """Run the command line of this process, and end it with the right status."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a terminal may know no "–", and no key is worth a traceback
+            stream.reconfigure(
+                errors="backslashreplace"
+            )  # a terminal may not know "–", and no key is worth a traceback
     try:
         check_extra("cli", ("typer", "rich"), "the command line")
         from taskmesh.cli.app import command  # noqa: PLC0415  # not there without the extra
@@ -42,6 +44,6 @@ def main() -> None:
 
 
 def _end(error: object, status: int) -> None:
-    """Say in one sentence what was wrong, and end."""
+    """Print what was wrong in one sentence, and exit."""
     print(f"taskmesh: {error}", file=sys.stderr)
     sys.exit(status)

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from taskmesh.cli import audit, bulk, call, explain, fleet, flows, migration, publishing, queues, serving, tasks
+from taskmesh.cli import bulk, call, explain, fleet, flows, migration, publishing, queues, serving, tasks
 from taskmesh.cli.connected import COMMAND_LINE_URI, Collection, Database, Uri, connected
 from taskmesh.cli.demo import demo
 from taskmesh.cli.worker.command import worker
@@ -66,7 +66,7 @@ _COMMANDS: dict[str, list[Callable[..., Any]]] = {
     ],
     "Fleet": [
         *(fleet.workers, fleet.stop_worker, fleet.pause_worker, fleet.resume_worker, fleet.set_concurrency),
-        *(fleet.stats, fleet.health, fleet.top, explain.doctor, audit.audit, call.call),
+        *(fleet.stats, fleet.health, fleet.top, explain.doctor, bulk.audit, call.call),
     ],
 }
 """By the panel of `--help`. A coroutine function takes a connected mesh; another connects by itself."""
@@ -79,8 +79,8 @@ for _panel, _commands in _COMMANDS.items():
 
 @cache
 def command() -> Callable[..., Any]:
-    """Return all of them as what is called, made once in a process: typer needs 40 ms to read their signatures.
+    """Return the command with all subcommands, made once per process: typer needs 40 ms to read their signatures.
 
-    Called by itself, `app` would make them each time, and show its own picture of a bug instead of Python's traceback.
+    Calling `app` itself would build them each time, and would show rich's traceback instead of Python's.
     """
     return typer.main.get_command(app)

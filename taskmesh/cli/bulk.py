@@ -1,4 +1,4 @@
-"""One task or many: `retry cancel delete` by NAME KEY or `--where`, `purge`, and `undo`."""
+"""One task or many: `retry cancel delete` by NAME KEY or `--where`, `purge`, `undo`; and `audit`: who changed what."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import typer
 from rich.console import RenderableType
 from rich.progress import Progress
 
+from taskmesh.admin.audit import NotedAction
 from taskmesh.admin.bulk import UNDO_MS, BulkAction, BulkOptions, BulkResult
 from taskmesh.admin.filters import TaskFilter
 from taskmesh.cli import completion, output
@@ -49,14 +50,14 @@ _ActOnMany = Callable[..., Awaitable[BulkResult]]
 
 @dataclass(frozen=True, kw_only=True)
 class _Verb:
-    """What can be done to one task or to many."""
+    """An action on one task or on many."""
 
     name: str
     help: str
     done: str
-    """What one task is then."""
+    """What is said of one task afterwards."""
     question: str | None = None
-    """What is asked before it is done to one."""
+    """The question before it is done to one task; None: it is not asked."""
     one: Callable[[TaskMesh], Callable[[str, str], Awaitable[Task]]]
     many: Callable[[TaskMesh], _ActOnMany]
     fresh: Callable[[TaskMesh], Callable[[str, str], Awaitable[Task]]] | None = None
@@ -108,7 +109,7 @@ def _command(verb: _Verb) -> Callable[..., None]:
         if (name is None or key is None) == (where is None) or (name is not None and where is not None):
             raise typer.BadParameter("say which: NAME KEY, or --where FILTER")
         if dry_run and where is None:
-            raise typer.BadParameter("--dry-run counts what --where finds")
+            raise typer.BadParameter("--dry-run needs --where")
         if fresh and where is not None:
             raise typer.BadParameter("--fresh is for one task: NAME KEY, not --where")
         which = None if where is None else TaskFilter.parse(where)
@@ -148,7 +149,7 @@ async def _one(
     if as_json:
         output.show_json(task_json(task))
     elif verb is _CANCEL and task.status is not Status.CANCELLED:
-        output.say(f"{task.name} {task.key} was finished already: {task.status}")
+        output.say(f"{task.name} {task.key} had already finished: {task.status}")
     else:
         output.say(f"{task.name} {task.key} {verb.done}")
 
@@ -156,7 +157,7 @@ async def _one(
 async def _many(
     mesh: TaskMesh, act: _ActOnMany, where: TaskFilter, verb: str, *, dry_run: bool, yes: bool, as_json: bool
 ) -> None:
-    """Count first, ask on a terminal, then do it in batches. The filter is asked again for each task."""
+    """Count first, ask on a terminal, then act in batches. Each task is checked against the filter again."""
     counted = await act(where, dry_run=True)
     if not dry_run and counted.matched:
         tasks = "1 task that matches" if counted.matched == 1 else f"{counted.matched} tasks that match"
@@ -177,7 +178,7 @@ async def _many(
         return
     output.say(f"{verb}: {counted.done} of {counted.matched} tasks")
     if counted.id is not None:
-        output.say(f"for {duration(UNDO_MS)} this can be taken back: taskmesh undo {counted.id}", stderr=True)
+        output.say(f"can be undone for {duration(UNDO_MS)}: taskmesh undo {counted.id}", stderr=True)
 
 
 async def redrive(
@@ -238,15 +239,15 @@ async def undo(
     Tasks to which something has happened since (claimed, published anew) stay as they are.
     """
     if action is None:
-        nothing = "nobody has changed many tasks at once within the last month"
+        nothing = "there were no bulk actions within the last month"
         await show_found(mesh, mesh.bulk.actions, _action_table, nothing, as_json=as_json)
         return
     undone = await mesh.bulk.undo(action)
     if as_json:
         output.show_json(undone)
     else:
-        left = f"; {undone.left} have moved on since and are left" if undone.left else ""
-        output.say(f"undone: {undone.action}, {undone.restored} tasks are as they were{left}")
+        left = f"; {undone.left} have changed since and stay as they are" if undone.left else ""
+        output.say(f"undone: {undone.action}, {undone.restored} tasks restored{left}")
 
 
 def _action_table(found: list[BulkAction]) -> RenderableType:
@@ -263,3 +264,29 @@ def _action_table(found: list[BulkAction]) -> RenderableType:
         for each in found
     ]
     return output.table(["ACTION", "WHEN", "BY", "DID", "TO", "DONE", "UNDO"], rows)
+
+
+async def audit(
+    mesh: TaskMesh,
+    limit: Annotated[int, typer.Option(min=1, help="At most this many of each kind, the newest first.")] = 50,
+    as_json: Json = False,
+) -> None:
+    """List who changed what within the last month: tasks, queues, workers, schedules. Programs that publish are not listed."""
+
+    async def read() -> list[BulkAction | NotedAction]:
+        found: list[BulkAction | NotedAction] = [*await mesh.bulk.actions(limit), *await mesh.audit.actions(limit)]
+        return sorted(found, key=lambda action: action.time, reverse=True)
+
+    await show_found(mesh, read, _audit_table, "nothing was changed within the last month", as_json=as_json)
+
+
+def _audit_table(found: list[BulkAction | NotedAction]) -> RenderableType:
+    rows: list[list[object]] = [[each.time, each.by, each.action, _about(each)] for each in found]
+    return output.table(["WHEN", "BY", "DID", "TO"], rows)
+
+
+def _about(action: BulkAction | NotedAction) -> str:
+    if isinstance(action, NotedAction):
+        return output.printable(action.about)
+    done = "not ended" if action.done is None else f"{action.done} of {action.matched} tasks"
+    return output.printable(f"{action.where or 'all'} ({done})")

@@ -1,6 +1,6 @@
-"""What Tab offers: names, keys, workers, queues, schedules and actions, as the database has them now.
+"""Completion: names, keys, workers, queues, schedules and actions, as the database has them now.
 
-Silent and quick: whoever presses Tab wants no error, no wait, no collection made and no server started.
+Pressing Tab shows no error, waits only briefly, creates no collection and starts no server.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable
 import typer
 
 from taskmesh.admin import completion
-from taskmesh.cli.connected import mesh_at
+from taskmesh.cli.connected import mesh_of
 from taskmesh.mesh import TaskMesh
 
 _PATIENCE_MS = 1_500
@@ -38,7 +38,7 @@ async def _from_database(read: _Read, context: typer.Context, incomplete: str) -
     uri = _given(context, "uri") or await asyncio.to_thread(_running_here)
     if uri is None:
         return []
-    mesh = mesh_at(uri, _given(context, "database"), _given(context, "collection"), _PATIENCE_MS)
+    mesh = mesh_of(None, uri, _given(context, "database"), _given(context, "collection"), _PATIENCE_MS)
     await mesh.connect(create=False)
     try:
         return list(await read(mesh, context, incomplete))
@@ -64,9 +64,25 @@ async def _keys(mesh: TaskMesh, context: typer.Context, incomplete: str) -> Iter
     return await completion.keys(mesh.connection, given, incomplete) if given else []
 
 
+async def _workers(mesh: TaskMesh, *_: object) -> Iterable[str]:
+    return sorted(worker.worker_id for worker in await mesh.workers() if worker.live)
+
+
+async def _queues(mesh: TaskMesh, *_: object) -> Iterable[str]:
+    return [each.queue for each in await mesh.queues.all(counted_to=1)]
+
+
+async def _schedules(mesh: TaskMesh, *_: object) -> Iterable[str]:
+    return sorted(schedule.schedule_id for schedule in await mesh.schedules.all())
+
+
+async def _actions(mesh: TaskMesh, *_: object) -> Iterable[str]:
+    return [action.id for action in await mesh.bulk.actions() if action.undoable]
+
+
 name = _completion(lambda mesh, _, incomplete: completion.names(mesh.connection, incomplete))
 key = _completion(_keys)
-worker = _completion(lambda mesh, *_: completion.live_workers(mesh.connection))
-queue = _completion(lambda mesh, *_: completion.queues(mesh.connection))
-schedule = _completion(lambda mesh, *_: completion.schedule_ids(mesh.connection))
-action = _completion(lambda mesh, *_: completion.undoable_actions(mesh.connection))
+worker = _completion(_workers)
+queue = _completion(_queues)
+schedule = _completion(_schedules)
+action = _completion(_actions)

@@ -1,4 +1,4 @@
-"""Where a command connects to: `--app`, `--uri`, `--database`, `--collection`, on every command that needs a mesh."""
+"""Where a command connects: `--app`, `--uri`, `--database`, `--collection`, on every command that needs a mesh."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ P = ParamSpec("P")
 
 _WHERE = "Where"
 COMMAND_LINE_URI = "TASKMESH_COMMAND_LINE_URI"
-"""Where a `--uri` that stood before the command, or on a supervisor's command line, is found by whom it is for.
+"""The variable that passes on a `--uri` given before the command, or on a supervisor's command line.
 
-In the environment, since it may hold a password; and not as TASKMESH_URI, which counts for less than a URI in the code.
+In the environment, since it may hold a password; not as TASKMESH_URI, which a URI in the code overrides.
 """
 Uri = Annotated[
     str | None,
@@ -52,22 +52,12 @@ App = Annotated[
     ),
 ]
 
-DEFAULT_DATABASE = "taskmesh"
-DEFAULT_COLLECTION = "tasks"
 _PATIENCE_MS = 10_000
-"""How long a command waits for a server. The driver's own 30 s are for services; somebody watches this."""
-
-
-def mesh_at(uri: str | None, database: str | None, collection: str | None, patience_ms: int = _PATIENCE_MS) -> TaskMesh:
-    """Return a mesh without definitions at that place. No `uri`: `TASKMESH_URI`."""
-    uri = uri or os.environ.get("TASKMESH_URI")
-    mesh = TaskMesh(database=database or DEFAULT_DATABASE, collection=collection or DEFAULT_COLLECTION)
-    mesh.connect_to(uri and patient_for(uri, patience_ms))
-    return mesh
+"""How long a command waits for a server. The driver's own 30 s suit services, not a person who waits."""
 
 
 def patient_for(uri: str, patience_ms: int) -> str:
-    """Return the URI with a limit on the search for a server, unless it has one. Raises `TaskMeshError`."""
+    """Return the URI with a timeout for finding a server, unless it has one. Raises `TaskMeshError`."""
     if not uri.startswith(("mongodb://", "mongodb+srv://")):
         raise TaskMeshError("not a MongoDB URI: one looks like mongodb://127.0.0.1:27017/?replicaSet=rs0")
     try:
@@ -84,17 +74,15 @@ def patient_for(uri: str, patience_ms: int) -> str:
 def mesh_of(
     app: str | None, uri: str | None, database: str | None, collection: str | None, patience_ms: int = _PATIENCE_MS
 ) -> TaskMesh:
-    """Return the mesh that `app` names, or one without definitions, which connects at that place."""
-    if app is None:
-        return mesh_at(uri, database, collection, patience_ms)
-    mesh = load_mesh(app)
+    """Return the mesh that `app` names, or one without definitions, which connects to that place."""
+    mesh = TaskMesh() if app is None else load_mesh(app)
     uri = uri or (None if mesh.connection.is_placed else os.environ.get("TASKMESH_URI"))
-    mesh.connect_to(uri and patient_for(uri, patience_ms), database=database, collection=collection)
+    mesh.connect_to(uri and patient_for(uri, patience_ms), database=database or None, collection=collection or None)
     return mesh
 
 
 def run_at(mesh: TaskMesh, use: Callable[[TaskMesh], Awaitable[None]]) -> None:
-    """Connect a mesh, use it, and close it. Creates nothing but what a publication needs."""
+    """Connect a mesh, use it, and close it. Creates collections and indexes only if a publication needs them."""
 
     async def connect_and_use() -> None:
         await mesh.connect(create=False)
@@ -110,7 +98,7 @@ def run_at(mesh: TaskMesh, use: Callable[[TaskMesh], Awaitable[None]]) -> None:
 
 
 def connected(command: Callable[Concatenate[TaskMesh, P], Awaitable[None]]) -> Callable[..., None]:
-    """Make a command of a coroutine function: its first argument, a connected mesh, becomes the options that say where."""
+    """Turn a coroutine function into a command: its first parameter, a connected mesh, is replaced by options that say where."""
 
     def run(
         *, app: str | None, uri: str | None, database: str | None, collection: str | None, **arguments: Any
@@ -119,22 +107,15 @@ def connected(command: Callable[Concatenate[TaskMesh, P], Awaitable[None]]) -> C
         # typer hands over what the signature asks for
         run_at(mesh, lambda mesh: command(mesh, **arguments))  # type: ignore[call-arg]
 
+    hints = get_type_hints(command, include_extras=True)
+    _, *taken = inspect.signature(command).parameters.values()
     where = {"app": App, "uri": Uri, "database": Database, "collection": Collection}
-    return with_options(run, command, where, leave_out=1)
-
-
-def with_options(
-    run: Callable[..., None], like: Callable[..., Any], options: dict[str, Any], *, leave_out: int = 0
-) -> Callable[..., None]:
-    """Give `run` the name, text and parameters of `like`, without its first few, and with these options added."""
-    hints = get_type_hints(like, include_extras=True)
-    taken = list(inspect.signature(like).parameters.values())[leave_out:]
     parameters = [parameter.replace(annotation=hints[parameter.name]) for parameter in taken]
     parameters += [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-        for name, annotation in options.items()
+        for name, annotation in where.items()
     ]
-    run.__name__, run.__doc__ = like.__name__, like.__doc__
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what `inspect` looks at first
     return run
@@ -144,7 +125,7 @@ _TASKMESH = str(Path(taskmesh.__file__).parent)
 
 
 class CannotLoad(TaskMeshError):
-    """The user's module, or the mesh in it, cannot be used. Trying again changes nothing."""
+    """The user's module, or the mesh in it, cannot be used. Trying again does not help."""
 
 
 def check_target(target: str) -> None:
@@ -160,7 +141,7 @@ def check_target(target: str) -> None:
 
 
 def load_mesh(target: str) -> TaskMesh:
-    """Return the mesh that MODULE:MESH names; the current directory is looked through first.
+    """Return the mesh that MODULE:MESH names; the current directory is searched first.
 
     Raises `CannotLoad`, with the traceback of the user's own code if that is where it failed.
     """
@@ -201,9 +182,9 @@ def _meshes_in(module_name: str) -> str:
 
 
 def _failed(module_name: str, error: BaseException) -> CannotLoad:
-    """Tell where the import failed: the frames below importlib's, which are the user's.
+    """Return the error of a failed import, with the user's own frames: those below importlib's.
 
-    An error that taskmesh raised on purpose is a sentence, and one line of the user's is where it was asked for.
+    For an error that taskmesh raised on purpose, its message and the user's line that caused it are enough.
     """
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
     own = [frame for frame in frames if frame.filename != __file__]

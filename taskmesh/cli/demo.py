@@ -40,7 +40,7 @@ _SHOWN = 5
 
 @dataclass
 class Report:
-    """What came of it. `problems` is empty if all went as it must."""
+    """The outcome. `problems` is empty if everything went well."""
 
     seconds: float = 0.0
     killed: str = ""

@@ -17,7 +17,8 @@ from taskmesh.admin.error_groups import ErrorGroup, ErrorReport
 from taskmesh.admin.explain import NO_WORKER, WORKER_KNOWS, Explanation, Waiting, not_registered
 from taskmesh.admin.words import first_three, tasks
 from taskmesh.cli import completion, output
-from taskmesh.cli.output import Json, Listing, Watch, nothing_found, show, show_found
+from taskmesh.cli.output import Json, Listing, Watch, nothing_found, show
+from taskmesh.cli.tasks import OnlyName
 from taskmesh.mesh import TaskMesh
 from taskmesh.model.durations import age
 from taskmesh.model.task import Status, Task
@@ -106,7 +107,7 @@ def _verdict(
     if task.status.finished:
         said = f"It is finished: {task.status}."
     elif able and unknown:
-        said = f"One of this id could claim it now; but {unknown}."
+        said = f"A worker with this id could claim it now, but {unknown}."
     elif able:
         said = f"It can be claimed now, by {first_three(able)}."
     elif task.status is Status.RUNNING:
@@ -159,9 +160,7 @@ _COUNTING_MS = 2_000
 
 async def errors(
     mesh: TaskMesh,
-    name: Annotated[
-        str | None, typer.Option(help="Only of tasks of this name.", autocompletion=completion.name)
-    ] = None,
+    name: OnlyName = None,
     at_most: Annotated[int, typer.Option(min=1, help="Look at this many tasks, some of each name.")] = 10_000,
     as_json: Json = False,
     watch: Watch = None,
@@ -225,11 +224,10 @@ def _word(text: str) -> str:
 async def doctor(mesh: TaskMesh, as_json: Json = False) -> None:
     """Look for what is wrong, with the remedy for each finding. Exits with 1 if something needs attention now."""
     findings = await mesh.inspect.doctor()
-
-    async def found() -> list[Finding]:
-        return findings
-
-    await show_found(mesh, found, _diagnosis, "nothing was looked at", as_json=as_json)
+    if as_json:
+        output.show_json(findings)
+    else:
+        output.console().print(_diagnosis(findings), crop=False)
     if any(finding.level == "error" for finding in findings):
         raise typer.Exit(1)
 

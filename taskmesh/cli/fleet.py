@@ -10,8 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
-from enum import StrEnum
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import typer
 from pymongo.errors import PyMongoError
@@ -123,27 +122,18 @@ async def stats(mesh: TaskMesh, as_json: Json = False, watch: Watch = None) -> N
     await show(read, as_json=as_json, every_s=watch)
 
 
-class Sort(StrEnum):
-    """By what the tasks stand in order; of the numbers, the largest first."""
-
-    NAME = "name"
-    PENDING = "pending"
-    RUNNING = "running"
-    FAILED = "failed"
-
-    @property
-    def status(self) -> Status | None:
-        """The status that it counts."""
-        return {"pending": Status.INIT, "running": Status.RUNNING, "failed": Status.FAIL}.get(self.value)
+Sort = Literal["name", "pending", "running", "failed"]
+"""What the tasks are sorted by; numbers in descending order."""
+_COUNTED = {"pending": Status.INIT, "running": Status.RUNNING, "failed": Status.FAIL}
 
 
-def stats_page(found: Stats, sort: Sort = Sort.NAME) -> RenderableType:
+def stats_page(found: Stats, sort: Sort = "name") -> RenderableType:
     """Return a table of counts, and a line about speed."""
     # A terminal has little room: of what INIT holds there is a column where there is something to tell.
     words = [word for word in get_args(Standing) if any(by.get(word) for by in found.standing.values())]
     rows: list[list[object]] = []
     by_name = sorted(found.counts.items())
-    if (counted := sort.status) is not None:
+    if (counted := _COUNTED.get(sort)) is not None:
         by_name.sort(key=lambda item: -item[1].get(counted, 0))
     for name, by_status in by_name:
         init, *others = (by_status.get(status, 0) for status in Status)
@@ -250,7 +240,7 @@ _HISTORY = 60
 async def top(
     mesh: TaskMesh,
     every: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Refresh interval.")] = 1.0,
-    sort: Annotated[Sort, typer.Option(help="The order of the tasks; numbers: the largest first.")] = Sort.NAME,
+    sort: Annotated[Sort, typer.Option(help="Sort the tasks by this; numbers in descending order.")] = "name",
     once: Annotated[bool, typer.Option("--once", help="Show it once and exit.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -277,7 +267,7 @@ async def top(
 
 
 def _worker_table(found: list[WorkerInfo]) -> RenderableType:
-    """What changes from moment to moment; `workers` tells the rest."""
+    """Return a table of what changes from moment to moment; `workers` shows the rest."""
     if not any(worker.live for worker in found):
         return worker_table(found)
     now = datetime.now(UTC)
@@ -293,7 +283,10 @@ def _worker_table(found: list[WorkerInfo]) -> RenderableType:
         ]
         for worker in found
     ]
-    lost = Text("of the last hour: claims that won nothing, and the least of a lease left at its renewal", "dim")
+    lost = Text(
+        "CLAIMS LOST, LEASE LEFT: claims that won nothing, and the smallest share of a lease left, within the last hour",
+        "dim",
+    )
     columns = ["WORKER", "STATE", "RUNNING", "DONE/S", "CLAIMS LOST", "LEASE LEFT", "SEEN"]
     return Group(output.table(columns, rows), lost)
 

@@ -43,7 +43,7 @@ async def flow(
 
 def _page(status: FlowStatus) -> Group:
     counts = ", ".join(f"{count} {name}" for name, count in status.counts.items()) or "no tasks"
-    said = "" if status.published else "; not published to its end: publish it again"
+    said = "" if status.published else "; not completely published: publish it again"
     head = Text(f"{status.progress:.0%} done: {counts}{said}")
     before: dict[tuple[str, str], list[str]] = {}
     for first, task in status.edges:

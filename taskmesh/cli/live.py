@@ -1,4 +1,4 @@
-"""What repeats on a terminal: a page of it, which the arrow keys scroll, until q or Ctrl-C."""
+"""A live view on a terminal: one screen at a time, scrolled by the arrow keys, until q or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from rich.segment import Segment, SegmentLines
 from rich.text import Text
 
 KEYS = {"\x1b[A": -1, "k": -1, "\x1b[B": 1, "j": 1, "\x1b[5~": -10, "\x1b[6~": 10, " ": 10, "g": -1_000_000}
-"""By how many lines each key scrolls."""
+"""How many lines each key scrolls."""
 
 
 class Page:
-    """The part of a text that a terminal has room for."""
+    """The part of a text that fits on the screen."""
 
     def __init__(self) -> None:
         self.top = 0
         self.ended = False
 
     def press(self, keys: str) -> None:
-        """Take what was typed."""
+        """Handle the keys that were typed."""
         for key, lines in KEYS.items():
             self.top += lines * keys.count(key)
             keys = keys.replace(key, "")
@@ -34,20 +34,20 @@ class Page:
         self.ended = self.ended or "q" in keys
 
     def of(self, lines: list[list[Segment]], height: int) -> list[list[Segment]]:
-        """Return the lines to show; those behind the last page are not scrolled to."""
+        """Return the lines to show. Scrolling stops at the last page."""
         self.top = min(self.top, max(0, len(lines) - height))
         return lines[self.top : self.top + height]
 
 
 class Keyboard:
-    """The keys of standard input, if that is a terminal: each is heard at once while it is open."""
+    """The keyboard, if standard input is a terminal: while it is open, each key is read at once."""
 
     def __init__(self) -> None:
         self._terminal = sys.stdin.fileno() if sys.stdin.isatty() else None
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """Let the terminal hand over keys at once, and afterwards lines again."""
+        """Read single keys inside the block, and whole lines again afterwards."""
         if self._terminal is None:
             yield
             return
@@ -62,7 +62,7 @@ class Keyboard:
             termios.tcsetattr(self._terminal, termios.TCSADRAIN, before)
 
     async def typed(self) -> str:
-        """Wait until something is typed, and return it; for ever if there is no terminal, or no longer."""
+        """Wait until something is typed, and return it; wait for ever if there is no terminal (any more)."""
         loop = asyncio.get_running_loop()
         ready: asyncio.Future[None] = loop.create_future()
         if (terminal := self._terminal) is None:
@@ -74,7 +74,7 @@ class Keyboard:
         finally:
             loop.remove_reader(terminal)
         keys = await asyncio.to_thread(os.read, terminal, 1024)
-        if not keys:  # it is gone
+        if not keys:  # the terminal is gone
             self._terminal = None
         return keys.decode(errors="ignore")
 
@@ -82,7 +82,7 @@ class Keyboard:
 async def live(
     console: Console, read: Callable[[], Awaitable[RenderableType]], rest_s: Callable[[float], float]
 ) -> None:
-    """Show what `read` returns, again and again. `rest_s`: how long to wait after a look that took so many seconds."""
+    """Show what `read` returns, repeatedly. `rest_s` returns the pause after a look that took this many seconds."""
     page, keyboard = Page(), Keyboard()
     with console.screen(hide_cursor=True), keyboard.opened():
         while not page.ended:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict
-from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -17,14 +16,11 @@ from taskmesh.cli.output import Json
 from taskmesh.mesh import TaskMesh
 
 
-class _Peer(StrEnum):
-    AGENDA = "agenda"
-    MSCHEDULER = "mscheduler"
-
-
 async def migrate(
     mesh: TaskMesh,
-    peer: Annotated[_Peer, typer.Argument(metavar="agenda|mscheduler", help="Whose jobs these are.")],
+    peer: Annotated[
+        Literal["agenda", "mscheduler"], typer.Argument(metavar="agenda|mscheduler", help="Whose jobs these are.")
+    ],
     *,
     source: Annotated[
         str, typer.Option("--from", metavar="DATABASE.COLLECTION", help="Where they are, on the same servers.")
@@ -41,7 +37,7 @@ async def migrate(
     take: Annotated[bool, typer.Option("--take", help="Do it; else only show what would be done.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Move unfinished jobs of Agenda or mscheduler here, each once. Safe to repeat, and while that program runs."""
+    """Import the unfinished jobs of Agenda or mscheduler, each once. Safe to repeat, and safe while that program runs."""
     database, _, collection = source.partition(".")
     if not (database and collection):
         raise typer.BadParameter(f"--from takes DATABASE.COLLECTION, like app.agendaJobs, got {source!r}")
@@ -63,10 +59,10 @@ async def migrate(
         output.say("nothing was changed: --take moves them")
 
 
-def _reader(peer: _Peer, names: list[str], param: str) -> Peer:
-    if peer is _Peer.MSCHEDULER:
+def _reader(peer: str, names: list[str], param: str) -> Peer:
+    if peer == "mscheduler":
         if len(names) != 1:
-            raise typer.BadParameter("mscheduler's tasks have no name: say what they are called here, --name resize")
+            raise typer.BadParameter("mscheduler's tasks have no name: give one, like --name resize")
         return MScheduler(names[0], param)
     pairs = [each.partition("=") for each in names]
     if wrong := [old for old, _, new in pairs if not (old and new)]:

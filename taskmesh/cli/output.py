@@ -29,9 +29,9 @@ from taskmesh.model.jsonable import jsonable
 _PIPE_WIDTH = 100_000
 _NEVER_CUT = frozenset({"STATUS", "STATE", "RUNNING"})
 _KEPT = _NEVER_CUT | {"KEY", "WHY", "WHAT", "RESULT", "GATE", "WHEN", "TO", "SHUT"}
-"""Columns that stay on the narrowest terminal, beside the first."""
+"""Columns that are kept on the narrowest terminal, besides the first."""
 _ENOUGH = 16
-"""So many characters of a text in a line are enough to read it on several."""
+"""A column of this many characters is readable when its text wraps."""
 
 STYLES = {
     "INIT": "cyan",
@@ -65,7 +65,7 @@ def say(text: str, *, stderr: bool = False) -> None:
 
 
 def printable(text: str) -> str:
-    """Return the text with what would move a terminal's cursor, or change its colours, made visible."""
+    """Return the text with control characters, which could move the cursor or change colours, made visible."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -86,7 +86,7 @@ def cell(value: object, *, now: datetime | None = None) -> Text:
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     """Return a plain table; columns of numbers stand to the right.
 
-    On a narrow terminal the columns that nobody could do without keep their place, and the last of the others go, by name.
+    On a narrow terminal the essential columns are kept; of the others the last are hidden, and named below the table.
     """
     cells = [[each if isinstance(each, Text) else cell(each) for each in row] for row in rows]
     screen = console().width
@@ -104,12 +104,12 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     for row in cells:
         made.add_row(*(row[at] for at in shown))
     if hidden:
-        made.caption = f"not shown, for want of room: {', '.join(columns[at] for at in hidden)}"
+        made.caption = f"hidden for lack of space: {', '.join(columns[at] for at in hidden)}"
     return made
 
 
 def _fitting(columns: Sequence[str], needed: Sequence[int], screen: int) -> tuple[list[int], list[int]]:
-    """Return which columns to show in so many characters, and which not."""
+    """Return which columns fit into this many characters, and which are hidden."""
     shown, hidden = list(range(len(columns))), list[int]()
     for at in reversed(shown):
         if sum(needed[each] + 2 for each in shown) - 2 <= screen:
@@ -131,14 +131,14 @@ def one_line(value: object) -> str:
 
 
 def _unicode() -> bool:
-    """Whether standard output can show every character. Where it cannot, JSON has escapes of its own."""
+    """Whether standard output can show every character. If not, JSON is written with escapes."""
     return (getattr(sys.stdout, "encoding", None) or "utf-8").lower().startswith("utf")
 
 
 def confirm(question: str, *, yes: bool) -> None:
-    """Ask on a terminal before what cannot be undone; a script has nobody to ask. Ends the command on a no.
+    """Ask for confirmation on a terminal; a script is not asked. Ends the command if the answer is no.
 
-    Asks on standard error: the other may go to a file, where nobody sees a question, and where only the answer belongs.
+    Asks on standard error: standard output may go to a file, which should contain only the result.
     """
     if yes or not sys.stdin.isatty():
         return
@@ -149,16 +149,16 @@ def confirm(question: str, *, yes: bool) -> None:
 
 
 def check_can_ask(what: str, *, yes: bool) -> None:
-    """Raise typer's `BadParameter` if somebody has to agree to what many tasks are in for, and nobody is there."""
+    """Raise typer's `BadParameter` if somebody has to confirm an action on many tasks, and there is no terminal to ask on."""
     if not yes and not sys.stdin.isatty():
         raise typer.BadParameter(
-            f"{what} acts on many tasks, and standard input is not a terminal where it could ask: add --yes, or count them "
-            "first by --dry-run"
+            f"{what} acts on many tasks, and standard input is not a terminal to confirm it on: add --yes, or count the tasks "
+            "first with --dry-run"
         )
 
 
 def settings(words: Iterable[str]) -> dict[str, Any]:
-    """Read FIELD=VALUE; the value is JSON, or the text itself. The mesh checks the fields. Raises typer's `BadParameter`."""
+    """Read FIELD=VALUE words; a value is JSON or plain text. The mesh checks the fields. Raises typer's `BadParameter`."""
     found: dict[str, Any] = {}
     for word in words:
         field, equals, text = word.partition("=")
@@ -188,17 +188,17 @@ Watch = Annotated[
 
 T = TypeVar("T")
 _REST_SHARE = 3
-"""After a look that took so long, at least so many times that long passes before the next."""
+"""The pause after a look is at least this many times as long as the look took."""
 
 
 @dataclass(frozen=True)
 class Listing:
-    """What there is to show: `data` for programs, `shown` for people."""
+    """What to show: `data` for programs, `shown` for people."""
 
     data: Any
     shown: RenderableType
     nothing: str | None = None
-    """If nothing was found: what, and where it was looked for."""
+    """If nothing was found: a line that says so, and where the command looked."""
 
 
 async def show(read: Callable[[], Awaitable[Listing]], *, as_json: bool, every_s: float | None = None) -> None:
@@ -222,11 +222,11 @@ async def show(read: Callable[[], Awaitable[Listing]], *, as_json: bool, every_s
 
             await live(console(), shown, lambda took_s: max(every_s, _REST_SHARE * took_s))
     except (KeyboardInterrupt, anyio.get_cancelled_exc_class()):
-        raise typer.Exit(0) from None  # that is how one ends it
+        raise typer.Exit(0) from None  # Ctrl-C is the normal end
 
 
 def nothing_found(mesh: TaskMesh, what: str, data: Any = ()) -> Listing:
-    """Return the listing of an empty answer: it says where it looked, since another database looks like an empty one."""
+    """Return the listing for an empty answer. It says where it looked, since a wrong database looks like an empty one."""
     said = f"{what}; looked at {mesh.address}"
     return Listing(data, Text(said, style="dim"), said)
 
@@ -240,7 +240,7 @@ async def show_found(
     as_json: bool,
     every_s: float | None = None,
 ) -> None:
-    """Show what `find` returns, which is its own data. `nothing`: what to say if that is empty."""
+    """Show what `find` returns; programs get it as it is. `nothing`: what to say if it is empty."""
 
     async def read() -> Listing:
         found = await find()
@@ -262,5 +262,5 @@ async def _repeat(read: Callable[[], Awaitable[Listing]], every_s: float, as_jso
 
 
 async def _rest(every_s: float, began: float) -> None:
-    """Wait for the next look, which must not come so soon that the database does little else: counting millions takes time."""
+    """Wait for the next look. Counting millions takes time: looks must not keep the database busy."""
     await anyio.sleep(max(every_s, _REST_SHARE * (time.monotonic() - began)))

@@ -111,9 +111,11 @@ def publish(
     }
     configuration = {setting: value for setting, value in given.items() if value is not None}
     if (from_file is not None or as_json) and wait:
-        raise typer.BadParameter("--wait prints the result of one task: it goes without --from-file and --json")
+        raise typer.BadParameter(
+            "--wait prints the result of one task: it cannot be combined with --from-file or --json"
+        )
     if timeout is not None and not wait:
-        raise typer.BadParameter("--timeout says how long to --wait")
+        raise typer.BadParameter("--timeout needs --wait")
     if from_file is not None:
         if key is not None:
             raise typer.BadParameter("give either KEY or --from-file: each line of the file has its own key")

@@ -29,17 +29,12 @@ _NO_SCHEDULES = "no schedules: declare one in code (@mesh.task(cron=…), mesh.e
 
 
 class _Limit(StrEnum):
-    """What can be taken away."""
+    """A limit that `--without` removes; with an underscore it is an argument of `set_limit`."""
 
     RATE = "rate"
     RUNNING = "running"
     GROUP_RUNNING = "group-running"
     GROUP_RATE = "group-rate"
-
-    @property
-    def field(self) -> str:
-        """The name of `set_limit`'s argument."""
-        return self.value.replace("-", "_")
 
 
 Queue = Annotated[str, typer.Argument(metavar="QUEUE", help="The queue's name.", autocompletion=completion.queue)]
@@ -80,7 +75,7 @@ def queue_table(found: list[QueueInfo]) -> RenderableType:
         return output.table(columns, rows)
     for row, latency in zip(rows, (each.latency or QueueLatency(ended=0) for each in found), strict=True):
         row.extend(map(_percentiles, (latency.wait, latency.run)))
-    told = Text(f"WAITED, RAN: at most so long 50 %, 95 % and 99 % {_OF_ENDED}", "dim")
+    told = Text(f"WAITED, RAN: 50th, 95th and 99th percentile {_OF_ENDED}", "dim")
     return Group(output.table([*columns, "WAITED", "RAN"], rows), told)
 
 
@@ -120,7 +115,7 @@ async def pause(
 
 
 async def _tell_if_nobody_knows(mesh: TaskMesh, queue: str) -> None:
-    """Warn of a name that no task, worker or setting has: it may be a slip, and what it should have stopped goes on."""
+    """Warn of a name that no task, worker or setting has: it may be a typo, and the queue that was meant goes on."""
     known = {"default", *(each.queue for each in await mesh.queues.all(counted_to=1))}
     known |= {taken for worker in await mesh.workers() for taken in worker.queues or ()}
     if queue in known or [task async for task in mesh.find(queue=checked_queue(queue), limit=1)]:
@@ -180,16 +175,17 @@ def limit(
         "group_per_ms": group_per_ms,
     }
     given: dict[str, int | None] = {name: value for name, value in numbers.items() if value is not None}
-    if both := [each.value for each in without or () if each.field in given]:
+    removed = {each.replace("-", "_"): None for each in without or ()}
+    if both := [each.replace("_", "-") for each in removed if each in given]:
         raise typer.BadParameter(f"--{both[0]} and --without {both[0]} contradict each other")
-    given |= {each.field: None for each in without or ()}
+    given |= removed
     if none == bool(given):
         raise typer.BadParameter(
             "say what the limit is: --rate, --running, --group-running or --group-rate; or --without one of them; or --none"
         )
     if group is not None and given.keys() - {"running"}:
-        raise typer.BadParameter("one group can only have a limit of --running")
-    limits = LimitFields(**({each.field: None for each in _Limit} if none else given))  # type: ignore[typeddict-item]  # by name
+        raise typer.BadParameter("a single group can only be limited by --running")
+    limits = LimitFields(**({each.replace("-", "_"): None for each in _Limit} if none else given))  # type: ignore[typeddict-item]  # by name
 
     async def use(mesh: TaskMesh) -> None:
         await _tell_if_nobody_knows(mesh, queue)
@@ -215,7 +211,7 @@ def limit(
 
 
 def _limits_of(limits: QueueLimits, group: str | None) -> str:
-    """Say all that a queue, or one group of it, is limited to now."""
+    """Return the limits of a queue, or of one group of it, in words."""
     if group is not None:
         most = limits.of_group(group)
         return "no limit" if most is None else f"{most} at a time"
@@ -236,9 +232,9 @@ async def forget_queue(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Remove the settings of an empty queue, like one whose name was a typo; it is no longer listed then."""
-    output.confirm(f"remove all that is set for queue {queue}?", yes=yes)
+    output.confirm(f"remove all settings of queue {queue}?", yes=yes)
     await mesh.queues.forget(queue)
-    output.say(f"queue {queue} is forgotten")
+    output.say(f"the settings of queue {queue} are removed")
 
 
 async def schedules(mesh: TaskMesh, as_json: Json = False, watch: Watch = None) -> None:

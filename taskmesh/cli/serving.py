@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from taskmesh.cli import output
-from taskmesh.cli.connected import Collection, Database, Uri, mesh_at
+from taskmesh.cli.connected import Collection, Database, Uri, mesh_of
 from taskmesh.cli.output import Json
 from taskmesh.cli.worker.force_exit import stop_signals
 from taskmesh.embedded import attach
@@ -43,7 +43,7 @@ def dev(
             output.say("  use    nothing to do in this directory; elsewhere:")
             at = "" if database is None else f" TASKMESH_DATABASE={database}"
             output.say(f"         export TASKMESH_URI='{server.uri}'{at}")
-            output.say("  stop   Ctrl-C (it goes on while others in this directory use it)")
+            output.say("  stop   Ctrl-C (it keeps running while other processes in this directory use it)")
         sys.stdout.flush()
         while not ended.wait(_LOOK_S):
             with contextlib.suppress(PermissionError):
@@ -75,5 +75,5 @@ def web(
     """Serve the dashboard and the REST API until Ctrl-C."""
     from taskmesh.web import serve  # noqa: PLC0415 — an extra
 
-    mesh = mesh_at(uri, database, collection)
+    mesh = mesh_of(None, uri, database, collection)
     serve(mesh, host=host, port=port, read_only=read_only, base_path=base_path, user_header=user_header)

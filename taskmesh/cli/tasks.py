@@ -28,12 +28,15 @@ from taskmesh.model.option import checked_changes
 from taskmesh.model.task import Standing, Status, Task, WorkerState
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The task's name.", autocompletion=completion.name)]
+OnlyName = Annotated[
+    str | None, typer.Option("--name", help="Only tasks of this name.", autocompletion=completion.name)
+]
 Key = Annotated[str, typer.Argument(metavar="KEY", help="Its key.", autocompletion=completion.key)]
 
 
 async def ls(
     mesh: TaskMesh,
-    name: Annotated[str | None, typer.Option(help="Only tasks of this name.", autocompletion=completion.name)] = None,
+    name: OnlyName = None,
     status: Annotated[
         list[str] | None,
         typer.Option(
@@ -386,7 +389,7 @@ async def show_result(handle: TaskHandle[Any], timeout: float | None) -> None:
 
 async def events(
     mesh: TaskMesh,
-    name: Annotated[str | None, typer.Option(help="Only tasks of this name.", autocompletion=completion.name)] = None,
+    name: OnlyName = None,
     key: Annotated[str | None, typer.Option(help="Only tasks with this key.")] = None,
     after: Annotated[
         str | None, typer.Option(metavar="TOKEN", help="Resume after the event with this token (see --json).")
@@ -401,13 +404,13 @@ async def events(
                 line = output.one_line(dataclasses.asdict(event)) if as_json else output.printable(_line(event))
                 print(line, flush=True)
     except (KeyboardInterrupt, asyncio.CancelledError):
-        raise typer.Exit(0) from None  # that is how one ends it
+        raise typer.Exit(0) from None  # Ctrl-C is the normal end
 
 
 def _line(event: TaskEvent) -> str:
     time = event.time.isoformat(" ", "milliseconds")
     if event.kind == "missed":
-        return f"{time}  {event.missed} events came too fast, and are left out"
+        return f"{time}  {event.missed} events were dropped: they came too fast"
     if event.kind == "gap":
         return f"{time}  the stream was interrupted: some events may be missing"
     words = [f"{time}  {event.kind:<14}", event.name, event.key, event.worker_id, event.status]

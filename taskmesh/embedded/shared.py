@@ -16,7 +16,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -47,7 +46,7 @@ class EmbeddedServer:
     _hold: int | None = field(repr=False)
 
     def close(self) -> None:
-        """Let go; the server stops by itself, a moment later, if nobody else is attached. Idempotent."""
+        """Detach. The server stops a moment later if nobody else is attached. Idempotent."""
         hold, self._hold = self._hold, None
         if hold is not None:
             os.close(hold)  # not `release`, which would take it from our forked children as well
@@ -173,7 +172,8 @@ def _await_server(place: Path, deadline: float) -> tuple[int, int] | None:
         found.append(state)
         return _becomes_primary(f"{HOST}:{state[0]}")
 
-    if _poll(lambda: ready() or not _has_watchdog(place), deadline) and found and _has_watchdog(place):
+    ended = replica.wait_for(lambda: ready() or not _has_watchdog(place), deadline - time.monotonic())
+    if ended and found and _has_watchdog(place):
         return found[-1]
     return None
 
@@ -185,10 +185,6 @@ def _becomes_primary(address: str) -> bool:
     except PyMongoError:
         return False
     return replica.is_primary(address)
-
-
-def _poll(condition: Callable[[], bool], deadline: float) -> bool:
-    return replica.wait_for(condition, deadline - time.monotonic())
 
 
 def _read_state(place: Path) -> tuple[int, int] | None:

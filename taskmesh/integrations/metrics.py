@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 
 from taskmesh.model.distribution import check_extra
 
@@ -41,39 +42,22 @@ class WorkerMetrics:
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
-        self._ended = Counter(
-            "taskmesh_executions", "Executions that ended here.", ["name", "outcome"], registry=self._registry
-        )
-        self._seconds = Histogram(
-            "taskmesh_execution_seconds",
-            "From the claim to the handler's end.",
-            ["name"],
-            buckets=_SECONDS,
-            registry=self._registry,
-        )
-        self._waited = Histogram(
+        counter, gauge = partial(Counter, registry=self._registry), partial(Gauge, registry=self._registry)
+        seconds = partial(Histogram, buckets=_SECONDS, registry=self._registry)
+        self._ended = counter("taskmesh_executions", "Executions that ended here.", ["name", "outcome"])
+        self._seconds = seconds("taskmesh_execution_seconds", "From the claim to the handler's end.", ["name"])
+        self._waited = seconds(
             "taskmesh_claim_wait_seconds",
             "From when a task could be claimed to the claim that won it: until it was seen, and a slot was free.",
-            buckets=_SECONDS,
-            registry=self._registry,
         )
-        self._stage = Histogram(
+        self._stage = seconds(
             "taskmesh_start_stage_seconds",
             "The way from claimable to the handler's start: unseen by this worker, held for a slot or a limit, claim, start.",
             ["name", "stage"],
-            buckets=_SECONDS,
-            registry=self._registry,
         )
-        self._claim = Histogram(
-            "taskmesh_claim_seconds",
-            "How long the server took to claim a set.",
-            buckets=_SECONDS,
-            registry=self._registry,
-        )
-        self._tried = Counter("taskmesh_claims_tried", "Tasks that were tried to claim.", registry=self._registry)
-        self._won = Counter(
-            "taskmesh_claims_won", "Tasks that were won; the rest were somebody else's.", registry=self._registry
-        )
+        self._claim = seconds("taskmesh_claim_seconds", "How long the server took to claim a set.")
+        self._tried = counter("taskmesh_claims_tried", "Tasks that were tried to claim.")
+        self._won = counter("taskmesh_claims_won", "Tasks that were won; the rest were somebody else's.")
         self._lease_left = Histogram(
             "taskmesh_lease_left_ratio",
             "The share of a lease that was left when it was renewed; near 0 a task is about to run twice.",
@@ -81,18 +65,13 @@ class WorkerMetrics:
             buckets=_SHARES,
             registry=self._registry,
         )
-        self._running = Gauge("taskmesh_running", "Executions that run here now.", registry=self._registry)
-        self._slots = Gauge("taskmesh_slots", "Executions that may run here.", registry=self._registry)
-        self._claiming = Gauge(
-            "taskmesh_claiming", "1 if this worker claims: not paused, not stopping.", registry=self._registry
-        )
-        self._silent = Gauge(
-            "taskmesh_silent_seconds", "How long ago the database last took its sign of life.", registry=self._registry
-        )
-        self._stream_silent = Gauge(
+        self._running = gauge("taskmesh_running", "Executions that run here now.")
+        self._slots = gauge("taskmesh_slots", "Executions that may run here.")
+        self._claiming = gauge("taskmesh_claiming", "1 if this worker claims: not paused, not stopping.")
+        self._silent = gauge("taskmesh_silent_seconds", "How long ago the database last took its sign of life.")
+        self._stream_silent = gauge(
             "taskmesh_stream_silent_seconds",
             "For how long its change stream has not moved on; then tasks start by scans alone, up to a second later.",
-            registry=self._registry,
         )
 
     def claimed(self, waits: Sequence[Wait], took_s: float, tried: int) -> None:

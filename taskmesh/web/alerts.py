@@ -1,4 +1,4 @@
-"""What the overview shows first: whatever somebody should look at now, in a sentence, with a link to where it is mended."""
+"""What the overview shows first: each problem that needs attention, in a sentence, with a link to where it is solved."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _LONG_WAIT_MS = 60_000
 
 @dataclass(frozen=True, slots=True)
 class Remark:
-    """One thing to look at."""
+    """One problem that needs attention."""
 
     kind: Literal["bad", "warn"]
     text: str
     link: str
-    """Where to go, without the prefix."""
+    """The page to go to, without the prefix."""
     since: datetime | None = None
 
 
 def remarks(
     stats: Stats, workers: Sequence[WorkerInfo], queues: Iterable[QueueInfo], schedules: Iterable[ScheduleInfo]
 ) -> list[Remark]:
-    """Return what should be looked at, the worst first."""
+    """Return what needs attention, the worst first."""
     found = [*_workers(stats, workers), *_pauses(queues, schedules)]
     oldest = stats.oldest_claimable_ms
     if oldest is not None and oldest > _LONG_WAIT_MS:
@@ -51,10 +51,10 @@ def _workers(stats: Stats, workers: Sequence[WorkerInfo]) -> Iterator[Remark]:
             yield Remark("bad", text, "/tasks?" + query(where="status:INIT", name=name))
     gone = [worker for worker in workers if worker.state == "gone"]
     if len(gone) == 1:
-        yield Remark("warn", f"Worker {gone[0].worker_id} went without a goodbye.", "/workers", gone[0].last_seen)
+        yield Remark("warn", f"Worker {gone[0].worker_id} disappeared without stopping.", "/workers", gone[0].last_seen)
     elif gone:
         latest = max(worker.last_seen for worker in gone)
-        yield Remark("warn", f"{len(gone)} workers went without a goodbye, the last one", "/workers", latest)
+        yield Remark("warn", f"{len(gone)} workers disappeared without stopping, the latest", "/workers", latest)
 
 
 def _pauses(queues: Iterable[QueueInfo], schedules: Iterable[ScheduleInfo]) -> Iterator[Remark]:

@@ -45,7 +45,7 @@ _STATUS: dict[type[BaseException], int] = {
 }
 _KEEP_ALIVE_S = 15.0
 _ANY_TEXT = re.compile(r"{(key|worker_id|schedule_id|event)}")
-"""What may hold a slash. One that is not encoded is taken for part of it, unless the longer address is that of an operation."""
+"""Parameters that may contain a slash. An unencoded one is part of the value, unless a longer path is an operation."""
 _TOLD = (
     *("name", "key", "queue", "group", "worker_id", "schedule_id", "id", "where", "event"),
     *("changes", "concurrency", "running", "rate", "per_ms", "group_running", "group_rate", "group_per_ms"),
@@ -56,13 +56,13 @@ _LONGEST_SIGNATURE = 200
 
 
 class _SentRoute(Route):
-    """A route that is matched against the path as it was sent: the `%2F` of a key is part of the key, and separates nothing."""
+    """A route that is matched against the path as it was sent, so that `%2F` is part of a key and not a separator."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         """Match, and decode what stands in the path."""
         root, sent = str(scope.get("root_path", "")), scope.get("raw_path", b"").decode("latin-1")
         before = quote(root)
-        if not sent.startswith(before):  # a server that tells nothing of what was sent
+        if not sent.startswith(before):  # a server that does not provide the raw path
             return super().matches(scope)
         match, found = super().matches({**scope, "path": root + sent[len(before) :]})
         placed = {name: unquote(value) for name, value in found.get("path_params", {}).items()}
@@ -70,7 +70,7 @@ class _SentRoute(Route):
 
 
 def routes() -> list[Route]:
-    """Return a route for each address, with all operations there, and that of the event stream. The longest come first."""
+    """Return a route for each path with all of its operations, longest path first, and the route of the event stream."""
     at: dict[str, dict[str, Operation]] = {}
     for operation in OPERATIONS.values():
         at.setdefault(operation.path, {})[operation.method] = operation
@@ -93,7 +93,7 @@ def error_response(error: BaseException) -> Response:
 
 
 def told(error: BaseException) -> tuple[int, str, str]:
-    """Return status, name and message for an error. What is not expected is logged, and told in general terms."""
+    """Return status, name and message for an error. An unexpected one is logged, and described in general terms only."""
     if isinstance(error, BadRequest):
         return error.status, "BadRequest", str(error)
     if isinstance(error, errors.TaskMeshError):
@@ -103,10 +103,10 @@ def told(error: BaseException) -> tuple[int, str, str]:
         return (
             503,
             "DatabaseUnavailable",
-            f"the database did not answer as it should ({type(error).__name__}): try again",
+            f"the database did not answer ({type(error).__name__}): try again",
         )
     logger.error("a request failed", exc_info=error)
-    return 500, "InternalError", "something went wrong here: the server's log has it"
+    return 500, "InternalError", "internal error: see the server's log"
 
 
 def _endpoint(operations: Mapping[str, Operation]) -> Any:
@@ -118,13 +118,13 @@ def _endpoint(operations: Mapping[str, Operation]) -> Any:
             if operation.body is not None:
                 body = validated(operation.body, await _body_of(request), strict=True)
             mesh = await mesh_of(request)
-            if operation.name == "stats":  # those that the pages show: a look at millions of tasks takes a second
+            if operation.name == "stats":  # those of the pages: counting millions of tasks takes a second
                 return json_response(await request.app.state.pulse.stats())
             given = {**dict(query), **dict(body or ())}
             with signed(request, mesh, operation, given):
                 answer = await operation.perform(mesh, query, body)
             return json_response(answer)
-        except Exception as error:  # noqa: BLE001 — each becomes an answer; what is unexpected is logged
+        except Exception as error:  # noqa: BLE001 — each error becomes an answer; unexpected ones are logged
             return error_response(error)
 
     return endpoint
@@ -132,7 +132,7 @@ def _endpoint(operations: Mapping[str, Operation]) -> Any:
 
 @contextlib.contextmanager
 def signed(request: Request, mesh: TaskMesh, operation: Operation, given: Mapping[str, Any]) -> Iterator[None]:
-    """Do inside the block what somebody asked for, in his name. Logs it, without params and reasons: they can be confidential."""
+    """Sign what the block does with the requester's name, and log it without params and reasons, which can be confidential."""
     by = signature(request, given.get("by"))
     if operation.changes:
         about = ", ".join(f"{name} {given[name]!r}" for name in _TOLD if given.get(name) is not None)[:_LONGEST_TOLD]
@@ -142,7 +142,7 @@ def signed(request: Request, mesh: TaskMesh, operation: Operation, given: Mappin
 
 
 def signature(request: Request, said: str | None = None) -> str:
-    """Return who asks: by the proxy's word, if there is a header for that; else by his own; else from where."""
+    """Return who sent a request: by the proxy's header, if there is one; else as the request says; else its address."""
     header: str | None = request.app.state.user_header
     if header is not None and (user := request.headers.get(header)):
         return user[:_LONGEST_SIGNATURE]
@@ -188,7 +188,7 @@ async def read_body(request: Request) -> bytes:
 
 
 async def events(request: Request) -> Response:
-    """Stream what happens to tasks as server-sent events; goes on behind `Last-Event-ID`, or the parameter `after`."""
+    """Stream what happens to tasks as server-sent events; resumes after `Last-Event-ID`, or the parameter `after`."""
     try:
         mesh = await mesh_of(request)
         query = _query_of(request)
@@ -196,7 +196,7 @@ async def events(request: Request) -> Response:
             raise BadRequest(f"events takes no {', '.join(unknown)}; it takes: name, key, after")  # noqa: TRY301 — answered below
         after = request.headers.get("last-event-id") or query.get("after")
         reader = mesh.events(query.get("name"), query.get("key"), after=after)
-    except Exception as error:  # noqa: BLE001 — each becomes an answer; what is unexpected is logged
+    except Exception as error:  # noqa: BLE001 — each error becomes an answer; unexpected ones are logged
         return error_response(error)
     return StreamingResponse(_event_lines(reader), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
 

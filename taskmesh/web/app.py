@@ -97,7 +97,7 @@ async def _openapi(request: Request) -> Response:
 
 
 async def _livez(_: Request) -> Response:
-    """Say that the event loop turns."""
+    """Say that the event loop responds."""
     return PlainTextResponse("alive\n")
 
 

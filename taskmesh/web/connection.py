@@ -1,7 +1,7 @@
-"""The mesh behind the pages: connected by whoever mounts the app, or else by the first request; and whether its database answers.
+"""The mesh behind the pages: connected by the app that mounts them, or by the first request; and whether its database answers.
 
-Without a database the driver waits for half a minute, and before one that is frozen for ever. Nobody waits so long before a page:
-each request asks first whether the database answers, unless it has just done so.
+The driver waits half a minute for a database that is down, and for ever for one that is frozen. No user waits that long for a
+page, so each request first asks whether the database answers, unless it has just done so.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from taskmesh.mesh import TaskMesh
 from taskmesh.model.errors import TaskMeshError
 
 ANSWERS_WITHIN_S = 1.5
-"""A database that takes longer is away. `/readyz` is to answer within two seconds."""
+"""A database that takes longer counts as down. `/readyz` has to answer within two seconds."""
 _CONNECTED_WITHIN_S = 30.0
-"""Once the server has answered, and collections and indexes are created."""
+"""For creating collections and indexes, once the server has answered."""
 _ASKED_AGAIN_S = 1.0
 
 
@@ -28,7 +28,7 @@ class DatabaseUnavailable(TaskMeshError):
 
 
 class Connection:
-    """A mesh, and whether it was this app that connected it."""
+    """A mesh, and whether this app connected it."""
 
     def __init__(self, mesh: TaskMesh) -> None:
         self.mesh = mesh
@@ -39,11 +39,11 @@ class Connection:
 
     @property
     def silent_s(self) -> float:
-        """For how long the database has not answered, as far as anybody has asked."""
+        """How long ago the database last answered."""
         return time.monotonic() - self._answered_at
 
     async def connected(self) -> TaskMesh:
-        """Return the mesh, whose database answers. Raises `DatabaseUnavailable` within moments, or as `TaskMesh.connect` does."""
+        """Return the connected mesh. Raises `DatabaseUnavailable` soon if its database is down, or as `TaskMesh.connect`."""
         loop = asyncio.get_running_loop()
         if not self.mesh.connected_in(loop):
             if self._connecting is None or self._connecting.done():
@@ -56,16 +56,16 @@ class Connection:
         return self.mesh
 
     async def _wait_for(self, connecting: asyncio.Task[None]) -> None:
-        # Whoever goes away meanwhile leaves the attempt to the others.
+        # A request that is cancelled leaves the attempt to the others.
         done, _ = await asyncio.wait([connecting], timeout=ANSWERS_WITHIN_S)
         if not done and self.mesh.reached:
             done, _ = await asyncio.wait([connecting], timeout=_CONNECTED_WITHIN_S)
         if not done:
-            raise DatabaseUnavailable("no MongoDB has answered yet: this goes on by itself when one does")
+            raise DatabaseUnavailable("no MongoDB server has answered yet: this recovers by itself when one does")
         connecting.result()
 
     async def ask(self) -> None:
-        """Ask the database for a sign of life. Raises `DatabaseUnavailable` if there is none within moments."""
+        """Ask whether the database responds. Raises `DatabaseUnavailable` if it does not within moments."""
         if self._asking is None or self._asking.done():
             self._asking = asyncio.get_running_loop().create_task(self._ask(), name="taskmesh web asks the database")
             self._asking.add_done_callback(_look_at)
@@ -79,7 +79,7 @@ class Connection:
             self._answers = False
             raise DatabaseUnavailable(
                 f"the database has not answered for {self.silent_s:.0f} s ({type(error).__name__}): "
-                "this goes on by itself when it does"
+                "this recovers by itself when it does"
             ) from None
         self._answered_at, self._answers = time.monotonic(), True
 
@@ -96,12 +96,12 @@ class Connection:
 
 
 def _look_at(task: asyncio.Task[None]) -> None:
-    """Take note of how a task ended, for which perhaps nobody waits any more: asyncio would complain."""
+    """Retrieve the exception of a task that perhaps nobody waits for, so that asyncio does not complain."""
     if not task.cancelled():
         task.exception()
 
 
 async def mesh_of(request: Request) -> TaskMesh:
-    """Return the app's mesh, connected, whose database answers."""
+    """Return the app's mesh, connected to a database that answers."""
     connection: Connection = request.app.state.connection
     return await connection.connected()

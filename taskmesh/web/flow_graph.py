@@ -1,4 +1,4 @@
-"""A flow as a drawing: boxes in columns, what comes first on the left; many alike are one box."""
+"""A flow as a drawing: boxes in columns, from left to right; many tasks of one name share a box."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from taskmesh.model.flow import FlowStatus, TaskName
 
 _ALONE_UP_TO = 12
-"""So many tasks of one name in one column have a box each; more are one box."""
+"""Up to this many tasks of one name in one column have a box each; more share one box."""
 _WIDTH, _HEIGHT, _GAP_X, _GAP_Y, _EDGE = 190, 40, 70, 14, 10
 _MOST_CHARS = 24
 _WORST_FIRST = ("FAIL", "EXPIRED", "CANCELLED", "GONE", "RUNNING", "INIT", "SUCCESS")
@@ -26,24 +26,24 @@ class Box:
 
     @property
     def status(self) -> str:
-        """What most needs to be seen."""
+        """The worst status of its tasks."""
         return next(status for status in _WORST_FIRST if self.counts[status])
 
     @property
     def label(self) -> str:
-        """What stands in it."""
+        """Its label."""
         text = self.keys[0] if len(self.keys) == 1 else f"{len(self.keys)} tasks"
         return text if len(text) <= _MOST_CHARS else text[: _MOST_CHARS - 1] + "…"
 
     @property
     def says(self) -> str:
-        """How its tasks stand."""
+        """Its tasks by status."""
         return ", ".join(f"{count} {status}" if len(self.keys) > 1 else status for status, count in self.counts.items())
 
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """Boxes, lines between them (`x1 y1 x2 y2`), and the size of it all."""
+    """Boxes, lines between them (`x1 y1 x2 y2`), and the total size."""
 
     boxes: list[Box]
     lines: list[tuple[int, int, int, int]]
@@ -82,7 +82,7 @@ def drawn(flow: FlowStatus) -> Drawing:
 
 
 def _columns(flow: FlowStatus) -> dict[TaskName, int]:
-    """The column of each member: one behind the last of those that it waits for."""
+    """Return the column of each member: one to the right of the last task that it waits for."""
     columns: dict[TaskName, int] = {(task.name, task.key): 0 for task in flow.tasks}
     after: dict[TaskName, list[TaskName]] = {}
     left: Counter[TaskName] = Counter()

@@ -1,4 +1,4 @@
-"""What the forms of the pages do: each does one operation, or one for each ticked task, and leads back to its page."""
+"""What the forms of the pages do: each performs an operation, or one for each ticked task, and redirects to its page."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def _fields_of(request: Request) -> list[tuple[str, str]]:
 
 
 async def do(request: Request) -> Response:
-    """Do the operation of a form, and lead back to its page."""
+    """Perform the operation of a form, and redirect to its page."""
     where = "/"
     try:
         fields = await _fields_of(request)
@@ -51,7 +51,7 @@ async def do(request: Request) -> Response:
         mesh = await mesh_of(request)
         with api.signed(request, mesh, operation, given):
             result = await operation.perform_given(mesh, given)
-    except Exception as error:  # noqa: BLE001 — it is told on the page; what is unexpected is logged
+    except Exception as error:  # noqa: BLE001 — the page shows it; unexpected errors are logged
         _, _, message = api.told(error)
         return led_back(request, where, message, "bad")
     return led_back(request, done_where, _done_text(operation.name, given, result))
@@ -65,7 +65,7 @@ def _json_field(name: str, text: str) -> Any:
 
 
 def _with_params(given: dict[str, Any]) -> dict[str, Any]:
-    """Put together the params of which each has a field of its own."""
+    """Combine the params that have form fields of their own."""
     try:
         params, rest = params_from(given)
     except ValueError as error:
@@ -87,7 +87,7 @@ def _done_text(name: str, given: dict[str, Any], result: Any) -> str:
 
 
 async def do_selected(request: Request) -> Response:
-    """Do something to the tasks whose boxes are ticked."""
+    """Retry, cancel or delete the ticked tasks."""
     where = "/tasks"
     try:
         fields = await _fields_of(request)
@@ -106,14 +106,14 @@ async def do_selected(request: Request) -> Response:
                 done += 1
             except (TaskMeshError, BadRequest) as error:  # the others are done all the same
                 problems.append(str(error))
-    except Exception as error:  # noqa: BLE001 — it is told on the page; what is unexpected is logged
+    except Exception as error:  # noqa: BLE001 — the page shows it; unexpected errors are logged
         return led_back(request, where, api.told(error)[2], "bad")
     text = f"{action}: {done} of {len(selected)} tasks" + (f"; {problems[0]}" if problems else "")
     return led_back(request, where, text, "bad" if problems else "good")
 
 
 async def login(request: Request) -> Response:
-    """Take the token, and give the browser a session for it."""
+    """Check the token, and give the browser a session."""
     rules: Rules = request.app.state.rules
     then = request.query_params.get("then", "/")
     if rules.token is None:
@@ -136,7 +136,7 @@ async def login(request: Request) -> Response:
 
 
 async def logout(request: Request) -> Response:
-    """Let this browser forget the session. It is not kept here, so it is worth something until the token is another."""
+    """Remove the session from this browser. The server keeps no sessions: a copy stays valid until the token changes."""
     rules: Rules = request.app.state.rules
     response = RedirectResponse(prefix_of(request.scope) + "/login", 303)
     response.delete_cookie(rules.session()[0], path=cookie_path(request))

@@ -1,7 +1,6 @@
-"""What the charts of the overview show: how the fleet fared over 15 minutes, 6 hours and 7 days.
+"""What the charts of the overview show: the fleet over 15 minutes, 6 hours and 7 days.
 
-Kept in the dashboard's process, a few hundred numbers for each window, whoever watches; it begins anew with that process.
-What is to be kept for longer belongs into Prometheus.
+Kept in the dashboard's process, a few hundred numbers for each window, and lost when it ends. Use Prometheus to keep more.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ WINDOWS: dict[Window, tuple[str, int, int]] = {
     "6h": ("6 hours", 21_600, 120),
     "7d": ("7 days", 604_800, 3_600),
 }
-"""Of each window its name, and in seconds its length and what one point of a curve stands for."""
+"""The name of each window, its length and the length of one step of its curve, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +28,10 @@ class Sample:
     running: float
     finished_per_s: float
     wait_ms: float | None
-    """From publish to claim, of what was seen lately: the median. Seen only while somebody watches."""
+    """The median time from publish to claim, of recent events. Known only while somebody watches."""
     wait_95_ms: float | None
     run_ms: float | None
-    """From claim to finish, of what was seen lately: the median. Seen only while somebody watches."""
+    """The median time from claim to finish, of recent events. Known only while somebody watches."""
     run_95_ms: float | None
 
 
@@ -56,7 +55,7 @@ class _Step:
                 self._counts[name] += 1
 
     def point(self) -> list[Any]:
-        """Return the time in ms, and the average of each value; None for one that nobody has seen."""
+        """Return the time in ms, and the average of each value; None for one that is unknown."""
         means = [round(self._sums[name] / n, 3) if (n := self._counts[name]) else None for name in _VALUES]
         return [round(self.time.timestamp() * 1000), *means]
 
@@ -70,7 +69,7 @@ class History:
         }
 
     def add(self, sample: Sample) -> None:
-        """Take a sample into each window."""
+        """Add a sample to each window."""
         for window, (_, _, step) in WINDOWS.items():
             steps, number = self._steps[window], int(sample.time.timestamp() // step)
             if not steps or steps[-1].number != number:
@@ -78,7 +77,7 @@ class History:
             steps[-1].add(sample)
 
     def points(self, window: Window) -> list[list[Any]]:
-        """Return what to draw: each point begins with its time in ms, and has the values of a `Sample` behind it."""
+        """Return the points to draw: each is its time in ms, followed by the values of a `Sample`."""
         steps = self._steps[window]
         if not steps:
             return []

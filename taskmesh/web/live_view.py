@@ -1,7 +1,7 @@
-"""The pulse: what the pages show live. One reader of the event stream and one look at the counts, for all browsers together.
+"""The pulse: live updates of the pages. All browsers share one reader of the event stream and one look at the counts.
 
-It beats only while somebody watches; else it looks at the counts a few times a minute, for the charts. Browsers are told what
-changed twice a second at most, and fetch what they show anew.
+It beats only while somebody watches; else it reads the counts a few times a minute, for the charts. Browsers are told what
+changed at most twice a second, and fetch again what they show.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _TELL_EVERY_S = 0.5
 _LOOK_EVERY_S = 2.0
 _ASK_EVERY_S = 1.0
 _REST_SHARE = 4
-"""After a look at the counts that took so long, at least so many times that long passes before the next."""
+"""The pause after a look at the counts is at least this many times as long as the look took."""
 _STALE_SHARE = 5
-"""Counts that are older than so many of these rests are shown to nobody."""
+"""Counts that are older than this many pauses are not shown."""
 _UNWATCHED_EVERY_S = 20.0
 _UNWATCHED_REST_SHARE = 100
-"""While nobody watches, looks at the counts may take a hundredth of the time."""
+"""While nobody watches, looks at the counts may take one percent of the time."""
 _NAMED_AT_MOST = 100
 _REMEMBERED = 20_000
 _LATENCIES_KEPT = 2_000
@@ -47,7 +47,7 @@ _ANYTHING = 'event: changed\ndata: {"tasks": [], "more": true}\n\n'
 
 
 class Pulse:
-    """What is live, for all who watch."""
+    """Live updates for all who watch."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -72,9 +72,9 @@ class Pulse:
         self._runs: deque[float] = deque(maxlen=_LATENCIES_KEPT)
 
     async def stats(self) -> Stats:
-        """Return counts that are a moment old: among millions of tasks a look takes its time.
+        """Return counts that are a moment old: counting millions of tasks takes time.
 
-        Who asks gets the last ones, and a new look begins behind him; only if nobody has looked for long does he wait for it.
+        The last counts are returned, and a new look starts in the background; only after a long pause is it waited for.
         """
         age = time.monotonic() - self._looked_at
         rest = max(1.0, _REST_SHARE * self._look_took)
@@ -122,7 +122,7 @@ class Pulse:
         )
 
     async def keep(self) -> None:
-        """Look at the fleet now and then, for ever, so that charts are full when somebody comes."""
+        """Look at the fleet now and then, for ever, so that the charts have data when somebody opens them."""
         while True:
             with contextlib.suppress(PyMongoError, TaskMeshError):  # a gap in the charts
                 if not self._watchers:
@@ -142,7 +142,7 @@ class Pulse:
             self._begin()
             yield "retry: 2000\n\n"
             if self._reading:
-                yield _ANYTHING  # what happened between the page's making and now, nobody told it
+                yield _ANYTHING  # the page may have missed what happened since it was rendered
             while True:
                 try:
                     yield await asyncio.wait_for(told.get(), _KEEP_ALIVE_S)
@@ -167,7 +167,7 @@ class Pulse:
         return ending
 
     async def close(self) -> None:
-        """Beat no more."""
+        """Stop beating."""
         ending = self._stop_beating()
         if self._look_behind is not None:
             self._look_behind.cancel()
@@ -183,12 +183,12 @@ class Pulse:
                     parts.create_task(self._read())
                     parts.create_task(self._tell())
                     parts.create_task(self._look_again_and_again())
-            except* Exception as group:  # noqa: BLE001 — whatever broke, the pulse has to go on
+            except* Exception as group:  # noqa: BLE001 — the pulse has to go on after any error
                 logger.warning("the live view broke (%s): starting again", group.exceptions[0])
             await asyncio.sleep(_LOOK_EVERY_S)
 
     async def _tell_silence(self) -> None:
-        """Tell every second for how long the database has not answered: so old is what the pages show."""
+        """Tell every second how long ago the database last answered: that is the age of what the pages show."""
         while True:
             begun = time.monotonic()
             with contextlib.suppress(TaskMeshError, PyMongoError):
@@ -248,7 +248,7 @@ class Pulse:
     def _broadcast(self, event: str, data: Any) -> None:
         line = f"event: {event}\ndata: {to_json(data)}\n\n"
         for told in self._watchers:
-            if told.full():  # a browser that does not read: of all that it has missed it is told in one line
+            if told.full():  # a browser that does not read is told of all that it missed in one line
                 while not told.empty():
                     told.get_nowait()
                 told.put_nowait(_ANYTHING)

@@ -1,6 +1,6 @@
 """The pages: each asks the public API and shows the answer. What their forms do is in `forms`.
 
-They work without scripts; the script makes them live, asks before what cannot be undone, and knows the keyboard.
+They work without scripts; the script adds live updates, confirmation of what cannot be undone, and keyboard shortcuts.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _COUNT_WITHIN_MS = 120
 _LISTED_WITHIN_MS = 1_500
 _ERRORS_AMONG = 1_000
 _TRAIL = 30
-"""So many pages back one can go: an address must not be too long."""
+"""How many pages back one can go: an address must not become too long."""
 _FITS_AT_MOST = 1_000
 _FITS_WITHIN_MS = 60
 _WORST_FIRST = ("error", "warning", "note", "ok")
@@ -77,7 +77,7 @@ def routes() -> list[Route]:
 
 
 async def overview(request: Request, mesh: TaskMesh) -> Response:
-    """Show how it is going."""
+    """Show the state of the whole mesh."""
     pulse: Pulse = request.app.state.pulse
     window = window_named(request.query_params.get("window", ""))
     stats = await pulse.stats()
@@ -109,7 +109,7 @@ def _totals(stats: Stats) -> dict[str, int]:
 
 
 def _filter_of(request: Request) -> tuple[str, TaskFilter | None, str | None]:
-    """Return the filter's text, the filter, and what is wrong with it. Fields of the form are added to the text."""
+    """Return the text of the filter, the filter, and what is wrong with it. Fields of the form are merged into it."""
     given = request.query_params
     text = given.get("where", "")
     try:
@@ -128,7 +128,7 @@ def _filter_of(request: Request) -> tuple[str, TaskFilter | None, str | None]:
 
 
 async def tasks(request: Request, mesh: TaskMesh) -> Response:
-    """Show which tasks there are."""
+    """List tasks."""
     text, which, problem = _filter_of(request)
     newest = request.query_params.get("order", "newest") == "newest"
     page = TaskPage(tasks=[], newest_first=newest, following=None)
@@ -164,7 +164,7 @@ async def tasks(request: Request, mesh: TaskMesh) -> Response:
 
 
 async def task(request: Request, mesh: TaskMesh) -> Response:
-    """Show all about one task; asked so, also what another option would do to it."""
+    """Show one task; with `changes`, also what they would do to it."""
     name, key = request.query_params.get("name", ""), request.query_params.get("key", "")
     timeline = await mesh.inspect.timeline(name, key)
     found = timeline.task
@@ -191,13 +191,13 @@ async def task(request: Request, mesh: TaskMesh) -> Response:
 
 
 async def flow(request: Request, mesh: TaskMesh) -> Response:
-    """Show how far a flow has come, as a graph."""
+    """Show the progress of a flow, as a graph."""
     found = await mesh.flow_status(request.query_params.get("key", ""))
     return rendered(request, "flow.html", flow=found, drawing=drawn(found))
 
 
 async def bulk(request: Request, mesh: TaskMesh) -> Response:
-    """Tell how many tasks something would be done to, and ask."""
+    """Show how many tasks a bulk action would change, and ask for confirmation."""
     action = request.query_params.get("action", "")
     if not action:
         return rendered(request, "actions.html", actions=await mesh.bulk.actions(), noted=await mesh.audit.actions())
@@ -219,7 +219,7 @@ async def bulk(request: Request, mesh: TaskMesh) -> Response:
 
 
 async def errors(request: Request, mesh: TaskMesh) -> Response:
-    """Show what fails, and why."""
+    """Show failures, grouped by cause."""
     name = request.query_params.get("name") or None
     report = await mesh.inspect.errors(name, at_most=_ERRORS_AMONG, deadline_ms=_LISTED_WITHIN_MS)
     filters = [group.where for group in report.groups]
@@ -229,24 +229,24 @@ async def errors(request: Request, mesh: TaskMesh) -> Response:
 
 
 async def doctor(request: Request, mesh: TaskMesh) -> Response:
-    """Show whether anything is wrong."""
+    """Show what doctor finds."""
     findings = sorted(await mesh.inspect.doctor(), key=lambda finding: _WORST_FIRST.index(finding.level))
     bad = sum(finding.level in ("warning", "error") for finding in findings)
     return rendered(request, "doctor.html", findings=findings, bad=bad)
 
 
 async def workers(request: Request, mesh: TaskMesh) -> Response:
-    """Show who works."""
+    """List workers."""
     found = sorted(await mesh.workers(), key=lambda worker: (not worker.live, worker.worker_id))
     return rendered(request, "workers.html", workers=found)
 
 
 async def worker(request: Request, mesh: TaskMesh) -> Response:
-    """Show one worker: what it runs, what it uses, and how it fares."""
+    """Show one worker: what it runs, its resources, and its health."""
     id_ = request.query_params.get("id", "")
     found = next((each for each in await mesh.workers() if each.worker_id == id_), None)
     if found is None:
-        raise TaskNotFound(f"no worker {id_!r} has been here within the last hour")
+        raise TaskNotFound(f"no worker {id_!r} was seen within the last hour")
     lists = []
     for name, title, statuses in (
         ("running", "What it runs", (Status.RUNNING,)),
@@ -259,7 +259,7 @@ async def worker(request: Request, mesh: TaskMesh) -> Response:
 
 
 async def queues(request: Request, mesh: TaskMesh) -> Response:
-    """Show which queues there are; asked so, also what other limits would do to one of them."""
+    """List queues; with limits given, also what they would do to one queue."""
     effect = None
     if "queue" in request.query_params:
         limits = ("rate", "per_ms", "running", "group_running", "group_rate", "group_per_ms")
@@ -283,7 +283,7 @@ async def queues(request: Request, mesh: TaskMesh) -> Response:
 
 
 async def schedules(request: Request, mesh: TaskMesh) -> Response:
-    """Show what runs periodically; asked so, also when a schedule would run that is not declared yet."""
+    """List schedules; with a timing given, also when a schedule with it would run."""
     fields = ("schedule_id", "name", "cron", "timezone", "interval_ms", "params")
     asked = {field: request.query_params.get(field, "") for field in fields}
     effect = None
@@ -294,7 +294,7 @@ async def schedules(request: Request, mesh: TaskMesh) -> Response:
 
 
 async def api_page(request: Request, _: TaskMesh) -> Response:
-    """Show what programs can ask."""
+    """List the operations of the REST API."""
     return rendered(request, "api.html", operations=list(OPERATIONS.values()))
 
 
@@ -302,13 +302,13 @@ async def api_page(request: Request, _: TaskMesh) -> Response:
 
 
 async def publish(request: Request) -> Response:
-    """Lead to the form for the params of the task that is named: a form without scripts can only send what it has."""
+    """Redirect to the form for the params of the named task, so that publishing works without scripts."""
     where = "/tasks?" + query(publish=request.query_params.get("name")) + "#publish"
     return RedirectResponse(prefix_of(request.scope) + where, 303)
 
 
 async def live(request: Request) -> Response:
-    """Tell a browser what changes, for as long as it listens."""
+    """Stream changes to a browser."""
     pulse: Pulse = request.app.state.pulse
     return StreamingResponse(pulse.watch(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
 

@@ -1,4 +1,4 @@
-"""A field of a form for each param of a task, by the JSON schema that its workers have registered; and back again."""
+"""Form fields for the params of a task, from the JSON schema that its workers registered, and params from such fields."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _INPUTS = {"integer": "number", "number": "number"}
 
 @dataclass(frozen=True, slots=True)
 class ParamField:
-    """One param, as it is asked for."""
+    """The form field of one param."""
 
     label: str
     field: str
-    """The name of the form's field: it says whether what is typed is a text, or JSON."""
+    """The name of the form's field: it says whether the input is text or JSON."""
     input: str
     """`text`, `password`, `number`, `select` or `json`."""
     required: bool
@@ -26,7 +26,7 @@ class ParamField:
 
 
 def param_fields(schema: Any) -> list[ParamField] | None:
-    """Return the fields for these params, those that are required first; None if the schema does not name them."""
+    """Return the fields for these params, required ones first; None if the schema does not list them."""
     if not isinstance(schema, dict) or not isinstance(properties := schema.get("properties"), dict):
         return None
     required = schema.get("required")
@@ -53,7 +53,7 @@ def _field(name: str, about: Any, required: bool) -> ParamField:
 
 
 def params_from(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the params that such fields say, and all that is no such field. Raises `ValueError` for what is not JSON."""
+    """Return the params that these fields contain, and all other fields. Raises `ValueError` for invalid JSON."""
     params: dict[str, Any] = {}
     rest: dict[str, Any] = {}
     for field, value in given.items():

@@ -1,4 +1,4 @@
-"""How pages are made: the templates, what every page shows, and what was done, which is told on the next page, once."""
+"""Rendering: the templates, what every page shows, and the message about the last action, shown once on the next page."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from taskmesh.web.views import environment
 _SHOWN_WITHIN_S = 15.0
 _FLASH = "taskmesh_told"
 _LONGEST_TOLD = 3_500
-"""A browser drops a cookie of more than 4 096 bytes, and nobody would be told anything."""
+"""A browser drops a cookie of more than 4 096 bytes, and the message with it."""
 _ENVIRONMENT = environment()
 
 _TITLES = {
@@ -37,12 +37,12 @@ Page = Callable[[Request, TaskMesh], Coroutine[Any, Any, Response]]
 
 
 def as_page(show: Page) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-    """Make an endpoint of what shows a page: with a mesh, and a page for whatever goes wrong."""
+    """Make an endpoint of a page: it gets a connected mesh, and every error becomes a page."""
 
     async def endpoint(request: Request) -> Response:
         try:
             return await _shown_in_time(show, request)
-        except Exception as error:  # noqa: BLE001 — each becomes a page; what is unexpected is logged
+        except Exception as error:  # noqa: BLE001 — each error becomes a page; unexpected ones are logged
             status, _, message = api.told(error)
             return HTMLResponse(
                 error_page(request, status, _TITLES.get(status, "Something went wrong"), message), status
@@ -52,7 +52,7 @@ def as_page(show: Page) -> Callable[[Request], Coroutine[Any, Any, Response]]:
 
 
 async def _shown_in_time(show: Page, request: Request) -> Response:
-    """Make the page; give up as soon as the database answers no more, or when it takes too long. Raises `DatabaseUnavailable`."""
+    """Make the page; give up when the database stops answering or takes too long. Raises `DatabaseUnavailable`."""
     mesh = await mesh_of(request)
     connection: Connection = request.app.state.connection
     making = asyncio.ensure_future(show(request, mesh))
@@ -64,7 +64,7 @@ async def _shown_in_time(show: Page, request: Request) -> Response:
                 return making.result()
             await connection.ask()
         raise DatabaseUnavailable(
-            f"the database has not told within {_SHOWN_WITHIN_S:.0f} s what this page shows: try again"
+            f"the database did not answer within {_SHOWN_WITHIN_S:.0f} s what this page asks for: try again"
         )
     finally:
         making.cancel()
@@ -98,18 +98,18 @@ def error_page(request: Request, status: int, title: str, message: str) -> str:
 
 
 def _here(request: Request) -> str:
-    """Return where one is, for what leads back; without the field of that name, which a form has added."""
+    """Return the address of this page, to come back to; without the field `back`, which a form adds."""
     path = request.url.path.removeprefix(prefix_of(request.scope)) or "/"
     query = urlencode([(name, value) for name, value in request.query_params.multi_items() if name != "back"])
     return f"{path}?{query}" if query else path
 
 
 def cookie_path(request: Request) -> str:
-    """Return the path to which our cookies belong."""
+    """Return the path of our cookies."""
     return prefix_of(request.scope) + "/"
 
 
-# --- what was done is told on the next page, once ---
+# --- the message about the last action, shown once on the next page ---
 
 
 def _told(request: Request) -> dict[str, str] | None:
@@ -123,7 +123,7 @@ def _told(request: Request) -> dict[str, str] | None:
 
 
 def led_back(request: Request, where: str, text: str, kind: str = "good") -> Response:
-    """Lead back to a page of ours, and tell there what happened."""
+    """Redirect to one of our pages, and show there what happened."""
     safe = where if where.startswith("/") and not where.startswith(("//", "/\\")) else "/"
     response = RedirectResponse(prefix_of(request.scope) + safe, 303)
     told = _as_cookie(kind, text[:500])

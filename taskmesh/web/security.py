@@ -48,12 +48,12 @@ class Rules:
     token: str | None = None
     read_only: bool = False
     hosts: Collection[str] | None = None
-    """Names under which requests may ask for us; None: any."""
+    """Host names that requests may use; None: any."""
 
     def session(self) -> tuple[str, str]:
         """Return the cookie that a browser which has shown the token keeps instead of it: its name and its value.
 
-        A browser has one jar for all ports of a host: each token has a name of its own, so that two dashboards can be open.
+        Browsers share cookies between all ports of a host. Each token has its own cookie name: two dashboards can be open.
         """
         key = (self.token or "").encode()
         name = hmac.new(key, b"taskmesh web name", hashlib.sha256).hexdigest()[:8]
@@ -66,14 +66,14 @@ class Rules:
 
 
 class Guard:
-    """ASGI middleware in front of everything."""
+    """ASGI middleware that checks every request."""
 
     def __init__(self, app: ASGIApp, rules: Rules) -> None:
         self._app = app
         self._rules = rules
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request through, or answer it here."""
+        """Pass a request on, or refuse it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -142,14 +142,14 @@ def path_of(scope: Scope) -> str:
 
 
 def _host(headers: Headers) -> str | None:
-    """Return the host asked for, without its port; None unless it is one host, and nothing beside it."""
+    """Return the requested host without its port; None unless it is exactly one host."""
     given = headers.getlist("host")
     match = _HOST.match(given[0]) if len(given) == 1 else None
     return None if match is None else match.group(1).lower()
 
 
 def _is_of_same_origin(headers: Headers) -> bool:
-    """Whether a change comes from our own pages, or from no browser at all and says so."""
+    """Whether a change comes from our own pages, or from a program that says so."""
     site = headers.get("sec-fetch-site")
     if site == "same-origin":  # also behind a proxy that tells us another host than the browser's
         return True
@@ -165,7 +165,7 @@ def _is_of_same_origin(headers: Headers) -> bool:
 
 
 def _why_foreign(headers: Headers) -> str:
-    """Say why a change is refused: mostly it is not an attack, but a proxy."""
+    """Say why a change is refused: the cause is usually a proxy, not an attack."""
     said = "a change has to come from these pages: a program sends the header `X-Taskmesh: 1`, or the token"
     if (origin := headers.get("origin")) is None or headers.get("sec-fetch-site") not in (None, "none"):
         return said

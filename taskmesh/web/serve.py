@@ -82,7 +82,7 @@ def _listening(host: str, port: int) -> socket.socket:
 
 @contextlib.contextmanager
 def _stopped_by_signals(server: uvicorn.Server) -> Iterator[None]:
-    """Let signals that come before uvicorn hears them stop it too. Those that it raises again at its end do nothing more."""
+    """Stop the server also on signals before uvicorn handles them; those that it raises again at its end do nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""What the templates show beside plain values: times, durations, JSON, and why a task does not run."""
+"""What the templates show besides plain values: times, durations, JSON, and why a task does not run."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def moment(value: datetime | None) -> Markup:
 
 
 def with_times(text: str) -> Markup:
-    """Return a text in which moments, written for machines, are written for people."""
+    """Return a text in which ISO 8601 times are written for people."""
     pieces: list[str] = []
     at = 0
     for match in _MOMENT.finditer(text):
         try:
             found = datetime.fromisoformat(match[0]).astimezone(UTC)
-        except (ValueError, OverflowError):  # a user wrote it, and there is no such day
+        except (ValueError, OverflowError):  # written by a user: there is no such day
             continue
         shown = Markup('<time class="exact" datetime="{}">{} UTC</time>')
         pieces += [
@@ -76,7 +76,7 @@ def pretty(value: Any) -> str:
 
 
 def copied(params: Any) -> str | None:
-    """Return params as JSON from which they can be published again; None if they are long, or JSON has no words for them."""
+    """Return params as JSON from which they can be published again; None if they are long, or not representable in JSON."""
     text = to_json(params, indent=2)
     return text if len(text) <= _MOST_JSON_CHARS and json.loads(text) == params else None
 
@@ -140,7 +140,7 @@ def failures_of(task: Task) -> list[Failures]:
 
 
 def number(value: float | None) -> str:
-    """Return a number with its thousands apart."""
+    """Return a number with its thousands separated."""
     if value is None:
         return "–"
     return f"{value:,.0f}".replace(",", " ") if float(value).is_integer() else f"{value:,.1f}".replace(",", " ")
@@ -163,7 +163,7 @@ def query(**parameters: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Why:
-    """What lets some workers claim a task, or keeps them all from it alike."""
+    """Why some workers can claim a task, or cannot, all for the same reasons."""
 
     worker_ids: list[str]
     claimable: bool
@@ -174,7 +174,7 @@ class Why:
 
 
 def whys_of(explanations: Iterable[Explanation]) -> list[Why]:
-    """Return explanations with those of workers that differ in nothing told once. Those who can claim come first."""
+    """Return explanations, with identical ones of several workers merged. Workers that can claim the task come first."""
     found: dict[Any, Why] = {}
     for one in explanations:
         alike = (one.claimable, one.next_claim_time, *((gate.name, gate.open) for gate in one.gates))
@@ -187,7 +187,7 @@ def whys_of(explanations: Iterable[Explanation]) -> list[Why]:
 
 
 def option_rows(option: TaskOption) -> list[tuple[str, str, bool]]:
-    """Return the fields of an option, each as a text for people, with whether it is not the default; such come first."""
+    """Return the fields of an option as text, and whether each differs from its default; those come first."""
     rows = []
     for name, field in TaskOption.model_fields.items():
         value = getattr(option, name)

@@ -32,7 +32,7 @@ async def test_the_token_opens_the_page_that_was_asked_for_until_log_out(
     await expect(page.locator("input[name=token]")).to_be_focused()
     await page.keyboard.type("a wrong one")
     await page.keyboard.press("Enter")
-    await expect(page.get_by_role("alert")).to_have_text("That is not the token.")
+    await expect(page.get_by_role("alert")).to_have_text("Wrong token.")
     await expect(page.locator("input[name=token]")).to_be_focused()
     await page.keyboard.type(TOKEN)
     await page.keyboard.press("Enter")

@@ -65,7 +65,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["retry"], "NAME KEY, or --where"),
     (["retry", "add"], "NAME KEY, or --where"),
     (["retry", "add", "k", "--where", "status:FAIL"], "NAME KEY, or --where"),
-    (["retry", "add", "k", "--dry-run"], "--dry-run counts"),
+    (["retry", "add", "k", "--dry-run"], "--dry-run needs"),
     (["cancel", "--where", "", "--yes"], "an empty filter means every task"),
     (["delete", "--where", "colour:red"], "a filter has no field colour:"),
     (["delete", "--where", "status:RED"], "status"),
@@ -91,7 +91,7 @@ def test_a_question_is_asked_where_a_script_does_not_read(many: Shell) -> None:
     assert (deleted.status, deleted.json["done"]) == (0, 10)
     assert "delete 10 tasks that match 'name:add'?" in deleted.err
     one = many.at_a_terminal("cancel", "refuse", "f1", typed="y\n")
-    assert one.out == "refuse f1 was finished already: FAIL\n"
+    assert one.out == "refuse f1 had already finished: FAIL\n"
     assert "cancel refuse f1?" in one.err
 
 
@@ -110,7 +110,7 @@ def test_a_bulk_action_is_taken_back_within_an_hour(many: Shell) -> None:
     listed = many.done("undo", "--json").json
     assert [(each["action"], each["done"], each["undoable"]) for each in listed] == [("delete", 600, True)]
     assert "status:FAIL" in many.done("undo").out
-    assert many.done("undo", listed[0]["id"]).out == "undone: delete, 600 tasks are as they were\n"
+    assert many.done("undo", listed[0]["id"]).out == "undone: delete, 600 tasks restored\n"
     assert counts(many) == before
     ended = many("undo", listed[0]["id"])
     assert (ended.status, ended.out) == (2, "")

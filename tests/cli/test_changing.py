@@ -35,7 +35,7 @@ def test_cancel_stops_what_runs(taskmesh: Shell) -> None:
 def test_cancel_leaves_a_finished_task_as_it_is_and_says_so(taskmesh: Shell) -> None:
     taskmesh.done("publish", "add", "k", '{"a": 1, "b": 2}')
     taskmesh.done("worker", "app:mesh", "--until-idle")
-    assert taskmesh.done("cancel", "add", "k").out == "add k was finished already: SUCCESS\n"
+    assert taskmesh.done("cancel", "add", "k").out == "add k had already finished: SUCCESS\n"
 
 
 def test_delete_removes_the_task_and_prints_it_as_it_was(taskmesh: Shell) -> None:

@@ -192,20 +192,22 @@ def test_explain_tells_what_keeps_a_worker_from_what_waits(taskmesh: Shell) -> N
     assert len(taskmesh.done("explain", "add", "--worker-id", "w1", "--json").json) == 2
     assert "no task waits; looked at " in taskmesh.done("explain", "refuse", "--worker-id", "w1").out
     assert taskmesh.done("explain", "--worker-id", "w2").out.splitlines()[0] == (
-        "w2 could claim 4 of the 5 tasks that wait now. But no worker of the id 'w2' is registered."
+        "w2 could claim 4 of the 5 tasks that wait now. But no worker with the id 'w2' is registered."
     )
     assert taskmesh("explain", "add").status == 2
 
 
 def test_explain_says_if_nobody_has_the_id_that_it_is_asked_about(three: Shell) -> None:
     told = three.done("explain", "nap", "later", "--worker-id", "typo").out.splitlines()[0]
-    assert told == "nap later: One of this id could claim it now; but no worker of the id 'typo' is registered."
+    assert (
+        told == "nap later: A worker with this id could claim it now, but no worker with the id 'typo' is registered."
+    )
     three.done("pause", "slow")
     told = three.done("explain", "nap", "later", "--worker-id", "typo").out.splitlines()[0]
-    assert told.endswith("And no worker of the id 'typo' is registered.")
+    assert told.endswith("And no worker with the id 'typo' is registered.")
     three.done("resume", "slow")
     as_json = three.done("explain", "nap", "later", "--worker-id", "typo", "--json")
-    assert as_json.err == "warning: no worker of the id 'typo' is registered\n"
+    assert as_json.err == "warning: no worker with the id 'typo' is registered\n"
     assert three.done("explain", "nap", "later", "--worker-id", "w1", "--json").err == ""
 
 
@@ -247,10 +249,12 @@ def test_a_narrow_terminal_shows_key_and_status_whole(taskmesh: Shell, columns: 
     assert rows[0].split()[2] == "ready"
     begin, end = header.index("KEY"), header.index("STATUS")
     folded = rows[
-        : next(at for at, row in enumerate([*rows, ""]) if (at and not row[begin:end].strip()) or "not shown" in row)
+        : next(
+            at for at, row in enumerate([*rows, ""]) if (at and not row[begin:end].strip()) or "hidden for lack" in row
+        )
     ]
     assert "".join(row[begin:end].strip() for row in folded) == key
-    assert "not shown, for want of room: " in shown
+    assert "hidden for lack of space: " in shown
     for column in ("QUEUE", "WORKERS", "CREATED"):
         assert column in shown
 

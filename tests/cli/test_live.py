@@ -69,7 +69,7 @@ async def test_a_page_is_scrolled_from_a_keyboard_and_ends_with_q(monkeypatch: p
 
 @pytest.mark.parametrize(
     ("sort", "names"),
-    [(Sort.NAME, ["a", "b", "c"]), (Sort.FAILED, ["c", "a", "b"]), (Sort.PENDING, ["b", "a", "c"])],
+    [("name", ["a", "b", "c"]), ("failed", ["c", "a", "b"]), ("pending", ["b", "a", "c"])],
 )
 def test_tasks_stand_in_the_order_that_is_asked_for(sort: Sort, names: list[str]) -> None:
     stats = Stats(

@@ -72,9 +72,9 @@ def test_a_task_is_given_a_function() -> None:
 
 
 FILTERS: list[tuple[str, str]] = [
-    ("name:x AND status:FAIL", "a filter has no AND: all of its conditions have to hold"),
-    ("status:FAIL or status:INIT", "a filter has no or: "),
-    ("not status:FAIL", "a filter has no not: "),
+    ("name:x AND status:FAIL", "AND is not part of a filter: all conditions have to hold"),
+    ("status:FAIL or status:INIT", "or is not part of a filter: "),
+    ("not status:FAIL", "not is not part of a filter: "),
     (
         "status:RED",
         f"the status in a filter must be one of {', '.join(Status)}, ready, scheduled, retrying, got 'RED'",

@@ -54,7 +54,7 @@ async def test_agendas_jobs_become_tasks_and_schedules(
     assert [task async for task in mesh.find()] == []
     report = taskmesh.done(*command, "--take", "--json").json
     why = {each["why"].partition(":")[0].partition("=")[0] for each in report if each["what"] == "left"}
-    assert why == {"it is at work, or was when its process died", "repeatAt", "it is disabled"}
+    assert why == {"it is running, or was when its process died", "repeatAt", "it is disabled"}
     tasks = {task.params["to"]: task async for task in mesh.find(params=True) if task.params}
     assert {to.partition("@")[0] for to in tasks} == {"later", "urgent", "unique"}
     later = tasks["later@example.com"]
@@ -144,7 +144,7 @@ async def test_mschedulers_collection_is_read_by_its_names(mesh: TaskMesh, there
         "later": "moved",
         "tuned": "moved",
         "failed once": "moved",
-        "it is at work": "left",
+        "it is running": "left",
     }
     plain, later, tuned = [await mesh.get("resize", key) for key in ("plain", "later", "tuned")]
     assert plain.params == {"path": "a.png"}

@@ -175,6 +175,6 @@ def test_a_schedule_is_created_and_changed(taskmesh: Shell) -> None:
 
 def test_a_paused_queue_that_was_a_typo_is_forgotten(taskmesh: Shell) -> None:
     taskmesh.done("pause", "mial", "--reason", "typo")
-    assert taskmesh.done("forget-queue", "mial", "--yes").out == "queue mial is forgotten\n"
+    assert taskmesh.done("forget-queue", "mial", "--yes").out == "the settings of queue mial are removed\n"
     assert taskmesh.done("queues", "--json").json == []
     assert "nothing is set for a queue 'mial'" in taskmesh("forget-queue", "mial", "--yes").err

@@ -117,7 +117,7 @@ async def test_a_task_begun_anew_waits_for_the_handler_that_cleans_up(
         assert leaving.running_id == witness.runs[0]
         [room] = [gate for gate in (await mesh.explain("job", "k", "w2"))[0].gates if gate.name == "room"]
         assert not room.open
-        assert "1 stopped and on their way out" in room.reason
+        assert "1 stopped but still running" in room.reason
         witness.may_end.set()
         task = await finished(mesh, "job", "k", 20)
     assert witness.most == 1, "never two at work at once"

@@ -330,7 +330,7 @@ async def test_explain_says_if_nothing_is_known_of_the_worker_that_it_is_asked_a
     assert "no worker is alive" in (nobody.note or "")
     async with working(mesh, "w1"):
         [typo] = await mesh.explain("job", "k", worker_id="typo")
-        assert "no worker of the id 'typo' is registered" in (typo.note or "")
+        assert "no worker with the id 'typo' is registered" in (typo.note or "")
         [known] = await mesh.explain("job", "k", worker_id="w1")
         assert known.note is None
         assert [each.note for each in await mesh.explain("job", "k")] == [None]

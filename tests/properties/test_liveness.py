@@ -24,7 +24,7 @@ _ALLOWED_S = 3.5
 _KINDS = ("plain", "plain", "fails", "fails once", "snoozes", "steps", "waits", "starts others", "moves on")
 _VERBS = ("cancel", "delete", "retry", "retry fresh", "run again", "signal", "set option")
 _CONTROLS = ("pause", "resume", "pause group", "resume group", "limit", "another worker")
-_OPENED_BY_WORKERS = ("being found", "waits for nothing unfinished", "it is at the head", "(SUCCESS)")
+_OPENED_BY_WORKERS = ("being found", "every task that it waits for is finished", "it is at the head", "(SUCCESS)")
 """What the reasons of shut gates say that the fleet has to open by itself."""
 
 

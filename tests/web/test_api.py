@@ -430,7 +430,7 @@ async def test_who_asks_what_may_be_done_at_an_address_is_told_all_of_it(client:
 async def test_an_error_of_ours_is_no_leak(mesh: TaskMesh, client: httpx.AsyncClient) -> None:
     mesh.stats = None  # type: ignore[method-assign,assignment]  # break something
     told = await ask(client, "GET", "/stats", 500)
-    assert told == {"error": "InternalError", "message": "something went wrong here: the server's log has it"}
+    assert told == {"error": "InternalError", "message": "internal error: see the server's log"}
 
 
 async def test_the_openapi_document_names_every_operation(client: httpx.AsyncClient) -> None:

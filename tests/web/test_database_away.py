@@ -70,7 +70,7 @@ async def test_a_database_that_was_never_there_is_told_at_once_though_the_driver
         assert (await asked(client, "/readyz")).status_code == 503
         page = await asked(client, "/")
         assert page.status_code == 503
-        assert "no MongoDB has answered yet" in page.text
+        assert "no MongoDB server has answered yet" in page.text
         own_mongod.resume()
 
         async def is_there() -> bool:

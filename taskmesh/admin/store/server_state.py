@@ -20,14 +20,14 @@ R = TypeVar("R")
 
 DEADLINE_MS = 5_000
 _LOOKED_AT = 3_000
-"""So many unfinished tasks are looked into."""
+"""Up to this many unfinished tasks are read."""
 _NAMED = 5
 _NOT_FOR_US = frozenset({13, 8000, 73, 26, 76, 115, 40324, 11601, 50})
 """Not authorized (13, Atlas 8000); no such collection or command here (a sharded cluster has no oplog); took too long."""
 
 
 def if_allowed(look: Callable[P, Awaitable[R]]) -> Callable[P, Awaitable[R | None]]:
-    """Make of a look one that returns None where the server does not let us."""
+    """Make a query return None where the server does not permit it."""
 
     async def looked(*args: P.args, **kwargs: P.kwargs) -> R | None:
         try:
@@ -124,9 +124,7 @@ async def short_leases(store: Store) -> list[str]:
     """Return the names of unfinished tasks whose lease is shorter than two pings: one late ping loses them."""
     timeout, ping = "$task_option.worker_timeout_ms", "$task_option.ping_interval_ms"
     stages: list[Document] = [
-        # Some thousand unfinished tasks.
-        {"$match": {"status": {"$in": ["INIT", "RUNNING"]}}},
-        {"$limit": _LOOKED_AT},
+        *_some_of({"status": {"$in": ["INIT", "RUNNING"]}}),
         # Those whose lease ends before their second ping; their names.
         {"$match": {"$expr": {"$lt": [timeout, {"$multiply": [ping, 2]}]}}},
         # Each name once, in order.
@@ -140,9 +138,7 @@ async def short_leases(store: Store) -> list[str]:
 async def needs_of_waiting(store: Store) -> list[tuple[str, str, list[str], int]]:
     """Return queue, name and needed labels of tasks that wait, each once, and how many of the first few thousand these are."""
     stages: list[Document] = [
-        # Some thousand tasks that wait.
-        {"$match": {"status": "INIT"}},
-        {"$limit": _LOOKED_AT},
+        *_some_of({"status": "INIT"}),
         # Those that need something of a worker; a stranger's may be no list.
         {"$match": {"needs": {"$type": "array"}}},
         # Each combination once, and how many they are.
@@ -158,9 +154,7 @@ async def needs_of_waiting(store: Store) -> list[tuple[str, str, list[str], int]
 async def large_tasks(store: Store, larger_than: int) -> list[Document]:
     """Return the largest unfinished tasks over this size, of the first few thousand: `_id` and `bytes`."""
     stages: list[Document] = [
-        # Some thousand unfinished tasks.
-        {"$match": {"status": {"$in": ["INIT", "RUNNING"]}}},
-        {"$limit": _LOOKED_AT},
+        *_some_of({"status": {"$in": ["INIT", "RUNNING"]}}),
         # How large each is.
         {"$project": {"bytes": {"$bsonSize": "$$ROOT"}}},
         # The largest of those that are too large.
@@ -176,10 +170,8 @@ async def stranded(store: Store, by_s: float) -> list[str]:
     """Return the `_id`s of a few tasks whose gate is shut though nothing that they wait for is unfinished, and nobody asks."""
     just_asked = {"$gt": ["$task_state.ask_time", {"$subtract": [store.now, by_s * 1_000]}]}
     stages: list[Document] = [
-        # Some thousand tasks that wait for others, but for those about which somebody asks at this moment.
-        {"$match": {"status": "INIT", "task_state.waits_for": {"$exists": True}}},
-        {"$limit": _LOOKED_AT},
-        # (Whose mark is old, or answered.)
+        # Tasks that wait for others, except those that are being asked about at this moment.
+        *_some_of({"status": "INIT", "task_state.waits_for": {"$exists": True}}),
         {"$match": {"$expr": {"$not": [just_asked]}}},
         # Those that nothing unfinished names.
         {
@@ -273,6 +265,11 @@ async def open_flows(store: Store, by_s: float) -> list[str]:
     ]
     cursor = await store.driver.aggregate(store.flows, stages, maxTimeMS=DEADLINE_MS)
     return [str(flow["_id"]) for flow in await cursor.to_list(None)]
+
+
+def _some_of(query: Document) -> list[Document]:
+    # Those that fit, but no more than a few thousand: the doctor must not read a whole collection.
+    return [{"$match": query}, {"$limit": _LOOKED_AT}]
 
 
 async def _rows(store: Store, stages: list[Document], hint: str | None = "taskmesh_status") -> list[Document]:

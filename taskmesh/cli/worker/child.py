@@ -49,13 +49,13 @@ class Pipe:
         return self._life is not None
 
     def say(self, word: Word) -> None:
-        """Tell the supervisor; one that has gone hears nothing."""
+        """Send the supervisor a word, if it still runs."""
         if self._words is not None:
             with contextlib.suppress(OSError):
                 os.write(self._words, f"{word}\n".encode())
 
     def when_alone(self, call: Callable[[], None]) -> None:
-        """Call this, in the running loop, when the supervisor has gone."""
+        """Call this in the running loop when the supervisor has ended."""
         if self._life is None:
             return
         loop = asyncio.get_running_loop()
@@ -69,7 +69,7 @@ class Pipe:
 
 
 class Child:
-    """One place among the children: a process, and after its end the next."""
+    """One of the children: a process, and its successors."""
 
     def __init__(self, name: str, command: Sequence[str]) -> None:
         self.name = name
@@ -83,7 +83,7 @@ class Child:
         self.started_at = 0.0
         self.well = False
         self.heard_at = 0.0
-        """When (monotonic) its event loop last said something."""
+        """When (monotonic) its event loop last sent something."""
         self._stops_sent = 0
         self._listening: asyncio.Task[None] | None = None
 
@@ -139,7 +139,7 @@ class Child:
         assert self.process is not None
         status = await self.process.wait()
         if self._listening is not None:
-            # A process that it left behind may hold the pipe open: what is in it now is all there is to hear.
+            # A process that it left behind may hold the pipe open: only what is in it now is read.
             await asyncio.wait([self._listening], timeout=0.5)
             self._listening.cancel()
         return status
@@ -150,13 +150,13 @@ class Child:
         return self.process is not None and self.process.returncode is None
 
     def send(self, number: int) -> None:
-        """Send a signal, if there is somebody to receive it."""
+        """Send a signal, if the process runs."""
         if self.alive and self.process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self.process.send_signal(number)
 
     def stop(self, count: int) -> None:
-        """Send stop signals until it has had `count`; two different ones, since equal ones could merge into one."""
+        """Send stop signals until it has received `count`; two different ones, since equal ones may be merged."""
         while self._stops_sent < count:
             self.send(signal.SIGTERM if self._stops_sent == 0 else signal.SIGINT)
             self._stops_sent += 1

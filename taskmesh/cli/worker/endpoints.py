@@ -1,6 +1,6 @@
-"""What a worker answers over HTTP: `/livez`, `/readyz` and `/metrics`. A few lines, so that it needs no web framework.
+"""A worker's HTTP endpoints: `/livez`, `/readyz` and `/metrics`. A few lines, so that no web framework is needed.
 
-It runs in the event loop that it tells about: where that stands still, nobody answers, and that is an answer too.
+The server runs in the event loop that it reports on: if that is blocked, there is no answer, which probes take for a failure.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LONGEST_REQUEST = 8_192
 
 @dataclass(frozen=True)
 class Answer:
-    """What somebody who asked gets."""
+    """An HTTP response."""
 
     body: bytes
     status: HTTPStatus = HTTPStatus.OK
@@ -37,7 +37,7 @@ Routes = Mapping[str, Callable[[], Awaitable[Answer]]]
 
 @dataclass(frozen=True)
 class Health:
-    """How it is. Not `live`: start it anew. Not `ready`: wait."""
+    """The health of a process. Not `live`: restart it. Not `ready`: wait."""
 
     live: bool
     ready: bool
@@ -45,7 +45,7 @@ class Health:
 
 
 def probes(look: Callable[[], Health]) -> Routes:
-    """Return what answers probes."""
+    """Return the routes for probes."""
 
     async def livez() -> Answer:
         health = look()
@@ -110,7 +110,7 @@ def worker_metrics() -> WorkerMetrics:
 
 
 def metrics(mesh: TaskMesh, measured: WorkerMetrics, consumer: Callable[[], Consumer]) -> Routes:
-    """Return what answers Prometheus."""
+    """Return the routes for Prometheus."""
     from taskmesh.integrations.metrics import CONTENT_TYPE, fleet_metrics  # noqa: PLC0415 — an extra
 
     async def own() -> Answer:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection
 logger = logging.getLogger("taskmesh.worker")
 
 STUCK_DEADLINE_S = 3.0
-"""For how long the event loop may leave a second signal unheard."""
+"""How long the event loop may take to react to a second signal."""
 _WOKEN = b"\0"
 
 

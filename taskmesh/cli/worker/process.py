@@ -31,18 +31,18 @@ logger = logging.getLogger("taskmesh.worker")
 
 _EXIT_DEADLINE_S = 10.0
 _STOP_DEADLINE_S = 25.0
-"""Beside the grace: what the consumer itself allows for giving back what is left, and a margin."""
+"""On top of the grace: the consumer's own time for releasing what is left, and a margin."""
 _LOOK_S = 0.2
 _BEAT_S = 1.0
 _PYTHONS_GC_THRESHOLD = gc.get_threshold()
 _GC_THRESHOLD = 50_000
 _SILENCE_MS = 10_000
-"""Without a sign of life in the database for so long (five are due) a worker is not ready."""
+"""A worker whose sign of life has not reached the database for this long (five are due) is not ready."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerOptions:
-    """What was asked for on the command line."""
+    """The options of the command line."""
 
     target: str
     uri: str | None
@@ -65,7 +65,7 @@ class WorkerOptions:
     """Host and port of the metrics; of several children each takes the next port."""
 
     def command(self, worker_id: str, place: int, base: str) -> list[str]:
-        """Return the command line of child number `place`, which does the same under this id. `base`: the id of them all.
+        """Return the command line of child number `place`, which runs under this id. `base`: the id that all children share.
 
         The URI travels by environment.
         """
@@ -85,7 +85,7 @@ class WorkerOptions:
         return words
 
     def environment(self) -> dict[str, str]:
-        """Return what a child finds in its environment: a password does not belong in a list of processes."""
+        """Return the environment of a child. It contains the URI, whose password must not appear in a list of processes."""
         where = {
             COMMAND_LINE_URI: self.uri,
             "TASKMESH_DATABASE": self.database,
@@ -95,7 +95,7 @@ class WorkerOptions:
 
 
 def run_one(options: WorkerOptions, pipe: Pipe) -> int:
-    """Be a worker until the end, and return the exit status. Alone, what cannot be helped is raised."""
+    """Run one worker until it ends, and return the exit status. Without a supervisor, raises what a restart cannot fix."""
     try:
         mesh = load_mesh(options.target)
         _collect_garbage_less_often()
@@ -114,9 +114,9 @@ def run_one(options: WorkerOptions, pipe: Pipe) -> int:
 
 
 def _collect_garbage_less_often() -> None:
-    """Spare a busy worker a quarter of its work, unless the module that it loaded has settings of its own.
+    """Save a busy worker a quarter of its CPU time, unless the loaded module has settings of its own.
 
-    Thousands of documents are in flight, none of them in a cycle, and Python would look through them again and again.
+    Thousands of documents are in flight, none of them in a cycle, and the collector would traverse them again and again.
     """
     if gc.get_threshold() == _PYTHONS_GC_THRESHOLD:
         gc.set_threshold(_GC_THRESHOLD)
@@ -131,7 +131,7 @@ class _Worker:
         self._pipe = pipe
         self._consumer: Consumer | None = None
         self._stops = 0
-        """Signals that the loop has heard."""
+        """Signals that the event loop has received."""
         self._recycling = False
         self._main: asyncio.Task[Any] | None = None
         self._measured = worker_metrics() if options.metrics is not None else None
@@ -181,7 +181,7 @@ class _Worker:
                     task.cancel()
 
     async def _beat(self, consumer: Consumer) -> None:
-        """Tell the supervisor, out of this very loop, that it turns."""
+        """Tell the supervisor from this event loop that it responds."""
         while True:
             self._pipe.say("well" if _health(consumer).ready else "unwell")
             await asyncio.sleep(_BEAT_S)
@@ -196,7 +196,7 @@ class _Worker:
         )
 
     async def _watch(self, consumer: Consumer) -> None:
-        """Say when it is ready, and stop it when it has done its share."""
+        """Report when it is ready, and stop it after `--max-tasks-per-process` tasks."""
         while consumer.state == "ready":  # noqa: ASYNC110  # a consumer has no event for that
             await asyncio.sleep(0.01)
         self._pipe.say("ready")
@@ -211,7 +211,7 @@ class _Worker:
             consumer.begin_stop(self._options.grace_ms)
 
     def _take_signals(self) -> None:
-        """Before anything else, so that none comes too early; the consumer then leaves them alone."""
+        """Handle signals from now on, before anything else; the consumer then installs no handlers of its own."""
         loop = asyncio.get_running_loop()
         self._pipe.when_alone(lambda: self._stop("the supervisor has gone"))
 
@@ -222,7 +222,7 @@ class _Worker:
         self._forced_exit.watch(stop_signals(), heard)
 
     def _forced_status(self) -> int:
-        """Everything that ran was given back, or not."""
+        """Return the status of a forced exit: 0 if everything that ran was released."""
         return 0 if self._consumer is None or self._consumer.state in ("ready", "stopped") else FAILED
 
     def _stop(self, why: str) -> None:
@@ -258,12 +258,14 @@ def _health(consumer: Consumer) -> Health:
 
 
 def banner(title: str, *, runs: str, source: str, at_once: str, grace_ms: int) -> None:
-    """Five lines: what, which tasks, from where, how many, and how to stop it."""
+    """Print five lines: what it is, which tasks, from where, how many, and how to stop it."""
     output.say(title)
     output.say(f"  runs     {runs}")
     output.say(f"  from     {source}")
     output.say(f"  at once  {at_once}")
-    output.say(f"  stop     Ctrl-C or SIGTERM; what runs has {grace_ms / 1000:g} s; again: at once")
+    output.say(
+        f"  stop     Ctrl-C or SIGTERM; running tasks get {grace_ms / 1000:g} s to finish; a second signal stops at once"
+    )
     with contextlib.suppress(OSError):
         sys.stdout.flush()
 
@@ -272,7 +274,7 @@ _MOST = 200
 
 
 def dump_on_signal(consumer: Consumer) -> None:
-    """Install it. A plain signal handler, not the loop's: it also answers while a handler blocks the loop."""
+    """Dump stacks on SIGUSR1. A plain signal handler, not the loop's: it also works while a handler blocks the loop."""
     loop = asyncio.get_running_loop()
 
     def dump(_number: int, _frame: FrameType | None) -> None:

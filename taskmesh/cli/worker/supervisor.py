@@ -27,18 +27,18 @@ from taskmesh.cli.worker.system import changed_files, notify, notify_reloading, 
 logger = logging.getLogger("taskmesh.supervisor")
 
 SETTLED_S = 10.0
-"""A child that lived so long did not fail at once: the pause before its successor is short again."""
+"""A child that lived this long did not fail at once: the pause before its successor is short again."""
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 10.0
 _STARTS_AT_MOST = 5
 """How often a child may fail before it was ever ready, when no other is."""
 _READY_DEADLINE_S = 120.0
 _KILL_AFTER_S = 30.0
-"""Later than a child's own forced exit."""
+"""Longer than a child's own forced exit takes."""
 _LOOK_S = 1.0
 _DUMP_S = 1.0
 _STALE_S = 10.0
-"""A child that has not been heard of for so long is not ready."""
+"""A child that has sent nothing for this long is not ready."""
 
 
 class Supervisor:
@@ -95,7 +95,7 @@ class Supervisor:
                 server.close()
             os.close(held)
             os.close(self._life)
-        logger.info("all workers have ended%s", "" if self._status == 0 else ", not as they should")
+        logger.info("all workers have ended%s", "" if self._status == 0 else ", some of them with errors")
         return self._status
 
     def health(self) -> Health:
@@ -125,7 +125,7 @@ class Supervisor:
             await self._before_the_next(child, status)
 
     async def _before_the_next(self, child: Child, status: int) -> None:
-        """Judge how a child ended; wait as long as that asks for, or give up."""
+        """Decide by how a child ended: wait before its successor starts, or give up."""
         if status == 0 or child.replacing:
             child.failures = child.failed_starts = 0
             return
@@ -195,7 +195,7 @@ class Supervisor:
         self._spawn(self._kill_after(_KILL_AFTER_S + (self._grace_ms / 1000 if self._stops == 1 else 0)))
 
     async def _kill_after(self, deadline_s: float) -> None:
-        """A child that does not end is ended; its tasks then move when their leases run out."""
+        """Kill children that have not ended; other workers take their tasks over when the leases run out."""
         await asyncio.sleep(deadline_s)
         for child in self._children:
             if child.alive:
@@ -204,7 +204,7 @@ class Supervisor:
                 child.send(signal.SIGKILL)
 
     def _on_hang_up(self) -> None:
-        """A terminal that was closed means the end; without one, SIGHUP asks for new processes."""
+        """Stop if the terminal was closed; without a terminal, SIGHUP asks for new processes."""
         if self._terminal and not _has_terminal():
             self._on_stop("the terminal was closed")
         elif not self._stopping.is_set() and not self._rolling:
@@ -213,7 +213,7 @@ class Supervisor:
     # --- replacing children ---
 
     async def _roll(self) -> None:
-        """Replace one child after the other; stop at the first whose successor does not get ready."""
+        """Replace the children one by one; stop at the first whose successor does not become ready."""
         self._rolling = True
         notify_reloading()
         try:
@@ -249,12 +249,12 @@ class Supervisor:
                     child.stop(1)
 
     async def _watch_loops(self) -> None:
-        """A child whose event loop stands still does nothing, and has lost its leases: dump its stacks, replace it."""
+        """Dump the stacks of a child whose event loop is blocked, and replace it: it has lost its leases."""
         while True:
             before = time.monotonic()
             await asyncio.sleep(_LOOK_S)
             if time.monotonic() - before > 2 * _LOOK_S:
-                continue  # we stood still ourselves: what the children said meanwhile is not read yet
+                continue  # our own loop was blocked: what the children sent meanwhile is not read yet
             for child in self._children:
                 silent_s = time.monotonic() - child.heard_at
                 if child.alive and child.ready.is_set() and silent_s > self._hang_timeout_s:
