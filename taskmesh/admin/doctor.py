@@ -341,7 +341,7 @@ async def _data_changes(store: Store, live: list[WorkerInfo]) -> AsyncIterator[F
             yield _error(
                 "data changes",
                 f"{changes} are lost: the oplog no longer has those after the last one that was read, {age} ago",
-                "look after what changed since then, and deploy on_lost='skip', which goes on with what changes from now on",
+                "check what changed since then, and deploy on_lost='skip', which continues with changes from now on",
             )
         elif trouble is not None:
             yield _error(
@@ -362,7 +362,7 @@ async def _data_changes(store: Store, live: list[WorkerInfo]) -> AsyncIterator[F
                 yield _warning(
                     "data changes",
                     f"{changes} between {gap['from']:%F %T} and {gap['to']:%F %T} UTC are lost, and made no tasks",
-                    "look after what changed then; use a larger oplog, or do not stop all workers for so long",
+                    "check what changed then; use a larger oplog, or do not stop all workers for that long",
                 )
 
 

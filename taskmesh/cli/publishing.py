@@ -45,7 +45,7 @@ def publish(
         str | None, _how(help="Tasks of one key in one queue run one after the other, as published.")
     ] = None,
     on_sequence_failure: Annotated[
-        str | None, _how(help="continue or block: whether the next of its key goes on if it FAILs.")
+        str | None, _how(help="If it FAILs, whether the next task of its key runs: continue or block.")
     ] = None,
     tag: Annotated[list[str] | None, _how(help="A tag to find it by; can be given several times.")] = None,
     delay_ms: Annotated[int | None, _how(help="Start no sooner than this many milliseconds from now.")] = None,

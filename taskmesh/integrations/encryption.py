@@ -83,6 +83,6 @@ def _checked_key(id_: str, key: object) -> bytes:
     if not isinstance(data, (bytes, bytearray)) or len(data) not in _KEY_BYTES:
         got = f"{len(data)} bytes" if isinstance(data, (bytes, bytearray)) else type(key).__name__
         raise InvalidOption(
-            f"the key {id_!r} must be 16, 24 or 32 bytes, or the base64 text of so many, got {got}: AESCodec.new_key() makes one"
+            f"the key {id_!r} must be 16, 24 or 32 bytes, or their base64 text, got {got}: AESCodec.new_key() makes one"
         )
     return bytes(data)

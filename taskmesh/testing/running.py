@@ -50,7 +50,7 @@ def advance(mesh: TaskMesh, **by: float) -> Awaitable[None]:
     """
     step = timedelta(**by)
     if step < timedelta(0):
-        raise ValueError(f"time goes on and never back: advance() got {by}")
+        raise ValueError(f"advance() cannot move time back, got {by}")
     mesh.store.move_on(step)
     mesh.clock.move_on(step)
     return _Moved()

@@ -170,8 +170,9 @@ async def stranded(store: Store, by_s: float) -> list[str]:
     """Return the `_id`s of a few tasks whose gate is shut though nothing that they wait for is unfinished, and nobody asks."""
     just_asked = {"$gt": ["$task_state.ask_time", {"$subtract": [store.now, by_s * 1_000]}]}
     stages: list[Document] = [
-        # Tasks that wait for others, except those that are being asked about at this moment.
+        # Tasks that wait for others.
         *_some_of({"status": "INIT", "task_state.waits_for": {"$exists": True}}),
+        # Without those that are being asked about at this moment.
         {"$match": {"$expr": {"$not": [just_asked]}}},
         # Those that nothing unfinished names.
         {
