@@ -272,8 +272,12 @@ class ClaimQueue:
 
     def want_more(self) -> None:
         """Have a scan bring more soon, if few candidates are left and there is more."""
-        if self.more and self.ready_count(time.monotonic()) < max(1, self._settings.concurrency // 2):
+        if self.more and self.runs_low():
             self.scan_wanted.set()
+
+    def runs_low(self) -> bool:
+        """Return whether few of the candidates that are left are due."""
+        return self.ready_count(time.monotonic()) < max(1, self._settings.concurrency // 2)
 
     def begin_scan(self) -> int:
         """Note that a scan looks at everything from now on; what is taken meanwhile it may still see as claimable.

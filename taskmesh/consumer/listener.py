@@ -114,12 +114,23 @@ class Listener:
         return Interest(names=self._names, control=True, lanes=self.lanes)
 
     @property
+    def listens(self) -> bool:
+        """Whether a change stream is open for this worker, or is being opened."""
+        return self._subscription is not None
+
+    @property
     def wants_hints(self) -> bool:
         """Whether new work is announced here."""
         return self._subscription is not None and bool(self._subscription.interest.names)
 
     async def want_hints(self, wanted: bool) -> bool:
-        """Hear of new work, or, while there is more than enough of it, only of what concerns executions. Whether that is new."""
+        """Hear of new work or, while there is more than enough of it, of running executions alone; return whether that is new.
+
+        While this worker does without a stream, its stream is closed.
+        """
+        if self.listens != self._listening.hears and (wanted or self.listens):
+            await self._begin_or_cease()
+            return wanted
         if self._subscription is None or wanted == self.wants_hints:
             return False
         self._feed.change(self._subscription, self._interest(hints=wanted), relaxed=not wanted)
@@ -136,14 +147,14 @@ class Listener:
     async def run(self) -> None:
         """Follow up, for ever, what hints leave open: they carry no more than an `_id`."""
         while True:
-            listens = self._subscription is not None
-            if not await until(self._something, _QUEUES_AT_LEAST_EVERY_S if listens else _ASK_EVERY_S):
+            if not await until(self._something, _QUEUES_AT_LEAST_EVERY_S if self.listens else _ASK_EVERY_S):
                 self._queues_changed = True
             self._something.clear()
             try:
-                if listens != self._listening.hears:
+                # Not before the wait: the scanner may have opened or closed the stream meanwhile.
+                if self.listens != self._listening.hears:
                     await self._begin_or_cease()
-                elif listens:
+                elif self.listens:
                     self._hear_in_lanes(self._partitions.heard)
                 else:
                     self._concerned.update(await self._not_held())
@@ -154,12 +165,10 @@ class Listener:
                 await asyncio.sleep(0.5)
 
     async def _begin_or_cease(self) -> None:
-        """Listen from now on, or ask."""
-        if self._subscription is not None:
+        """Open the stream, or close it and ask from now on. Either way something may have been missed."""
+        if not self._listening.hears:
             self.close()
-            logger.info("worker %s polls instead of listening: enough other workers listen", self._worker_id)
-        else:
-            logger.info("worker %s listens again", self._worker_id)
+        elif not self.listens:
             await until(self._subscribed().ready, _STREAM_IS_BACK_WITHIN_S)
         self._missed()
 

@@ -108,8 +108,10 @@ class Scanner:
         """The largest page, and what the next scan asks for."""
         self._enough = min(self._most, max(_PAGE_BESIDE, 4 * settings.concurrency))
         """The smallest page."""
-        self._began = -math.inf
-        """When the last scan began, on the monotonic clock."""
+        self._taken = 0
+        self._taken_since = -math.inf
+        """What was taken since then, on the monotonic clock."""
+        self._taken_per_s = 0.0
         self._clock = clock
         self._candidates = candidates
         self._executions = executions
@@ -180,11 +182,7 @@ class Scanner:
         self._narrowed_by = (
             await self._claim_filter.current() or {}
         )  # None: nothing is claimed for now, whatever is found
-        taken = self._candidates.begin_scan()
-        if taken:
-            per_pass = taken * SCAN_EVERY_S / max(now - self._began, _RATE_OVER_S)
-            self._page = round(min(self._most, max(self._enough, _PASSES_AHEAD * per_pass)))
-        self._began = now
+        self._count_taken(self._candidates.begin_scan(), now)
         leases = now >= self._next_leases
         await self._queues.look_for_due(now, self._horizon, leases=leases)
         self._candidates.unread = False
@@ -196,12 +194,27 @@ class Scanner:
         self.scans += 1
         if brought:
             self._candidates.ready.set()
-        if self._candidates.unread and len(self._candidates) >= self._page and not self._groups.any:
+        holds_enough = not self._candidates.runs_low() and not self._groups.any
+        if self._listening.does_without(self._taken_per_s if holds_enough else None):
+            self._candidates.unread = True
+            await self._want_hints(False)
+        elif self._candidates.unread and len(self._candidates) >= self._page and not self._groups.any:
             await self._want_hints(False)
         elif not self._candidates.unread:
             # The stream is open for hints again before the next scan, so that nothing falls in between.
             await self._want_hints(True)
         return brought
+
+    def _count_taken(self, taken: int, now: float) -> None:
+        """Note how many were taken since the last scan; what is read at once follows from that."""
+        self._taken += taken
+        past_s = now - self._taken_since
+        if past_s < _RATE_OVER_S:
+            return
+        if self._taken:
+            self._taken_per_s = self._taken / past_s
+            self._page = round(min(self._most, max(self._enough, _PASSES_AHEAD * SCAN_EVERY_S * self._taken_per_s)))
+        self._taken, self._taken_since = 0, now
 
     async def _settle_and_sweep(self, now: float) -> None:
         """Write down what time alone has finished, and ask for those that wait for others. A scan does without, if need be."""

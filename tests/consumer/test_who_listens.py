@@ -129,6 +129,56 @@ def _is_heard_by(
     return all_ten
 
 
+async def test_workers_that_hold_more_than_they_can_start_poll_until_the_backlog_is_gone(
+    mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listening, "AFFORDABLE_CORES", 0.0)  # but the two that come first would listen all the same
+    may_end, stopped = asyncio.Event(), asyncio.Event()
+
+    @mesh.task(option=TaskOption(ping_interval_ms=60_000, worker_timeout_ms=300_000))
+    async def job() -> None:
+        try:
+            await may_end.wait()
+        except asyncio.CancelledError:
+            stopped.set()
+            raise
+
+    @mesh.task
+    async def single() -> None: ...
+
+    await job.publish_many({str(n): {} for n in range(300)})
+    async with all_working(mesh, ["w1", "w2"], concurrency=10) as consumers:
+
+        def listeners() -> int:
+            return sum(parts_of(consumer).listener.listens for consumer in consumers)
+
+        await eventually(lambda: listeners() == 0, 20, what="no worker listens")
+        running = [task async for task in mesh.find(name="job", status="RUNNING", limit=1)]
+        await mesh.cancel("job", running[0].key)
+        await asyncio.wait_for(stopped.wait(), 20)  # the next ping is a minute away
+        may_end.set()
+        await eventually(lambda: listeners() == 2, 30, what="both listen again")
+        await eventually(lambda: sum(consumer.finished for consumer in consumers) >= 299, 30, what="all have run")
+        await (await single.publish("a")).result(20)
+
+
+async def test_a_lone_worker_listens_whatever_it_holds(mesh: TaskMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening, "AFFORDABLE_CORES", 0.0)
+    may_end = asyncio.Event()
+
+    @mesh.task
+    async def job() -> None:
+        await may_end.wait()
+
+    await job.publish_many({str(n): {} for n in range(100)})
+    async with working(mesh, "w1", concurrency=10) as consumer:
+        scanner = parts_of(consumer).scanner
+        before = scanner.scans
+        await eventually(lambda: scanner.scans >= before + 3, 20, what="it has scanned with more than it can start")
+        assert parts_of(consumer).listener.listens
+        may_end.set()
+
+
 async def test_a_few_workers_all_listen(mesh: TaskMesh) -> None:
     @mesh.task
     async def job() -> None: ...
