@@ -24,6 +24,10 @@ AFFORDABLE_CORES = 0.15
 """What all streams together may take of the server."""
 LEAST = 2
 """So many of the workers that can run the same tasks listen, whatever it costs."""
+A_FEW = 8
+"""So many workers that can run the same tasks all listen, as long as that is affordable."""
+SLOTS_THAT_LISTEN = 64
+"""Of more workers, at least so many listen that they have these slots together."""
 _WRITES_OF_A_TASK = 3
 """It is published, claimed and finished."""
 _WAKE_S = 5e-5
@@ -83,7 +87,8 @@ class Listening:
         if me is not None:
             # To those alone that can run all that this worker can, the listening can be left: others would not hear of the rest.
             peers = {each.worker_id for each in fleet if each.worker_id in peers and each.can_stand_in_for(me)}
-        affordable, rank = affordable_to(fleet, peers), 0 if me is None else _rank(me, fleet, peers)
+        affordable = min(affordable_to(fleet, peers), enough_for(fleet, peers))
+        rank = 0 if me is None else _rank(me, fleet, peers)
         now = time.monotonic()
         # Nobody opens and closes with each change of the load: whoever listens goes on until there are twice as many as should,
         # and whoever asks, asks for a while, unless too few are left that listen.
@@ -118,6 +123,23 @@ def affordable_to(fleet: Sequence[WorkerInfo], peers: Collection[str]) -> float:
     streams = sum(worker.may_listen for worker in live)
     mine = sum(worker.may_listen for worker in live if worker.worker_id in peers)
     return AFFORDABLE_CORES / each * mine / streams if each and streams else math.inf
+
+
+def enough_for(fleet: Sequence[WorkerInfo], peers: Collection[str]) -> float:
+    """Return how many of these workers have to listen so that new work finds a free slot at once.
+
+    Each stream delays all others a little, on the server and where workers share a machine. So of many workers, no more listen
+    than have twice the slots that are in use.
+    """
+    able = sorted((w for w in fleet if w.live and w.may_listen and w.worker_id in peers), key=_order)
+    if len(able) <= A_FEW:
+        return math.inf
+    slots, wanted = 0, max(SLOTS_THAT_LISTEN, 2 * sum(worker.running for worker in able))
+    for count, worker in enumerate(able, 1):
+        slots += worker.concurrency
+        if slots >= wanted:
+            return count
+    return math.inf
 
 
 def _cost_of_one(fleet: Sequence[WorkerInfo], peers: Collection[str] = (), peers_per_s: float = 0.0) -> float:

@@ -110,7 +110,7 @@ class Scanner:
         """The smallest page."""
         self._taken = 0
         self._taken_since = -math.inf
-        """What was taken since then, on the monotonic clock."""
+        """How many candidates were taken since this moment of the monotonic clock."""
         self._taken_per_s = 0.0
         self._clock = clock
         self._candidates = candidates
@@ -206,15 +206,14 @@ class Scanner:
         return brought
 
     def _count_taken(self, taken: int, now: float) -> None:
-        """Note how many were taken since the last scan; what is read at once follows from that."""
+        """Note how many candidates were taken since the last scan: the size of a page follows from their rate."""
         self._taken += taken
         past_s = now - self._taken_since
-        if past_s < _RATE_OVER_S:
-            return
         if self._taken:
-            self._taken_per_s = self._taken / past_s
+            self._taken_per_s = self._taken / max(past_s, _RATE_OVER_S)
             self._page = round(min(self._most, max(self._enough, _PASSES_AHEAD * SCAN_EVERY_S * self._taken_per_s)))
-        self._taken, self._taken_since = 0, now
+        if past_s >= _RATE_OVER_S:
+            self._taken, self._taken_since = 0, now
 
     async def _settle_and_sweep(self, now: float) -> None:
         """Write down what time alone has finished, and ask for those that wait for others. A scan does without, if need be."""

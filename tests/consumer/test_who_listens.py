@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
@@ -317,3 +318,16 @@ async def test_who_asks_seldom_looks_as_far_ahead_as_the_next_look_is(
         await handle.result(60)
     ((started, _),) = await starts_of(mesh, "job")
     assert timedelta(0) <= started - due < timedelta(seconds=0.3) + slowness.allows
+
+
+def test_of_many_idle_workers_a_few_listen_and_more_the_more_they_run() -> None:
+    def listeners(size: int, *, concurrency: int, running: int = 0) -> float:
+        fleet = [worker.model_copy(update={"concurrency": concurrency, "running": running}) for worker in _fleet(size)]
+        return listening.enough_for(fleet, {worker.worker_id for worker in fleet})
+
+    assert listeners(8, concurrency=100) == math.inf, "a few all listen"
+    assert listeners(16, concurrency=100) == 1, "and one more, in case it dies"
+    assert listeners(16, concurrency=100, running=20) == 7, "twice the 320 slots that are in use"
+    assert listeners(16, concurrency=100, running=90) == math.inf
+    assert listeners(16, concurrency=1) == math.inf, "a burst finds a slot at once"
+    assert listeners(100, concurrency=1) == listening.SLOTS_THAT_LISTEN
