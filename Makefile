@@ -36,7 +36,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[all,dev]'
 	@touch $@
 
-demo: $(INSTALLED) ## Do a real job on an embedded MongoDB, kill a worker half-way, check every result
+demo: $(INSTALLED) ## Do a real job on an embedded MongoDB, kill a worker mid-run, check every result
 	$(BIN)/taskmesh demo $(ARGS)
 
 test: $(INSTALLED) ## Run the quick tests, on real mongods

@@ -1,4 +1,4 @@
-"""`demo`: a real job on real input, with a worker killed half-way, and every result checked.
+"""`demo`: a real job on real input, with a worker killed mid-run, and every result checked.
 
 Each task tokenizes one file of Python's standard library. Everything goes through what users have: the public API, and
 `taskmesh worker` as real processes.
@@ -63,7 +63,7 @@ def demo(
     uri: Uri = None,
     database: Database = None,
 ) -> None:
-    """Tokenize Python's standard library with three workers, kill one half-way, and check every result.
+    """Tokenize Python's standard library with three workers, kill one mid-run, and check every result.
 
     Uses a database of its own or, in the database that is named, collections of its own; drops them at the end.
     """
@@ -99,7 +99,7 @@ def _show_logs(directory: Path) -> None:
 
 
 async def _run(mesh: TaskMesh, paths: list[str], names: list[str], workers: _Workers) -> Report:
-    """Publish all, run the workers, kill one half-way, publish all again, and check."""
+    """Publish all, run the workers, kill one mid-run, publish all again, and check."""
     report = Report()
     created = await _publish(paths)
     print(f"published {len(paths)} tasks, {created} of them new", flush=True)
@@ -107,7 +107,7 @@ async def _run(mesh: TaskMesh, paths: list[str], names: list[str], workers: _Wor
     async with _told(mesh, begun), workers:
         for name in names:
             await workers.start(name)
-        await workers.until_done(len(paths) // 2, len(paths))
+        await workers.until_done(len(paths) // 4, len(paths))
         report.killed, report.held = await workers.kill_one()
         print(f"SIGKILL to {report.killed}, which holds {len(report.held)}: {', '.join(report.held)}", flush=True)
         await workers.until_done(len(paths), len(paths))
@@ -205,17 +205,27 @@ class _Workers:
             await asyncio.sleep(1.0 if wanted == total else 0.1)
 
     async def kill_one(self) -> tuple[str, list[str]]:
-        """Kill a worker that holds tasks; return its name and their keys."""
+        """Kill a worker that holds tasks; return its name and their keys.
+
+        All are frozen while it is chosen: on a busy machine the others would finish every task meanwhile.
+        """
         deadline = time.monotonic() + _DEADLINE_S
         while time.monotonic() < deadline:
-            for name, child in self._children.items():
-                child.send(signal.SIGSTOP)
-                await asyncio.sleep(_IN_FLIGHT_S)  # its writes on the way arrive
-                if held := await self._held(name):
-                    child.send(signal.SIGKILL)
-                    return name, held
-                child.send(signal.SIGCONT)
+            self._send_to_all(signal.SIGSTOP)
+            try:
+                await asyncio.sleep(_IN_FLIGHT_S)  # their writes on the way arrive
+                for name, child in self._children.items():
+                    if held := await self._held(name):
+                        child.send(signal.SIGKILL)
+                        return name, held
+            finally:
+                self._send_to_all(signal.SIGCONT)
+            await asyncio.sleep(_IN_FLIGHT_S / 10)  # they claim what comes next
         raise TaskMeshError("no worker held a task that could be taken from it: take more files")
+
+    def _send_to_all(self, number: int) -> None:
+        for child in self._children.values():
+            child.send(number)
 
     async def _held(self, worker_id: str) -> list[str]:
         return [
