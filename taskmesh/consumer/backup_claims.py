@@ -1,7 +1,7 @@
-"""What becomes of a task that a scan has found: this worker tries it, or lets another go first and is its backup.
+"""Backup claims: whether this worker tries a task that a scan has found at once, or lets another worker go first.
 
-A backup looks a moment later, and tries the task only if it is still there and there is room for it here. Many are looked at in
-one query, so whoever comes second in a lane costs the server next to nothing.
+A backup looks a moment later, and tries the task only if nobody has claimed it and this worker has room for it. Many tasks are
+looked at in one query, so being second in a lane costs the server next to nothing.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from taskmesh.store.rules import NEVER
 logger = logging.getLogger("taskmesh.backup_claims")
 
 AFTER_S = 0.05
-"""How long after its time a task is looked at, for each worker that comes before this one."""
+"""How long after its time a task is looked at: so long for each worker that comes before this one."""
 LAST_PLACE_TO_WAIT = 5
 _TOGETHER_S = 0.02
 _LIMIT = 10_000
 _PAGE = 200
-"""So many are looked at together, though there is room for fewer: most are gone by then."""
+"""How many tasks are looked at together, even if there is room for fewer: most have been claimed by then."""
 _FAR_S = 1.25 * ASKERS_LOOK_AHEAD_MS / 1000
-"""What comes due later than this is no candidate yet; scans look less far ahead."""
+"""A task that is due later than this is not a candidate yet. Scans look less far ahead."""
 
 
 class BackupClaims:
-    """The tasks that one worker keeps an eye on for others."""
+    """The tasks that one worker watches as a backup for others."""
 
     def __init__(
         self,
@@ -61,14 +61,14 @@ class BackupClaims:
         self._partitions = partitions
         self._due: list[tuple[float, str, bool]] = []
         self._for_room: deque[str] = deque()
-        """What has been due for a while, to be looked at when there is room for it here."""
+        """Tasks that have been due for a while, to be looked at when this worker has room for them."""
         self._wake = asyncio.Event()
 
     def offer(self, row: Claimable, *, place: int | None = None, overdue: bool = False) -> bool:
-        """Take in a task that was found; True if it is a new candidate.
+        """Take in a task that a scan has found. Return True if it is a new candidate.
 
-        `place`: how many go before this worker, if not those that the task's lane says. `overdue`: its lease ran out; it is
-        looked at whether there is room here or not.
+        `place`: how many workers go before this one; by default what the task's lane says. `overdue`: the task's lease has run
+        out; then it is looked at whether this worker has room or not.
         """
         candidates = self._candidates
         if row.claim_time == NEVER or row.id in self._executions:
@@ -102,7 +102,7 @@ class BackupClaims:
         )
 
     def add(self, id_: str, due: float, place: int, *, overdue: bool = False) -> None:
-        """Look at the task when it has been due for a while. With too many at once, the scan has to find them."""
+        """Look at the task after it has been due for a while. If there are too many, the next scan has to find it."""
         if len(self._due) + len(self._for_room) < _LIMIT:
             heapq.heappush(self._due, (due + place * AFTER_S, id_, overdue))
             self._wake.set()
@@ -114,7 +114,7 @@ class BackupClaims:
             await until(self._wake, await self.run_once())
 
     async def run_once(self) -> float | None:
-        """Look, in one query, at all that is due and may be taken; return how long to wait for the next."""
+        """Look at everything that is due and may be taken, in one query. Return how long to wait for the next."""
         now = time.monotonic()
         overdue: set[str] = set()
         while self._due and self._due[0][0] <= now:
@@ -132,10 +132,10 @@ class BackupClaims:
         return max(0.0, self._due[0][0] + _TOGETHER_S - time.monotonic()) if self._due else None
 
     def _room(self, now: float) -> int:
-        """How many tasks could begin here beside those that are claimed, or about to be.
+        """How many more tasks could start here, beside those that are claimed or about to be.
 
-        Who is full leaves a task to the worker whose it is, full or not: two that take from one line lose half of their claims
-        to each other, and neither is done any sooner.
+        A worker without free slots leaves a task to the worker that comes first in its lane, even if that one is busy: two
+        workers that take from one lane lose half of their claims to each other, and the work is done no sooner.
         """
         candidates = self._candidates
         if candidates.more:  # of its own, which a scan is about to bring
@@ -150,7 +150,7 @@ class BackupClaims:
             logger.debug("could not look at %d tasks (%s): the scan will find them", left, type(error).__name__)
             return
         later = []
-        # From the end of the line, since the worker whose they are takes from its head.
+        # From the end of the line: the worker that comes first in the lane takes from its head.
         for row in sorted(rows, key=lambda row: row.number, reverse=True):
             if row.id not in overdue and room <= 0:
                 later.append(row.id)

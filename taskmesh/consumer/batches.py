@@ -1,9 +1,10 @@
 """Batches: executions of one definition that share a call of its handler (`@mesh.task(batch=100)`).
 
-Each task is an execution like any other, with its own lease, slot, hooks and outcome, up to where its handler would be called:
-there it joins the batch that is open. The call begins when the batch is full, or when its first task has waited
-`batch_wait_ms`; what it returns is handed to each. Who is told to stop meanwhile goes, and the call goes on for the others; but
-his place and his slot are kept until it is over, for it may work on his item still. When all have gone, the call is cancelled.
+Each task is an execution like any other, with its own lease, slot, hooks and outcome, up to the point where its handler would
+be called: there it joins the open batch. The call starts when the batch is full, or when its first task has waited for
+`batch_wait_ms`. What the call returns is distributed among the members. A member that is told to stop leaves the batch, and the
+call goes on for the others; its slot stays occupied until the call is over, since the call may still be working on its item.
+When all members have left, the call is cancelled.
 
 If the process dies, the leases run out, and each task runs again.
 """
@@ -37,11 +38,11 @@ class Member:
         self.item = item
         self.outcome = outcome
         self.gone = False
-        """Whether it has been told to stop, and has heard."""
+        """Whether the execution was told to stop, and has left the batch."""
 
     @property
     def stays(self) -> bool:
-        """Whether anybody waits for its value."""
+        """Whether somebody still waits for this member's value."""
         return not self.gone and self.execution.stop_reason is None
 
 
@@ -53,7 +54,7 @@ class Batch:
         self.timer = timer
         self.members: list[Member] = []
         self.call: asyncio.Task[None] | None = None
-        """None: it has not begun."""
+        """None until the call starts."""
         self.over = asyncio.Event()
 
 
@@ -67,7 +68,7 @@ class Batches:
         self._open: dict[TaskDefinition[Any, Any], Batch] = {}
 
     async def value_of(self, execution: Execution, definition: TaskDefinition[Any, Any], item: Any) -> Any:
-        """Join a batch, and return or raise what its call says of this task."""
+        """Join a batch. Return or raise what the call says about this task."""
         execution.batched = True
         execution.run_time.stand_still()  # until the call begins
         batch = self._joined(definition)
@@ -100,13 +101,13 @@ class Batches:
         if batch.members:
             for member in batch.members:
                 member.execution.run_time.go_on(partial(member.execution.stop, Stop.TIMEOUT))
-            # In a context of its own: it belongs to no single one of its tasks.
+            # A context of its own: the call does not belong to any single task.
             batch.call = self._loop.create_task(
                 self._call(batch), name=f"batch of {batch.definition.name}", context=self._context.copy()
             )
 
     async def _leave(self, batch: Batch, member: Member) -> None:
-        """Go, as this member was told to. If nobody stays, the call is cancelled, and its end is awaited."""
+        """Leave the batch, since this member was told to stop. If no member stays, cancel the call and wait for its end."""
         member.gone = True
         if batch.call is None:
             batch.members.remove(member)
@@ -122,7 +123,10 @@ class Batches:
             member.execution.handler_done = batch.over
 
     async def _call(self, batch: Batch) -> None:
-        """Call the handler, and hand each member what it says. Raises nothing: whatever ends it is its members' outcome."""
+        """Call the handler, and hand each member its result.
+
+        Raises nothing: whatever ends the call is the outcome of its members.
+        """
         values: Sequence[Any] = ()
         error: BaseException | None = None
         try:
@@ -150,5 +154,5 @@ class Batches:
             except StopIteration as error:  # it cannot be raised through a future
                 raise RuntimeError("the handler raised StopIteration") from error
 
-        # Each execution holds a slot of the consumer, so the slots are the limit.
+        # No limit of its own is needed: each execution holds a slot of the consumer.
         return await anyio.to_thread.run_sync(call, limiter=anyio.CapacityLimiter(1))

@@ -1,6 +1,6 @@
-"""Broadcasts: a task that is for the workers which were live at its publication is not held up by those that are gone.
+"""Broadcasts: a task for all workers that were live when it was published must not wait for workers that are gone.
 
-Each names its workers, and asks for as many SUCCESSes. Whoever knows its handler takes those off it that are gone.
+A broadcast names its workers and requires a SUCCESS from each. Every worker that knows its handler removes those that are gone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LOOK_EVERY_S = 1.0
 
 
 class Broadcasts:
-    """Looks after the unfinished broadcasts of the names that one worker knows."""
+    """Looks after the unfinished broadcasts whose names this worker knows."""
 
     def __init__(self, store: Store, definitions: Mapping[str, TaskDefinition[Any, Any]]) -> None:
         self._store = store
@@ -39,13 +39,13 @@ class Broadcasts:
                 logger.debug("could not look after the broadcasts (%s): trying again", type(error).__name__)
 
     async def run_once(self) -> int:
-        """Take those workers off that are gone; return of how many tasks."""
+        """Remove workers that are gone. Return the number of tasks that were changed."""
         waiting = [
             each for name, queues in self._places for each in await broadcasts.unfinished(self._store, name, queues)
         ]
         if not waiting:
             return 0
-        # Read after the tasks, so that whoever is named by one of them, and lives, is seen.
+        # The workers are read after the tasks, so that every live worker that a task names is seen.
         workers = read_workers(await registry.workers(self._store))
         live = [worker.worker_id for worker in workers if worker.state == "running"]
         changed = [each for each in waiting if not set(each.named) <= {*live, *each.done}]

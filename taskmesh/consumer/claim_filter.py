@@ -12,19 +12,19 @@ logger = logging.getLogger("taskmesh.consumer")
 
 
 class ClaimFilter:
-    """What `on_claim` says, asked before every claim and scan."""
+    """The filter that `on_claim` returns. The hook is asked before every claim and every scan."""
 
     def __init__(self, on_claim: Callable[[Any], Any] | None, consumer: object) -> None:
-        """`consumer` is what the hook is shown."""
+        """`consumer` is passed to the hook."""
         self._on_claim = on_claim
         self._consumer = consumer
         self.said: str | None = None if on_claim is None else "has not been asked yet"
-        """What it said last, for people; None: there is no hook."""
+        """The latest answer, in words for people. None if there is no hook."""
         self.claims_nothing = False
-        """Whether that was that nothing may be claimed."""
+        """Whether the latest answer was that nothing may be claimed."""
 
     async def ask(self) -> Mapping[str, Any] | None:
-        """Return the filter, or None if nothing may be claimed. Raises what the hook does, and `TypeError`."""
+        """Return the filter, or None if nothing may be claimed. Raises whatever the hook raises, and `TypeError`."""
         if self._on_claim is None:
             return {}
         self.said, self.claims_nothing = "failed, so nothing is claimed", True  # unless it comes to its end
@@ -38,7 +38,7 @@ class ClaimFilter:
         return answer
 
     async def current(self) -> Mapping[str, Any] | None:
-        """Return the filter, or None if nothing may be claimed: also when the hook fails, which is logged."""
+        """Return the filter, or None if nothing may be claimed. None also if the hook fails, which is logged."""
         try:
             return await self.ask()
         except Exception:

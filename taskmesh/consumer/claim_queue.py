@@ -1,7 +1,7 @@
-"""The claim queue: which tasks this worker should try to claim, and when. A heap, bounded whatever the backlog.
+"""The claim queue: which tasks this worker should try to claim, and when. A heap, bounded however large the backlog is.
 
-It holds hints, not truth: an entry may be claimed by somebody else meanwhile, and then the claim just wins nothing. Here those
-who find tasks meet the one who claims them: the claimer waits for `ready`, the scanner for `scan_wanted`.
+It holds hints, not truth: another worker may have claimed an entry meanwhile, and then the claim wins nothing. The parts that
+find tasks and the part that claims them meet here: the claimer waits for `ready`, the scanner for `scan_wanted`.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ class Candidate:
     id: str
     queue: str
     due: float
-    """When to try, on the monotonic clock."""
+    """When to try it, on the monotonic clock."""
     since: float
-    """Since when it waits, on the same clock."""
+    """When it became claimable, on the monotonic clock."""
     number: int
     """Its place in the order of publication."""
     priority: int = 0
     fail_cnt: int = 0
     group: str | None = None
     timed: bool = False
-    """Whether it waited for a time. Then a refusal just after may mean that our clock is a little fast."""
+    """Whether it had to wait for a time. Then a refusal shortly after that time may mean that our clock is a little fast."""
     heard: float = field(default_factory=time.monotonic)
-    """Since when this worker knows of it, on the same clock."""
+    """When this worker learnt of it, on the monotonic clock."""
 
     def stands_with(self, other: Candidate) -> bool:
-        """Whether both are of one queue, group and priority: a task may have been moved since it was found."""
+        """Whether both are in one queue and group and have one priority. A task may have been moved since it was found."""
         return (self.queue, self.group, self.priority) == (other.queue, other.group, other.priority)
 
     @property
@@ -54,11 +54,11 @@ class Candidate:
 
 
 Rank = tuple[int, int, int]
-"""By which candidates are put in order: the lesser goes first."""
+"""The sort key of candidates: the smallest goes first."""
 
 
 def rank_of(task: Candidate | Claimable, fail_cnt: int | None = None) -> Rank:
-    """Return a task's rank: by priority, then fewer failures (or as if it had `fail_cnt`), then as published."""
+    """Return a task's rank: by priority, then by number of failures (or `fail_cnt`, if given), then by order of publication."""
     return (-task.priority, task.fail_cnt if fail_cnt is None else fail_cnt, task.number)
 
 
@@ -67,38 +67,39 @@ _Timed = tuple[float, int, Candidate]
 
 
 class ClaimQueue:
-    """Candidates, each at most once: those that are due by rank, those to come by time."""
+    """Candidates, each at most once: those that are due are ordered by rank, the others by time."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self.ready = asyncio.Event()
-        """Set when the claimer should look: candidates came, a slot is free, or it may claim again."""
+        """Set when the claimer should look: there are new candidates, a slot is free, or it may claim again."""
         self.scan_wanted = asyncio.Event()
         """Set when the scanner should look at once."""
         self.unread = True
-        """Whether there is claimable work that was never offered here: the last scan did not read all, or hints were left out."""
+        """Whether there is claimable work that was never offered here: the last scan did not read everything, or hints were
+        dropped."""
         self.being_claimed: set[str] = set()
-        """What a claim is under way for."""
+        """Tasks for which a claim is under way."""
         self.tried_in_vain = 0
-        """How many claims won nothing: others were there before."""
+        """How many claims won nothing, since other workers were faster."""
         self._aside: dict[str, tuple[float, float]] = {}
-        """Until when each task is set aside, and how long that is: the next time it is longer. The oldest are forgotten."""
+        """Until when each task is set aside, and for how long: the next time it is longer. The oldest entries are forgotten."""
         self._held: dict[str, Candidate] = {}
         self._ready: list[_Ranked] = []
         self._later: list[_Timed] = []
         self._sequence = 0
         self._turns: dict[str, Turns[Candidate]] = {}
-        """What is due in the queues whose tasks have groups."""
+        """The due candidates of queues whose tasks have groups."""
         self.groups_wanted = asyncio.Event()
-        """Set when more of some group is needed than is held here."""
+        """Set when more candidates of a group are needed than are held here."""
         self._taken: set[str] = set()
         self._came_back: set[str] = set()
         self.overflowed = False
-        """Whether something was dropped since the last scan began: there is more work than is held here."""
+        """Whether a candidate was dropped since the last scan began: there is more work than is held here."""
         self._known_to: Rank | None = NOTHING
-        """How far all that is due is known here; None: to the end."""
+        """The rank up to which every due task is known here. None: all are known."""
         self._behind: dict[str, Candidate] = {}
-        """What comes after that: it waits for a scan, so that it overtakes nothing that was never offered here."""
+        """Candidates beyond that rank. They wait for a scan, so that they do not overtake tasks that were never offered here."""
 
     def __len__(self) -> int:
         return len(self._held)
@@ -117,7 +118,7 @@ class ClaimQueue:
         return len(self._ready) + sum(map(len, self._turns.values()))
 
     def offer(self, candidate: Candidate) -> bool:
-        """Take a candidate in; True if it is new, or due earlier than the one held of the same task."""
+        """Take in a candidate. Return True if it is new, or due earlier than the one that is held for the same task."""
         # (Groups take turns: what goes before what there, `is_behind` tells.)
         if self._known_to is not None and candidate.group is None and candidate.rank > self._known_to:
             if len(self._behind) < _BEHIND_AT_MOST:
@@ -152,7 +153,7 @@ class ClaimQueue:
         return taken
 
     def _next(self) -> Candidate | None:
-        """Remove and return what goes next: the best in rank; where that has a group, of the group whose turn it is."""
+        """Remove and return the next candidate: the best by rank or, if that has a group, one of the group whose turn it is."""
         if not self._turns:
             return heapq.heappop(self._ready)[2] if self._ready else None
         best = self._ready[0][0] if self._ready else None
@@ -169,7 +170,7 @@ class ClaimQueue:
         return heapq.heappop(self._ready)[2] if self._ready else None
 
     def more_of(self, queue: str, groups: Collection[str], *, more: bool) -> None:
-        """Note of which groups there is more than is held here, or none; no groups: all of the queue."""
+        """Note for which groups there are more tasks than are held here, or no more. No groups: for the whole queue."""
         if more:
             turns = self._turns.setdefault(queue, Turns())
             turns.more.update(groups)
@@ -179,14 +180,14 @@ class ClaimQueue:
             known.wanted.difference_update(groups or set(known.wanted))
 
     def wanted_groups(self) -> dict[str, set[str]]:
-        """Return, by queue, the groups of which more is wanted: whoever asks is about to look for it."""
+        """Return the groups of which more is wanted, by queue. The caller is about to look for more."""
         wanted = {queue: turns.wanted for queue, turns in self._turns.items() if turns.wanted}
         for queue in wanted:
             self._turns[queue].wanted = set()
         return wanted
 
     def is_behind(self, queue: str, group: str | None) -> bool:
-        """Whether there is more of this group than is held here, so that what comes last must not go first."""
+        """Whether there are more tasks of this group than are held here, so that a new one must not go first."""
         turns = self._turns.get(queue)
         return turns is not None and group in turns.more
 
@@ -200,11 +201,11 @@ class ClaimQueue:
         return due
 
     def next_loop_due(self) -> float | None:
-        """Return when the next candidate is due that needs no slot, or None if there is none."""
+        """Return when the next candidate that needs no slot is due, or None if there is none."""
         return min((self._held[id_].due for id_ in self._settings.loop_ids if id_ in self._held), default=None)
 
     def next_due(self, now: float) -> float | None:
-        """Return when the next candidate is due (now, if one is), or None if there is none."""
+        """Return when the next candidate is due (now, if one is due already), or None if there is none."""
         self._ripen(now)
         if self._ready or any(self._turns.values()):
             return now
@@ -216,14 +217,14 @@ class ClaimQueue:
         self._behind.pop(id_, None)
 
     def discard_queues(self, closed: Any) -> None:
-        """Forget what is in queues from which nothing may be claimed; a scan finds it again."""
+        """Forget the candidates of queues from which nothing may be claimed. A scan finds them again."""
         for candidate in [c for c in (*self._held.values(), *self._behind.values()) if c.queue in closed]:
             self.discard(candidate.id)
 
     # --- tasks that cannot be claimed for now ---
 
     def set_aside(self, candidate: Candidate, first_s: float, longest_s: float) -> float:
-        """Try a task again a little later, and later each time; return how much later."""
+        """Try a task again later, and later each time. Return the delay."""
         _, last = self._aside.pop(candidate.id, (0.0, 0.0))
         pause = max(first_s, min(2 * last, longest_s))
         over = time.monotonic() + pause
@@ -234,16 +235,16 @@ class ClaimQueue:
         return pause
 
     def is_aside(self, id_: str) -> bool:
-        """Whether a task is not to be tried for now."""
+        """Whether a task must not be tried for now."""
         over, _ = self._aside.get(id_, (0.0, 0.0))
         return over > time.monotonic()
 
     def was_aside(self, id_: str) -> bool:
-        """Whether a task has been set aside since it was claimed last."""
+        """Whether a task has been set aside since its last successful claim."""
         return id_ in self._aside
 
     def forgive(self, id_: str) -> None:
-        """Forget that a task was set aside: it could be claimed."""
+        """Forget that a task was set aside, since it could be claimed."""
         self._aside.pop(id_, None)
 
     # --- scans ---
@@ -254,35 +255,35 @@ class ClaimQueue:
         return self.unread or self.overflowed
 
     def order_scan(self) -> None:
-        """Have everything looked at soon: after a gap, or at the start."""
+        """Have everything scanned soon: after a gap in the stream, or at the start."""
         self.missed()
         self.scan_wanted.set()
 
     def missed(self) -> None:
-        """Note that there may be tasks that were never offered here: nothing new goes before a scan has looked."""
+        """Note that there may be tasks that were never offered here: no newer task goes first until a scan has looked."""
         self.unread = True
         self._known_to = NOTHING
 
     def know_to(self, rank: Rank | None) -> None:
-        """Note how far a scan has seen all that is due; None: to the end."""
+        """Note the rank up to which a scan has seen every due task. None: it has seen all."""
         self._known_to = rank
         behind, self._behind = self._behind, {}
         if sum(map(self.offer, behind.values())):
             self.ready.set()
 
     def want_more(self) -> None:
-        """Have a scan bring more soon, if few candidates are left and there is more."""
+        """Request a scan if few candidates are left and there is more work."""
         if self.more and self.runs_low():
             self.scan_wanted.set()
 
     def runs_low(self) -> bool:
-        """Return whether few of the candidates that are left are due."""
+        """Return whether few of the remaining candidates are due."""
         return self.ready_count(time.monotonic()) < max(1, self._settings.concurrency // 2)
 
     def begin_scan(self) -> int:
-        """Note that a scan looks at everything from now on; what is taken meanwhile it may still see as claimable.
+        """Note that a scan begins. What is taken from now on may still look claimable to it.
 
-        Return how many were taken since the last began.
+        Return how many candidates were taken since the last scan began.
         """
         taken = len(self._taken)
         self.overflowed = False
@@ -291,21 +292,21 @@ class ClaimQueue:
         return taken
 
     def taken_meanwhile(self, id_: str) -> bool:
-        """Whether a candidate was taken since the scan began, or was being claimed then: what was seen before is old."""
+        """Whether a candidate was taken since the scan began, or was being claimed then: what the scan saw of it is outdated."""
         return id_ in self._taken
 
     def came_back(self, id_: str) -> None:
-        """Note that a task that was taken is claimable again: what is seen of it from now on is not old."""
+        """Note that a task that was taken is claimable again: what is seen of it from now on is up to date."""
         if id_ in self._taken:
             self._taken.remove(id_)
             self._came_back.add(id_)
 
     def came_back_meanwhile(self, id_: str) -> bool:
-        """Whether a task was taken and came back since the scan began: the scan may have seen it before it had failed."""
+        """Whether a task was taken and came back since the scan began: the scan may have seen it as it was before it failed."""
         return id_ in self._came_back
 
     def _ripen(self, now: float) -> None:
-        """Move what has become due to the ready heap, and clear what was forgotten from the heads of both."""
+        """Move what has become due to the ready heap, and remove forgotten entries from the heads of both heaps."""
         held, later, ready = self._held, self._later, self._ready
         while later and (later[0][0] <= now or held.get(later[0][2].id) is not later[0][2]):
             _, sequence, candidate = heapq.heappop(later)
@@ -323,7 +324,10 @@ class ClaimQueue:
             heapq.heappop(ready)
 
     def _drop_worst(self, limit: int) -> None:
-        """Keep the best: what is due by rank, then what comes first. Nothing behind what is dropped is known here any more."""
+        """Keep the best: due candidates by rank, then the earliest of the others.
+
+        What is worse than a dropped one counts as unknown.
+        """
         grouped = self._drop_most_of_groups(limit // 2)
         limit -= len(grouped)
         ready = sorted(entry for entry in self._ready if self._held.get(entry[2].id) is entry[2])
@@ -337,7 +341,7 @@ class ClaimQueue:
         self.overflowed = True
 
     def _drop_most_of_groups(self, limit: int) -> list[Candidate]:
-        """Keep so many of those that have a group: of each what comes first, so that none is forgotten for another's backlog."""
+        """Keep the first `limit` candidates of groups, from each in turn: no group's backlog pushes another group out."""
         kept: list[Candidate] = []
         for queue, turns in self._turns.items():
             waiting = sorted(turns.by_place(self._held), key=lambda each: each[:2])
@@ -353,5 +357,5 @@ class ClaimQueue:
 
 
 def queue_limit(concurrency: int) -> int:
-    """Return how many candidates are kept at most: enough to be busy until the next scan, however large the backlog."""
+    """Return how many candidates are kept at most: enough until the next scan, however large the backlog is."""
     return max(5_000, 10 * concurrency)

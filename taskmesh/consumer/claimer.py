@@ -1,8 +1,8 @@
-"""The claimer: sleeps until a candidate is due and a slot is free, then claims as many as there are slots, as one set.
+"""The claimer: sleeps until a candidate is due and a slot is free, then claims as many tasks as there are slots, as one set.
 
-A claim whose answer is lost, or which the server gave up half-way, is settled by asking for its `running_id`: what it had won is
-executed, the rest tried again in smaller sets, and a document that holds up a set is set aside. Nothing is won twice.
-If the process dies after a claim, the leases run out and others take over.
+If the answer to a claim is lost, or the server gives up half-way, the claimer asks what its `running_id` has won: those tasks
+are executed, the rest is tried again in smaller sets, and a document that holds up a set is set aside. Nothing is won twice. If
+the process dies after a claim, the leases run out and other workers take over.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ _MAX_IN_FLIGHT = 2
 _LEAST_DEADLINE_MS = 300
 _MOST_DEADLINE_MS = 3_000
 _LOCKED_PAUSES_S = 0.1, 3.0
-"""The first and the longest, for a task whose claim was not through by the deadline: a slow server is over it soon, a
-transaction may take a minute."""
+"""The first and the longest pause for a task whose claim missed its deadline: a slow server recovers soon, a transaction may
+take a minute."""
 _REFUSED_PAUSES_S = 1.0, 30.0
-"""The first and the longest pause for a task whose claim met another error: its document is spoilt, most likely."""
+"""The first and the longest pause for a task whose claim failed with another error: most likely its document is corrupt."""
 _HELD_OFF_PAUSES_S = 0.1, 5.0
-"""The first and the longest pause of all claims, while each meets one error that is not about documents (a right revoked,
-a bad filter)."""
+"""The first and the longest pause of all claims, if all of them fail with one error that is not about documents (a revoked
+right, an invalid filter)."""
 _SPENT_SHARE = 0.2
-"""How much of a lease may be over when its execution starts: a set waits for a locked document with its time frozen."""
+"""How much of a lease may be used up when its execution starts: a set that waits for a locked document has its time frozen."""
 _CONFIRMED_WITHIN_S = 5.0
-"""As long as an outcome has to be confirmed by a majority."""
+"""How long to wait until a majority has confirmed a claim, as long as for an outcome."""
 _SECOND_LOOK_S = 0.025
 _MAX_SET = 1_000
 
@@ -73,7 +73,7 @@ class Claimer:
         write_times: WriteTimes,
         params_of: Mapping[str, Sequence[str] | None],
     ) -> None:
-        """`params_of`: which params each task wants to be given; None: all."""
+        """`params_of`: which params each task is given, by task name. None: all."""
         self._store = store
         self._settings = settings
         self._me = settings.claimant
@@ -96,7 +96,7 @@ class Claimer:
         """Slots promised to claims in flight."""
         self._pause_until = 0.0
         self._held_off_s = 0.0
-        """How long claims were paused the last time because none was accepted; 0: they are."""
+        """How long claims were last paused because none was accepted. 0: they are accepted."""
         self.tried = 0
         self.won = 0
 
@@ -113,12 +113,12 @@ class Claimer:
             await until(self._candidates.ready, pause)
 
     async def drain(self) -> None:
-        """Wait until no claim is in flight, and what became of those without an answer is known."""
+        """Wait until no claim is in flight, and the fate of those without an answer is known."""
         while self._in_flight or self._late:
             await asyncio.wait(self._in_flight | self._late)
 
     async def run_once(self) -> float | None:
-        """Start what claims can be made now; return how long to sleep at most."""
+        """Start all claims that can be made now. Return how long to sleep at most."""
         now = time.monotonic()
         if now < self._pause_until:
             return self._pause_until - now
@@ -160,22 +160,23 @@ class Claimer:
         return max(0.0, due - time.monotonic())
 
     def _where_they_stood(self, candidates: Sequence[Candidate], narrowed_by: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the filter of a claim that needs no room.
+        """Return the filter of a claim that needs no room under a limit.
 
-        What has been moved since it was found may need some there, or be in a queue from which this worker does not take.
+        A task that has been moved since it was found may need room in its new queue, or be in a queue that this worker does not
+        serve.
         """
         if not self._limits.queues and self._settings.queues is None:
             return narrowed_by
         return {"$and": [{**narrowed_by}, {"queue": {"$in": sorted({candidate.queue for candidate in candidates})}}]}
 
     def _largest_set(self) -> int:
-        """Half of the slots, so that one half is claimed while the outcomes of the other are recorded."""
+        """Half of the slots: one half is claimed while the outcomes of the other half are recorded."""
         return min(_MAX_SET, max(1, (self._settings.concurrency + 1) // 2))
 
     def _send(self, claim: Coroutine[Any, Any, bool], candidates: Sequence[Candidate]) -> None:
         size = sum(candidate.id not in self._settings.loop_ids for candidate in candidates)
         self.reserved += size
-        # In a task of its own, which nobody cancels: a driver call that is cut off costs a connection, and its claim.
+        # In an asyncio task that nobody cancels: a driver call that is cut off costs a connection, and its claim.
         claiming = self._store.driver.calls.go_on_alone(claim, "taskmesh claim")
         self._in_flight.add(claiming)
         claiming.add_done_callback(functools.partial(self._claimed, size))
@@ -188,7 +189,7 @@ class Claimer:
         self._candidates.ready.set()
 
     async def _claim_limited(self, queue: str, candidates: list[Candidate], narrowed_by: Mapping[str, Any]) -> bool:
-        """Claim what the queue's limits have room for."""
+        """Claim as many tasks as the queue's limits have room for."""
         try:
             admission = await self._admit(queue, candidates)
             return await self._claim_admitted(admission, narrowed_by)
@@ -207,7 +208,7 @@ class Claimer:
             self._candidates.being_claimed.difference_update(ids)
 
     async def _claim_admitted(self, admission: Admission, narrowed_by: Mapping[str, Any]) -> bool:
-        """Claim that for which there is room."""
+        """Claim the tasks for which there is room."""
         if not admission.candidates:
             return True
         claimed = await self._claim_set(admission.candidates, {"$and": [{**narrowed_by}, admission.claim_filter]})
@@ -215,7 +216,7 @@ class Claimer:
         return claimed
 
     async def _claim_set(self, candidates: list[Candidate], narrowed_by: Mapping[str, Any]) -> bool:
-        """Claim a set, and start what was won. False if the claim was not answered: then it may still land."""
+        """Claim a set, and start what was won. False if the claim was not answered: then it may still take effect."""
         rest, error = await self._try(candidates, narrowed_by)
         if error is None:
             return True
@@ -226,7 +227,7 @@ class Claimer:
     async def _try(
         self, candidates: list[Candidate], narrowed_by: Mapping[str, Any]
     ) -> tuple[list[Candidate], PyMongoError | None]:
-        """Claim a set once, and start what was won. After an error, return that and what was not won."""
+        """Claim a set once, and start what was won. After an error, return it together with what was not won."""
         ids = [candidate.id for candidate in candidates]
         running_id = self._next_running_id()
         sent = time.monotonic()
@@ -257,7 +258,7 @@ class Claimer:
     async def _won_of(
         self, ids: list[str], running_id: str, sent: float, narrowed_by: Mapping[str, Any], deadline_ms: int
     ) -> tuple[list[Document], float]:
-        """Claim a set, and return what was won and how long the claim took."""
+        """Claim a set. Return what was won, and how long the claim took."""
         settings: dict[str, Any] = {
             "closed_queues": self._queues.paused,
             "narrowed_by": narrowed_by,
@@ -272,7 +273,7 @@ class Claimer:
         except PyMongoError as error:
             if not is_unconfirmed(error):
                 raise
-            # The disks are slow, and the claim is answered all the same: no smaller set would fare better.
+            # The claim has its answer, only the disks are slow: a smaller set would do no better.
             documents, is_all = await self._confirmed(ids, running_id, sent)
             if not is_all:
                 raise
@@ -285,7 +286,7 @@ class Claimer:
     ) -> list[Document]:
         """Read what was won, in the order of the candidates.
 
-        What cannot be read in time is left to run out; it was never started.
+        The leases of tasks that cannot be read in time are left to run out; those tasks were never started.
         """
         pause = 0.02
         while True:
@@ -313,12 +314,12 @@ class Claimer:
                 return sorted(documents, key=lambda document: place[document["_id"]])
 
     def _next_running_id(self) -> str:
-        """Return the fencing token of all that one claim wins: no other claim of any worker has it."""
+        """Return the fencing token of all that one claim wins. No other claim of any worker has it."""
         self._claims_made += 1
         return f"{self._settings.instance}-{self._claims_made:x}"
 
     def _begin(self, documents: list[Document], running_id: str, sent: float, took: float) -> None:
-        """Start what was won; give back leases of which the claim itself, which `took` so long, has left too little."""
+        """Start what was won. Give back the tasks whose lease has become too short during the claim, which `took` so long."""
         self.won += len(documents)
         to_start = []
         for document in documents:
@@ -334,7 +335,7 @@ class Claimer:
     async def _resolve(
         self, ids: list[str], running_id: str, sent: float, deadline_ms: int, *, passing: bool
     ) -> set[str]:
-        """After an error, find out what the claim had won, and begin that."""
+        """After an error, find out what the claim has won, and start it."""
         if passing:
             logger.warning("no reply to a claim of %d tasks: asking which of them it won", len(ids))
         documents, _ = await self._confirmed(ids, running_id, sent)
@@ -351,11 +352,10 @@ class Claimer:
         return {document["_id"] for document in documents}
 
     async def _confirmed(self, ids: list[str], running_id: str, sent: float) -> tuple[list[Document], bool]:
-        """What an unanswered claim won, as far as no failover can take it back, and whether that is all that the primary shows.
+        """Return what an unanswered claim has won, as confirmed by a majority, and whether that is all that the primary shows.
 
-        The rest is given back (`_resolve_late`).
-
-        A primary that has lost the majority goes on for a while, and shows us a claim that will never have been.
+        The rest is given back (`_resolve_late`). A primary that has lost the majority goes on for a while, and shows claims
+        that will be rolled back.
         """
         while True:
             shown = await self._read_won(ids, running_id, sent, 0)
@@ -367,7 +367,7 @@ class Claimer:
     async def _resolve_late(
         self, ids: list[str], running_id: str, sent: float, deadline_ms: int, known: set[str]
     ) -> None:
-        """Ask once more when the server must have given up: the claim may have landed after the first question."""
+        """Ask once more, after the server must have given up: the claim may have taken effect after the first question."""
         await asyncio.sleep(deadline_ms / 1000 + 0.2)
         documents = await self._read_won(ids, running_id, sent, 0)
         for document in documents:
@@ -376,7 +376,7 @@ class Claimer:
                 self._finisher.release(document["_id"], running_id)
 
     async def _split(self, rest: list[Candidate], narrowed_by: Mapping[str, Any], error: PyMongoError) -> None:
-        """Try smaller sets, and set the document aside that holds them up. If all fail alike, no document is to blame."""
+        """Try smaller sets, and set aside the document that holds them up. If all fail alike, no document is to blame."""
         if len(rest) <= 1:
             for candidate in rest:
                 self._set_aside(candidate, error)
@@ -392,7 +392,7 @@ class Claimer:
             await asyncio.gather(*(self._split(left, narrowed_by, error) for left, error in failed))
 
     def _hold_off(self, candidates: list[Candidate], error: PyMongoError) -> None:
-        """Claim nothing for a while, longer each time: it is the same whatever is claimed."""
+        """Claim nothing for a while, longer each time: the result does not depend on what is claimed."""
         first, longest = _HELD_OFF_PAUSES_S
         if not self._held_off_s:
             logger.error("no task can be claimed (%s: %.200s): trying again until one can", type(error).__name__, error)
@@ -402,7 +402,7 @@ class Claimer:
             self._candidates.offer(candidate)
 
     def _set_aside(self, candidate: Candidate, error: PyMongoError) -> None:
-        """Try a task again a little later, and later each time."""
+        """Try a task again later, and later each time."""
         locked = is_over_deadline(error)
         is_new = not self._candidates.was_aside(candidate.id)
         pause = self._candidates.set_aside(candidate, *(_LOCKED_PAUSES_S if locked else _REFUSED_PAUSES_S))
@@ -412,7 +412,7 @@ class Claimer:
             logger.error("task %s cannot be claimed, and is set aside for a while: %.200s", candidate.id, error)
 
     def _look_again(self, candidates: list[Candidate]) -> None:
-        """Try once more, a moment later, what had only just become due: our idea of the server's clock may be off."""
+        """Try once more, a moment later, those that had only just become due: our idea of the server's clock may be off."""
         soon = time.monotonic() + _SECOND_LOOK_S
         for candidate in candidates:
             if candidate.timed and candidate.due > soon - 0.1 and candidate.id not in self._executions:
@@ -420,7 +420,7 @@ class Claimer:
 
 
 def _are_alike(errors: Sequence[PyMongoError]) -> bool:
-    """Whether these are one error, and none that a locked document causes."""
+    """Whether all these errors are the same, and not one that a locked document causes."""
     kinds = {error.code if isinstance(error, OperationFailure) else type(error) for error in errors}
     return len(kinds) == 1 and not is_over_deadline(errors[0])
 

@@ -1,6 +1,6 @@
-"""Where a fault test lets an execution end as by the loss of its worker: `taskmesh.testing.kill_at` asks for it here.
+"""Crash points: where a fault test loses an execution, as if its worker had died. See `taskmesh.testing.kill_at`.
 
-Nothing is asked for outside of such tests.
+Outside of such tests there are none.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(eq=False)
 class CrashPoint:
-    """The next execution in this process that comes to the record of this step is lost there."""
+    """The next execution in this process that is about to record this step is lost there."""
 
     step: str
     reached: bool = False
@@ -20,7 +20,7 @@ asked_for: list[CrashPoint] = []
 
 
 def is_reached(step: str) -> bool:
-    """Whether an execution is to be lost before the record of this step; each point is reached once."""
+    """Whether an execution is to be lost before it records this step. Each crash point is reached once."""
     for point in asked_for:
         if point.step == step and not point.reached:
             point.reached = True

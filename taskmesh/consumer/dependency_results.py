@@ -1,4 +1,4 @@
-"""The results of what a task has waited for, for its handler: by `dependencies()`, or as params."""
+"""The results of a task's dependencies, for its handler: by `dependencies()`, or as params."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from taskmesh.store.payloads import Payloads, unmarked
 from taskmesh.store.server_errors import patiently
 
 _LOOKS_AGAIN_MS = 2_000
-"""For how long a task is put off whose param is the result of one that was begun anew."""
+"""How long a task is put off if one of its params is the result of a dependency that has been started anew."""
 
 
 class DependencyResults:
-    """Reads them, on one worker. Made in the event loop that it runs in."""
+    """Reads them, on one worker. Create it in the event loop in which it is used."""
 
     def __init__(self, store: Store, definitions: Mapping[str, TaskDefinition[Any, Any]], payloads: Payloads) -> None:
         self._store = store
@@ -34,30 +34,30 @@ class DependencyResults:
         self._loop = asyncio.get_running_loop()
 
     async def of(self, id_: str) -> dict[tuple[str, str], Any]:
-        """Return the results by name and key; a `TaskError` in the place of one that did not end as SUCCESS."""
+        """Return the results by name and key. A dependency that did not end as SUCCESS is represented by a `TaskError`."""
         return {_name_and_key(each["_id"]): self._result(each) for each in await self._waited_for(id_)}
 
     def in_thread(self, id_: str, *, plain: bool = False) -> dict[tuple[str, str], Any]:
-        """Do so from a thread that is not the event loop's. `plain`: the values as they are stored."""
+        """Return the same, called from a thread other than the event loop's. `plain`: the values as they are stored."""
         return asyncio.run_coroutine_threadsafe(self._plain_of(id_) if plain else self.of(id_), self._loop).result()
 
     async def _plain_of(self, id_: str) -> dict[tuple[str, str], Any]:
         return {_name_and_key(each["_id"]): self._plain(each) for each in await self._waited_for(id_)}
 
     def are_wanted(self, params: Params, document: Document) -> bool:
-        """Whether a claimed task may be given results of others as params: see `feed`."""
+        """Whether a claimed task may get results of dependencies as params: see `feed`."""
         return bool(params.from_dependencies) or "after" in document["task_state"]
 
     async def feed(self, params: Params, document: Document) -> None:
-        """Put results into the params of a claimed task, as its publisher or its handler's annotations want it.
+        """Put results into the params of a claimed task, as its publisher or its handler's annotations require.
 
-        Raises `InvalidParams` where there is no such dependency, `TaskError` of one that did not end as SUCCESS, and `Snooze` as
-        long as one is not finished that was begun anew since.
+        Raises `InvalidParams` if there is no such dependency, `TaskError` if one did not end as SUCCESS, and `Snooze` while one
+        that has been started anew is not finished.
         """
         wanted: dict[str, str | None] = {name: mark.id for name, mark in params.from_dependencies.items()}
         if (
             "own_params" not in document["task_state"]
-        ):  # what its publisher wanted is not for what its handler has given
+        ):  # what its publisher asked for does not apply to params that its handler has given
             wanted |= dict(document["task_state"].get("after", {}).get("params", ()))
         if not wanted:
             return
@@ -95,7 +95,7 @@ class DependencyResults:
         return definition.returns.of_queue(document["queue"]).read(value)
 
     def _plain(self, document: Document) -> Any:
-        """Return the result as it is stored, or the error that stands for it."""
+        """Return the result as it is stored, or the error that represents it."""
         if "status" not in document:
             return TaskError(
                 f"task {label(document['_id'])} is there no more: it was deleted, or is past its retention"
@@ -114,7 +114,7 @@ class DependencyResults:
 
 
 def _is_finished(document: Document) -> bool:
-    """Whether a dependency is; one that was there when all had ended, and is not, was begun anew."""
+    """Whether a dependency is finished. If it is not, it has been started anew since the task was opened."""
     return document.get("status") not in UNFINISHED
 
 

@@ -1,7 +1,8 @@
-"""The dependents of what was finished here: who waits for it hears of it as soon as the outcome is recorded.
+"""Dependents: tasks that wait for a task that finishes here are opened as soon as its outcome is recorded.
 
-Many at once: while one question is under way the next tasks collect. Nothing is kept here that matters: a mark stands in each
-task until somebody has asked, and the scanner's sweep finds what a dead or hurried worker has left.
+Many at once: while one query is under way, finished tasks collect for the next. Nothing important is kept in memory: each
+finished task carries a mark until its dependents have been told, and the scanner's sweep finds the marks that a worker left
+when it died or stopped in a hurry.
 """
 
 from __future__ import annotations
@@ -21,41 +22,41 @@ _COLLECT_S = 0.05
 
 
 class Dependents:
-    """Who waits for the tasks of one consumer."""
+    """Tells those that wait for the tasks of one consumer."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._finished: set[str] = set()
         self._asking: set[str] = set()
-        """About whom somebody is being told at the moment."""
+        """The tasks whose dependents are being told at the moment."""
         self._telling: asyncio.Task[None] | None = None
         self._sweeping = False
 
     def finished(self, id_: str) -> None:
-        """Tell those that wait for this task, whose outcome is recorded; nothing to do if there are none."""
+        """Tell the tasks that wait for this one, whose outcome is recorded. Does nothing if there are none."""
         self._finished.add(id_)
         if self._telling is None:
             self._telling = asyncio.get_running_loop().create_task(self._tell(), name="taskmesh dependents")
 
     @property
     def idle(self) -> bool:
-        """Whether nobody is to be told."""
+        """Whether nobody remains to be told."""
         return self._telling is None and not self._sweeping
 
     async def drain(self) -> None:
-        """Wait until all that was finished so far is told."""
+        """Wait until the dependents of everything that has finished so far are told."""
         while self._telling is not None:
             await asyncio.wait([self._telling])
 
     async def sweep(self, *, at_once: bool = False) -> None:
-        """Ask where others have left a mark, a second ago or longer; `at_once`: or just now."""
+        """Look for marks that are at least a second old. `at_once`: for all marks."""
         self._sweeping = True
         try:
             await sweep(self._store, 0 if at_once else MARKS_FOUND_AFTER_MS, self._asking | self._finished)
             if not at_once:
                 await flows.sweep(self._store)
                 await sequences.sweep(self._store)
-        except PyMongoError as error:  # what waits, waits for the next sweep; the scan goes on
+        except PyMongoError as error:  # what waits is opened by the next sweep; the scan goes on
             logger.info("a sweep for dependents failed (%s: %.200s)", type(error).__name__, error)
         finally:
             self._sweeping = False

@@ -34,20 +34,20 @@ T = TypeVar("T")
 _MARGIN_SHARE, _LARGEST_MARGIN_S = 0.1, 1.0
 _LATEST_PING_SHARE = 0.6
 _lock = threading.Lock()
-"""Handlers in threads log, publish and ask whether to stop; one lock for all is enough, since it is held for a moment."""
+"""Protects what threads share with the loop (logs, publications, the decision to stop). It is held briefly, so one is enough."""
 
 
 class Reports(Protocol):
-    """Who writes progress and logs: the reporter."""
+    """What writes progress and logs: the reporter."""
 
     def add(self, execution: Execution) -> None:
-        """Write what this execution has to tell soon; from any thread."""
+        """Write what this execution has to report soon. Callable from any thread."""
 
 
 class Blocks(Protocol):
-    """Who opens blocks that commit with the SUCCESS: the transactions."""
+    """What opens blocks that commit together with the SUCCESS: the transactions."""
 
-    # ruff: noqa: D102 — what each does stands at `TaskContext` and `BlockingTaskContext`
+    # ruff: noqa: D102 — documented at `TaskContext` and `BlockingTaskContext`
 
     def in_loop(self, execution: Execution) -> AbstractAsyncContextManager[Any]: ...
     def in_thread(self, execution: Execution) -> AbstractContextManager[Any]: ...
@@ -56,7 +56,7 @@ class Blocks(Protocol):
 
 
 class Journals(Protocol):
-    """Who keeps what executions record."""
+    """What keeps the records of executions."""
 
     # ruff: noqa: D102 — see `journal.Journals`
 
@@ -66,108 +66,108 @@ class Journals(Protocol):
 
 
 class Waited(Protocol):
-    """Who reads the results of what a task has waited for."""
+    """What reads the results of a task's dependencies."""
 
-    # ruff: noqa: D102 — what each does stands at `DependencyResults`
+    # ruff: noqa: D102 — documented at `DependencyResults`
 
     async def of(self, id_: str) -> dict[tuple[str, str], Any]: ...
     def in_thread(self, id_: str, *, plain: bool = False) -> dict[tuple[str, str], Any]: ...
 
 
 class Runner(Protocol):
-    """Who runs the handler: the executor."""
+    """What runs the handler: the executor."""
 
     @property
     def state(self) -> Any:
-        """What the workers of this process have opened for their handlers."""
+        """What `@mesh.lifespan` has yielded in this process."""
 
     def unwind(self, execution: Execution) -> None:
-        """See to it that the handler ends, which is put aside."""
+        """Make sure that the handler of a suspended execution ends."""
 
     def obey(self, execution: Execution) -> None:
-        """Cancel the handler, which was told to stop."""
+        """Cancel the handler of an execution that was told to stop."""
 
     def obey_soon(self, execution: Execution) -> None:
-        """Do so, asked from any thread."""
+        """Cancel it soon. Callable from any thread."""
 
     def begins_soon(self, execution: Execution) -> None:
-        """Count its run time, asked from any thread: a child process is about to run the handler."""
+        """Start counting its run time: a child process is about to run the handler. Callable from any thread."""
 
 
 class Elsewhere(Protocol):
     """The child process that runs the handler."""
 
     def lease_changed(self) -> None:
-        """Tell it until when it may go on; in any thread."""
+        """Tell it the new end of the lease. Callable from any thread."""
 
 
 class Execution:
     """The state of one execution.
 
-    Belongs to the event loop, but for two things: the lease, which the pinger's thread renews, and the decision whether it was
-    told to stop before it ended, which is taken under the lock.
+    It belongs to the event loop, with two exceptions: the lease, which the pinger's thread renews, and the decision whether it
+    was told to stop before it ended, which is made under a lock.
 
-    There are thousands a second, and most of them log nothing, publish nothing and are never stopped: what such an execution
-    does not need is its class's.
+    Thousands are created per second, and most of them log nothing, publish nothing and are never stopped. So what such an
+    execution does not need is an attribute of the class.
     """
 
     elsewhere: Elsewhere | None = None
-    """The child process that it runs in, while it does."""
+    """The child process in which it runs at the moment."""
     left = False
-    """Whether its handler has really ended, after it was stopped from outside."""
+    """Whether its handler has really ended, after the execution was stopped from outside."""
     secrets: tuple[str, ...] = ()
-    """What must stand in no log and no reason: the texts in those of its params that are not to be shown."""
+    """Texts that must not appear in logs and reasons: those in params that must not be shown."""
     loop: Loop | None = None
-    """How its task runs again and again, if it does: then it holds no slot, and its end is not that of the task."""
+    """How its task repeats, if it is a loop. A loop holds no slot, and the end of an execution is not the end of its task."""
     recorded = False
-    """Whether `transaction()` has recorded SUCCESS already."""
+    """Whether `transaction()` has already recorded SUCCESS."""
     hushed = False
-    """Whether nothing may be written to its task, since a `transaction()` is open that will."""
+    """Whether nothing may be written to its task, since an open `transaction()` will write to it."""
     batched = False
-    """Whether its handler is called for a batch, of which it is one."""
+    """Whether it is one of several that share a call of the handler."""
     suspended_for: Document | None = None
-    """What it waits for, once it is put aside: whatever its handler does from then on, that is how it ends."""
+    """What it waits for, once it is suspended. From then on this is its outcome, whatever its handler does."""
     session_id: Any = None
-    """Of its transaction, if it has begun one."""
+    """The session of its transaction, if it has begun one."""
     span: ProcessSpan | None = None
-    """Of its trace, if somebody traces."""
+    """Its trace span, if tracing is on."""
     returns: Returns = PLAIN
-    """What its handler returns, once that is known."""
+    """What its handler returns, once the handler is known."""
     errors: ErrorPolicy = NO_POLICY
-    """Which errors are tried again, once its handler is known."""
+    """Which errors are retried, once the handler is known."""
     published_before = 0
-    """How many of its publications are older than its `transaction()`."""
+    """How many of its publications were made before its `transaction()`."""
     publications: list[Publication] | tuple[()] = ()
     run_time = UNLIMITED
     """How long it may still take."""
     task: asyncio.Task[Any] | None = None
-    """What runs the handler after its first step, until that has really ended."""
+    """The asyncio task that runs the handler after its first step, until the handler has really ended."""
     concluding: asyncio.Task[Any] | None = None
-    """What brings it to its outcome where that takes time after it is judged."""
+    """The asyncio task that brings it to its outcome, if that takes time after it is judged."""
     silent_until = 0.0
-    """Until when not to ping, whatever is due."""
+    """Until when it must not be pinged."""
     stop_reason: Stop | None = None
-    """Why it was told to stop, if it was: see `tell_to_stop`."""
+    """Why it was told to stop, if it was. See `tell_to_stop`."""
     handler_running = False
     hook_running = False
-    """Whether `after` is, which nothing stops but the end of the worker."""
+    """Whether the hook `after` is running. Only the end of the worker stops that."""
     judged = False
-    """Whether it is said how it ended: what its handler still does counts no more."""
+    """Whether it is decided how it ended. What its handler does from then on does not count."""
     ended = False
-    """Whether its outcome is decided, so that nothing can stop it any more: it is judged, or its transaction commits."""
+    """Whether its outcome is decided, so that it can no longer be stopped: it is judged, or its transaction commits."""
     handler_done: asyncio.Event | None = None
-    """Set when the handler has really ended, if that may be later: a thread, or what ignores its cancellation."""
+    """Set when the handler has really ended, if that may be later: a thread, or a handler that ignores its cancellation."""
     result: Any = None
     as_task: Any = None
-    """The `Task` that hooks are shown."""
+    """The `Task` that is passed to hooks."""
     recorded_or_lost = False
-    """Whether its outcome is recorded, or lost with the lease: so that its lease is of no interest any more."""
+    """Whether its outcome is recorded, or lost with the lease. Then its lease no longer matters."""
     _option: TaskOption | None = None
     _stored_params: Document | None = None
-    """The params as they stand in the document, if they had to be decrypted."""
+    """The params as stored in the document, if they had to be decrypted."""
     _journal: Recorder | None = None
     _report: Report | None = None
-    """What it has told on its way, if it has told anything."""
+    """Its unwritten logs and progress, if there are any."""
 
     def __init__(
         self,
@@ -208,22 +208,22 @@ class Execution:
 
     @property
     def has_boxed_params(self) -> bool:
-        """Whether they have to be opened."""
+        """Whether its params have to be decrypted, or fetched from elsewhere."""
         params = self.document.get("params")
         return isinstance(params, dict) and any(map(is_boxed, params.values()))
 
     async def open_params(self) -> None:
-        """Fetch what is stored apart, and decrypt. Raises `CannotDecrypt`, `PayloadMissing`."""
+        """Fetch params that are stored separately, and decrypt. Raises `CannotDecrypt`, `PayloadMissing`."""
         if self.has_boxed_params:
             self.document = await self.publisher.fetched(self.document)
             self._stored_params = params = self.document["params"]
             payloads = self.publisher.payloads
             self.document["params"] = payloads.unsealed_params(self.id, params)
-            # The longest first: one may begin like another.
+            # The longest first: one may begin with another.
             self.secrets = tuple(sorted(payloads.secrets_in(self.id, params), key=len, reverse=True))
 
     def shown(self) -> Task:
-        """Return the task for hooks: what is secret stays so."""
+        """Return the task for hooks, with secrets hidden."""
         payloads = self.publisher.payloads
         if self._stored_params is None:
             return payloads.task(self.document)
@@ -233,13 +233,13 @@ class Execution:
     # --- the lease ---
 
     def renewed(self, sent: float) -> None:
-        """Note a renewal that was sent at this monotonic time: the lease is trusted from then, less a margin."""
+        """Note a renewal that was sent at this monotonic time. The lease is trusted from then on, less a margin."""
         self.leased(sent, self.stored_option["worker_timeout_ms"] / 1000)
         self._ping_due = sent + self.ping_every_s
 
     @property
     def next_ping(self) -> float:
-        """When to ask for renewal (monotonic)."""
+        """When to renew the lease next (monotonic)."""
         return max(self._ping_due, self.silent_until)
 
     @next_ping.setter
@@ -248,25 +248,25 @@ class Execution:
 
     @property
     def ping_every_s(self) -> float:
-        """How often to ask for renewal: as the option says, but well before the lease is over."""
+        """How often to renew the lease: as the option says, but well before the lease ends."""
         option = self.stored_option
         return float(min(option["ping_interval_ms"], option["worker_timeout_ms"] * _LATEST_PING_SHARE) / 1000)
 
     def leased(self, sent: float, seconds: float) -> None:
-        """Trust the lease for so long from when it was asked for, less a margin."""
+        """Trust the lease for so many seconds from when it was requested, less a margin."""
         self.lease_until = sent + seconds - min(seconds * _MARGIN_SHARE, _LARGEST_MARGIN_S)
         if (elsewhere := self.elsewhere) is not None:  # read once: other threads set it
             elsewhere.lease_changed()
 
     def ping_again(self, now: float) -> None:
-        """Plan the next try after a ping that failed."""
+        """Plan the next try after a failed ping."""
         self.next_ping = now + min(self.stored_option["ping_interval_ms"] / 4000, 1.0)
 
-    # --- what a handler may ask (see context.Running) ---
+    # --- what a handler may call (see context.Running) ---
 
     @property
     def pipeline(self) -> asyncio.Task[Any] | None:
-        """Whatever is still to hand its outcome on."""
+        """The asyncio task that still has to hand over its outcome, if any."""
         return self.concluding if self.judged else self.task
 
     @property
@@ -278,24 +278,24 @@ class Execution:
 
     @property
     def extra(self) -> Mapping[str, Any]:
-        """The fields of its task that are not taskmesh's, as of the claim."""
+        """The fields of its task that are not taskmesh's own, as of the claim."""
         return {name: value for name, value in self.document.items() if name not in Task.OWN_FIELDS}
 
     @property
     def attempt(self) -> int:
-        """Which execution of the task this is, from 1."""
+        """Which execution of the task this is, counted from 1."""
         return int(self.failures + self.document["task_state"].get("lost_cnt", 0) + 1)
 
     @property
     def failures(self) -> int:
-        """How many executions of the task had failed when this one claimed it."""
+        """How many executions of the task had failed before this one claimed it."""
         state = self.document["task_state"]
         fails = sum(entry["state"] == "FAIL" for entry in state["worker_states"])
         return int(fails + state.get("dropped_fail_cnt", 0))
 
     @property
     def deadline(self) -> datetime | None:
-        """When `run_timeout_ms` is over, by the server's clock."""
+        """When its `run_timeout_ms` is over, by the server's clock."""
         left = self.run_time.left_s
         return None if left is None else self._clock.now() + timedelta(seconds=left)
 
@@ -308,51 +308,54 @@ class Execution:
         return self._waited.in_thread(self.id)
 
     def dependencies_for_a_child(self) -> dict[tuple[str, str], Any]:
-        """Return the same in plain values: a child process may not know the types."""
+        """Return the results in plain values: a child process may not know the types."""
         return self._waited.in_thread(self.id, plain=True)
 
     @property
     def state(self) -> Any:
-        """What the worker has opened for its handlers."""
+        """What `@mesh.lifespan` has yielded in this process."""
         return self._runner.state
 
     @property
     def leaving(self) -> bool:
-        """Whether it was stopped from outside, and its handler may still be at work: its place is kept."""
+        """Whether it was stopped from outside and its handler may still be at work. Then it keeps its place under limits."""
         return self.stop_reason in FROM_OUTSIDE and not self.left
 
     @property
     def cancelled(self) -> bool:
-        """Whether the handler should stop. True is final: it has told the handler so, and the execution is judged by that."""
+        """Whether the handler should stop. True is final: the handler has been told, and the execution is judged accordingly."""
         return self.suspended_for is not None or self.is_told_to_stop()
 
     def is_told_to_stop(self) -> bool:
-        """Say so, and if the lease is over decide it here and now, before the handler hears of it."""
+        """Return whether it was told to stop. If its lease is over, decide that now, before the handler learns of it."""
         if self.stop_reason is None and time.monotonic() >= self.lease_until:
             self.tell_lease_is_over()
         return self.stop_reason is not None
 
     def tell_lease_is_over(self) -> None:
-        """Decide it, in whatever thread, for a handler that has heard or is about to hear of it."""
+        """Decide that its lease is over. Callable from any thread."""
         if self.tell_to_stop(Stop.LEASE_LOST):
             self._runner.obey_soon(self)
 
     def stop(self, reason: Stop) -> None:
-        """Make it stop: its handler is cancelled. The first reason stands. In the event loop."""
+        """Make it stop: its handler is cancelled. The first reason counts. Call it in the event loop."""
         if self.tell_to_stop(reason):
             self._runner.obey(self)
 
     def begins_elsewhere(self) -> None:
-        """A child process is about to run the handler. In any thread."""
+        """Note that a child process is about to run the handler. Callable from any thread."""
         self._runner.begins_soon(self)
 
     def cut_hook_short(self) -> None:
-        """Wait no longer for `after`: the worker ends, and there is an outcome to record."""
+        """Stop waiting for the hook `after`: the worker ends, and the outcome has to be recorded."""
         if self.hook_running and self.concluding is not None:
             self.concluding.cancel()
 
     def tell_to_stop(self, reason: Stop) -> bool:
-        """Decide that the handler is to stop; from any thread. False if its outcome is decided, or it was told before."""
+        """Decide that the handler has to stop. Callable from any thread.
+
+        False if its outcome is decided, or it was told before.
+        """
         with _lock:
             if self.ended or self.stop_reason is not None:
                 return False
@@ -363,7 +366,7 @@ class Execution:
 
     @property
     def journal(self) -> Recorder:
-        """What it has recorded; in the event loop."""
+        """What it has recorded. For the event loop."""
         self._check_alone("steps, sleeps, waits and children")
         if self._journal is None:
             self._journal = self._journals.open(self)
@@ -371,13 +374,13 @@ class Execution:
 
     @property
     def ledger(self) -> Ledger:
-        """The journal, for a handler that blocks in a thread."""
+        """The journal as a blocking handler in a thread uses it."""
         self._check_alone("steps, sleeps, waits and children")
         return self._journals.in_thread(self)
 
     @property
     def records(self) -> bool:
-        """Whether its handler has asked for a step, a sleep or the like."""
+        """Whether its handler has used a step, a sleep or the like."""
         return self._journal is not None
 
     def _check_alone(self, what: str) -> None:
@@ -388,27 +391,27 @@ class Execution:
             )
 
     def suspend(self, wait: Document) -> None:
-        """Put the task aside until this has come: that is how this execution ends. In the event loop."""
+        """Suspend the task until this has happened: that is how this execution ends. Call it in the event loop."""
         with _lock:
             self.suspended_for = wait
         self.run_time.stand_still()
         self._runner.unwind(self)
 
     def check_goes_on(self) -> None:
-        """Raise `TaskSuspended` if it is put aside, `LeaseLost` if nothing that it writes counts any more."""
+        """Raise `TaskSuspended` if it is suspended, or `LeaseLost` if what it writes no longer counts."""
         if self.suspended_for is not None:
             raise TaskSuspended(self.suspended_for["kind"], self.suspended_for["name"])
         self.check_lease()
 
     def set_progress(self, fraction: float, message: str | None) -> None:
-        """Keep the newest progress; it is written soon."""
+        """Keep the newest progress. It is written soon."""
         self.check_goes_on()
         share, text = checked_progress(fraction, message)
         self._begun_report().set_progress(share, None if text is None else self._kept_text(text), self._clock.now())
         self._report_soon()
 
     def log(self, message: str) -> None:
-        """Keep a line; it is written soon."""
+        """Keep a line of the log. It is written soon."""
         self._begun_report().add_line(self._kept_text(line_of(message)), self._clock.now())
         self._report_soon()
 
@@ -419,7 +422,7 @@ class Execution:
             return self._report
 
     def redacted(self, text: str) -> str:
-        """Return the text with stars for what is not to be shown."""
+        """Return the text with secrets replaced by stars."""
         for secret in self.secrets:
             text = text.replace(secret, "**********")
         return text
@@ -428,7 +431,7 @@ class Execution:
         return self.publisher.payloads.sealed_text(self.id, self.redacted(text))
 
     async def publish(self, definition: Publishable | str, key: str, params: Mapping[str, Any]) -> None:
-        """Keep a task to be published with this execution's SUCCESS. Raises what publishing it would."""
+        """Keep a task to be published together with this execution's SUCCESS. Raises what publishing it would raise."""
         self.check_goes_on()
         definition = await self.publisher.known(definition)
         after = definition.configuration.told_after
@@ -440,19 +443,19 @@ class Execution:
         self._add_publication(publication)
 
     def publish_in_thread(self, definition: Publishable | str, key: str, params: Mapping[str, Any]) -> None:
-        """Keep a task to be published with this execution's SUCCESS, asked from a thread that is not the event loop's."""
+        """Keep a task to be published together with this execution's SUCCESS. For threads other than the event loop's."""
         if isinstance(definition, str) or definition.broadcast or _asks_first(definition.configuration):
             return self._journals.done_in_loop(self.publish(definition, key, params))
         self.check_goes_on()
         return self._add_publication(self.publisher.publication_of(definition, key, params))
 
     def after_in_thread(self, name: str, key: str) -> After | None:
-        """Return what a task that is there waits for, or has waited for: for a child process, which cannot look."""
+        """Return what an existing task waits for, or has waited for. For child processes, which have no connection."""
         return self._journals.done_in_loop(self.publisher.after_of(name, key))
 
     async def _check_after(self, publication: Publication) -> None:
-        """Raise `TaskNotFound` for what it is to wait for, unless that is there or is published before it by this handler."""
-        if not self.hushed:  # what the handler has published in its `transaction()` is seen in that alone, at its end
+        """Raise `TaskNotFound` unless every dependency exists, or is published before it by this handler."""
+        if not self.hushed:  # what the handler has published in its `transaction()` is visible only there, when it ends
             await self.publisher.check_after(publication, [each.id for each in self.publications])
 
     def _add_publication(self, publication: Publication) -> None:
@@ -471,15 +474,15 @@ class Execution:
 
     @property
     def in_a_block(self) -> bool:
-        """Whether a `transaction()` is open, whose result can be said."""
+        """Whether a `transaction()` is open, whose result can be set."""
         return self.hushed and not self.recorded
 
     def set_result(self, value: Any) -> None:
-        """Keep the result for the end of a `transaction()`."""
+        """Keep the result until a `transaction()` ends."""
         self.result = value
 
     def transaction(self) -> AbstractAsyncContextManager[Any]:
-        """Open a block that commits with the SUCCESS."""
+        """Open a block that commits together with the SUCCESS."""
         self._check_alone("transactions")
         self.check_goes_on()
         return self._blocks.in_loop(self)
@@ -491,43 +494,46 @@ class Execution:
         return self._blocks.in_thread(self)
 
     def in_transaction(self, fn: Callable[[Any], Awaitable[Any]]) -> Awaitable[Any]:
-        """Call `fn` in such a block, again at each conflict."""
+        """Call `fn` in such a block, and again after each conflict."""
         self._check_alone("transactions")
         self.check_goes_on()
         return self._blocks.again_in_loop(self, fn)
 
     def blocking_in_transaction(self, fn: Callable[[Any], Any]) -> Any:
-        """Call `fn` in such a block from a thread, again at each conflict."""
+        """Call `fn` in such a block from a thread, and again after each conflict."""
         self._check_alone("transactions")
         self.check_goes_on()
         return self._blocks.again_in_thread(self, fn)
 
     @property
     def conflicts(self) -> int:
-        """How many executions in a row ended before it since their `transaction()` met a conflict."""
+        """How many executions in a row have ended because their `transaction()` met a conflict."""
         return int(self.document["task_state"].get("conflict_cnt") or 0)
 
     def check_lease(self) -> None:
-        """Raise `LeaseLost` if nothing that this execution writes counts any more."""
+        """Raise `LeaseLost` if what this execution writes no longer counts."""
         if self.stop_reason is not None and (self.stop_reason is Stop.LEASE_LOST or self.stop_reason in FROM_OUTSIDE):
             raise LeaseLost(
                 f"task {self.name!r} {self.key!r}: {self.stop_reason.value}, so this execution writes nothing any more"
             )
 
     def judge(self) -> Stop | None:
-        """Its handler's end counts, or its silence: nothing tells it to stop any more. Return why it was told before."""
+        """Decide that its handler's end counts, so that nothing can stop it any more.
+
+        Return why it was told to stop before, if it was.
+        """
         with _lock:
             self.judged = self.ended = True
             return self.stop_reason
 
     def commit(self) -> Stop | None:
-        """Decide that it SUCCEEDs, unless it was told to stop before: return why. What it publishes later is refused."""
+        """Decide that it succeeds, unless it was told to stop before: then return why. Later publications are refused."""
         with _lock:
             self.ended = self.ended or self.stop_reason is None
             return self.stop_reason
 
     def commit_failed(self) -> None:
-        """After a `transaction()` that came to nothing: go on as before."""
+        """Note that its `transaction()` failed: it goes on as before."""
         with _lock:
             self.ended = self.judged
 
@@ -536,7 +542,7 @@ class Execution:
             self._reports.add(self)
 
     def speak_again(self) -> None:
-        """After a `transaction()` that failed: ping at once, and report what was held back."""
+        """Ping at once after a failed `transaction()`, and report what was held back."""
         self.hushed = False
         self.silent_until = 0.0
         self.next_ping = time.monotonic()
@@ -566,16 +572,16 @@ class Execution:
         )
 
     def report(self) -> Outcome | None:
-        """Return what is new in logs and progress, to be written while the execution goes on."""
+        """Return the new logs and progress, to be written while the execution goes on."""
         logs, progress = self._report.unwritten() if self._report is not None else ({}, None)
         return Outcome(self.id, self.running_id, "succeeded", logs, None, progress) if logs or progress else None
 
     def report_failed(self, report: Outcome) -> None:
-        """Tell again, a little later, what could not be written."""
+        """Report again later what could not be written."""
         self._begun_report().not_written(dict(report.entry), report.progress)
         self._report_soon()
 
 
 def _asks_first(configuration: Configuration) -> bool:
-    """Whether a publication cannot be checked without the database."""
+    """Whether a publication can be checked only by asking the database."""
     return bool(configuration.after) or configuration.told_after is None

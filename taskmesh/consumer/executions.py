@@ -11,27 +11,27 @@ _MANY_SLOTS = 50
 
 
 class Executions(dict[str, Execution]):
-    """What holds a slot, by `_id`: until its outcome is recorded, and its handler has really ended."""
+    """The executions that hold a slot, by `_id`: until their outcome is recorded and their handler has really ended."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
         self._settings = settings
         self.recording: set[Execution] = set()
-        """Whose outcomes are on their way to the database."""
+        """The executions whose outcomes are on their way to the database."""
         self.freed = asyncio.Event()
-        """Set whenever an execution gives its slot back; cleared by whoever waits for that."""
+        """Set whenever a slot becomes free. Whoever waits for it clears it."""
         self.loop_ended = asyncio.Event()
-        """Set when the execution of a loop has ended; cleared by whoever waits for that."""
+        """Set when the execution of a loop has ended. Whoever waits for it clears it."""
         self.started = 0
         self.finished = 0
 
     @property
     def free_slots(self) -> int:
-        """How many executions may begin now.
+        """How many executions may start now.
 
-        Where there are many slots, a handler that has ended makes room though its outcome is still on its way to the
-        database: so the next tasks are claimed meanwhile. But only half as many again may be on their way. Where there are
-        few, each outcome is recorded before another task has its slot. Loops hold none: a singleton would keep it for ever.
+        If there are many slots, a handler that has ended frees its slot while its outcome is still on its way to the database,
+        so that the next tasks are claimed meanwhile. At most half as many again may be on their way. If there are few slots,
+        each outcome is recorded before its slot is used again. Loops hold no slot: a singleton would occupy one for ever.
         """
         loops = sum(id_ in self for id_ in self._settings.loop_ids)
         concurrency, held = self._settings.concurrency, len(self) - loops
