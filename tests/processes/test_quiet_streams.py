@@ -9,10 +9,12 @@ import pytest
 from pymongo import AsyncMongoClient
 
 from taskmesh import TaskMesh, TaskOption, current_task
+from taskmesh.consumer.listening import A_FEW
 from tests.waiting import eventually
 from tests.working import working
 
-IDLE = 10
+IDLE = A_FEW - 1
+"""With the busy one, as many workers as all listen. Of more, some close their streams after a while."""
 RUNNING = 60
 RENEWED_OFTEN = TaskOption(ping_interval_ms=200, worker_timeout_ms=20_000)
 
