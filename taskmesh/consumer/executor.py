@@ -1,11 +1,11 @@
-"""The executor: one execution is one visible pipeline.
+"""The executor: takes each execution through one visible pipeline.
 
-    check params → before → run the handler → judge how it ended → after → hand the outcome to the finisher
+check params → before → run the handler → judge how it ended → after → hand the outcome to the finisher
 
-Async handlers run in the event loop, each in an asyncio task of its own, whose first step comes at once; plain functions in
-threads; `run="process"` in processes of their own. A handler's end, whatever it is, concerns its own execution alone. It is
-judged in the moment of the handler's end, before others can change what it returned; and if the asyncio task is over without
-that, by its done callback.
+Async handlers run in the event loop, each in an asyncio task of its own that starts at once; plain functions run in threads;
+`run="process"` handlers run in processes. However a handler ends, only its own execution is affected. An execution is judged at
+the moment its handler ends, before anybody can change what it returned; or, if its asyncio task ends without that, by the
+task's done callback.
 
 If the process dies before the outcome is recorded, the lease runs out and the task runs again.
 """
@@ -73,12 +73,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger("taskmesh.executor")
 
 _UNWINDS_WITHIN_S = 10.0
-"""How long a handler that is put aside may take to clean up, until it is cancelled."""
+"""How long the handler of a suspended execution may take to clean up before it is cancelled."""
 _SUCCESSES = ("succeeded", "looped")
 _PUBLISHING = (*_SUCCESSES, "moved")
-"""With which outcomes it is published what the handler has published: nobody runs that handler again for it."""
+"""The outcomes with which a handler's publications are published, since no handler will run again to make them."""
 _CANCELLED_ENDS_WITHIN_S = 10.0
-"""How long a cancelled handler may take to clean up, until its outcome is recorded without it."""
+"""How long a cancelled handler may take to clean up before its outcome is recorded without waiting for it."""
 
 
 class Executor:
@@ -133,7 +133,10 @@ class Executor:
     # --- start and stop ---
 
     def start(self, documents: Sequence[Document], running_id: str, claim_sent: float) -> None:
-        """Begin to execute claimed tasks. All of them are known before a handler runs: one may block the loop for long."""
+        """Start executing claimed tasks.
+
+        All of them are registered before the first handler runs, since that may block the loop.
+        """
         for execution in [self._known(document, running_id, claim_sent) for document in documents]:
             task = self._first_steps.begun(self._handle(execution), f"task {execution.id}")
             if not task.done():
@@ -143,7 +146,7 @@ class Executor:
                 self._handler_ended(execution, None, _error_of(task))
 
     def _known(self, document: Document, running_id: str, claim_sent: float) -> Execution:
-        """Make it an execution that holds a slot, and whose lease is renewed."""
+        """Create the execution of a claimed task: it holds a slot, and its lease is renewed."""
         execution = Execution(
             document,
             running_id,
@@ -183,13 +186,13 @@ class Executor:
 
     @property
     def state(self) -> Any:
-        """What the workers of this process have opened for their handlers. Raises `TaskMeshError` if there is nothing."""
+        """What `@mesh.lifespan` has yielded in this process. Raises `TaskMeshError` if there is nothing."""
         if self._lifespan is None:
             raise TaskMeshError("there is no state: this mesh has no @mesh.lifespan, whose function yields it")
         return self._lifespan.state
 
     def unwind(self, execution: Execution) -> None:
-        """Give the handler of an execution that is put aside some time to unwind; then cancel it."""
+        """Give the handler of a suspended execution some time to unwind, then cancel it."""
         self._loop.call_later(_UNWINDS_WITHIN_S, self._end_unwinding, execution)
 
     def _end_unwinding(self, execution: Execution) -> None:
@@ -200,12 +203,12 @@ class Executor:
             self._loop.call_later(_CANCELLED_ENDS_WITHIN_S, self._go_on_without, execution)
 
     def obey_soon(self, execution: Execution) -> None:
-        """Cancel it, asked from any thread."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: there is nothing to cancel any more
+        """Cancel it soon. Callable from any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: there is nothing left to cancel
             self._loop.call_soon_threadsafe(self.obey, execution)
 
     def _go_on_without(self, execution: Execution) -> None:
-        """Judge an execution whose handler goes on, though it was cancelled: as with a thread, its slot stays taken."""
+        """Judge an execution whose handler ignores its cancellation. As with a thread, its slot stays occupied."""
         if not execution.ended:
             execution.handler_done = asyncio.Event()
             self._finish(execution, judged(execution, None, asyncio.CancelledError()))
@@ -213,7 +216,7 @@ class Executor:
     # --- the pipeline ---
 
     async def _handle(self, execution: Execution) -> None:
-        """Run the handler, with what comes before it: in one coroutine, since there are thousands a second."""
+        """Run the handler, with what comes before it. One coroutine does both, since there are thousands per second."""
         try:
             execution.span = process_span(execution)
             definition = self._definitions[execution.name].on(execution.queue)
@@ -254,19 +257,19 @@ class Executor:
             self._handler_ended(execution, value, None)
 
     async def _end_steps(self, execution: Execution, error: BaseException) -> None:
-        """Wait for the steps that a handler has left under way, which has failed. Those of a child process have ended with it."""
+        """Wait for the steps that a failed handler has left under way. Those of a child process have ended with it."""
         failed = isinstance(error, Exception) and execution.records
         if failed and self._definitions[execution.name].on(execution.queue).run != "process":
-            with contextlib.suppress(asyncio.CancelledError):  # it was told to stop meanwhile, which counts
+            with contextlib.suppress(asyncio.CancelledError):  # it was told to stop meanwhile, which takes precedence
                 await execution.journal.end_steps()
 
     def _task_is_over(self, execution: Execution, task: asyncio.Task[None]) -> None:
-        """See to it that the handler's end is judged, whatever became of its asyncio task: nothing bypasses this."""
+        """Make sure that the handler's end is judged, whatever became of its asyncio task. Nothing bypasses this."""
         if execution.task is not None:
             self._handler_ended(execution, None, _error_of(task))
 
     def _handler_ended(self, execution: Execution, value: Any, error: BaseException | None) -> None:
-        """Judge how the handler ended, unless that was done without it."""
+        """Judge how the handler ended, unless the execution has been judged already."""
         execution.task = None
         execution.handler_running = False
         execution.run_time.stand_still()
@@ -276,7 +279,7 @@ class Executor:
             execution.handler_done.set()
 
     def _finish(self, execution: Execution, ending: Ending) -> None:
-        """Call `after`, then bring it to its outcome."""
+        """Call the hook `after`, then bring the execution to its outcome."""
         if self._after is None or execution.as_task is None:
             self._conclude(execution, ending)
         else:
@@ -287,7 +290,7 @@ class Executor:
     def _go_on(
         self, execution: Execution, step: Coroutine[Any, Any, None], then: Callable[[BaseException | None], None]
     ) -> None:
-        """Do what takes time after an execution is judged, and then the next; it is told what the step raised."""
+        """Await a step that takes time after the execution is judged, then call `then` with what the step raised."""
 
         def over(task: asyncio.Task[None]) -> None:
             execution.concluding = None
@@ -305,7 +308,7 @@ class Executor:
             execution.hook_running = False
 
     async def _call_before(self, execution: Execution, called: Awaitable[None] | None) -> None:
-        """Wait for the hook, which a stop cancels as it does the handler."""
+        """Wait for the hook `before`. A stop cancels it as it would cancel the handler."""
         execution.handler_running = True
         try:
             await _maybe(called)
@@ -313,12 +316,12 @@ class Executor:
             execution.handler_running = False
 
     def _count_run_time(self, execution: Execution) -> None:
-        """From now on user code can run: it is to be over when `run_timeout_ms` is."""
+        """Start counting the run time, now that user code is about to run: it ends when `run_timeout_ms` is over."""
         if execution.run_time is not UNLIMITED and not execution.judged:
             execution.run_time.go_on(partial(execution.stop, Stop.TIMEOUT))
 
     def begins_soon(self, execution: Execution) -> None:
-        """Count the run time, asked from any thread."""
+        """Start counting the run time soon. Callable from any thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             self._loop.call_soon_threadsafe(self._count_run_time, execution)
 
@@ -332,7 +335,7 @@ class Executor:
         loop = asyncio.get_running_loop()
         done = execution.handler_done = asyncio.Event()
         begun = threading.Lock()
-        """Whoever has it decides: the thread that the handler runs, or a stop before that it never will."""
+        """Taken by whoever decides first: the thread, that the handler runs, or a stop, that it never will."""
 
         def call() -> Any:
             if not begun.acquire(blocking=False):
@@ -347,7 +350,7 @@ class Executor:
                 with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                     loop.call_soon_threadsafe(done.set)
 
-        # Each execution holds a slot of the consumer, so the slots are the limit; this one only has to be no tighter.
+        # No limit of its own is needed: each execution holds a slot of the consumer. This one only must not be tighter.
         self._threads.total_tokens = max(self._threads.total_tokens, len(self._executions) + 8)
         try:
             return await anyio.to_thread.run_sync(call, abandon_on_cancel=True, limiter=self._threads)
@@ -360,7 +363,7 @@ class Executor:
         self, execution: Execution, definition: TaskDefinition[Any, Any], args: list[Any], kwargs: dict[str, Any]
     ) -> Any:
         if self._processes is None:
-            # Files are read: not in the loop.
+            # Files are read, so this is not done in the loop.
             await asyncio.to_thread(importlib.import_module, "taskmesh.consumer.subprocess.conversation")
         from taskmesh.consumer.subprocess.conversation import Conversation  # noqa: PLC0415 — few need it
         from taskmesh.consumer.subprocess.processes import Processes  # noqa: PLC0415 — and it is POSIX's alone
@@ -370,13 +373,16 @@ class Executor:
         return await Conversation(self._processes, self._transactions, execution, definition, args, kwargs).outcome()
 
     async def close(self) -> None:
-        """End what was kept for the next execution."""
+        """Release what is kept for the next execution."""
         self._successes.tell_rest()
         if self._processes is not None:
             await self._processes.close()
 
     def _conclude(self, execution: Execution, ending: Ending) -> None:
-        """Bring it to its outcome. It has one, whatever goes wrong here: else it would hold its slot and its lease for ever."""
+        """Bring an execution to its outcome.
+
+        Every execution gets one, whatever fails here; else it would hold its slot for ever.
+        """
         try:
             self._hand_over(execution, ending)
         except Exception as error:
@@ -385,7 +391,7 @@ class Executor:
                 self._record(execution, failure(execution, failed_by(error)))
 
     def _hand_over(self, execution: Execution, ending: Ending) -> None:
-        """Turn the ending into an outcome and hand it to the finisher."""
+        """Turn the ending into an outcome, and hand it to the finisher."""
         if execution.span is not None:
             execution.span.end(ending)
         if self._observer is not None:
@@ -420,7 +426,7 @@ class Executor:
         self._record(execution, outcome)
 
     def _record(self, execution: Execution, outcome: Outcome) -> None:
-        """Have the outcome recorded; the execution is over when it is, or when its lease was lost."""
+        """Have the outcome recorded. The execution is over when that is done, or when its lease is lost."""
 
         def over(recorded: bool) -> None:
             self._executions.recording.discard(execution)
@@ -439,13 +445,13 @@ class Executor:
         self._finisher.add(outcome, over)
 
     def _recorded_with_publications(self, execution: Execution, outcome: Outcome, error: BaseException | None) -> None:
-        """The outcome and the tasks that the handler published were recorded as one, or refused, in whatever way."""
+        """The outcome and the tasks that the handler published were recorded together, or refused."""
         if error is None:
             if outcome.kind in _SUCCESSES:
                 self._succeeded(execution, concerns_others=outcome.concerns_others)
             for publication in execution.publications:
                 if publication.configuration.after or publication.configuration.sequence_key is not None:
-                    self._dependents.finished(publication.id)  # it waits for others, and is asked about now
+                    self._dependents.finished(publication.id)  # it waits for others, and is looked at now
             self._over(execution, recorded=True)
         elif isinstance(error, LeaseLost):
             self._over(execution, recorded=False)
@@ -453,14 +459,14 @@ class Executor:
             self._record(execution, failure(execution, failed_by(error)))
 
     def _succeeded(self, execution: Execution, *, concerns_others: bool = True) -> None:
-        """Its SUCCESS is recorded, and a majority has it."""
+        """Its SUCCESS is recorded and confirmed by a majority."""
         self._successes.tell(execution)
         self._failures.note(execution, failed=False)
         if concerns_others and execution.loop is None:
             self._dependents.finished(execution.id)
 
     def _over(self, execution: Execution, *, recorded: bool) -> None:
-        """The outcome is recorded or lost: free the slot, as soon as the handler has really ended."""
+        """The outcome is recorded or lost: free the slot as soon as the handler has really ended."""
         execution.ended = True
         execution.recorded_or_lost = True
         if not recorded and execution.stop_reason is None:
@@ -476,12 +482,12 @@ class Executor:
             self._after_handler(execution, lambda: self._free(execution, recorded=recorded))
 
     def _leave(self, execution: Execution) -> None:
-        """Give the place back that a handler kept which was stopped from outside."""
+        """Give up the place that a handler has kept since its execution was stopped from outside."""
         execution.left = True
         self._record(execution, stopped(execution))
 
     def _after_handler(self, execution: Execution, then: Callable[[], None]) -> None:
-        """Do this as soon as the handler, which nothing can hasten, has really ended."""
+        """Call `then` as soon as a handler that cannot be interrupted has really ended."""
         if execution.handler_done is None or execution.handler_done.is_set():
             then()
             return
@@ -495,7 +501,7 @@ class Executor:
     def _free(self, execution: Execution, *, recorded: bool) -> None:
         is_here = self._executions.get(execution.id) is execution
         if not recorded:
-            # Perhaps since it was stopped from outside, and nobody has told us: then its place is free with this note.
+            # It may have been stopped from outside without our knowledge: then this note frees its place.
             slot = self._limits.slot_in_doubt(execution.id) if is_here else None
             self._finisher.add(stopped(execution), partial(self._limits.free, slot))
         elif is_here:
@@ -508,13 +514,13 @@ class Executor:
             self._slot_freed()
 
     def _slot_freed(self) -> None:
-        """Let everybody know who waits for a slot, or for what runs."""
+        """Notify everybody who waits for a slot, or for what runs."""
         self._executions.freed.set()
         self._candidates.ready.set()
 
 
 def _check_is_no_second(execution: Execution, definition: TaskDefinition[Any, Any]) -> None:
-    """Raise `TaskFailed` for a second task of a loop, which somebody has put there who does not know that it is one."""
+    """Raise `TaskFailed` for a second task of a loop, published by somebody who does not know that it is a loop."""
     if definition.loop is not None and execution.loop is None:
         raise TaskFailed(
             f"{execution.name!r} is a loop or a singleton: its tasks are those that workers publish themselves"
@@ -522,7 +528,7 @@ def _check_is_no_second(execution: Execution, definition: TaskDefinition[Any, An
 
 
 def _error_of(task: asyncio.Task[None]) -> BaseException:
-    """Return what ended a task that has not judged its execution."""
+    """Return what ended an asyncio task that has not judged its execution."""
     error = None if task.cancelled() else task.exception()
     return error or asyncio.CancelledError()
 

@@ -1,7 +1,7 @@
-"""How executions end, told to those queues that pause by themselves when too many fail: see `store/failure_pauses.py`.
+"""Failure counts: how executions end, reported for queues that pause automatically after failures (`store/failure_pauses.py`).
 
-Told once a second, all of a queue together; queues without such a setting cost nothing. If the process dies, what was not told is
-not counted, and nothing else comes of it.
+Reports go out once a second, one for each queue; queues without that setting cost nothing. If the process dies, what was not
+reported is not counted, with no other consequence.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ logger = logging.getLogger("taskmesh.failures")
 
 _EVERY_S = 1.0
 _KEPT = 1_000
-"""More than are ever judged."""
+"""More than are ever evaluated."""
 
 
 class FailureCounts:
-    """What one consumer has to tell."""
+    """What one consumer has to report."""
 
     def __init__(self, store: Store, limits: Limits) -> None:
         self._store = store
         self._limits = limits
         self._failing: dict[str, bool] = {}
-        """The queues that ask for it, and whether they are paused for their failures."""
+        """The queues that have the setting, and whether they are paused for their failures."""
         self._ended: dict[str, list[Ended]] = {}
         self._something = asyncio.Event()
 
     def learn(self, settings: Mapping[str, Document]) -> None:
-        """Take over which queues ask for it."""
+        """Learn which queues have the setting."""
         asked = {queue: document for queue, document in settings.items() if document.get("failure_pause")}
         now = {queue: document.get("failing") is not None for queue, document in asked.items()}
         for queue, failing in now.items():
-            if failing != self._failing.get(queue):  # it counts anew
+            if failing != self._failing.get(queue):  # it starts counting anew
                 self._ended.pop(queue, None)
             if failing and not self._failing.get(queue):
                 paused = asked[queue]["failing"]
@@ -52,7 +52,7 @@ class FailureCounts:
         self._failing = now
 
     def note(self, execution: Execution, *, failed: bool) -> None:
-        """Note how an execution was recorded to have ended."""
+        """Note how an execution ended, as recorded."""
         canary = execution.id in self._limits.canaries
         self._limits.canaries.discard(execution.id)
         if execution.queue in self._failing and execution.loop is None:
@@ -63,14 +63,17 @@ class FailureCounts:
             self._something.set()
 
     async def run(self) -> None:
-        """Tell for ever."""
+        """Report for ever."""
         while True:
             await self._something.wait()
             await self.run_once()
             await asyncio.sleep(_EVERY_S)
 
     async def run_once(self) -> None:
-        """Tell what there is. What cannot be told now is told with the next; without an answer it may count twice."""
+        """Report what has been noted.
+
+        What cannot be written now goes out with the next report; without an answer it may count twice.
+        """
         self._something.clear()
         for queue in list(self._ended):
             ended = self._ended.pop(queue)

@@ -1,4 +1,4 @@
-"""Fingerprints: which function with which arguments made a record, so that a record is never taken for another step's."""
+"""Fingerprints: which function and which arguments a record belongs to, so that it is never taken for another step's."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _ARGUMENTS_CHARS = 16
 
 
 def fingerprint(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Return the function's qualified name, and a hash of its arguments: the same in every process and from run to run.
+    """Return the function's qualified name and a hash of its arguments, equal in every process and on every run.
 
-    Compared are texts, numbers, times, bytes, paths, UUIDs, enums, lists, mappings, sets, dataclasses and pydantic models. Of any
-    other object (a client, a connection, an instance of a class of one's own) only the type counts: what it holds may differ from
-    process to process.
+    Texts, numbers, times, bytes, paths, UUIDs, enums, lists, mappings, sets, dataclasses and pydantic models are compared by
+    value. Of any other object (a client, a connection, an instance of your own class) only the type counts: its contents may
+    differ from process to process.
     """
     called: Any = fn
     while isinstance(called, functools.partial):
@@ -37,7 +37,7 @@ def fingerprint(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
 
 
 def _parts(value: Any, depth: int) -> Iterator[str]:
-    """Yield the value as texts. What looks alike in MongoDB is alike here: an argument may come from a record."""
+    """Yield the value as texts. Values that MongoDB stores alike yield the same: an argument may come from a record."""
     if value is None or isinstance(value, str):
         yield f"{type(value).__name__}:{value}"
     elif isinstance(value, Enum):
@@ -61,7 +61,7 @@ def _parts(value: Any, depth: int) -> Iterator[str]:
         yield "{"
         yield from sorted(
             "\0".join(_parts(part, depth - 1)) for part in value
-        )  # a set's order differs between processes
+        )  # the order of a set differs between processes
         yield "}"
     elif isinstance(value, BaseModel):
         yield from _parts({name: getattr(value, name) for name in type(value).model_fields}, depth - 1)
@@ -73,5 +73,5 @@ def _parts(value: Any, depth: int) -> Iterator[str]:
 
 def _plain(value: Any) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
-        return f"int:{int(value)}"  # a large one comes out of a record as a class of the driver
+        return f"int:{int(value)}"  # a large value read from a record has a class of the driver's
     return f"{type(value).__name__}:{value!r}"

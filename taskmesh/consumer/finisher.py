@@ -1,9 +1,9 @@
-"""The finisher: records outcomes, and what goes on to be recorded while executions last, many at once (group commit).
+"""The finisher: records outcomes, and the records that executions write on their way, many at once (group commit).
 
-While writes are in flight the next outcomes collect, then go together; an idle consumer sends at once. An outcome leaves
-here in one of two ways: recorded, or lost, because the lease was. In between it is written again, for as long as it takes.
+While writes are in flight the next outcomes collect, then go together; an idle consumer sends at once. An outcome leaves the
+finisher in one of two ways: recorded, or lost because its lease was lost. Until then it is written again and again.
 
-If the process dies before the write, the lease runs out and the task runs again; after it, the task is finished.
+If the process dies before the write, the lease runs out and the task runs again; after the write, the task is finished.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _MAX_BATCH = 1_000
 _MAX_BATCH_BYTES = 6_000_000
 _MAX_IN_FLIGHT = 2
 _FIRST_DEADLINE_MS = 1_000
-"""Short, since a locked document holds up the whole set; then the set is split."""
+"""Short, since one locked document holds up the whole set. Then the set is split."""
 _LATER_DEADLINE_MS = 5_000
 _LONGEST_PAUSE_S = 1.0
 _LONGEST_REFUSED_PAUSE_S = 10.0
 _REFUSED_FOR_S = 300.0
-"""How long an error that we do not know is taken for a passing one. Then it is the document's, and the execution FAILs."""
+"""How long an unknown error is treated as temporary. After that the document is blamed, and the execution FAILs."""
 _MAX_REASON_CHARS = 1_000
 
 Item = tuple[Outcome, Callable[[bool], None]]
@@ -54,36 +54,36 @@ class Finisher:
         self._waiting: dict[Kind, deque[Item]] = {}
         self._in_flight: set[asyncio.Task[None]] = set()
         self._beside: set[asyncio.Task[None]] = set()
-        """Writes of single outcomes that have been held up: they go on by themselves, and hold up no other."""
+        """Writes of single outcomes that were held up. They continue on their own, so that they hold up nothing else."""
         self._told_outage = False
         self._send_planned = False
         self._last_step = ""
-        """Of which task a step was recorded last."""
+        """The task whose step was recorded last."""
 
     def release(self, id_: str, running_id: str, done: Callable[[bool], None] = _ignore) -> None:
-        """Give a claimed task back unharmed."""
+        """Give a claimed task back, uncharged."""
         self.add(Outcome(id_, running_id, "released"), done)
 
     def add(self, outcome: Outcome, done: Callable[[bool], None] = _ignore) -> None:
-        """Record an outcome; `done` is told whether it was recorded. If not, the lease was lost before."""
+        """Record an outcome. `done` is called with whether it was recorded; if not, its lease was lost before."""
         self._waiting.setdefault(outcome.kind, deque()).append((outcome, done))
         if not self._send_planned and len(self._in_flight) < _MAX_IN_FLIGHT:
-            # At the end of this turn of the loop, so that what ends together is written together.
+            # At the end of this turn of the loop, so that outcomes of one moment are written together.
             self._send_planned = True
             asyncio.get_running_loop().call_soon(self._send)
 
     async def record_step(self, outcome: Outcome) -> bool:
-        """Record what an execution goes on after; return whether it was recorded. If not, the lease was lost before.
+        """Record a step of an execution that goes on. Return whether it was recorded; if not, its lease was lost before.
 
-        If the record before was of this task too, and nothing is on its way, it is written here and now: there is nobody
-        to be collected with, and that would cost turns of the event loop.
+        If the record before was of the same task and nothing is on its way, the step is written at once: waiting for others
+        would only cost turns of the event loop.
         """
         again, self._last_step = self._last_step == outcome.id, outcome.id
         if again and not self._waiting and all(sending.done() for sending in self._in_flight):
             try:
                 if await steps.record(self._store, self._worker_id, [outcome], deadline_ms=self._first_deadline_ms()):
                     return True
-            except Exception:  # below it is written again, and what is wrong is found out
+            except Exception:  # below, it is written again, which shows what is wrong
                 logger.debug("recording a step of %s at once failed", outcome.id, exc_info=True)
         answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self.add(outcome, partial(_tell, answer))
@@ -95,7 +95,7 @@ class Finisher:
         return not self._in_flight and not self._beside and not self._waiting
 
     async def drain(self) -> None:
-        """Wait until everything added so far has left."""
+        """Wait until everything that has been added so far is recorded or lost."""
         while not self.idle:
             self._send()
             if under_way := self._in_flight | self._beside:
@@ -107,7 +107,7 @@ class Finisher:
             kind, waiting = next(iter(self._waiting.items()))
             batch = _next_batch(waiting)
             del self._waiting[kind]
-            if waiting:  # behind the others, so that none waits for as long as there is more of this kind
+            if waiting:  # behind the others, so that nothing waits for as long as there is more of this kind
                 self._waiting[kind] = waiting
             self._launch(self._record(batch), self._in_flight)
 
@@ -124,7 +124,10 @@ class Finisher:
         self._send()
 
     async def _record(self, batch: Sequence[Item], *, beside: bool = False) -> None:
-        """Write a batch, again and again if need be, until each outcome is recorded or lost. `beside`: a single one, as above."""
+        """Write a batch, if necessary again and again, until each outcome is recorded or lost.
+
+        `beside`: a single one, as above.
+        """
         pause = 0.05
         began = time.monotonic()
         todo = list(batch)
@@ -140,7 +143,7 @@ class Finisher:
                     self._write_times.met(time.monotonic() - sent)
                     self._tell(todo, recorded=True)
                     return
-            except Exception as error:  # not the database's alone: what cannot be encoded concerns one outcome too
+            except Exception as error:  # also an outcome that cannot be encoded
                 refused = not is_over_deadline(error)
                 if not refused and not beside:
                     self._write_times.missed(deadline_ms)
@@ -174,7 +177,7 @@ class Finisher:
         return self._write_times.deadline_ms(_FIRST_DEADLINE_MS, _LATER_DEADLINE_MS)
 
     async def _still_to_do(self, todo: list[Item]) -> list[Item]:
-        """Ask what became of outcomes whose write did not count for all, and return those that are still held."""
+        """Ask what became of outcomes whose write did not affect all of them. Return those that are still held."""
         try:
             ask = steps.stands if todo[0][0].kind == "stepped" else standing
             stands = await ask(self._store, [outcome for outcome, _ in todo])
@@ -203,7 +206,7 @@ def _tell(answer: asyncio.Future[bool], recorded: bool) -> None:
 
 
 def _failed_instead(outcome: Outcome, done: Callable[[bool], None], error: Exception) -> Item:
-    """A result that fits by itself may be too large together with the rest of the document: then the execution FAILs."""
+    """FAIL the execution instead: its result fits by itself, but not together with the rest of the document."""
     reason = f"the handler's result cannot be stored with the task: {error}"[:_MAX_REASON_CHARS]
     logger.error("task %s failed: %s", outcome.id, reason, extra={"running_id": outcome.running_id})
     entry = {"fail_reason": reason, "retry_jitter": 0.0}

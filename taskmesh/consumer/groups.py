@@ -1,8 +1,8 @@
-"""Groups behind a backlog: finds the tasks of those that a scan does not come to, so that each group has its turn.
+"""Groups behind a backlog: finds tasks of groups that a scan does not reach, so that each group has its turn.
 
-The scan reads in the order of claiming, and where there is more than it reads at a time, one group may stand before all others.
-Then this looks group by group: once a second which groups have anything due, and whenever few candidates of a group are left for
-the next of it, many groups in one command. Queues whose tasks have no group are never asked about.
+A scan reads in the order of claiming. If there is more than one page of work, a single group may fill all of it. Then this part
+looks group by group: once a second at which groups have due tasks, and for the next tasks of a group whenever few of its
+candidates are left, many groups in one command. Queues whose tasks have no group are never looked at.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from taskmesh.store.groups import first_of_groups, groups_due, queues_with_group
 logger = logging.getLogger("taskmesh.groups")
 
 _LOOK_EVERY_S = 0.1, 1.0
-"""How often to look which groups there are, at least and at most: the longer a look takes, the less often."""
+"""The shortest and the longest pause between two looks at which groups there are. The longer a look takes, the longer the
+pause."""
 _SHARE_OF_TIME = 30
 _GROUPS_AT_ONCE = 50
 _TASKS_AT_ONCE = 1_000
@@ -38,7 +39,7 @@ _LEAST, _MOST = 4, 200
 """How many tasks of a group are read at a time."""
 _ANY_GROUPS_EVERY_S = 2.0
 _NOTHING_FOUND_S = 1.0
-"""How long a group is left alone of which nothing was found, since all of it is in hand, or left to other workers."""
+"""How long a group is skipped after a look that found nothing new: all its tasks are held here, or left to other workers."""
 _ASK_AGAIN_S = 0.2
 
 
@@ -66,7 +67,7 @@ class Groups:
         self._claim_filter = claim_filter
         self._backup_claims = backup_claims
         self._backlogs: dict[str, str] = {}
-        """The queues that have groups and more than a scan reads, and behind which group to go on looking."""
+        """Queues that have groups and more tasks than a scan reads, with the group after which to continue."""
         self._next_look = 0.0
         self._next_probe = 0.0
         self._left_alone: dict[tuple[str, str], float] = {}
@@ -77,7 +78,7 @@ class Groups:
         return bool(self._backlogs)
 
     async def note(self, queues: Collection[str], *, full: bool) -> None:
-        """Note whether a scan has seen all that is due in these queues."""
+        """Note whether a scan has seen everything that is due in these queues."""
         if not full:
             for queue in queues:
                 self._backlogs.pop(queue, None)
@@ -105,7 +106,7 @@ class Groups:
             await until(self._candidates.groups_wanted, pause)
 
     async def run_once(self) -> float | None:
-        """Look once: which groups there are, if it is time for that, and what comes next in those of which few are left."""
+        """Look once: at which groups there are, if it is time for that, and for the next tasks of groups that have few left."""
         now = time.monotonic()
         if not self._backlogs or not self._names:
             return None

@@ -1,6 +1,6 @@
-"""Is there anything left to do? What `run(until_idle=True)` waits for: nothing claimable or running anywhere for this worker.
+"""Idleness: what `run(until_idle=True)` waits for. Nothing that this worker may run is claimable or running anywhere.
 
-What this worker may not have is no reason to wait: what the hook `on_claim` leaves out, what is paused or limited to 0.
+What this worker may not run is no reason to wait: tasks that the hook `on_claim` excludes, or that are paused or limited to 0.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Idleness:
     async def is_idle(self) -> bool:
         """Whether nothing runs here, nothing is on its way, and the database holds nothing that this worker may run.
 
-        Asks the hook and the database only when all is quiet here. While one of them cannot answer: not idle, as far as
-        anybody knows.
+        The hook and the database are asked only when everything is quiet here. While one of them cannot answer, the worker does
+        not count as idle.
         """
         settings = self._settings
         if not self._is_quiet():
@@ -89,7 +89,7 @@ class Idleness:
             return False
         claimed_before = self._claimer.won
         try:
-            # Whatever is finished in between opens what waits for it: then there is a mark, or, once more, something claimable.
+            # What finishes in between opens its dependents: that leaves a mark or, again, something claimable.
             left = (
                 await self._inserted_tasks.any_left()
                 or await self._unfinished_left(narrowed_by)
@@ -99,7 +99,7 @@ class Idleness:
         except PyMongoError as error:
             logger.debug("could not ask whether anything is left: %s", error)
             return False
-        # What was claimed while the database was asked was not seen as claimable: it runs now, or goes on in another queue.
+        # What was claimed while the database was asked did not look claimable: it runs now, or goes on in another queue.
         claimed = self._claimer.won - claimed_before
         return not left and not claimed and self._is_quiet() and not self._candidates.ready_count(time.monotonic())
 

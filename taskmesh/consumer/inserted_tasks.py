@@ -1,7 +1,8 @@
-"""What other languages insert: a worker accepts it, so that it can be found and claimed like any task (`store/acceptance.py`).
+"""Inserted tasks: accepts what other languages insert, so that it is found and claimed like any task (`store/acceptance.py`).
 
-The stream tells of it at once. The worker that comes first in a task's lane accepts it, and any other one that still finds it a
-second later. A look now and then finds what the stream did not tell; each second where nobody listens to it.
+The change stream announces an insert at once. The worker that comes first in the task's lane accepts it, and so does any other
+that still finds it a second later. A periodic look finds what the stream did not announce; it comes every second where nobody
+listens.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _TOGETHER = 100
 
 
 class InsertedTasks:
-    """Accepts them, for one worker."""
+    """Accepts inserted tasks, for one worker."""
 
     def __init__(self, acceptance: Acceptance, settings: Settings, partitions: Partitions) -> None:
         self._acceptance = acceptance
@@ -35,13 +36,13 @@ class InsertedTasks:
         self._partitions = partitions
         self._heard: set[str] = set()
         self._left: set[str] = set()
-        """What is left to the workers that come first, until the next look."""
+        """Tasks that are left to the workers that come first, until the next look."""
         self._next_look = 0.0
         self._wake = asyncio.Event()
         self._wake.set()  # the first look is at once
 
     def heard_of(self, id_: object, name: object) -> None:
-        """Take in what the stream has told."""
+        """Take in a task that the stream has announced."""
         if not isinstance(id_, str) or not id_.startswith(f"{name}:"):
             logger.warning("the document %.200r is no task: its _id must be name:key; left alone", id_)
         elif self._partitions.place_to_accept(id_, heard=True) == 0:
@@ -51,20 +52,20 @@ class InsertedTasks:
             self._leave({id_})
 
     def _leave(self, ids: set[str]) -> None:
-        """Leave these to others, and look in a second whether they have been accepted."""
+        """Leave these to other workers, and look in a second whether they have been accepted."""
         self._left |= ids
         self._next_look = min(self._next_look, time.monotonic() + varied(_LEFT_FOR_S, 0.1))
         self._wake.set()  # whoever waits longer
 
     async def any_left(self) -> bool:
-        """Whether a majority has something that nobody has accepted yet; then it is looked at at once."""
+        """Whether a majority has something that nobody has accepted yet. If so, it is looked at at once."""
         if not await self._acceptance.waiting(1):
             return False
         self.look_soon()
         return True
 
     def look_soon(self) -> None:
-        """Look at once: something may have come that nobody told of."""
+        """Look at once: there may be something that was not announced."""
         self._next_look = 0.0
         self._wake.set()
 
@@ -81,7 +82,7 @@ class InsertedTasks:
                 logger.debug("could not accept what others inserted (%s): trying again", type(error).__name__)
 
     async def run_once(self) -> int:
-        """Accept what was heard of and, if it is time for a look, what that finds; return how many."""
+        """Accept what was announced and, if it is time for a look, what that finds. Return how many."""
         heard, self._heard = self._heard, set()
         now = time.monotonic()
         if now >= self._next_look:

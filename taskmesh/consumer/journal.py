@@ -1,15 +1,15 @@
-"""The journal: what an execution does once and for all, and what it waits for. `current_task().step`, `sleep`, `wait_for`.
+"""The journal: what an execution does only once, and what it waits for. `current_task().step`, `sleep`, `wait_for`, `start`.
 
-A handler is called again from its first line after every end but SUCCESS. What it has recorded in its journal it is given
-instead of doing it again. A record is written before `step` returns, fenced like an outcome; different executions' records of
-one moment go as one set update (`finisher`).
+After every end but SUCCESS a handler is called again from its first line. It gets what its journal has recorded, instead of
+doing it again. A record is written before `step` returns, fenced like an outcome; records that different executions make at one
+moment go out as one update (`finisher`).
 
-To wait for long it suspends: the state of the execution says so from then on, whatever the handler does; steps under way are
-recorded first; the handler unwinds; and its outcome is that the task is put aside. In that update the server looks once more
-whether what is waited for has come: nothing that comes in between is lost.
+A handler that waits for long is suspended: from then on that is the outcome of its execution, whatever it does; steps under way
+are recorded first; the handler unwinds; and the task is put aside. In that update the server checks once more whether the event
+has happened, so nothing that happens in between is lost.
 
 If the process dies before a record is written, the step runs again; after it, never. If it dies while it suspends, the lease
-runs out, and the handler comes to the same wait again, whose end was fixed at the first call.
+runs out, and the handler comes to the same wait again, with the end that its first call has fixed.
 """
 
 from __future__ import annotations
@@ -83,12 +83,12 @@ T = TypeVar("T")
 MAX_VALUE_BYTES = 1_000_000
 MAX_RECORDS_BYTES = 8_000_000
 _SIZE_OF_THE_REST = 300
-"""About what a record has beside its value, in bytes."""
+"""About how many bytes a record has beside its value."""
 _LONGEST_SHOWN = 100
 _ENDS_WITHIN_S = 30.0
-"""How long a handler that has failed waits for its other steps, before they are cancelled."""
+"""How long a failed handler waits for its other steps before they are cancelled."""
 _IN_PLACE_S = 1.0
-"""What takes no longer is waited for in place."""
+"""Waits that are no longer than this are spent in place."""
 _PAUSE_S = 0.05
 
 
@@ -106,11 +106,11 @@ class Journals:
         self.at_work = 0
 
     def open(self, execution: Execution) -> Journal:
-        """Return a new journal, of one execution."""
+        """Return a new journal for an execution."""
         return Journal(self, execution)
 
     def in_thread(self, execution: Execution) -> InThread:
-        """Return what a handler in a thread writes its journal by."""
+        """Return the journal's interface for a handler in a thread."""
         return InThread(self.loop, self.transactions, execution)
 
     def done_in_loop(self, doing_it: Coroutine[Any, Any, T]) -> T:
@@ -119,7 +119,7 @@ class Journals:
 
 
 class Journal:
-    """What one execution has recorded, and what those before it had. Belongs to the event loop."""
+    """What one execution has recorded, and what the executions before it have. Belongs to the event loop."""
 
     def __init__(self, journals: Journals, execution: Execution) -> None:
         self._journals = journals
@@ -127,9 +127,9 @@ class Journal:
         self._counts: Counter[tuple[str, str]] = Counter()
         self._pending: dict[tuple[str, str], Entry] = {}
         self._under_way: set[Entry] = set()
-        """Steps whose functions run: a suspension waits for their records."""
+        """Steps whose functions are running. A suspension waits for their records."""
         self._begun: dict[str, Entry] = {}
-        """Steps of a handler that blocks, by their ids."""
+        """Steps of a blocking handler, by their ids."""
         self._changed = asyncio.Event()
         self._suspending = False
         self._ends = False
@@ -137,7 +137,7 @@ class Journal:
         self._bytes = 0
         self._loading = asyncio.Lock()
         self._exclusive = asyncio.Lock()
-        """Held by whoever writes to the task: a transactional step while its transaction lasts."""
+        """Held by whoever writes to the task. A transactional step holds it while its transaction lasts."""
         self._in_transaction = False
         self._last_moment = datetime.min.replace(tzinfo=UTC)
         self._made_by: Document = {
@@ -152,7 +152,7 @@ class Journal:
     def step(
         self, name: str, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, transactional: bool
     ) -> Coroutine[Any, Any, Any]:
-        """See `TaskContext.step`. The name's number is taken here and now, before anything is awaited."""
+        """See `TaskContext.step`. The number behind the name is assigned at once, before anything is awaited."""
         return self._step(self.step_entry(name, fn, args, kwargs), fn, args, kwargs, transactional=transactional)
 
     async def _step(
@@ -187,7 +187,7 @@ class Journal:
             self.leave(entry)
 
     async def begin_step(self, name: str, made_by: str, outer: str | None) -> tuple[str, Document | None]:
-        """Note that a handler that blocks asks for a step; return its id, and what is recorded of it."""
+        """Note that a blocking handler asks for a step. Return its id, and what is recorded of it."""
         entry = self.entry("step", name, made_by, outer=outer)
         try:
             record = await self.look_up(entry)
@@ -198,11 +198,11 @@ class Journal:
         return entry.id, record
 
     def begun(self, id_: str) -> Entry:
-        """Return the step of this id that is under way."""
+        """Return the step with this id that is under way."""
         return self._begun[id_]
 
     async def end_step(self, id_: str, fields: Document | None) -> Document | None:
-        """Record what has come of such a step; with nothing to record, it has not come to its end."""
+        """Record what has come of such a step. With nothing to record, it was not completed."""
         entry = self._begun[id_]
         if fields is None:
             self._over(entry)
@@ -219,9 +219,9 @@ class Journal:
     async def _called(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Any, asyncio.CancelledError | None]:
-        """Call the function of a step; a plain one in a thread, as a plain handler is.
+        """Call the function of a step. A plain function runs in a thread, as a plain handler does.
 
-        A thread cannot be cancelled: what it has done all the same is returned, to be recorded, with the cancellation.
+        A thread cannot be cancelled: what it completes nevertheless is returned, to be recorded, with the cancellation.
         """
         if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None)):  # noqa: B004  # the method itself is asked
             return await fn(*args, **kwargs), None
@@ -234,7 +234,7 @@ class Journal:
         try:
             value = await asyncio.shield(running)
         except asyncio.CancelledError as cancelled:
-            await asyncio.wait([running])  # nothing reaches a thread: its end is the end of this execution
+            await asyncio.wait([running])  # nothing interrupts a thread: its end is the end of this execution
             if running.exception() is not None or inspect.isawaitable(running.result()):
                 raise
             return running.result(), cancelled
@@ -243,7 +243,7 @@ class Journal:
         return (await value if inspect.isawaitable(value) else value), None
 
     async def sleep(self, name: str, ms: int | None, when: datetime | None, outer: str | None = None) -> None:
-        """See `TaskContext.sleep` and `sleep_until`: one of the two is given. `outer`: the step that it is asked for in."""
+        """See `TaskContext.sleep` and `sleep_until`: one of the two is given. `outer`: the step in which it is called."""
         entry = self.entry("sleep", name, outer=outer)
         try:
             record = await self.look_up(entry)
@@ -268,7 +268,7 @@ class Journal:
             if timeout_ms is not None:
                 checked_ms("timeout_ms", timeout_ms)
             if record is None and self._waits_in_vain(timeout_ms):
-                # One update less: the one that puts the task aside records the wait, and sees what has come meanwhile.
+                # This saves an update: the one that suspends the task records the wait, and sees what has happened meanwhile.
                 wait |= {"record": (await self.outcome(entry, {})).step, "timeout_ms": timeout_ms}
             elif record is None or record.get("time") is None:
                 record = await self._take_signal(entry, event, timeout_ms)
@@ -279,7 +279,7 @@ class Journal:
         return record["value"]
 
     def _waits_in_vain(self, timeout_ms: int | None) -> bool:
-        """Whether no signal had come when the task was claimed, and its wait is not over at once."""
+        """Whether no signal had come when the task was claimed, and its wait does not end at once."""
         signalled = self._execution.document["task_state"].get("signals_bytes")
         return not signalled and (timeout_ms is None or timeout_ms > 1000 * _IN_PLACE_S)
 
@@ -340,7 +340,7 @@ class Journal:
                 stored = await patiently(lambda: children.ends(self._journals.store, ids))
                 ends = [(id_, stored[id_]) for id_ in awaited if id_ in stored]
                 if cancelled := [id_ for id_, end in ends if end["with_parent"]]:
-                    self._execution.check_lease()  # it was retried since it ended, and they go on with it
+                    self._execution.check_lease()  # it was retried after it ended, and this handler goes on without that
                     await patiently(partial(restore_children, self._journals.store, cancelled, self._execution.id))
                 elif may_be_unfinished or not any(end["status"] in UNFINISHED for _, end in ends):
                     break
@@ -364,7 +364,7 @@ class Journal:
         return values
 
     async def _unfinished(self, ids: Sequence[str]) -> int:
-        """Count which of these children this task has to wait for: they name it as one that waits, and so will wake it."""
+        """Count the children that this task has to wait for. They name it as a dependent, and so will wake it."""
         store, execution = self._journals.store, self._execution
         linking = linking_pipeline([execution.id], store.now)
         return await patiently(lambda: children.unfinished(store, ids, execution.id, linking)) if ids else 0
@@ -378,10 +378,10 @@ class Journal:
         """Until when (monotonic) its writes count."""
         return self._execution.lease_until
 
-    # --- a record: asked for, written ---
+    # --- a record: requested, written ---
 
     def step_entry(self, name: str, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Entry:
-        """Note that a step is asked for. Raises nothing: what is wrong is raised where it is awaited."""
+        """Note that a step is requested. Raises nothing: errors are raised where the step is awaited."""
         if not callable(fn):
             entry = self.entry("step", name)
             entry.refused = entry.refused or not_callable(name, fn)
@@ -389,7 +389,7 @@ class Journal:
         return self.entry("step", name, fingerprint(fn, args, kwargs))
 
     def entry(self, kind: str, name: str, made_by: str | None = None, *, outer: str | None = None) -> Entry:
-        """Note that something is asked for, and take the number of its name."""
+        """Note that something is requested, and assign the number behind its name."""
         try:
             checked_step_name("the event of a signal" if kind == "wait" else f"the name of a {kind}", name)
             self._check_place(outer or step_under_way())
@@ -411,7 +411,7 @@ class Journal:
         return entry
 
     async def look_up(self, entry: Entry) -> Document | None:
-        """Return what is recorded of it; None if it is to be done now. Raises what makes it impossible."""
+        """Return what is recorded of it, or None if it has to be done now. Raises what makes it impossible."""
         self._check()
         if entry.refused is not None:
             raise entry.refused
@@ -434,7 +434,7 @@ class Journal:
         return record
 
     async def _read(self) -> dict[str, Document]:
-        """The records, which came with the claim unless they are many."""
+        """Return the records. They came with the claim, unless they are large."""
         if self._records is not None:
             return self._records
         async with self._loading:
@@ -450,7 +450,7 @@ class Journal:
             return self._records
 
     async def write(self, entry: Entry, fields: Document, *, delay_ms: int | None = None) -> Document:
-        """Record it; return the record. Raises `LeaseLost`, `TaskTooLarge`, and `TaskFailed` when there are too many."""
+        """Write a record and return it. Raises `LeaseLost`, `TaskTooLarge`, and `TaskFailed` if there are too many."""
         async with self._exclusive:
             outcome = await self.outcome(entry, fields, delay_ms=delay_ms)
             if not await self._journals.finisher.record_step(outcome):
@@ -459,7 +459,7 @@ class Journal:
 
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[None]:
-        """Write nothing else to the task while the block lasts: it would undo the block's transaction."""
+        """Write nothing else to the task during the block: that would abort the block's transaction."""
         async with self._exclusive:
             self._in_transaction = True
             try:
@@ -468,7 +468,7 @@ class Journal:
                 self._in_transaction = False
 
     async def outcome(self, entry: Entry, fields: Document, *, delay_ms: int | None = None) -> Outcome:
-        """Return what is to be written: the record, with who made it. Raises as `write` does."""
+        """Return what has to be written: the record, and what made it. Raises as `write` does."""
         execution = self._execution
         if execution.judged:
             raise LeaseLost(f"{self._label}: this execution has ended, so it records nothing any more")
@@ -494,7 +494,7 @@ class Journal:
         )
 
     def _moment(self) -> datetime | None:
-        """Return the server's time as we know it, later than the last one; None if we do not."""
+        """Return the server's time as we know it, later than the last one; None if we do not know it."""
         clock = self._journals.clock
         if clock.aged:  # after a suspension of the machine nothing is recorded any more
             return None
@@ -502,12 +502,12 @@ class Journal:
         return self._last_moment
 
     async def started(self, ids: Sequence[str]) -> Outcome:
-        """Return what is to be written when these children are started. Raises as `write` does."""
+        """Return what has to be written when these children are started. Raises as `write` does."""
         entry = Entry("start", ids[0], ids[0], steps.record_id("start", 1, ids[0]), None)
         return await self.outcome(entry, {"names": list(ids)})
 
     async def _crash(self, entry: Entry) -> None:
-        """Lose the task as if the worker had died here, a lease ago: so whoever looks next takes it over."""
+        """Lose the task as if the worker had died here a lease ago, so that the next worker that looks takes it over."""
         execution = self._execution
         await patiently(lambda: end_lease(self._journals.store, execution.id, execution.running_id))
         execution.stop(Stop.LEASE_LOST)
@@ -530,7 +530,7 @@ class Journal:
         return size
 
     async def _refused(self, outcome: Outcome) -> None:
-        """The record was not written: say why."""
+        """The record was not written: raise why."""
         stands = await patiently(lambda: steps.stands(self._journals.store, [outcome]))
         if stands[outcome] == "held":
             raise TaskFailed(
@@ -541,7 +541,7 @@ class Journal:
             raise self.lost()
 
     def lost(self) -> LeaseLost:
-        """Return the error of an execution that has lost its task."""
+        """Return the error for an execution that has lost its task."""
         return LeaseLost(f"{self._label}: the lease was lost, so this execution records nothing any more")
 
     def remember(self, outcome: Outcome) -> Document:
@@ -552,21 +552,24 @@ class Journal:
         return record
 
     def _keep(self, record: Document) -> None:
-        """Note a record; one of several children under the name of each."""
+        """Note a record. A record of several children is noted under the name of each."""
         assert self._records is not None
         self._bytes += record["size"]
         ids = [steps.record_id("start", 1, name) for name in record.get("names", ())] or [record["id"]]
         self._records.update(dict.fromkeys(ids, record))
 
     def leave(self, entry: Entry) -> None:
-        """It is over, in whatever way."""
+        """Note that an entry is over, however it ended."""
         if self._pending.get((entry.kind, entry.given)) is entry:
             del self._pending[entry.kind, entry.given]
         self._under_way.discard(entry)
         self._changed.set()
 
     async def _take_signal(self, entry: Entry, event: str, timeout_ms: int | None) -> Document:
-        """Look for the signal, again while the database only falters: what the server has done it tells the next time."""
+        """Look for the signal, again and again while the database is unreliable.
+
+        A repeated call returns what the server has done.
+        """
         async with self._exclusive:
             outcome = await self.outcome(entry, {})
             while True:
@@ -590,10 +593,10 @@ class Journal:
     # --- the end ---
 
     async def end_steps(self) -> None:
-        """Let no step begin any more, and wait until those under way are recorded: their functions are at work.
+        """Let no new step begin, and wait until those under way are recorded, since their functions are at work.
 
-        For a handler that has failed beside them: else the next execution would call them while they still run. What takes
-        long is cancelled, as far as it can be.
+        This is for a handler that fails beside them: otherwise the next execution would call them while they still run. Steps
+        that take long are cancelled, as far as that is possible.
         """
         self._ends = True
         cancelling = self._journals.loop.call_later(_ENDS_WITHIN_S, self._cancel_steps)
@@ -614,7 +617,7 @@ class Journal:
     # --- suspension ---
 
     async def suspend(self, wait: Document) -> NoReturn:
-        """Put the task aside, as soon as the steps under way are recorded. Raises `TaskSuspended`, always."""
+        """Suspend the task as soon as the steps under way are recorded. Always raises `TaskSuspended`."""
         while self._suspending:
             self._changed.clear()
             await self._changed.wait()
@@ -632,7 +635,7 @@ class Journal:
         raise TaskSuspended(wait["kind"], wait["name"])
 
     def _check(self) -> None:
-        """Raise what keeps this execution from recording anything, and from waiting."""
+        """Raise what keeps this execution from recording and from waiting."""
         execution = self._execution
         execution.check_goes_on()
         if (workers := execution.stored_option["concurrent_worker_cnt"]) > 1:
@@ -659,7 +662,7 @@ class Journal:
 
 
 def _name_of_join(ids: Sequence[str]) -> str:
-    """Return the name of the record that all of these children have ended: what is asked for, and not when."""
+    """Return the name of the record that all these children have ended: by what was asked for, not when."""
     each = sorted(set(ids))
     name = f"results of {each[0]}" if len(each) == 1 else f"results of {len(each)}"
     if len(each) == 1 and len(name) <= _LONGEST_SHOWN:
@@ -669,7 +672,7 @@ def _name_of_join(ids: Sequence[str]) -> str:
 
 
 def error_of(id_: str, end: Document | None) -> str | None:
-    """Say how a child ended that did not succeed; None if it did."""
+    """Say how a child ended that did not succeed. None if it did."""
     name, _, key = id_.partition(":")
     if end is None:
         return (

@@ -1,4 +1,4 @@
-"""The journal as a handler in a thread sees it: each call is done in the event loop, and waited for."""
+"""The journal as a handler in a thread uses it: each call runs in the event loop, and the thread waits for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def done_in_loop(loop: asyncio.AbstractEventLoop, doing_it: Coroutine[Any, Any, T]) -> T:
-    """Do it in the event loop, and wait, in a thread that is not the loop's."""
+    """Run a coroutine in the event loop and wait for it, in a thread other than the loop's."""
     try:
         running = asyncio.run_coroutine_threadsafe(doing_it, loop)
     except RuntimeError:  # the loop is closed, and nobody will ever run it
@@ -35,7 +35,7 @@ class InThread:
         self._execution = execution
 
     def _do(self, doing: Callable[[Recorder], Awaitable[Any]]) -> Any:
-        """Do it in the event loop, and wait."""
+        """Run it in the event loop, and wait."""
 
         async def do() -> Any:
             return await doing(self._execution.journal)
@@ -43,17 +43,17 @@ class InThread:
         return done_in_loop(self._loop, do())
 
     def begin_step(self, name: str, made_by: str, outer: str | None) -> tuple[str, Document | None]:
-        """Return its id, and what is recorded of it; None if it is to be done now."""
+        """Return the step's id, and what is recorded of it; None if it has to be done now."""
         found: tuple[str, Document | None] = self._do(lambda journal: journal.begin_step(name, made_by, outer))
         return found
 
     def end_step(self, id_: str, fields: Document | None) -> Document | None:
-        """Record it, if there is something to be recorded."""
+        """Record the step, if there is something to record."""
         record: Document | None = self._do(lambda journal: journal.end_step(id_, fields))
         return record
 
     def in_transaction(self, id_: str, fn: Callable[[Any], Document]) -> Document:
-        """Do it in a transaction that the record commits with."""
+        """Run it in a transaction that commits together with its record."""
         journal = self._execution.journal
         return self._transactions.step_in_thread(self._execution, journal, journal.begun(id_), fn)
 

@@ -1,4 +1,4 @@
-"""Where a consumer stands in its life, and whether it is to stop: its user, signals and its parts look at it and change it."""
+"""The life of a consumer: its state, and whether it has to stop. Its user, signals and its parts read and change it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Life:
         self.state: State = "ready"
         self.paused = False
         self.grace_ms = DEFAULT_GRACE_MS
-        """How long what runs may go on, once it is to stop."""
+        """How long running executions may go on after a stop was requested."""
         self.stop_asked = asyncio.Event()
         self.stop_asked_again = asyncio.Event()
-        """Set at each `stop`; cleared by whoever goes by the grace."""
+        """Set at each call of `stop`. Whoever enforces the grace period clears it."""
         self.ended_by: Exception | None = None
-        """Why it could not go on, if it could not."""
+        """The error that keeps it from going on, if there is one."""
 
     @property
     def claims(self) -> bool:
@@ -34,19 +34,22 @@ class Life:
         return self.state == "running" and not self.paused
 
     def stop(self, grace_ms: int) -> None:
-        """Ask it to stop. May be asked again: a shorter grace hastens a stop that has begun."""
+        """Ask it to stop. Can be called again: a shorter grace period speeds up a stop that has begun."""
         self.grace_ms = min(self.grace_ms, grace_ms) if self.stop_asked.is_set() else grace_ms
         self.stop_asked.set()
         self.stop_asked_again.set()
 
     def end_by(self, error: Exception) -> None:
-        """Stop at once, since it cannot go on; `run` raises the error when it has stopped."""
+        """Stop at once, since it cannot go on. `run` raises the error when it has stopped."""
         self.ended_by = error
         logger.error("%s", error)
         self.stop(0)
 
     async def unless_stopped(self, beginning: Awaitable[None]) -> bool:
-        """Do this, unless the consumer is asked to stop meanwhile: then it is cut off. Return whether it was done."""
+        """Await `beginning`, unless the consumer is asked to stop meanwhile: then it is cut off.
+
+        Return whether it was completed.
+        """
         task = asyncio.ensure_future(beginning)
         asked = asyncio.ensure_future(self.stop_asked.wait())
         try:

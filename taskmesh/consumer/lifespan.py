@@ -1,7 +1,7 @@
-"""What a worker process opens before it claims its first task, and closes when its handlers have ended: `mesh.lifespan`.
+"""Lifespan: what a worker process opens before it claims its first task, and closes when its handlers have ended.
 
 The consumers of a mesh in one process share one opening: the first to come opens it, the last to go closes it. It is entered
-and left in one asyncio task, its own, as the cancel scopes and task groups in it need. If the process dies, nothing closes it.
+and left in one asyncio task of its own, as cancel scopes and task groups require. If the process dies, nothing closes it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ logger = logging.getLogger("taskmesh.consumer")
 T = TypeVar("T")
 
 CLOSES_WITHIN_S = 10.0
-"""How long closing may take; then the worker ends without it."""
+"""How long closing may take. After that the worker ends without it."""
 
 
 class Lifespan(Generic[T]):
-    """What `@mesh.lifespan` returns: the way to what the workers of this process have opened."""
+    """What `@mesh.lifespan` returns: access to what the workers of this process have opened."""
 
     def __init__(self, fn: Callable[[], AsyncIterator[T]] | Callable[[], AbstractAsyncContextManager[T]]) -> None:
         self.name = _name_of(fn)
         self._enter: Callable[[], Any] = asynccontextmanager(fn) if inspect.isasyncgenfunction(fn) else fn
         self._opening: Opening | None = None
-        """The newest."""
+        """The latest opening."""
 
     @property
     def state(self) -> T:
@@ -47,12 +47,12 @@ class Lifespan(Generic[T]):
         return state
 
     def __call__(self) -> AbstractAsyncContextManager[T]:
-        """Return a block that opens it for itself: in a web application, or a test. `state` is that of workers."""
+        """Return a block with an opening of its own, for a web application or a test. `state` stays that of the workers."""
         entered: AbstractAsyncContextManager[T] = self._enter()
         return entered
 
     def join(self) -> Opening:
-        """Open it, unless another consumer of this process has; whoever joins has to leave. In the event loop."""
+        """Open it, unless another consumer of this process has. Whoever joins has to leave. Call it in the event loop."""
         if self._opening is None or self._opening.is_over:
             self._opening = Opening(self.name, self._enter, self._opening)
         self._opening.workers += 1
@@ -60,11 +60,11 @@ class Lifespan(Generic[T]):
 
 
 class Opening:
-    """One time that a lifespan is open."""
+    """One opening of a lifespan."""
 
     def __init__(self, name: str, enter: Callable[[], Any], before: Opening | None) -> None:
         self.workers = 0
-        """Consumers that have joined and not left."""
+        """How many consumers have joined and not left."""
         self.is_open = False
         self.state: Any = None
         self._name = name
@@ -76,11 +76,11 @@ class Opening:
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody can join it any more."""
+        """Whether it can no longer be joined."""
         return self._over.is_set() or self._task.done() or self._loop is not asyncio.get_running_loop()
 
     async def _hold(self, enter: Callable[[], Any], before: Opening | None) -> None:
-        """Enter it, wait until the last worker has gone, and leave it."""
+        """Enter it, wait until the last worker has left, and leave it."""
         try:
             if before is not None and before._loop is self._loop:  # noqa: SLF001 — of this class
                 await asyncio.wait([before._task])  # noqa: SLF001 — of this class
@@ -108,20 +108,20 @@ class Opening:
             ) from self._error
 
     async def ended(self) -> Exception:
-        """Wait until it has ended though workers need it, as when a task group in it fails; return how that ends them."""
+        """Wait until it ends though workers need it, as when a task group in it fails. Return the error that ends the workers."""
         await asyncio.wait([self._task])
         error = TaskMeshError(f"the lifespan {self._name!r} has ended while the worker ran: {_told(self._error)}")
         error.__cause__ = self._error
         return error
 
     async def leave(self) -> None:
-        """Need it no more. The last closes it; what goes wrong there is logged."""
+        """Leave it. The last to leave closes it; errors are logged."""
         self.workers -= 1
         if self.workers:
             return
         asked = self.is_open
         self._over.set()
-        if not asked:  # it has not come so far
+        if not asked:  # it did not get that far
             self._task.cancel()
         await asyncio.wait([self._task], timeout=CLOSES_WITHIN_S)
         if not self._task.done():
@@ -145,7 +145,7 @@ def checked_lifespan(fn: Any) -> None:
         inspect.signature(fn).bind()
     except TypeError as error:
         raise InvalidOption(f"the lifespan {name!r} is called without arguments: {error}") from None
-    except ValueError:  # a class of native code that does not say what it takes
+    except ValueError:  # a class in native code that does not say what it takes
         return
 
 

@@ -1,8 +1,8 @@
-"""Limits on this worker's side: book before claiming, put aside what has no room, and go on as soon as there is some.
+"""Limits on this worker's side: book room before claiming, park candidates without room, and go on as soon as there is some.
 
-Asked by the claimer, and only about queues that have limits: the others never come here. What promises hold, and how, is
-said in `store/limits.py`; which room this worker has in hand already, in `consumer/slots.py`. If the process dies after booking,
-the booking is written off; after the claim, others find out that its lease has ended.
+Only the claimer asks, and only about queues that have limits. What limits guarantee, and how, is described in
+`store/limits.py`; which room this worker holds already, in `consumer/slots.py`. If the process dies after booking, the booking
+expires; after the claim, other workers notice that its lease has ended.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ logger = logging.getLogger("taskmesh.limits")
 
 _LARGEST_WISH = 200
 _ASK_AGAIN_S = 0.1
-"""How long to wait for room that others have to make. Room made here is used at once."""
+"""How long to wait for room that other workers have to make. Room made here is used at once."""
 _WHILE_SHUT_S = 30.0
 _WHILE_ALL_OURS_S = 5.0
-"""How long to wait where all room is taken by this worker itself, who knows best when there is some again."""
+"""How long to wait if this worker itself occupies all the room: it notices by itself when there is some again."""
 _PARKED_AT_MOST = 2_000
 _TRIED_AT_ONCE = 64
 
@@ -49,7 +49,7 @@ class Admission:
     candidates: list[Candidate]
     claim_filter: Document
     counted: str | None = None
-    """The token of the booking by which its starts are counted, if they are."""
+    """The token of the booking that counts their starts, if they are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +57,15 @@ class Sorted:
     """Candidates, by what has to be done before they are claimed."""
 
     unlimited: list[Candidate]
-    """No limit concerns them."""
+    """Not subject to any limit."""
     admitted: list[Admission]
-    """There is room in hand for them."""
+    """There is a free slot in hand for them."""
     to_ask: dict[str, list[Candidate]]
-    """By queue: room has to be booked."""
+    """By queue: room has to be booked for them."""
 
 
 class _Parked(Iterator[Candidate]):
-    """Candidates that wait for room in one place: iterating takes the best out first."""
+    """Candidates that wait for room in one place. Iterating takes the best out first."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[Rank, str, Candidate]] = []
@@ -82,7 +82,7 @@ class _Parked(Iterator[Candidate]):
         return candidate
 
     def add(self, candidate: Candidate) -> bool:
-        """Put one aside; False if there are too many."""
+        """Park a candidate. False if there are too many."""
         entry = candidate.rank, candidate.id
         if entry in self._known:
             return True
@@ -121,16 +121,16 @@ class Limits:
         self.canaries: set[str] = set()
         """Tasks that were let through while their queue is paused for its failures."""
         self._given_back: set[str] = set()
-        """What a claim had won that is not begun: its lease is on its way back."""
+        """Tasks that a claim has won and that do not start: their lease is being given back."""
         self._shut: dict[Place, asyncio.TimerHandle] = {}
         self._rate_used_up: set[Place] = set()
-        """Of the places that are shut those where an execution that ends makes no room."""
+        """Those of the shut places where the end of an execution makes no room, since their rate is used up."""
         self._parked: dict[Place, _Parked] = {}
         self._turned_away: set[Place] = set()
-        """The places that are shut of which something was found meanwhile, and is not parked: a scan has to find it again."""
+        """Those of the shut places for which a candidate was found meanwhile and not parked: a scan has to find it again."""
 
     def learn(self, settings: Mapping[str, Document]) -> None:
-        """Take over which queues have limits now, and which groups are paused."""
+        """Learn which queues have limits now, and which groups are paused."""
         paused = frozenset(
             (queue, pause["g"]) for queue, document in settings.items() for pause in document.get("paused_groups") or ()
         )
@@ -150,7 +150,7 @@ class Limits:
 
     @property
     def full_queues(self) -> frozenset[str]:
-        """Queues that have no room now: it makes no sense to look for tasks there."""
+        """Queues that have no room now. Looking for tasks there makes no sense."""
         return frozenset(queue for queue, group in self._shut if group is None)
 
     @property
@@ -162,7 +162,7 @@ class Limits:
 
     @property
     def shut_groups(self) -> list[Document]:
-        """Filters on the tasks of the groups from which nothing starts until somebody changes their limits."""
+        """Filters that match the tasks of groups from which nothing starts until somebody changes their limits."""
         shut = self._paused_tasks
         for queue, limits in self.queues.items():
             own = {entry["g"]: entry["n"] for entry in limits.get("groups") or []}
@@ -182,7 +182,7 @@ class Limits:
         return [{"queue": queue, "group": {"$in": groups}} for queue, groups in by_queue.items()]
 
     def without_paused(self, narrowed_by: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the filter that a claim has to carry: this one, and nothing of a paused group."""
+        """Return the filter that a claim has to carry: this one, without the tasks of paused groups."""
         if not self.paused_groups:
             return narrowed_by
         nothing_paused = {"$nor": self._paused_tasks}
@@ -197,13 +197,13 @@ class Limits:
         return self.is_paused(queue, group)
 
     def is_paused(self, queue: str, group: str | None) -> bool:
-        """Whether nobody claims of this group."""
+        """Whether the group is paused for everybody."""
         return bool(self.paused_groups) and (queue, group) in self.paused_groups
 
     # --- claiming ---
 
     def sorted_out(self, candidates: list[Candidate]) -> Sorted:
-        """Tell for which of them there is room in hand, and for which to ask. Those for which there is none are put aside."""
+        """Sort candidates: those with room in hand, and those for which to ask. Park those without room."""
         unlimited: list[Candidate] = []
         in_hand: dict[str, list[tuple[Candidate, Slot]]] = {}
         to_ask: dict[str, list[Candidate]] = {}
@@ -227,7 +227,7 @@ class Limits:
         return Sorted(unlimited, admitted, to_ask)
 
     def _parks(self, candidate: Candidate) -> bool:
-        """Put a candidate aside if its queue or its group has no room; whether that was so."""
+        """Park a candidate if its queue or group has no room. Return whether it was parked."""
         for place in ((candidate.queue, None), (candidate.queue, candidate.group)):
             if place in self._shut:
                 self._park(place, candidate)
@@ -235,13 +235,13 @@ class Limits:
         return False
 
     def _slot_in_hand(self, candidate: Candidate, limits: Document, *, asking: bool) -> Slot | None:
-        """Return a slot of ours for the candidate, if there is one and it does not take the room from those before it."""
+        """Return one of our free slots for the candidate, unless it would take the room from candidates before it."""
         if _counts_starts(limits) or (asking and limits.get("running") is not None):
             return None
         return self._slots.use(_place(candidate, limits), Wish(candidate.id, candidate.group))
 
     async def admit(self, queue: str, candidates: list[Candidate]) -> Admission:
-        """Book what there is room for, and put the rest aside: one set after the other, so that what goes first asks first."""
+        """Book what there is room for, and park the rest. Sets ask one after the other, so that the first in order asks first."""
         async with self._slots.turn(queue):
             # The set before may have learnt that there is no room.
             to_ask = [candidate for candidate in candidates if not self._parks(candidate)]
@@ -272,7 +272,7 @@ class Limits:
     def _admission(
         self, queue: str, candidates: list[Candidate], until: datetime, counted: str | None = None
     ) -> Admission:
-        """Let these be claimed on what is booked, each where it stood when that was asked for: it may have been moved since."""
+        """Let these be claimed on what is booked, each where it stood when room was requested: it may have been moved since."""
         claim_filter: Document = {"queue": queue, **store_limits.booked_until(self._store, until)}
         if candidates and _limits_groups(self.queues.get(queue, {})):
             by_group: dict[str | None, list[str]] = {}
@@ -282,7 +282,7 @@ class Limits:
         return Admission(queue, candidates, claim_filter, counted)
 
     async def _book(self, queue: str, wishes: Mapping[str, Wish]) -> Booking | None:
-        """Ask for room, and give back what is in hand and not used."""
+        """Ask for room, and give back slots that are in hand and unused."""
         now = time.monotonic()
         said = self._slots.to_tell(queue, now)
         free, places = self._slots.take_idle(queue, now)
@@ -295,7 +295,7 @@ class Limits:
         return booking
 
     async def claimed(self, admission: Admission, *, answered: bool) -> None:
-        """Note what became of a claim: what does not run here now was not won, if the claim was answered."""
+        """Note what became of a claim. If the claim was answered, what does not run here now was not won."""
         idle = [candidate for candidate in admission.candidates if candidate.id not in self._executions]
         not_won = [candidate for candidate in idle if candidate.id not in self._given_back] if answered else []
         self._given_back.difference_update(candidate.id for candidate in idle)
@@ -306,26 +306,26 @@ class Limits:
         if answered and admission.counted is not None:
             unused = [Wish(candidate.id, candidate.group) for candidate in not_won]
             await store_limits.confirm(self._store, admission.queue, admission.counted, unused)
-        for place in has_room:  # by now; and the start that was counted for it is given back too
+        for place in has_room:  # by now; the start that was counted for it is given back, too
             self._rate_used_up -= {place, (place[0], None)}
             self._use_room(place)
 
     def given_back(self, id_: str) -> Slot | None:
-        """Note that a claim has won a task that is not begun; return its slot, which is free as soon as that is recorded."""
+        """Note that a claim has won a task that does not start. Return its slot, which is free as soon as that is recorded."""
         self._given_back.add(id_)
         return self.slot_in_doubt(id_)
 
     def ended(self, id_: str) -> None:
-        """Note that an execution is over, which nobody can doubt: there is room again where it ran, and it is used at once."""
+        """Note that an execution is certainly over: the room that it occupied is used at once."""
         if (place := self._slots.unused(id_)) is not None:
             self._use_room(place)
 
     def slot_in_doubt(self, id_: str) -> Slot | None:
-        """Return the slot of an execution of which it is being found out what became of its entry: until then nobody uses it."""
+        """Return the slot of an execution whose entry is in doubt. Nobody uses the slot until that is known."""
         return self._slots.taken_from(id_)
 
     def free(self, slot: Slot | None, _: bool = True) -> None:
-        """Note that no entry answers to this slot any more, if there was one: its end is recorded, or nothing is left of it."""
+        """Note that no entry occupies this slot any more: its end is recorded, or nothing is left of it."""
         if slot is not None:
             self._slots.free(slot)
             self._use_room(slot.place)
@@ -333,13 +333,13 @@ class Limits:
     # --- waiting for room ---
 
     async def run(self) -> None:
-        """Keep what is booked, for ever."""
+        """Maintain what is booked, for ever."""
         while True:
             self._slots.changed.clear()
             await until(self._slots.changed, await self.run_once())
 
     async def run_once(self) -> float | None:
-        """Give back what nothing uses, which others here may still wait for; return when to look again."""
+        """Give back unused slots, for which other workers may be waiting. Return when to look again."""
         given_back, pause = await self._slots.keep()
         self._reopen_all(given_back)
         return pause
@@ -351,7 +351,7 @@ class Limits:
                 self._reopen(place)
 
     def _put_aside(self, queue: str, booking: Booking, refused: list[Candidate]) -> None:
-        """Shut the place that had no room, for as long as it makes no sense to ask again."""
+        """Shut the place that had no room, for as long as asking again makes no sense."""
         if not refused:
             return
         if booking.next_start is not None:
@@ -369,13 +369,16 @@ class Limits:
             self._park((queue, candidate.group if group_is_shut else None), candidate)
 
     def _shut_until(self, place: Place, next_start: datetime, window: str) -> None:
-        """Wait for room under a rate: never longer than its window, whatever our clock."""
+        """Wait for room under a rate limit: never longer than its window, whatever our clock says."""
         per = float(self.queues.get(place[0], {}).get(window) or 1000) / 1000
         self._shut_for(place, min(max(self._clock.monotonic(next_start) - time.monotonic(), 0.0) + 0.002, per))
         self._rate_used_up.add(place)
 
     def _pause(self, queue: str, group: str | None = None) -> float:
-        """How long to wait for room. Where none may run, there is none before somebody changes that, of which we are told."""
+        """Return how long to wait for room.
+
+        If nothing may run there, there is none until somebody changes that, which is announced.
+        """
         limits = QueueLimits.from_document(self.queues.get(queue, {}))
         most = limits.running if group is None else limits.of_group(group)
         if 0 in (most, limits.rate if group is None else limits.group_rate):
@@ -396,7 +399,7 @@ class Limits:
             self._turned_away.add(place)
 
     def _reopen(self, place: Place) -> None:
-        """Try again, the best of those that wait first."""
+        """Try again. The best of those that wait goes first."""
         if (timer := self._shut.pop(place, None)) is not None:
             timer.cancel()
         self._rate_used_up.discard(place)
@@ -425,7 +428,7 @@ class Limits:
             self._reopen(place)
 
     def close(self) -> None:
-        """Wait for nothing any more."""
+        """Stop waiting."""
         for timer in self._shut.values():
             timer.cancel()
         self._shut.clear()
@@ -446,5 +449,5 @@ def _limits_running_of_groups(limits: Document) -> bool:
 
 
 def _place(candidate: Candidate, limits: Document) -> Place:
-    """Where the candidate needs room: where groups are limited, in its group."""
+    """Return where the candidate needs room: in its group, if groups are limited; otherwise in its queue."""
     return candidate.queue, candidate.group if _limits_running_of_groups(limits) else None
