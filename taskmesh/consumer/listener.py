@@ -1,8 +1,8 @@
-"""The listener: turns the feed's hints into candidates, and tells executions what concerns them.
+"""The listener: turns hints of the change stream into candidates, and tells executions what concerns them.
 
-A hint may be lost or late; the scan is the truth. When the claim queue is full, hints about new work are not even delivered,
-and a scan catches up when there is room again. A worker that does not listen (`consumer/listening.py`) asks each second about
-what it runs.
+A hint may be lost or late; only the scan is reliable. While the claim queue is full, hints about new work are not even
+delivered, and a scan catches up when there is room again. A worker that does not listen (`consumer/listening.py`) asks once a
+second about its executions.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _LAST_PLACE_TO_TRY = 1
 _TOO_LATE_S = 0.5
 _CLAIM_LANDS_S = 0.02
 LETS_GO_AFTER_S = 10.0
-"""How long a stream is kept that hears in too many lanes, since while a fleet grows each worker that comes takes some."""
+"""How long a stream is kept that covers too many lanes: while a fleet grows, each worker that joins takes over some."""
 _QUEUES_AT_LEAST_EVERY_S = 2.0
 _ASK_EVERY_S = 1.0
 _STREAM_IS_BACK_WITHIN_S = 2.0
 
 
 class Listener:
-    """One consumer's ear on the feed."""
+    """One consumer's side of the change feed."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Listener:
         self._me = settings.claimant
         self._names = frozenset(settings.names)
         self._from = frozenset(settings.queues) if settings.queues is not None else None
-        """The queues that this worker takes tasks from; None: all."""
+        """The queues that this worker takes tasks from. None: all."""
         self._listening = listening
         self._clock = clock
         self._candidates = candidates
@@ -88,7 +88,7 @@ class Listener:
         self._inserted_tasks = inserted_tasks
         self._subscription: Subscription | None = None
         self.lanes = partitions.heard
-        """Where this worker hears of what is new; None: everywhere."""
+        """The lanes whose new tasks are announced to this worker. None: all."""
         self._lets_go_at = 0.0
         self._woken: set[str] = set()
         self._concerned: set[str] = set()
@@ -124,7 +124,9 @@ class Listener:
         return self._subscription is not None and bool(self._subscription.interest.names)
 
     async def want_hints(self, wanted: bool) -> bool:
-        """Hear of new work or, while there is more than enough of it, of running executions alone; return whether that is new.
+        """Subscribe to new work or, while there is more than enough of it, to running executions alone.
+
+        Return whether that changed.
 
         While this worker does without a stream, its stream is closed.
         """
@@ -134,7 +136,7 @@ class Listener:
         if self._subscription is None or wanted == self.wants_hints:
             return False
         self._feed.change(self._subscription, self._interest(hints=wanted), relaxed=not wanted)
-        # Whoever waits is the scanner. If the stream stays away, what it would have told has to be looked for.
+        # The scanner waits here. If the stream stays away, it has to look for what the stream would have announced.
         await until(self._subscription.ready, _STREAM_IS_BACK_WITHIN_S)
         return True
 
@@ -145,7 +147,7 @@ class Listener:
             self._subscription = None
 
     async def run(self) -> None:
-        """Follow up, for ever, what hints leave open: they carry no more than an `_id`."""
+        """Follow up what hints leave open, for ever: they carry no more than an `_id`."""
         while True:
             if not await until(self._something, _QUEUES_AT_LEAST_EVERY_S if self.listens else _ASK_EVERY_S):
                 self._queues_changed = True
@@ -165,7 +167,7 @@ class Listener:
                 await asyncio.sleep(0.5)
 
     async def _begin_or_cease(self) -> None:
-        """Open the stream, or close it and ask from now on. Either way something may have been missed."""
+        """Open the stream, or close it and poll from now on. Either way something may have been missed."""
         if not self._listening.hears:
             self.close()
         elif not self.listens:
@@ -173,7 +175,10 @@ class Listener:
         self._missed()
 
     def _hear_in_lanes(self, wanted: frozenset[int] | None) -> None:
-        """Hear of what is new in these lanes: at once if some are not heard yet; of others that are, it lets go later."""
+        """Subscribe to new tasks in these lanes: at once, if some are missing so far.
+
+        Lanes that are not wanted any more are left later.
+        """
         lacks = self.lanes is not None and (wanted is None or not wanted <= self.lanes)
         now = time.monotonic()
         if self.lanes == wanted or not (lacks or now >= self._lets_go_at):
@@ -186,7 +191,7 @@ class Listener:
                 self._candidates.order_scan()
 
     async def _not_held(self) -> list[str]:
-        """Return the tasks that run here, and that this worker seems not to hold any more."""
+        """Return the executions that this worker does not seem to hold any more."""
         held = {id_: execution.running_id for id_, execution in self._executions.items() if not execution.ended}
         return sorted(held.keys() - await held_of(self._store, held)) if held else []
 
@@ -249,7 +254,7 @@ class Listener:
             return  # others of its group go first, and are read with it
         self._lag_s = max(0.0, time.monotonic() - self._clock.monotonic(change.time))
         if self._lag_s > _TOO_LATE_S:
-            self._candidates.missed()  # what this tells of is most likely claimed by now
+            self._candidates.missed()  # the task of this hint has most likely been claimed by now
             return
         priority = option.get("priority", 0)
         self._offer(
@@ -276,7 +281,7 @@ class Listener:
     ) -> None:
         now = time.monotonic()
         due = self._clock.monotonic(moment)
-        timed = due > now + 0.05  # what is due at once may seem to lie a little ahead, by the error of our clock
+        timed = due > now + 0.05  # what is due at once may seem to lie slightly ahead, by the error of our clock
         due = due if timed else now
         if place:
             self._backup_claims.add(id_, due + 4 * self._lag_s, place)  # where all are slow, nobody is neglected yet
@@ -290,7 +295,7 @@ class Listener:
         kind = read_stamp(change.stamp).kind
         if kind in STOPPING:
             self._heard_of_end(change)
-        # A changed option may open a gate that no time tells of: whom the task is for.
+        # A changed option may open a gate that depends on no time: which workers the task names.
         opened = change.next_claim_time is not None or kind == "option_changed"
         if opened and isinstance(change.id, str) and change.id.partition(":")[0] in self._names:
             self._candidates.came_back(change.id)
@@ -298,9 +303,9 @@ class Listener:
             self._something.set()
 
     def _heard_of_end(self, change: Change) -> None:
-        """Something may have ended an execution that is here. The claim may have come before it, and its answer not yet.
+        """Something may have ended an execution that is here, or one whose claim has not been answered yet.
 
-        It may be late, and be about an execution that has ended: what is true of this one, the task says.
+        The event may be late, and be about an execution that has ended: the task says what is true of this one.
         """
         if isinstance(change.id, str) and (
             change.id in self._executions or change.id in self._candidates.being_claimed
@@ -336,7 +341,7 @@ class Listener:
             await self._look_at_running([self._executions[id_] for id_ in concerned if id_ in self._executions])
 
     async def _look_at_woken(self, ids: list[str]) -> None:
-        """Learn of tasks that became claimable again what their place in the queue depends on."""
+        """Read what the places of tasks in the queue depend on, after they became claimable again."""
         for row in await look_up(self._store, self._me, ids):
             if row.claim_time == NEVER or (self._from is not None and row.queue not in self._from):
                 continue
@@ -347,7 +352,7 @@ class Listener:
                 self._offer(row.id, row.queue, moment, row.number, row.priority, row.fail_cnt, place, row.group)
 
     async def _look_at_running(self, executions: list[Execution]) -> None:
-        """Ask whether these still hold their tasks, and take over changed options."""
+        """Ask whether these executions still hold their tasks, and apply changed options."""
         found: dict[str, Document] = {
             task["_id"]: task for task in await get(self._store, [e.id for e in executions], params=False)
         }

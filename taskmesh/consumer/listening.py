@@ -1,9 +1,11 @@
-"""How many workers listen. A change stream costs the server something at each write, whoever makes it, and each worker has one.
+"""Listening: how many workers read a change stream.
 
-As long as all streams together cost little, every worker listens. Beyond that, the workers that have been there longest listen
-and take what comes; the others poll instead: they scan, and look each second at what they run. A worker whose claim queue is
-full polls as well, since new work could not be started sooner for being announced. No promise depends on any of this: a hint
-may be missed, and a scan finds everything.
+Every stream costs the server something at each write, and each worker has one.
+
+As long as all streams together cost little, every worker listens. Beyond that, the longest-running workers listen, and the
+others poll: they scan, and look at their executions once a second. A worker whose claim queue is full polls as well, since
+announcing new work would not start it sooner. No guarantee depends on any of this: a hint may be missed, and a scan finds
+everything.
 """
 
 from __future__ import annotations
@@ -21,34 +23,34 @@ from taskmesh.store.registry import HEARTBEAT_MS
 logger = logging.getLogger("taskmesh.listener")
 
 AFFORDABLE_CORES = 0.15
-"""What all streams together may take of the server."""
+"""How much of the server's processor time all streams together may take, in cores."""
 LEAST = 2
-"""So many of the workers that can run the same tasks listen, whatever it costs."""
+"""So many of the workers that can run the same tasks always listen."""
 A_FEW = 8
-"""So many workers that can run the same tasks all listen, as long as that is affordable."""
+"""Up to so many workers that can run the same tasks all listen, as long as that is affordable."""
 SLOTS_THAT_LISTEN = 64
-"""Of more workers, at least so many listen that they have these slots together."""
+"""Of more workers, as many listen as have at least so many slots together."""
 _WRITES_OF_A_TASK = 3
-"""It is published, claimed and finished."""
+"""Publish, claim, finish."""
 _WAKE_S = 5e-5
-"""What a stream that waits costs the server at a write that is not for it, as most are not: each hears of its own lanes."""
+"""What a waiting stream costs the server at a write that is not for it, as most are not: each covers its own lanes."""
 _WAKES_PER_S = 500
-"""A stream that is behind is read at most so often, however much is written."""
+"""A stream that is behind is read at most so often per second, however much is written."""
 _ENTRY_S = 5e-6
-"""What the server takes to compare one write with what a stream asks for (docs/decisions/0021)."""
+"""What it costs the server to compare one write with a stream's filter (docs/decisions/0021)."""
 _ASKS_AT_LEAST_S = 30.0
-"""Whoever has closed its stream opens none for so long: each that is opened costs a query and a scan."""
+"""A worker that has closed its stream opens none for so long: opening one costs a query and a scan."""
 _OTHERS_KNOW_AFTER_S = 1.1 * HEARTBEAT_MS / 1000
-"""By then all that live have read the registry once more (of very large fleets, some)."""
+"""By then all live workers have read the registry once more (in very large fleets, some)."""
 
 
 class Listening:
-    """Whether one worker listens, as it and all others can tell from the registry."""
+    """Whether one worker listens, decided so that it and all others can tell from the registry."""
 
     def __init__(self, settings: Settings) -> None:
         self._worker_id = settings.worker_id
         self.may = settings.listen
-        """Whether its user lets it."""
+        """Whether its user allows it."""
         self.wanted = settings.listen
         """Whether it is one of those that listen."""
         self._asks_until = 0.0
@@ -57,18 +59,18 @@ class Listening:
         self._peers: Collection[str] = ()
         self._does_without = False
         self.wake = asyncio.Event()
-        """Set when the listener has something to follow up, or to do otherwise than before."""
+        """Set when the listener has something to follow up, or has to change its behaviour."""
 
     @property
     def hears(self) -> bool:
-        """Whether it should have a stream open now. Whoever is to ask from now on still hears until the others know."""
+        """Whether its stream should be open now. A worker that is about to poll keeps listening until the others know."""
         return not self._does_without and (self.wanted or time.monotonic() < self._hears_until)
 
     def does_without(self, taken_per_s: float | None) -> bool:
-        """Decide whether this worker polls while it has more candidates than it can start; return the decision.
+        """Decide whether this worker polls while it has more candidates than it can start. Return the decision.
 
-        `taken_per_s`: how many it starts per second; its peers are taken to start as many. None: few candidates are left, so it
-        needs its stream again.
+        `taken_per_s`: how many it starts per second; its peers are assumed to start as many. None: few candidates are left, so
+        it needs its stream again.
         """
         if taken_per_s is None:
             self._does_without = False
@@ -79,18 +81,22 @@ class Listening:
         return self._does_without
 
     def learn(self, fleet: Sequence[WorkerInfo], peers: Collection[str]) -> bool:
-        """Decide anew, now that this is the fleet, and these of it do some of this worker's work; True if that is new."""
+        """Decide again for this fleet. `peers`: those that share some of this worker's work.
+
+        Return whether the decision changed.
+        """
         if not self.may:
             return False
         self._fleet, self._peers = fleet, peers
         me = next((worker for worker in fleet if worker.worker_id == self._worker_id), None)
         if me is not None:
-            # To those alone that can run all that this worker can, the listening can be left: others would not hear of the rest.
+            # Listening can be left only to workers that can run all that this worker can: others would miss some hints.
             peers = {each.worker_id for each in fleet if each.worker_id in peers and each.can_stand_in_for(me)}
         affordable = min(affordable_to(fleet, peers), enough_for(fleet, peers))
         rank = 0 if me is None else _rank(me, fleet, peers)
         now = time.monotonic()
-        # Nobody opens and closes with each change of the load: whoever listens goes on until there are twice as many as should,
+        # Small changes of the load must not open and close streams: a listening worker goes on until there are twice as many as needed,
+        # # and a polling worker polls for a while, unless too few are left that listen.
         # and whoever asks, asks for a while, unless too few are left that listen.
         if self.wanted and rank >= max(LEAST, 2 * affordable):
             self.wanted = False
@@ -107,7 +113,11 @@ class Listening:
 
 
 def _rank(me: WorkerInfo, fleet: Sequence[WorkerInfo], peers: Collection[str]) -> int:
-    """How many of those that do the same work come before this worker: that listen and, of these, were there first."""
+    """
+
+    Return how many of the workers that do the same work come before this one: those that listen first, then the
+    longest-running.
+    """
     others = [w for w in fleet if w.worker_id in peers and w.may_listen and w.worker_id != me.worker_id]
     return sum(_order(other) < _order(me) for other in others)
 
@@ -117,7 +127,7 @@ def _order(worker: WorkerInfo) -> tuple[bool, float, str]:
 
 
 def affordable_to(fleet: Sequence[WorkerInfo], peers: Collection[str]) -> float:
-    """Return how many of these workers of the fleet can listen, as far as the server's work goes."""
+    """Return how many of these workers can listen, as far as the cost to the server is concerned."""
     live = [worker for worker in fleet if worker.live]
     each = _cost_of_one(live)
     streams = sum(worker.may_listen for worker in live)
@@ -128,8 +138,8 @@ def affordable_to(fleet: Sequence[WorkerInfo], peers: Collection[str]) -> float:
 def enough_for(fleet: Sequence[WorkerInfo], peers: Collection[str]) -> float:
     """Return how many of these workers have to listen so that new work finds a free slot at once.
 
-    Each stream delays all others a little, on the server and where workers share a machine. So of many workers, no more listen
-    than have twice the slots that are in use.
+    Each stream delays all others a little, on the server and where workers share a machine. So, if there are many workers, no
+    more listen than have twice the slots that are in use.
     """
     able = sorted((w for w in fleet if w.live and w.may_listen and w.worker_id in peers), key=_order)
     if len(able) <= A_FEW:

@@ -1,7 +1,8 @@
 """Logs as records with fields: which task, which execution, which worker.
 
-The engine's own lines about an execution carry `task`, `key`, `worker` and `running_id`. What a handler logs, by whatever logger,
-gets the same from `TaskFields`, a filter for your log handler; `JsonFormatter` writes all fields of a record, one object a line.
+The engine's own lines about an execution carry `task`, `key`, `worker` and `running_id`. What a handler logs, with any logger,
+gets the same fields from `TaskFields`, a filter for your log handler. `JsonFormatter` writes all fields of a record, one object
+per line.
 
     handler = logging.StreamHandler()
     handler.addFilter(TaskFields())
@@ -39,7 +40,7 @@ class TaskFields(logging.Filter):
     """Adds the fields of the running execution to what is logged inside a handler. Lets every record through."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Add what is missing."""
+        """Add the fields that are missing."""
         execution = running_task()
         if execution is not None:
             for name, value in fields_of(execution).items():
@@ -48,7 +49,10 @@ class TaskFields(logging.Filter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: `time level logger message`, the fields of `extra`, and `exception` with its traceback."""
+    """Formats a record as one JSON object per line.
+
+    Its fields: `time level logger message`, the fields of `extra`, `exception` with traceback.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
@@ -70,7 +74,7 @@ _set_up: SetUp | None = None
 
 
 def set_up(level: int, format_: Format) -> None:
-    """Log to standard error, unless the root logger has a handler already. Children for `run="process"` do as we do."""
+    """Log to standard error, unless the root logger already has a handler. Child processes (`run="process"`) do the same."""
     global _set_up  # noqa: PLW0603 — a fact about this process
     _set_up = level, format_
     handler = logging.StreamHandler(sys.stderr)
@@ -80,5 +84,5 @@ def set_up(level: int, format_: Format) -> None:
 
 
 def how_it_is_set_up() -> SetUp | None:
-    """Return what `set_up` was told, or None: the program logs in its own way."""
+    """Return the arguments of `set_up`, or None if the program configures logging itself."""
     return _set_up

@@ -1,9 +1,11 @@
-"""The loops of one worker: that their tasks are there, and are tried as soon as they are due, whatever else waits.
+"""The loops of one worker: makes sure that their tasks exist, and are tried as soon as they are due, whatever else waits.
 
-A loop is a task like any other, published by whoever runs it, under a key for the fleet, the worker or the host: so claims,
-leases and fencing see to it that it runs once. It never finishes: an execution that ends well is given back, with a delay.
+A loop is a task like any other, published by the workers that run it, under a key for the fleet, the worker or the host: so
+claims, leases and fencing make sure that it runs once. It never finishes: an execution that ends well is given back with a
+delay.
 
-Nothing here decides. If the process dies, the leases of its loops run out, and the others, who look once a second, go on.
+Nothing is decided here. If the process dies, the leases of its loops run out, and other workers, which look once a second, go
+on.
 """
 
 from __future__ import annotations
@@ -37,11 +39,11 @@ logger = logging.getLogger("taskmesh.loops")
 _LOOK_EVERY_S = 1.0
 _FORGET_EVERY_S = 60.0
 _JUST_S = 0.1
-"""What has been due for no longer than this may not be so by the server's clock: then it is tried again."""
+"""What became due less than this ago may not be due by the server's clock. Then it is tried again."""
 
 
 class Loops:
-    """Looks after them."""
+    """Looks after the loops of one worker."""
 
     def __init__(
         self,
@@ -66,7 +68,7 @@ class Loops:
         self._next_forget = time.monotonic() + varied(_FORGET_EVERY_S, 0.5)
 
     async def declare(self) -> None:
-        """Publish them. Those that are there take over queue, option and labels as they are declared now."""
+        """Publish the loops. Existing ones take over queue, option and labels as declared now."""
         if self._publications:
             await publish(self._store, list(self._publications.values()), self._clock.now())
 
@@ -82,7 +84,7 @@ class Loops:
             self._executions.loop_ended.clear()
 
     async def run_once(self) -> float:
-        """Try what is due; return how many seconds to wait before the next look."""
+        """Try what is due. Return how many seconds to wait before the next look."""
         found = {row.id: row for row in await look_up(self._store, self._me, list(self._publications))}
         await self._restore([id_ for id_ in self._publications if id_ not in found])
         now = time.monotonic()
@@ -101,7 +103,7 @@ class Loops:
         return pause
 
     def _due(self, row: Claimable) -> float:
-        """When this worker tries it: each a moment after those that come before it, so that they do not race."""
+        """Return when this worker tries it: a moment later for each worker that comes before it, so that they do not race."""
         moment = row.next_claim_time if row.claim_time is None else max(row.claim_time, row.next_claim_time)
         place = 0 if row.named else self._partitions.place(row.id, row.queue, row.needs)
         return self._clock.monotonic(moment) + AFTER_S * min(place, LAST_PLACE_TO_WAIT)
@@ -115,7 +117,7 @@ class Loops:
             self._candidates.ready.set()
 
     async def _restore(self, ids: list[str]) -> None:
-        """Publish again what somebody has deleted. What is cancelled stays so."""
+        """Publish again what somebody has deleted. Cancelled loops stay cancelled."""
         if not ids:
             return
         there = await loops.which_are_there(self._store, ids)
@@ -124,7 +126,7 @@ class Loops:
             await publish(self._store, gone, self._clock.now())
 
     async def _forget_those_of_others_gone(self) -> None:
-        """Delete the tasks of workers and hosts of which nothing was seen for an hour."""
+        """Delete the loops of workers and hosts that have not been seen for an hour."""
         fleet = self._registration.fleet
         places = {
             "worker": [worker.worker_id for worker in fleet],
@@ -137,17 +139,17 @@ class Loops:
                 await loops.forget(self._store, publication.name, publication.configuration.queue, per, kept)
 
     async def leave(self) -> None:
-        """Delete the tasks that only this worker could run. One that begins under its id begins them anew."""
+        """Delete the loops that only this worker could run. A worker that starts under the same id publishes them anew."""
         own = [id_ for id_, publication in self._publications.items() if (publication.loop or {})["per"] == "worker"]
         if own:
             try:
                 await loops.delete_waiting(self._store, own)
-            except PyMongoError as error:  # others do it in an hour
+            except PyMongoError as error:  # other workers do it within an hour
                 logger.debug("could not delete the loops of this worker: %s", type(error).__name__)
 
 
 def publications_of(settings: Settings, definitions: Mapping[str, TaskDefinition[Any, Any]]) -> dict[str, Publication]:
-    """Return how the loops are published that this worker may run, by `_id`."""
+    """Return the publications of the loops that this worker may run, by `_id`."""
     made: dict[str, Publication] = {}
     for definition in definitions.values():
         loop = definition.loop
@@ -169,7 +171,7 @@ def _publication(definition: TaskDefinition[Any, Any], loop: Loop, settings: Set
     needs = configuration.needs
     if loop.per == "host":
         needs = {HOST: settings.labels[HOST], **needs}
-    # All of the option is set, and the queue: an existing task follows what is declared now.
+    # The whole option and the queue are set: an existing task follows what is declared now.
     changed = configuration.changed(**dict(option), queue=configuration.queue, needs=needs, update_existing_params=True)
     params, size = definition.params.to_store({})
     return Publication(

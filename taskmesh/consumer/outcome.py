@@ -1,8 +1,8 @@
-"""How an execution ended, what is recorded of that, and what the log says of it.
+"""How an execution ended, what is recorded of that, and what the log says about it.
 
-An `Ending` is judged from what the handler returned or raised, and from why it was stopped, if it was; an `Outcome` is what is to
-be recorded of it. Of a failure type, message and the last lines of code are written down, bounded, and never a variable's
-value: a document is read by more people than the process that failed.
+An `Ending` is judged from what the handler returned or raised, and from why it was stopped, if it was; an `Outcome` is what has
+to be recorded. Of a failure the type, the message and the last lines of code are recorded, bounded in size, and never the value
+of a variable: more people can read a document than the memory of the process that failed.
 """
 
 from __future__ import annotations
@@ -45,17 +45,18 @@ from taskmesh.store.values import MAX_BYTES, MAX_REASON_CHARS, cleaned
 logger = logging.getLogger("taskmesh.executor")
 
 _ABOUT_THE_TASK = (TaskFailed, Retry, Snooze, Next)
-"""What a handler says of its task, which holds though it says so while its worker stops."""
+"""What a handler says about its task. It holds even if its worker is stopping."""
 _DOES_NOT_FIT = (StepMismatch, CannotDecrypt, PayloadMissing)
-"""What says that the code or the keys of this worker do not fit the task."""
+"""Errors that say that the code or the keys of this worker do not fit the task."""
 _CONFLICTS_IN_A_ROW = 100
-"""So many conflicts of `transaction()` are a failure. Waiting between them takes longer than a dead worker's locks last."""
+"""So many conflicts of `transaction()` in a row are a failure. The waits between them are longer than a dead worker's locks
+last."""
 _MISMATCH_WAITS_MS = 5_000
-"""So long, or for its retry delay where that is longer, a task waits that the code or the keys of a worker do not fit."""
+"""How long a task waits if the code or the keys of a worker do not fit it; longer, if its retry delay is."""
 _FIRST_WAIT_MS, _LONGEST_WAIT_MS = 20, 1_000
 _WINDOW_S = 10.0
 _TOLD_SINGLY = 20
-"""In each window. A busy worker would else write thousands of lines a second, and do little else."""
+"""In each window. Otherwise a busy worker would write thousands of lines a second, and do little else."""
 _FRAMES_KEPT = 8
 _LEAVES_NAMED = 5
 _CALLERS = tuple(
@@ -73,16 +74,16 @@ class Ending:
     reason: str | None = None
     error: BaseException | None = None
     fail_type: str | None = None
-    """Of a failure by an error: its type."""
+    """The type of the error that made it fail, if an error did."""
     fail_frame: str | None = None
-    """Of a failure by an error: file, line and function where it was raised."""
+    """File, line and function where that error was raised."""
 
 
 _SUCCEEDED = Ending("succeeded")
 
 
 def judged(execution: Execution, value: Any, error: BaseException | None) -> Ending:
-    """Judge what a handler returned, or what it (or a check before it) raised: it counts, unless it was told to stop before.
+    """Judge what a handler returned or raised, or what a check before it raised. It counts unless it was told to stop before.
 
     From here on nothing can tell it to stop any more.
     """
@@ -118,9 +119,11 @@ def judged(execution: Execution, value: Any, error: BaseException | None) -> End
 
 
 def deciding(error: BaseException) -> BaseException:
-    """Return which error of a group says by itself how the execution ends; the group, if none does, and what is no group.
+    """Return the error of a group that decides how the execution ends; the group itself, if none does.
 
-    Code that does not fit the task comes first: what else it has raised is not the task's fault.
+    A single error is returned.
+
+    Errors that say that the code does not fit the task come first: whatever else was raised is not the task's fault.
     """
     if not isinstance(error, BaseExceptionGroup):
         return error
@@ -133,7 +136,7 @@ def deciding(error: BaseException) -> BaseException:
 
 
 def _put_off(execution: Execution, error: Snooze | StepMismatch | CannotDecrypt | PayloadMissing | Next) -> Ending:
-    """How it ended if it snoozes, goes on elsewhere, or if code or keys here do not fit the task: it waits, uncharged."""
+    """Return the ending of an execution that snoozes, moves on, or does not fit the code here: the task waits, uncharged."""
     if isinstance(error, Next):
         return Ending("moved", reason=reason_of(error).text, error=error)
     if isinstance(error, Snooze):
@@ -153,13 +156,13 @@ def _check(error: Retry | Snooze | Next) -> None:
 
 
 def failed_by(error: BaseException) -> Ending:
-    """Return the ending of an execution that this error has made fail."""
+    """Return the ending of an execution that failed with this error."""
     why = reason_of(error)
     return Ending("failed", reason=why.text, error=error, fail_type=why.type, fail_frame=why.frame)
 
 
 def _told_to_stop(execution: Execution, told: Stop, error: BaseException | None) -> Ending:
-    """How it ended if it was told to stop for a reason that outweighs whatever the handler did then."""
+    """Return the ending of an execution that was told to stop. That outweighs whatever its handler did then."""
     if told is Stop.TIMEOUT:
         limit_ms = execution.stored_option["run_timeout_ms"]
         over = TimeoutError(f"run_timeout_ms: the execution took more than {limit_ms} ms")
@@ -173,9 +176,9 @@ def _told_to_stop(execution: Execution, told: Stop, error: BaseException | None)
 
 
 def success(execution: Execution, value: Any) -> Outcome:
-    """Return the outcome of an execution whose handler returned this: a failure for good, if that cannot be stored.
+    """Return the outcome of an execution whose handler returned this value. If it cannot be stored: a final failure.
 
-    Of a loop it is not stored: the task rests, and runs again.
+    The value of a loop is not stored: the task rests, and runs again.
     """
     payloads = execution.publisher.payloads
     try:
@@ -186,7 +189,7 @@ def success(execution: Execution, value: Any) -> Outcome:
 
 
 def stored_success(execution: Execution, value: Any, most: int = MAX_BYTES) -> Outcome:
-    """Return that outcome, of a result of `most` bytes. Raises `UnstorableValue` for what cannot be stored."""
+    """Return that outcome, for a result of at most `most` bytes. Raises `UnstorableValue` for what cannot be stored."""
     if execution.loop is not None:
         return execution.outcome("looped", {}, delay_ms=execution.loop.delay_ms(execution.stored_option))
     entry, size = execution.returns.kept("returns", value, most)
@@ -194,7 +197,7 @@ def stored_success(execution: Execution, value: Any, most: int = MAX_BYTES) -> O
 
 
 def failure(execution: Execution, ending: Ending) -> Outcome:
-    """Return the outcome of an execution that failed, and log it: this is the only way to one."""
+    """Return the outcome of an execution that failed, and log it. There is no other way to a failure."""
     final = _final_because(execution, ending)
     _tell(execution, ending, final)
     entry: Document = {"fail_reason": (ending.reason or "")[:MAX_REASON_CHARS], "retry_jitter": varied(1.0, 1.0) - 1.0}
@@ -212,7 +215,7 @@ def failure(execution: Execution, ending: Ending) -> Outcome:
 
 
 def _final_because(execution: Execution, ending: Ending) -> str | None:
-    """Why its handler's policy makes its task FAIL for good, whatever retries are left; None: it does not."""
+    """Return why its handler's error policy makes its task FAIL for good, whatever retries are left. None: it does not."""
     if ending.error is None:
         return None
     cause = ending.error.__cause__
@@ -221,7 +224,7 @@ def _final_because(execution: Execution, ending: Ending) -> str | None:
 
 
 def _tell(execution: Execution, ending: Ending, final: str | None) -> None:
-    """Log a failure with its traceback: an error if no retry is left, else a warning."""
+    """Log a failure with its traceback: as an error if no retry is left, otherwise as a warning."""
     reason = (ending.reason or "").partition("\n")[0]
     retries, most = execution.failures, execution.stored_option["max_unexpected_retries"]
     if execution.loop is not None:
@@ -230,13 +233,13 @@ def _tell(execution: Execution, ending: Ending, final: str | None) -> None:
         level, what = logging.ERROR, "failed for good" + (f" ({final})" if final is not None else "")
     else:
         level, what = logging.WARNING, f"failed and will be retried ({retries + 1} of {most})"
-    shown = None if execution.secrets else ending.error  # a traceback may have one in it
+    shown = None if execution.secrets else ending.error  # a traceback may contain one
     reason = execution.redacted(reason)
     logger.log(level, "task %s %s: %s", execution.id, what, reason, exc_info=shown, extra=fields_of(execution))
 
 
 def snoozed(execution: Execution, ending: Ending) -> Outcome:
-    """Return the outcome of an execution that comes again, uncharged. One that met a conflict waits for a time by chance."""
+    """Return the outcome of an execution that runs again, uncharged. After a conflict it waits for a random time."""
     if isinstance(ending.error, TransactionConflict):
         longest = min(_FIRST_WAIT_MS * 2.0 ** min(execution.conflicts, 10), _LONGEST_WAIT_MS)
         return execution.outcome("conflicted", {}, delay_ms=int(varied(longest, 0.5)))
@@ -244,14 +247,14 @@ def snoozed(execution: Execution, ending: Ending) -> Outcome:
 
 
 def suspended(execution: Execution) -> Outcome:
-    """Return the outcome of an execution that is put aside until what it waits for has come."""
+    """Return the outcome of an execution that is suspended until what it waits for has happened."""
     return replace(execution.outcome("suspended", {}), step=execution.suspended_for)
 
 
 def moved(execution: Execution, to: TaskDefinition[Any, Any], error: Next) -> Outcome:
     """Return the outcome of an execution whose task goes on in another queue, where `to` runs it.
 
-    A failure, if its params do not fit there, and of a loop, which stays where it is.
+    It is a failure if the params do not fit there, or if the task is a loop, which stays where it is.
     """
     if execution.loop is not None:
         refusal = InvalidOption(
@@ -269,7 +272,7 @@ def moved(execution: Execution, to: TaskDefinition[Any, Any], error: Next) -> Ou
 
 
 def stopped(execution: Execution) -> Outcome:
-    """Return a note that the handler of an execution which was stopped from outside has ended. It changes no other entry."""
+    """Return a note that the handler of an execution that was stopped from outside has ended. It changes no other entry."""
     return execution.outcome("stopped", {"fail_reason": "the task was cancelled"})
 
 
@@ -277,7 +280,7 @@ def stopped(execution: Execution) -> Outcome:
 
 
 class Successes:
-    """The successes of one worker."""
+    """Logs the successes of one worker."""
 
     def __init__(self, worker_id: str) -> None:
         self._worker_id = worker_id
@@ -286,7 +289,7 @@ class Successes:
         self._counted = 0
 
     def tell(self, execution: Execution) -> None:
-        """Log that an execution has been recorded as SUCCESS, or count it."""
+        """Log that an execution has been recorded as SUCCESS, or only count it."""
         if not logger.isEnabledFor(logging.INFO):
             return
         now = time.monotonic()
@@ -309,22 +312,22 @@ class Successes:
             logger.info("%d more tasks succeeded within %g s", counted, _WINDOW_S, extra={"worker": self._worker_id})
 
 
-# --- the reason of a failure ---
+# --- the reason for a failure ---
 
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why an execution failed, as it is written down."""
+    """Why an execution failed, as it is recorded."""
 
     text: str
     type: str | None
-    """The error's type; with its module, unless it is Python's or taskmesh's own. None: there was no error."""
+    """The error's type, with its module unless that is Python's or taskmesh's own. None: there was no error."""
     frame: str | None
-    """Where it was raised: the end of the file's path, line and function of the innermost frame that is no library's."""
+    """Where it was raised: the end of the path, the line and the function of the innermost frame outside of libraries."""
 
 
 class ReasonElsewhere(Exception):
-    """The cause of an error that was raised in another process: its reason and its classes, told where the traceback was."""
+    """The cause of an error that was raised in another process: reason and classes, taken where the traceback was."""
 
     def __init__(self, reason: Reason, met: Sequence[Raised] = ()) -> None:
         super().__init__(reason.text)
@@ -359,7 +362,7 @@ def _type(kind: type[BaseException]) -> str:
 
 
 def _place(frames: list[traceback.FrameSummary]) -> str | None:
-    """Return where it was raised. Of the path only the end: the same code stands elsewhere on each machine."""
+    """Return where it was raised. Only the end of the path: the same code is in different places on each machine."""
     if not frames:
         return None
     frame = next((frame for frame in reversed(frames) if not _OF_A_LIBRARY.search(_path(frame))), frames[-1])

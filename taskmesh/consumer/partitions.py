@@ -1,10 +1,10 @@
 """Partitions: how workers on one backlog keep out of each other's way.
 
-Every task sits in one of 64 lanes by the hash of its `_id`. For each lane, the live workers have an order of preference
-that all of them compute alike (rendezvous hashing, with as many lanes for each), so that nobody has to be asked. The first
-in that order claims at once, the next a moment later; the rest leave the task to their scans. Only those count that can run the
-task at all: where workers differ, tasks that a few can run are divided among these. No promise hangs on it: whoever is mistaken
-about who lives, loses a race or waits a moment.
+The hash of its `_id` puts every task in one of 64 lanes. For each lane the live workers have an order of preference that all of
+them compute alike (rendezvous hashing, with equal numbers of lanes), so that nobody has to be asked. The first worker in that
+order claims at once, the next a moment later; the rest leave the task to their scans. Only workers that can run the task count:
+where workers differ, tasks that only some can run are divided among these. No guarantee depends on it: a worker that is wrong
+about who is live loses a race, or waits a moment.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from taskmesh.model.worker import WorkerInfo
 from taskmesh.store.publication import LANES, lane_of
 
 _TAKE_TURNS = 4
-"""So many workers each do all that any of them could do; of more, each does it as much less often."""
+"""Up to so many workers each do all housekeeping that any of them could do; of more, each does it correspondingly less often."""
 _MOST_SELDOM = 10.0
 MOST_SHARES = 32
-"""Each is asked for by itself. Where there are more, they are divided as if all could run all, and what is left is found late."""
+"""At most so many different shares are looked at one by one. Beyond that, work is divided as if all workers could run all of
+it, and what remains is found late."""
 _MOST_KINDS = 10_000
 _HEARD_BY = 2
-"""So many of those that listen hear of what is new in a lane: whose it is, and its backup."""
+"""So many of the workers that listen are told of new tasks in a lane: the first in its order, and its backup."""
 
 
 class Partitions:
@@ -38,17 +39,17 @@ class Partitions:
         self._others: Sequence[WorkerInfo] = ()
         self._known: dict[str, Any] = {}
         self._alike = True
-        """Whether all others can run whatever this worker runs, but for what tasks need of them."""
+        """Whether all others can run whatever this worker runs, apart from what single tasks need."""
         self._able: dict[tuple[str, str, tuple[str, ...]], frozenset[str]] = {}
-        """Who can run the tasks of this name, from this queue, with these needs: as they come up."""
+        """Which workers can run the tasks of a name, in a queue, with certain needs. Filled on demand."""
         self._among: dict[frozenset[str], Sequence[int]] = {}
-        """This worker's place in each lane among these."""
+        """This worker's place in each lane among these workers."""
         self._hearing: dict[frozenset[str], Sequence[int]] = {}
-        """And its place among those of them that listen."""
+        """This worker's place among those of them that listen."""
         self._everybody = self._listeners = frozenset([self._worker_id])
 
     def set_workers(self, peers: Iterable[WorkerInfo]) -> bool:
-        """Learn who lives and does some of the same work; True if anything changed."""
+        """Learn which workers are live and share some of this worker's work. Return whether anything changed."""
         others = [worker for worker in peers if worker.worker_id != self._worker_id]
         known = {worker.worker_id: (worker.listens, worker.names, worker.queues, worker.labels) for worker in others}
         if known == self._known:
@@ -64,19 +65,19 @@ class Partitions:
 
     @property
     def alone(self) -> bool:
-        """Whether nobody else does any of this work."""
+        """Whether no other worker does any of this work."""
         return not self._others
 
     def in_turn(self, every_s: float) -> float:
-        """Return how often this worker is to do what one of those that do the same work has to do `every_s` seconds, or sooner.
+        """Return how often this worker has to do what one of the workers sharing its work has to do every `every_s` seconds.
 
-        So what the fleet asks of the database for its own sake does not grow with it.
+        So the load that a fleet puts on the database for its own sake does not grow with the fleet.
         """
         return every_s * min(max(1.0, len(self._everybody) / _TAKE_TURNS), _MOST_SELDOM)
 
     @property
     def heard(self) -> frozenset[int] | None:
-        """The lanes in which this worker should hear of what is new; None: in all, since few listen, or they differ."""
+        """The lanes whose new tasks should be announced to this worker. None: all, since few workers listen, or they differ."""
         if len(self._listeners) <= _HEARD_BY + 1 or not self._alike:
             return None
         return frozenset(lane for lane, place in enumerate(self._places(self._listeners)) if place < _HEARD_BY)
@@ -86,23 +87,26 @@ class Partitions:
         return self._places(self._able_to(id_, queue, needs))[lane_of(id_)]
 
     def place_to_hear(self, id_: str, queue: str, needs: Sequence[str] = ()) -> int:
-        """Return how many workers that listen, and can run a task, come before this one in its lane: these hear of it."""
+        """Return how many listening workers that can run a task come before this one in its lane."""
         able = self._able_to(id_, queue, needs)
         if (places := self._hearing.get(able)) is None:
             places = self._hearing[able] = self._places(able & self._listeners)
         return places[lane_of(id_)]
 
     def place_to_accept(self, id_: str, *, heard: bool) -> int:
-        """Return how many workers come before this one in the lane of what is no task yet: anybody can accept it.
+        """Return how many workers come before this one in the lane of an inserted task. Every worker can accept it.
 
-        `heard`: of those that listen.
+        `heard`: count only those that listen.
         """
         return self._places(self._listeners if heard else self._everybody)[lane_of(id_)]
 
     def shares(
         self, names: Sequence[str], queues: Sequence[str]
     ) -> Iterator[tuple[Sequence[str], Sequence[str], list[int] | None]]:
-        """Yield, for all these names and queues, the lanes that are this worker's; None: all, since nobody else can run those."""
+        """Yield, for all these names and queues, the lanes that belong to this worker.
+
+        None: all lanes, since nobody else can run those.
+        """
         if self._alike:
             yield names, queues, self._own_among(self._everybody)
             return
@@ -123,7 +127,7 @@ class Partitions:
         return None if len(able) == 1 else [lane for lane, place in enumerate(self._places(able)) if place == 0]
 
     def _able_to(self, id_: str, queue: str, needs: Sequence[str]) -> frozenset[str]:
-        """Return who can run a task, this worker among them."""
+        """Return which workers can run a task, this one included."""
         if self._alike and not needs:
             return self._everybody
         kind = (id_.partition(":")[0], queue, tuple(needs))
@@ -141,7 +145,7 @@ class Partitions:
 
 
 def _places(worker_id: str, workers: Collection[str]) -> list[int]:
-    """Return, for each lane, how many of the workers come before this one: the one whose lane it is, and whoever weighs more."""
+    """Return, for each lane, how many workers come before this one: the owner of the lane, and those with a greater weight."""
     weights = {worker: _weights(worker) for worker in workers}
     mine = weights[worker_id]
     first = _first_in_each_lane(weights)
@@ -154,10 +158,10 @@ def _places(worker_id: str, workers: Collection[str]) -> list[int]:
 
 
 def _first_in_each_lane(weights: Mapping[str, Sequence[bytes]]) -> list[str]:
-    """Return whose each lane is: the heaviest there of those that do not have their share yet.
+    """Return the owner of each lane: the worker with the greatest weight there that does not have its share yet.
 
-    So no worker has two lanes more than another: of sixteen, one would have eight and one would have none by weight alone, and
-    who is done with its own takes from others' lanes, where claims meet.
+    So no worker owns two lanes more than another. By weight alone, of sixteen workers one would own eight lanes and one none,
+    and workers that are done with their own would take from others' lanes, where claims collide.
     """
     share, left = divmod(LANES, len(weights))
     first: list[str] = []
@@ -172,5 +176,5 @@ def _first_in_each_lane(weights: Mapping[str, Sequence[bytes]]) -> list[str]:
 
 @lru_cache(maxsize=10_000)
 def _weights(worker_id: str) -> tuple[bytes, ...]:
-    """Return how much a worker weighs in each lane."""
+    """Return a worker's weight in each lane."""
     return tuple(blake2b(f"{worker_id}\0{lane}".encode(), digest_size=8).digest() for lane in range(LANES))

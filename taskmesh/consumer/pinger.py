@@ -1,10 +1,10 @@
 """The pinger: renews leases from a thread of its own, with a blocking client.
 
-So a handler that blocks the event loop costs no lease. The thread also watches the loop: a handler that blocks it is named in
-the log, and if the loop has stood still for so long that it must be taken for dead, the pings stop and others take over.
-If this process is suspended and wakes up late, the leases have run out on the monotonic clock too. If the machine was, that
-clock may have stood still: when another one has jumped against it, every lease is renewed at once, and the server says which
-are lost.
+So a handler that blocks the event loop loses no lease. The thread also watches the loop: a handler that blocks it is named in
+the log, and if the loop has been blocked for so long that it must be considered dead, pings stop and other workers take over.
+If this process is suspended and wakes up late, its leases have run out on the monotonic clock, too. If the machine was
+suspended, that clock may have stood still: when another clock has jumped against it, every lease is renewed at once, and the
+server says which are lost.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from taskmesh.store.server_errors import is_over_deadline
 logger = logging.getLogger("taskmesh.pinger")
 
 _PATIENCE_MS = 5_000
-"""Longer than the deadline of any ping. A connection that is silent for so long is dead, though it may not know it."""
+"""Longer than the deadline of any ping. A connection that is silent for so long is dead, even if it does not know."""
 _LONGEST_CONNECT_PAUSE_S = 5.0
 _TICK_S = 0.25
 _SHORTEST_TICK_S = 0.01
@@ -54,7 +54,7 @@ class Pinger:
         stats: WorkerStats,
         write_times: WriteTimes,
     ) -> None:
-        """Made in the loop that is watched."""
+        """Create it in the loop that it watches."""
         self._store = store
         self._me = settings.claimant
         self._loop = asyncio.get_running_loop()
@@ -63,12 +63,12 @@ class Pinger:
         self._stats = stats
         self._write_times = write_times
         self._ping_times = WriteTimes()
-        """Of their own: where all that runs here is locked, claims need not wait longer."""
+        """Measured apart: if everything that runs here is locked, claims need not wait longer."""
         self._observer = settings.observer
         self._given_up: set[Execution] = set()
         self._tick_s = _TICK_S
         self._locked: set[Execution] = set()
-        """Those whose tasks held up a set: they are pinged alone, until that goes well."""
+        """Executions whose tasks held up a set. They are pinged alone until that succeeds."""
         self._changed = threading.Condition()
         self._answered = self._late_ms = 0
         """How many writes the server has answered in this round, and the longest deadline at which it gave one up."""
@@ -80,37 +80,37 @@ class Pinger:
         self._loop_alive = time.monotonic()
         self._blocked_told = False
         self.stalled = False
-        """Whether the loop has stood still for longer than the limit."""
+        """Whether the loop has been blocked for longer than the limit."""
         self._thread = threading.Thread(target=self._run, name="taskmesh pinger", daemon=True)
 
     def start(self) -> None:
-        """Start the thread. Called in the loop that is watched."""
+        """Start the thread. Call it in the loop that is watched."""
         self._beat()
         self._thread.start()
 
     def expect(self, every_s: float) -> None:
-        """Look often enough for executions that ping so often."""
+        """Check often enough for executions that ping at this interval."""
         if every_s / 4 < self._tick_s and (tick_s := _tick_for(every_s)) < self._tick_s:
             with self._changed:
                 self._tick_s = tick_s
                 self._changed.notify()
 
     def option_changed(self, execution: Execution, stored_option: dict[str, Any]) -> None:
-        """Take a new interval from the next ping on. All else of an option counts from the next claim."""
+        """Apply a changed ping interval from the next ping on. All other fields of an option count from the next claim."""
         with self._changed:
             execution.stored_option = execution.stored_option | {"ping_interval_ms": stored_option["ping_interval_ms"]}
-            if not execution.hushed:  # else a ping would undo its open transaction
+            if not execution.hushed:  # else a ping would abort its open transaction
                 execution.next_ping = min(execution.next_ping, time.monotonic() + execution.ping_every_s)
             self._changed.notify()
 
     async def postpone(self, execution: Execution, seconds: float) -> None:
-        """Ping no more for so long. On return no ping of this execution is on its way."""
+        """Pause the pings of an execution for so long. On return none of them is on its way."""
 
         def wait_for_the_round() -> None:
             with self._round:
                 pass
 
-        # Said here and not in that thread, which goes on if we are cancelled, and would say it too late.
+        # Noted here and not in that thread, which goes on if we are cancelled, and would note it too late.
         execution.silent_until = time.monotonic() + seconds
         await asyncio.to_thread(wait_for_the_round)
         execution.silent_until = time.monotonic() + seconds
@@ -124,7 +124,7 @@ class Pinger:
             await asyncio.to_thread(self._thread.join)
 
     def _beat(self) -> None:
-        """Show the thread that the loop turns, and end what has outlived its lease: the thread may hang in a ping."""
+        """Show the thread that the loop turns, and stop executions whose lease has ended: the thread may be blocked in a ping."""
         now = self._loop_alive = time.monotonic()
         for execution in list(self._executions.values()):
             if now >= execution.lease_until and not execution.recorded_or_lost:
@@ -148,7 +148,7 @@ class Pinger:
             database.client.close()
 
     def _database(self) -> Any:
-        """Make a client, however often it takes: with `mongodb+srv://` a name server has to answer. None: told to stop."""
+        """Create a client, however long that takes: with `mongodb+srv://` a name server has to answer. None: told to stop."""
         pause = _TICK_S
         while not self._stopping:
             try:
@@ -171,9 +171,9 @@ class Pinger:
         return max(0.005, min(self._tick_s, soonest - time.monotonic()))
 
     def _held(self) -> list[Execution]:
-        """The executions whose leases are to be kept.
+        """Return the executions whose leases have to be kept.
 
-        The loop's own dict, copied by one call in C, which no other thread can come into: so nothing has to be locked for
+        This is the loop's own dict, copied by a single call in C that no other thread can interrupt: so no lock is needed for
         each task, most of which end before their first ping.
         """
         held = [e for e in list(self._executions.values()) if not e.recorded_or_lost or e.leaving]
@@ -197,7 +197,7 @@ class Pinger:
                 self._give_up(execution)
         if self.stalled:
             return
-        # A little ahead of time, so that what is due at about the same time goes in one write.
+        # Slightly early, so that what is due at about the same time goes in one write.
         self._renew_all(database, [e for e in held if e.next_ping - 0.02 <= now < e.lease_until])
 
     def _renew_all(self, database: Any, due: list[Execution]) -> None:
@@ -218,12 +218,12 @@ class Pinger:
             self._ping_times.missed(self._late_ms)
 
     def _ping(self, database: Any, executions: list[Execution]) -> None:
-        """Renew leases, all of one length; in parts, if the server does not manage all of them in time."""
+        """Renew leases of one length; in parts, if the server does not manage all of them in time."""
         if not self._renew(database, executions):
             self._split(database, executions)
 
     def _renew(self, database: Any, executions: list[Execution]) -> bool:
-        """Renew leases, all of one length; False if the server gave up at the deadline."""
+        """Renew leases of one length. False if the server gave up at the deadline."""
         sent = time.monotonic()
         lease_ms = executions[0].stored_option["worker_timeout_ms"]
         deadline_ms = self._deadline_ms(lease_ms)
@@ -254,12 +254,12 @@ class Pinger:
         return True
 
     def _deadline_ms(self, lease_ms: int) -> int:
-        """Short, since a locked document holds up the others; never so long that there is no time for another try."""
+        """Return a short deadline, since a locked document holds up the others, and one that leaves time for another try."""
         least_ms = max(100, min(PING_DEADLINE_MS, lease_ms // 8))
         return max(times.deadline_ms(least_ms, _most_ms(lease_ms)) for times in (self._write_times, self._ping_times))
 
     def _keep_places(self, database: Any, executions: list[Execution]) -> None:
-        """Renew what does not hold its task, or will not be told so: where it was stopped from outside it keeps its place."""
+        """Renew the places of executions that lost their tasks, or may have: if stopped from outside, they keep their place."""
         alike: dict[int, list[Execution]] = {}
         for execution in executions:
             alike.setdefault(execution.stored_option["worker_timeout_ms"], []).append(execution)
@@ -289,7 +289,7 @@ class Pinger:
                 self._tell(execution, reason)
 
     def _split(self, database: Any, late: list[Execution]) -> None:
-        """Somebody's transaction holds a document of the set: renew the others without it. Or the server is slow: wait longer."""
+        """Renew the others without a document that somebody's transaction holds. If the server is slow, wait longer instead."""
         if len(late) == 1:
             if not self._is_slow(late):
                 self._locked.add(late[0])
@@ -306,9 +306,11 @@ class Pinger:
             self._split(database, part)
 
     def _is_slow(self, late: list[Execution]) -> bool:
-        """Whether the server, most likely, is late with everything. Then these are tried again at once, with a longer deadline.
+        """Whether the server is probably slow with everything.
 
-        So it is taken to be if it has renewed nothing in this round, unless it had as long as a lease allows.
+        Then the same writes are tried again at once, with a longer deadline.
+
+        It is considered slow if it has renewed nothing in this round, unless it had as much time as a lease allows.
         """
         if self._answered or self._late_ms >= _most_ms(late[0].stored_option["worker_timeout_ms"]):
             return False
@@ -347,7 +349,7 @@ class Pinger:
             )
 
     def _culprit(self) -> str:
-        """Name the task whose handler holds the loop, and the line it hangs in."""
+        """Name the task whose handler blocks the loop, and the line where it is."""
         running = asyncio.current_task(self._loop)
         name = running.get_name() if running is not None else "a callback"
         frame = sys._current_frames().get(self._loop_thread)  # noqa: SLF001 — the documented way to see another thread
@@ -362,7 +364,7 @@ def _most_ms(lease_ms: int) -> int:
 
 
 def _tick_for(every_s: float) -> float:
-    """How often to look for executions that ping so often."""
+    """Return how often to check for executions that ping at this interval."""
     return min(_TICK_S, max(_SHORTEST_TICK_S, every_s / 4))
 
 

@@ -1,4 +1,4 @@
-"""The queues that users have named, as one consumer sees them: which are closed now, and where something is due."""
+"""The queues as one consumer sees them: which are paused now, and in which something is due."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from taskmesh.store import Store, registry
 from taskmesh.store.find import queues_due, queues_in_use
 
 LOOK_AHEAD_MS = 1_500
-"""How far scans look ahead. More than their interval, so that whatever comes due in between is known in time."""
+"""How far scans look ahead. Longer than their interval, so that whatever becomes due in between is known in time."""
 ASK_AT_LEAST_EVERY_S = 4.0
-"""A worker that does not listen scans at least so often, and looks as far ahead as that needs."""
+"""A worker that does not listen scans at least this often, and looks ahead accordingly."""
 ASKERS_LOOK_AHEAD_MS = int(1_200 * ASK_AT_LEAST_EVERY_S)
 _PROBE_EVERY_S = 0.8
-"""How often all queues are asked for together while there is a backlog."""
+"""How often all queues are looked at together while there is a backlog."""
 _QUEUES_EVERY_S = 5.0
 _QUEUE_REMEMBERED_S = 60.0
 
@@ -38,7 +38,7 @@ class Queues:
         partitions: Partitions,
         usual: Iterable[str],
     ) -> None:
-        """`usual`: where tasks of ours are published unless somebody says otherwise: scanned though still empty."""
+        """`usual`: the queues in which this mesh's tasks are published by default. They are scanned even while empty."""
         self._store = store
         self._names = settings.names
         self._fixed = settings.queues is not None
@@ -49,13 +49,13 @@ class Queues:
         self._usual = frozenset(usual)
         known = sorted(self._usual) if settings.queues is None else settings.queues
         self._known: dict[str, float] = dict.fromkeys(known, time.monotonic())
-        """When each was last seen to have something in it."""
+        """When something was last seen in each queue."""
         self._due: set[str] | None = set()
-        """Those in which something is due; None: in too many places to tell, so it may be in any."""
+        """The queues in which something is due. None: in too many to tell, so it may be in any."""
         self._next_probe = 0.0
         self._next_look_at_all = 0.0
         self.paused: frozenset[str] = frozenset()
-        """Those that are paused for everybody: nothing is claimed from them."""
+        """Queues that are paused for everybody: nothing is claimed from them."""
 
     async def read(self) -> None:
         """Learn which queues are paused or limited now."""
@@ -72,7 +72,7 @@ class Queues:
 
     @property
     def known(self) -> Collection[str]:
-        """Those in which there was something of late."""
+        """Queues in which there was something recently."""
         return self._known.keys()
 
     def heard_of(self, queue: str) -> None:
@@ -83,9 +83,11 @@ class Queues:
                 self._due.add(queue)
 
     async def look_for_due(self, now: float, until: datetime, *, leases: bool) -> None:
-        """Ask in which queues something is due by then: the others are not looked at, and cost nothing, however many they are.
+        """Look in which queues something is due by then.
 
-        `leases`: also among what runs.
+        The others are not scanned, and so cost nothing, however many they are.
+
+        `leases`: look also at running tasks.
         """
         if self._due is None and now < self._next_probe:
             return
@@ -101,11 +103,11 @@ class Queues:
         self._due = due if all_of_them else None
 
     def is_any_due(self, queues: Collection[str]) -> bool:
-        """Whether something may be due in one of these."""
+        """Whether something may be due in one of these queues."""
         return bool(queues) if self._due is None else not self._due.isdisjoint(queues)
 
     def _know(self, queue: str, now: float) -> None:
-        """Note that there is something in a queue, and forget those in which there has been nothing for long."""
+        """Note that there is something in a queue, and forget the queues in which there has been nothing for long."""
         is_new = queue not in self._known
         self._known[queue] = now
         if is_new and not self._fixed:

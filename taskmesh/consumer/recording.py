@@ -1,6 +1,6 @@
-"""A record in the making: what all sides of it share, be the handler in the event loop, in a thread or in a child process.
+"""A record in the making: what the event loop, threads and child processes have in common when a handler records something.
 
-Whoever keeps records is a `Recorder` (`journal.Journal`); a handler that blocks reaches it by a `Ledger`.
+A `Recorder` keeps records (`journal.Journal`); blocking handlers reach it through a `Ledger`.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from taskmesh.store.finish import Outcome
 from taskmesh.store.values import cleaned, decoded, encoded
 
 _inside: ContextVar[str | None] = ContextVar("taskmesh step under way", default=None)
-"""The step whose function is running: in there nothing else may be recorded."""
+"""The step whose function is running. Inside it nothing else may be recorded."""
 
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """One call of a handler that is to be recorded."""
+    """One call of a handler that has to be recorded."""
 
     kind: str
     name: str
-    """As it is shown: the second of one name is `name#2`."""
+    """The name as it is shown: the second of one name is `name#2`."""
     given: str
     id: str
     fingerprint: str | None
     refused: Exception | None = None
-    """Why it cannot be made, raised when it is awaited."""
+    """Why it cannot be made. Raised when it is awaited."""
     task: asyncio.Task[Any] | None = None
-    """What awaits it, of a step in the event loop."""
+    """What awaits it, for a step in the event loop."""
 
 
 # --- who keeps records ---
@@ -50,7 +50,7 @@ class Entry:
 class Started(Protocol):
     """What `start` returned: a `TaskHandle`, or its name in the process that talks to a child process."""
 
-    # ruff: noqa: D102 — each is the handle's property or method of its name
+    # ruff: noqa: D102 — each is the handle's property or method of that name
 
     @property
     def name(self) -> str: ...
@@ -75,12 +75,12 @@ class Recorder(Protocol):
     async def wait_for(self, event: str, timeout_ms: int | None, outer: str | None = None) -> Any: ...
     async def end_steps(self) -> None: ...
 
-    # of a handler that blocks
+    # for blocking handlers
     async def begin_step(self, name: str, made_by: str, outer: str | None) -> tuple[str, Document | None]: ...
     async def end_step(self, id_: str, fields: Document | None) -> Document | None: ...
     def begun(self, id_: str) -> Entry: ...
 
-    # of what commits with its record
+    # for what commits together with its record
     @property
     def lease_until(self) -> float: ...
     def transaction(self) -> AbstractAsyncContextManager[None]: ...
@@ -91,7 +91,7 @@ class Recorder(Protocol):
 
 
 class Ledger(Protocol):
-    """A journal, for a handler that blocks: in a thread here, or at the other end of a pipe."""
+    """A journal for blocking handlers: in a thread here, or at the other end of a pipe."""
 
     # ruff: noqa: D102 — each is the `Journal`'s method of its name
 
@@ -106,11 +106,11 @@ class Ledger(Protocol):
     def wait_for(self, event: str, timeout_ms: int | None, outer: str | None) -> Any: ...
 
 
-# --- a step, and what it leaves ---
+# --- a step, and what it records ---
 
 
 class inside:  # noqa: N801 -- a context manager; one by a generator takes several times as long
-    """The function of this step runs in the block."""
+    """The function of this step runs inside this block."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -128,7 +128,7 @@ def returns_of(name: str, fn: Any) -> Returns:
 
 
 def stored(returns: Returns, value: Any) -> Document:
-    """Return the value as a field of a record, as it will be read by whoever resumes. Raises `UnstorableValue`."""
+    """Return the value as a field of a record, as later executions will read it. Raises `UnstorableValue`."""
     document, _ = returns.kept("value", value)
     if type(document) is dict and type(document["value"]) in OF_ONE_FORM:
         return document
@@ -141,14 +141,14 @@ def failed(error: TaskFailed) -> Document:
 
 
 def value_of(record: Document, returns: Returns) -> Any:
-    """Return what a step returns whose record this is, or raise what it raised."""
+    """Return what the step of this record returned, or raise what it raised."""
     if (error := record.get("error")) is not None:
         raise TaskFailed(error)
     return returns.read(record["value"])
 
 
 def not_callable(name: str, fn: Any) -> TypeError:
-    """Return the error for what cannot be called."""
+    """Return the error for a value that cannot be called."""
     hint = (
         ": pass the function and its arguments, step(name, fn, *args), not its call" if inspect.isawaitable(fn) else ""
     )
@@ -156,7 +156,7 @@ def not_callable(name: str, fn: Any) -> TypeError:
 
 
 def checked_handles(handles: Any) -> list[Any]:
-    """Return the handles of children, or raise `TypeError` for what is no list of such."""
+    """Return the handles of children. Raises `TypeError` for anything else."""
     listed = isinstance(handles, Iterable) and not isinstance(handles, (str, bytes, Mapping))
     found = list(handles) if listed else []
     if wrong := [each for each in found if not is_named(each)] or ([] if listed else [handles]):
@@ -165,7 +165,7 @@ def checked_handles(handles: Any) -> list[Any]:
 
 
 def checked_ms(what: str, ms: Any) -> int:
-    """Return milliseconds, or raise `InvalidOption`."""
+    """Return milliseconds. Raises `InvalidOption`."""
     if isinstance(ms, bool) or not isinstance(ms, int) or not 0 <= ms <= MAX_DURATION_MS:
         raise InvalidOption(
             f"{what} must be a whole number of milliseconds from 0 to {MAX_DURATION_MS} (ten years), got {ms!r:.100}"
@@ -174,7 +174,7 @@ def checked_ms(what: str, ms: Any) -> int:
 
 
 def duration_ms(parts: Mapping[str, Any]) -> int:
-    """Return how long the parts of a `timedelta` are together. Raises `InvalidOption`."""
+    """Return the total of the parts of a `timedelta` in milliseconds. Raises `InvalidOption`."""
     try:
         ms = timedelta(**parts) / timedelta(milliseconds=1)
     except (TypeError, ValueError, OverflowError) as error:
@@ -185,7 +185,7 @@ def duration_ms(parts: Mapping[str, Any]) -> int:
 
 
 def checked_moment(when: Any) -> datetime:
-    """Return the moment in UTC, as it is stored, or raise `InvalidOption`. A naive one is UTC."""
+    """Return the moment in UTC, as it is stored. A naive one is taken as UTC. Raises `InvalidOption`."""
     if not isinstance(when, datetime):
         raise InvalidOption(f"sleep_until() takes a datetime, got {when!r:.100}")
     moment = when.replace(tzinfo=UTC) if when.tzinfo is None else when.astimezone(UTC)
@@ -193,7 +193,7 @@ def checked_moment(when: Any) -> datetime:
 
 
 def step_under_way() -> str | None:
-    """Return the name of the step whose function runs here, if one does."""
+    """Return the name of the step whose function is running here, if one is."""
     return _inside.get()
 
 
@@ -222,7 +222,7 @@ def blocking_step(
             return stored(returns, asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value)
 
     ended = False
-    """Whether `end_step` was called, which ends it also where it raises that nothing can be recorded."""
+    """Whether `end_step` was called. It ends the step even if it raises that nothing can be recorded."""
     try:
         if record is None:
             fields: Document | None = None
