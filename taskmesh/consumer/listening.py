@@ -95,9 +95,8 @@ class Listening:
         affordable = min(affordable_to(fleet, peers), enough_for(fleet, peers))
         rank = 0 if me is None else _rank(me, fleet, peers)
         now = time.monotonic()
-        # Small changes of the load must not open and close streams: a listening worker goes on until there are twice as many as needed,
-        # # and a polling worker polls for a while, unless too few are left that listen.
-        # and whoever asks, asks for a while, unless too few are left that listen.
+        # Small changes of the load must not open and close streams: a worker listens until there are twice as many as needed, and
+        # polls for a while, unless too few are left that listen.
         if self.wanted and rank >= max(LEAST, 2 * affordable):
             self.wanted = False
             self._hears_until = now + _OTHERS_KNOW_AFTER_S
@@ -113,11 +112,7 @@ class Listening:
 
 
 def _rank(me: WorkerInfo, fleet: Sequence[WorkerInfo], peers: Collection[str]) -> int:
-    """
-
-    Return how many of the workers that do the same work come before this one: those that listen first, then the
-    longest-running.
-    """
+    """Return how many workers with the same work come before this one: listening ones first, then the longest-running."""
     others = [w for w in fleet if w.worker_id in peers and w.may_listen and w.worker_id != me.worker_id]
     return sum(_order(other) < _order(me) for other in others)
 

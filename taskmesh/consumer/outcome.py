@@ -121,9 +121,8 @@ def judged(execution: Execution, value: Any, error: BaseException | None) -> End
 def deciding(error: BaseException) -> BaseException:
     """Return the error of a group that decides how the execution ends; the group itself, if none does.
 
-    A single error is returned.
-
-    Errors that say that the code does not fit the task come first: whatever else was raised is not the task's fault.
+    An error that is no group is returned as it is. Errors that say that the code does not fit the task come first: whatever else
+    was raised is not the task's fault.
     """
     if not isinstance(error, BaseExceptionGroup):
         return error

@@ -1,4 +1,4 @@
-"""The worker's entry in the registry: a sign of life every two seconds, and orders from afar in the same round trip."""
+"""The worker's entry in the registry: a heartbeat every two seconds, and remote orders in the same round trip."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ from taskmesh.store.values import cleaned
 logger = logging.getLogger("taskmesh.registration")
 
 _ALL_LOOK = 128
-"""In a larger fleet nobody looks at each sign of life who else lives: what all read together would grow with its square."""
+"""In larger fleets not every heartbeat reads who is live: what all workers read together would grow with the square of the
+fleet."""
 
 
 class Commanded(Protocol):
-    """Who does what is ordered: the consumer, as if its user had asked for it."""
+    """What carries out orders: the consumer, as if its user had called it."""
 
     # ruff: noqa: D102 — see `Consumer`
 
@@ -50,14 +51,14 @@ class Commanded(Protocol):
 
 
 class Orders:
-    """What somebody wants this worker to do, as its registration says. Each order is obeyed once."""
+    """Remote orders in a worker's registration. Each is obeyed once."""
 
     def __init__(self, store: Store, settings: Settings, consumer: Commanded) -> None:
         self._store = store
         self._settings = settings
         self._consumer = consumer
         self._obeyed: Document = {}
-        """When what was ordered last, of each kind of order."""
+        """The time of the last order of each kind that was obeyed."""
 
     async def read(self) -> None:
         """Look for orders now."""
@@ -66,7 +67,7 @@ class Orders:
             self.obey(document)
 
     def obey(self, document: Document) -> None:
-        """Do what is new in a registration."""
+        """Obey what is new in a registration."""
         order: Document = document.get("order", {})
         times = {name: document.get("order_times", {}).get(name, document["order_time"]) for name in order}
         if new := {name: value for name, value in order.items() if times[name] != self._obeyed.get(name)}:
@@ -77,7 +78,7 @@ class Orders:
         if "concurrency" in order:
             try:
                 self._consumer.concurrency = order["concurrency"]
-            except InvalidOption as error:  # of another release, or by hand
+            except InvalidOption as error:  # from another release, or entered by hand
                 logger.warning("command to this worker ignored: %s", error)
         if "paused" in order:
             if order["paused"]:
@@ -127,12 +128,12 @@ class Registration:
         self._told_outage = False
         self._throughput = Throughput()
         self.seen_at = time.monotonic()
-        """When (monotonic) the database last took a sign of life."""
+        """When (monotonic) the database last took a heartbeat."""
 
     async def enter(self) -> None:
         """Register. Raises `WorkerIdTaken` while another live worker has the id.
 
-        A predecessor on this host whose process is gone is no obstacle; of others the sign of life has to run out.
+        A predecessor on this host whose process is gone is no obstacle; any other one has to miss its heartbeats first.
         """
         waited_until = time.monotonic() + registry.LIVE_MS / 1000 + 1
         first_seen: Any = None
@@ -157,14 +158,14 @@ class Registration:
             await asyncio.sleep(registry.HEARTBEAT_MS / 1000 + 0.3)
 
     async def run(self) -> None:
-        """Show signs of life for ever."""
+        """Send heartbeats for ever."""
         while True:
             await until(self._wake, registry.HEARTBEAT_MS / 1000)
             self._wake.clear()
             await self.run_once()
 
     async def run_once(self) -> None:
-        """Show one sign of life, and learn who else lives."""
+        """Send one heartbeat, and learn which workers are live."""
         try:
             sent = time.monotonic()
             document = await registry.heartbeat(self._store, self._worker_id, self._instance, self._description())
@@ -185,7 +186,7 @@ class Registration:
                 self._told_outage = True
 
     def show_soon(self) -> None:
-        """Write the next sign of life at once."""
+        """Send the next heartbeat at once."""
         self._wake.set()
 
     async def leave(self) -> None:
@@ -197,7 +198,7 @@ class Registration:
             logger.warning("could not record that worker %s has stopped: %s", self._worker_id, type(error).__name__)
 
     async def _read_fleet(self) -> None:
-        """Learn who lives, and who of them does the same work."""
+        """Learn which workers are live, and which of them do the same work."""
         if len(self.fleet) > _ALL_LOOK and time.monotonic() < self._next_look:
             return
         self.fleet = read_workers(await registry.workers(self._store))
@@ -228,7 +229,7 @@ class Registration:
             "running": len(executions),
             "started": executions.started,
             "finished": executions.finished,
-            # Nothing goes by this machine's own clock; people wonder about the times in its log.
+            # Nothing depends on this machine's clock; it only makes the times in its log puzzling.
             "clock_off_ms": round((time.time() - self._clock.now().timestamp()) * 1000),
             **self._stats.described(self._claimer.tried, self._claimer.won),
             "state": life.state if life.state != "ready" else "running",
@@ -238,7 +239,7 @@ class Registration:
 
 
 def _is_dead_here(other: Document) -> bool:
-    """Whether the process behind a registration is on this host, and gone."""
+    """Whether the process behind a registration was on this host, and is gone."""
     if other.get("host") != socket.gethostname() or not isinstance(other.get("pid"), int):
         return False
     if other["pid"] == os.getpid():

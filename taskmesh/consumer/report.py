@@ -1,4 +1,4 @@
-"""What a handler tells while it runs: its progress, and lines of its log."""
+"""Reports: what a handler reports while it runs, its progress and lines of its log."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from taskmesh.store.driver import Document
 LOG_LINES = 100
 LOG_LINE_CHARS = 2_000
 LOG_BYTES = 32_000
-"""Of one execution's log. A document keeps the logs of up to `rules.KEPT_FAILS` executions, and has room for results too."""
+"""The most bytes of one execution's log. A document keeps logs of up to `rules.KEPT_FAILS` executions, and needs room for
+results."""
 _LINE_BYTES = 60
-"""What a line takes in the document beside its text."""
+"""How many bytes a line takes in the document beside its text."""
 
 
 class Report:
@@ -25,19 +26,19 @@ class Report:
     def __init__(self) -> None:
         self.progress: Document | None = None
         self.progress_untold = False
-        """Whether no report has written it."""
+        """Whether the newest progress has not been written yet."""
         self._lines: deque[Document] = deque()
         self._bytes = self._dropped = 0
         self._lines_unwritten = False
         self._lock = threading.Lock()
 
     def set_progress(self, share: float, message: str | None, time: datetime) -> None:
-        """Note how far the handler has come; what it told before is of no interest any more."""
+        """Note how far the handler has come. Earlier progress is dropped."""
         self.progress = {"fraction": share, "message": message, "time": time}
         self.progress_untold = True
 
     def add_line(self, text: str, time: datetime) -> None:
-        """Keep a line; the oldest go when there are too many."""
+        """Keep a line. The oldest lines are dropped when there are too many."""
         with self._lock:
             self._lines.append({"time": time, "message": text})
             self._bytes += len(text.encode())
@@ -48,33 +49,33 @@ class Report:
 
     @property
     def size(self) -> int:
-        """How many bytes the lines take in the document, about."""
+        """About how many bytes the lines take in the document."""
         return self._bytes + _LINE_BYTES * len(self._lines)
 
     def logs(self) -> Document:
-        """Return the lines as they stand in the entry; nothing if there are none."""
+        """Return the lines as they are stored in the entry; nothing if there are none."""
         with self._lock:
             return {"logs": list(self._lines), "dropped_log_cnt": self._dropped} if self._lines else {}
 
     def unwritten(self) -> tuple[Document, Document | None]:
-        """Return the lines and the progress that are to be written: from now on they count as written."""
+        """Return the lines and the progress that have to be written. From now on they count as written."""
         lines, progress = self._lines_unwritten, self.progress_untold
         self._lines_unwritten = self.progress_untold = False
         return self.logs() if lines else {}, self.progress if progress else None
 
     def not_written(self, logs: Document, progress: Document | None) -> None:
-        """Note that what was to be written was not."""
+        """Note that they could not be written."""
         self._lines_unwritten = self._lines_unwritten or bool(logs)
         self.progress_untold = self.progress_untold or progress is not None
 
 
 def checked_progress(fraction: object, message: object) -> tuple[float, str | None]:
-    """Return them as they can be stored. Raises `InvalidParams`."""
+    """Return fraction and message as they can be stored. Raises `InvalidParams`."""
     if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 <= fraction <= 1:
         raise InvalidParams(f"progress must be from 0 to 1, got {fraction!r}")
     return float(fraction), None if message is None else line_of(message)
 
 
 def line_of(message: object) -> str:
-    """A line as it can be stored: valid Unicode, and not too long."""
+    """Return a line as it can be stored: valid Unicode, and not too long."""
     return str(message).encode("utf-8", "replace").decode()[:LOG_LINE_CHARS]

@@ -1,6 +1,6 @@
-"""The reporter: writes the progress and logs of running executions, the newest of each, together and not too often.
+"""The reporter: writes progress and logs of running executions, only the newest of each, many together and not too often.
 
-A thousand calls a second cost two writes.
+A thousand calls per second cost two writes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MAX_BATCH = 100  # with the largest logs, a quarter of what a command may hold
 
 
 class Reporter:
-    """What one consumer's executions have to tell."""
+    """Writes the reports of one consumer's executions."""
 
     def __init__(self, store: Store, worker_id: str) -> None:
         self._store = store
@@ -32,7 +32,7 @@ class Reporter:
         self._writing = asyncio.Lock()
 
     def add(self, execution: Execution) -> None:
-        """Write what this execution has to tell soon. May be called from any thread."""
+        """Write what this execution has to report soon. Callable from any thread."""
         if execution.running_id + execution.id not in self._dirty:
             self._dirty[execution.running_id + execution.id] = execution
             self._loop.call_soon_threadsafe(self._something.set)
@@ -45,7 +45,7 @@ class Reporter:
             await asyncio.sleep(_EVERY_S)
 
     async def run_once(self) -> None:
-        """Write what there is."""
+        """Write all new reports."""
         self._something.clear()
         await self.flush()
 
@@ -55,7 +55,7 @@ class Reporter:
             pass
 
     async def flush(self) -> None:
-        """Write what there is. What cannot be written now is left to the next time, or to the outcome."""
+        """Write all new reports. What cannot be written now is left to the next time, or to the outcome."""
         async with self._writing:
             await self._flush()
 
@@ -64,7 +64,7 @@ class Reporter:
             executions = [self._dirty.pop(key) for key in list(self._dirty)[:_MAX_BATCH]]
             speaking = [execution for execution in executions if not (execution.ended or execution.hushed)]
             told = [(execution, news) for execution in speaking if (news := execution.report()) is not None]
-            # One update must not repeat a field that only some have: logs and progress go in one each.
+            # One update must not repeat a field that only some have: logs and progress go in one update each.
             for with_logs in (True, False):
                 batch = [(execution, news) for execution, news in told if bool(news.entry) == with_logs]
                 if not batch:
@@ -73,6 +73,6 @@ class Reporter:
                     await report(self._store, self._worker_id, [news for _, news in batch])
                 except PyMongoError as error:
                     logger.warning("progress of %d tasks could not be written: %s", len(batch), type(error).__name__)
-                    for execution, unsaid in told:  # also what was not tried; twice does no harm
+                    for execution, unsaid in told:  # includes what was not tried; writing it twice does no harm
                         execution.report_failed(unsaid)
                     return

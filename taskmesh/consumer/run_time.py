@@ -1,4 +1,4 @@
-"""How long an execution may still take, by `run_timeout_ms`."""
+"""Run time: how long an execution may still take under `run_timeout_ms`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class RunTime:
-    """How long an execution may still take, by `run_timeout_ms`. It stands still until user code can run."""
+    """How long an execution may still take under `run_timeout_ms`. It starts counting when user code can run."""
 
     __slots__ = ("_ends", "_left_s", "_timer")
 
@@ -19,17 +19,17 @@ class RunTime:
 
     @property
     def left_s(self) -> float | None:
-        """How much is left; None if there is no limit."""
+        """How much is left. None if there is no limit."""
         return self._left_s if self._ends is None else self._ends - time.monotonic()
 
     def go_on(self, over: Callable[[], None]) -> None:
-        """Count from now on, and call this in the running loop when nothing is left."""
+        """Start counting. `over` is called in the running loop when nothing is left."""
         if self._left_s is not None and self._ends is None:
             self._ends = time.monotonic() + self._left_s
             self._timer = asyncio.get_running_loop().call_later(self._left_s, over)
 
     def stand_still(self) -> None:
-        """Count no more, until told to go on."""
+        """Stop counting until `go_on`."""
         if self._ends is None:
             return
         self._left_s, self._ends = self.left_s, None
@@ -39,4 +39,4 @@ class RunTime:
 
 
 UNLIMITED = RunTime(None)
-"""Of all executions that may take as long as they like: it never counts."""
+"""For all executions without a limit: it never counts."""

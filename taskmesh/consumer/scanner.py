@@ -1,7 +1,7 @@
-"""The scanner: looks for claimable tasks in the database. The stream brings hints; this is the truth.
+"""The scanner: looks for claimable tasks in the database. The stream brings hints; what the scanner finds is reliable.
 
-It scans at the start, after every gap in the stream, whenever the claim queue runs low while there is more, and slowly for
-ever as a safety net: that finds what no event announced, leases that ran out, and delayed tasks that are about to start.
+It scans at the start, after every gap in the stream, whenever the claim queue runs low while there is more work, and once a
+second as a safety net: that finds what no event announced, leases that ran out, and delayed tasks that are about to start.
 """
 
 from __future__ import annotations
@@ -51,30 +51,30 @@ logger = logging.getLogger("taskmesh.scanner")
 
 SCAN_EVERY_S = 1.0
 _ASK_AGAIN_S = 0.1
-"""How soon a worker that does not listen looks again when it has found something; each time that it finds nothing, twice as
-late as before."""
+"""How soon a worker that does not listen scans again after it has found something. Each scan that finds nothing doubles the
+pause."""
 _SETTLE_EVERY_S = 2.0
 _MOST_SETTLE_DEADLINE_MS = 3_000
 _PAYLOADS_EVERY_S = 60.0
-"""How often to look whether something that is stored apart has no task any more."""
+"""How often to look for separately stored values whose task is gone."""
 _MAX_COMBINATIONS = 150
-"""Of names × queues in one query; above about 200 the server sorts in memory instead of merging index ranges."""
+"""The most names × queues in one query. Above about 200 the server sorts in memory instead of merging index ranges."""
 _FOR_ANYBODY: tuple[Sort, ...] = ("waiting", "shared")
 _SORTS: tuple[Sort, ...] = ("named", *_FOR_ANYBODY)
 _USUAL_PAGE = 1_000
 _PASSES_AHEAD = 2.5
-"""A page holds what is taken in the time of so many passes. Of many workers each walks along all tasks to find its own."""
+"""A page holds what is taken during so many passes. If there are many workers, each passes over all tasks to find its own."""
 _RATE_OVER_S = 0.25
-"""What was taken in a shorter time is one burst, and tells of no rate."""
+"""Anything taken in less time is a single burst, from which no rate can be derived."""
 _PAGE_OF_REFUSED = 400
 _PAGE_BESIDE = 200
 _READ_BEHIND_S = 0.4
-"""How long a pass reads behind what this worker may not have, until it has come to the end once."""
+"""How long a pass reads behind tasks that this worker may not have, until it has reached the end once."""
 _OVERLAP = timedelta(seconds=2)
-"""What comes due may be written so much later: clocks differ, and a publication takes its time."""
+"""How late a task that is due may become visible: clocks differ, and publishing takes time."""
 _MOST_CURSORS = 100
 _Place = tuple[tuple[str, ...], tuple[str, ...], tuple[int, ...] | None, Sort]
-"""Names, queues, lanes and sort of what a scan looks at."""
+"""Names, queues, lanes and sort: what a scan looks at."""
 _PATIENCE_S = 0.2
 _PATIENCE_OF_THE_BUSY_S = 2.0
 
@@ -105,12 +105,12 @@ class Scanner:
         self._me = settings.claimant
         self._names = settings.names
         self._most = self._page = max(_USUAL_PAGE, min(5_000, 4 * settings.concurrency))
-        """The largest page, and what the next scan asks for."""
+        """The largest page, and the size of the next one."""
         self._enough = min(self._most, max(_PAGE_BESIDE, 4 * settings.concurrency))
         """The smallest page."""
         self._taken = 0
         self._taken_since = -math.inf
-        """How many candidates were taken since this moment of the monotonic clock."""
+        """How many candidates were taken since this moment (monotonic)."""
         self._taken_per_s = 0.0
         self._clock = clock
         self._candidates = candidates
@@ -120,7 +120,8 @@ class Scanner:
         self._limits = limits
         self._claim_filter = claim_filter
         self._narrowed_by: Mapping[str, Any] = {}
-        """What the hook `on_claim` says at this pass: what does not match it would be refused, like what only others may have."""
+        """The filter of the hook `on_claim` in this pass. Tasks that do not match it would be refused, like tasks for other
+        workers."""
         self._backup_claims = backup_claims
         self._listening = listening
         self._listener = listener
@@ -128,22 +129,22 @@ class Scanner:
         self._dependents = dependents
         self._groups = groups
         self._behind: dict[_Place, tuple[datetime, Any]] = {}
-        """Cursors over what lies behind tasks not for me, and when each was opened, by the server's clock."""
+        """Cursors behind tasks that this worker may not have, and when each was opened, by the server's clock."""
         self._read_to: dict[_Place, datetime] = {}
-        """Where all that lies behind them was read once to the end: until when it had come due then, or in a look since."""
+        """Where all that lies behind such tasks was read to the end once: the time up to which due tasks are known."""
         self._heads_refused: set[_Place] = set()
-        """Where the last page was full, and had nothing for me."""
+        """Where the last page was full, and contained nothing for this worker."""
         self._next_settle = self._next_sweep = self._next_payloads = 0.0
         self._next_leases = 0.0
         self._next_help = 0.0
         self._again_soon = False
         self._pause_s = SCAN_EVERY_S
         self._heads: dict[tuple[int, str], float] = {}
-        """What stood at the head of each lane when all were looked at last, and since when."""
+        """The head of each lane when all lanes were last looked at, and since when it has been the head."""
         self._left_to_me: set[int] = set()
         """The neglected lanes from which the last look took something."""
         self._tried_in_vain = 0
-        """How many claims had won nothing then."""
+        """How many claims had won nothing by then."""
         self._told_outage = self._told_unsettled = False
         self.scans = 0
         self.open = True
@@ -165,7 +166,7 @@ class Scanner:
             await until(self._candidates.scan_wanted, _PATIENCE_S if self._again_soon else varied(self._pause_s, 0.1))
 
     def _pause_after(self, brought: int) -> float:
-        """Return how long to wait for the next pass, unless something asks for it."""
+        """Return how long to wait for the next pass, unless something requests it earlier."""
         if self._listening.wanted:
             return SCAN_EVERY_S
         if brought:
@@ -173,11 +174,11 @@ class Scanner:
         return min(2 * self._pause_s, self._partitions.in_turn(SCAN_EVERY_S), ASK_AT_LEAST_EVERY_S)
 
     async def run_once(self) -> int:
-        """Make one pass; return how many new candidates it brought."""
+        """Make one pass. Return how many new candidates it brought."""
         now = time.monotonic()
         await self._settle_and_sweep(now)
         if not self.open or not self._names:
-            self._candidates.know_to(None)  # who does not look goes by what he hears
+            self._candidates.know_to(None)  # a worker that does not look goes by hints alone
             return 0
         self._narrowed_by = (
             await self._claim_filter.current() or {}
@@ -201,12 +202,12 @@ class Scanner:
         elif self._candidates.unread and len(self._candidates) >= self._page and not self._groups.any:
             await self._want_hints(False)
         elif not self._candidates.unread:
-            # The stream is open for hints again before the next scan, so that nothing falls in between.
+            # The stream is open for hints again before the next scan, so that nothing is missed in between.
             await self._want_hints(True)
         return brought
 
     def _count_taken(self, taken: int, now: float) -> None:
-        """Note how many candidates were taken since the last scan: the size of a page follows from their rate."""
+        """Note how many candidates were taken since the last scan. The size of a page follows from their rate."""
         self._taken += taken
         past_s = now - self._taken_since
         if self._taken:
@@ -216,13 +217,13 @@ class Scanner:
             self._taken, self._taken_since = 0, now
 
     async def _settle_and_sweep(self, now: float) -> None:
-        """Write down what time alone has finished, and ask for those that wait for others. A scan does without, if need be."""
+        """Record what has finished by time alone, and tell dependents. If this fails, the scan goes on without it."""
         try:
             if now >= self._next_settle:
                 self._next_settle = now + self._partitions.in_turn(varied(_SETTLE_EVERY_S, 0.2))
                 deadline_ms = self._write_times.deadline_ms(SETTLE_DEADLINE_MS, _MOST_SETTLE_DEADLINE_MS)
                 if await settle(self._store, deadline_ms):
-                    # Nobody else tells those that wait for what time alone has finished.
+                    # Nobody else tells the dependents of what has finished by time alone.
                     await self._dependents.sweep(at_once=True)
             if now >= self._next_sweep:
                 self._next_sweep = now + self._partitions.in_turn(0.8 * SCAN_EVERY_S)
@@ -251,17 +252,20 @@ class Scanner:
 
     @property
     def _horizon(self) -> datetime:
-        """How far scans look, by the server's clock: beyond the next."""
+        """How far scans look, by the server's clock: beyond the next scan."""
         ahead_ms = LOOK_AHEAD_MS if self._listening.wanted else ASKERS_LOOK_AHEAD_MS
         return self._clock.now() + timedelta(milliseconds=ahead_ms)
 
     async def _want_hints(self, wanted: bool) -> None:
-        """Under a backlog the stream is not asked for new work; when it is worked off, a scan closes the gap."""
+        """Under a backlog the stream does not announce new work. When the backlog is worked off, a scan closes the gap."""
         if await self._listener.want_hints(wanted) and wanted:
             self._candidates.order_scan()
 
     async def _scan(self) -> int:
-        """Look at what is due in my lanes, and for me by name; take no more of it than what has nothing unseen before it."""
+        """Scan what is due in this worker's lanes, or names this worker.
+
+        Of the result, take only what comes before anything unread.
+        """
         found: list[Claimable] = []
         full: list[tuple[ScanRange, Sort]] = []
         known_to: Rank | None = None
@@ -269,20 +273,20 @@ class Scanner:
         for what in self._ranges(own=True):
             looked_at.update(what.queues)
             for sort in _SORTS:
-                # Where nothing of the last page was for me, a few are enough to see whether that has changed.
+                # Where the last page contained nothing for this worker, a small page is enough to see whether that has changed.
                 size = _PAGE_BESIDE if _place_of(what, sort) in self._heads_refused else self._page
                 page = await scan(self._store, self._me, what, size, sort)
                 found += await self._fitting(page.rows)
                 if page.full:
                     behind.update(what.queues)
                     full.append((what, sort))
-                    # How many failures those have that it did not read, it cannot tell: some have none.
+                    # How many failures unread tasks have is unknown: some have none.
                     last = max((rank_of(row, fail_cnt=0) for row in page.rows), default=NOTHING)
                     known_to = last if known_to is None else min(known_to, last)
         await self._groups.note(looked_at - behind, full=False)
         if behind:
             await self._groups.note(behind, full=True)
-        # From here to the last offer nothing is waited for: no hint comes in between.
+        # Nothing is awaited from here to the last offer, so that no hint comes in between.
         self._candidates.know_to(known_to)
         brought = self._offer(found)
         if brought:
@@ -290,27 +294,28 @@ class Scanner:
         if full:
             self._candidates.unread = True
             if not brought and not self._candidates.ready_count(time.monotonic()) and not self._mostly_known(found):
-                self._candidates.know_to(None)  # whoever stands before what comes now, may not be had
-                self._candidates.unread = False  # what stands behind is read on with the next pass, not at once
+                self._candidates.know_to(None)  # tasks before the next ones may be unavailable to this worker
+                self._candidates.unread = False  # what is behind is read in the next pass, not at once
                 self._heads_refused.update(_place_of(*each) for each in full)
                 for what, sort in full:
                     brought += await self._read_behind_refused(what, sort)
         return brought
 
     def _offer(self, rows: Sequence[Claimable], *, place: int | None = None, overdue: bool = False) -> int:
-        """Offer what was found; return how many of it are new candidates.
+        """Offer what was found. Return how many new candidates there are.
 
-        Not what has run and come back since: its event tells of it as it is now, and the row may be from before it failed.
+        Tasks that ran and came back since are left out: their events tell how they are now, and a row may be from before they
+        failed.
         """
         offer, came_back = self._backup_claims.offer, self._candidates.came_back_meanwhile
         return sum(offer(row, place=place, overdue=overdue) for row in rows if not came_back(row.id))
 
     async def _fitting(self, rows: list[Claimable]) -> list[Claimable]:
-        """Those that the hook `on_claim` allows now."""
+        """Return the rows that the hook `on_claim` allows now."""
         return await fitting(self._store, rows, self._narrowed_by) if self._narrowed_by else rows
 
     async def _look_at_leases(self) -> int:
-        """Find the leases that run out, and tasks at work that have room, in all lanes: they stand behind no backlog."""
+        """Find leases that run out, and running tasks that have room for more workers, in all lanes: no backlog hides them."""
         brought = 0
         for what in self._ranges(own=False):
             leases = await scan_leases(self._store, self._me, what, _PAGE_BESIDE)
@@ -320,11 +325,12 @@ class Scanner:
         return brought
 
     async def _help_others(self, now: float) -> int:
-        """Take tasks from others' lanes: those that need labels that nobody before this worker has, and neglected ones.
+        """Take tasks from other workers' lanes: those whose labels no worker before this one has, and neglected ones.
 
-        Neglected are lanes whose head does not move. A worker with free slots waits a moment for each that comes before it in the
-        lane, so that they do not race; one with work enough looks once a second, and takes only from lanes that a dead or busy
-        worker has left for a while. Whoever wins all that it takes from a lane goes on without waiting again.
+        A lane is neglected if its head does not move. A worker with free slots waits a moment for each worker that comes before
+        it in the lane, so that they do not race; a worker that has enough work looks once a second, and takes only from lanes
+        that a dead or busy worker has left alone for a while. A worker that wins everything it takes from a lane goes on
+        without waiting again.
         """
         self._again_soon = False
         if self._partitions.alone:
@@ -343,7 +349,7 @@ class Scanner:
                 if page.full:
                     full.append((what, sort))
         rows = [row for row in await self._fitting(found) if self._clock.monotonic(row.next_claim_time) <= now]
-        # By lanes alone these are others', who lack what they need: no index tells what a task needs.
+        # By lane alone these belong to workers that lack the labels: no index knows what a task needs.
         brought = self._offer([row for row in rows if row.needs and self._place(row) == 0])
         self._candidates.unread |= bool(full) and brought > 0
         heads = self._heads_of_lanes(rows, now)
@@ -362,12 +368,12 @@ class Scanner:
                     self._left_to_me.add(lane)
         self._candidates.unread |= bool(full and self._left_to_me)
         if free > 0 and not brought and not self._again_soon and not self._mostly_known(rows):
-            for what, sort in full:  # nothing of all that may be had: it stands in front of what may
+            for what, sort in full:  # this worker may have none of them, and they stand before what it may have
                 brought += await self._read_behind_refused(what, sort, at_once=True)
         return brought
 
     def _mostly_known(self, rows: Sequence[Claimable]) -> bool:
-        """Whether what was found brings nothing because most of it is about to be claimed here, or is just being claimed."""
+        """Whether the rows bring nothing because most of them are about to be claimed here, or are being claimed."""
         now = time.monotonic()
         return 2 * sum(self._candidates.knows(row.id, now) for row in rows) > len(rows)
 
@@ -375,7 +381,10 @@ class Scanner:
         return self._partitions.place(row.id, row.queue, row.needs)
 
     def _heads_of_lanes(self, rows: Sequence[Claimable], now: float) -> Mapping[int, Claimable]:
-        """Return what stands at the head of each lane, and note since when: of lanes that others have left to me, since ever."""
+        """Return the head of each lane, and note since when it is that.
+
+        Heads of lanes that were left to this worker count as old.
+        """
         heads: dict[int, Claimable] = {}
         for row in rows:
             heads.setdefault(lane_of(row.id), row)
@@ -389,10 +398,12 @@ class Scanner:
         return heads
 
     async def _read_behind_refused(self, what: ScanRange, sort: Sort, *, at_once: bool = False) -> int:
-        """A whole page that I may not have stands in front: look for what I may have behind it. `at_once`: whoever comes first.
+        """Look for tasks behind a whole page that this worker may not have.
 
-        Once to the end, a moment at each pass. From then on by what has come due since, wherever it stands, which is little; and
-        through all the rest by a page at each pass, since what was refused may have changed.
+        `at_once`: take them without waiting for other workers.
+
+        The first time, read to the end, for a moment in each pass. After that, read what has become due since, wherever it
+        stands, which is little; and one page of the rest in each pass, since what was refused may have changed.
         """
         place, now = _place_of(what, sort), self._clock.now()
         brought, read_to = 0, self._read_to.get(place)
@@ -402,7 +413,7 @@ class Scanner:
             if not due_since.full:
                 self._read_to[place] = now
             elif not brought:
-                del self._read_to[place]  # there is more of it than one page, and nothing in that: once more to the end
+                del self._read_to[place]  # there is more than one page, with nothing in it: read to the end once more
         end = time.monotonic() + _READ_BEHIND_S
         while not brought:
             if place not in self._behind:
@@ -422,7 +433,7 @@ class Scanner:
         return brought
 
     async def _forget_old_cursors(self) -> None:
-        """Close what was opened first, when there are many: who works, and from which queues, has changed since then."""
+        """Close the oldest cursors when there are many: which workers are live, and on which queues, has changed since."""
         while len(self._behind) >= _MOST_CURSORS:
             _, cursor = self._behind.pop(next(iter(self._behind)))
             await cursor.close()

@@ -1,4 +1,4 @@
-"""What a consumer is told by its maker: who it is, what it runs, how much at once. Checked here, before anything starts."""
+"""The settings of a consumer: who it is, what it runs, how much at once. Checked here, before anything starts."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ AfterHook = Callable[[Task, Ending], Awaitable[None] | None]
 
 @dataclass(kw_only=True)
 class Settings:
-    """What one consumer was told."""
+    """The settings of one consumer."""
 
     worker_id: str
     labels: dict[str, Any]
     names: list[str]
-    """The tasks that it runs."""
+    """The names of the tasks that it runs."""
     queues: list[str] | None
-    """Where it takes them from; None: from everywhere."""
+    """The queues that it takes tasks from. None: all."""
     concurrency: int
-    """How many executions at once. It can be changed while the consumer runs; all else stands."""
+    """How many executions run at once. It can be changed while the consumer runs; all other settings are fixed."""
     listen: bool
     before: BeforeHook | None
     after: AfterHook | None
     stall_limit_ms: int
     observer: Observer | None = None
-    """Who measures it."""
+    """What measures it, if anything does."""
     loop_ids: frozenset[str] = frozenset()
-    """The tasks of the loops that it may run: these take no slot."""
+    """The tasks of the loops that it may run. These take no slot."""
     instance: str = field(default_factory=lambda: secrets.token_hex(6))
-    """Tells this run from any other under the same worker id."""
+    """Distinguishes this run from any other under the same worker id."""
 
     @property
     def claimant(self) -> Claimant:
@@ -52,19 +52,19 @@ class Settings:
 
 
 def all_labels(labels: Any) -> dict[str, Any]:
-    """Return a worker's labels: those given, and its host. Raises `InvalidOption`."""
+    """Return a worker's labels: the given ones, and its host. Raises `InvalidOption`."""
     return {HOST: socket.gethostname(), **checked_labels("labels", labels)}
 
 
 def worker_id_or_new(worker_id: str | None) -> str:
-    """Return the id, or a made-up one. Raises `InvalidOption`."""
+    """Return the id, or a generated one. Raises `InvalidOption`."""
     if worker_id is None:
         return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
     return checked_worker_id(worker_id)
 
 
 def checked_listen(listen: Any) -> bool:
-    """Return whether it opens a change stream. Raises `InvalidOption`."""
+    """Return whether it may open a change stream. Raises `InvalidOption`."""
     if not isinstance(listen, bool):
         raise InvalidOption(f"listen must be True or False, got {shown(listen)}")
     return listen
@@ -83,7 +83,7 @@ def checked_names(defined: Iterable[str], names: Sequence[str] | None) -> list[s
 
 
 def checked_queues(queues: Sequence[str] | None) -> list[str] | None:
-    """Return the queues to take tasks from; None: all. Raises `InvalidOption`."""
+    """Return the queues to take tasks from. None: all. Raises `InvalidOption`."""
     if queues is None:
         return None
     if isinstance(queues, str):

@@ -1,6 +1,6 @@
-"""SIGINT and SIGTERM: the first stops the consumers of this process gracefully, the second at once.
+"""SIGINT and SIGTERM: the first signal stops the consumers of this process gracefully, the second at once.
 
-Only where the program leaves these signals to their defaults; whoever handles them itself is not disturbed.
+This applies only if the program leaves these signals at their defaults. A program that handles them itself is not disturbed.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class Stoppable(Protocol):
 
 
 _handled: dict[Stoppable, asyncio.AbstractEventLoop] = {}
-"""The consumers of this process that run, whichever thread they are in."""
+"""The running consumers of this process, in whichever thread."""
 _installed_for: list[Stoppable] = []
-"""Those in the main thread, the only one that can be told of signals."""
+"""Those in the main thread, which alone receives signals."""
 _received: list[int] = []
 
 
 @contextmanager
 def handled_by(consumer: Stoppable) -> Iterator[None]:
-    """Let signals stop this consumer while it runs: in another than the main thread, only while one runs there."""
+    """Let signals stop this consumer while it runs. In another thread than the main one: only while one runs in that, too."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     _handled[consumer] = asyncio.get_running_loop()
     if in_main_thread:

@@ -1,9 +1,9 @@
-"""The slots of limited queues that this worker holds: booked once, used for one task after the other, then given back.
+"""Slots: room in limited queues that this worker has booked. A slot is used for one task after another, then given back.
 
-So a limit costs little where work waits: who ends a task has the slot for the next one in hand, and asks nobody. Now and then the
-worker says what its slots are used for (`store/limits.py`); what it holds and does not use it gives back, since others may wait
-for the room. If it dies, its slots are written off; if it only lost sight of one (an outcome or a claim was not answered), it
-forgets that slot, and whoever finds no live entry that answers to it frees it.
+So a limit costs little while work waits: a worker that ends a task has the slot for the next one in hand, and asks nobody. Now
+and then the worker writes down what its slots are used for (`store/limits.py`). Slots that it does not use it gives back, since
+other workers may wait for the room. If the worker dies, its slots expire. If it only lost track of one (an outcome or a claim
+was not answered), it forgets the slot, and a worker that finds no live entry for it frees it.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ Place = tuple[str, str | None]
 """What is limited: a queue, or one group of it."""
 
 _IDLE_S = 0.03
-"""How long a slot is kept for the next task, if none waits here."""
+"""How long a slot is kept for the next task if none waits here."""
 _PROMISED_S = 1.0
-"""… and if one waits, which is claimed when those that are being claimed are through."""
+"""How long it is kept if one waits, which is claimed after those that are being claimed now."""
 _TOLD_EVERY_S = 1.0
-"""How long a slot is used before its worker says for which task: much less than it is good for."""
+"""How long a slot is used before its worker writes down for which task. Much less than a slot is valid for."""
 _GOOD_FOR_S = 0.3
-"""Nothing is claimed on a slot that is not good for this much longer: the claim would come too late."""
+"""Nothing is claimed on a slot that is not valid for this much longer: the claim would come too late."""
 
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """The right to run one task of a place at a time."""
+    """The right to run one task at a time in a place."""
 
     token: str
     place: Place
     group: str | None
     good_until: datetime
     told: str
-    """The task that it is for, as others know."""
+    """The task that it is used for, as written down."""
     told_at: float
     task: str | None
     """The task that it is used for now."""
     age: int
-    """The age of its queue in which it was booked: see `Slots.outdate`."""
+    """The age of its queue when it was booked: see `Slots.outdate`."""
     idle_since: float = 0.0
 
 
@@ -67,7 +67,7 @@ class Slots:
         self._held_of: Counter[Place] = Counter()
         self._by_task: dict[str, Slot] = {}
         self._idle: dict[Place, list[Slot]] = {}
-        """By place, where there is one: groups come and go."""
+        """The unused slots by place, where there are any: groups come and go."""
         self._turns: dict[str, asyncio.Lock] = {}
         self._ages: Counter[str] = Counter()
         self.changed = asyncio.Event()
@@ -75,8 +75,8 @@ class Slots:
     def turn(self, queue: str) -> asyncio.Lock:
         """Return the lock of whoever writes to the document of a queue's slots.
 
-        One writer of each worker at a time: a booking reckons for long, and would meet conflicts again and again with short
-        writes that come one after the other.
+        Each worker has one writer at a time: a booking computes for long, and would conflict again and again with short writes
+        that come one after the other.
         """
         return self._turns.setdefault(queue, asyncio.Lock())
 
@@ -85,10 +85,7 @@ class Slots:
         return self._ages[queue]
 
     def outdate(self, queue: str) -> None:
-        """Note that the limits of a queue have changed: what was booked under the old ones is used for no other task.
-
-        There may be room for fewer by now, so each goes back when its task has ended, and who comes next asks for one.
-        """
+        """Note that the limits of a queue have changed: slots that were booked under the old ones are used for no other task."""
         self._ages[queue] += 1
 
     def count(self, queue: str, group: str | None) -> int:
@@ -135,11 +132,11 @@ class Slots:
             lasts = self._clock.monotonic(slot.good_until) - time.monotonic() > _GOOD_FOR_S
             if lasts and slot.age == self._ages[place[0]]:
                 return slot
-            slot.idle_since = 0.0  # it goes back with whatever is said next
+            slot.idle_since = 0.0  # it goes back with the next write
         return None
 
     def unused(self, id_: str) -> Place | None:
-        """The task for which a slot was meant does not run, or no more: the slot is free. Return its place."""
+        """The task of a slot does not run, or no longer: free the slot. Return its place."""
         slot = self.taken_from(id_)
         if slot is None:
             return None
@@ -147,7 +144,7 @@ class Slots:
         return slot.place
 
     def taken_from(self, id_: str) -> Slot | None:
-        """Take its slot from a task. Nobody uses it until it is `free`."""
+        """Take a task's slot from it. Nobody uses the slot until it is freed with `free`."""
         slot = self._by_task.pop(id_, None)
         if slot is not None:
             slot.task = None
@@ -160,7 +157,7 @@ class Slots:
         self.changed.set()
 
     def promise(self, place: Place) -> bool:
-        """Keep the slot of this place that was freed last: a task that waits here is about to use it. False if none is good."""
+        """Keep the most recently freed slot of this place for a task that waits here. False if none is valid."""
         slot = self._last_good(place)
         if slot is None:
             return False
@@ -168,13 +165,13 @@ class Slots:
         return True
 
     def forget(self, id_: str) -> None:
-        """It is not known whether the task runs: others find out, by its lease."""
+        """Forget a task's slot: whether the task runs is unknown. Other workers find out by its lease."""
         slot = self._by_task.pop(id_, None)
         if slot is not None:
             self._drop(slot.token)
 
     def _drop(self, token: str) -> bool:
-        """Hold a slot no more; whether it was held."""
+        """Stop holding a slot. Return whether it was held."""
         slot = self._held.pop(token, None)
         if slot is None:
             return False
@@ -184,7 +181,7 @@ class Slots:
         return True
 
     def take_idle(self, queue: str, before: float) -> tuple[list[str], set[Place]]:
-        """Return the tokens of the slots that nothing has used since then, to be given back, and their places."""
+        """Return the tokens of slots that have been unused since then, to be given back, and their places."""
         idle = []
         for place in [place for place in self._idle if place[0] == queue]:
             slots = self._idle.pop(place)
@@ -194,7 +191,7 @@ class Slots:
         return [slot.token for slot in idle if self._drop(slot.token)], {slot.place for slot in idle}
 
     def to_tell(self, queue: str, now: float) -> dict[str, Wish]:
-        """Return, by token, what slots are used for without anybody else knowing it."""
+        """Return, by token, what slots are used for that has not been written down."""
         return {
             slot.token: Wish(slot.task, slot.group)
             for slot in self._by_task.values()
@@ -202,7 +199,7 @@ class Slots:
         }
 
     def told(self, said: Mapping[str, Wish], held: Collection[str], good_until: datetime | None) -> None:
-        """Note what others know now. Slots that are not there any more were written off: they are used no more."""
+        """Note what has been written down. Slots that are no longer there have expired: they are not used again."""
         now = time.monotonic()
         for token, wish in said.items():
             slot = self._held.get(token)
@@ -215,12 +212,12 @@ class Slots:
                 if slot.task is not None:
                     self._by_task.pop(slot.task, None)
 
-    # --- keeping them ---
+    # --- maintaining them ---
 
     async def keep(self) -> tuple[set[Place], float | None]:
-        """Give back what has been idle for a moment, and tell what the others are used for.
+        """Give back slots that have been unused for a moment, and write down what the others are used for.
 
-        Return the places of what was given back, and when to look again.
+        Return the places of the slots that were given back, and when to look again.
         """
         places: set[Place] = set()
         for queue in {queue for queue, _ in self._held_of}:
@@ -231,7 +228,7 @@ class Slots:
                 if free or said:
                     try:
                         self.told(said, *await store_limits.keep(self._store, queue, free=free, renew=said))
-                    except PyMongoError as error:  # what is not given back is written off; what is used is told later
+                    except PyMongoError as error:  # those expire; the rest is written down later
                         logger.debug("the slots of queue %s could not be kept (%s)", queue, type(error).__name__)
                         return places, _TOLD_EVERY_S
             places |= given_back
@@ -240,7 +237,7 @@ class Slots:
         return places, _TOLD_EVERY_S / 2 if self._by_task else None
 
     async def close(self) -> None:
-        """Give back what nothing uses, at the end: what is left after that, others find out."""
+        """Give back unused slots at the end. Other workers find out about what is left."""
         for queue in {queue for queue, _ in self._held_of}:
             free, _ = self.take_idle(queue, math.inf)
             if free:

@@ -1,4 +1,4 @@
-"""The children that one execution starts: those of one moment go out together, in one transaction with their records."""
+"""Starts: the children that one execution starts. Those of one moment go out together, in one transaction with their records."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Starts:
         self._sending: asyncio.Task[None] | None = None
 
     async def add(self, publications: Sequence[Publication]) -> None:
-        """Start these children, in sets with what else is started at the moment; raise the first error there is."""
+        """Start these children, in sets with what else is started at the moment. Raise the first error."""
         loop = asyncio.get_running_loop()
         answers = []
         for publication in publications:
@@ -48,7 +48,7 @@ class Starts:
             answer.result()
 
     async def _send_all(self) -> None:
-        """Start what is to be started, a set at a time: while one is under way the next collects."""
+        """Start what is waiting, one set at a time: while a set is under way the next collects."""
         try:
             while self._waiting:
                 batch: list[tuple[Publication, asyncio.Future[None]]] = []
@@ -65,7 +65,7 @@ class Starts:
             self._sending = None
 
     async def _send(self, batch: Sequence[tuple[Publication, asyncio.Future[None]]]) -> None:
-        """Start a set, and answer each; what the database does not take is parted from the rest."""
+        """Start a set, and answer each caller. What the database refuses is separated from the rest."""
         refused: Mapping[str, Exception] = {}
         try:
             refused = await self._transactions.start_children(self._journal, [publication for publication, _ in batch])

@@ -1,4 +1,4 @@
-"""Why an execution is to stop before its handler returns, and how its task tells."""
+"""Why an execution has to stop before its handler returns, and how its task shows that."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from taskmesh.store.driver import Document
 
 
 class Stop(Enum):
-    """Why an execution is to stop before its handler returns."""
+    """Why an execution has to stop before its handler returns."""
 
     LEASE_LOST = "the lease was lost"
     CANCELLED = "the task was cancelled"
@@ -21,18 +21,18 @@ class Stop(Enum):
 
 
 FROM_OUTSIDE = frozenset([Stop.CANCELLED, Stop.DELETED, Stop.NOT_ALLOWED, Stop.BEGUN_ANEW])
-"""Somebody has stopped it: what it does counts no more, but while its handler is at work it keeps its place in the task."""
+"""Somebody has stopped it: what it does no longer counts, but while its handler is at work it keeps its place in the task."""
 
 
 def why_stopped(task: Document | None, running_id: str, worker: Claimant) -> Stop | None:
-    """Why this execution has to stop, by its task as it stands now (None: gone); None if it holds the task."""
+    """Return why this execution has to stop, according to its task as it stands now (None: gone); None if it holds the task."""
     if task is None or task["task_state"].get("deleted_time") is not None:
         return Stop.DELETED
     if task["status"] == "CANCELLED":
         return Stop.CANCELLED
     state = task["task_state"]
     mine = [entry["state"] for entry in state["worker_states"] if entry["running_id"] == running_id]
-    if mine == ["RUNNING"] and task["status"] in ("INIT", "RUNNING"):  # a lease that is over its worker knows of
+    if mine == ["RUNNING"] and task["status"] in ("INIT", "RUNNING"):  # its worker knows of a lease that is over
         return None
     allowed = task["task_option"]["specific_worker_ids"]
     if not worker.is_allowed(allowed):

@@ -1,6 +1,6 @@
-"""How a consumer stops: no more claims; a grace for what runs; then cancel the rest, and give its tasks back unharmed.
+"""Stopping a consumer: no more claims; a grace period for what runs; then cancel the rest, and give its tasks back uncharged.
 
-Leases are renewed to the end. If the process dies meanwhile, they run out, and others take over.
+Leases are renewed to the end. If the process dies meanwhile, they run out, and other workers take over.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Stopping:
         self._finisher = finisher
 
     async def wind_down(self, grace_ms: int) -> None:
-        """Wait for the claims that are under way and for what runs, then cancel and release the rest."""
+        """Wait for claims that are under way and for what runs, then cancel and release the rest."""
         answered_by = time.monotonic() + _RELEASE_DEADLINE_S
         if not await _in_time(self._claimer.drain(), lambda: answered_by):
             logger.warning("some claims got no reply: tasks they may have won are taken over when their leases run out")
@@ -56,11 +56,11 @@ class Stopping:
             execution.stop(Stop.WORKER_STOPS)
 
     async def _wait_for_executions(self, grace_ms: int) -> None:
-        """Wait until nothing runs, or the grace is over; a later, shorter grace counts from then."""
+        """Wait until nothing runs, or the grace period is over. A later, shorter period counts from when it was requested."""
         life, freed = self._life, self._executions.freed
         deadline = time.monotonic() + grace_ms / 1000
         while self._executions:
-            life.stop_asked_again.clear()  # before the grace is read: so what was said since the stop began is not lost
+            life.stop_asked_again.clear()  # before the grace period is read, so that a change since the stop began is not lost
             deadline = min(deadline, time.monotonic() + life.grace_ms / 1000)
             if time.monotonic() >= deadline:
                 return
@@ -91,28 +91,28 @@ class Stopping:
                 self._finisher.release(execution.id, execution.running_id)
 
     async def _all_recorded(self) -> None:
-        """Wait until every outcome that is decided is recorded, or lost."""
+        """Wait until every decided outcome is recorded, or lost."""
         while left := _at_work(execution for execution in self._executions.values() if execution.ended):
             await asyncio.wait(left)
         await self._finisher.drain()
 
     def _recordable_until(self, began: float) -> float:
-        """Until when outcomes can be recorded: as long as their leases last; if we are to stop at once, not that long."""
+        """Return until when outcomes can be recorded: as long as their leases last; less, if the worker has to stop at once."""
         leases = [execution.lease_until for execution in self._executions.values()] if self._life.grace_ms else []
         return max([began + _RELEASE_DEADLINE_S, *leases])
 
 
 def _at_work(executions: Iterable[Execution]) -> list[asyncio.Task[None]]:
-    """Whatever of these is still to hand its outcome to the finisher, or records it itself.
+    """Return the asyncio tasks that still have to hand an outcome to the finisher, or record it themselves.
 
-    One that is done goes on with its done callback, in this turn of the loop.
+    A task that is done goes on with its done callback, in this turn of the loop.
     """
     tasks = (execution.pipeline for execution in executions if not execution.recorded_or_lost)
     return [task for task in tasks if task is not None]
 
 
 async def _in_time(ending: Awaitable[None], deadline: Callable[[], float]) -> bool:
-    """Wait for this up to a deadline (monotonic), which may change; False if it was not done by then, and is given up."""
+    """Wait for this up to a deadline (monotonic), which may change. False if it was not done by then, and is given up."""
     task = asyncio.ensure_future(ending)
     while not task.done() and time.monotonic() < deadline():
         await asyncio.wait([task], timeout=_CHECK_EVERY_S)
@@ -124,7 +124,7 @@ async def _in_time(ending: Awaitable[None], deadline: Callable[[], float]) -> bo
 
 
 async def unless_it_takes_too_long(ending: Awaitable[None], within_s: float = _RELEASE_DEADLINE_S) -> None:
-    """Do this even while we are being cancelled, in a task of its own, up to a deadline."""
+    """Await this even while we are being cancelled, in an asyncio task of its own, up to a deadline."""
     task = asyncio.ensure_future(ending)
     with anyio.CancelScope(shield=True):
         await asyncio.wait([task], timeout=within_s)

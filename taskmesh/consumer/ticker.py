@@ -1,6 +1,6 @@
-"""The ticker: publishes what periodic tasks have ticked. Every worker has one, and whichever comes first does it.
+"""The ticker: publishes the tasks of periodic schedules. Every worker has one, and the first to come does the work.
 
-If it dies in between, the next worker finds the schedule as it was, the tick perhaps published already, and goes on.
+If it dies in between, the next worker finds the schedule as it was, with the tick perhaps published already, and goes on.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WHEN_OTHERS_ARE_AT_IT_S = 0.02
 
 
 class Ticker:
-    """The periodic tasks, as one worker looks after them."""
+    """Looks after the schedules, on one worker."""
 
     def __init__(self, store: Store, periodic: Schedules) -> None:
         self._store = store
@@ -48,7 +48,7 @@ class Ticker:
             await until(self._wake, pause)
 
     async def run_once(self) -> float:
-        """Publish what has ticked; return how many seconds to wait before the next look."""
+        """Publish what is due. Return how many seconds to wait before the next look."""
         waiting = await schedules.due(self._store)
         if not waiting:
             return varied(_LOOK_EVERY_S, 0.1)
@@ -62,7 +62,7 @@ class Ticker:
         return pause
 
     async def _look_after(self, schedule: Document, attendance: Attendance) -> float:
-        """Publish the ticks of one schedule; return when to look at it again."""
+        """Publish the ticks of one schedule. Return when to look at it again."""
         id_ = schedule["_id"]
         try:
             ticks, next_time = ticks_to_publish(schedule, attendance)
@@ -92,7 +92,7 @@ class Ticker:
     async def _task_of(self, schedule: Document, tick: datetime) -> Publication:
         key = key_of(schedule["_id"], tick)
         jitter = schedule.get("jitter_ms") or 0
-        # The same whoever publishes it, so that it does not depend on who comes first.
+        # The same whichever worker publishes it, so that it does not depend on which comes first.
         start = tick + timedelta(milliseconds=crc32(key.encode()) % (jitter + 1)) if jitter else None
         return await self._periodic.publication_of_tick(schedule, key, start)
 

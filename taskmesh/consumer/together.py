@@ -1,11 +1,11 @@
 """What is recorded together, in one transaction: SUCCESSes, and the tasks that their handlers published.
 
-While one transaction is under way the next outcomes collect, then go as one: so handlers that all publish the same key do
-not undo each other's transactions, and their publications of that key are one statement. Between workers they may; then
-each waits for a time by chance.
+While one transaction is under way the next outcomes collect, then go as one. So handlers that all publish the same key do not
+abort each other's transactions, and their publications of that key are one statement. Different workers may still conflict;
+then each waits for a random time.
 
-If the process dies before the commit, nothing of it remains, and the tasks run again when their leases are over. If it
-dies after it, everything is there.
+If the process dies before the commit, nothing of it remains, and the tasks run again when their leases are over. If it dies
+after the commit, everything is there.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MAX_BATCH = 200
 _MAX_BATCH_BYTES = 6_000_000
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 1.0
 _PATIENT_TRIES = 3
-"""After so many in vain what is tried holds up no others: it goes on beside them."""
+"""After so many failed tries a set no longer holds up the next: it goes on beside it."""
 _UNKNOWN_COMMIT = "UnknownTransactionCommitResult"
 _COMMIT_TRIES_S = 30.0
 _PAUSE_S = 0.05
@@ -51,7 +51,7 @@ class _Waiting:
     publications: Sequence[Publication]
     answer: asyncio.Future[None]
     refused: bool = False
-    """Whether the server has refused it by itself, once."""
+    """Whether the server has refused it once by itself."""
 
     @property
     def size(self) -> int:
@@ -70,7 +70,7 @@ class _Waiting:
 
 
 class Together:
-    """The outcomes of one consumer whose handlers published, on their way to the database."""
+    """The outcomes of one consumer whose handlers published something, on their way to the database."""
 
     def __init__(self, store: Store, worker_id: str, clock: ServerClock) -> None:
         self._store = store
@@ -81,9 +81,9 @@ class Together:
         self._beside: set[asyncio.Task[None]] = set()
 
     async def record(self, execution: Execution, outcome: Outcome) -> None:
-        """Record SUCCESS and what the handler published, as one; again, while the database only falters.
+        """Record SUCCESS and what the handler published, as one. Tries again while the database is unreliable.
 
-        Raises `LeaseLost`, or what makes the publishing impossible.
+        Raises `LeaseLost`, or what makes publishing impossible.
         """
         loop = asyncio.get_running_loop()
         waiting = _Waiting(execution, outcome, list(execution.publications), loop.create_future())
@@ -105,7 +105,7 @@ class Together:
             self._sending = None
 
     async def _record(self, todo: list[_Waiting], *, beside: bool) -> None:
-        """Record a set, until each is answered or on its way by itself: nothing here leaves one without."""
+        """Record a set until each item is answered, or continues on its own. Every item gets an answer."""
         try:
             await self._try(todo, beside=beside)
         except Exception as error:
@@ -114,9 +114,9 @@ class Together:
                 waiting.end(error)
 
     async def _try(self, todo: list[_Waiting], *, beside: bool) -> None:
-        """Write it, again and again if need be; `beside` what comes next, if that is not held up by it.
+        """Write a set, if necessary again and again. `beside`: it no longer holds up what comes next.
 
-        What the server refuses, or what meets others again and again, is parted from the rest.
+        What the server refuses, or what conflicts again and again, is separated from the rest.
         """
         longest = _FIRST_WAIT_S
         tried = 0
@@ -124,7 +124,7 @@ class Together:
             at: list[str] = []
             try:
                 await self._write(todo, at)
-            except LeaseLost:  # of some of them: `_still_to_do` says of which
+            except LeaseLost:  # of some of them: `_still_to_do` tells which
                 pass
             except Exception as error:  # noqa: BLE001 — what is published may be refused in any way
                 if not _passes(error):
@@ -167,7 +167,7 @@ class Together:
             if todo[0].refused or not isinstance(error, PyMongoError):
                 todo[0].end(error)
                 return
-            # Whoever is told has to run again: asked once more, with what the database has then.
+            # Whoever is told has to run again: it is looked at once more, with what the database has then.
             todo[0].refused = True
             await self._record(todo, beside=beside)
             return
@@ -175,7 +175,7 @@ class Together:
             await self._record(part, beside=beside)
 
     async def _still_to_do(self, todo: list[_Waiting]) -> list[_Waiting]:
-        """Ask what became of them, and return those that are still held."""
+        """Ask what became of them. Return those that are still held."""
         try:
             stands = await standing(self._store, [waiting.outcome for waiting in todo])
         except PyMongoError:
@@ -197,7 +197,7 @@ def _passes(error: Exception) -> bool:
 
 
 def _parts(todo: list[_Waiting], at: str | None) -> list[list[_Waiting]]:
-    """Part those that publish the task at which it failed from the rest; if it is not known, or they all do: in halves."""
+    """Separate those that publish the task at which it failed; if that is unknown, or all of them do, return two halves."""
     with_it = [waiting for waiting in todo if waiting.publishes(at)]
     rest = [waiting for waiting in todo if not waiting.publishes(at)]
     parts = [rest, with_it] if with_it and rest else [todo[::2], todo[1::2]]
@@ -213,9 +213,9 @@ async def write(
     now: datetime,
     touching: Callable[[str], object] = lambda _: None,
 ) -> None:
-    """Write outcomes and publications in a transaction. Raises `LeaseLost` if one of the executions is not held any more.
+    """Write outcomes and publications in a transaction. Raises `LeaseLost` if one of the executions is no longer held.
 
-    `touching` is told which task is about to be published.
+    `touching` is called with the task that is about to be published.
     """
     for kind in dict.fromkeys(outcome.kind for outcome in outcomes):
         of_kind = [outcome for outcome in outcomes if outcome.kind == kind]
@@ -225,7 +225,7 @@ async def write(
 
 
 async def commit(store: Store, session: Any, pause: Callable[[float], Awaitable[None]]) -> None:
-    """Commit; again as long as the answer is unknown, which the server allows for."""
+    """Commit, and again as long as the answer is unknown, which the server allows for."""
     give_up = time.monotonic() + _COMMIT_TRIES_S
     while True:
         try:
@@ -239,6 +239,6 @@ async def commit(store: Store, session: Any, pause: Callable[[float], Awaitable[
 
 
 def lost(outcome: Outcome) -> LeaseLost:
-    """Return the error of an execution that has lost its task."""
+    """Return the error for an execution that has lost its task."""
     name, _, key = outcome.id.partition(":")
     return LeaseLost(f"task {name!r} {key!r}: the lease was lost, so nothing of the transaction remains")

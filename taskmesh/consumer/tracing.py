@@ -1,4 +1,4 @@
-"""Tracing, the worker's side: a span for each execution, in the trace of its publish. See `client.tracing`."""
+"""Tracing on the worker's side: a span for each execution, in the trace of its publish. See `client.tracing`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OUTCOME = "taskmesh.outcome"
 
 
 class _Executed(Protocol):
-    """What a span tells of an execution."""
+    """What a span says about an execution."""
 
     name: str
     key: str
@@ -33,7 +33,7 @@ class _Executed(Protocol):
 
 
 class _Ended(Protocol):
-    """What a span tells of its end; see `outcome.Ending`."""
+    """What a span says about its end; see `outcome.Ending`."""
 
     @property
     def kind(self) -> str: ...
@@ -44,7 +44,7 @@ class _Ended(Protocol):
 
 
 def process_span(execution: _Executed) -> ProcessSpan | None:
-    """Begin the span of an execution, current in this asyncio task from now on; None if nobody traces."""
+    """Begin the span of an execution, current in this asyncio task from now on. None if tracing is off."""
     api = api_in_use()
     if api is None:
         return None
@@ -79,7 +79,7 @@ class ProcessSpan:
 
     @property
     def carrier(self) -> Carrier | None:
-        """What travels with a task that the handler publishes."""
+        """What a task that the handler publishes carries along."""
         from opentelemetry import propagate  # noqa: PLC0415 — it is there, as the API is
 
         found: Carrier = {}

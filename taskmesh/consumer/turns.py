@@ -1,6 +1,6 @@
 """Turns: which group of a queue goes next. Round robin, whatever waits in each; within a group, by rank.
 
-A group takes its turn behind those that wait already, so whoever joins goes after one task of each of them at most. A higher
+A group that joins takes its turn behind those that wait already, so at most one task of each of them goes first. A higher
 priority goes before all turns.
 """
 
@@ -19,14 +19,14 @@ class Ranked(Protocol):
 
     @property
     def rank(self) -> Any:
-        """Its place among others of its group: a tuple that begins with the priority, the lesser first."""
+        """Its place among others of its group: a tuple that begins with the priority. The smallest goes first."""
 
 
 T = TypeVar("T", bound=Ranked)
 
 
 class _Line(Generic[T]):
-    """What is due of one group."""
+    """The due candidates of one group."""
 
     __slots__ = ("entry", "group", "heap", "turn")
 
@@ -34,7 +34,7 @@ class _Line(Generic[T]):
         self.group = group
         self.heap: list[tuple[Any, int, T]] = []
         self.turn = turn
-        """When it had its last turn; when it joined, if it had none."""
+        """When it had its last turn or, if it had none, when it joined."""
         self.entry: tuple[Any, float, int, _Line[T]] | None = None
         """Its place in the order of turns."""
 
@@ -42,24 +42,25 @@ class _Line(Generic[T]):
 class Turns(Generic[T]):
     """The due candidates of one queue whose tasks have groups.
 
-    `held`, in all that is asked: the candidates that count by now, by `_id`; others have been taken or forgotten.
+    `held`, in all methods: the candidates that still count, by `_id`; others have been taken or forgotten.
     """
 
     LOW = 2
-    """With so few left of a group of which there is more, more is wanted."""
+    """If no more than so many are left of a group of which there are more, more are wanted."""
 
     def __init__(self) -> None:
         self._lines: dict[str, _Line[T]] = {}
         self._order: list[tuple[Any, float, int, _Line[T]]] = []
         self._ranks: list[Any] = []
-        """The ranks of all that waits, the best first: the places that the queue has among others, whoever of it takes them."""
+        """The ranks of all that waits, the best first: the places that the queue has among other queues, whichever group uses
+        them."""
         self._turn = 0
         self._sequence = 0
         self._count = 0
         self.more: set[str] = set()
-        """Groups of which there is more than is held here."""
+        """Groups of which there are more tasks than are held here."""
         self.wanted: set[str] = set()
-        """Those of them of which more is needed now."""
+        """Those of them of which more are needed now."""
 
     def __len__(self) -> int:
         return self._count
@@ -82,7 +83,7 @@ class Turns(Generic[T]):
         return group in self._lines
 
     def first(self, held: Mapping[str, T]) -> Any:
-        """Return the best rank of all that waits here; None if nothing does."""
+        """Return the best rank of all that waits here. None if nothing does."""
         if self._next(held) is not None:
             return self._ranks[0]
         if self._ranks:
@@ -91,7 +92,7 @@ class Turns(Generic[T]):
         return None
 
     def take(self, held: Mapping[str, T]) -> T | None:
-        """Remove and return the best of the group whose turn it is. It takes the best place that the queue has among others."""
+        """Remove and return the best candidate of the group whose turn it is. It uses the best place that the queue has."""
         line = self._next(held)
         if line is None:
             return None
@@ -110,7 +111,7 @@ class Turns(Generic[T]):
         return candidate
 
     def _next(self, held: Mapping[str, T]) -> _Line[T] | None:
-        """Return the group whose turn it is, and clear away what does not count any more."""
+        """Return the group whose turn it is, and remove what no longer counts."""
         while self._order:
             entry = self._order[0]
             line = entry[3]
@@ -120,7 +121,7 @@ class Turns(Generic[T]):
                     self._count -= 1
                 if line.heap and line.heap[0][0][0] == entry[0]:
                     return line
-                if line.heap:  # what had that priority is gone
+                if line.heap:  # nothing with that priority is left
                     self._queue_up(line)
                 else:
                     del self._lines[line.group]
@@ -133,7 +134,7 @@ class Turns(Generic[T]):
         heapq.heappush(self._order, line.entry)
 
     def by_place(self, held: Mapping[str, T]) -> Iterator[tuple[int, Any, T]]:
-        """Yield all that waits here, each with how many of its group go before it, and its rank."""
+        """Yield all that waits here, each with the number of tasks of its group before it, and its rank."""
         for line in self._lines.values():
             waiting = sorted(entry for entry in line.heap if held.get(entry[2].id) is entry[2])
             for place, (rank, _, candidate) in enumerate(waiting):

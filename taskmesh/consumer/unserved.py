@@ -1,6 +1,6 @@
-"""Tasks that no live worker runs: they are left alone, and that is said once in the log.
+"""Unserved tasks: tasks that no live worker runs are left alone, which is logged once.
 
-Tasks of a name that only newer code knows, or in a queue that nobody serves, would otherwise wait in silence.
+Otherwise tasks whose name only newer code knows, or in a queue that nobody serves, would wait in silence.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from taskmesh.store.find import names_in_use
 logger = logging.getLogger("taskmesh.consumer")
 
 _FIRST_LOOK_S = 3.0
-"""Later than a sign of life, so that workers which start together have met."""
+"""Later than a heartbeat, so that workers that start together have met."""
 _LOOK_EVERY_S = 60.0
 
 
 class Unserved:
-    """Looks for such tasks, for one consumer."""
+    """Looks for unserved tasks, for one consumer."""
 
     def __init__(self, store: Store, registration: Registration) -> None:
         self._store = store
@@ -43,7 +43,7 @@ class Unserved:
                 logger.debug("could not look for tasks that nobody runs: %s", type(error).__name__)
 
     async def run_once(self) -> None:
-        """Tell of every name and queue of waiting tasks that no live worker runs, each once."""
+        """Log every name and queue of waiting tasks that no live worker runs, each once."""
         for queue, name in await names_in_use(self._store):
             if (queue, name) in self._told or able_workers(self._registration.fleet, name, queue):
                 continue

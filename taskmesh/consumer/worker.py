@@ -82,13 +82,13 @@ ClaimHook = Callable[["Consumer"], Mapping[str, Any] | Awaitable[Mapping[str, An
 
 _IDLE_CHECK_S = 0.1
 _TELL_WITHIN_S = 2.0
-"""How long a worker that stops goes on to open what waits for its tasks; then others do."""
+"""How long a stopping worker goes on to open the dependents of its tasks. After that other workers do it."""
 
 
 class Mesh(Protocol):
-    """What a consumer needs of its mesh."""
+    """What a consumer needs from its mesh."""
 
-    # ruff: noqa: D102 — each is documented where the mesh has it
+    # ruff: noqa: D102 — documented where the mesh has them
 
     @property
     def store(self) -> Store: ...
@@ -109,7 +109,7 @@ class Mesh(Protocol):
 
 
 class Consumer:
-    """A worker: claims tasks and runs their handlers. Made by `mesh.consumer(…)`, run once."""
+    """A worker: claims tasks and runs their handlers. Created by `mesh.consumer(…)`, run once."""
 
     def __init__(
         self,
@@ -125,22 +125,22 @@ class Consumer:
         self.names = self._settings.names
         self.queues = self._settings.queues
         self._begun = False
-        """Whether `run` was called. It is shown as ready until it is registered."""
+        """Whether `run` was called. Until it is registered its state is still shown as ready."""
         self._worker: Worker | None = None
         """None until it runs."""
         self._stopped = asyncio.Event()
         self._readers: list[EventReader] = []
 
-    # --- what a user can ask and set ---
+    # --- what a user can read and set ---
 
     @property
     def state(self) -> State:
-        """Where it stands: ready, running, stopping or stopped."""
+        """Its state: ready, running, stopping or stopped."""
         return self._life.state
 
     @property
     def paused(self) -> bool:
-        """Whether it claims no more, on this worker alone, until `resume`."""
+        """Whether it is paused: it claims nothing, on this worker alone, until `resume`."""
         return self._life.paused
 
     @property
@@ -160,18 +160,18 @@ class Consumer:
 
     @property
     def silent_ms(self) -> float:
-        """How long ago the database last took this worker's sign of life; they come every two seconds."""
+        """How long ago, in ms, the database last took this worker's heartbeat. Heartbeats come every two seconds."""
         return 0.0 if self._worker is None else (time.monotonic() - self._worker.registration.seen_at) * 1000
 
     @property
     def stream_silent_ms(self) -> float:
-        """For how long the change stream has not moved on: see `Feed.silent_ms`. 0 for one that does not listen."""
+        """How long, in ms, the change stream has not moved on: see `Feed.silent_ms`. 0 for a worker that does not listen."""
         worker = self._worker
         return self._mesh.feed.silent_ms if worker is not None and worker.listening.wanted else 0.0
 
     @property
     def concurrency(self) -> int:
-        """How many executions may run here at once. Can be set while the consumer runs; what runs, runs on."""
+        """How many executions may run here at once. Can be set while the consumer runs; running executions are not affected."""
         return self._settings.concurrency
 
     @concurrency.setter
@@ -181,7 +181,7 @@ class Consumer:
             self._worker.candidates.ready.set()
 
     def pause(self) -> None:
-        """Claim no more, on this worker alone; what runs, runs on."""
+        """Stop claiming, on this worker alone. Running executions go on."""
         self._set_paused(True)
 
     def resume(self) -> None:
@@ -194,7 +194,7 @@ class Consumer:
             self._worker.claiming_changed()
 
     def events(self, *, buffer: int = DEFAULT_BUFFER) -> EventReader:
-        """Return an async iterator of what this worker does with tasks, from now on. It ends when the consumer has stopped."""
+        """Return an async iterator over what this worker does with tasks, from now on. It ends when the consumer has stopped."""
         reader = EventReader(self._mesh.feed, self._mesh.store, worker_id=self.worker_id, buffer=buffer)
         self._readers.append(reader)
         if self.state == "stopped":
@@ -207,9 +207,10 @@ class Consumer:
             await self._worker.queues.read()
 
     async def stop(self, grace_ms: int = DEFAULT_GRACE_MS) -> None:
-        """Stop: no new claims; wait up to `grace_ms` for what runs; then cancel and release the rest, which is not counted.
+        """Stop: claim nothing more; wait up to `grace_ms` for what runs; then cancel and release the rest, uncharged.
 
-        Returns when the consumer has stopped. A second call with a shorter grace hastens the first. Raises `InvalidOption`.
+        Returns when the consumer has stopped. A second call with a shorter grace period speeds up the first. Raises
+        `InvalidOption`.
         """
         checked_grace(grace_ms)
         if not self._begun:
@@ -226,10 +227,10 @@ class Consumer:
     async def run(self, until_idle: bool = False) -> None:
         """Work until `stop()`, a signal, or cancellation (which cancels and releases what runs).
 
-        `until_idle`: return once nothing that this worker may run is claimable or running anywhere. What `on_claim` leaves
-        out, and what is paused or limited to 0, it may not run; nor may it run anything while it is paused. It leaves loops and
-        singletons to others. In the main thread, SIGINT and SIGTERM stop it (the first gracefully, the second at once) unless the
-        program handles them itself.
+        `until_idle`: return as soon as nothing that this worker may run is claimable or running anywhere. It may not run what
+        `on_claim` excludes, or what is paused or limited to 0; while it is paused itself, it may run nothing. Loops and
+        singletons are left to other workers. In the main thread, SIGINT and SIGTERM stop it (the first gracefully, the second
+        at once) unless the program handles them itself.
         """
         if self._begun or self.state != "ready":
             state = "starting" if self.state == "ready" else self.state
@@ -296,7 +297,7 @@ class Consumer:
 
 
 async def _enter(worker: Worker, opening: Opening | None) -> None:
-    """Open what its handlers need, before anybody hears of the worker."""
+    """Open what its handlers need, before the worker is registered."""
     if opening is not None:
         await opening.opened()
     await worker.enter()
@@ -313,12 +314,12 @@ async def _leave(opening: Opening | None) -> None:
 
 
 class Worker:
-    """The parts of a consumer that runs. Made in the event loop that it runs in."""
+    """The parts of a running consumer. Created in the event loop in which it runs."""
 
     def __init__(
         self, mesh: Mesh, settings: Settings, life: Life, claim_filter: ClaimFilter, consumer: Commanded
     ) -> None:
-        """`consumer`: who does what is ordered from afar."""
+        """`consumer` carries out remote orders."""
         store, clock, worker_id = mesh.store, mesh.clock, settings.worker_id
         definitions = {name: mesh.definitions[name] for name in settings.names}
         settings.loop_ids = frozenset(publications_of(settings, definitions))
@@ -327,7 +328,7 @@ class Worker:
         self._life = life
         self._definitions = definitions
         self._data_changes = [changes for name, changes in mesh.data_changes.items() if name in definitions]
-        # What all look at: what runs, what to try, who else does this work, which queues are open.
+        # What all parts look at: what runs, what to try, who else does this work, which queues are open.
         self.executions = Executions(settings)
         self.candidates = ClaimQueue(settings)
         self.partitions = Partitions(settings)
@@ -382,7 +383,7 @@ class Worker:
                 for name, definition in definitions.items()
             },
         )
-        # Who finds tasks.
+        # Those that find tasks.
         self.backup_claims = BackupClaims(
             store, settings.claimant, clock, self.candidates, self.executions, self.limits, self.partitions
         )
@@ -430,7 +431,7 @@ class Worker:
             dependents=self.dependents,
             groups=self.groups,
         )
-        # Who looks after the fleet, and the end.
+        # Those that look after the fleet, and the end.
         self.ticker = Ticker(store, mesh.schedules)
         self.registration = Registration(
             store,
@@ -475,9 +476,10 @@ class Worker:
         self._stopping = Stopping(life, self.claimer, self.executions, self.finisher)
 
     async def enter(self) -> None:
-        """Register: first the tasks, so that whoever sees the worker sees them too. Raises as `Registration.enter` does.
+        """Register: first the tasks, so that whoever sees the worker sees them, too.
 
-        And `InvalidOption` for what the server does not let us watch.
+        Raises as `Registration.enter` does, and `InvalidOption` if the server does not let us watch what a task is declared
+        for.
         """
         for changes in self._data_changes:
             await changes.check()
@@ -498,10 +500,10 @@ class Worker:
         await patiently(self.loops.declare)
         self.pinger.start()
         if self.listening.wanted:
-            await self.listener.open()  # before the first scan, so that nothing falls in between
+            await self.listener.open()  # before the first scan, so that nothing is missed in between
 
     def start(self, loops: anyio.abc.TaskGroup) -> None:
-        """Begin to work. The loops run until their task group is cancelled."""
+        """Start working. The loops run until their task group is cancelled."""
         loops.start_soon(self.scanner.run, name="taskmesh scanner")
         loops.start_soon(self.claimer.run, name="taskmesh claimer")
         loops.start_soon(self.groups.run, name="taskmesh groups")
@@ -520,7 +522,7 @@ class Worker:
         self.candidates.order_scan()
 
     async def work(self, until_idle: bool) -> None:
-        """Wait until it is asked to stop; `until_idle`: or there is nothing left to do."""
+        """Wait until it is asked to stop. `until_idle`: or until there is nothing left to do."""
         stop_asked = self._life.stop_asked
         while not stop_asked.is_set():
             stopping = await until(stop_asked, _IDLE_CHECK_S if until_idle else None)
@@ -528,14 +530,14 @@ class Worker:
                 return
 
     def claiming_changed(self) -> None:
-        """Claim again, or no more; what runs, runs on."""
+        """Claim again, or stop claiming. Running executions go on."""
         self.candidates.ready.set()
         if self._life.claims:
             self.candidates.order_scan()
         self.registration.show_soon()
 
     async def wind_down(self, grace_ms: int) -> None:
-        """Claim and look for nothing more; bring what runs to its end."""
+        """Claim and look for nothing more, and bring what runs to its end."""
         self._life.state = "stopping"
         self.scanner.open = False
         self.registration.show_soon()

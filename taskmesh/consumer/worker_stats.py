@@ -1,7 +1,7 @@
-"""What a worker says about how it fares: its rates, and what was not well in the last hour.
+"""Worker statistics: a worker's rates, and what was not well in the last hour.
 
-That is claims in vain, how near leases came to their end, and for how long its loop stood still; kept in buckets of five
-minutes, so that what is old goes by itself.
+That is claims in vain, how close leases came to their end, and how long its loop was blocked; kept in buckets of five minutes,
+so that old figures expire by themselves.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BUCKETS = 13
 
 
 SHORTEST_S = 1.0
-"""Signs of life can follow each other closely; a rate over less than this would be noise."""
+"""Heartbeats can follow each other closely. A rate over less than this would be noise."""
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class _Bucket:
 
 
 class WorkerStats:
-    """Counts for one worker. The pinger's thread reports to it, the event loop reads it."""
+    """Counts for one worker. The pinger's thread writes, the event loop reads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -48,13 +48,13 @@ class WorkerStats:
             least[name] = min(share_left, least.get(name, 1.0))
 
     def stood_still(self, seconds: float) -> None:
-        """The event loop has been standing still for so long."""
+        """The event loop has been blocked for so long."""
         with self._lock:
             bucket = self._bucket()
             bucket.stood_still_s = max(bucket.stood_still_s, seconds)
 
     def described(self, tried: int, won: int) -> Document:
-        """Return what to write, given how many tasks it has tried to claim, and won, since it began."""
+        """Return what to write, given how many tasks it has tried to claim, and won, since it started."""
         with self._lock:
             now = self._bucket()
             now.tried += tried - self._counted[0]
@@ -80,7 +80,7 @@ class WorkerStats:
 
 
 class Throughput:
-    """Turns the worker's counts into rates over the last second or more, and tells what its process uses."""
+    """Turns the worker's counts into rates over the last second or more, and measures its process."""
 
     def __init__(self) -> None:
         self._cpu_s = time.process_time()
