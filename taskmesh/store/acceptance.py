@@ -1,8 +1,8 @@
-"""Acceptance: what programs in other languages insert becomes a task like all others.
+"""Acceptance: turns what programs in other languages insert into a task like all others.
 
-The insert is the protocol (docs/protocol.md): `_id`, `name`, `key`, `params`, `status` INIT, and beside them what the publisher
-wants set. Whoever inserts knows no rule and no default; a task is accepted by an update that makes of it what a publication from
-Python would have stored. Until then it has no `queue`, by which it is known, and no scan sees it.
+The insert is the protocol (docs/protocol.md): `_id`, `name`, `key`, `params`, `status` INIT, and whatever else the publisher
+wants to set. The publisher knows no rules and no defaults; a task is accepted by an update that gives it what a publication
+from Python would have stored. Until then it has no `queue`, which is how it is recognised, and no scan sees it.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ INSERTED: Document = {
         ]
     },
 }
-"""The query for what nobody has accepted yet. What has no `queue`, and is not of this form, nobody ever does."""
+"""Matches what nobody has accepted yet. A document without `queue` that is not of this form is never accepted."""
 _MAY_BE_THERE = frozenset(
     ["_id", "name", "key", "params", "status", "configuration", "publish_time", "task_state", "event"]
 )
-"""Fields of ours that a task has before it is accepted; the state and the event are those of a signal that came before."""
+"""Fields of ours that a task may have before it is accepted. State and event come from a signal that arrived before."""
 
 
 @dataclass(slots=True, frozen=True)
 class Inserted:
-    """What another language has inserted."""
+    """A task that another language has inserted."""
 
     id: str
     name: str
@@ -55,12 +55,12 @@ class Inserted:
     configuration: Any
     publish_time: Any
     ours: tuple[str, ...]
-    """Its fields that only taskmesh may write."""
+    """The fields that only taskmesh may write, and that the publisher has set."""
 
     def published(self, now: datetime) -> tuple[datetime, int] | None:
-        """Return when it was inserted by the server's clock, and its place in the order of publication; None: it does not say.
+        """Return when it was inserted, by the server's clock, and its place in the order of publication. None: it does not say.
 
-        Raises `TypeError` for what is no BSON timestamp.
+        Raises `TypeError` for what is not a BSON timestamp.
         """
         if self.publish_time is None:
             return None
@@ -73,7 +73,7 @@ class Inserted:
 
 
 async def inserted(store: Store, limit: int) -> list[str]:
-    """Return the `_id`s of tasks that nobody has accepted yet; of all that a majority has."""
+    """Return the `_id`s of tasks that nobody has accepted yet and that a majority has."""
     tasks = store.driver.collection(store.tasks, CODEC, majority=True)
     cursor = tasks.find(INSERTED, {"_id": 1}, limit=limit, batch_size=limit + 1).hint("taskmesh_status")
     return [document["_id"] for document in await cursor.to_list(limit)]
@@ -100,18 +100,18 @@ async def read(store: Store, ids: Sequence[str]) -> list[Inserted]:
 
 @dataclass(slots=True, frozen=True)
 class Verdict:
-    """What an inserted task becomes: the task that its publisher meant or, with a reason, one that has FAILed."""
+    """What an inserted task becomes: the task that its publisher meant or, with a reason, a task that has FAILed."""
 
     publication: Publication
     now: datetime
     error: tuple[str, str] | None = None
-    """The kind of what is wrong with it, and the reason."""
+    """The kind of error, and the reason."""
     by: str = ""
-    """Who refuses it."""
+    """Which worker refuses it."""
 
 
 async def accept(store: Store, verdicts: Sequence[Verdict]) -> int:
-    """Make tasks of what was inserted, each atomically; return how many. Whoever comes second changes nothing.
+    """Accept inserted tasks, each atomically. Return how many. Accepting a task a second time changes nothing.
 
     Eligible: no `queue`. Writes every field that a publication writes; params and the publisher's own fields stay as they are.
     """
@@ -123,7 +123,7 @@ async def accept(store: Store, verdicts: Sequence[Verdict]) -> int:
 
 
 def _made(verdict: Verdict) -> Document:
-    """What the task gets: all that a publication from Python would have stored, but for the params."""
+    """Return what the task gets: all that a publication from Python would have stored, except for the params."""
     new = new_document(verdict.publication, verdict.now)
     del new["params"]
     if verdict.error is not None:
@@ -132,7 +132,7 @@ def _made(verdict: Verdict) -> Document:
 
 
 def _stages(now: rules.Expression) -> list[Document]:
-    """Make tasks of all that match; `$$new` has what each gets. One pipeline for all, since it is long."""
+    """Return the stages that accept all matching tasks; `$$new` has what each gets. One pipeline serves all, since it is long."""
     own = {"$first": {"$filter": {"input": "$$new", "cond": {"$eq": ["$$this._id", "$_id"]}}}}
     params = {"$cond": [{"$eq": [{"$type": "$params"}, "object"]}, "$params", {}]}
     signals = {name: f"$task_state.{name}" for name in ("signals", "signals_bytes")}
@@ -140,11 +140,11 @@ def _stages(now: rules.Expression) -> list[Document]:
     state = {"$mergeObjects": ["$$own.task_state", signalled]}
     merged = {"$mergeObjects": ["$$ROOT", "$$own", {"params": params, "task_state": state}]}
     return [
-        # What the publisher wanted is in the new fields by now; others of ours were not his to write.
+        # The new fields contain what the publisher asked for by now. Other fields of ours were not the publisher's to write.
         {"$unset": sorted(Task.OWN_FIELDS - {"_id", "params", "task_state"})},
-        # The fields that it lacks. What its publisher stored stays, and signals that have come already.
+        # The fields that it lacks. What its publisher stored stays, and so do signals that have come already.
         {"$replaceWith": {"$let": {"vars": {"own": own}, "in": merged}}},
-        # The stamp by which workers and readers of events hear of it.
+        # The stamp that announces it to workers and readers of events.
         {"$set": {"event": stamp("published", now)}},
         # Status and times follow.
         *prepared(rules.derivation, now),
@@ -152,7 +152,7 @@ def _stages(now: rules.Expression) -> list[Document]:
 
 
 def _refusal(verdict: Verdict) -> Document:
-    """The entry of an execution that has failed for good before it began."""
+    """The entry of an execution that failed for good before it began."""
     assert verdict.error is not None
     kind, reason = verdict.error
     return {

@@ -1,8 +1,8 @@
-"""Values that are stored apart from their tasks, since they are large: as chunks, in a collection of the mesh.
+"""Values that are stored separately from their tasks, since they are large: as chunks, in a collection of the mesh.
 
 Chunks are written first, then the task that refers to them; a task is removed first, then its chunks. So a task never refers to
-what is not there, and whoever dies in between leaves chunks to which none refers. `sweep` finds those: each value is looked at
-now and then, and goes when its task was seen to refer to it and does so no more, or has not begun to within a day.
+missing chunks, and a process that dies in between leaves chunks without a reference. `sweep` finds those: each value is checked
+now and then, and removed if its task referred to it and no longer does, or has not begun to within a day.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from taskmesh.store.driver import Document
 from taskmesh.store.store import Store
 
 MAX_BYTES = 256_000_000
-"""Of params, or of a result, with what is stored apart."""
+"""The most bytes of params, or of a result, with what is stored separately."""
 CHUNK_BYTES = 4_000_000
 _FIRST_LOOK_MS = 600_000
 _LOOK_EVERY_MS = 900_000
 _SECOND_LOOK_MS = 60_000
-"""What is to go has not been referred to at two looks so far apart: an undo may put the task back just when we look."""
+"""A value is removed only if it was unreferenced at two checks so far apart: an undo may be putting the task back."""
 _NEVER_SEEN_MS = 86_400_000
-"""For so long somebody may be about to write the task."""
+"""How long somebody may still be about to write the task."""
 _AT_ONE_LOOK, _MOST_LOOKS = 200, 50
 _LAST = 2**31
 
 
 @dataclass(slots=True, frozen=True)
 class Apart:
-    """A value that is to be stored apart."""
+    """A value that has to be stored separately."""
 
     id: ObjectId
     task: str
@@ -42,7 +42,7 @@ class Apart:
 
 
 async def put(store: Store, values: Sequence[Apart]) -> None:
-    """Write values, unless they are there already. Safe to repeat."""
+    """Write values, unless they exist already. Safe to repeat."""
     if not values:
         return
     chunks = store.driver.collection(store.payloads)
@@ -55,14 +55,14 @@ async def put(store: Store, values: Sequence[Apart]) -> None:
     for value in values:
         parts = [Binary(value.data[at : at + CHUNK_BYTES]) for at in range(0, len(value.data), CHUNK_BYTES)]
         head = {"task": {"$literal": value.task}, "put_time": store.now, "look_time": _later(store.now, _FIRST_LOOK_MS)}
-        # Before all others one without data: whose they are, and when to look at them. By that they are found.
+        # First a document without data: which task they belong to, and when to check them. `sweep` finds them by it.
         await chunks.update_one({"_id": _chunk(value.id, 0)}, [{"$set": head}], upsert=True)
         for n, part in enumerate(parts, 1):
             await chunks.replace_one({"_id": _chunk(value.id, n)}, {"data": part}, upsert=True)
 
 
 async def read(store: Store, ids: Iterable[ObjectId]) -> dict[ObjectId, bytes]:
-    """Return the values of these ids, as far as they are there."""
+    """Return the values with these ids, as far as they exist."""
     found: dict[ObjectId, bytes] = {}
     for id_ in ids:
         cursor = store.driver.collection(store.payloads).find(_chunks(id_), {"data": 1}).sort("_id", 1)
@@ -76,13 +76,13 @@ async def remove(store: Store, ids: Iterable[ObjectId]) -> None:
     chunks = store.driver.collection(store.payloads)
     for id_ in ids:
         await chunks.delete_many(_chunks(id_))
-        await chunks.delete_one({"_id": _chunk(id_, 0)})  # last: the others are found by it
+        await chunks.delete_one({"_id": _chunk(id_, 0)})  # last: the others are found through it
 
 
 async def sweep(store: Store, references: Callable[[Mapping[str, Any]], Iterable[ObjectId]]) -> int:
-    """Look at the values whose time it is, and remove those that no task refers to; return how many those were.
+    """Check the values that are due, and remove those that no task refers to. Return how many were removed.
 
-    `references`: those of a task's document.
+    `references` returns the values that a task's document refers to.
     """
     removed = 0
     for _ in range(_MOST_LOOKS):
@@ -94,14 +94,14 @@ async def sweep(store: Store, references: Callable[[Mapping[str, Any]], Iterable
 
 
 async def _look(store: Store, references: Callable[[Mapping[str, Any]], Iterable[ObjectId]]) -> tuple[int, int]:
-    """Do so with a few; return how many, and how many are gone."""
+    """Check a few values. Return how many were checked, and how many removed."""
     chunks = store.driver.collection(store.payloads)
     stages: list[Document] = [
-        # Those whose time has come, by the server's clock, the most overdue first.
+        # Those that are due, by the server's clock, the most overdue first.
         {"$match": {"look_time": {"$exists": True}, "$expr": {"$lte": ["$look_time", store.now]}}},
         {"$sort": {"look_time": 1}},
         {"$limit": _AT_ONE_LOOK},
-        # Whose they are; whether a task was seen to refer to them, and then to do so no more; whether one might still begin to.
+        # Which task they belong to; whether it was seen to refer to them, and later not to; whether it might still begin to.
         {
             "$project": {
                 "task": 1,
@@ -122,16 +122,16 @@ async def _look(store: Store, references: Callable[[Mapping[str, Any]], Iterable
     waiting = [id_ for id_, value in orphans.items() if not value["seen"] and id_ not in gone]
     await remove(store, gone)
     changes: list[tuple[list[ObjectId], Document, int]] = [
-        # Referred to: looked at again in a while.
+        # Referred to: check again later.
         ([id_ for id_ in found if id_ in alive], {"seen": True, "gone_time": "$$REMOVE"}, _LOOK_EVERY_MS),
-        # Not any more: once more soon, then it goes.
+        # No longer: check once more soon, then remove.
         (going, {"gone_time": store.now}, _SECOND_LOOK_MS),
         # Not yet.
         (waiting, {}, _LOOK_EVERY_MS),
     ]
     for ids, change, next_look_ms in changes:
         if ids:
-            # What was seen, and when to look again, by the server's clock.
+            # What was seen, and when to check again, by the server's clock.
             stages = [{"$set": {**change, "look_time": _later(store.now, next_look_ms)}}]
             await chunks.update_many({"_id": {"$in": [_chunk(id_, 0) for id_ in ids]}}, stages)
     return len(due), len(gone)

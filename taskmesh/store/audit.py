@@ -1,6 +1,6 @@
-"""Audit: who changed what, kept for a month. The verbs for people write it; nothing on a task's own path does.
+"""Audit: who changed what, kept for a month. Written by the verbs for people; nothing on a task's own path writes it.
 
-One document for each action: of a single thing (`about`), or of many tasks (`where`, `matched`; see `admin/store/undo.py`).
+One document for each action: on a single thing (`about`), or on many tasks (`where`, `matched`; see `admin/store/undo.py`).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from taskmesh.store.store import Store
 logger = logging.getLogger("taskmesh.audit")
 
 KEPT_MS = 30 * 86_400_000
-"""How long it can be read who did what."""
+"""How long entries are kept."""
 _MOST_CHARS = 1_000
 
 
 @functools.cache
 def this_process() -> str:
-    """Return who changes something if nobody says: the user of this process, and its host."""
+    """Return the default author of changes: the user of this process, and its host."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container's user without a name
@@ -40,12 +40,12 @@ def this_process() -> str:
 
 
 acting: ContextVar[str | None] = ContextVar("acting", default=None)
-"""For whom a face acts at the moment: set by `acting_as`."""
+"""For whom a face (command line, web) acts at the moment: set by `acting_as`."""
 
 
 @contextlib.contextmanager
 def acting_as(by: str) -> Iterator[None]:
-    """Sign what is changed inside the block: for those who act for others, like the dashboard and the REST API."""
+    """Sign changes inside the block, for code that acts for others, like the dashboard and the REST API."""
     before = acting.set(by)
     try:
         yield
@@ -54,14 +54,14 @@ def acting_as(by: str) -> Iterator[None]:
 
 
 def author(by: str | None) -> str:
-    """Return who changes something: `by`, or for whom we act, or the user of this process. Raises `InvalidOption`."""
+    """Return the author of a change: `by`, or for whom we act, or the user of this process. Raises `InvalidOption`."""
     return checked_remark("by", by) or acting.get() or this_process()
 
 
 async def note(store: Store, action: str, by: str, **about: Any) -> None:
-    """Write down that somebody did something to one task, queue, worker or schedule: what is None is left out.
+    """Note that somebody did something to one task, queue, worker or schedule. Fields that are None are left out.
 
-    If that fails, it is done all the same: a warning is logged, and nothing raised.
+    If that fails, the action stands: a warning is logged, and nothing raised.
     """
     told = ", ".join(f"{name} {value!r}" for name, value in about.items() if value is not None)[:_MOST_CHARS]
     said = {"action": action, "about": told, "by": by}
@@ -72,7 +72,7 @@ async def note(store: Store, action: str, by: str, **about: Any) -> None:
 
 
 async def begin(store: Store, action: str, where: str, by: str, matched: int, undo_ms: int) -> str:
-    """Write down that somebody is about to change many tasks; return the action's id."""
+    """Note that somebody is about to change many tasks. Return the action's id."""
     id_ = str(ObjectId())
     until = {"undo_until": {"$add": [store.now, undo_ms]}} if undo_ms else {}
     await _insert(store, id_, {"action": action, "where": where, "by": by, "matched": matched, "done": None}, until)
@@ -80,7 +80,7 @@ async def begin(store: Store, action: str, where: str, by: str, matched: int, un
 
 
 async def _insert(store: Store, id_: str, said: Document, times: Document | None = None) -> None:
-    # An update, since an insert has no expressions: the times are the server's.
+    # An update, since an insert cannot contain expressions: the times are the server's.
     fields: Document = {name: {"$literal": value} for name, value in said.items()}
     fields |= {"time": store.now, "delete_time": {"$add": [store.now, KEPT_MS]}, **(times or {})}
     # One stage: the values as they are, the times by the server's clock.
@@ -88,7 +88,7 @@ async def _insert(store: Store, id_: str, said: Document, times: Document | None
 
 
 async def end(store: Store, id_: str, done: int) -> None:
-    """Write down to how many tasks it was done."""
+    """Note how many tasks were changed."""
     # A plain update: the count alone, nothing computed.
     await store.driver.collection(store.actions).update_one({"_id": id_}, {"$set": {"done": done}})
 

@@ -1,7 +1,7 @@
-"""The store for code that has no event loop: the same verbs, on PyMongo's blocking client.
+"""The store for code without an event loop: the same verbs, on PyMongo's blocking client.
 
-A verb is a coroutine that waits for nothing but its driver. With a driver that never lets it wait, it runs through at once:
-`run_now`. So what is written about a task is written down once, whoever writes it.
+A verb is a coroutine that waits for nothing but its driver. With a driver that never makes it wait, it runs through at once:
+`run_now`. So every write to a task is defined only once, whoever makes it.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ class StoreAddress:
 
 
 def blocking_client(address: StoreAddress) -> Any:
-    """Return a blocking client with the settings of the store's own."""
+    """Return a blocking client with the settings of the store's own client."""
     return MongoClient(**address.settings)
 
 
 def drop_database(uri: str, name: str) -> None:
-    """Drop a database with all that is in it: one that a test has used."""
+    """Drop a database with everything in it, after a test."""
     with MongoClient[Document](uri) as client:
         client.drop_database(name)
 
 
 class BlockingStore(Store):
-    """A store on a blocking client, which stays its owner's. Its verbs are run by `run_now`."""
+    """A store on a blocking client, which still belongs to its owner. Run its verbs with `run_now`."""
 
     def __init__(
         self, client: Any, database: str, collection: str = "tasks", now: rules.Expression = rules.NOW
@@ -59,7 +59,7 @@ class BlockingStore(Store):
 
 
 class BlockingDriver:
-    """As much of a `Driver` as the verbs inside a transaction use."""
+    """The part of a `Driver` that the verbs inside a transaction use."""
 
     def __init__(self, client: Any, database: str) -> None:
         self.client = client
@@ -70,11 +70,11 @@ class BlockingDriver:
         return _Eager(self.database.get_collection(name))
 
     async def command(self, command: Mapping[str, Any], session: Any = None) -> Document:
-        """Run a database command and return its reply. Raises also for what the reply says of failed writes."""
+        """Run a database command and return its reply. Raises also if the reply reports failed writes."""
         return checked(self.database.command(command, codec_options=CODEC, session=session))
 
     async def start_transaction(self, session: Any) -> None:
-        """Start a transaction that a majority has when it is committed."""
+        """Start a transaction with majority write concern."""
         session.start_transaction(**TRANSACTION)
 
     async def commit(self, session: Any) -> None:
@@ -82,7 +82,7 @@ class BlockingDriver:
         session.commit_transaction()
 
     async def abort(self, session: Any) -> None:
-        """Undo the transaction, if it is open."""
+        """Abort the transaction, if it is open."""
         if session.in_transaction:
             with suppress(PyMongoError):  # the server does it by itself when the transaction's time is over
                 session.abort_transaction()
@@ -118,9 +118,10 @@ def run_now(coroutine: Coroutine[Any, Any, T]) -> T:
 async def publish_in_any_session(
     store: Store, publications: Sequence[Publication], now: datetime, session: Any
 ) -> list[Published]:
-    """Publish inside the caller's transaction, whose session may be of another client, also of a blocking one: then in a thread.
+    """Publish inside the caller's transaction. If its session belongs to a blocking client, this runs in a thread.
 
-    Its caller waits meanwhile, so that one thread at a time uses the session. Raises `InvalidOption` if it is of other servers.
+    The caller waits meanwhile, so that one thread at a time uses the session. Raises `InvalidOption` if the session belongs to
+    other servers.
     """
     client = session.client
     if client is store.driver.client:
@@ -142,9 +143,9 @@ def is_blocking(session: Any) -> bool:
 
 
 def check_same_servers(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    """Raise `InvalidOption` if two answers to `hello` are not of one replica set: nobody would find there what is published."""
+    """Raise `InvalidOption` if two replies to `hello` come from different replica sets: no worker would see the tasks."""
     if "setName" not in ours or "setName" not in theirs:
-        return  # a sharded cluster, whose routers do not say to what they belong
+        return  # routers of a sharded cluster do not say which cluster they belong to
     if ours["setName"] != theirs["setName"] or set(ours["hosts"]).isdisjoint(theirs["hosts"]):
         raise InvalidOption(
             f"session is one of another replica set ({theirs['setName']} at {', '.join(theirs['hosts'])}; the mesh is on "

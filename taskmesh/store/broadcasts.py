@@ -1,4 +1,4 @@
-"""Broadcasts: unfinished tasks for each of the workers that they name, and what becomes of them when some of these are gone."""
+"""Broadcasts: unfinished tasks for each of the workers that they name, and what becomes of them when some of those are gone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Unfinished:
 
 
 async def unfinished(store: Store, name: str, queues: Sequence[str]) -> list[Unfinished]:
-    """Return the broadcasts of this name that are not finished."""
+    """Return the unfinished broadcasts of this name."""
     query: Document = {
         "status": {"$in": ["INIT", "RUNNING"]},
         "queue": {"$in": list(queues)},
@@ -41,25 +41,25 @@ async def unfinished(store: Store, name: str, queues: Sequence[str]) -> list[Unf
 
 
 async def keep(store: Store, id_: str, live: Sequence[str]) -> None:
-    """Let a broadcast wait for those workers alone that are live, or have run it. Safe to repeat, and to race.
+    """Let a broadcast wait only for workers that are live or have run it. Safe to repeat, and to race.
 
-    If none is left, and none has run it, it is EXPIRED.
+    If no worker is left and none has run it, it becomes EXPIRED.
     """
     now = store.now
     done = {"$map": {"input": "$$done", "in": "$$this.worker_id"}}
     left = {"$setIntersection": ["$task_option.specific_worker_ids", {"$setUnion": [{"$literal": list(live)}, done]}]}
     nobody = {"$eq": ["$_left", []]}
     pipeline = [
-        # Whom it waits for now: named by it, and live or done with it.
+        # The workers that it waits for now: named by it, and live or done with it.
         {"$set": {"_left": rules.with_facts(now, left)}},
-        # Where nobody is left it expires; what an execution has recorded would keep it from that.
+        # Where none is left, it expires. What an execution has recorded would prevent that.
         {
             "$set": {
                 "task_state.expire_time": {"$cond": [nobody, now, "$task_state.expire_time"]},
                 "task_state.steps_bytes": {"$cond": [nobody, "$$REMOVE", "$task_state.steps_bytes"]},
             }
         },
-        # Else as if somebody had set the option: live entries of those that are not named any more go.
+        # Otherwise as if somebody had set the option: live entries of workers that are no longer named are removed.
         *option_stages(
             {
                 "specific_worker_ids": {"$cond": [nobody, "$task_option.specific_worker_ids", "$_left"]},
@@ -70,7 +70,7 @@ async def keep(store: Store, id_: str, live: Sequence[str]) -> None:
         ),
         # A stamp that wakes the workers: the change may have finished it.
         {"$set": {"event": stamp("option_changed", now)}},
-        # (Told.)
+        # The helper field is not stored.
         {"$unset": "_left"},
         # Status and times follow.
         *prepared(rules.derivation, now),

@@ -1,7 +1,7 @@
-"""Watch: the change stream, narrowed by the server to what this process can use.
+"""The change stream, narrowed by the server to what this process can use.
 
-One stream over the database: it shows tasks, queue settings and orders to workers in the order in which they were
-committed. It never looks up documents, and pings are delivered to nobody. What it delivers is a hint; the scan is the truth.
+One stream over the database: it shows tasks, queue settings and orders to workers in the order in which they were committed. It
+never looks up documents, and pings are delivered to nobody. What it delivers is a hint; the scan is reliable.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from taskmesh.store.event_stamp import starting_with
 from taskmesh.store.store import Store
 
 HORIZON_MS = 2_000
-"""Tasks due later than this are not announced: the scan, which looks ahead, finds them in time."""
+"""Tasks that are due later than this are not announced: the scan looks ahead, and finds them in time."""
 HORIZON_OF_NEW_MS = 7_000
-"""New tasks due later than this are not announced. It is longer than for others: they may be the first in their queue,
-which the scan does not know of for some seconds."""
+"""New tasks that are due later than this are not announced. The limit is higher for them: a new task may be the first in its
+queue, which scans do not know of for some seconds."""
 
 WAKING = (
     "failed",
@@ -40,9 +40,9 @@ WAKING = (
     "opened",
     "moved",
 )
-"""What can make a task claimable. Renewals and claims cannot."""
+"""Events that can make a task claimable. Renewals and claims cannot."""
 STOPPING = ("cancelled", "deleted", "option_changed", "retried", "moved", "replaced")
-"""What an execution of the task has to hear of."""
+"""Events that an execution of the task has to learn of."""
 FINISHED = ("SUCCESS", "FAIL", "CANCELLED", "EXPIRED")
 
 _UPDATED = "updateDescription.updatedFields"
@@ -52,18 +52,18 @@ _ENDS: Document = {"operationType": {"$in": ["drop", "rename", "dropDatabase", "
 
 @dataclass(frozen=True, slots=True)
 class Interest:
-    """What the readers of a process want to hear of, all together."""
+    """What the readers of a process want to be told, all together."""
 
     names: frozenset[str] = frozenset()
     """Tasks of these names, when they can be claimed soon."""
     control: bool = False
-    """Whatever should stop an execution; changes of queues; orders to workers; what is to be accepted."""
+    """Whatever may stop an execution; changes of queues; orders to workers; tasks that have to be accepted."""
     finished: bool = False
     """Tasks that finish, or are deleted."""
     events: bool = False
     """Everything that happens to tasks."""
     lanes: frozenset[int] | None = None
-    """Of new tasks of these names: those in these lanes alone, beside those that not all can run; None: in all lanes."""
+    """The lanes of which new tasks are announced, beside tasks that not every worker can run. None: all lanes."""
 
     def __or__(self, other: Interest) -> Interest:
         return Interest(
@@ -101,11 +101,11 @@ class Change:
 
 
 def pipeline(store: Store, interest: Interest) -> list[Document]:
-    """The stages that narrow the stream to an interest, and each event to what is used of it.
+    """Return the stages that narrow the stream to an interest, and each event to the fields that are used.
 
-    For each reader the server compares every write to any collection with the first of them, so what is written there, and how,
-    is what a worker costs that has nothing to do. Of which collection an event must be is asked of those that are left: the
-    server would compare names by a regular expression for each condition (docs/decisions/0015-less-of-the-server.md).
+    For each reader the server compares every write to any collection with the first stage, so that stage determines what an
+    idle worker costs. The collection of an event is checked only for the events that are left: otherwise the server would
+    compare names by a regular expression for each condition (docs/decisions/0015-less-of-the-server.md).
     """
     wanted: list[Document] = [dict(_ENDS)]
     database = store.driver.database.name
@@ -115,7 +115,7 @@ def pipeline(store: Store, interest: Interest) -> list[Document]:
             {
                 "operationType": {"$in": ["insert", "replace"]},
                 "fullDocument.name": {"$in": sorted(interest.names)},
-                "fullDocument.next_claim_time": {"$exists": True},  # else it waits for others
+                "fullDocument.next_claim_time": {"$exists": True},  # otherwise it waits for others
                 **_in_lanes(interest.lanes),
                 "$expr": {"$lte": ["$fullDocument.next_claim_time", {"$add": ["$wallTime", HORIZON_OF_NEW_MS]}]},
             }
@@ -129,10 +129,10 @@ def pipeline(store: Store, interest: Interest) -> list[Document]:
         )
     if interest.control:
         # What other languages insert, whatever its name: under a backlog, too, since it may be urgent once it is accepted.
-        # (Null, not absent: of an absence the server knows only when it has made an event of the write.)
+        # (Null, not absent: an absent field is known to the server only after it has made an event of the write.)
         wanted.append({"operationType": "insert", "fullDocument.status": "INIT", "fullDocument.queue": None})
         wanted.append({f"{_UPDATED}.event": starting_with(STOPPING)})
-        # Documents that somebody removes past us; most are the TTL monitor's, in bursts, and small.
+        # Documents that somebody else removes; mostly the TTL monitor, in bursts. They are small.
         wanted.append({"operationType": "delete"})
         wanted.append({"ns": {"db": database, "coll": store.queues}})
         wanted.append({f"{_UPDATED}.order_time": {"$exists": True}})
@@ -158,7 +158,7 @@ def pipeline(store: Store, interest: Interest) -> list[Document]:
     )
     kept = {
         "operationType": 1,
-        # (As a field of its own, which is computed: else the server would ask the last stage's question first.)
+        # (As a computed field: otherwise the server would evaluate the last stage first.)
         "collection": {"$concat": ["$ns.coll"]},
         "documentKey._id": 1,
         "wallTime": 1,
@@ -168,17 +168,17 @@ def pipeline(store: Store, interest: Interest) -> list[Document]:
         **{f"fullDocument.{field}": 1 for field in kept_of_insert},
     }
     return [
-        # Only what some reader of this process wants to hear of: the server sends nothing else.
+        # Only what some reader of this process wants: the server sends nothing else.
         {"$match": {"$or": wanted}},
-        # Of each event the few fields that `change_from` reads, so that neither params nor results travel.
+        # Of each event the few fields that `change_from` reads, so that neither params nor results are sent.
         {"$project": kept},
-        # Of our collections alone: the database may have others, with fields of the same names.
+        # Only our collections: the database may have others, with fields of the same names.
         {"$match": {"$or": [_ENDS, {"collection": {"$in": collections}}]}},
     ]
 
 
 def _in_lanes(lanes: frozenset[int] | None) -> Document:
-    """Whether a new task is in one of these lanes; or names its workers, or needs labels of them: they may be others there."""
+    """Match a new task that is in one of these lanes, or names its workers, or needs labels: for those, other workers count."""
     if lanes is None:
         return {}
     in_lane: Document = {"fullDocument.lane": {"$in": sorted(lanes)}}
@@ -209,12 +209,12 @@ async def open_stream(
     place_is_of: Interest | None = None,
     await_ms: int = 500,
 ) -> Any:
-    """Open the stream: from now on, or from behind the event of a resume token.
+    """Open the stream: from now on, or after the event of a resume token.
 
-    `place`: the token, of a stream that was for `place_is_of`. A stream for something else may not find that event, and so
-    begins with what happened at the same time: `is_behind` tells what has been seen. `await_ms`: how long a read waits for
-    something to come. Every write to the server wakes a waiting read, whatever it filters for, at about 45 µs of the server's
-    time (measured); a read that does not wait costs a tenth of that.
+    `place`: the token, from a stream that was for `place_is_of`. A stream for something else may not find that event, and so
+    starts with what happened at the same time: `is_behind` tells what has been seen. `await_ms`: how long a read waits for
+    events. Every write wakes a waiting read, whatever it filters for, which takes about 45 µs of the server's time (measured);
+    a read that does not wait costs a tenth of that.
     """
     options: Document = {"max_await_time_ms": await_ms, "batch_size": 1000}
     if place is not None and place_is_of != interest and (moment := _time_of(place)) is not None:
@@ -225,17 +225,17 @@ async def open_stream(
 
 
 def is_behind(token: Document, other: Document) -> bool:
-    """Whether a resume token is of a later event than the other.
+    """Whether a resume token belongs to a later event than the other.
 
-    Source: MongoDB's manual, "Resume Tokens from Change Events": the texts that tokens hold can be compared and sorted.
+    Source: MongoDB's manual, "Resume Tokens from Change Events": the texts in tokens can be compared and sorted.
     """
     return bool(token["_data"] > other["_data"])
 
 
 def _time_of(token: Document) -> Timestamp | None:
-    """Return when the event of a token happened; None where the token has another form.
+    """Return when the event of a token happened. None if the token has another form.
 
-    It begins with that: a byte for the type, then seconds and increment (the server's `ResumeTokenData`, clusterTime).
+    It starts with that: a byte for the type, then seconds and increment (the server's `ResumeTokenData`, clusterTime).
     """
     data = str(token["_data"])
     try:

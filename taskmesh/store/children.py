@@ -1,8 +1,9 @@
-"""Children: tasks that a handler has started, and waits for. A child names its parent; what has come of it, it keeps itself.
+"""Children: tasks that a handler has started, and waits for. A child names its parent, and keeps its own outcome.
 
-That a child exists and that its parent has recorded it are one transaction. It is kept until the parent is finished. Of a parent
-that ends in any other way than SUCCESS, the unfinished children are cancelled, but for those that were started `detached`. They
-keep in mind that it was with their parent: if that is retried, and wants them again, they go on too (`control.restore_children`).
+A child is inserted and recorded in its parent in one transaction. It is kept until the parent is finished. If a parent ends in
+any other way than SUCCESS, its unfinished children are cancelled, except for those that were started `detached`. They remember
+that they were cancelled with their parent: if that is retried, and wants them again, they go on, too
+(`control.restore_children`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _DEADLINE_MS = 2_000
 
 
 async def parents_of(store: Store, ids: Sequence[str], session: Any) -> dict[str, str | None]:
-    """Return which of these tasks are there, and whose child each is; inside a transaction."""
+    """Return which of these tasks exist, and whose child each is. For use inside a transaction."""
     fields = {"parent": "$task_state.parent", "forgotten": rules.is_forgotten(store.now)}
     cursor = store.driver.collection(store.tasks).find(
         {"_id": {"$in": list(ids)}}, fields, session=session, batch_size=MOST_IDS
@@ -33,7 +34,7 @@ async def parents_of(store: Store, ids: Sequence[str], session: Any) -> dict[str
 
 
 async def ends(store: Store, ids: Sequence[str]) -> dict[str, Document]:
-    """Return what came of each that is there: its `status`, its first `value`, and the `reasons` of its failures.
+    """Return the outcome of each that exists: its `status`, its first `value`, and the `reasons` of its failures.
 
     `with_parent`: whether it was cancelled with its parent.
     """
@@ -53,9 +54,9 @@ async def ends(store: Store, ids: Sequence[str]) -> dict[str, Document]:
 
 
 async def unfinished(store: Store, ids: Sequence[str], parent_id: str, linking: Sequence[Document]) -> int:
-    """Let these children, and no others, name their parent as one that waits for them; count which are unfinished since.
+    """Let these children, and no others, name their parent as a dependent. Return how many are unfinished after that.
 
-    They name it from their beginning on, so mostly there is nothing to write. `linking`: see `dependencies.linking_pipeline`.
+    They name it from the beginning, so mostly there is nothing to write. `linking`: see `dependencies.linking_pipeline`.
     """
     wanted = set(ids)
     mine: Document = {"task_state.parent": parent_id, "task_state.pending": True}
@@ -64,7 +65,7 @@ async def unfinished(store: Store, ids: Sequence[str], parent_id: str, linking: 
         pending = {row["_id"]: row["named"] for row in await store.find(mine, fields, majority=True)}
         for part in in_parts([id_ for id_, named in pending.items() if named and id_ not in wanted]):
             rest = {"$setDifference": [rules.DEPENDENTS, [{"$literal": parent_id}]]}
-            # Those that wait for it, without its parent, which may wait for it later.
+            # Its dependents without its parent, which may wait for it later.
             unlinking: list[Document] = [
                 {"$set": {"task_state.dependents": rest}},
                 *prepared(rules.derivation, store.now),
@@ -78,14 +79,14 @@ async def unfinished(store: Store, ids: Sequence[str], parent_id: str, linking: 
 
 
 async def cancel(store: Store, parents: Sequence[str]) -> list[str]:
-    """Cancel the unfinished children of these tasks, but for detached ones; return which. Safe to repeat."""
+    """Cancel the unfinished children of these tasks, except for detached ones. Return which. Safe to repeat."""
     query = {
         "task_state.parent": {"$in": list(parents)},
         "task_state.detached": {"$exists": False},
         "status": {"$in": _UNFINISHED},
     }
     ids = [row["_id"] for row in await store.find(query, {"_id": 1})]
-    # By what they were cancelled, and that they are.
+    # What they were cancelled by, and that they are.
     pipeline = [{"$set": {CANCELLED_WITH_PARENT: True}}, *cancel_pipeline(store.now)]
     for part in in_parts(ids):
         await store.update({"_id": {"$in": part}, **query}, pipeline, _DEADLINE_MS)

@@ -1,7 +1,7 @@
 """Claim: append an entry to every task of a set that this worker may have, atomically for each.
 
-The server judges each task by all gates of the rule; who loses a race changes nothing. One `running_id` serves a whole
-set, since a task holds it at most once. A process that dies after the claim leaves leases that run out.
+The server judges each task by all gates of the rule; a worker that loses a race changes nothing. One `running_id` serves a
+whole set, since a task holds it at most once. A process that dies after the claim leaves leases that run out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from taskmesh.store.server_errors import is_unconfirmed
 from taskmesh.store.store import Store
 
 LOADED_WITH_CLAIM_BYTES = 256_000
-"""Records of more than this together are not read with the claim, but when the handler first asks for one."""
+"""Records that are larger than this together are not read with the claim, but when the handler first asks for one."""
 _ENTRY_FIELDS = {"task_state.worker_states.running_id": 1, "task_state.worker_states.state": 1}
 _STATE_FIELDS = {
     f"task_state.{field}": 1
@@ -38,7 +38,7 @@ _STATE_FIELDS = {
     )
 }
 _FEW_STEPS: Document = {
-    # What was recorded comes with the claim, so that to resume costs no reading; unless it is much (see `steps`).
+    # Records come with the claim, so that resuming costs no read; unless they are large (see `steps`).
     "task_state.steps": {
         "$cond": [
             {"$lte": ["$task_state.steps_bytes", LOADED_WITH_CLAIM_BYTES]},
@@ -66,21 +66,21 @@ _ME = rules.Me("$$worker_id", "$$parent", "$$labels")
 _OWN = {"$in": ["$$this.k", {"$literal": sorted(Task.OWN_FIELDS)}]}
 _EXTRA = "_extra"
 _EXTRA_FIELDS: Document = {
-    # Users' own fields at the top, whose names nobody knows here. Under one name, until they are read.
+    # Users' own fields at the top, whose names are unknown here. Under one name, until they are read.
     _EXTRA: {"$arrayToObject": {"$filter": {"input": {"$objectToArray": "$$ROOT"}, "cond": {"$not": [_OWN]}}}}
 }
-# All but this: the rest of the document as it is, users' own fields with it. That costs the server a third of picking fields.
+# Everything but this: the rest of the document as it is, with users' own fields. That costs the server a third of picking fields.
 _ALL_BUT: Document = dict.fromkeys(sorted(Task.OWN_FIELDS - WHOLE_FIELDS.keys() - {"_id", "params"}), 0)
 _ALL_THAT_RUNS_NEED: Document = (
-    # Nor what may be long in `task_state`, and no execution asks for.
+    # Nor large parts of `task_state` that no execution asks for.
     _ALL_BUT | dict.fromkeys((f"task_state.{name}" for name in ("signals", "stages", "dependents", "after.ids")), 0)
 )
 _FIRST_RUN: Document = {"task_state.worker_states": {"$size": 1}, "task_state.steps_bytes": {"$in": [None, 0]}}
-"""No failures with their logs, and no records: of others the fields are picked."""
+"""Neither failures with their logs, nor records. Of other tasks the fields are picked."""
 _RUNNING_ID = "task_state.worker_states.running_id"
 _PUT_OFF_BY = ("start_time", "resume_time", "suspended_until")
 _KNOWN_OF_UNTRIED = {
-    # Asked for by `_untried`.
+    # Checked by `_untried`.
     "status",
     "task_state.worker_states",
     "task_state.timeout_cnt",
@@ -112,7 +112,7 @@ _KNOWN_OF_UNTRIED = {
     *(f"task_option.unexpected_retry_{name}" for name in ("delay_ms", "delay_scope", "backoff", "jitter")),
     "task_option.retain_success_ms",
     "task_option.retain_failed_ms",
-    # What can be claimed is no dead letter.
+    # A claimable task is not a dead letter.
     "task_option.on_fail",
     "task_state.home",
 }
@@ -128,11 +128,11 @@ async def claim(
     narrowed_by: Mapping[str, Any] | None = None,
     deadline_ms: int = 2_000,
 ) -> int:
-    """Claim what can be claimed of `ids`, and return how many were won; `won` reads them.
+    """Claim as many of `ids` as can be claimed. Return how many were won; `won` reads them.
 
-    Eligible: every gate of the rule is open, and the task matches the filter `narrowed_by`. Writes: the entry,
-    `timeout_cnt`, `lost_cnt`, `losses` (for the leases found run out), the derived fields. Not repeatable blindly: after an
-    error ask `won`. One that `is_unconfirmed` comes when all has been tried.
+    Eligible: every gate of the rule is open, and the task matches the filter `narrowed_by`. Writes: the entry, `timeout_cnt`,
+    `lost_cnt`, `losses` (for leases found to have run out), the derived fields. Do not simply repeat it: after an error ask
+    `won`. An error that `is_unconfirmed` is raised after everything has been tried.
     """
     variables = _claiming(worker, running_id)
     untried = _plain_candidates({"$in": list(ids)}, closed_queues, narrowed_by, store.now)
@@ -151,7 +151,7 @@ async def claim(
 
 
 async def _modified(store: Store, command: Document) -> tuple[int, WriteConcernError | None]:
-    """Run one half of a claim: how many it won, and what a majority's silence about them is told by, if it was silent."""
+    """Run one part of a claim. Return how many tasks it won, and the error if a majority has not confirmed them in time."""
     try:
         return int((await store.driver.command(command))["nModified"]), None
     except OperationFailure as error:
@@ -172,7 +172,7 @@ async def claim_one(
     narrowed_by: Mapping[str, Any] | None = None,
     deadline_ms: int = 2_000,
 ) -> Document | None:
-    """Claim one task and return it, or None: what `claim` and `won` do, in one round trip where nobody has tried it."""
+    """Claim one task and return it, or None. Does what `claim` and `won` do, in one round trip if nobody has tried the task."""
     forms = (
         (_plain_candidates(id_, closed_queues, narrowed_by, store.now), prepared(plain_claim_pipeline, store.now)),
         (
@@ -187,7 +187,7 @@ async def claim_one(
             document = await store.update_one(query, pipeline, deadline_ms, variables, fields, hint="_id_")
         except OperationFailure as error:
             if isinstance(error, WriteConcernError) and is_unconfirmed(error):
-                unconfirmed = error  # what this form has won, the next leaves as it is
+                unconfirmed = error  # what this form has won, the next one leaves as it is
                 continue
             note_refusal(store, error)
             raise
@@ -210,9 +210,9 @@ def _candidates(ids: Any, narrowed_by: Mapping[str, Any] | None) -> Document:
 
 
 def _never_by(running_id: str) -> Document:
-    """Match what this very claim has not won before: its lease may have run out since, if the server stood still meanwhile.
+    """Match what this very claim has not won before: its lease may have run out since, if the server was blocked meanwhile.
 
-    A fencing token is given once, so it is not won again.
+    A fencing token is used once, so such a task is not won again.
     """
     return {_RUNNING_ID: {"$ne": running_id}, "task_state.losses.running_id": {"$ne": running_id}}
 
@@ -220,7 +220,7 @@ def _never_by(running_id: str) -> Document:
 def _plain_candidates(
     ids: Any, closed_queues: Collection[str], narrowed_by: Mapping[str, Any] | None, now: rules.Expression
 ) -> Document:
-    """Match what nobody works on or has failed at, and nothing holds back: what `plain_claim_pipeline` may claim."""
+    """Match tasks that nobody works on or has failed at, and that nothing holds back: what `plain_claim_pipeline` may claim."""
     conditions: list[Any] = [{"_id": ids, "status": "INIT"}, prepared(_untried, now)]
     if closed_queues:
         conditions.append({"queue": {"$nin": sorted(closed_queues)}})
@@ -228,30 +228,30 @@ def _plain_candidates(
 
 
 def _untried(now: rules.Expression) -> Document:
-    """The conditions under which all gates are open to every worker, but for a closed queue."""
+    """Return the conditions under which all gates are open to every worker, except for a closed queue."""
     return {
         **plain.ALONE,
         "task_option.specific_worker_ids": {"$size": 0},
         "task_option.worker_timeout_ms": {"$gt": 0},
         "task_option.max_unexpected_retries": {"$gte": 0},
-        # One lease may run out without finishing the task, so that no `settle_time` comes of the claim.
+        # One lease may run out without finishing the task, so the claim results in no `settle_time`.
         "task_option.max_timeouts": {"$gte": 1},
         "task_state.worker_states": {"$size": 0},
         "task_state.timeout_cnt": 0,
-        # Whatever else the rule asks about.
+        # Whatever else the rule reads.
         **plain.without_others(claim_pipeline(now), _KNOWN_OF_UNTRIED),
         "$expr": {"$lte": [{"$max": [f"$task_state.{name}" for name in _PUT_OFF_BY]}, now]},
     }
 
 
 def _claiming(worker: Claimant | str, running_id: str) -> Document:
-    """The variables of both pipelines."""
+    """Return the variables of both pipelines."""
     me = rules.Me.literally(worker)
     return {"worker_id": me.id, "parent": me.parent, "labels": me.labels, "running_id": {"$literal": running_id}}
 
 
 def plain_claim_pipeline(now: rules.Expression) -> list[Document]:
-    """What `claim_pipeline` comes to for what is `_untried`: the entry, and the fields that follow from it."""
+    """Return what `claim_pipeline` amounts to for `_untried` tasks: the entry, and the fields that follow from it."""
     entry = _entry(now)
     return [
         # All of it at once: the rule has nothing to sort out.
@@ -260,7 +260,7 @@ def plain_claim_pipeline(now: rules.Expression) -> list[Document]:
                 # The entry, the only one.
                 "task_state.worker_states": [entry],
                 "event": stamp("claimed", now, "$$worker_id"),
-                # It runs; there is room for another worker when the lease ends, and nothing that time alone would do.
+                # It runs; there is room for another worker when the lease ends, and time alone changes nothing.
                 "status": "RUNNING",
                 "next_claim_time": {"$max": ["$task_state.create_time", entry["ping_expire_time"]]},
                 "settle_time": "$$REMOVE",
@@ -278,7 +278,7 @@ def _entry(now: rules.Expression) -> Document:
         "start_time": now,
         # The lease: as long as the task's option says at this moment.
         "ping_expire_time": {"$add": [now, "$task_option.worker_timeout_ms"]},
-        # Which requests to run again, and which params, this execution serves: those made before it.
+        # The requests to run again, and the version of the params, that this execution serves: those made before it.
         "wish": "$task_state.wanted",
         "params_version": "$task_state.params_version",
     }
@@ -287,10 +287,10 @@ def _entry(now: rules.Expression) -> Document:
 def claim_pipeline(now: rules.Expression, closed_queues: Collection[str] = ()) -> list[Document]:
     """Append the entry if all gates are open, and drop those whose lease ran out: that is the preemption.
 
-    Who claims, and as what, is said by the variables `$$worker_id`, `$$parent`, `$$labels` and `$$running_id`.
+    The variables `$$worker_id`, `$$parent`, `$$labels` and `$$running_id` say who claims, and as what.
 
-    The gates are asked here and not in the query: the server takes four times as long to read an expression there
-    (measured: half a millisecond a command), and the facts are sorted out once for both.
+    The gates are evaluated here and not in the query: the server takes four times as long to parse an expression there
+    (measured: half a millisecond per command), and the facts are computed once for both.
     """
     # Entries whose lease ran out leave the list; `counted_losses` counts them in the same write.
     kept = {"$filter": {"input": rules.ENTRIES, "cond": {"$not": [rules.is_lost(now)]}}}
@@ -300,30 +300,30 @@ def claim_pipeline(now: rules.Expression, closed_queues: Collection[str] = ()) -
                 "$task_state",
                 {"$cond": [{"$eq": ["$$lost", []]}, {}, counted_losses()]},
                 {"worker_states": {"$concatArrays": [kept, [_entry(now)]]}},
-                # Places of stopped handlers: those whose lease ran out are dropped. No such field where there was none.
+                # Places of stopped handlers: those whose lease ran out are dropped. A task without the field does not get it.
                 {"$cond": [{"$gt": ["$task_state.leaving", None]}, {"leaving": "$$leaving"}, {}]},
             ]
         },
         # Change streams tell who claimed it, and from whom it was taken over.
         "event": stamp("claimed", now, "$$worker_id", "$$lost.worker_id"),
     }
-    # Who is refused changes nothing at all: what became of the task by time alone, `settle` writes down.
+    # A refused claim changes nothing: `settle` records what has become of the task by time alone.
     refused = {"task_state": "$task_state", "event": "$event", "refused": True}
     outcome = {"$cond": [rules.all_open(_ME, closed_queues, now), claimed, refused]}
     return [
-        # Ask all gates once, and keep what follows aside: both fields below depend on the same answer.
+        # Evaluate all gates once, and keep the result: both fields below depend on it.
         {"$set": {"_claim": rules.with_facts(now, outcome)}},
         # Take it over: the state with the new entry or, if a gate is shut, the state as it was.
         {"$set": {"task_state": "$_claim.task_state", "event": "$_claim.event"}},
         # Status and times follow from the entries; a refused claim leaves them as they were.
         *rules.derivation(now, where={"$ne": ["$_claim.refused", True]}),
-        # The answer is not stored.
+        # The result is not stored.
         {"$unset": "_claim"},
     ]
 
 
 def counted_losses() -> rules.Expression:
-    """The fields of `task_state` that count `$$lost` and keep the newest as evidence."""
+    """Return the fields of `task_state` that count `$$lost` and keep the newest as evidence."""
     evidence = {
         "$map": {
             "input": "$$lost",
@@ -337,9 +337,9 @@ def counted_losses() -> rules.Expression:
         }
     }
     return {
-        # Lost in a row: what was counted, and those found now.
+        # Lost in a row: those that were counted, and those found now.
         "timeout_cnt": rules.TIMEOUT_CNT,
-        # Lost in the whole life of the task: nothing sets it back.
+        # Lost in the whole life of the task: nothing resets it.
         "lost_cnt": {"$add": [{"$ifNull": ["$task_state.lost_cnt", 0]}, {"$size": "$$lost"}]},
         # The newest losses with their times, a bounded number, so that the document stays small.
         "losses": {
@@ -358,10 +358,10 @@ async def won(
     majority: bool = False,
     count: int | None = None,
 ) -> list[Document]:
-    """Return the tasks among `ids` that `running_id` holds. `majority`: only those that no failover can take back.
+    """Return the tasks among `ids` that `running_id` holds. `majority`: only those that no failover can roll back.
 
-    `params_of`: by task name, which params are wanted (None: all). `whole_state`: with all of `task_state`, for hooks.
-    `count`: how many there are, where the claim has told.
+    `params_of`: which params are wanted, by task name (None: all). `whole_state`: with all of `task_state`, for hooks. `count`:
+    how many there are, if the claim has told.
     """
     by_projection: dict[tuple[str, ...] | None, list[str]] = {}
     for id_ in ids:
@@ -394,7 +394,7 @@ async def won(
 
 
 def fields_of_claimed(wanted_params: Sequence[str] | None, *, whole_state: bool) -> Document:
-    """What is read of a claimed task."""
+    """Return the projection for a claimed task."""
     if whole_state and wanted_params is None:
         return _ALL_BUT
     params = {"params": 1} if wanted_params is None else {f"params.{name}": 1 for name in wanted_params}

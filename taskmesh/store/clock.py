@@ -1,6 +1,6 @@
-"""Time. The server's clock decides everything; this file only knows how far it is from ours.
+"""Time. The server's clock decides everything; this file only estimates its offset from ours.
 
-On the client's side only monotonic time is used, so a wall clock that is hours off, or jumps, changes nothing.
+The client uses only monotonic time, so a wall clock that is hours off, or jumps, changes nothing.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ _TICK_S = 0.001
 
 
 class Jumps:
-    """Whether other clocks of this machine have jumped against the monotonic one since this was made.
+    """Whether other clocks of this machine have jumped against the monotonic clock since this object was created.
 
-    Then it may have been suspended, while monotonic time stood still: what was timed by it may be over for long. The wall
-    clock shows it unless it stood still too, as in a virtual machine that was paused, until somebody sets it right.
+    Then the machine may have been suspended while monotonic time stood still: what was timed by it may be long over. The wall
+    clock shows that, unless it stood still, too, as in a paused virtual machine, until somebody sets it right.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Jumps:
         self._awake = _since_boot() - monotonic
 
     def any_since(self) -> bool:
-        """Whether one has."""
+        """Whether a clock has jumped."""
         monotonic = time.monotonic()
         return (
             abs(time.time() - monotonic - self._wall) > _JUMP_S
@@ -36,14 +36,14 @@ class Jumps:
 
 
 def _since_boot() -> float:
-    """The clock that counts suspended time too, where there is one (Linux)."""
+    """Return the clock that includes suspended time, where there is one (Linux)."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if sys.platform == "linux" else time.monotonic()
 
 
 class ServerClock:
     """An estimate of the server's clock, from round trips that are made anyway.
 
-    Good to about half a round trip. It tells when to wake up and stamps new tasks; it never judges a lease.
+    It is good to about half a round trip. It tells when to wake up, and stamps new tasks; it never judges a lease.
     """
 
     def __init__(self) -> None:
@@ -59,14 +59,14 @@ class ServerClock:
 
     @property
     def aged(self) -> bool:
-        """Whether the last sample is too old to be trusted, also while the machine runs."""
+        """Whether the last sample is too old to be trusted, even if the machine was not suspended."""
         return time.monotonic() - self._sampled > _SAMPLE_TRUSTED_S
 
     def observe(self, server_time: datetime, sent: float, received: float) -> None:
         """Take a sample: the server's time in a reply, and when (monotonic) its command was sent and answered."""
         uncertainty = (received - sent) / 2
         offset = server_time.timestamp() + _TICK_S / 2 - (sent + received) / 2  # server times are cut to milliseconds
-        # Two true samples cannot lie further apart: one of the clocks has jumped, or stood still.
+        # Two true samples cannot differ by more: one of the clocks has jumped, or stood still.
         contradicts = abs(offset - self._offset) > uncertainty + self._uncertainty + _TICK_S
         if uncertainty <= self._uncertainty * 1.2 or contradicts or self.stale:
             self._offset = offset
@@ -75,19 +75,19 @@ class ServerClock:
             self._jumps = Jumps()
 
     def move_on(self, step: timedelta) -> None:
-        """Be so much ahead from now on."""
+        """Add this to all later times."""
         self._offset += step.total_seconds()
 
     def now(self) -> datetime:
-        """Return the server's time, as well as we know it, in whole milliseconds like everything stored."""
+        """Return the server's time as we know it, in whole milliseconds like all stored times."""
         moment = datetime.fromtimestamp(time.monotonic() + self._offset, UTC)
         return moment.replace(microsecond=moment.microsecond // 1000 * 1000)
 
     def monotonic(self, server_time: datetime) -> float:
-        """Return when, on our monotonic clock, it is `server_time`."""
+        """Return when it is `server_time` on our monotonic clock."""
         return server_time.timestamp() - self._offset
 
 
 def later(moment: datetime, milliseconds: float) -> datetime:
-    """Return the moment so much later."""
+    """Return the moment that is so much later."""
     return moment + timedelta(milliseconds=milliseconds)

@@ -29,7 +29,7 @@ from taskmesh.store.store import Store
 
 
 async def cancel(store: Store, id_: str) -> Document | None:
-    """Cancel an unfinished task, and return it as it was written; None if there is none. Raises as `_change` does."""
+    """Cancel an unfinished task. Return it as it was written; None if there is none. Raises as `_change` does."""
     now = store.now
     unfinished = rules.with_facts(now, {"$in": [rules.status(now), ["INIT", "RUNNING"]]})
     cancelled = await _change(store, id_, unfinished, cancel_pipeline(now))
@@ -43,19 +43,19 @@ async def _standing(store: Store, id_: str) -> Document | None:
 
 
 async def _change(store: Store, id_: str, condition: rules.Expression, pipeline: list[Document]) -> Document | None:
-    """Change the task that stands under this `_id` now; None if there is none, or it does not fit the condition.
+    """Change the task with this `_id`. None if there is none, or it does not meet the condition.
 
-    Returned is the task as it was written, before anybody else can have changed it: a worker may claim it at once.
+    Returns the task as it was written, before anybody else can have changed it: a worker may claim it at once.
 
-    Goes on while the database falters. What it has done once it does not do again, whatever became of the task since, and never
-    to another. Raises `TaskNotFound` if the task was deleted before it was changed, whatever stands in its place.
+    Tries again while the database is unreliable. A change is made only once, whatever became of the task since, and never to
+    another task. Raises `TaskNotFound` if the task was deleted before it was changed, whatever has its key now.
     """
     task = await _standing(store, id_)
     if task is None:
         return None
     change_id = ObjectId()
     query = {**repeated.unchanged_by(task, change_id), "$expr": condition}
-    # The change's own id stays in the task: by it a repetition knows that the change was made.
+    # The change's own id is stored in the task: a repetition recognises that the change was made.
     stages = [*pipeline, {"$set": {"change_ids": repeated.with_change(change_id)}}]
 
     async def change() -> Document | None:
@@ -74,12 +74,10 @@ async def _change(store: Store, id_: str, condition: rules.Expression, pipeline:
 
 
 async def retry(store: Store, id_: str, *, fresh: bool = False) -> Document | None:
-    """Make a finished task INIT again, a waiting one due at once, and return it as it was written.
+    """Make a finished task INIT again, or a waiting one due at once. Return it as it was written.
 
-    None if it is running or there is none.
-
-    What it has recorded stays, but for errors, and it stays in its stage. `fresh`: it begins in its first stage, as if nobody had
-    tried. Raises as `_change` does.
+    None if it is running or there is none. Its records stay, except for errors, and it stays in its stage. `fresh`: it starts
+    in its first stage, as if nobody had tried. Raises as `_change` does.
     """
     now = store.now
     not_running = rules.with_facts(now, {"$ne": [rules.status(now), "RUNNING"]})
@@ -94,7 +92,7 @@ def retry_pipeline(now: rules.Expression, *, fresh: bool = False) -> list[Docume
     """Make a task that is not running INIT again, or due at once if it is INIT and not suspended."""
     recorded = {} if fresh else values_kept()
     waiting: rules.Expression = rules.with_facts(now, {"$eq": [rules.status(now), "INIT"]})
-    # A task that waits keeps its entries and counts; only what delays it goes.
+    # A waiting task keeps its entries and counts; only its delay is removed.
     due = {
         "$mergeObjects": [
             "$task_state",
@@ -103,7 +101,7 @@ def retry_pipeline(now: rules.Expression, *, fresh: bool = False) -> list[Docume
     }
     if fresh:
         waiting = False
-    # An expiry that has passed would end the retried task at once: it goes. One to come stays.
+    # An expiry that has passed would end the retried task at once, so it is removed. One in the future stays.
     expire_time = {
         "$cond": [
             {"$lte": [{"$ifNull": ["$task_state.expire_time", rules.NEVER]}, now]},
@@ -111,7 +109,7 @@ def retry_pipeline(now: rules.Expression, *, fresh: bool = False) -> list[Docume
             "$task_state.expire_time",
         ]
     }
-    # A finished task begins its life again: no entries, no counts; what it has recorded it need not do again.
+    # A finished task starts its life again: no entries, no counts; it need not repeat what it has recorded.
     times = {"start_time": None, "expire_time": expire_time}
     anew = begun_anew(now, times) if fresh else fresh_state(now, {**times, **recorded})
     return [
@@ -123,9 +121,9 @@ def retry_pipeline(now: rules.Expression, *, fresh: bool = False) -> list[Docume
                 **({"params": first_params_if(True)} if fresh else {}),
             }
         },
-        # No delay is left that `Retry` or `Snooze` asked for: a merge of objects cannot remove it.
+        # The delays of `Retry` and `Snooze` are removed: merging objects cannot do that.
         {"$unset": "task_state.resume_time"},
-        # What waits for others is linked with them anew, and asked about: one may have been deleted and published again.
+        # Its dependencies are linked anew, and checked: one may have been deleted and published again.
         {
             "$set": {
                 "task_state.unlinked": {"$cond": [_waits, True, {"$ifNull": ["$task_state.unlinked", "$$REMOVE"]}]},
@@ -144,7 +142,7 @@ async def restore_children(store: Store, ids: Sequence[str], parent: str) -> Non
         await store.update({"_id": {"$in": part}, **cancelled}, retry_pipeline(store.now))
     await dependencies.tell(store, ids)
     [standing] = await store.find({"_id": parent}, {"status": 1}) or [{"status": "DELETED"}]
-    if standing["status"] not in ("INIT", "RUNNING"):  # cancelled again meanwhile, when these were not there to be
+    if standing["status"] not in ("INIT", "RUNNING"):  # cancelled again meanwhile, when these could not be found yet
         await children.cancel(store, [parent])
 
 
@@ -154,7 +152,7 @@ _waits: rules.Expression = {
 
 
 def values_kept() -> Document:
-    """The fields of `task_state` with what executions have recorded, but for errors, and with what was signalled."""
+    """Return the fields of `task_state` with what executions have recorded, except for errors, and with signals."""
     kept = {"$filter": {"input": rules.STEPS, "cond": {"$not": [{"$gt": ["$$this.error", None]}]}}}
     recorded = {"steps": kept, "steps_bytes": {"$sum": {"$map": {"input": kept, "in": "$$this.size"}}}}
     fields: Document = {name: {"$cond": [rules.BEGUN, value, "$$REMOVE"]} for name, value in recorded.items()}
@@ -162,20 +160,20 @@ def values_kept() -> Document:
 
 
 def _without_delay(now: rules.Expression) -> rules.Expression:
-    """The entries, with no delay left after the failures among them."""
+    """Return the entries, with the delays after failures removed."""
     over = {"$mergeObjects": ["$$this", {"retry_time": now}]}
     return {"$map": {"input": rules.ENTRIES, "in": {"$cond": [{"$eq": ["$$this.state", "FAIL"]}, over, "$$this"]}}}
 
 
 def deletion_pipeline(now: rules.Expression) -> list[Document]:
-    """Make a task one that no reader sees, and whose key is free; of it stay the places of handlers that are at work."""
+    """Make a task invisible to readers and free its key. Only the places of handlers at work are kept."""
     state = {"deleted_time": now, "worker_states": {"$literal": []}, "leaving": rules.sent_away(now)}
     return [
-        # The mark that makes every reader pass over it, and the stamp that reaches workers and waiters.
+        # The mark that makes every reader skip it, and the stamp that reaches workers and waiters.
         {"$set": {"task_state": state, "event": stamp("deleted", now)}},
-        # What users stored goes now, even where the document has to stay for a handler's place.
+        # Users' data is removed now, even if the document has to stay for a handler's place.
         {"$unset": ["params", "trace", "task_state.steps", "task_state.signals"]},
-        # Status and times follow: DELETED, and removed by the TTL monitor when the last place is over.
+        # Status and times follow: DELETED, and removed by the TTL monitor when the last place is free.
         *prepared(rules.derivation, now),
     ]
 
@@ -186,7 +184,7 @@ DELETED_AND_EMPTY: Document = {
     "task_state.leaving": {"$exists": False},
     "task_state.ask_time": {"$exists": False},
 }
-"""Nothing is left in the document that anybody needs: no place of a handler, and no word for those that wait for the task."""
+"""The document contains nothing that anybody needs: no handler's place, and no news for dependents."""
 
 
 _removing: set[asyncio.Future[bool]] = set()
@@ -194,12 +192,12 @@ _removing: set[asyncio.Future[bool]] = set()
 
 
 async def delete(store: Store, id_: str) -> bool:
-    """Remove the task that stands under this `_id` now, and none published after it; False if there is none.
+    """Remove the task with this `_id`, but none that is published after it. False if there is none.
 
-    A change stream shows no more of a deletion than the `_id`, so word is left in the task first, by which it is gone for
-    every reader. The document goes too, now or, while a handler is at work, when that has ended or its lease has. Goes on
-    while the database falters, and to its end if the caller is cancelled: a handler that deletes its own task is, as soon as
-    that word has reached it.
+    A change stream shows only the `_id` of a deletion, so a message is left in the task first, which makes it invisible. Then
+    the document is removed, at once or, if a handler is at work, when that has ended or its lease has. Tries again while the
+    database is unreliable, and continues if the caller is cancelled: a handler that deletes its own task is cancelled as soon
+    as the message has reached it.
     """
     removing = asyncio.ensure_future(_delete(store, id_))
     _removing.add(removing)
@@ -220,7 +218,7 @@ async def _remove(store: Store, which: Document) -> None:
     try:
         await store.update({**which, **NOT_DELETED}, deletion_pipeline(store.now))
     except OperationFailure as error:
-        # Of a stranger nothing can be computed, nor does anybody work on it: it goes as it is.
+        # Nothing can be computed of a foreign document, and nobody works on it: it is removed as it is.
         if (
             is_passing(error)
             or is_over_deadline(error)
@@ -232,13 +230,11 @@ async def _remove(store: Store, which: Document) -> None:
 
 
 async def set_option(store: Store, id_: str, changes: Document, expected: Document) -> Document | None:
-    """Change these fields of the option, and return the task as it was written.
+    """Change these fields of the option. Return the task as it was written.
 
-    None if the option is not as `expected` any more, or there is no task.
-
-    Raises as `_change` does.
+    None if the option is no longer as `expected`, or there is no task. Raises as `_change` does.
     """
-    # What is not stored is what the reader took for it: the default.
+    # A field that is not stored has its default, as the reader assumed.
     stored = {name: {"$ifNull": [f"$task_option.{name}", {"$literal": value}]} for name, value in expected.items()}
     same: list[Document] = [{"$eq": [stored[name], {"$literal": value}]} for name, value in expected.items()]
     # The new option, and a stamp that wakes the workers: the change may have opened a gate.
@@ -248,9 +244,9 @@ async def set_option(store: Store, id_: str, changes: Document, expected: Docume
 
 
 def option_stages(changes: Document, now: rules.Expression, *, literally: bool = True) -> list[Document]:
-    """Set these fields of the option; the derived fields have to follow. Not `literally`: to expressions of ours.
+    """Set these fields of the option; the derived fields have to follow. Not `literally`: set them to expressions of ours.
 
-    A live entry whose worker is no longer allowed goes here and now (released: nothing is counted), but keeps its place until
+    A live entry whose worker is no longer allowed is removed at once (released: nothing is counted), but keeps its place until
     its handler has ended.
     """
     allowed = {
@@ -262,7 +258,7 @@ def option_stages(changes: Document, now: rules.Expression, *, literally: bool =
         ]
     }
     stages: list[Document] = [
-        # These fields alone; the others stay. Values of users are literals.
+        # Only these fields; the others stay. Users' values are literals.
         {
             "$set": {
                 "task_option": {n: {"$literal": value} if literally else value for n, value in changes.items()},
@@ -272,6 +268,6 @@ def option_stages(changes: Document, now: rules.Expression, *, literally: bool =
     if "specific_worker_ids" in changes:
         entries = {"$filter": {"input": rules.ENTRIES, "cond": allowed}}
         leaving = rules.sent_away(now, {"$not": [allowed]})
-        # Who may not run it any more loses the entry, and keeps the place until the handler has ended.
+        # A worker that is no longer allowed loses its entry, and keeps its place until its handler has ended.
         stages.append({"$set": {"task_state": {"worker_states": entries, "leaving": leaving}}})
     return stages
