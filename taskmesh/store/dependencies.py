@@ -1,14 +1,14 @@
-"""Dependencies: tasks that wait for others, by level and not by counting.
+"""Dependencies: tasks that wait for others. What counts is the state of the tasks, not a counter.
 
-Each task names those that wait for it (`task_state.dependents`), and is `pending` as long as it is not finished. A task that
-waits has a gate that stays shut as long as `task_state.waits_for` says what becomes of it if one of the others fails. Nothing
-counts: whenever something has happened that concerns others, a mark stands in the task (`task_state.ask_time`, set by the
-derivation or by the insert), and whoever sees it asks the one question, is anything left that this task waits for, and removes
-the mark.
+Each task names its dependents (`task_state.dependents`), and is `pending` as long as it is not finished. A waiting task has a
+gate that stays shut as long as `task_state.waits_for` is set, which says what happens if one of the others fails. Nothing is
+counted: whenever something happens that concerns others, a mark is set in the task (`task_state.ask_time`, by the derivation or
+the insert). Whoever sees the mark checks one thing, whether anything is left that the dependent waits for, and removes the
+mark.
 
-The question is asked on the primary of what a majority has, after that has acknowledged what happened, and in no transaction:
-of two that ask at once, at least one sees both. Everything here can be done twice, by anybody, in any order. Who dies in the
-middle leaves a mark, which `sweep` finds.
+The check reads, on the primary, what a majority has, after a majority has acknowledged what happened, and in no transaction: of
+two checks at once, at least one sees both changes. Everything here can be done twice, by anybody, in any order. A process that
+dies in the middle leaves a mark, which `sweep` finds.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from taskmesh.store.store import Store
 logger = logging.getLogger("taskmesh.dependencies")
 
 MARKS_FOUND_AFTER_MS = 1_000
-"""So old is a mark when somebody else asks than who made it."""
+"""A mark is at least this old when a worker other than the one that set it acts on it."""
 _ASKED_BY_ANOTHER_MS = 2_000
-"""For how long a sweep leaves a mark to another sweep that has just begun with it."""
+"""How long a sweep leaves a mark to another sweep that has just started with it."""
 _ASKED_AT_ONCE = 3
-"""So many sets; while the server works on one, others wait for their majority."""
+"""So many sets at once: while the server works on one, others wait for their majority."""
 _MOST_NAMED = 10_000
 _DEADLINE_MS = 2_000
 _PART_DEADLINE_MS = 300
 _PARTS = 8
 _NAMED = 3
 _FEW = 20
-"""So many are asked about one by one; more than that, by what is unfinished."""
+"""Up to so many are checked one by one; more of them, by what is unfinished."""
 _FEW_TIMES = 8
 _FIRST_HOLD_MS, _LONGEST_HOLD_MS = 1_000, 86_400_000
 _UNFINISHED = ["INIT", "RUNNING"]
@@ -63,18 +63,18 @@ class _Marked:
     status: str
     dependents: Sequence[str]
     policy: str | None
-    """Of one that waits for others: what becomes of it if one of them fails."""
+    """For a task that waits for others: what happens if one of them fails."""
     linked: bool
-    """Whether all that it waits for name it."""
+    """Whether all its dependencies name it."""
     after: Sequence[str]
-    """What it waits for, if it does."""
+    """What it waits for, if anything."""
     ask_time: datetime
     has_children: bool
     parent: str | None
     line: str | None
     """The line that it stands in, or stood in."""
     held: bool
-    """Whether it is kept for its dependents, and was so before this mark."""
+    """Whether it is kept for its dependents, and was before this mark."""
 
     @property
     def finished(self) -> bool:
@@ -82,12 +82,12 @@ class _Marked:
 
     @property
     def wants_links(self) -> bool:
-        """Whether all that it waits for is to name it: it is new, or begun anew; then one of those may be another by now."""
+        """Whether its dependencies still have to name it: it is new, or started anew, and they may be other tasks by now."""
         return bool(self.after) and (not self.linked or self.policy != "run")
 
 
 async def check(store: Store, ids: Collection[str], session: Any = None) -> None:
-    """Raise `TaskNotFound` unless all these tasks are there."""
+    """Raise `TaskNotFound` unless all these tasks exist."""
     found = await there(store, ids, session)
     if missing := [id_ for id_ in ids if id_ not in found]:
         raise TaskNotFound(
@@ -97,7 +97,7 @@ async def check(store: Store, ids: Collection[str], session: Any = None) -> None
 
 
 async def there(store: Store, ids: Collection[str], session: Any = None) -> set[str]:
-    """Return which of these tasks are there, and not past their retention."""
+    """Return which of these tasks exist and are not past their retention."""
     tasks = store.driver.collection(store.tasks)
     kept = {"$expr": {"$not": [rules.is_forgotten(store.now)]}}
     found: set[str] = set()
@@ -108,7 +108,7 @@ async def there(store: Store, ids: Collection[str], session: Any = None) -> set[
 
 
 async def afters(store: Store, ids: Collection[str]) -> dict[str, After]:
-    """Return what those of these tasks wait for, or have waited for, that are there and whose publishers have said it."""
+    """Return what these tasks wait for, or have waited for, as far as they exist and their publishers have said."""
     tasks = store.driver.collection(store.tasks)
     told = {"task_state.after": {"$exists": True}, "$expr": {"$not": [rules.is_forgotten(store.now)]}}
     found: dict[str, After] = {}
@@ -119,9 +119,9 @@ async def afters(store: Store, ids: Collection[str]) -> dict[str, After]:
 
 
 async def tell(store: Store, ids: Collection[str]) -> None:
-    """Ask what the marks of these tasks want asked, and of those that this concerns in turn.
+    """Act on the marks of these tasks, and of the tasks that this concerns in turn.
 
-    To be called when a majority has what left the marks. What cannot be done now is left to a sweep.
+    Call it when a majority has what set the marks. What cannot be done now is left to a sweep.
     """
     try:
         todo = list(ids)
@@ -137,9 +137,9 @@ async def tell(store: Store, ids: Collection[str]) -> None:
 
 
 async def sweep(store: Store, after_ms: int = MARKS_FOUND_AFTER_MS, known: Collection[str] = ()) -> int:
-    """Ask for all whose mark nobody has answered for so long; return how many there were, up to a thousand.
+    """Act on all marks that are at least so old. Return how many there were, up to a thousand.
 
-    `known`: those about which the caller is asking already.
+    `known`: the tasks that the caller is dealing with already.
     """
     due = {
         "task_state.ask_time": {"$exists": True},
@@ -150,16 +150,16 @@ async def sweep(store: Store, after_ms: int = MARKS_FOUND_AFTER_MS, known: Colle
     ids = [document["_id"] for document in await cursor.hint("taskmesh_ask").to_list(None)]
     ids = [id_ for id_ in ids if id_ not in known]
     if ids:
-        # So that not every worker does the same; if this one dies, the marks are due again soon.
+        # So that not every worker does the same. If this one dies, the marks are due again soon.
         later = {"$add": [store.now, _ASKED_BY_ANOTHER_MS - MARKS_FOUND_AFTER_MS]}
-        # The mark, put off.
+        # The mark, postponed.
         await store.update({"_id": {"$in": ids}, **due}, [{"$set": {"task_state.ask_time": later}}], _DEADLINE_MS)
         await tell(store, ids)
     return len(ids)
 
 
 async def any_marks(store: Store) -> bool:
-    """Whether somebody is about to ask, so that tasks may become claimable by that."""
+    """Whether somebody is about to act on a mark, which may make tasks claimable."""
     due = {"task_state.ask_time": {"$exists": True}, "$expr": {"$lte": [rules.ASK_TIME, store.now]}}
     cursor = store.driver.collection(store.tasks, majority=True).find(due, {"_id": 1}, limit=1)
     return bool(await cursor.hint("taskmesh_ask").to_list(1))
@@ -175,7 +175,7 @@ async def open_edges(store: Store, id_: str) -> tuple[int, list[Document]]:
 
 
 async def waited_for(store: Store, id_: str) -> list[Document]:
-    """Return what this task waits for or has waited for, as it stands, in that order; of what is gone the `_id` alone."""
+    """Return the tasks that this one waits for or has waited for, in that order. Of those that are gone: the `_id` alone."""
     found = await store.find({"_id": id_}, {"ids": "$task_state.after.ids"})
     ids: list[str] = (found[0].get("ids") or []) if found else []
     tasks: dict[str, Document] = {}
@@ -195,7 +195,7 @@ async def _marked(store: Store, ids: Sequence[str]) -> list[_Marked]:
         },
         "task_state.after": {"$cond": [{"$gt": ["$task_state.waits_for", None]}, "$task_state.after", "$$REMOVE"]},
     }
-    # By `_id`: the server may prefer the index of marks, and look at all that there are.
+    # By `_id`: the server might prefer the index of marks, and look at all of them.
     query = {"_id": {"$in": list(ids)}, "task_state.ask_time": {"$exists": True}}
     found = await store.find(query, fields, majority=True, hint="_id_")
     return [
@@ -218,7 +218,7 @@ async def _marked(store: Store, ids: Sequence[str]) -> list[_Marked]:
 
 
 async def _answer(store: Store, marked: Sequence[_Marked]) -> set[str]:
-    """Ask what these marks want asked, and remove them; return which tasks have changed by that."""
+    """Act on these marks, and remove them. Return which tasks have changed by that."""
     concerned: set[str] = set()
     for some in _sets(marked):
         done = [
@@ -226,7 +226,7 @@ async def _answer(store: Store, marked: Sequence[_Marked]) -> set[str]:
             await _fail_those_with_failures(store, some, concerned),
             await _restore_dependents(store, some, concerned),
         ]
-        # What was started by a task that did not succeed is not wanted any more.
+        # What was started by a task that did not succeed is no longer wanted.
         childless = [task.id for task in some if task.has_children and task.finished and task.status != "SUCCESS"]
         concerned.update(await children.cancel(store, childless) if childless else ())
         asked = {id_ for task in some if task.finished for id_ in task.dependents}
@@ -243,7 +243,7 @@ async def _answer(store: Store, marked: Sequence[_Marked]) -> set[str]:
 
 
 def _sets(marked: Sequence[_Marked]) -> Iterator[Sequence[_Marked]]:
-    """Part marks into sets that one command can be about: a task may name ten thousand others."""
+    """Divide marks into sets that fit one command: a task may name ten thousand others."""
     some: list[_Marked] = []
     named = 0
     for task in marked:
@@ -257,7 +257,7 @@ def _sets(marked: Sequence[_Marked]) -> Iterator[Sequence[_Marked]]:
 
 
 async def _link(store: Store, waiting: Sequence[_Marked]) -> bool:
-    """Let each task that these wait for name them. What is not there (any more) will count as deleted."""
+    """Let the dependencies of these tasks name them. A dependency that does not exist (any more) will count as deleted."""
     by_dependencies: dict[tuple[str, ...], list[str]] = {}
     for task in waiting:
         by_dependencies.setdefault(tuple(task.after), []).append(task.id)
@@ -267,22 +267,22 @@ async def _link(store: Store, waiting: Sequence[_Marked]) -> bool:
         for part in in_parts(dependencies):
             linked &= await _update(store, part, {}, linking_pipeline(dependents, store.now))
         if linked:
-            # From now on a question about it finds all that it waits for.
+            # From now on a check finds all that it waits for.
             await _update(store, dependents, {}, [{"$unset": "task_state.unlinked"}])
         done &= linked
     return done
 
 
 def linking_pipeline(dependents: Sequence[str], now: rules.Expression) -> list[Document]:
-    """Let a task name these that wait for it: it is kept for them, if it is finished already."""
+    """Let a task name these dependents. If it is finished already, it is kept for them."""
     known = {"$cond": [{"$isArray": [rules.DEPENDENTS]}, rules.DEPENDENTS, []]}
     later = {"$cond": [_is_finished, {"$add": [now, _FIRST_HOLD_MS]}, "$$REMOVE"]}
     return [
         # Those that it names already, and these.
         {"$set": {"task_state.dependents": {"$setUnion": [known, {"$literal": list(dependents)}]}}},
-        # Its retention, if that has begun, stands still again.
+        # Its retention, if that has begun, stops again.
         {"$unset": "task_state.released_time"},
-        # One that is finished has nothing to tell them, since they ask themselves; but it is kept for them.
+        # A finished task has nothing to tell its dependents, since they check by themselves; but it is kept for them.
         {"$set": {"task_state.ask_time": {"$ifNull": [rules.ASK_TIME, later]}}},
         *prepared(rules.derivation, now),
     ]
@@ -292,14 +292,14 @@ _is_finished: rules.Expression = {"$not": [{"$in": ["$status", _UNFINISHED]}]}
 
 
 async def _fail_those_with_failures(store: Store, marked: Sequence[_Marked], concerned: set[str]) -> bool:
-    """Fail what wants that and waits for a task that ended in any other way than SUCCESS: with all that are known by now.
+    """Fail the tasks that want to fail and have a dependency that ended in any other way than SUCCESS, as far as is known.
 
-    Those that name one of these tasks among the tasks that they wait for; and of these, what such a task had ended before it
-    could tell, or is gone.
+    That is: tasks that name one of these as a dependency; and those of these whose own dependency had ended before it could tell
+    them, or is gone.
     """
     after_of = {task.id: task.after for task in marked if task.policy == "fail" and not task.finished}
     bad = [task for task in marked if task.finished and task.status != "SUCCESS"]
-    # But for a child's parent, whose handler hears of it from `results`.
+    # Except for a child's parent, whose handler gets the failure from `results`.
     told = {id_ for task in bad for id_ in task.dependents if id_ != task.parent}
     for part in in_parts(sorted(told - after_of.keys())):
         waiting = {"_id": {"$in": part}, "status": "INIT"}
@@ -312,7 +312,7 @@ async def _fail_those_with_failures(store: Store, marked: Sequence[_Marked], con
 
 
 async def _ends(store: Store, ids: Collection[str]) -> dict[str, str]:
-    """Return the statuses of those of these tasks that are there."""
+    """Return the statuses of these tasks, as far as they exist."""
     ends: dict[str, str] = {}
     for part in in_parts(ids):
         found = await store.find({"_id": {"$in": part}}, {"status": 1}, majority=True)
@@ -323,12 +323,12 @@ async def _ends(store: Store, ids: Collection[str]) -> dict[str, str]:
 async def _fail(
     store: Store, after_of: Mapping[str, Sequence[str]], ends: Mapping[str, str]
 ) -> tuple[bool, Collection[str]]:
-    """Fail each of these that wants it, and waits for a task that ended in any other way than SUCCESS.
+    """Fail each of these tasks that wants to fail, and whose dependency ended in any other way than SUCCESS.
 
-    One that is unfinished has been begun anew meanwhile: it tells when it ends. Returns whether all is done, and which were to
-    fail.
+    A dependency that is unfinished has been started anew meanwhile: it acts when it ends. Returns whether all is done, and
+    which tasks had to fail.
 
-    The reason names the first few in the order of its `after`, so that it is the same whoever tells, and in whatever order.
+    The reason names the first few in the order of `after`, so that it is the same whoever writes it, and in whatever order.
     """
     by_cause: dict[tuple[str, ...], list[str]] = {}
     for dependent, after in after_of.items():
@@ -342,7 +342,7 @@ async def _fail(
         reason = f"its dependency {', '.join(told)}"
         failure = {"id": {"$literal": causes[0]}, "reason": {"$literal": reason}, "time": now}
         pipeline = [
-            # Why it failed, without having run; from which its status follows.
+            # Why it failed without having run. Its status follows from that.
             {"$set": {"task_state.dependency_failure": failure, "event": stamp("dependency_failed", now)}},
             *prepared(rules.derivation, now),
         ]
@@ -352,9 +352,9 @@ async def _fail(
 
 
 async def _restore_dependents(store: Store, marked: Sequence[_Marked], concerned: set[str]) -> bool:
-    """Where a task is begun anew: so are those that failed because of it alone. They are asked about by their own marks.
+    """Where a task is started anew, so are those that failed only because of it. Their own marks have them checked.
 
-    One that is SUCCESS may have been begun anew, and be done before anybody has asked.
+    A task that is SUCCESS may have been started anew, and have finished before anybody checked.
     """
     failed = {"status": "FAIL"}
     done = True
@@ -365,7 +365,7 @@ async def _restore_dependents(store: Store, marked: Sequence[_Marked], concerned
             concerned.update(task.dependents)
     succeeded = [task for task in marked if task.status == "SUCCESS"]
     because = {"task_state.dependency_failure.id": {"$in": [task.id for task in succeeded]}}
-    # Looked for first, since hardly ever there is one. A child's parent does not fail because of it.
+    # Looked for first, since there hardly ever is one. A child's parent does not fail because of it.
     for part in in_parts(sorted({id_ for task in succeeded for id_ in task.dependents if id_ != task.parent})):
         found = await store.find({"_id": {"$in": part}, **failed, **because}, {"_id": 1}, majority=True)
         ids = [row["_id"] for row in found]
@@ -379,7 +379,7 @@ async def _restore(store: Store, ids: Sequence[str], query: Document) -> bool:
     pipeline = [
         # It has not failed; its gate is shut as before.
         {"$unset": "task_state.dependency_failure"},
-        # Told as what it is.
+        # Announced as what it is.
         {"$set": {"event": stamp("retried", now)}},
         *prepared(rules.derivation, now),
     ]
@@ -387,7 +387,7 @@ async def _restore(store: Store, ids: Sequence[str], query: Document) -> bool:
 
 
 async def _ask(store: Store, ids: Sequence[str], concerned: set[str]) -> bool:
-    """Ask which of these tasks wait for nothing unfinished any more, and open their gates, or fail them."""
+    """Check which of these tasks wait for nothing unfinished any more, and open their gates, or fail them."""
     ready = await _unblocked(store, ids)
     ends = await _ends(store, {id_ for row in ready for id_ in row["wanted"]})
     to_open = [row["_id"] for row in ready if all(ends.get(id_) == "SUCCESS" for id_ in row["wanted"])]
@@ -398,9 +398,9 @@ async def _ask(store: Store, ids: Sequence[str], concerned: set[str]) -> bool:
 
 
 async def _unblocked(store: Store, ids: Sequence[str]) -> list[Document]:
-    """Return those of these tasks that wait, are linked, and of whose dependencies none is unfinished.
+    """Return those of these tasks that wait, are linked, and have no unfinished dependency.
 
-    Of each its policy, and which tasks have to be SUCCESS for its gate to open.
+    Each with its policy, and with the tasks that have to be SUCCESS for its gate to open.
     """
     waits = {"task_state.waits_for": {"$exists": True}, "task_state.unlinked": {"$exists": False}, "status": "INIT"}
     wanted = {"$cond": [{"$eq": ["$task_state.waits_for", "run"]}, [], {"$ifNull": ["$task_state.after.ids", []]}]}
@@ -432,12 +432,12 @@ async def _unblocked(store: Store, ids: Sequence[str]) -> list[Document]:
 
 
 async def _blocked(store: Store, ids: Sequence[str]) -> set[str]:
-    """Return which of many tasks wait for something unfinished: all at once, from the unfinished that name any of them."""
+    """Return which of many tasks have an unfinished dependency: all at once, from the unfinished tasks that name any of them."""
     asked = {"$literal": list(ids)}
     stages: list[Document] = [
         # Whatever is unfinished and names one of them, by the index of what is pending.
         {"$match": {"task_state.pending": True, "task_state.dependents": {"$in": list(ids)}}},
-        # Of ten thousand that such a one may name, only those that were asked about.
+        # Such a task may name ten thousand: only those that were asked about.
         {"$project": {"_id": 0, "dependents": {"$setIntersection": [rules.DEPENDENTS, asked]}}},
         # Each of those once.
         {"$unwind": "$dependents"},
@@ -449,15 +449,15 @@ async def _blocked(store: Store, ids: Sequence[str]) -> set[str]:
 
 
 async def open_gates(store: Store, ids: Sequence[str]) -> bool:
-    """Open the gate `dependencies` of these tasks. What is open already is left alone."""
+    """Open the gate `dependencies` of these tasks. A gate that is open already is left alone."""
     now = store.now
     query = {"task_state.waits_for": {"$exists": True}}
     pipeline = [
         # That is the gate.
         {"$unset": "task_state.waits_for"},
-        # A handler that was put aside until its children are finished may go on.
+        # A handler that is suspended until its children are finished may go on.
         {"$set": {"task_state.suspended_until": {"$cond": [_joins, now, {"$ifNull": [_suspended_until, "$$REMOVE"]}]}}},
-        # Told to those who claim.
+        # Announced to workers.
         {"$set": {"event": stamp("opened", now)}},
         *prepared(rules.derivation, now),
     ]
@@ -471,22 +471,22 @@ _joins: rules.Expression = {
 
 
 async def _release(store: Store, held: Sequence[str]) -> None:
-    """Begin the retention of finished tasks that nobody unfinished waits for: when the last of those was finished."""
+    """Begin the retention of finished tasks that have no unfinished dependent: at the moment when the last of those finished."""
     if not held:
         return
     stages: list[Document] = [
-        # What is finished, with those that wait or have waited for it.
+        # Finished tasks, with those that wait or have waited for them.
         {"$match": {"_id": {"$in": list(held)}, "finish_time": {"$exists": True}}},
         # (By `_id` alone.)
         {"$project": {"dependents": {"$concatArrays": [{"$ifNull": [rules.DEPENDENTS, []]}, ["$task_state.parent"]]}}},
-        # Those that wait for it: the end of the last, and whether one is unfinished.
+        # Their dependents: the end of the last, and whether one is unfinished.
         {
             "$lookup": {
                 "from": store.tasks,
                 "localField": "dependents",
                 "foreignField": "_id",
                 "pipeline": [
-                    # One row, or none if none is there any more.
+                    # One row, or none if none exists any more.
                     {
                         "$group": {
                             "_id": None,
@@ -500,7 +500,7 @@ async def _release(store: Store, held: Sequence[str]) -> None:
         },
         # Where none is unfinished: when the last ended.
         {"$match": {"by.unfinished": {"$ne": True}}},
-        # (Null, if none is there any more.)
+        # (Null, if none exists any more.)
         {"$project": {"last": {"$first": "$by.last"}}},
     ]
     cursor = await store.driver.aggregate(store.tasks, stages, majority=True)
@@ -514,7 +514,10 @@ async def _release(store: Store, held: Sequence[str]) -> None:
 
 
 async def _unmark(store: Store, marked: Sequence[_Marked]) -> None:
-    """Remove the marks that were answered, and none that came since. What is kept for its dependents is asked about again."""
+    """Remove the marks that were acted on, and none that were set since.
+
+    What is kept for its dependents is checked again later.
+    """
     now = store.now
     retained_ms = {
         "$cond": [{"$eq": ["$status", "SUCCESS"]}, "$task_option.retain_success_ms", "$task_option.retain_failed_ms"]
@@ -542,27 +545,27 @@ async def _unmark(store: Store, marked: Sequence[_Marked]) -> None:
 async def _unmark_all(
     store: Store, marked: Sequence[_Marked], mark: rules.Expression, derived: Sequence[Document]
 ) -> None:
-    """Put `mark` in the place of the marks that were answered."""
+    """Replace the marks that were acted on by `mark`."""
     if not marked:
         return
     by_time: dict[datetime, list[str]] = {}
     for task in marked:
         by_time.setdefault(task.ask_time, []).append(task.id)
-    if len(by_time) <= _FEW_TIMES:  # what was finished together has one mark
+    if len(by_time) <= _FEW_TIMES:  # what finished together has one mark
         for time, ids in by_time.items():
-            # The mark that was answered goes, or is put off.
+            # The mark that was acted on is removed, or postponed.
             stages: list[Document] = [{"$set": {"task_state.ask_time": mark}}, *derived]
             await _update(store, ids, {"task_state.ask_time": time}, stages)
         return
     its_own = own_value([task.id for task in marked], [task.ask_time for task in marked])
     answered = {"$eq": [rules.ASK_TIME, its_own]}
-    # Where the mark is the one that was answered: it goes, or is put off.
+    # Where the mark is the one that was acted on: it is removed, or postponed.
     stages = [{"$set": {"task_state.ask_time": {"$cond": [answered, mark, rules.ASK_TIME]}}}, *derived]
     await _update(store, [task.id for task in marked], {"task_state.ask_time": {"$exists": True}}, stages)
 
 
 async def _update(store: Store, ids: Sequence[str], query: Document, pipeline: Sequence[Document]) -> bool:
-    """Update these tasks; False if somebody's open transaction held one of them, so that a sweep has to do it again."""
+    """Update these tasks. False if somebody's open transaction held one of them, so that a sweep has to do it again."""
     if not ids:
         return True
     try:

@@ -1,7 +1,7 @@
-"""The driver seam: all that differs between PyMongo's async API and Motor, and between them and plain PyMongo.
+"""The driver seam: all differences between PyMongo's async API, Motor, and blocking PyMongo.
 
-The rest of the store speaks to a `Driver` and does not know which of the two is underneath. Motor's development has
-ended, but many code bases hold a Motor client, and it has to be as good a start as any.
+The rest of the store uses a `Driver` and does not know which of the two is underneath. Motor is no longer developed, but many
+code bases have a Motor client, and it must be just as good to start with.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ TRANSACTION: Mapping[str, Any] = {
     "write_concern": MAJORITY,
     "read_preference": ReadPreference.PRIMARY,
 }
-"""A transaction's options: whatever the client does, it reads from the primary, and a majority has what is committed."""
+"""A transaction's options: whatever the client's settings, it reads from the primary and commits with a majority."""
 
 
 class _DecimalEncoder(TypeEncoder):
-    """Python's `Decimal` is stored as MongoDB's Decimal128."""
+    """Stores Python's `Decimal` as MongoDB's Decimal128."""
 
     python_type = Decimal
 
@@ -49,7 +49,7 @@ class _DecimalEncoder(TypeEncoder):
 
 
 class _DecimalCodec(_DecimalEncoder, TypeCodec):
-    """And it comes back as `Decimal`."""
+    """And reads it as `Decimal`."""
 
     bson_type = Decimal128
 
@@ -60,19 +60,18 @@ class _DecimalCodec(_DecimalEncoder, TypeCodec):
 CODEC: CodecOptions[Document] = CodecOptions(
     tz_aware=True,
     uuid_representation=4,  # the standard one, readable by every other driver
-    datetime_conversion=DatetimeConversion.DATETIME_AUTO,  # a stranger's date in the year 20 000 must not stop a scan
+    datetime_conversion=DatetimeConversion.DATETIME_AUTO,  # a foreign date in the year 20 000 must not stop a scan
     type_registry=TypeRegistry([_DecimalCodec()]),
 )
 PLAIN_CODEC: CodecOptions[Document] = CODEC.with_options(type_registry=TypeRegistry([_DecimalEncoder()]))
-"""`CODEC` for reading what has no values of users in it, or whose values are `restored` by the reader.
+"""`CODEC` for reading documents without users' values, or whose values the reader passes through `restored`.
 
 With a decoder of ours, however seldom it is needed, PyMongo decodes a reply in Python, one document at a time: that was a
-quarter of all that a busy consumer did (measured).
-"""
+quarter of all that a busy consumer did (measured)."""
 
 
 class Driver:
-    """One database on one client, PyMongo async or Motor: reads from the primary, writes `majority`, whatever the client does."""
+    """One database on one client (PyMongo async, Motor). Reads from the primary, writes `majority`, whatever its settings."""
 
     def __init__(self, client: Any, database: str) -> None:
         self.client = client
@@ -93,16 +92,16 @@ class Driver:
     def collection(
         self, name: str, codec: CodecOptions[Document] = CODEC, *, majority: bool = False, snapshot: bool = False
     ) -> Any:
-        """Return a collection. `majority`: it reads only what no failover can take back, not what the primary has by now.
+        """Return a collection. `majority`: it reads only what no failover can roll back, instead of the primary's latest state.
 
-        `snapshot`: so, too, and all that one command reads as it stood at one moment.
+        `snapshot`: the same, and everything that one command reads is as of one moment.
         """
         level = "snapshot" if snapshot else "majority" if majority else None
         read_concern = None if level is None else ReadConcern(level)
         return Uncut(self.calls, self.database.get_collection(name, codec_options=codec, read_concern=read_concern))
 
     async def command(self, command: Mapping[str, Any], session: Any = None) -> Document:
-        """Run a database command and return its reply. Raises also for what the reply says of failed writes."""
+        """Run a database command and return its reply. Raises also if the reply reports failed writes."""
         call = self.database.command(command, codec_options=CODEC, session=session)
         return checked(await self.calls.run(call, session))
 
@@ -119,9 +118,9 @@ class Driver:
         snapshot: bool = False,
         **options: Any,
     ) -> Any:
-        """Open a cursor over a pipeline's results. Where the index that `hint` names is not there yet, the server chooses.
+        """Open a cursor over a pipeline's results. If the index named by `hint` does not exist yet, the server chooses.
 
-        `snapshot`: all of it sees one moment.
+        `snapshot`: everything is read as of one moment.
         """
         source = self.collection(collection, majority=majority, snapshot=snapshot)
         try:
@@ -135,7 +134,7 @@ class Driver:
     async def watch(
         self, pipeline: list[Document], database: str | None = None, collection: str | None = None, **options: Any
     ) -> Any:
-        """Open a change stream over the whole database, or over one collection, of another database if that is named."""
+        """Open a change stream over the whole database, or over one collection, which may be of another database."""
         source = self.database if database is None else own_database(self.client, database)
         majority: Document = {"codec_options": PLAIN_CODEC, "read_concern": ReadConcern("majority")}
         source = (
@@ -145,7 +144,7 @@ class Driver:
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[Any]:
-        """Open a session. A transaction that is still open at the end is undone."""
+        """Open a session. A transaction that is still open at the end is aborted."""
         session = await self.calls.run(maybe(self.client.start_session()))
         try:
             yield session
@@ -153,7 +152,7 @@ class Driver:
             await self.calls.run(maybe(session.end_session()), session)
 
     async def start_transaction(self, session: Any) -> None:
-        """Start a transaction that a majority has when it is committed. Nothing is sent before its first call."""
+        """Start a transaction with majority write concern. Nothing is sent before its first call."""
         await maybe(session.start_transaction(**TRANSACTION))
 
     async def commit(self, session: Any) -> None:
@@ -161,16 +160,16 @@ class Driver:
         await self.calls.run(maybe(session.commit_transaction()), session)
 
     async def abort(self, session: Any) -> None:
-        """Undo the transaction, if it is open. What it wrote is locked until then, so a cancellation waits for this."""
+        """Abort the transaction, if it is open. What it wrote is locked until then, so a cancellation waits for this."""
         if session.in_transaction:
             with suppress(PyMongoError):  # the server does it by itself when the transaction's time is over
                 await self.calls.run(maybe(session.abort_transaction()), session)
 
     def sync_database(self, socket_timeout_ms: int | None = None) -> Any:
-        """Return the same database on a blocking client of its own, for threads. Whoever asked for it closes that client.
+        """Return the same database on a blocking client of its own, for threads. The caller has to close that client.
 
-        `socket_timeout_ms`: how long to wait for an answer, and for a server to turn to, unless the client was made with an
-        argument for that.
+        `socket_timeout_ms`: how long to wait for an answer, and for a server to become available, unless the client was created
+        with an argument for that.
         """
         settings = settings_of(self.client)
         if socket_timeout_ms is not None:
@@ -185,7 +184,7 @@ class Driver:
 
 
 def own_database(client: Any, name: str) -> Any:
-    """Return a database of this client as taskmesh uses it: a claim that a lagging secondary does not show yet is a lost one."""
+    """Return a database of this client as taskmesh uses it: a claim that a lagging secondary does not show yet would be lost."""
     return client.get_database(
         name,
         codec_options=CODEC,
@@ -196,7 +195,7 @@ def own_database(client: Any, name: str) -> Any:
 
 
 async def maybe(value: Any) -> Any:
-    """Await what can be awaited: Motor, PyMongo async and blocking PyMongo differ in that."""
+    """Await the value if it can be awaited: Motor, PyMongo async and blocking PyMongo differ in that."""
     return await value if inspect.isawaitable(value) else value
 
 
@@ -212,8 +211,8 @@ async def _opened(stream: Any) -> Any:
 async def next_event(stream: Uncut) -> Any:
     """Return the stream's next event, or None if none came in time.
 
-    What has come with an earlier one is here already, and nothing is waited for; so nothing of that can be cut off, and the
-    turns of the loop are saved which that takes: thousands of tasks may have been published at once.
+    Events that came with an earlier one are here already, so nothing is awaited that could be cut off, and turns of the loop
+    are saved: thousands of tasks may have been published at once.
     """
     if not read_ahead(stream):
         return await stream.try_next()
@@ -226,7 +225,7 @@ def read_ahead(stream: Uncut) -> int:
 
 
 def _of_pymongo(stream: Uncut) -> Any:
-    """PyMongo's stream: Motor's has one inside."""
+    """Return PyMongo's stream. Motor's stream contains one."""
     return getattr(stream.wrapped, "delegate", stream.wrapped)
 
 
@@ -240,9 +239,9 @@ def restored(value: Any) -> Any:
 
 
 async def find_and_update(collection: Any, *arguments: Any, **options: Any) -> Any:
-    """`find_one_and_update`, with the error that it means when the primary changes before a majority has the write.
+    """Call `find_one_and_update`, and raise the right error if the primary changes before a majority has the write.
 
-    PyMongo reads this reply undecoded, and stumbles as it adds the reply's labels to its write concern error.
+    PyMongo reads this reply undecoded, and fails when it adds the reply's labels to its write concern error.
     """
     try:
         return await collection.find_one_and_update(*arguments, **options)
@@ -253,7 +252,7 @@ async def find_and_update(collection: Any, *arguments: Any, **options: Any) -> A
 
 
 def checked(reply: Document) -> Document:
-    """Raise for failed writes inside a successful reply, as the driver's own write methods do."""
+    """Raise for failed writes in a successful reply, as the driver's own write methods do."""
     if errors := reply.get("writeErrors"):
         first = errors[0]
         raise OperationFailure(first.get("errmsg", "write failed"), first.get("code"), reply)
@@ -268,7 +267,7 @@ def twin_of(client: Any) -> Any:
 
 
 def core_of(client: Any) -> Any:
-    """Return PyMongo's client: Motor's has one inside."""
+    """Return PyMongo's client. Motor's client contains one."""
     return client.delegate if _is_motors(client) else client
 
 
@@ -279,7 +278,7 @@ def _is_motors(client: Any) -> bool:
 
 
 def settings_of(client: Any) -> Document:
-    """Return the settings that `client` was made with, for a twin of it (PyMongo keeps them for its own twins)."""
+    """Return the settings that `client` was created with, for a twin of it (PyMongo keeps them for its own twins)."""
     settings = dict(core_of(client)._init_kwargs)  # noqa: SLF001 — the only place where a client keeps them
     settings.pop("event_loop_thread_id", None)
     settings.pop("_connect", None)

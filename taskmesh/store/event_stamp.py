@@ -1,10 +1,10 @@
 """The event stamp: every write says in one short text field what happened, so that change streams can tell.
 
-A text, because a change stream shows changed parts of sub-documents under dotted names, but a text whole. It holds the
-kind, the time (the server's, or a worker's idea of it; two stamps are never the same, so each shows as a change), the
-worker, and the workers whose leases were found run out. Pings leave no stamp: nobody hears of them. Progress that is
-written with the outcome of its execution, and the record that a signal completes, are marks behind the time, which older
-releases do not read.
+It is a text, because a change stream shows changed parts of subdocuments under dotted names, but a text as a whole. It holds
+the kind, the time (the server's, or a worker's idea of it; two stamps are never equal, so each shows as a change), the worker,
+and the workers whose leases were found to have run out. Pings leave no stamp, so nobody is told of them. Progress that is
+written with the outcome of its execution, and a record that a signal completes, are marks behind the time, which older releases
+do not read.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from taskmesh.store import rules
 _SEPARATOR = "\x1f"
 _PROGRESS, _RECORD = "p", "r"
 _NOT_THE_SERVERS = "w"
-"""Marks a time by a worker's idea of it: no stamp with the server's own equals it."""
+"""Marks a time that is a worker's idea of the server's: no stamp with the server's own time equals it."""
 
 
 @dataclass(slots=True, frozen=True)
 class Stamp:
-    """What a stamp says."""
+    """The content of a stamp."""
 
     kind: str
     worker_id: str | None
     lost: tuple[str, ...]
     progressed: bool = False
-    """Whether progress came with it that nobody was told of before."""
+    """Whether it comes with progress that was not announced before."""
     recorded: bool = False
-    """Whether a record came to its end with it."""
+    """Whether it comes with the completion of a record."""
 
 
 def stamp(
@@ -42,9 +42,11 @@ def stamp(
     progressed: rules.Expression = False,
     recorded: rules.Expression = False,
 ) -> rules.Expression:
-    """The expression of a stamp. `worker_id`: one that gives the id (user data in a `$literal`); `lost`: a list of them.
+    """Return the expression of a stamp.
 
-    `progressed`: whether progress comes with it of which nobody was told yet. `recorded`: whether a record comes to its end.
+    `worker_id`: an expression for the id (user data in a `$literal`); `lost`: a list of ids.
+
+    `progressed`: whether it comes with progress that was not announced yet. `recorded`: whether it completes a record.
     """
     parts: list[rules.Expression] = [
         kind + _SEPARATOR,
@@ -61,9 +63,9 @@ def stamp(
 
 
 def stamped(kind: str, now: datetime, worker_id: str = "") -> str:
-    """A stamp as it is stored: for what the server evaluates nothing of. `now`: the caller's idea of the server's time.
+    """Return a stamp as it is stored, where the server evaluates nothing. `now`: the caller's idea of the server's time.
 
-    `worker_id`: of a worker, whose next stamp on the same task must have a later time.
+    `worker_id`: a worker whose next stamp on the same task must have a later time.
     """
     mark = _NOT_THE_SERVERS if worker_id else ""
     return _SEPARATOR.join((kind, f"{int(now.timestamp() * 1000)}{mark}", worker_id))
@@ -76,5 +78,5 @@ def read_stamp(text: str) -> Stamp:
 
 
 def starting_with(kinds: Collection[str]) -> dict[str, str]:
-    """The condition on a stamp that says one of these kinds."""
+    """Return the condition that a stamp says one of these kinds."""
     return {"$regex": f"^({'|'.join(kinds)}){_SEPARATOR}"}

@@ -1,7 +1,7 @@
-"""Find: read tasks, as they stand at the moment of reading; and scan for what can be claimed.
+"""Find: read tasks as they stand at the moment of reading, and scan for what can be claimed.
 
-What became true by time alone (expired, a lease that ran out) is computed with the expressions of the rule, so nothing
-read here is stale. `params` are left out unless asked for.
+What became true by time alone (expired, a lease that ran out) is computed with the expressions of the rule, so nothing read
+here is stale. `params` are left out unless asked for.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ async def get(
 ) -> list[Document]:
     """Return the tasks with these `_id`s that are still kept.
 
-    `majority`: as no failover can take it back. `forgotten`: also what is past its retention and not yet removed;
-    `kept_for_ms`: that only if it has been so for less than this, and was not deleted; the field `forgotten` tells.
+    `majority`: as no failover can roll them back. `forgotten`: also tasks that are past their retention and not removed yet.
+    `kept_for_ms`: those only if they have been so for less than this, and were not deleted; the field `forgotten` tells.
     """
     stages = [
         # The documents, by their `_id`s.
@@ -60,7 +60,7 @@ async def get(
 
 
 async def places(store: Store, ids: Sequence[str]) -> dict[str, tuple[str, str | None]]:
-    """Return queue and group of those of these tasks that stand in a queue; of no stranger's document."""
+    """Return queue and group of those of these tasks that are in a queue. Foreign documents are left out."""
     found: list[Document] = []
     for part in in_parts(ids):
         found += await store.find({"_id": {"$in": part}}, {"queue": 1, "group": 1})
@@ -72,24 +72,24 @@ async def places(store: Store, ids: Sequence[str]) -> dict[str, tuple[str, str |
 
 
 def as_read(now: rules.Expression, *, params: bool, forgotten: bool = False, kept_for_ms: int = 0) -> list[Document]:
-    """Stages that show documents as they stand now, without what is past its retention, and has been so for `kept_for_ms`."""
+    """Return stages that show documents as they stand now, without those past their retention (for at least `kept_for_ms`)."""
     by = {"$subtract": [now, kept_for_ms]} if kept_for_ms else now
     return [
-        # Not what is deleted, or past its retention (for so long), though the TTL monitor has not removed it yet.
+        # Not what is deleted, or past its retention (for so long), even if the TTL monitor has not removed it yet.
         *([] if forgotten else [{"$match": {"$expr": {"$not": [rules.is_forgotten(by)]}}}]),
-        # Where that is shown for a while all the same, say so of each.
+        # If that is shown for a while nevertheless, mark it.
         *([{"$set": {"forgotten": rules.is_forgotten(now)}}] if kept_for_ms else []),
         # What time alone has changed since the last write.
         *as_it_stands(now),
-        # Params may be large: only for who asked for them.
+        # Params may be large: only on request.
         *([] if params else [{"$unset": "params"}]),
     ]
 
 
 async def written(store: Store, document: Document) -> Document:
-    """Return a document, of just now, as `get` shows it: with what follows from it and is not stored."""
+    """Return a document that was just written as `get` shows it: with what is derived and not stored."""
     stages = [
-        # The document: values of users, so a literal.
+        # The document has users' values, so it is a literal.
         {"$documents": [{"$literal": document}]},
         *as_it_stands(store.now),
     ]
@@ -98,23 +98,23 @@ async def written(store: Store, document: Document) -> Document:
 
 
 def as_it_stands(now: rules.Expression) -> list[Document]:
-    """Stages that put in what is so at the moment: the status, in `task_state` what INIT means and what is waited for."""
+    """Return stages that add what is true now: the status and, in `task_state`, what INIT means and what is waited for."""
     is_init = {"$eq": ["$status", "INIT"]}
     standing = {"$cond": [is_init, rules.standing_on_reading(now), "$$REMOVE"]}
     suspended = {"$and": [is_init, {"$gt": ["$task_state.suspended_until", now]}]}
     waits_for = {"$cond": [suspended, "$task_state.suspended_for", "$$REMOVE"]}
     return [
-        # The status as it is now, where the stored one is out of date by time alone.
+        # The status as it is now, where the stored one is outdated by time alone.
         {"$set": {"status": rules.status_on_reading(now)}},
-        # Whether INIT means ready, retrying or scheduled. A stage of its own: it reads the status set above. What is waited for
-        # stays stored when it has come, and is then no more than the last that was.
+        # Whether INIT means ready, retrying or scheduled. A stage of its own: it reads the status set above. What was waited for
+        # stays stored after it has happened; then it is not shown.
         {"$set": {"task_state.standing": standing, "task_state.suspended_for": waits_for}},
     ]
 
 
 @dataclass(slots=True, eq=False)
 class Claimable:
-    """A task that a scan found, with what its place in the claim queue depends on."""
+    """A task that a scan has found, with what its place in the claim queue depends on."""
 
     id: str
     queue: str
@@ -123,7 +123,7 @@ class Claimable:
     """Its place in the order of publication."""
     fail_cnt: int
     named: bool
-    """Whether it is for this worker by name."""
+    """Whether it names this worker."""
     claim_time: Any
     """When this worker may claim it: None (at once), a time, or `NEVER`."""
     next_claim_time: Any
@@ -133,12 +133,11 @@ class Claimable:
 
 
 Sort = Literal["waiting", "shared", "named"]
-"""What a scan looks for: what waits for anybody; what is at work and has room for more workers; what names this worker.
+"""What a scan looks for: waiting tasks for anybody; running tasks with room for more workers; tasks that name this worker.
 
-Each has an index of its own, so that none starves the others.
-"""
+Each has an index of its own, so that none starves the others."""
 IN_ORDER = [("task_option.priority", -1), ("next_claim_time", 1)]
-"""What is told apart by neither of these, few tasks of one millisecond, is put in order where it is claimed."""
+"""The few tasks that neither of these distinguishes, within one millisecond, are sorted when they are claimed."""
 _ORDER: dict[Sort, list[tuple[str, int]]] = {
     "waiting": [*IN_ORDER, ("publish_number", 1)],
     "shared": IN_ORDER,
@@ -155,18 +154,18 @@ class ScanRange:
     queues: Sequence[str]
     lanes: Sequence[int] | None
     until: datetime
-    """By the server's clock, as well as the worker knows it: what may be claimed, the claim decides."""
+    """By the server's clock, as well as the worker knows it. The claim decides what may be claimed."""
     since: datetime | None = None
-    """Only what has come due after that."""
+    """Only what has become due after that."""
 
 
 @dataclass(slots=True, frozen=True)
 class Page:
-    """What one look has found."""
+    """The result of one look."""
 
     rows: list[Claimable]
     full: bool
-    """Whether it ended at its limit: there may be more."""
+    """Whether it reached its limit: there may be more."""
 
 
 async def scan(store: Store, worker: Claimant | str, what: ScanRange, limit: int, sort: Sort = "waiting") -> Page:
@@ -185,9 +184,9 @@ async def scan(store: Store, worker: Claimant | str, what: ScanRange, limit: int
 
 
 async def open_scan(store: Store, worker: Claimant | str, what: ScanRange, sort: Sort, batch: int) -> Any:
-    """Open a cursor over all such tasks, to read on in batches, which `judged` turns into what they are.
+    """Open a cursor over all such tasks, to be read in batches that `judged` evaluates.
 
-    Read `batch` at a time: what the driver keeps for the next time is as old as what it gave out.
+    Read `batch` documents at a time: what the driver keeps for the next read is as old as what it has returned.
     """
     query = {"$and": [_scan_query(worker, what, sort), WELL_FORMED]}
     return _keys_in_order(store, query, sort, batch_size=batch)
@@ -199,10 +198,10 @@ def _keys_in_order(store: Store, query: Document, sort: Sort = "waiting", **opti
 
 
 async def judged(store: Store, worker: Claimant | str, found: Sequence[Document]) -> list[Claimable]:
-    """Return what a scan has found, in its order; the rule is asked only about what somebody has touched, or may expire.
+    """Return what a scan has found, in its order. The rule is evaluated only for tasks that were touched, or may expire.
 
-    Of a task that nobody has touched since it was published the index tells all, so that no document is read for it.
-    Raises `Strange`.
+    For a task that nobody has touched since it was published the index tells everything, so no document is read. Raises
+    `Strange`.
     """
     if odd := [task["_id"] for task in found if not isinstance(task["_id"], str)]:
         raise Strange(f"the document {odd[0]!r}")
@@ -215,7 +214,7 @@ async def judged(store: Store, worker: Claimant | str, found: Sequence[Document]
 
 
 def _is_untouched(task: Document) -> bool:
-    """Whether nobody has written to the task, and nothing will become of it by time alone."""
+    """Whether nobody has written to the task, and time alone does not change it."""
     return task.get("event") is None and task.get("settle_time") is None
 
 
@@ -245,7 +244,7 @@ def _scan_query(worker: Claimant | str, what: ScanRange, sort: Sort) -> Document
 
 
 def _any_of(worker: Claimant | str) -> Any:
-    """Match one of the names by which a task may name this worker."""
+    """Match any of the names by which a task may name this worker."""
     names = (Claimant(worker) if isinstance(worker, str) else worker).names
     return names[0] if len(names) == 1 else {"$in": names}
 
@@ -258,7 +257,7 @@ async def fitting(store: Store, found: Sequence[Claimable], narrowed_by: Mapping
 
 
 async def scan_leases(store: Store, worker: Claimant | str, what: ScanRange, limit: int) -> list[Claimable]:
-    """Return RUNNING tasks for one worker each whose lease has run out by then. The others are `shared`, or `named`."""
+    """Return RUNNING tasks for one worker each whose lease has run out by then. The others are found as `shared` or `named`."""
     query: Document = {
         "status": "RUNNING",
         "queue": {"$in": list(what.queues)},
@@ -270,7 +269,7 @@ async def scan_leases(store: Store, worker: Claimant | str, what: ScanRange, lim
 
 
 async def look_up(store: Store, worker: Claimant | str, ids: Sequence[str]) -> list[Claimable]:
-    """Tell the same of these tasks, whatever their queue: used for hints that carry the `_id` alone."""
+    """Return these tasks as a scan would, whatever their queue: for hints that carry only the `_id`."""
     query = {"_id": {"$in": list(ids)}, "next_claim_time": {"$exists": True}}
     return await read_claimable(store, worker, query, [("_id", 1)])
 
@@ -284,7 +283,7 @@ async def read_claimable(
     limit: int = 0,
     hint: str | None = None,
 ) -> list[Claimable]:
-    """Return the first tasks that match, whatever else stands in the collection."""
+    """Return the first tasks that match, whatever else is in the collection."""
 
     async def read(query: Document) -> list[Claimable]:
         cursor = store.driver.collection(store.tasks, PLAIN_CODEC).find(
@@ -312,7 +311,7 @@ def claimable_fields(now: rules.Expression, worker: Claimant | str) -> Document:
 
 
 def claimable_from(document: Document) -> Claimable:
-    """Read what a scan returned. Raises `Strange`."""
+    """Read what a scan has returned. Raises `Strange`."""
     id_, queue, priority = document["_id"], document.get("queue"), document.get("priority")
     fail_cnt, claim_time, opens = document.get("fail_cnt"), document.get("claim_time"), document.get("next_claim_time")
     group = document.get("group")
@@ -328,22 +327,26 @@ def claimable_from(document: Document) -> Claimable:
     ):
         raise Strange(f"the document {id_!r}")
     named, number = document.get("pinned") is True, number_of(document, opens)
-    # A stranger's may be no list: then the rule lets nobody have it.
+    # In a foreign document it may be no list: then the rule lets nobody have it.
     needs = tuple(map(str, needs)) if (needs := document.get("needs")) and isinstance(needs, list) else ()
-    # By place: there are thousands a second.
+    # Positional arguments: there are thousands per second.
     return Claimable(id_, queue, int(priority), number, int(fail_cnt), named, claim_time, opens, group, needs)
 
 
 def number_of(document: Document, opens: datetime) -> int:
-    """Return a task's place in the order of publication. One without a number came when it could first be claimed."""
+    """Return a task's place in the order of publication.
+
+    Without a number, it follows from when the task could first be claimed.
+    """
     number = document.get("publish_number")
     return int(number) if isinstance(number, int) else number_at(opens)
 
 
 async def values_of(store: Store, field: str, query: Document) -> list[str] | None:
-    """Return which values a field of the index on status has among these tasks, by one look for each.
+    """Return the values that a field of the index on status has among these tasks, by one look for each.
 
-    None if there are very many, or if it takes long: a stranger's array in that field makes the server look at every task.
+    None if there are very many, or if it takes long: an array in that field of a foreign document makes the server read every
+    task.
     """
     try:
         found = await store.driver.collection(store.tasks).distinct(field, query, maxTimeMS=_VALUES_MS)
@@ -362,10 +365,10 @@ async def queues_due(
     leases: bool = True,
     majority: bool = False,
 ) -> tuple[set[str], bool]:
-    """Return the queues in which tasks of these names come due by then (None: now), and whether these are all of them.
+    """Return the queues in which tasks of these names become due by then (None: now), and whether these are all of them.
 
-    Two looks, whatever the number of queues: at what waits, of which nothing but keys is read, and, unless that is left out, at
-    leases that run out and tasks at work that have room for more workers; no more than `_DUE_AT_MOST` of either.
+    Two looks, whatever the number of queues: at waiting tasks, of which only keys are read, and (`leases`) at leases that run
+    out and running tasks that have room for more workers; no more than `_DUE_AT_MOST` of either.
     """
     due: Document = {"next_claim_time": {"$type": "date"}}
     if until is None:
@@ -389,7 +392,7 @@ async def queues_due(
 
 
 async def queues_in_use(store: Store, statuses: Iterable[str] = UNFINISHED) -> list[str]:
-    """Return the queues in which there are tasks of these statuses."""
+    """Return the queues in which there are tasks with these statuses."""
     found: set[str] = set()
     for status in statuses:
         queues = await values_of(store, "queue", {"status": status})
@@ -398,7 +401,7 @@ async def queues_in_use(store: Store, statuses: Iterable[str] = UNFINISHED) -> l
 
 
 async def _queues_one_by_one(store: Store, status: str) -> list[str]:
-    """Go from one queue to the next by the index on status: where a stranger's array makes `distinct` read all tasks."""
+    """Step from queue to queue along the index on status, where a foreign array makes `distinct` read all tasks."""
     found: list[str] = []
     last = ""
     while True:
@@ -419,7 +422,7 @@ async def _queues_one_by_one(store: Store, status: str) -> list[str]:
 
 
 async def names_in_use(store: Store, status: str = "INIT") -> list[tuple[str, str]]:
-    """Return queue and name of the tasks of this status, each pair once."""
+    """Return queue and name of the tasks with this status, each pair once."""
     names = await values_of(store, "name", {"status": status})
     if names is not None:
         found: list[tuple[str, str]] = []
@@ -434,7 +437,7 @@ async def names_in_use(store: Store, status: str = "INIT") -> list[tuple[str, st
 
 
 async def _names_in(store: Store, status: str, queue: str) -> list[tuple[str, str]]:
-    """Go from one name to the next in one queue, as `_queues_one_by_one` goes from one queue to the next."""
+    """Step from name to name within one queue, as `_queues_one_by_one` steps from queue to queue."""
     found: list[tuple[str, str]] = []
     last = ""
     while True:
@@ -464,11 +467,11 @@ async def unfinished_left(
     known_queues: Collection[str] = (),
     narrowed_by: Mapping[str, Any] | None = None,
 ) -> bool:
-    """Whether any task of these names and queues is claimable by this worker now, or runs and could be its own later.
+    """Whether a task of these names and queues is claimable by this worker now, or is running and could become so.
 
-    What it may not have does not count: what is in closed queues, or does not match the filter `narrowed_by`. Where no
-    `queues` are given, the `known_queues` are looked at besides those that the database shows to be in use. What is
-    delayed is not looked at: the indexes hold it behind what is due.
+    Tasks that it may not have do not count: those in closed queues, and those that do not match the filter `narrowed_by`. If no
+    `queues` are given, the `known_queues` are looked at beside those that the database shows to be in use. Delayed tasks are
+    not read: the indexes hold them behind what is due.
     """
     looked_at = set(known_queues if queues is None else queues)
     if queues is None:
@@ -509,12 +512,12 @@ async def unfinished_left(
 
     if await past_strangers(store, query, read):
         return True
-    # What has gone on in another queue meanwhile was not seen in either.
+    # What has moved to another queue meanwhile was seen in neither.
     return queues is None and not looked_at.issuperset(await _queues_with_work(store, names))
 
 
 async def _queues_with_work(store: Store, names: Sequence[str]) -> set[str]:
-    """Return the queues in which something runs, or tasks of these names are due; maybe more, where there are very many."""
+    """Return the queues in which something runs, or tasks of these names are due. May return more, if there are very many."""
     # In this order: what runs and is given back in between is due then, and so seen the second time.
     running_in = set(await queues_in_use(store, ["RUNNING"]))
     due_in, all_of_them = await queues_due(store, names, majority=True)

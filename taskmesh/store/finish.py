@@ -1,7 +1,7 @@
 """Finish: record how executions ended, many in one update: SUCCESS, FAIL, or given back.
 
-Every outcome names its `running_id`, and counts only while that entry holds a live lease on a RUNNING task: a worker
-that was preempted, or whose task was cancelled, changes nothing any more (fencing). All verbs are safe to repeat.
+Every outcome names its `running_id`, and counts only while that entry holds a live lease on a RUNNING task: a worker that was
+preempted, or whose task was cancelled, changes nothing any more (fencing). All verbs are safe to repeat.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TOLD_AS: dict[Kind, str] = {"conflicted": "snoozed", "looped": "succeeded"}
 _STATE_OF: dict[Kind, str] = {"succeeded": "SUCCESS", "failed": "FAIL", "stopped": "FAIL"}
 _WAITED_FOR = {"task_state.parent", "task_state.dependents"}
 KNOWN_OF_SINGLE = _WAITED_FOR | {
-    # Asked for by `_single`.
+    # Checked by `_single`.
     "status",
     "task_option.concurrent_worker_cnt",
     "task_state.worker_states",
@@ -47,7 +47,7 @@ KNOWN_OF_SINGLE = _WAITED_FOR | {
     "params",
     "next_claim_time",
     "settle_time",
-    # Of a task that is finished the rule does not look at these.
+    # In a finished task the rule does not look at these.
     *(f"task_state.{name}" for name in ("after", "stages", "own_params", "detached")),
     *(f"task_state.{name}" for name in ("create_time", "start_time", "expire_time", "resume_time", "params_version")),
     "task_state.steps_bytes",
@@ -78,27 +78,27 @@ class Outcome:
     """Fields for the worker's entry: `returns`, `fail_reason`, `fail_type`, `fail_frame`, `final`, `final_because`,
     `retry_jitter`, `logs`. Checked to be storable."""
     delay_ms: int | None = None
-    """Of `Retry` and `Snooze`: no worker claims the task before this has passed. Of a record: when what it waits for is over."""
+    """For `Retry` and `Snooze`: no worker claims the task before this has passed. For a record: when its wait is over."""
     progress: Document | None = None
     progress_untold: bool = False
-    """Whether no report has written this progress, so that readers of events have not heard of it."""
+    """Whether no report has written this progress, so that readers of events have not been told of it."""
     size: int = 0
     """About how many bytes `entry` needs, so that a batch stays within one message."""
     step: Document | None = None
-    """`stepped`: the record. `suspended`: what is waited for: `id` of its record, `kind`, `name`, and of a signal `event`."""
+    """`stepped`: the record. `suspended`: what is waited for, with `id` of its record, `kind`, `name`, and for a signal
+    `event`."""
     lease_ms: int = 0
-    """`stepped`: how long the lease is to last from then on, at least."""
+    """`stepped`: how long the lease has to last from then on, at least."""
     made_at: datetime | None = None
-    """`stepped`: when the record was made, by the worker's idea of the server's clock; later than those before it of its task.
-    None: it has none that it trusts."""
+    """`stepped`: when the record was made, by the worker's idea of the server's clock; later than earlier records of its task.
+    None if the worker has no reliable idea of it."""
     bytes_before: int = 0
     """`stepped`: how many bytes the records before it have, as far as the execution knows."""
     apart: Sequence[Apart] = ()
-    """What of it is stored apart, and has to be written first."""
+    """Values that are stored separately, and have to be written first."""
     concerns_others: bool = True
-    """Whether some task may wait for this one. Beforehand: it was so when it was claimed, or that is not known; once a SUCCESS is
-    recorded: it is so.
-    """
+    """Whether some task may wait for this one. Before it is recorded: it was so at the claim, or that is unknown. After a
+    SUCCESS is recorded: it is so."""
 
 
 async def finish(
@@ -109,11 +109,11 @@ async def finish(
     session: Any = None,
     deadline_ms: int = WRITE_DEADLINE_MS,
 ) -> int:
-    """Record outcomes of one kind; return how many counted. If fewer than given, ask `recorded` and `held`.
+    """Record outcomes of one kind. Return how many counted; if fewer than given, ask `recorded` and `held`.
 
     Eligible: the entry with this `running_id` is live and the task RUNNING. Writes: the entry (`released`, `snoozed`,
     `suspended` and `conflicted` remove it), `resume_time`, `suspended_until`, `suspended_for`, `timeout_cnt`, `conflict_cnt`,
-    the derived fields; re-opens the task if `run_again` was asked for meanwhile.
+    the derived fields; reopens the task if `run_again` was requested meanwhile.
     """
     kind = outcomes[0].kind
     if kind == "stopped":
@@ -123,7 +123,7 @@ async def finish(
         alone = [outcome for outcome in outcomes if not outcome.concerns_others]
         watched = [outcome for outcome in outcomes if outcome.concerns_others]
         counted = await _finish_plain(store, worker_id, alone, session, deadline_ms, alone=True)
-        if counted < len(alone):  # perhaps since one of them is waited for by now, and nobody knows which
+        if counted < len(alone):  # perhaps because one of them has dependents by now, and it is unknown which
             for outcome in alone:
                 outcome.concerns_others = True
         counted += await _finish_plain(store, worker_id, watched, session, deadline_ms, alone=False)
@@ -138,7 +138,7 @@ async def finish(
         stages = _given_back(outcomes, store.now) if kind in _GIVEN_BACK else _ended(outcomes, store.now)
     pipeline = [
         *stages,
-        # Tell how it ended. A conflict is told as a snooze: readers see a task that comes back later.
+        # Announce how it ended. A conflict is announced as a snooze: readers see a task that runs again later.
         {"$set": {"event": _told(_TOLD_AS.get(kind, kind), worker_id, outcomes, store.now)}},
         # Status and times follow.
         *prepared(rules.derivation, store.now),
@@ -150,9 +150,9 @@ async def finish(
 async def _finish_plain(
     store: Store, worker_id: str, outcomes: Sequence[Outcome], session: Any, deadline_ms: int, *, alone: bool
 ) -> int:
-    """Record SUCCESS where the execution is the only one of its task: what the whole form comes to there.
+    """Record SUCCESS where the execution is the only one of its task: what the whole form amounts to there.
 
-    `alone`: and only where nobody waits for the task, so that nobody has to be told.
+    `alone`: only where the task has no dependents, so that nobody has to be told.
     """
     if not outcomes:
         return 0
@@ -181,7 +181,7 @@ async def _finish_plain(
                     "worker_states": [{"$mergeObjects": [*ended, own([o.entry for o in outcomes], outcomes)]}],
                     "timeout_cnt": 0,
                     "conflict_cnt": "$$REMOVE",
-                    # Who waits for it has to be told, and it is kept for them.
+                    # Its dependents have to be told, and it is kept for them.
                     "pending": "$$REMOVE",
                     "ask_time": {"$cond": [rules.HAS_DEPENDENTS, now, "$$REMOVE"]},
                     **_progress(outcomes),
@@ -201,20 +201,23 @@ async def _finish_plain(
 
 
 def _single(now: rules.Expression, alone: bool) -> Document:
-    """The conditions under which the SUCCESS of a task's only entry finishes it; that this is RUNNING is asked beside."""
+    """Return the conditions under which the SUCCESS of a task's only entry finishes it.
+
+    That the entry is RUNNING is checked elsewhere.
+    """
     whole = [*_ended([Outcome("", "", "succeeded")], now), *rules.derivation(now)]
     known = KNOWN_OF_SINGLE - _WAITED_FOR if alone else KNOWN_OF_SINGLE
     return {
         **plain.ALONE,
         "task_state.worker_states": {"$size": 1},
-        # Whatever else the rule asks about.
+        # Whatever else the rule reads.
         **plain.without_others(whole, known),
         "$expr": {"$gt": [{"$arrayElemAt": [f"{rules.ENTRIES}.ping_expire_time", 0]}, now]},
     }
 
 
 def ids_by_claim(outcomes: Iterable[Outcome]) -> dict[str, list[str]]:
-    """The tasks by `running_id`; several claims may be in one batch."""
+    """Return the tasks by `running_id`. Several claims may be in one batch."""
     ids_of: dict[str, list[str]] = {}
     for outcome in outcomes:
         ids_of.setdefault(outcome.running_id, []).append(outcome.id)
@@ -222,14 +225,14 @@ def ids_by_claim(outcomes: Iterable[Outcome]) -> dict[str, list[str]]:
 
 
 def at_work(running_id: str) -> Document:
-    """Match a list that has the entry of this execution, RUNNING."""
+    """Match a list that contains the entry of this execution, RUNNING."""
     return {"$elemMatch": {"running_id": running_id, "state": "RUNNING"}}
 
 
 async def _note_stopped(store: Store, outcomes: Sequence[Outcome]) -> int:
-    """Note that handlers which were stopped from outside have come to an end: their places are free. Counts for nothing else.
+    """Note that handlers that were stopped from outside have ended: their places are free. This counts for nothing else.
 
-    The entry of a cancelled task shows it; a place kept after a retry, an exclusion or a deletion goes.
+    The entry of a cancelled task shows it; a place that was kept after a retry, an exclusion or a deletion is removed.
     """
     pairs = [f"{outcome.id}\0{outcome.running_id}" for outcome in outcomes]
     running_ids = sorted({outcome.running_id for outcome in outcomes})
@@ -245,7 +248,7 @@ async def _note_stopped(store: Store, outcomes: Sequence[Outcome]) -> int:
     }
     entries = {"$map": {"input": rules.ENTRIES, "in": {"$cond": [cancelled, ended, "$$this"]}}}
     leaving = rules.if_any({"$filter": {"input": rules.LEAVING, "cond": {"$not": [mine]}}})
-    # Where it made room for somebody, he has to hear of it.
+    # If it made room for somebody, that has to be announced.
     claimable = {"$in": ["$status", ["INIT", "RUNNING"]]}
     event = {"$cond": [claimable, stamp("stopped", store.now), {"$ifNull": ["$event", "$$REMOVE"]}]}
     at_work = {"$elemMatch": {"running_id": {"$in": running_ids}, "state": "RUNNING"}}
@@ -256,14 +259,14 @@ async def _note_stopped(store: Store, outcomes: Sequence[Outcome]) -> int:
             {"task_state.leaving.running_id": {"$in": running_ids}},
         ],
     }
-    # The ended entries, the places without these, and word of it where that made room.
+    # The ended entries, the places without these, and an announcement where that made room.
     stages: list[Document] = [{"$set": {"task_state": {"worker_states": entries, "leaving": leaving}, "event": event}}]
     await store.update(query, [*stages, *prepared(rules.derivation, store.now)])
     return len(outcomes)
 
 
 def still_held_by(outcomes: Iterable[Outcome], now: rules.Expression) -> Document:
-    """Match each task with its own `running_id` only."""
+    """Match each task only with its own `running_id`."""
     ids_of = ids_by_claim(outcomes)
     per_claim = [
         {"_id": {"$in": ids}, "task_state.worker_states": at_work(running_id)} for running_id, ids in ids_of.items()
@@ -293,7 +296,7 @@ def _ended(outcomes: Sequence[Outcome], now: rules.Expression) -> list[Document]
         failed = {"$map": {"input": {"$filter": {"input": rules.ENTRIES, "cond": mine}}, "in": ended}}
         task_state = {"worker_states": {"$concatArrays": [others, failed]}} | _resume_time(outcomes, now)
     task_state |= {"timeout_cnt": 0, "conflict_cnt": "$$REMOVE"} | _progress(outcomes)
-    # The ended entry, and what it sets back: an execution that came to its end was not lost.
+    # The ended entry, and what it resets: an execution that ended was not lost.
     stages: list[Document] = [{"$set": {"task_state": task_state}}]
     if state == "FAIL":
         stages.append(_oldest_fails_dropped())
@@ -301,25 +304,25 @@ def _ended(outcomes: Sequence[Outcome], now: rules.Expression) -> list[Document]
 
 
 def _given_back(outcomes: Sequence[Outcome], now: rules.Expression) -> list[Document]:
-    """Remove the entries, as if the claim had not been: nothing is counted."""
+    """Remove the entries, as if the claim had not happened: nothing is counted."""
     others = {"$filter": {"input": rules.ENTRIES, "cond": {"$not": [held_entry(outcomes)]}}}
     state: Document = {"worker_states": others} | _resume_time(outcomes, now) | _progress(outcomes)
     kind = outcomes[0].kind
     if kind != "released":
-        state["timeout_cnt"] = 0  # its worker lives: what is lost after it is not lost in a row with what was before
+        state["timeout_cnt"] = 0  # its worker lives: a later loss is not in a row with earlier ones
         conflicts = {"$add": [{"$ifNull": ["$task_state.conflict_cnt", 0]}, 1]}
         state["conflict_cnt"] = conflicts if kind == "conflicted" else "$$REMOVE"
     if kind == "suspended":
         state |= _suspended(outcomes, now)
-    # The list without the entry, and the moment before which nobody is to come back.
+    # The list without the entry, and the time before which no worker may claim the task.
     return [{"$set": {"task_state": state}}]
 
 
 def _looped(outcomes: Sequence[Outcome], now: rules.Expression) -> list[Document]:
     """Remove the entries, and let the tasks rest until they run again: what ended well was one round of many.
 
-    Failures stay to be seen, and are counted anew: so that a backoff grows by failures in a row. What was recorded belonged to
-    this round; signals that nobody has consumed are for the next.
+    Failures remain visible, and are counted anew, so that a backoff grows with failures in a row. Records belonged to this
+    round; signals that were not consumed are for the next.
     """
     mine = held_entry(outcomes)
     others = {"$filter": {"input": rules.ENTRIES, "cond": {"$not": [mine]}}}
@@ -339,20 +342,20 @@ def _looped(outcomes: Sequence[Outcome], now: rules.Expression) -> list[Document
         "timeout_cnt": 0,
         "conflict_cnt": "$$REMOVE",
         "rounds": {"$let": {"vars": {"entry": entry}, "in": rounds}},
-        # Not the latest of all delays: this one was asked for by whoever has just been here.
+        # Not the latest of all delays: this one was requested by the execution that has just ended.
         "resume_time": asked_for(outcomes, now),
         **dict.fromkeys(recorded, "$$REMOVE"),
         **_progress(outcomes),
     }
-    # The list without the entry, the round counted, and the moment before which nobody is to come back.
+    # The list without the entry, the round counted, and the time before which no worker may claim the task.
     return [{"$set": {"task_state": state}}]
 
 
 def _suspended(outcomes: Sequence[Outcome], now: rules.Expression) -> Document:
-    """Shut the gate until what is waited for has come: for ever, or until the time that its record has fixed.
+    """Shut the gate until what is waited for has happened: for ever, or until the time that its record has fixed.
 
     A signal that has come since the execution looked for it is seen here, in the same update: the gate stays open. A wait that
-    brings its `record` is recorded here too, with the end of its `timeout_ms`.
+    comes with its `record` is recorded here, too, with the end of its `timeout_ms`.
     """
     waits = [outcome.step or {} for outcome in outcomes]
     mine = {
@@ -370,7 +373,7 @@ def _suspended(outcomes: Sequence[Outcome], now: rules.Expression) -> Document:
                 "$add": [{"$ifNull": ["$task_state.steps_bytes", 0]}, {"$getField": {"field": "size", "input": made}}]
             },
         }
-        # What is put aside in the same set may have its record already.
+        # Another task of the same set may have its record already.
         recorded = {
             name: {"$cond": [{"$gt": [made, None]}, value, {"$ifNull": [f"$task_state.{name}", "$$REMOVE"]}]}
             for name, value in longer.items()
@@ -380,7 +383,7 @@ def _suspended(outcomes: Sequence[Outcome], now: rules.Expression) -> Document:
     told = own(
         [{name: wait[name] for name in ("id", "kind", "name", "event") if name in wait} for wait in waits], outcomes
     )
-    # Who waits for children waits as for any dependencies: the gate shuts, and the mark has somebody ask whether any is left.
+    # Waiting for children is waiting for dependencies: the gate shuts, and the mark has it checked whether any is left.
     joins = {"$eq": [own([wait.get("kind") for wait in waits], outcomes), "join"]}
     return recorded | {
         "waits_for": {"$cond": [joins, "run", {"$ifNull": ["$task_state.waits_for", "$$REMOVE"]}]},
@@ -391,10 +394,10 @@ def _suspended(outcomes: Sequence[Outcome], now: rules.Expression) -> Document:
 
 
 def _moved(outcomes: Sequence[Outcome], now: rules.Expression) -> list[Document]:
-    """Begin the task anew in the queue that its handler named, with the params it gave; what ended here is a stage of it."""
+    """Start the task anew in the queue that its handler named, with the params it gave. What ended here is a stage of it."""
     mine = held_entry(outcomes)
     entry = {"$first": {"$filter": {"input": rules.ENTRIES, "cond": mine}}}
-    # The first is where the task begins when it begins anew: so it is where a publication meanwhile has wanted it to stand.
+    # The first stage is where the task starts when it is started anew: where a publication meanwhile has put it.
     begins_in = {"$cond": [STAGED, "$queue", {"$ifNull": [f"{rules.MOVES_TO}.queue", "$queue"]}]}
     stage = {
         "queue": begins_in,
@@ -417,9 +420,9 @@ def _moved(outcomes: Sequence[Outcome], now: rules.Expression) -> list[Document]
             "stages": {"$concatArrays": [before, ended]},
             "params_version": {"$cond": [{"$gt": ["$_next.params", None]}, version, "$task_state.params_version"]},
             "leaving": rules.sent_away(now, {"$not": [mine]}),
-            "moves_to": "$$REMOVE",  # of the queue the newest word counts
+            "moves_to": "$$REMOVE",  # for the queue, the latest word counts
             "own_params": {"$cond": [{"$gt": ["$_next.params", None]}, True, OWN_PARAMS]},
-            # It has begun, and signals may have come for what is yet to be done.
+            # It has begun, and signals may have come for what is still to be done.
             "steps_bytes": 0,
             **{name: f"$task_state.{name}" for name in ("signals", "signals_bytes")},
         },
@@ -437,22 +440,22 @@ def _moved(outcomes: Sequence[Outcome], now: rules.Expression) -> list[Document]
                 "params": {"$ifNull": ["$_next.params", "$params"]},
             }
         },
-        # (Told.)
+        # The helper field is not stored.
         {"$unset": "_next"},
     ]
 
 
 def held_entry(outcomes: Iterable[Outcome]) -> rules.Expression:
-    """Whether the entry `$$this` is that of one of these executions."""
+    """Whether the entry `$$this` belongs to one of these executions."""
     running_ids = sorted({outcome.running_id for outcome in outcomes})
     return {"$and": [{"$eq": ["$$this.state", "RUNNING"]}, {"$in": ["$$this.running_id", {"$literal": running_ids}]}]}
 
 
 def own(values: Sequence[Any], outcomes: Sequence[Outcome]) -> rules.Expression:
-    """The one of `values` that belongs to the document at hand. User data, so never but inside `$literal`."""
+    """Return the one of `values` that belongs to the document. User data, so it stands inside `$literal`."""
     first = values[0]
     same = all(value == first and type(value) is type(first) for value in values)
-    # What lies deeper may be equal and differ: 1 and True.
+    # Nested values may be equal and still differ: 1 and True.
     if len(values) == 1 or (
         same and (first is None or isinstance(first, (int, str)) or first in ({}, {"returns": None}))
     ):
@@ -461,12 +464,12 @@ def own(values: Sequence[Any], outcomes: Sequence[Outcome]) -> rules.Expression:
 
 
 def asked_for(outcomes: Sequence[Outcome], now: rules.Expression) -> rules.Expression:
-    """The moment before which `Retry` or `Snooze` wants nobody to come back; null for what did not ask."""
+    """Return the time before which `Retry` or `Snooze` want no worker to claim the task; null if nothing was requested."""
     return {"$add": [now, own([outcome.delay_ms for outcome in outcomes], outcomes)]}
 
 
 def _resume_time(outcomes: Sequence[Outcome], now: rules.Expression) -> Document:
-    """The latest such moment so far: how another worker's execution ends must not shorten it."""
+    """Return the latest such time so far: the end of another worker's execution must not shorten it."""
     if all(outcome.delay_ms is None for outcome in outcomes):
         return {}
     latest = {"$max": ["$task_state.resume_time", asked_for(outcomes, now)]}
@@ -474,7 +477,7 @@ def _resume_time(outcomes: Sequence[Outcome], now: rules.Expression) -> Document
 
 
 def _told(kind: str, worker_id: str, outcomes: Sequence[Outcome], now: rules.Expression) -> rules.Expression:
-    """The stamp of how executions ended, and that they got somewhere, if that comes with it."""
+    """Return the stamp of how executions ended, and of their progress, if they bring any."""
     untold = [outcome.progress_untold for outcome in outcomes]
     progressed = own(untold, outcomes) if any(untold) else False
     return stamp(kind, now, {"$literal": worker_id}, progressed=progressed)
@@ -488,7 +491,7 @@ def _progress(outcomes: Sequence[Outcome]) -> Document:
 
 
 def _progressed(outcomes: Sequence[Outcome]) -> Document:
-    """The fields that progress sets while an execution goes on: it gets somewhere, so it does not kill its workers."""
+    """Return the fields that progress sets while an execution goes on: it gets somewhere, so it does not kill its workers."""
     if not (fields := _progress(outcomes)):
         return {}
     got_on = {"$ne": [own([outcome.progress for outcome in outcomes], outcomes), None]}
@@ -498,7 +501,7 @@ def _progressed(outcomes: Sequence[Outcome]) -> Document:
 def _oldest_fails_dropped() -> Document:
     """Keep the newest FAIL entries and count the others, so that no document grows without end.
 
-    One that says "for good" stays: it alone keeps the task from being claimed again.
+    An entry that says "for good" stays: it alone keeps the task from being claimed again.
     """
     droppable = {"$and": [{"$eq": ["$$this.state", "FAIL"]}, {"$ne": ["$$this.final", True]}]}
     fails = {"$filter": {"input": rules.ENTRIES, "cond": droppable}}
@@ -521,11 +524,11 @@ def _oldest_fails_dropped() -> Document:
 
 
 def reopened_if_wished(now: rules.Expression, reopened_by: rules.Expression = "$$REMOVE") -> Document:
-    """Re-open a task that is finished now, if `run_again` was asked for after its executions had started.
+    """Reopen a task that is finished now, if `run_again` was requested after its executions had started.
 
-    An execution notes at its claim how many wishes there were (`wish`); a publish during the run adds one. A wish is served
-    by all that SUCCEEDed after it, or, if the task FAILs, by one execution after it, be it lost; of a task that has moved on by
-    `Next`, by the stages that began after it.
+    An execution notes at its claim how many requests there were (`wish`); a publish during the run adds one. A request is
+    served by all executions that SUCCEEDed after it or, if the task FAILs, by one execution after it, even a lost one; for a
+    task that has moved on by `Next`, by the stages that began after it.
     """
     lost = {"$concatArrays": ["$$lost", {"$ifNull": ["$task_state.losses", []]}]}
     served = {
@@ -548,14 +551,14 @@ def reopened_if_wished(now: rules.Expression, reopened_by: rules.Expression = "$
     }
     wished = {"$gt": ["$task_state.wanted", None]}
     condition = {"$and": [wished, rules.with_facts(now, unserved)]}
-    # One with a sequence key stands in its line again, behind whoever was published before the wish.
+    # A task with a sequence key joins its line again, behind whatever was published before the request.
     has_line = {"$gt": [rules.LINE, None]}
     in_line = {
         name: {"$cond": [has_line, value, f"$task_state.{name}"]}
         for name, value in (("in_line", True), ("place", rules.NEXT_PLACE), ("ask_time", rules.next_mark(now)))
     }
     afresh = begun_anew(now, {"reopened_by": reopened_by, **in_line})
-    # Begin anew in the very write that would have finished the task: nobody sees it finished in between.
+    # Start anew in the very write that would have finished the task: nobody sees it finished in between.
     return {
         "$set": {
             "task_state": {"$cond": [condition, afresh, "$task_state"]},
@@ -579,10 +582,10 @@ def cancel_pipeline(now: rules.Expression) -> list[Document]:
 
 
 def fresh_state(now: rules.Expression, changes: Document) -> rules.Expression:
-    """`task_state` as of a task that nobody has tried, but with its times, wishes, destination and the places still taken.
+    """Return `task_state` as of a task that nobody has tried, but with its times, requests, destination and occupied places.
 
-    And with what it waits for and what waits for it: whoever waited for its dependencies, waits for them again. What was recorded
-    and signalled is dropped with the rest.
+    Dependencies and dependents are kept, too: if it has waited for dependencies, it waits for them again. Records and signals
+    are dropped with the rest.
     """
     times = (
         "create_time",
@@ -617,19 +620,19 @@ def fresh_state(now: rules.Expression, changes: Document) -> rules.Expression:
 
 
 STAGED: rules.Expression = {"$gt": ["$task_state.stages", []]}
-"""Whether the task has moved on by `Next`: then the first of its stages says where and with which params it begins anew."""
+"""Whether the task has moved on by `Next`. Then the first of its stages says where and with which params it starts anew."""
 
 OWN_PARAMS: rules.Expression = {"$ifNull": ["$task_state.own_params", "$$REMOVE"]}
-"""Whether `Next` has given params to the stage under way: they are not those of a publication, nor results of others."""
+"""Whether the params of the current stage came from `Next`: not from a publication, nor from dependencies."""
 
 
 def begun_anew(now: rules.Expression, changes: Document) -> rules.Expression:
-    """`task_state` as of a task that nobody has tried, which stands in its first stage again: see also `first_params_if`."""
+    """Return `task_state` as of a task that nobody has tried, in its first stage again. See also `first_params_if`."""
     return fresh_state(now, {**in_first_stage(), **changes})
 
 
 def in_first_stage() -> Document:
-    """The fields of `task_state` that bring a task back to the queue of its first stage. The derivation moves it."""
+    """Return the fields of `task_state` that bring a task back to the queue of its first stage. The derivation moves it."""
     moves_on = {"$mergeObjects": [rules.MOVES_TO, {"queue": of_first_stage("queue")}]}
     return {
         "home": {"$ifNull": [of_first_stage("queue"), rules.HOME, "$$REMOVE"]},
@@ -640,19 +643,19 @@ def in_first_stage() -> Document:
 
 
 def first_params_if(condition: rules.Expression) -> rules.Expression:
-    """The params with which the task begins, where the condition holds; else those that it has."""
+    """Return the params with which the task starts, where the condition holds; otherwise those that it has."""
     return {"$cond": [{"$and": [STAGED, condition]}, of_first_stage("params"), "$params"]}
 
 
 def of_first_stage(name: str) -> rules.Expression:
-    """A field of the first stage; missing where there is none."""
+    """Return a field of the first stage; missing if there is none."""
     return {"$let": {"vars": {"first": {"$arrayElemAt": ["$task_state.stages", 0]}}, "in": f"$$first.{name}"}}
 
 
 async def report(store: Store, worker_id: str, outcomes: Sequence[Outcome]) -> int:
-    """Write progress and logs of executions that go on; return how many counted.
+    """Write progress and logs of executions that go on. Return how many counted.
 
-    Progress starts `timeout_cnt` anew. Logs do not: what a handler logs before it kills its worker gets it nowhere.
+    Progress resets `timeout_cnt`. Logs do not: a line that a handler logs before it kills its worker is no progress.
     """
     mine = held_entry(outcomes)
     with_news = {"$mergeObjects": ["$$this", own([outcome.entry for outcome in outcomes], outcomes)]}
@@ -660,7 +663,7 @@ async def report(store: Store, worker_id: str, outcomes: Sequence[Outcome]) -> i
     stages: list[Document] = [
         # Logs go into the execution's entry, progress beside it.
         {"$set": {"task_state": {"worker_states": entries} | _progressed(outcomes)}},
-        # Readers of events and the dashboard hear of it.
+        # This announces it to readers of events and the dashboard.
         {"$set": {"event": stamp("progressed", store.now, {"$literal": worker_id})}},
     ]
     reply = await store.update(still_held_by(outcomes, store.now), [*stages, *prepared(rules.derivation, store.now)])
@@ -668,10 +671,10 @@ async def report(store: Store, worker_id: str, outcomes: Sequence[Outcome]) -> i
 
 
 async def standing(store: Store, outcomes: Sequence[Outcome]) -> dict[Outcome, Literal["recorded", "held", "lost"]]:
-    """Tell what became of outcomes whose write was not answered, or did not count for all.
+    """Return what became of outcomes whose write was not answered, or did not count for all.
 
-    `recorded`: it is written down. `held`: the entry is still live, so write it again. `lost`: somebody else has the
-    task, or it is cancelled, finished or gone.
+    `recorded`: it is written. `held`: the entry is still live, so write it again. `lost`: somebody else has the task, or it is
+    cancelled, finished or gone.
     """
     mine = {"$in": ["$$this.running_id", {"$literal": sorted({outcome.running_id for outcome in outcomes})}]}
     fields = {
