@@ -1,10 +1,10 @@
-"""Changes of users' collections: the stream that tells of them, and the place up to which they have become tasks.
+"""Changes of users' collections: the stream of them, and the position up to which they have become tasks.
 
-The place is one document. It moves on in the same transaction in which the tasks of what lies before it are published, and only
-from where its reader saw it: so each change becomes one task, whoever dies when, however many read, and however long ago the
-task of a change has been run and forgotten. (A key alone would make it so for as long as the task is kept.)
+The position is one document. It advances in the same transaction in which the tasks for the changes before it are published,
+and only from where its reader saw it: so each change becomes one task, whoever dies when, however many read, and however long
+ago the task of a change has been run and removed. (A key alone would ensure that only for as long as the task is kept.)
 
-A reader that is killed within a transaction keeps the place locked until the server ends it, after
+A reader that is killed within a transaction keeps the position locked until the server aborts the transaction, after
 `transactionLifetimeLimitSeconds`: a minute, by default, in which nothing is published and nothing is lost.
 """
 
@@ -26,7 +26,7 @@ from taskmesh.store.publish import publish_in_session
 from taskmesh.store.store import Store
 
 MOST = 500
-"""Events that become tasks in one transaction."""
+"""The most events that become tasks in one transaction."""
 _KEPT_GAPS = 10
 _PREFIX = "changes:"
 _LARGE_PARTS = ("fullDocument", "updateDescription")
@@ -34,21 +34,21 @@ _LARGE_PARTS = ("fullDocument", "updateDescription")
 
 @dataclass(frozen=True)
 class Place:
-    """Up to where the changes of a collection have become tasks."""
+    """The position up to which the changes of a collection have become tasks."""
 
     id: str
     token: Document
     revision: int
     read_time: datetime
-    """When it was known last that nothing was left."""
+    """When it was last known that nothing was left."""
 
 
 class Overtaken(Exception):
-    """Somebody else has moved the place on meanwhile: what was read from it is for him to publish, or published."""
+    """Somebody else has advanced the position meanwhile: what was read from it is theirs to publish, or is published."""
 
 
 def place_id(store: Store, name: str, watched: Watched) -> str:
-    """Return the `_id` of the place of a task's changes. Another collection is another place."""
+    """Return the `_id` of the position for a task's changes. Another collection has another position."""
     return f"{_PREFIX}{name}:{namespace(store, watched)}"
 
 
@@ -58,13 +58,13 @@ def namespace(store: Store, watched: Watched) -> str:
 
 
 def is_our_own(store: Store, watched: Watched) -> bool:
-    """Whether it is a collection of this mesh: each of its changes would make another."""
+    """Whether it is a collection of this mesh: each of its changes would cause another."""
     in_ours = watched.database in (None, store.driver.database.name)
     return in_ours and watched.collection in (*store.collections, store.payloads, store.meta)
 
 
 def key_of(event: Document) -> str:
-    """Return the key of the task of an event, from its resume token: when it happened, and what is its own."""
+    """Return the key of the task for an event, from its resume token: when it happened, and what is unique to it."""
     token: str = event["_id"]["_data"]
     return f"{token[2:18]}-{sha256(token.encode()).hexdigest()[:32]}"
 
@@ -92,18 +92,18 @@ def told(event: Document, *, cut: bool) -> Document:
 
 @asynccontextmanager
 async def opened(store: Store, watched: Watched, token: Document | None, *, cut: bool = False) -> AsyncIterator[Any]:
-    """Open the stream behind a token, or from now on. `cut`: without what may be large.
+    """Open the stream after a token, or from now on. `cut`: without what may be large.
 
-    Raises the driver's errors, of which `is_history_lost` and `is_event_too_large` tell.
+    Raises the driver's errors, which `is_history_lost` and `is_event_too_large` classify.
     """
     stages: list[Any] = [
         # The end of a stream (its collection was dropped) is no change.
         {"$match": {"operationType": {"$ne": "invalidate"}}},
-        # What the developer asks for: stages, never values of anybody else.
+        # What the developer asks for: stages, never anybody else's values.
         *watched.pipeline,
     ]
     if cut:
-        # An event may be larger than a message: only so the server can tell of it.
+        # An event may be larger than a message: only this lets the server say so.
         stages.append({"$unset": list(_LARGE_PARTS)})
     options: Document = {"max_await_time_ms": 500, "batch_size": MOST}
     if watched.full_document != "default":
@@ -118,7 +118,7 @@ async def opened(store: Store, watched: Watched, token: Document | None, *, cut:
 
 
 async def next_events(stream: Any, most: int = MOST) -> list[Document]:
-    """Return the next events, as many as have come together; none if none came within half a second."""
+    """Return the next events, as many as have come together. None come within half a second: an empty list."""
     event = await next_event(stream)
     events = [] if event is None else [event]
     while events and len(events) < most and read_ahead(stream):
@@ -126,20 +126,20 @@ async def next_events(stream: Any, most: int = MOST) -> list[Document]:
     return events
 
 
-# --- the place ---
+# --- the position ---
 
 
 async def read(store: Store, id_: str) -> Place | None:
-    """Return where the last reader was, as a majority knows it; None if nobody has read yet."""
+    """Return where the last reader was, as a majority knows it. None if nobody has read yet."""
     found = await store.driver.collection(store.meta, CODEC, majority=True).find_one({"_id": id_})
     return None if found is None or "token" not in found else _place(found)
 
 
 async def begin(store: Store, id_: str, token: Document) -> None:
-    """Note where the first reader begins, unless another has begun."""
+    """Note where the first reader begins, unless another one has begun."""
     first = {"token": {"$literal": token}, "revision": 1, "read_time": store.now}
     try:
-        # The place, by the server's clock.
+        # The position, by the server's clock.
         await _meta(store).update_one({"_id": id_, "token": {"$exists": False}}, [{"$set": first}], upsert=True)
     except DuplicateKeyError:
         return
@@ -153,7 +153,7 @@ async def move(store: Store, place: Place, token: Document, *, gap: str | None =
 async def publish_and_move(
     store: Store, place: Place, publications: Sequence[Publication], token: Document, now: datetime
 ) -> None:
-    """Publish tasks and move the place on behind them, both or nothing, and a majority has both. Raises `Overtaken`."""
+    """Publish tasks and advance the position, both or neither, with a majority. Raises `Overtaken`."""
     async with store.driver.session() as session:
         await store.driver.start_transaction(session)
         try:
@@ -172,9 +172,9 @@ async def _moved(store: Store, place: Place, token: Document, session: Any, gap:
         gaps = {"$concatArrays": [{"$ifNull": ["$gaps", []]}, [lost]]}
         fields["gaps"] = {"$slice": [gaps, -_KEPT_GAPS]}
     stages = [
-        # The place, by the server's clock, and what was lost before it, if so.
+        # The position, by the server's clock, and what was lost before it, if anything.
         {"$set": fields},
-        # It has gone on: what stood in its way does no more.
+        # It has advanced: what was in its way no longer is.
         {"$unset": "trouble"},
     ]
     as_seen = {"_id": place.id, "revision": place.revision}
@@ -184,17 +184,17 @@ async def _moved(store: Store, place: Place, token: Document, session: Any, gap:
 
 
 async def note_trouble(store: Store, id_: str, reason: str, *, lost: bool) -> None:
-    """Note why nobody can read on, since when. `lost`: the changes behind the place are gone."""
+    """Note why nobody can read on, and since when. `lost`: the changes after the position are gone."""
     since = {"$ifNull": ["$trouble.since", store.now]}
     trouble = {"reason": {"$literal": reason}, "lost": lost, "since": since}
-    # For doctor: the place stays where it is.
+    # For the doctor: the position stays where it is.
     await _meta(store).update_one({"_id": id_}, [{"$set": {"trouble": trouble}}], upsert=True)
 
 
 async def read_all(store: Store) -> list[Document]:
-    """Return all places: `task`, `namespace`, and, where they are known, `read_time`, its `age_ms`, `trouble` and `gaps`."""
+    """Return all positions: `task`, `namespace`, and, if known, `read_time`, its `age_ms`, `trouble` and `gaps`."""
     stages = [
-        # The places alone: what else is known of this mesh stands beside them.
+        # The positions alone: other documents of this mesh are in the same collection.
         {"$match": {"_id": {"$gte": _PREFIX, "$lt": _PREFIX[:-1] + chr(ord(_PREFIX[-1]) + 1)}}},
         # How long ago that was, by the server's clock.
         {"$set": {"age_ms": {"$subtract": [store.now, "$read_time"]}, "now": store.now}},

@@ -1,10 +1,10 @@
-"""Queues that pause by themselves when too many of their executions fail: counted and decided in their documents in `limits`.
+"""Queues that pause automatically when too many of their executions fail: counted and decided in their documents in `limits`.
 
-Settings there: `failure_pause`. Beside them `recent`, how the newest executions ended; and, while it is paused, `failing`: since
-when, and when the next canary may start. Each worker adds once a second what has ended on it; the share is judged in the same
-update, so that the queue is paused once. A canary is the one start that `limits.book` lets through each `canary_ms`, to whatever
-worker; when one SUCCEEDs, the update that counts it opens the queue. A worker that dies takes its canary with it, and the
-next one has its time.
+Setting there: `failure_pause`. Beside it `recent`, how the newest executions ended; and, while the queue is paused, `failing`:
+since when, and when the next canary may start. Each worker adds once a second what has ended on it; the share is evaluated in
+the same update, so that the queue is paused once. A canary is the one start that `limits.book` lets through each `canary_ms`,
+on whatever worker; when one SUCCEEDs, the update that counts it opens the queue. If a worker dies with its canary, the next one
+starts in time.
 """
 
 from __future__ import annotations
@@ -32,25 +32,27 @@ class Ended:
 async def set_failure_pause(store: Store, queue: str, settings: Document | None) -> None:
     """Set when a queue pauses: `share` of the newest `of_last` executions failed; a canary each `canary_ms`. None: never."""
     if settings is None:
-        # The setting, and what was counted and decided by it.
+        # The setting, and what was counted and decided under it.
         stages: list[Document] = [{"$unset": ["failure_pause", "recent", "failing"]}]
     else:
-        # What has been counted stays, as far as it is asked for.
+        # What has been counted stays, as far as it is needed.
         stages = [{"$set": {"failure_pause": {"$literal": settings}}}]
     await limits.change(store, queue, stages)
 
 
 async def reopen(store: Store, queue: str) -> None:
-    """Open a queue that is paused for its failures, and begin to count anew."""
+    """Open a queue that is paused for its failures, and start counting anew."""
     if await store.driver.collection(store.limits).find_one({"_id": queue, "failing": {"$exists": True}}, {"_id": 1}):
         # The pause, and what led to it.
         await limits.change(store, queue, [{"$unset": ["failing", "recent"]}])
 
 
 async def count(store: Store, queue: str, ended: Sequence[Ended], *, known_failing: bool) -> bool | None:
-    """Count how executions have ended; return whether the queue is paused for its failures. None: that is not to be done here.
+    """Count how executions have ended.
 
-    `known_failing`: what the caller knew. Whoever sees another answer tells all workers.
+    Return whether the queue is paused for its failures; None: it does not have the setting here.
+
+    `known_failing`: what the caller knew. A caller that gets another answer tells all workers.
     """
     settings = "$failure_pause"
     news = {"$literal": [int(each.failed) for each in ended]}
@@ -73,9 +75,9 @@ async def count(store: Store, queue: str, ended: Sequence[Ended], *, known_faili
     }
     recovers = {"$and": [is_failing, any(each.canary and not each.failed for each in ended)]}
     stages: list[Document] = [
-        # What has ended since, behind what was known, and no more of it than is judged.
+        # What has ended since, behind what was known, and no more of it than is evaluated.
         {"$set": {"_newest": newest}},
-        # Whether that is too much, or a canary has come back.
+        # Whether that is too much, or a canary has succeeded.
         {"$set": {"_change": {"$cond": [too_many, "fails", {"$cond": [recovers, "recovers", None]}]}}},
         # Paused from now on, or open again, counting anew; else as it was.
         {
@@ -92,7 +94,7 @@ async def count(store: Store, queue: str, ended: Sequence[Ended], *, known_faili
                 "recent": {"$cond": [{"$or": [{"$ne": ["$_change", None]}, is_failing]}, [], "$_newest"]},
             }
         },
-        # (Judged.)
+        # The helper field is not stored.
         {"$unset": ["_newest", "_change"]},
     ]
     document: dict[str, Any] | None = await find_and_update(

@@ -1,7 +1,7 @@
-"""The first step of a task, at once, be it a handler or a call of the driver: no turn of the loop is spent on beginning it.
+"""First steps: an asyncio task for a handler or a call of the driver starts at once, at the cost of no turn of the loop.
 
-It is an asyncio task like any other, in a context and with a name of its own: `asyncio.current_task()`, `asyncio.timeout()` and
-cancellation work as ever. Only its first step is not put off to the next turn of the loop.
+It is an asyncio task like any other, with a context and a name of its own: `asyncio.current_task()`, `asyncio.timeout()` and
+cancellation work as usual. Only its first step is not put off to the next turn of the loop.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import sys
-from asyncio.tasks import _enter_task, _leave_task  # documented, for whoever runs a task himself
+from asyncio.tasks import _enter_task, _leave_task  # documented, for those who run a task themselves
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class FirstSteps:
-    """Begins tasks of one event loop, which is running."""
+    """Starts tasks of one running event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -25,7 +25,7 @@ class FirstSteps:
 
     def begun(self, coroutine: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
         """Return a task whose first step is over; most likely it is done."""
-        if self._loop.get_task_factory() is not None:  # somebody wants to make all tasks his own way
+        if self._loop.get_task_factory() is not None:  # somebody wants to create all tasks in their own way
             return self._loop.create_task(coroutine, name=name)
         if sys.version_info >= (3, 12):
             return asyncio.Task(coroutine, loop=self._loop, name=name, eager_start=True)

@@ -1,9 +1,9 @@
 """Flows: many tasks that are published as a whole, or not at all.
 
-    open: members are inserted, behind a gate of their own  →  sealed: all are there; the gates are opened  →  opened
+open: members are inserted, behind a gate of their own  →  sealed: all are there; the gates are opened  →  opened
 
-One document for each flow names its members. Who dies while it is open leaves tasks that nobody may claim, and the same
-publication completes it; who dies while it is sealed is replaced by whoever sweeps next. All of it can be done twice.
+One document for each flow names its members. A publisher that dies while the flow is open leaves tasks that nobody may claim,
+and the same publication completes it; if one dies while it is sealed, the next sweep goes on. Everything can be done twice.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ async def of_member(store: Store, id_: str) -> str | None:
 
 
 async def begin(store: Store, key: str, ids: Sequence[str]) -> None:
-    """Open a flow with these members, or add them to it; the order of the first publication stays."""
+    """Open a flow with these members, or add them to it. The order of the first publication stays."""
     added = {"$filter": {"input": {"$literal": list(ids)}, "cond": {"$not": [{"$in": ["$$this", "$$known"]}]}}}
     known = {"$ifNull": ["$members", []]}
     members = {"$let": {"vars": {"known": known}, "in": {"$concatArrays": ["$$known", added]}}}
     fields = {"members": members, "state": "open", "state_time": store.now}
     fields["check_time"] = {"$add": [store.now, _KEPT_OPEN_MS]}
-    # Until it is sealed nobody opens the gates of its members.
+    # Until it is sealed, nobody opens the gates of its members.
     pipeline: list[Document] = [{"$set": {**fields, "create_time": {"$ifNull": ["$create_time", store.now]}}}]
     while True:
         try:
@@ -65,7 +65,7 @@ async def begin(store: Store, key: str, ids: Sequence[str]) -> None:
 
 
 async def forgotten(store: Store, flow: Document) -> bool:
-    """Whether a flow was published, and nothing is left of it: then its key is free, for a sweep has only not come round yet."""
+    """Whether a flow was published and nothing is left of it. Then its key is free: a sweep just has not removed it yet."""
     if flow["state"] != "opened" or not flow["members"] or await _any_left(store, flow["members"]):
         return False
     await _flows(store).delete_one({"_id": flow["_id"], "state": "opened", "state_time": flow["state_time"]})
@@ -80,20 +80,20 @@ async def _any_left(store: Store, ids: Sequence[str]) -> bool:
 
 
 async def publish_members(store: Store, publications: Sequence[Publication], now: datetime) -> list[Published]:
-    """Insert the members, each behind its gates. Those that are there already are joined as they are."""
+    """Insert the members, each behind its gates. Existing tasks join as they are."""
     return await publish(store, publications, now)
 
 
 async def seal(store: Store, key: str) -> None:
-    """Note that all members are there: from now on their gates are opened, whoever does it."""
-    # From an open one alone: who opens the gates of a sealed one may have ended meanwhile.
+    """Note that all members are there: from now on anybody may open their gates."""
+    # From an open one alone: whoever opens the gates of a sealed one may have finished meanwhile.
     await _flows(store).update_one(
         {"_id": key, "state": "open"}, [{"$set": {"state": "sealed", "state_time": store.now}}]
     )
 
 
 async def open_members(store: Store, key: str) -> None:
-    """Open the gates of a sealed flow's members, a thousand at a time, and ask what each of them waits for."""
+    """Open the gates of a sealed flow's members, a thousand at a time, and check what each of them waits for."""
     flow = await read(store, key)
     if flow is None or flow["state"] != "sealed":
         return
@@ -101,7 +101,7 @@ async def open_members(store: Store, key: str) -> None:
     pipeline = [
         # That is the gate.
         {"$unset": "task_state.flow"},
-        # Told to those who claim.
+        # Announced to workers.
         {"$set": {"event": stamp("opened", now)}},
         *prepared(rules.derivation, now),
     ]
@@ -115,7 +115,7 @@ async def open_members(store: Store, key: str) -> None:
 
 
 async def sweep(store: Store) -> int:
-    """Open what was sealed by somebody who has not opened it within a second; forget flows of which nothing is left."""
+    """Open flows that were sealed more than a second ago and not opened, and remove flows of which nothing is left."""
     old = {"$expr": {"$lte": ["$state_time", {"$subtract": [store.now, FOUND_AFTER_MS]}]}}
     sealed = await _flows(store).find({"state": "sealed", **old}, {"_id": 1}, limit=10).to_list(None)
     for flow in sealed:
@@ -159,7 +159,7 @@ async def cancel(store: Store, ids: Sequence[str]) -> None:
 
 
 async def retry(store: Store, ids: Sequence[str]) -> None:
-    """Begin those of these tasks anew that are finished."""
+    """Start those of these tasks anew that are finished."""
     now = store.now
     running = rules.with_facts(now, {"$in": [rules.status(now), ["INIT", "RUNNING", "SUCCESS"]]})
     for part in in_parts(ids):

@@ -1,7 +1,8 @@
 """Groups: in which groups of a queue anything is due, and what is first in each.
 
-A scan reads tasks in the order of claiming: where one group has a million in front, it would read all of them to find one of
-another. Here each group costs one look into an index by group, whatever waits in it, and many groups one command.
+A scan reads tasks in the order of claiming: if one group has a million tasks in front, it would have to read all of them to
+find a task of another group. Here each group costs one look into an index by group, whatever waits in it, and many groups one
+command.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _KEYS_READ = 1_000
 
 
 async def queues_with_groups(store: Store, queues: Collection[str]) -> set[str]:
-    """Return those of the queues in which tasks with a group can be claimed, now or later: one look for each such queue."""
+    """Return the queues in which tasks with a group can be claimed, now or later: one look for each such queue."""
     query = {"queue": {"$in": sorted(queues)}, "group": {"$gte": ""}, "next_claim_time": {"$exists": True}}
     cursor = await store.driver.aggregate(
         store.tasks,
@@ -41,10 +42,10 @@ async def queues_with_groups(store: Store, queues: Collection[str]) -> set[str]:
 async def groups_due(
     store: Store, queue: str, names: Collection[str], until: datetime, behind: str
 ) -> tuple[list[str], str]:
-    """Return the groups in which tasks of these names come due by then, and behind which to go on; "": these are all.
+    """Return the groups in which tasks of these names become due by then, and after which group to continue; "": these are all.
 
-    Steps over the index from group to group, so a backlog costs nothing. Only where they are more than one reply can name, it is
-    some of them, behind the group `behind`.
+    Steps along the index from group to group, so a backlog costs nothing. Only if there are more than one reply can name, it
+    returns some of them, after the group `behind`.
     """
     query: Document = {
         "queue": queue,
@@ -80,7 +81,7 @@ async def first_of_groups(
     As many as are `wanted` of each are read, all in one command.
     """
     (first, *others) = [_first_of(queue, group, count, names, lanes, until) for group, count in wanted.items()]
-    # Each group by itself: the first by the index's order, so that no more is read of it.
+    # Each group by itself: the first in the index's order, so that no more is read of it.
     stages = [*first, *({"$unionWith": {"coll": store.tasks, "pipeline": stages}} for stages in others)]
     cursor = await store.driver.aggregate(store.tasks, stages)
     found = [row for row in await cursor.to_list(None) if isinstance(row["_id"], str) and isinstance(row["group"], str)]
@@ -95,7 +96,7 @@ def _first_of(
     queue: str, group: str, count: int, names: Collection[str], lanes: Sequence[int] | None, until: datetime
 ) -> list[Document]:
     which: dict[str, Any] = {"queue": queue, "group": {"$eq": group}, "name": {"$in": sorted(names)}}
-    # Not `pinned: False`: by that the server would take the index of all that waits, where others stand in front.
+    # Not `pinned: False`: for that the server would take the index of all that waits, where other groups are in front.
     which |= {"next_claim_time": {"$lte": until}, "pinned": {"$ne": True}}
     return [
         # What is due of the group, for anybody, in these lanes.

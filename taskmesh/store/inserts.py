@@ -1,10 +1,10 @@
 """Inserts of one moment go to the database as one command (group commit), each with an answer of its own.
 
-Whoever comes while nothing is under way goes at the end of this turn of the loop; while commands are under way the next inserts
-collect, then go together. A command that takes long, for a locked key most likely, holds up no others: they go beside it. What
-the server refuses as a whole is parted until it concerns one alone.
+An insert that comes while nothing is under way goes at the end of this turn of the loop; while commands are under way the next
+inserts collect, then go together. A command that takes long, probably for a locked key, holds up no others: they go beside it.
+What the server refuses as a whole is divided until it concerns a single insert.
 
-Nothing is repeated here: who is told of an error publishes again, and is known by his `publish_id`.
+Nothing is repeated here: a caller that gets an error publishes again, and is recognised by its `publish_id`.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _LARGE = 100
 """So many documents of one caller are a command by themselves: others would gain nothing."""
 _MAX_IN_FLIGHT = 2
 _HOLDS_UP_S = 0.1
-"""As long as a command counts among those in flight: when it takes longer, the next goes beside it."""
+"""How long a command counts as in flight. If it takes longer, the next goes beside it."""
 _TOGETHER_DEADLINE_MS = 500
-"""Short, since a locked key holds up all that go with it; then they are parted. And one more for each document."""
+"""Short, since a locked key holds up all that go with it; then they are divided. Plus one for each document."""
 _PARTS = 8
 
 
 @dataclass(slots=True, eq=False)
 class _Insert:
-    """What one caller wants inserted."""
+    """What one caller wants to insert."""
 
     documents: Sequence[Mapping[str, Any]]
     size: int
@@ -64,11 +64,11 @@ class Inserts:
     async def insert(
         self, documents: Sequence[Mapping[str, Any]], size: int, deadline_ms: int, *, alone: bool = False
     ) -> Mapping[str, Any]:
-        """Insert documents of about `size` bytes, and return the server's reply, as if nobody else's had been with them.
+        """Insert documents of about `size` bytes. Return the server's reply as if no other inserts had been in the command.
 
         It may have `writeErrors` (their `index` counts in `documents`) and a `writeConcernError`; any other error is raised.
-        `alone`: in a command of their own, beside all others. A caller that is cancelled leaves what others insert as it is;
-        its own may have been inserted.
+        `alone`: in a command of their own, beside all others. If a caller is cancelled, others' inserts are not affected; its
+        own may have been made.
         """
         each = _Insert(documents, size, deadline_ms, asyncio.get_running_loop().create_future())
         if alone or len(documents) >= _LARGE:
@@ -76,7 +76,7 @@ class Inserts:
         else:
             self._waiting.append(each)
             if not self._send_planned and len(self._in_flight) < _MAX_IN_FLIGHT:
-                # At the end of this turn of the loop, so that what begins together is inserted together.
+                # At the end of this turn of the loop, so that what starts together is inserted together.
                 self._send_planned = True
                 asyncio.get_running_loop().call_soon(self._send)
         return await each.answer
@@ -135,8 +135,8 @@ class Inserts:
     async def _reply(self, batch: list[_Insert]) -> Mapping[str, Any]:
         """Insert, and return the server's reply.
 
-        A command of our own, since the driver's inserts know no deadline: one of a key that stands in somebody's open
-        transaction waits for its end (measured: 84 s). Not repeated by the driver after a network error.
+        This is a command of our own, since the driver's inserts have no deadline: one of a key that is in somebody's open
+        transaction waits for its end (measured: 84 s). The driver does not repeat it after a network error.
         """
         documents = [document for each in batch for document in each.documents]
         deadline_ms = min(each.deadline_ms for each in batch)
@@ -153,14 +153,14 @@ class Inserts:
             return await self._driver.command(command)
         except OperationFailure as error:
             reply = error.details
-            # A command that was refused as a whole may name a majority, too, for which it has not waited.
+            # A command that was refused as a whole may mention a majority, too, for which it has not waited.
             if reply is not None and reply.get("ok") and reply.keys() & {"writeErrors", "writeConcernError"}:
                 return reply
             raise
 
 
 def _answer(batch: Sequence[_Insert], reply: Mapping[str, Any]) -> None:
-    """Tell each what the reply says of its own documents."""
+    """Tell each what the reply says about its own documents."""
     failed = reply.get("writeErrors")
     if not failed:
         for each in batch:

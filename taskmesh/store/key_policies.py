@@ -10,13 +10,13 @@ from taskmesh.store.driver import Document
 
 
 def not_throttled(throttle_ms: int, at: rules.Expression) -> rules.Expression:
-    """Whether the last publication that counted is so long ago. That was its first, if none has noted itself."""
+    """Whether the last publication that counted is long enough ago. That was its first, if none has been noted."""
     since = {"$ifNull": ["$task_state.throttled_since", "$task_state.create_time"]}
     return {"$lte": [{"$add": [since, throttle_ms]}, at]}
 
 
 def debounced(debounce_ms: int, most_ms: int | None, at: rules.Expression) -> Document:
-    """When it starts, and since when it is put off: since the first publication that no execution has begun after."""
+    """When it starts, and since when it has been put off: since the first publication after which no execution has begun."""
     since = "$task_state.debounced_since"
     begun = {"$map": {"input": rules.ENTRIES, "in": {"$gte": ["$$this.start_time", since]}}}
     unfinished = {"$in": [rules.status(at), ["INIT", "RUNNING"]]}

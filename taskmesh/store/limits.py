@@ -1,18 +1,19 @@
-"""Limits: how many tasks of a queue may start in a while, and how many may run at once, over the whole fleet.
+"""Limits: how many tasks of a queue may start in a period, and how many may run at once, over the whole fleet.
 
-Settings stand in `queues`, where every worker hears of a change. What moves stands in a collection of its own, `limits`,
-of which no stream tells: one document per queue, in which workers book before they claim.
+Settings are in `queues`, where every worker is told of a change. State is in a collection of its own, `limits`, which no stream
+reports: one document per queue, in which workers book before they claim.
 
-- `slots`: who may run how many. A slot is booked before the claim, and its worker may use it for one task after the other, as
-  long as it says now and then for which. It goes when its worker gives it back, or when no live entry answers to it, which
-  anybody may check against the tasks. So the number running is derived from the leases, and a crash cannot make it drift.
-- `starts`: how many starts were booked, and when they leave the window. A booking on its way has an entry of its own, by its
-  token; what is settled is put together in buckets of a hundredth of the window, each of which leaves with the last start
-  in it. So the document is small whatever rate and window, and no window ever holds more starts than the rate.
-- `group_starts`: the same of each group, in buckets of a tenth of the window, or fewer where very many groups start something.
+- `slots`: who may run how many. A slot is booked before the claim, and its worker may use it for one task after another, as
+  long as it writes down now and then for which. It is removed when its worker gives it back, or when no live entry matches it,
+  which anybody may check against the tasks. So the number of running tasks follows from the leases, and a crash cannot make it
+  drift.
+- `starts`: how many starts were booked, and when they leave the window. A booking in progress has an entry of its own, by its
+  token; completed ones are merged into buckets of a hundredth of the window, each of which leaves with the last start in it. So
+  the document is small whatever rate and window, and no window ever holds more starts than the rate.
+- `group_starts`: the same for each group, in buckets of a tenth of the window, or fewer if very many groups start something.
 
-A slot is good until a time that the claim repeats (`booked_until`), so that a worker that was frozen in between claims
-nothing on a slot that others have written off.
+A slot is valid until a time that the claim repeats (`booked_until`), so that a worker that was frozen in between claims nothing
+on a slot that others have removed.
 """
 
 from __future__ import annotations
@@ -33,26 +34,26 @@ from taskmesh.store.driver import Document, find_and_update
 from taskmesh.store.store import Store
 
 BOOKED_MS = 3_000
-"""How long a slot may be claimed on after it was booked, or renewed."""
+"""How long a slot may be used for a claim after it was booked, or renewed."""
 _LANDED_MS = 2_000
 """After this much longer, no claim on the booking can still be on its way (see the claimer's deadline)."""
 _CHECKED_EVERY_MS = 100
-"""How often the slots are checked against the leases, at most; with more slots than this, once in a millisecond for each of
-them, since a check reads all that runs."""
+"""How often the slots are checked against the leases, at most; with more slots than this, one millisecond per slot, since a
+check reads all that runs."""
 _BUCKETS = 100
-"""So a start counts against its rate for a hundredth of the window too long at most."""
+"""So a start counts against its rate for at most a hundredth of the window too long."""
 _BUCKETS_OF_A_GROUP = 10
 _GROUP_STARTS = 20_000
-"""With more groups than a tenth of this in one window, each has fewer buckets; the last one is never given up."""
+"""With more groups than a tenth of this in one window, each has fewer buckets, but at least one."""
 NO_LIMIT = 2**31 - 1
 _LIMITS = ("running", "rate", "group_running", "group_rate", "groups")
 WINDOWS = {"per_ms": "starts", "group_per_ms": "group_starts"}
-"""The lists of starts, by the fields that have the lengths of their windows."""
+"""The lists of starts, by the fields with the lengths of their windows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """A task that a worker wants to claim, the best first in a list of them."""
+    """A task that a worker wants to claim. In lists, the best comes first."""
 
     id: str
     group: str | None
@@ -65,24 +66,24 @@ class Booking:
     token: str
     ids: frozenset[str]
     slots: Mapping[str, str]
-    """The slots of those that need one, by `_id`."""
+    """The slots for those that need one, by `_id`."""
     held: frozenset[str]
-    """Of the slots that were to be renewed those that are there."""
+    """Of the slots that were to be renewed, those that still exist."""
     until: datetime
     next_start: datetime | None
     """When the rate has room again, if that is what held some back."""
     full_groups: Mapping[str, datetime | None]
-    """Groups that had no room for all that was asked, and when their rate has room again, if it is that."""
+    """Groups that had no room for all that was requested, and when their rate has room again, if that is the reason."""
     check: bool
-    """Whether the caller is the one to check now which slots nobody uses any more."""
+    """Whether the caller has to check now which slots nobody uses any more."""
     canary: bool = False
     """Whether the queue is paused for its failures, and this is the one start that is let through."""
 
 
 async def set_limits(store: Store, queue: str, limits: Document) -> None:
-    """Set those limits that are given, by the names of `QueueLimits`; None takes one away.
+    """Set the given limits, by the names of `QueueLimits`; None removes one.
 
-    What runs already is counted. So are the starts that were counted till then, for as long as the new window lasts.
+    What runs already is counted. So are the starts that were counted so far, for as long as the new window lasts.
     """
     changes = {name: {"$literal": value} for name, value in limits.items()}
     for window, starts in WINDOWS.items():
@@ -94,32 +95,32 @@ async def set_limits(store: Store, queue: str, limits: Document) -> None:
 
 
 def leaving_later(starts: str, by_ms: rules.Expression) -> rules.Expression:
-    """The list of these starts, as they are counted by a window that is so much longer."""
+    """Return the list of these starts, as a window counts them that is so much longer."""
     moved = {"$mergeObjects": ["$$this", {"leaves": {"$add": ["$$this.leaves", by_ms]}}]}
     return {"$map": {"input": stored_list(starts), "in": moved}}
 
 
 async def set_first_limits(store: Store, queue: str, limits: Document) -> None:
-    """Set those limits that are given, unless somebody has set or taken away one of this queue before."""
+    """Set the given limits, unless somebody has set or removed one of this queue before."""
     own = ("running", "rate", "group_running", "group_rate")
     known = await store.driver.collection(store.limits).find_one({"_id": queue}, dict.fromkeys(own, 1)) or {}
     if any(name in known for name in own):  # the rule: nothing is written at most starts
         return
     first = {"$and": [{"$eq": [{"$type": f"${name}"}, "missing"]} for name in own]}
-    # The limits, if they are still the first; else all stays as it is. One update, so that of two who start together one wins.
+    # The limits, if they are still the first; else all stays as it is. One update, so that of two that start together one wins.
     stages = [{"$set": {name: {"$cond": [first, {"$literal": limits[name]}, f"${name}"]} for name in limits}}]
     await change(store, queue, stages)
 
 
 async def read_limits(store: Store, queue: str) -> Document:
-    """Return the limits of a queue as they are stored, with all that moves left out."""
+    """Return the limits of a queue as they are stored, without its state."""
     fields = dict.fromkeys((*_LIMITS, *WINDOWS), 1)
     document = await store.driver.collection(store.limits).find_one({"_id": queue}, fields | {"_id": 0})
     return document or {}
 
 
 async def set_group_limit(store: Store, queue: str, group: str, running: int | None) -> None:
-    """Set how many of one group may run at once; None: as many as of any other group."""
+    """Set how many tasks of one group may run at once. None: as many as of any other group."""
     entry = [] if running is None else [{"g": group, "n": running}]
     others = {"$filter": {"input": stored_list("groups"), "cond": {"$ne": ["$$this.g", {"$literal": group}]}}}
     # The limit of this group; those of the others stay.
@@ -127,7 +128,7 @@ async def set_group_limit(store: Store, queue: str, group: str, running: int | N
 
 
 async def change(store: Store, queue: str, stages: Sequence[Document]) -> None:
-    """Change the limits, count what runs without a slot, and let the workers know: of the newest change, whoever comes last."""
+    """Change the limits, count what runs without a slot, and tell the workers: of the newest change, whoever comes last."""
     changed = {"$max": [store.now, {"$add": ["$changed", 1]}]}
     document: Document = await find_and_update(
         store.driver.collection(store.limits),
@@ -143,26 +144,26 @@ async def change(store: Store, queue: str, stages: Sequence[Document]) -> None:
     failures, failing = document.pop("failure_pause", None), document.pop("failing", None)
     limits = {name: value for name, value in document.items() if value not in (None, [])}
     settings: Document = {"limits": limits, "failure_pause": failures, "failing": failing}
-    if failing is not None:  # who does not know of canaries asks for room all the same, and for nothing too often
-        rate = min(1, limits.get("rate", 1))  # where nothing is to start, no canary does
+    if failing is not None:  # workers of older releases, which know no canaries, ask seldom then
+        rate = min(1, limits.get("rate", 1))  # where nothing may start, no canary does
         settings |= {"limits": {**limits, "rate": rate, "per_ms": failures["canary_ms"]}, "own_limits": limits}
     outdated = {"_id": queue, "limits_changed": {"$not": {"$gt": changed_at}}}
-    # A plain update of the queue's settings, which every worker's stream shows; not if a newer change was told.
+    # A plain update of the queue's settings, which every worker's stream shows; not if a newer change was announced.
     told = {"$set": {**settings, "limits_changed": changed_at}}
-    with contextlib.suppress(DuplicateKeyError):  # a newer change has been told already
+    with contextlib.suppress(DuplicateKeyError):  # a newer change has been announced already
         await store.driver.collection(store.queues).update_one(outdated, told, upsert=True)
 
 
 async def forget(store: Store, queue: str) -> None:
-    """Remove all that is set for a queue; but what somebody sets while this goes on stays.
+    """Remove all settings of a queue, except for those that somebody makes while this goes on.
 
-    First it is opened and its limits are taken away, of which every worker hears as of any change; then both documents go,
-    each if nobody has changed it since. Safe to repeat, and to die in: what is left is an open queue without limits.
+    First it is opened and its limits are removed, which is announced to every worker as any change; then both documents are
+    removed, each if nobody has changed it since. Safe to repeat, and to die in: what is left is an open queue without limits.
     """
     queues = store.driver.collection(store.queues)
     # A plain update: nothing of it is computed.
     await queues.update_one({"_id": queue}, {"$set": {"paused": False, "paused_until": None, "paused_groups": []}})
-    # No limits, and nothing that was counted by them.
+    # No limits, and nothing that was counted under them.
     await change(store, queue, [{"$replaceWith": {"_id": "$_id", "changed": "$changed"}}])
     limited = await store.driver.collection(store.limits).find_one({"_id": queue}, {"changed": 1})
     if limited is None:
@@ -182,16 +183,16 @@ async def book(
     free: Collection[str] = (),
     renew: Mapping[str, Wish] | None = None,
 ) -> Booking | None:
-    """Book as many of the wishes as the limits have room for; None if the queue has no limits (any more).
+    """Book as many of the wishes as the limits have room for. None if the queue has no limits (any more).
 
-    `free`, `renew`: what `keep` does, done before. If the answer is lost, the booking is written off when its time is over.
+    `free`, `renew`: what `keep` does, done before. If the answer is lost, the booking expires when its time is over.
     """
     renew = renew or {}
     token = str(ObjectId())
     document = await find_and_update(
         store.driver.collection(store.limits),
         {"_id": queue},
-        # First free what the worker uses no more, then book: in one update, so that nobody else takes the room in between.
+        # First free what the worker no longer uses, then book: in one update, so that nobody else takes the room in between.
         [{"$set": {"slots": _kept(store, free, renew)}}, *_booking(store, token, worker_id, wishes, list(renew))],
         dict.fromkeys(("booked", "next_start", "full_groups", "checker", "failing", *_LIMITS), 1),
         return_document=ReturnDocument.AFTER,
@@ -220,7 +221,7 @@ def _booking(
     by_group: dict[str | None, list[Document]] = {}
     for place, wish in enumerate(wishes):
         by_group.setdefault(wish.group, []).append({"id": wish.id, "g": wish.group, "i": place})
-    # The wishes by group, each with its place among all: values of users, so a literal.
+    # The wishes by group, each with its place among all: users' values, so a literal.
     asked = {"$literal": [{"g": group, "of": of} for group, of in by_group.items()]}
     # Of all that is counted, which may be thousands, only what concerns these groups is compared with each of them.
     concerned = {"$gte": [_place_in([group for group in by_group if group is not None], "$$this.g"), 0]}
@@ -251,7 +252,7 @@ def _booking(
             "in": {"$concatArrays": ["$$value", _first("$$this.of", "$$this.room")]},
         }
     }
-    # Groups that had no room for all that was asked.
+    # Groups that had no room for all that was requested.
     had_no_room = {"$lt": ["$$this.room", {"$size": "$$this.of"}]}
     full_groups = {
         "$map": {
@@ -263,7 +264,7 @@ def _booking(
     rate = {"$ifNull": ["$rate", NO_LIMIT]}
     rate_room = {"$subtract": [rate, {"$sum": "$starts.n"}]}
     run_room = {"$subtract": [{"$ifNull": ["$running", NO_LIMIT]}, {"$size": "$slots"}]}
-    # Where too much fails, one start in a while, a canary; beside the limits, which hold as well.
+    # Where too much fails, one start now and then, a canary; beside the limits, which hold as well.
     is_failing = {"$gt": ["$failing", None]}
     no_canary_yet = {"$and": [is_failing, {"$gt": ["$failing.next", now]}]}
     canary = {"$cond": [no_canary_yet, 0, {"$cond": [is_failing, 1, NO_LIMIT]}]}
@@ -298,12 +299,12 @@ def _booking(
     }
     groups_granted = {"$setDifference": ["$_granted.g", [None]]}
     group_starts = {"$map": {"input": groups_granted, "as": "group", "in": group_start}}
-    # Were some refused for want of slots? Then somebody looks, now and then, which slots are still in use.
+    # If some were refused for lack of slots, somebody checks, now and then, which slots are still in use.
     held_by_slots = {"$lt": [{"$min": [run_room, {"$size": "$_within"}]}, len(wishes)]}
     every_ms = {"$max": [_CHECKED_EVERY_MS, {"$size": "$slots"}]}
     due_for_check = {"$lte": [{"$ifNull": ["$checked_time", rules.LONG_AGO]}, {"$subtract": [now, every_ms]}]}
     return [
-        # Starts whose window is over go; a missing list becomes an empty one.
+        # Starts whose window is over are removed; a missing list becomes an empty one.
         {
             "$set": {
                 "starts": _in_buckets(now, "starts", "per_ms", _BUCKETS),
@@ -323,7 +324,7 @@ def _booking(
         {"$set": {"_within": within_groups, "full_groups": full_groups}},
         # Of these, what the limits of the queue let through.
         {"$set": {"_granted": granted}},
-        # Whether it is this caller who has to check the slots: one in a while, whoever comes first.
+        # Whether this caller has to check the slots: one now and then, whoever comes first.
         {"$set": {"_check": {"$and": [held_by_slots, due_for_check]}}},
         # The slots that are booked now.
         {"$set": {"_slots": slots}},
@@ -340,7 +341,7 @@ def _booking(
                     "$cond": [
                         is_failing,
                         {"$cond": [no_canary_yet, "$failing.next", next_canary]},
-                        # Only if it is the rate that has no room left: of what runs nobody knows when it ends.
+                        # Only if it is the rate that has no room left: when running tasks end is unknown.
                         {"$cond": [{"$lte": [rate_room, count]}, {"$min": "$starts.leaves"}, None]},
                     ]
                 },
@@ -366,7 +367,7 @@ def _booking(
                 "checked_time": {"$cond": ["$_check", now, {"$ifNull": ["$checked_time", None]}]},
             }
         },
-        # Steps of the reckoning are not stored.
+        # Intermediate results are not stored.
         {"$unset": ["_asked", "_within", "_granted", "_check", "_slots"]},
     ]
 
@@ -389,10 +390,10 @@ _buckets_of_a_group: rules.Expression = {
 
 
 def _in_buckets(now: rules.Expression, starts: str, window: str, buckets: rules.Expression) -> rules.Expression:
-    """What the list `starts` holds of this window: what is settled put together, by group; what is on its way as it stands.
+    """Return the list `starts` of this window: completed ones merged, by group; those in progress as they are.
 
-    A start leaves the window `per_ms` after it at most, one on its way later: so what leaves by then is settled. What
-    an older release has left there, one entry for each booking, is put together likewise.
+    A start leaves the window `per_ms` after it at most, one in progress later: so what leaves by then is completed. What an
+    older release has left there, one entry for each booking, is merged likewise.
     """
     per_ms = {"$ifNull": [f"${window}", 0]}
     bucket_ms = {"$max": [{"$ceil": {"$divide": [per_ms, buckets]}}, 1]}
@@ -443,7 +444,7 @@ def _let(variables: Document, result: rules.Expression) -> rules.Expression:
 
 
 def _limit_of(group: rules.Expression) -> rules.Expression:
-    """How many of a group may run: its own limit, else that of every group, else any number."""
+    """Return how many tasks of a group may run: its own limit, else that of every group, else any number."""
     own = {"$filter": {"input": "$groups", "as": "own", "cond": {"$eq": ["$$own.g", group]}}}
     general = {"$ifNull": ["$group_running", NO_LIMIT]}
     limit = {"$ifNull": [{"$arrayElemAt": [{"$map": {"input": own, "as": "own", "in": "$$own.n"}}, 0]}, general]}
@@ -451,24 +452,24 @@ def _limit_of(group: rules.Expression) -> rules.Expression:
 
 
 def _first(items: rules.Expression, count: rules.Expression) -> rules.Expression:
-    """The first so many of a list; none if the number is not positive (which `$slice` refuses)."""
+    """Return the first so many of a list; none if the number is not positive (which `$slice` refuses)."""
     return {"$cond": [{"$gt": [count, 0]}, {"$slice": [items, {"$max": [count, 1]}]}, []]}
 
 
 def stored_list(name: str) -> rules.Expression:
-    """The list of this name in the document, empty if it is not there."""
+    """Return the list of this name in the document, empty if it does not exist."""
     return {"$ifNull": [f"${name}", []]}
 
 
 def booked_until(store: Store, until: datetime) -> Document:
-    """The filter that a claim has to carry which is made on slots that are good until then."""
+    """Return the filter for a claim on slots that are valid until then."""
     return {"$expr": {"$lt": [store.now, {"$literal": until}]}}
 
 
 async def confirm(store: Store, queue: str, token: str, unused: Collection[Wish]) -> None:
-    """Say that the claim on a booking was answered: it has started all but the `unused`, and nothing more will follow.
+    """Note that the claim on a booking was answered: it has started all but the `unused`, and nothing more will follow.
 
-    To be called where starts are counted. Slots are none of its business.
+    To be called where starts are counted. It does not concern slots.
     """
     mine = {"$eq": ["$$this.t", token]}
     groups = {"$literal": [wish.group for wish in unused]}
@@ -496,9 +497,9 @@ async def confirm(store: Store, queue: str, token: str, unused: Collection[Wish]
 async def keep(
     store: Store, queue: str, *, free: Collection[str] = (), renew: Mapping[str, Wish] | None = None
 ) -> tuple[frozenset[str], datetime | None]:
-    """Give back the slots that are to be freed, by their tokens, and say what the others are used for now.
+    """Give back the slots that are to be freed, by their tokens, and note what the others are used for now.
 
-    Return which of those to be renewed are still there, and until when they are good.
+    Return which of those to be renewed still exist, and until when they are valid.
     """
     renew = renew or {}
     document = await find_and_update(
@@ -514,7 +515,7 @@ async def keep(
 
 
 def _kept(store: Store, free: Collection[str], renew: Mapping[str, Wish]) -> rules.Expression:
-    """The slots without those that are given back, and with what their worker says of its own."""
+    """Return the slots without those that are given back, and with what their worker says of its own."""
     slots = stored_list("slots")
     if free:
         slots = {"$filter": {"input": slots, "cond": {"$lt": [_place_in(free, "$$this.t"), 0]}}}
@@ -528,15 +529,18 @@ def _kept(store: Store, free: Collection[str], renew: Mapping[str, Wish]) -> rul
 
 
 def _place_in(values: Collection[str], value: rules.Expression) -> rules.Expression:
-    """The place of a value in a list, -1 if it is not there. The server hashes the list once; `$in` would compare with each."""
+    """Return the place of a value in a list, -1 if it is not there.
+
+    The server hashes the list once; `$in` would compare with each.
+    """
     return {"$indexOfArray": [{"$literal": list(values)}, value]}
 
 
 async def check(store: Store, queue: str) -> int:
-    """Make the slots of a queue agree with the leases, and return how many of them were found unused.
+    """Make the slots of a queue agree with the leases. Return how many of them were unused.
 
-    Frees those to which no live entry answers (any more), and adds one for every live entry that has none: it was claimed
-    before there was a limit, or its worker died before it said that it uses a slot for it.
+    Frees slots without a live entry, and adds one for every live entry without a slot: it was claimed before there was a limit,
+    or its worker died before it noted that it uses a slot for it.
     """
     fields = {"slots": 1, "group_running": 1, "groups": 1}
     document = await store.driver.collection(store.limits).find_one({"_id": queue}, fields)
@@ -548,7 +552,7 @@ async def check(store: Store, queue: str) -> int:
     idle = [slot for slot in slots if (slot["id"], slot["w"]) not in live]
     unused = [slot for slot in idle if slot["until"] <= landed]
     by_group = document.get("group_running") is not None or bool(document.get("groups"))
-    # A slot that is good may be in use for another task of its worker by now, who will say so in time.
+    # A valid slot may be in use for another task of its worker by now, which will note that in time.
     spare = Counter((slot["w"], slot["g"] if by_group else None) for slot in idle if slot["until"] > landed)
     known = {(slot["id"], slot["w"]) for slot in slots}
     missing = []
@@ -566,7 +570,7 @@ async def check(store: Store, queue: str) -> int:
 
 
 async def _correct(store: Store, queue: str, unused: Collection[tuple[str, str]], missing: list[Document]) -> None:
-    """Free slots, and add some for live entries that have none. Much may have happened meanwhile, so the server looks again."""
+    """Free slots, and add some for live entries without one. Much may have happened meanwhile, so the server checks again."""
     gone = {"$literal": [{"t": token, "id": id_} for token, id_ in unused]}
     # Not those that are used for another task by now.
     used = {"$not": [{"$in": [{"t": "$$this.t", "id": "$$this.id"}, gone]}]}
@@ -599,7 +603,7 @@ async def _correct(store: Store, queue: str, unused: Collection[tuple[str, str]]
 
 
 async def _live(store: Store, queue: str, ids: Sequence[str]) -> tuple[dict[tuple[str, str], str | None], datetime]:
-    """Return the live entries of a queue, as `_id` and worker, with the group; those of `ids` also if cancelled."""
+    """Return the live entries of a queue, as `_id` and worker, with the group; those of `ids` even if cancelled."""
     workers = {"$map": {"input": rules.places(store.now), "in": "$$this.worker_id"}}
     fields = {"group": 1, "now": store.now, "workers": {"$cond": [{"$isArray": [rules.ENTRIES]}, workers, []]}}
     found = await store.find({"status": "RUNNING", "queue": queue}, fields)
@@ -616,8 +620,8 @@ async def _live(store: Store, queue: str, ids: Sequence[str]) -> tuple[dict[tupl
 
 
 async def server_now(store: Store, queue: str) -> datetime:
-    """Return the store's now, as the server has it."""
-    # Of the queue's own document, so that nothing else is read: the server's time.
+    """Return the server's time, or the literal time of a test."""
+    # From the queue's own document, so that nothing else is read: the server's time.
     cursor = await store.driver.aggregate(store.limits, [{"$match": {"_id": queue}}, {"$project": {"now": store.now}}])
     rows = await cursor.to_list(None)
     return rows[0]["now"] if rows else rules.LONG_AGO

@@ -1,4 +1,4 @@
-"""The tasks of loops: which are there, and the end of those that nobody will run any more."""
+"""The tasks of loops: which exist, and the removal of those that nobody will run any more."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ async def which_are_there(store: Store, ids: Sequence[str]) -> set[str]:
 
 
 async def forget(store: Store, name: str, queue: str, per: str, keys: Collection[str]) -> None:
-    """Delete the tasks of this loop that are for other workers, or hosts, than these, and that nobody runs."""
+    """Delete the tasks of this loop that belong to other workers, or hosts, than these, and that nobody runs."""
     query: Document = {
         "status": {"$in": ["INIT", "RUNNING"]},
         "queue": queue,
@@ -29,7 +29,7 @@ async def forget(store: Store, name: str, queue: str, per: str, keys: Collection
 
 
 async def delete_waiting(store: Store, ids: Sequence[str]) -> None:
-    """Delete these tasks, but those that somebody runs."""
+    """Delete these tasks, except those that somebody runs."""
     await _delete_unless_it_runs(store, {"_id": {"$in": list(ids)}, "status": {"$in": ["INIT", "RUNNING"]}})
 
 

@@ -1,8 +1,8 @@
-"""Strangers: documents in the collection that are no tasks of ours, or are tasks that somebody has spoilt by hand.
+"""Malformed documents: documents in the collection that are no tasks of ours, or tasks that somebody has damaged by hand.
 
-One of them would make an expression of the rule fail, and with it the whole scan or pass. `WELL_FORMED` tells tasks apart,
-but costs the server as much as the rule itself. So passes that touch few documents ask for it always; the others are read
-without, and once more with it if that fails.
+A single one would make an expression of the rule fail, and with it the whole scan or pass. `WELL_FORMED` tells them apart, but
+costs the server as much as the rule itself. So passes that touch few documents always use it; others read without it, and again
+with it if that fails.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NAMED = 5
 
 
 async def past_strangers(store: Store, query: Document, read: Callable[[Document], Awaitable[T]]) -> T:
-    """Read with `query`; if a document makes that fail, among the well-formed ones alone, for a minute from then on."""
+    """Read with `query`. If a document makes that fail, read only well-formed ones, for a minute from then on."""
     if time.monotonic() >= store.guarded_until:
         try:
             return await read(query)
@@ -46,13 +46,13 @@ async def past_strangers(store: Store, query: Document, read: Callable[[Document
 
 
 def note_refusal(store: Store, error: OperationFailure) -> None:
-    """Pass over what is not well-formed for a minute, if that may be why a claim failed: scans of keys judge no task."""
+    """Leave out malformed documents for a minute, if they may be why a claim failed: scans of keys evaluate no document."""
     if not (is_passing(error) or is_over_deadline(error)):
         store.guarded_until = time.monotonic() + _GUARDED_S
 
 
 async def _name(store: Store, query: Document, error: Exception) -> None:
-    """Say which documents are in the way."""
+    """Log which documents are in the way."""
     tasks = store.driver.collection(store.tasks)
     cursor = tasks.find({"$and": [query, STRANGE]}, {"_id": 1}, limit=_NAMED)
     ids = [document["_id"] for document in await cursor.to_list(_NAMED)]
@@ -161,4 +161,4 @@ WELL_FORMED: Document = {
     }
 }
 STRANGE: Document = {"$nor": [WELL_FORMED]}
-"""The query for all others."""
+"""Matches all others."""

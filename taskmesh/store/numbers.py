@@ -1,8 +1,8 @@
-"""The order of publication: a number that each task is given when it is published, and keeps across retries.
+"""The order of publication: a number that each task gets when it is published, and keeps across retries.
 
-It is the time of the call, by the server's clock as well as it is known here, and a count: so the tasks of one process have the
-order of their calls, also within a millisecond and when the clock is set back, and those of several processes the order that
-their clocks say.
+It is the time of the call, by the server's clock as well as it is known here, and a count. So the tasks of one process have the
+order of their calls, even within a millisecond and when the clock is set back; those of several processes have the order of
+their clocks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MS = timedelta(milliseconds=1)
 
 
 class Numbers:
-    """Those that one process gives to the tasks of one mesh. Any thread may take some."""
+    """The numbers that one process gives to the tasks of one mesh. Any thread may take some."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -32,7 +32,7 @@ class Numbers:
 
 
 def number_at(moment: datetime) -> int:
-    """Return the first number of a moment: that of a task which has none is taken to be this."""
+    """Return the first number of a moment. It serves as the number of a task that has none."""
     return ((moment - _EPOCH) // _MS) << _COUNT_BITS
 
 
