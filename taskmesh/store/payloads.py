@@ -1,8 +1,9 @@
-"""Values that not everybody may read: encrypted, or marked as secret. How they stand in a document, each way in one place.
+"""Values that not everybody may read: encrypted, or marked as secret. This file defines how they are stored.
 
-A value is put into a box: a BSON binary of a subtype of our own, which says what is in it, and with which key. What has to stay
-a text in the document, since pipelines read it as one (a reason, a line of a log), is put into a text that begins `<encrypted>`.
-A box is bound to its task and to its place in it. Of params each is boxed by itself, so their names stay, and a projection works.
+A value is put into a box: a BSON binary with a subtype of our own, which says what it contains, and with which key. What has to
+stay a text in the document, since pipelines read it as one (a reason, a line of a log), becomes a text that starts with
+`<encrypted>`. A box is bound to its task and to its place in it. Params are boxed one by one, so their names stay, and
+projections work.
 
 A plain value of a plain task is stored as it is, and costs nothing here.
 """
@@ -33,7 +34,7 @@ from taskmesh.store.finish import Outcome
 from taskmesh.store.store import Store
 
 _SUBTYPE = 0xA7
-"""Of the binaries that BSON leaves to users."""
+"""One of the binary subtypes that BSON leaves to users."""
 _MAGIC = b"tm1"
 _SECRET, _ENCRYPTED, _APART = 1, 2, 4
 _SHOWN_BYTES = 1_000_000
@@ -47,7 +48,7 @@ _concealed: ContextVar[bool] = ContextVar("taskmesh values concealed", default=F
 
 @contextmanager
 def concealed() -> Iterator[None]:
-    """In the block a task is read as pages and commands show it: nothing is decrypted, whoever has the key."""
+    """Inside the block a task is read as pages and commands show it: nothing is decrypted, even with the key."""
     before = _concealed.set(True)
     try:
         yield
@@ -66,7 +67,7 @@ class _Box(NamedTuple):
 
     @property
     def apart(self) -> tuple[ObjectId, int] | None:
-        """Where its data is, and how many bytes it has, if it is stored apart."""
+        """Where its data is, and how many bytes it has, if it is stored separately."""
         if not self.flags & _APART:
             return None
         return ObjectId(self.data[:12]), int.from_bytes(self.data[12:])
@@ -88,17 +89,17 @@ def is_boxed(value: Any) -> bool:
 
 
 def _box_of(value: Any) -> _Box | None:
-    """Return the box that a stored value is; None for a plain one."""
+    """Return the box, if a stored value is one; None for a plain value."""
     return _Box.unpacked(value) if is_boxed(value) else None
 
 
 def marked_secret(value: Any) -> Binary:
-    """Return the value in a box that says that it is not to be shown. It is not encrypted by this."""
+    """Return the value in a box that says that it must not be shown. This does not encrypt it."""
     return Binary(_Box(_SECRET, "", bson.encode({"v": value}, codec_options=CODEC)).packed(), _SUBTYPE)
 
 
 def unmarked(value: Any) -> Any:
-    """Return what `marked_secret` was given, or what a `Secret` holds; anything else as it is."""
+    """Return the value given to `marked_secret`, or the content of a `Secret`; anything else as it is."""
     if isinstance(value, Secret):
         return value.get_secret_value()
     box = _box_of(value)
@@ -116,32 +117,32 @@ class Payloads:
         self._codec = codec
         self._threshold = threshold
         self.most_bytes = values.MAX_BYTES if threshold is None else apart.MAX_BYTES
-        """Of params, or of a result."""
+        """The most bytes of params, or of a result."""
         self.codecs: dict[str, Codec] = {}
-        """Those of single tasks, by name."""
+        """The codecs of single tasks, by name."""
 
     def set_codec(self, name: str, codec: Codec) -> None:
-        """Let the tasks of this name have a codec of their own."""
+        """Give the tasks of this name a codec of their own."""
         self.codecs[name] = codec
 
     def codec_of(self, name: str) -> Codec | None:
-        """Return what encrypts the values of the tasks of this name; None: they are plain."""
+        """Return the codec for the values of the tasks of this name. None: they are plain."""
         return self.codecs.get(name, self._codec)
 
     def needs_of(self, name: str) -> Mapping[str, Any]:
-        """What a worker has to have among its labels to be given such a task as it is published now."""
+        """Return which labels a worker needs for such a task as it is published now."""
         codec = self.codec_of(name)
         return {} if codec is None else needed_for(codec.current)
 
     def labels(self) -> dict[str, Any]:
-        """The labels of a worker of this mesh: the keys that it has."""
+        """Return the labels of a worker of this mesh for the keys that it has."""
         codecs = [*self.codecs.values(), *([] if self._codec is None else [self._codec])]
         return {name: value for codec in codecs for id_ in codec.key_ids for name, value in needed_for(id_).items()}
 
     # --- on the way in ---
 
     def sealed(self, id_: str, place: str, value: Any) -> Any:
-        """Return a value as it is stored at this place of this task. None stays None."""
+        """Return a value as it is stored in this place of this task. None stays None."""
         codec = self.codec_of(_name(id_))
         if codec is None or value is None:
             return value
@@ -153,7 +154,7 @@ class Payloads:
         return Binary(_Box(flags | _ENCRYPTED, codec.current, encrypted).packed(), _SUBTYPE)
 
     def sealed_params(self, id_: str, params: Document) -> Document:
-        """Return params as they are stored, each by itself."""
+        """Return params as they are stored, each boxed by itself."""
         if self.codec_of(_name(id_)) is None:
             return params
         return {name: self.sealed(id_, f"params.{name}", value) for name, value in params.items()}
@@ -188,14 +189,14 @@ class Payloads:
         }
         return {name: seal[name](value) if name in seal else value for name, value in fields.items()}
 
-    # --- on the way in, stored apart ---
+    # --- on the way in, stored separately ---
 
     def is_large(self, size: int) -> bool:
-        """Whether params, or a result, of so many bytes are to be stored apart."""
+        """Whether params, or a result, of so many bytes are stored separately."""
         return self._threshold is not None and size > self._threshold
 
     def apart_params(self, id_: str, params: Document) -> tuple[Document, list[Apart], int]:
-        """Return params with references in the places of the largest, until the rest is small; what to write; and its size."""
+        """Return params with references instead of the largest, until the rest is small; what to write; and the size."""
         assert self._threshold is not None
         sizes = {name: len(bson.encode({"v": value}, codec_options=CODEC)) for name, value in params.items()}
         rest, stored, put = sum(sizes.values()), dict(params), []
@@ -208,7 +209,7 @@ class Payloads:
         return stored, put, rest
 
     def apart_result(self, outcome: Outcome) -> Outcome:
-        """Return the outcome with a reference in the place of a result that is large, and what to write first."""
+        """Return the outcome with a reference instead of a large result, and with what to write first."""
         if self.is_large(outcome.size) and "returns" in outcome.entry:
             reference, value = _put_apart(outcome.id, outcome.entry["returns"])
             rest = {name: each for name, each in outcome.entry.items() if name != "returns"}
@@ -216,16 +217,16 @@ class Payloads:
             return replace(outcome, entry={"returns": reference, **rest}, size=size, apart=(value,))
         return outcome
 
-    # --- on the way out, stored apart ---
+    # --- on the way out, stored separately ---
 
     async def fetched(self, store: Store, document: Document) -> Document:
-        """Return the document of a task with what of it is stored apart; as it is, if there is nothing."""
+        """Return the document of a task with its separately stored values."""
         if _is_plain(document):
             return document
         return _stored_values(document, await self._fetch(store, _values_of(document)))  # type: ignore[no-any-return]  # as it was
 
     async def ends(self, store: Store, ends: Collection[Document]) -> dict[str, Document]:
-        """Return what has come of children, by their `_id`s, with `value` and `reasons` as they were given.
+        """Return the outcomes of children, by their `_id`s, with `value` and `reasons` as they were given.
 
         Raises `CannotDecrypt`.
         """
@@ -233,7 +234,7 @@ class Payloads:
         return {end["_id"]: self._unsealed_end(end, fetched(end.get("value"))) for end in ends}
 
     async def _fetch(self, store: Store, stored: Iterable[Any]) -> Callable[[Any], Any]:
-        """Read what these values refer to; return what puts it in their places."""
+        """Read what these values refer to. Return a function that puts it in their places."""
         wanted = {}
         for value in stored:
             box = _box_of(value)
@@ -264,7 +265,7 @@ class Payloads:
         return {name: self.unsealed(id_, f"params.{name}", value) for name, value in params.items()}
 
     def decrypted_params(self, id_: str, params: Document) -> Document:
-        """Return stored params in the clear, and what is secret still marked as that. Raises `CannotDecrypt`."""
+        """Return stored params in the clear, with secrets still marked as such. Raises `CannotDecrypt`."""
 
         def decrypted(place: str, value: Any) -> Any:
             found = self.unsealed(id_, place, value)
@@ -274,7 +275,7 @@ class Payloads:
         return {name: decrypted(f"params.{name}", value) for name, value in params.items()}
 
     def secrets_in(self, id_: str, params: Document) -> Iterator[str]:
-        """Yield the texts in those stored params that are not to be shown; but for short ones, which stand in many a text."""
+        """Yield the texts in those stored params that must not be shown, except for short ones, which occur in many texts."""
         for name, value in params.items():
             box = _box_of(value)
             if box is not None and box.flags & _SECRET:
@@ -298,10 +299,10 @@ class Payloads:
         return end | {"value": self.unsealed(id_, "result", value), "reasons": reasons}
 
     def task(self, document: Document) -> Task:
-        """Read a stored task, for whoever looks at it.
+        """Read a stored task, for display.
 
-        An `Encrypted` stands for what cannot be read here, a `Secret` of pydantic's for what is marked as secret.
-        Raises `IncompatibleCollection` where it is not a task of ours.
+        An `Encrypted` represents what cannot be read here, pydantic's `Secret` what is marked as secret. Raises
+        `IncompatibleCollection` if it is no task of ours.
         """
         try:
             return Task.from_document(self._shown(document))
@@ -311,14 +312,14 @@ class Payloads:
             ) from error
 
     def shown_params(self, id_: str, params: Document) -> Document:
-        """Return stored params for whoever looks at them."""
+        """Return stored params for display."""
         return {name: self._shown_value(id_, f"params.{name}", value) for name, value in params.items()}
 
     def _shown(self, document: Document) -> Document:
         id_, state = document.get("_id"), document.get("task_state")
         if (
             _is_plain(document) or not isinstance(id_, str) or not isinstance(state, dict)
-        ):  # a stranger's, which is told when it is read
+        ):  # a foreign document, which is reported when it is read
             return document
 
         def value(place: str) -> Callable[[Any], Any]:
@@ -358,7 +359,7 @@ class Payloads:
         return found.decode("utf-8", "surrogatepass") if isinstance(found, bytes) else found
 
     def _read(self, id_: str, place: str, box: _Box) -> bytes | Encrypted | NotLoaded:
-        """What is in a box, for whoever looks at it."""
+        """Return the content of a box, for display."""
         if box.is_encrypted and _concealed.get():
             return Encrypted.because(box.key_id, "pages and commands show no encrypted values")
         if box.apart is not None:
@@ -396,7 +397,7 @@ class Payloads:
 
 
 def references(document: Mapping[str, Any]) -> Iterator[ObjectId]:
-    """Yield what the document of a task refers to."""
+    """Yield the references in the document of a task."""
     for value in _values_of(document):
         box = _box_of(value)
         if box is not None and box.apart is not None:
@@ -404,10 +405,10 @@ def references(document: Mapping[str, Any]) -> Iterator[ObjectId]:
 
 
 def _is_plain(document: Mapping[str, Any]) -> bool:
-    """Whether nothing in a task's document is in a box; most often so, and then it is read as it is."""
+    """Whether nothing in a task's document is boxed. That is the usual case, and then it is read as it is."""
     try:
         return not any(map(_is_sealed, _stored(document)))
-    except (AttributeError, TypeError):  # a stranger's document: whoever reads it looks closely
+    except (AttributeError, TypeError):  # a foreign document: its reader examines it
         return False
 
 
@@ -417,7 +418,7 @@ def _is_sealed(value: Any) -> bool:
 
 
 def _stored(document: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield all of a task's document that may be in a box."""
+    """Yield all values in a task's document that may be boxed."""
     yield from (document.get("params") or {}).values()
     state = document.get("task_state", {})
     yield (state.get("progress") or {}).get("message")
@@ -438,7 +439,7 @@ def _stored(document: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _values_of(document: Mapping[str, Any]) -> list[Any]:
-    """Return what of a task's document may be stored apart."""
+    """Return the values in a task's document that may be stored separately."""
     found: list[Any] = []
 
     def note(value: Any) -> Any:
@@ -477,7 +478,7 @@ _SAID = {"result": "the result", "record": "a step or signal", "text": "a text"}
 
 
 def first_line(text: Any) -> Any:
-    """Return what a listing shows of a stored text: of one that is encrypted nothing."""
+    """Return what a listing shows of a stored text. Of an encrypted one: nothing."""
     return ENCRYPTED if isinstance(text, str) and text.startswith(_TEXT) else text
 
 
@@ -490,12 +491,12 @@ def _context(id_: str, place: str) -> bytes:
 
 
 def _box_in(text: str) -> _Box | None:
-    """Return the box that a stored text is; None for a plain one."""
+    """Return the box, if a stored text is one; None for a plain text."""
     if not text.startswith(_TEXT):
         return None
     try:
         return _Box.unpacked(base64.b64decode(text[len(_TEXT) :], validate=True))
-    except (binascii.Error, ValueError, IndexError):  # somebody's own text, which begins like one of ours
+    except (binascii.Error, ValueError, IndexError):  # somebody's own text, which starts like one of ours
         return None
 
 
@@ -505,14 +506,14 @@ def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, list):
         for part in value:
             yield from _texts(part)
-    if isinstance(value, bytes):  # what is no text is not told as one
+    if isinstance(value, bytes):  # what is no text is not shown as one
         value = value.decode(errors="ignore")
     if isinstance(value, str) and len(value) >= _SHORTEST_REDACTED:
         yield value
 
 
 def _fields(**change: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return what reads these fields of a document, each in its way."""
+    """Return a function that reads these fields of a document, each in its way."""
 
     def changed(document: Any) -> Any:
         if not isinstance(document, dict):
@@ -523,5 +524,5 @@ def _fields(**change: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _each(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return what reads each part of a list in this way."""
+    """Return a function that reads each item of a list in this way."""
     return lambda parts: [change(part) for part in parts] if isinstance(parts, list) else parts

@@ -1,9 +1,9 @@
-"""Plain tasks: what a task must not have, so that a short form of a verb does to it what the whole rule would do.
+"""Plain tasks: which fields a task must not have, so that a short form of a verb does the same to it as the whole rule.
 
-Most claims meet a task that nobody has tried, most SUCCESSes a task with one execution. For these the rule comes to a few
-fields, and writing them directly costs the server half (docs/decisions/0015-less-of-the-server.md). A short form names the fields
-that it takes into account; every other field that the whole form reads has to be absent. So a gate that is added to the rule,
-and a field that it reads, send the tasks that have it to the whole form, with nothing to be changed here.
+Most claims meet a task that nobody has tried, most SUCCESSes a task with one execution. For these the rule amounts to a few
+fields, and writing them directly costs the server half (docs/decisions/0015-less-of-the-server.md). A short form names the
+fields that it takes into account; every other field that the whole form reads has to be absent. So tasks with the field of a
+new gate go to the whole form, and nothing has to be changed here.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from taskmesh.store import rules
 from taskmesh.store.driver import Document
 
 ALONE: Document = {"task_option.concurrent_worker_cnt": 1}
-"""The condition of both short forms: who claims the task is the only one who works on it."""
+"""The condition of both short forms: the task is for one worker at a time."""
 
 
 def without_others(whole: rules.Expression, known: Collection[str]) -> Document:
-    """Return the condition that a task has none of the fields that `whole` reads, but for those that are `known`."""
+    """Return the condition that a task has none of the fields that `whole` reads, except for those that are `known`."""
     return dict.fromkeys(sorted(set(_fields_read(whole)).difference(known)))
 
 
 def _fields_read(expression: rules.Expression) -> Iterator[str]:
-    """Yield the stored fields that an expression reads: of the option and the state one by one, of others the whole."""
+    """Yield the stored fields that an expression reads: of option and state each field, otherwise the top-level field."""
     if isinstance(expression, str):
         name, _, inner = expression.removeprefix("$").partition(".")
-        # A variable begins with two dollars; with an underscore, what an earlier stage has put there.
+        # A variable starts with two dollars; with an underscore, what an earlier stage has put there.
         if expression.startswith("$") and not name.startswith(("$", "_")):
             yield f"{name}.{inner.partition('.')[0]}" if name in ("task_option", "task_state") and inner else name
     elif isinstance(expression, dict):

@@ -1,7 +1,7 @@
-"""Pipelines and projections that are the same every time: built and encoded once.
+"""Prepared pipelines and projections: those that are the same every time are built and encoded once.
 
-The rule is long. To build and encode it anew for each command took the client most of a millisecond, as much as all else
-that it does for thirty tasks. What differs from command to command goes in as variables (`let`) or in stages of its own.
+The rule is long. Building and encoding it for each command took the client most of a millisecond, as much as everything else
+for thirty tasks. What differs from command to command is passed as variables (`let`), or in stages of its own.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ Build = Callable[..., Any]
 
 
 def prepared(build: Build, now: rules.Expression, *arguments: Hashable) -> Any:
-    """Return what `build(now, *arguments)` does, a document or a list of them, ready to be sent.
+    """Return what `build(now, *arguments)` returns, a document or a list of them, ready to be sent.
 
-    Tests, whose `now` is a literal, and mutants of the rule get it built anew each time.
+    For tests, whose `now` is a literal, and for mutants of the rule it is built anew each time.
     """
     return _encoded(build, *arguments) if now == rules.NOW else build(now, *arguments)
 

@@ -18,42 +18,42 @@ from taskmesh.store.event_stamp import stamped
 from taskmesh.store.numbers import moment_of, number_at
 
 PublishId = ObjectId
-"""By which a repeated publish is known."""
+"""A repeated publish is recognised by it."""
 LANES = 64
-"""Every task sits in a lane, by its `_id`; live workers divide the lanes among themselves, so that they seldom race."""
+"""Every task is in a lane, by its `_id`; live workers divide the lanes among themselves, so that they seldom race."""
 
 
 @dataclass(slots=True)
 class Publication:
-    """One task to publish: its checked params, and the configuration that says how."""
+    """A task to publish: its checked params, and the configuration that says how."""
 
     name: str
     key: str
     params: Document
     configuration: Configuration = field(default_factory=Configuration)
     size: int = 0
-    """Of the params, in bytes of BSON."""
+    """The size of the params, in bytes of BSON."""
     trace: Document | None = None
     flow: str | None = None
     """The flow whose gate is shut until all its members are there."""
     publish_id: PublishId = field(default_factory=PublishId)
-    """By which a repeated publish is known. Tasks that are published by one call may share it."""
+    """A repeated publish is recognised by it. Tasks that are published by one call may share it."""
     parent: str | None = None
     """The task whose handler starts it."""
     detached: bool = False
-    """Whether it goes on when that is cancelled or fails."""
+    """Whether it goes on when its parent is cancelled or fails."""
     broadcast: bool = False
-    """Whether it is for the workers that it names, as far as they live."""
+    """Whether it is for those of the workers that it names that are live."""
     apart: Sequence[Apart] = ()
-    """What of its params is stored apart, and has to be written first."""
+    """Params that are stored separately, and have to be written first."""
     sealed: bool = False
-    """Whether its params are encrypted: which key a worker needs is said anew with them."""
+    """Whether its params are encrypted. Then the key that a worker needs is stored anew with them."""
     loop: Document | None = None
-    """How it runs again and again, if it does (see `Loop.stored`)."""
+    """How it repeats, if it is a loop (see `Loop.stored`)."""
     number: int = 0
     """Its place in the order of publication, once it has one."""
     sent_to: Document | None = None
-    """The existing task to which a change was sent whose answer is missing: it is repeated for no other."""
+    """The existing task to which a change was sent whose answer is missing. The change is repeated for no other task."""
 
     @property
     def id(self) -> str:
@@ -62,7 +62,7 @@ class Publication:
 
     @property
     def marks(self) -> Document:
-        """What its publisher sets at the top of the document, of a new task and of an existing one alike."""
+        """The top-level fields that its publisher sets, both for a new task and for an existing one."""
         if self.loop is None and not self.sealed:
             return self.configuration.marks
         loop = {} if self.loop is None else {"loop": self.loop}
@@ -70,11 +70,11 @@ class Publication:
 
 
 def new_document(publication: Publication, now: datetime, option: Document | None = None) -> Document:
-    """Return the document of a new task. `now`: the server's time, as well as we know it. `option`: as it is stored, if known."""
+    """Return the document of a new task. `now`: the server's time as we know it. `option`: as it is stored, if known."""
     configuration = publication.configuration
     start_time = configuration.starts(now)
     number = publication.number or number_at(now)
-    # When it was called for: so the index has tasks in the order of their numbers, however long each was on its way.
+    # The time of the call: so the index has tasks in the order of their numbers, however long each was on its way.
     called_for = min(now, moment_of(number))
     document: Document = {
         "_id": publication.id,
@@ -106,7 +106,7 @@ def new_document(publication: Publication, now: datetime, option: Document | Non
         document["trace"] = publication.trace
     if publication.parent is not None:
         document["task_state"] |= {"parent": publication.parent, "pending": True}
-        # Its parent may wait for it at any time: named from the beginning, that costs no write then.
+        # Its parent may wait for it at any time: naming it from the beginning saves a write then.
         named = {"detached": True} if publication.detached else {"dependents": [publication.parent]}
         document["task_state"] |= named
     if configuration.after is not None:
@@ -115,7 +115,7 @@ def new_document(publication: Publication, now: datetime, option: Document | Non
         document["task_state"] |= shut
         del document["next_claim_time"]
     if configuration.needs:
-        # The stamp says to scans that the index does not tell all of it: whether a worker may have it, the rule does.
+        # The stamp tells scans that the index is not enough: whether a worker may have the task, the rule decides.
         document |= {"needs": words(configuration.needs), "event": stamped("published", now)}
     if publication.broadcast:
         document["broadcast"] = True
@@ -127,11 +127,11 @@ def new_document(publication: Publication, now: datetime, option: Document | Non
 def _shut(publication: Publication, number: int, now: datetime) -> Document:
     """Return the fields of `task_state` that shut gates of a new task until somebody else opens them."""
     configuration, shut = publication.configuration, Document()
-    if configuration.after:  # whoever asks next links it with what it waits for
+    if configuration.after:  # whoever checks next links it with its dependencies
         shut |= {"waits_for": configuration.on_dependency_failure, "unlinked": True, "ask_time": now}
     if publication.flow is not None:
         shut["flow"] = publication.flow
-    if configuration.sequence_key is not None:  # whoever asks next sees whether it is its turn
+    if configuration.sequence_key is not None:  # whoever checks next sees whether it is its turn
         shut |= {**line_of(configuration), "place": number, "in_line": True, "ask_time": now}
     return shut
 

@@ -1,7 +1,7 @@
-"""Publish: put tasks there, once per key, whoever and how often anybody asks.
+"""Publish: create tasks, once per key, whoever publishes and how often.
 
-By plain inserts first: an upsert of a key that stands in somebody's open transaction hangs past any deadline
-(measured), an insert does not. What exists already is then updated as far as its publisher asked for that.
+With plain inserts first: an upsert of a key that is in somebody's open transaction hangs past any deadline (measured), an
+insert does not. Existing tasks are then updated as far as their publisher asked for that.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _MAX_BATCH = 1_000
 _MAX_BATCH_BYTES = 8_000_000
 _MAX_IN_FLIGHT = 2
 _AT_A_STRETCH = 100
-"""So many are made before others in the event loop have their turn."""
+"""So many are made before other tasks in the event loop have their turn."""
 _SIZE_OF_THE_REST = 1_000
-"""What a new document has beside its params, in bytes; rather more than less."""
+"""How many bytes a new document has beside its params; rather too many than too few."""
 
 
 @dataclass(slots=True)
@@ -46,17 +46,17 @@ class _Turns:
 
     to_make: asyncio.Lock = field(default_factory=asyncio.Lock)
     to_insert: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held meanwhile, so that nobody sees the second of one call before the first."""
+    """Held meanwhile, so that nobody sees a later set of one call before an earlier one."""
 
 
 @dataclass(slots=True, frozen=True)
 class Published:
-    """What a publish did."""
+    """The result of a publish."""
 
     created: bool
     updated: bool = False
     throttled: bool = False
-    """Whether it did nothing since it came too soon after another."""
+    """Whether it did nothing, since it came too soon after another."""
 
 
 _CREATED = Published(created=True)
@@ -65,13 +65,13 @@ _CREATED = Published(created=True)
 async def publish(
     store: Store, publications: Sequence[Publication], now: datetime, *, alone: bool = False
 ) -> list[Published]:
-    """Insert what is new, in the order given, then treat what existed as each publication asks. Results in the same order.
+    """Insert new tasks, in the order given, then treat existing ones as each publication asks. Results in the same order.
 
-    What is published at the same moment by others in this process is inserted with it. `alone`: not this, since it has met a
-    locked key, and would hold up the others.
+    Tasks that others in this process publish at the same moment are inserted in the same command. `alone`: without those, since
+    this one has met a locked key, and would hold them up.
 
-    Safe to repeat: a repeated insert of ours is known by its `publish_id`. Raises `TaskRunning` for a publication with
-    `not_update_running`; of several, the others are done all the same.
+    Safe to repeat: a repeated insert of ours is recognised by its `publish_id`. Raises `TaskRunning` for a publication with
+    `not_update_running`; the others are made nevertheless.
     """
     give_numbers(store, publications, now)
     results: dict[int, Published] = {}
@@ -88,7 +88,7 @@ async def publish(
 
     if turns is None:
         await publish_batches()
-    else:  # one batch is made, and what existed of it treated, while another is on its way
+    else:  # one batch is made, and its existing tasks are treated, while another is on its way
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(_MAX_IN_FLIGHT):
@@ -101,7 +101,7 @@ async def publish(
 
 
 def give_numbers(store: Store, publications: Sequence[Publication], now: datetime) -> None:
-    """Give each its place in the order of publication, in the order given; who has one keeps it."""
+    """Give each its place in the order of publication, in the order given. A publication that has one keeps it."""
     without = [publication for publication in publications if not publication.number]
     first = store.numbers.take(len(without), now)
     for number, publication in enumerate(without, first):
@@ -130,7 +130,7 @@ async def _insert(
     alone: bool = False,
     turns: _Turns | None = None,
 ) -> set[int]:
-    """Insert documents, together with what others publish now, and return the places of those whose key was there already.
+    """Insert documents, together with what others publish now. Return the places of those whose key existed already.
 
     `turns`: those of the sets of one call.
     """
@@ -143,7 +143,7 @@ async def _insert(
     size = sum(each.size + _SIZE_OF_THE_REST for each in publications)
     async with turns.to_insert if turns is not None else nullcontext():
         reply = await store.insert(documents, size, WRITE_DEADLINE_MS, alone=alone)
-    if "writeConcernError" in reply:  # whatever else it says, what was inserted may yet be rolled back
+    if "writeConcernError" in reply:  # whatever else the reply says, what was inserted may yet be rolled back
         concern = reply["writeConcernError"]
         raise WriteConcernError(concern.get("errmsg", ""), concern.get("code"), reply)
     failed = reply.get("writeErrors", [])
@@ -154,14 +154,14 @@ async def _insert(
 
 
 def _new_documents(publications: Sequence[Publication], now: datetime) -> list[Document]:
-    # Most often they share one option: worked out once, it is half of what a publish costs here.
+    # Mostly they share one option: computing it once saves half of what a publish costs here.
     options = {id(option): option for publication in publications for option in (publication.configuration.option,)}
     stored = {key: option.stored() for key, option in options.items()}
     return [new_document(each, now, stored[id(each.configuration.option)]) for each in publications]
 
 
 async def _encoded(publications: Sequence[Publication], now: datetime) -> list[RawBSONDocument]:
-    """Make a large set ready while another is on its way; whose reply and successor have their turn in between."""
+    """Make a large set while another is on its way. In between, its reply and its successor have their turn."""
     documents: list[RawBSONDocument] = []
     for start in range(0, len(publications), _AT_A_STRETCH):
         made = _new_documents(publications[start : start + _AT_A_STRETCH], now)
@@ -173,7 +173,7 @@ async def _encoded(publications: Sequence[Publication], now: datetime) -> list[R
 async def _treat_existing(
     store: Store, existing: dict[int, Publication], now: datetime, refused: list[TaskRunning]
 ) -> dict[int, Published]:
-    """Those that met a running task and must not disturb it are added to `refused`."""
+    """Treat existing tasks. Errors for running tasks that must not be changed are added to `refused`."""
     if not existing:
         return {}
     untouched = {
@@ -197,19 +197,19 @@ async def _treat_existing(
 
 
 async def _standing(store: Store, ids: list[str]) -> list[Document]:
-    """Read of tasks by what a publish knows its own, and whether they are past their retention."""
+    """Read the fields by which a publish recognises its own tasks, and whether the tasks are past their retention."""
     fields = {**repeated.FIELDS, "forgotten": rules.is_forgotten(store.now)}
     return await store.find({"_id": {"$in": ids}}, fields) if ids else []
 
 
 async def _replace_forgotten(store: Store, existing: dict[int, Publication], now: datetime) -> dict[int, Published]:
-    """Publish afresh what is past its retention, though the TTL monitor has not come round yet; leave the rest."""
+    """Publish afresh what is past its retention and not removed by the TTL monitor yet; leave the rest."""
     ids = {publication.id: i for i, publication in existing.items()}
     results = {i: Published(created=False) for i in existing}
     for document in await _standing(store, list(ids)):
         i = ids[document["_id"]]
         if document.get("publish_id") == existing[i].publish_id:
-            results[i] = _CREATED  # an insert of ours that was applied, and whose answer was lost
+            results[i] = _CREATED  # an insert of ours that was made, and whose answer was lost
         elif document["forgotten"]:
             results[i] = Published(created=await _replace(store, existing[i], now))
     return results
@@ -218,19 +218,19 @@ async def _replace_forgotten(store: Store, existing: dict[int, Publication], now
 async def _replace(store: Store, publication: Publication, now: datetime) -> bool:
     query = {"_id": publication.id, "$expr": rules.is_forgotten(store.now)}
     reply = await store.update(query, _afresh(publication, now, store.now))
-    if reply["n"] == 0:  # somebody else did it, or the TTL monitor came round in between
+    if reply["n"] == 0:  # somebody else did it, or the TTL monitor removed it in between
         return not await _insert(store, [publication], now)
     return True
 
 
 def _afresh(publication: Publication, now: datetime, at: rules.Expression) -> list[Document]:
-    """Put a new task in the place of one that is gone; the stream tells of it by its stamp.
+    """Replace a task that is gone by a new one. The stream announces it by its stamp.
 
-    Handlers of the old one that are on their way out keep their places in the new one.
+    Handlers of the old one that are still ending keep their places in the new one.
     """
     new = {"$literal": new_document(publication, now)}
     own = {"$getField": {"field": "task_state", "input": new}}
-    # Who has not been told yet that the old one was deleted, waits for the new one.
+    # Dependents that have not been told yet that the old one was deleted wait for the new one.
     untold = {
         "$and": [rules.HAS_DEPENDENTS, {"$gt": ["$task_state.deleted_time", None]}, {"$gt": [rules.ASK_TIME, None]}]
     }
@@ -260,15 +260,15 @@ def _afresh(publication: Publication, now: datetime, at: rules.Expression) -> li
     return [
         # The new document as an insert would have stored it, with the places of the old one's handlers.
         {"$replaceWith": {"$mergeObjects": [new, {"task_state": {"$mergeObjects": [own, kept]}}]}},
-        # An insert is told by the stream itself; this update by its stamp.
+        # The stream itself announces an insert; this update is announced by its stamp.
         {"$set": {"event": stamp("published", at)}},
-        # A new document's derived fields are right as they are, unless a place is still taken, or somebody waits for it.
+        # The derived fields of a new document are right as they are, unless a place is still occupied, or it has dependents.
         *rules.derivation(at, where=derived),
     ]
 
 
 async def _change_existing(store: Store, publication: Publication, now: datetime) -> Published:
-    """Update one existing task as its publication asks."""
+    """Update an existing task as its publication asks."""
     for _ in range(10):
         standing = await _standing(store, [publication.id])
         if not standing:  # deleted in between
@@ -322,7 +322,7 @@ def _told_if_too_large(publication: Publication) -> Iterator[None]:
 
 
 def _already(publication: Publication, task: Document) -> Published | None:
-    """What attempts without an answer have come to, as far as the task tells; None: nothing was done yet."""
+    """Return what earlier attempts without an answer have done, as far as the task tells. None: nothing yet."""
     if task.get("publish_id") == publication.publish_id:
         return _CREATED
     if repeated.is_changed_by(task, publication.publish_id):
@@ -348,8 +348,9 @@ async def publish_in_session(
 ) -> list[Published]:
     """Publish inside the caller's transaction: the tasks appear if and when that commits. Results in the order given.
 
-    Existing keys are seen by the transaction's snapshot and not locked, unless they are really changed. A key may come
-    several times: what is new with the first is there for the next. `touching` is told which existing task comes next.
+    Existing keys are read from the transaction's snapshot and not locked, unless they are really changed. A key may occur
+    several times: a task that is new at the first is existing at the next. `touching` is called with each existing task before
+    it is changed.
     """
     give_numbers(store, publications, now)
     results: dict[int, Published] = {}
@@ -386,7 +387,7 @@ async def publish_in_session(
 def _waited_for_before(
     publications: Sequence[Publication], new: Sequence[int], known: Collection[str]
 ) -> Collection[str]:
-    """Return what new tasks are to wait for that is not known, nor new itself and before them: so they make no circle."""
+    """Return the dependencies of new tasks that are neither known, nor new and earlier in the list: so they form no circle."""
     there, unknown = set(known), set[str]()
     for i in new:
         if after := publications[i].configuration.after:
@@ -396,7 +397,7 @@ def _waited_for_before(
 
 
 def _accepted_meanwhile(id_: str) -> OperationFailure:
-    """The error for a task that another language has inserted, and that was not accepted yet when the transaction began."""
+    """Return the error for a task that another language has inserted, and that was not accepted when the transaction began."""
     return OperationFailure(
         f"the task {id_!r} was inserted by another program, and accepted since this transaction began: repeat the transaction",
         Code.WRITE_CONFLICT,
@@ -420,13 +421,13 @@ async def _change_in_session(
     return Published(created=False, updated=bool(reply["nModified"]), throttled=not reply["n"])
 
 
-# --- what a publication does to a task whose key exists already, as far as its publisher asked for that -------------
+# --- what a publication does to an existing task, as far as its publisher asked for that --------------------------------
 
 IS_RUNNING: rules.Expression = {"$and": [{"$ne": ["$$live", []]}, {"$eq": ["$status", "RUNNING"]}]}
 
 
 def _unless_it_may_not(publication: Publication, at: rules.Expression) -> Document:
-    """The condition on the task that it must not be running, or that the last publication that counted is long enough ago."""
+    """Return the condition that the task is not running, or that the last publication that counted is long enough ago."""
     if publication.configuration.not_update_running:
         return {"$expr": {"$not": [rules.with_facts(at, IS_RUNNING)]}}
     throttle_ms = publication.configuration.throttle_ms
@@ -434,7 +435,7 @@ def _unless_it_may_not(publication: Publication, at: rules.Expression) -> Docume
 
 
 RECORDED = ("steps", "steps_bytes", "signals", "signals_bytes", "suspended_until", "suspended_for")
-"""What executions have recorded and others have signalled: gone where a task starts over."""
+"""What executions have recorded and others have signalled. Removed when a task starts over."""
 _COUNTED_AGAINST = (
     "dropped_fail_cnt",
     "losses",
@@ -444,16 +445,16 @@ _COUNTED_AGAINST = (
     "conflict_cnt",
     "dependency_failure",
 )
-"""What `clean_failed` forgets, beside the entries and `timeout_cnt`."""
+"""What `clean_failed` removes, beside the entries and `timeout_cnt`."""
 
 
 def constants(publication: Publication) -> Document:
-    """What `change_pipeline` refers to: the params, so that they stand in a command once, however large."""
+    """Return what `change_pipeline` refers to: the params, so that they are in a command once, however large."""
     return {"params": publication.params}
 
 
 def change_pipeline(publication: Publication, now: datetime, at: rules.Expression) -> list[Document]:
-    """Apply a publication to an existing task. What changes nothing leaves the document as it was, event and all."""
+    """Apply a publication to an existing task. If nothing changes, the document stays as it was, including its event."""
     configuration = publication.configuration
     # What there was before, to tell in the end whether anything has changed.
     before: Document = {field: f"${field}" for field in ("task_option", "task_state")}
@@ -470,11 +471,11 @@ def change_pipeline(publication: Publication, now: datetime, at: rules.Expressio
         # The new params, and the times and options that the publisher set.
         stages.append({"$set": _new_wish(publication, now, at)})
     if sets_params and configuration.placed:
-        # Where it is to go. It moves with the first write that finds no execution of the old place at work.
+        # Where it has to go. It moves with the first write that finds no execution of the old place at work.
         stages.append({"$set": {"task_state.moves_to": rules.with_facts(at, _moves(configuration))}})
     running = rules.with_facts(at, IS_RUNNING)
     if configuration.runs_again and configuration.sequence_key is not None:
-        # A task that is finished, and written down as that, has left its line: it may stand in another.
+        # A task that is recorded as finished has left its line: it may join another.
         finished = {"$not": [{"$in": ["$status", ["INIT", "RUNNING"]]}]}
         policy = {"on_sequence_failure": "$$REMOVE"}
         stands = {name: {"$literal": value} for name, value in line_of(configuration).items()}
@@ -486,8 +487,8 @@ def change_pipeline(publication: Publication, now: datetime, at: rules.Expressio
     if configuration.runs_again:
         again = begun_anew(at, {"wanted": {"$add": [{"$ifNull": ["$task_state.wanted", 0]}, 1]}})
         one_more = {"$mergeObjects": ["$task_state", {"wanted": again["wanted"]}]}
-        # A running task is counted as wanted once more, and begins anew when it ends; any other, or one that is to be replaced,
-        # begins anew now: what runs is stopped, and keeps its place until its handler has ended.
+        # A running task is counted as requested once more, and starts anew when it ends; any other, or one to be replaced,
+        # starts anew now: what runs is stopped, and keeps its place until its handler has ended.
         goes_on = False if configuration.replace_running else running
         begun = {"task_state": {"$cond": [goes_on, one_more, again]}, "params": first_params_if({"$not": [goes_on]})}
         stages.append({"$set": begun})
@@ -503,7 +504,7 @@ def change_pipeline(publication: Publication, now: datetime, at: rules.Expressio
         )
     }
     if configuration.begins_anew:
-        # What had been finished is published anew, behind what waits; a task that waits keeps its place.
+        # A finished task is published anew, behind what waits; a waiting task keeps its place.
         keeps = {"$or": [unchanged, "$_before.waits"]}
         own_number = {"$ifNull": ["$publish_number", "$$REMOVE"]}
         marks["publish_number"] = {"$cond": [keeps, own_number, publication.number or number_at(now)]}
@@ -519,11 +520,11 @@ def change_pipeline(publication: Publication, now: datetime, at: rules.Expressio
 
 
 def _cleaned(configuration: Configuration, running: rules.Expression, at: rules.Expression) -> list[Document]:
-    """What `clean_success` and `clean_failed` drop, but under the hands of a running handler."""
+    """Return the stages for `clean_success` and `clean_failed`, which do not affect a running handler."""
     stages: list[Document] = []
     for wanted, state in ((configuration.clean_success, "SUCCESS"), (configuration.clean_failed, "FAIL")):
         if wanted:
-            # Forget the entries of this state, so that it runs again; but not while one is at work.
+            # Remove the entries of this state, so that it runs again; but not while one is at work.
             stages.append({"$set": {"task_state": {"$cond": [running, "$task_state", _without(state, at)]}}})
     if configuration.clean_success:
         # A task that had succeeded starts over, with nothing recorded, in its first stage.
@@ -533,23 +534,23 @@ def _cleaned(configuration: Configuration, running: rules.Expression, at: rules.
         begun = {name: {"$cond": [over, value, f"$task_state.{name}"]} for name, value in begins.items()}
         stages.append({"$set": {"task_state": begun, "params": first_params_if(over)}})
     if configuration.clean_failed:
-        # A failure that was recorded is forgotten like the entries; values stay.
+        # A recorded failure is removed like the entries; values stay.
         forgets = {"$and": [rules.BEGUN, {"$not": [running]}]}
         kept = {
             name: {"$cond": [forgets, values_kept()[name], f"$task_state.{name}"]} for name in ("steps", "steps_bytes")
         }
         stages.append({"$set": {"task_state": kept}})
         forgotten = {name: {"$cond": [running, f"$task_state.{name}", "$$REMOVE"]} for name in _COUNTED_AGAINST}
-        # And what was counted of its failures: a merge of objects cannot remove fields.
+        # And so are the counts of its failures: merging objects cannot remove fields.
         stages.append({"$set": {"task_state": forgotten}})
     return stages
 
 
 def _of_params(configuration: Configuration) -> Document:
-    """Whether the params of a task become those of this publication (`params_follow`), and whether none changes (`params_stay`).
+    """Return whether the task gets the params of this publication (`params_follow`), and whether none changes (`params_stay`).
 
-    They are those with which the task begins. One that has moved on by `Next` keeps what its handler gave it there, until it
-    begins anew; if that was nothing, or this publication takes it elsewhere, it has these too.
+    The params are those with which the task starts. A task that has moved on by `Next` keeps the params that its handler gave
+    it, until it starts anew; if its handler gave none, or this publication moves the task, it gets these, too.
     """
     follow: rules.Expression = {"$not": [STAGED]}
     if not configuration.runs_again:
@@ -560,7 +561,7 @@ def _of_params(configuration: Configuration) -> Document:
 
 
 def _first_stage(configuration: Configuration) -> rules.Expression:
-    """The stages of a task, of which the first says where and with which params it begins: as this publication wants it."""
+    """Return the stages of a task. The first says where and with which params it starts: as this publication wants it."""
     placed = {name: {"$literal": place} for name, place in configuration.placed.items() if name == "queue"}
     first = {"$mergeObjects": [{"$arrayElemAt": ["$task_state.stages", 0]}, {"params": "$$params", **placed}]}
     others = {"$slice": ["$task_state.stages", 1, {"$size": "$task_state.stages"}]}
@@ -568,11 +569,11 @@ def _first_stage(configuration: Configuration) -> rules.Expression:
 
 
 def _new_wish(publication: Publication, now: datetime, at: rules.Expression) -> Document:
-    """The params, and the times and options that the publisher set itself."""
+    """Return the params, and the times and options that the publisher set."""
     configuration = publication.configuration
     start_time = configuration.starts(now)
     version = {"$ifNull": ["$task_state.params_version", 0]}
-    # Executions note which version of the params they had: a change of params is the next one.
+    # Executions note which version of the params they had: changed params are a new version.
     state: Document = {
         "params_version": {
             "$cond": [
@@ -606,14 +607,14 @@ def _new_wish(publication: Publication, now: datetime, at: rules.Expression) -> 
 
 
 def _runs_again(interval_ms: int, at: rules.Expression) -> rules.Expression:
-    """When a loop runs again that rests: as long after its last end as it is declared now. What it asked for itself stays."""
+    """Return when a resting loop runs again: after its interval as declared now. A time that it requested itself stays."""
     ended, asked = "$task_state.rounds.end_time", "$task_state.resume_time"
     rests = {"$and": [{"$gt": [asked, at]}, {"$eq": [asked, {"$add": [ended, "$loop.interval_ms"]}]}]}
     return {"$cond": [rests, {"$add": [ended, interval_ms]}, {"$ifNull": [asked, "$$REMOVE"]}]}
 
 
 def _moves(configuration: Configuration) -> rules.Expression:
-    """Where the task is to go. One that has moved on by `Next` and runs again ends where it is: it begins anew in that queue."""
+    """Return where the task has to go. A task that has moved on by `Next` and runs again starts anew in that queue."""
     moves_to = _moves_to(configuration.placed)
     if not configuration.runs_again or "queue" not in configuration.placed:
         return moves_to
@@ -622,7 +623,7 @@ def _moves(configuration: Configuration) -> rules.Expression:
 
 
 def _moves_to(placed: Mapping[str, Any]) -> rules.Expression:
-    """Where the task is to go, from where it is or was to go; nothing new if that is the same. The derivation moves it."""
+    """Return where the task has to go, from where it is or had to go; unchanged if that is the same. The derivation moves it."""
     now_at = {"queue": {"$ifNull": [rules.HOME, "$queue"]}, "group": {"$ifNull": ["$group", None]}}
     told = {name: f"{rules.MOVES_TO}.{name}" for name in now_at}
     going_to = {"$cond": [{"$gt": [rules.MOVES_TO, None]}, told, now_at]}
@@ -642,7 +643,7 @@ def _moves_to(placed: Mapping[str, Any]) -> rules.Expression:
 
 
 def _without(state: str, at: rules.Expression) -> rules.Expression:
-    """`task_state` without the entries of this state; without failures, a lease that ran out counts no more either."""
+    """Return `task_state` without the entries of this state. Without failures, leases that ran out no longer count, either."""
     dropped: rules.Expression = {"$eq": ["$$this.state", state]}
     if state == "FAIL":
         dropped = {"$or": [dropped, rules.is_lost(at)]}

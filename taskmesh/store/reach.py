@@ -1,4 +1,4 @@
-"""Reaching the server for the first time; and where that fails, the sentence that says why, and what to do."""
+"""Reaching the server for the first time; and if that fails, the sentence that says why, and what to do."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def hello(store: Store) -> Document:
     asking = asyncio.ensure_future(store.driver.admin({"hello": 1}))
     try:
         while not (await asyncio.wait([asking], timeout=_LOOK_S))[0]:
-            # The driver strikes off a server of another replica set, and looks for it no more: nor need we wait.
+            # The driver drops a server of another replica set, and no longer looks for it: so we need not wait.
             if not _left(store) and (why := await _other_replica_set(store)) is not None:
                 raise why
         return await asking
@@ -42,7 +42,7 @@ async def hello(store: Store) -> Document:
 
 
 def hosts(store: Store) -> str:
-    """Return where the client points, without credentials."""
+    """Return the addresses in the client's URI, without credentials."""
     servers = _left(store) or core_of(store.driver.client)._topology_settings.seeds  # noqa: SLF001 — told nowhere else
     return ", ".join(sorted(host if port is None else f"{host}:{port}" for host, port in servers))
 
@@ -53,7 +53,7 @@ def _left(store: Store) -> list[tuple[str, int | None]]:
 
 
 def _refused(store: Store, error: PyMongoError) -> TaskMeshError:
-    """Say why the server, or the driver itself, has refused to answer."""
+    """Return an error that says why the server, or the driver itself, has refused to answer."""
     if isinstance(error, ConfigurationError):
         uri = settings_of(store.driver.client).get("host")
         if isinstance(uri, str) and uri.startswith(_SRV):
@@ -82,7 +82,7 @@ def _user_of(store: Store) -> str | None:
 
 
 async def _other_replica_set(store: Store) -> TaskMeshError | None:
-    """Ask the first server that the URI names what it is, and say so if it is not of the set that was asked for."""
+    """Ask the first server in the URI what it is, and say so if it belongs to another replica set than was requested."""
     wished = core_of(store.driver.client)._topology_settings.replica_set_name  # noqa: SLF001 — told nowhere else
     uri = settings_of(store.driver.client).get("host")
     if wished is None or not isinstance(uri, str) or uri.startswith(_SRV):
@@ -110,7 +110,7 @@ async def _other_replica_set(store: Store) -> TaskMeshError | None:
 
 
 def _directly(uri: str, seed: str) -> str:
-    """Return a URI of this server alone, whatever set it is of. Without credentials: a `hello` needs none."""
+    """Return a URI for this server alone, whatever set it belongs to. Without credentials: a `hello` needs none."""
     left_out = ("replicaset", "directconnection", "loadbalanced", "serverselectiontimeoutms")
     options = [
         (name, value)
@@ -121,5 +121,5 @@ def _directly(uri: str, seed: str) -> str:
 
 
 def said_by(error: PyMongoError) -> str:
-    """Return what an error says, without the reply of the server that the driver prints behind it."""
+    """Return the text of an error, without the server's reply, which the driver appends."""
     return str(error).partition(", full error: ")[0]

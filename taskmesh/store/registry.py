@@ -1,6 +1,6 @@
 """Registry: the workers, with orders to them; the settings of queues; and the definitions of tasks.
 
-A worker's document is a sign of life and a letter box, nothing else: it never decides who holds a task; only leases do.
+A worker's document is a heartbeat and a letter box, nothing else: it never decides who holds a task; only leases do.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _REMEMBERED_MS = 3_600_000
 
 
 async def register(store: Store, worker_id: str, instance: str, description: Document) -> Document | None:
-    """Enter a worker; None if a live one of another instance stands under this id. Returns its document."""
+    """Register a worker and return its document. None if a live worker of another instance has this id."""
     workers = store.driver.collection(store.workers)
     fields = _seen(store) | {"instance": instance, "start_time": store.now, **_literal(description)}
     free = {
@@ -46,9 +46,9 @@ async def register(store: Store, worker_id: str, instance: str, description: Doc
 
 
 async def heartbeat(store: Store, worker_id: str, instance: str, description: Document) -> Document | None:
-    """Show that the worker lives, and return its document: `last_seen` is the server's time. None if it lost its id.
+    """Write a heartbeat and return the worker's document: `last_seen` is the server's time. None if it lost its id.
 
-    Nor does one count that arrives when the worker has said already that it has stopped: it was on its way then.
+    A heartbeat that arrives after the worker has said that it has stopped does not count, either: it was on its way.
     """
     fields = _seen(store) | _literal(description)
     here = {"_id": worker_id, "instance": instance, "state": {"$ne": "stopped"}}
@@ -70,7 +70,7 @@ def _literal(values: Document) -> Document:
 
 
 async def order(store: Store, worker_id: str, changes: Document) -> bool:
-    """Leave an order to a worker; False if nobody of that id is registered. Its stream announces `order_time`."""
+    """Leave an order for a worker. False if no worker of that id is registered. Its stream announces `order_time`."""
     fields: Document = {f"order.{name}": {"$literal": value} for name, value in changes.items()}
     fields |= {f"order_times.{name}": store.now for name in changes}
     workers = store.driver.collection(store.workers)
@@ -95,7 +95,7 @@ async def workers(store: Store) -> list[Document]:
     stages = [
         # Not those whose registration is just being made.
         {"$match": {"last_seen": {"$exists": True}}},
-        # Whether it was seen lately, by the server's clock; and that clock, from which ages are told.
+        # Whether it was seen recently, by the server's clock; and that clock, from which ages are computed.
         {"$set": {"live": live, "now": store.now}},
         # By id, so that lists stay in place from one look to the next.
         {"$sort": {"_id": 1}},
@@ -105,7 +105,7 @@ async def workers(store: Store) -> list[Document]:
 
 
 async def queues(store: Store) -> dict[str, Document]:
-    """Return the settings of all queues that have any, by name: each with whether it is `paused` now, and which groups are."""
+    """Return the settings of all queues that have any, by name, each with whether it is `paused` now, and which groups are."""
     paused = {
         "$and": [
             {"$eq": ["$paused", True]},
@@ -118,7 +118,7 @@ async def queues(store: Store) -> dict[str, Document]:
             "cond": {"$gt": [{"$ifNull": ["$$this.until", rules.NEVER]}, store.now]},
         }
     }
-    # All settings as they are, but the pauses as of now: one may be over that nobody has taken away.
+    # All settings as they are, but the pauses as of now: one may be over that nobody has removed.
     cursor = await store.driver.aggregate(store.queues, [{"$set": {"paused": paused, "paused_groups": groups}}])
     return {document["_id"]: document for document in await cursor.to_list(None)}
 
@@ -134,14 +134,14 @@ async def closed_queues(store: Store) -> list[str]:
 
 
 async def set_queue(store: Store, queue: str, settings: Document) -> None:
-    """Change settings of a queue, creating it if need be."""
+    """Change settings of a queue. Creates its document if necessary."""
     collection = store.driver.collection(store.queues)
     # A plain update: nothing of it is computed.
     await collection.update_one({"_id": queue}, {"$set": settings}, upsert=True)
 
 
 async def pause_group(store: Store, queue: str, group: str, pause: Document | None) -> None:
-    """Set the pause of one group of a queue, or take it away."""
+    """Pause one group of a queue, or end its pause."""
     others = {
         "$filter": {
             "input": {"$ifNull": ["$paused_groups", []]},
@@ -149,7 +149,7 @@ async def pause_group(store: Store, queue: str, group: str, pause: Document | No
         }
     }
     own = [] if pause is None else [{"g": group, **pause}]
-    # The pauses of the other groups stay. One update, so that none of two that change at once is lost.
+    # The pauses of the other groups stay. One update, so that none of two concurrent changes is lost.
     stages = [{"$set": {"paused_groups": {"$concatArrays": [others, {"$literal": own}]}}}]
     await store.driver.collection(store.queues).update_one({"_id": queue}, stages, upsert=True)
 
@@ -161,16 +161,16 @@ async def server_time(store: Store) -> datetime:
 
 
 async def forget(store: Store, worker_id: str, instance: str) -> None:
-    """Mark a registration as that of a process which is known to be gone."""
+    """Mark a registration as that of a process that is known to be gone."""
     # The state alone: so its id is free at once.
     await _updated(store, {"_id": worker_id, "instance": instance}, [{"$set": {"state": "stopped"}}])
 
 
 async def register_definitions(store: Store, definitions: Mapping[str, Document]) -> list[str]:
-    """Write what workers say of their tasks, for publishers without the code; return the names of those that are new or differ.
+    """Write how workers define their tasks, for publishers without the code. Return the names of those that are new or differ.
 
-    One document for each name: `queue`, `option` and, as a text, the JSON `schema` of the params (its fields begin with `$`). It
-    outlives the worker that wrote it; of two versions that of the newest start stands. Safe to repeat.
+    One document for each name: `queue`, `option` and, as a text, the JSON `schema` of the params (its fields start with `$`).
+    It outlives the worker that wrote it; of two versions that of the newest start stays. Safe to repeat.
     """
     known = {document.pop("_id"): document for document in await _definitions(store, list(definitions))}
     changed = [name for name, document in definitions.items() if known.get(name) != document]
@@ -191,7 +191,7 @@ async def register_definitions(store: Store, definitions: Mapping[str, Document]
 
 
 async def read_definition(store: Store, name: str) -> Document | None:
-    """Return what is registered of the tasks of this name."""
+    """Return the registered definition of the tasks of this name."""
     found = await _definitions(store, [name])
     return found[0] if found else None
 
@@ -209,7 +209,7 @@ async def dead_letter_queues(store: Store) -> list[str]:
 
 
 async def retentions_ms(store: Store) -> set[int]:
-    """Return for how long the tasks that workers have registered are kept when they are finished; not those kept for ever."""
+    """Return how long the finished tasks of registered definitions are kept, except for those kept for ever."""
     definitions = store.driver.collection(store.definitions)
     found = [await definitions.distinct(f"option.{field}") for field in ("retain_success_ms", "retain_failed_ms")]
     return {value for values in found for value in values if isinstance(value, int)}

@@ -1,4 +1,4 @@
-"""Ping: renew the leases of what runs here, one update for all that is due. Called from the pinger's thread.
+"""Ping: renew the leases of what runs here, all that is due in one update. Called from the pinger's thread.
 
 A lease that ran out is not renewed, even if nobody has taken the task yet: expired is lost.
 """
@@ -23,13 +23,13 @@ def ping(
     lease_ms: int,
     deadline_ms: int = PING_DEADLINE_MS,
 ) -> int:
-    """Renew the leases of `held`, pairs of `_id` and `running_id`, by `lease_ms`; return how many were found alive.
+    """Renew the leases of `held`, pairs of `_id` and `running_id`, by `lease_ms`. Return how many were found alive.
 
-    The length is the one that the worker reckons with since its claim, whatever the task's option says by now: a lease that
-    is shorter on one side than on the other would be lost unawares.
+    The length is the one that the worker uses since its claim, whatever the task's option says by now: a lease that is shorter
+    on one side than on the other would be lost unnoticed.
 
-    Eligible: the task is RUNNING and the entry is live. Writes: `ping_expire_time`, the derived fields. Safe to repeat.
-    If the count is less than asked for, `still_held` tells which are left.
+    Eligible: the task is RUNNING and the entry is live. Writes: `ping_expire_time`, the derived fields. Safe to repeat. If the
+    count is less than expected, `still_held` tells which are left.
     """
     pairs = list(held)
     ids, running_ids = [id_ for id_, _ in pairs], sorted({running_id for _, running_id in pairs})
@@ -38,7 +38,7 @@ def ping(
 
 
 async def extend(store: Store, id_: str, running_id: str, lease_ms: int) -> bool:
-    """Make one lease end so much later than now, whatever the option says; False if it is lost. Safe to repeat."""
+    """Make one lease end so much later than now, whatever the option says. False if it is lost. Safe to repeat."""
     query, pipeline = _renewal(store, [id_], [running_id], lease_ms)
     return bool((await store.update(query, pipeline))["n"])
 
@@ -52,15 +52,16 @@ def keep_places(
 ) -> dict[tuple[str, str], Document]:
     """Renew the leases of executions whose handlers clean up after they were stopped from outside: they keep their places.
 
-    Return which are there still, each with what `why_stopped` asks of the task. What such an execution does counts no more.
+    Return which still exist, each with what `why_stopped` needs of the task. What such an execution does no longer counts.
 
-    Eligible: the lease is not over; whatever became of the task. Writes: `ping_expire_time`, the derived fields. Safe to repeat.
+    Eligible: the lease is not over; whatever became of the task. Writes: `ping_expire_time`, the derived fields. Safe to
+    repeat.
     """
     pairs = set(stopped)
     running_ids = sorted({running_id for _, running_id in pairs})
     mine = {"$and": [{"$in": ["$$this.running_id", {"$literal": running_ids}]}, rules.holds_its_lease(store.now)]}
     renewed = {"$mergeObjects": ["$$this", {"ping_expire_time": {"$add": [store.now, lease_ms]}}]}
-    # An entry that has ended keeps its time; one on its way out has no state.
+    # An entry that has ended keeps its time; one that is still ending has no state.
     entry = {"$cond": [{"$and": [{"$eq": ["$$this.state", "RUNNING"]}, mine]}, renewed, "$$this"]}
     leaving = {"$map": {"input": rules.LEAVING, "in": {"$cond": [mine, renewed, "$$this"]}}}
     state = {"worker_states": _map_entries(entry), "leaving": rules.if_any(leaving)}
@@ -68,7 +69,7 @@ def keep_places(
     kept = {"$anyElementTrue": [{"$map": {"input": rules.places(store.now), "in": of_task}}]}
     query = {"_id": {"$in": [id_ for id_, _ in pairs]}, "$expr": kept}
     pipeline = [
-        # The renewed lease, whether the place is an entry's or one on its way out.
+        # The renewed lease, whether the place belongs to an entry or to one that is still ending.
         {"$set": {"task_state": state}},
         # When the task is free, and when its document may go, follow from the leases.
         *prepared(rules.derivation, store.now),
@@ -99,7 +100,7 @@ def _renewal(store: Store, ids: list[str], running_ids: list[str], lease_ms: int
     query = {"_id": {"$in": ids}, "status": "RUNNING", "$expr": {"$anyElementTrue": [_map_entries(mine)]}}
     renewed = {"$mergeObjects": ["$$this", {"ping_expire_time": {"$add": [store.now, lease_ms]}}]}
     pipeline = [
-        # A new lease for each entry of ours that is live; the others as they are. No stamp: nobody hears of a ping.
+        # A new lease for each live entry of ours; the others as they are. No stamp: nobody is told of a ping.
         {"$set": {"task_state.worker_states": _map_entries({"$cond": [mine, renewed, "$$this"]})}},
         # When the next claim is possible, and when time alone ends the task, follow from the leases.
         *prepared(rules.derivation, store.now),
@@ -108,7 +109,7 @@ def _renewal(store: Store, ids: list[str], running_ids: list[str], lease_ms: int
 
 
 def still_held(store: Store, database: Any, held: Iterable[tuple[str, str]]) -> dict[tuple[str, str], Document]:
-    """Return which of `held` are live, with the task's option as it is now."""
+    """Return which of `held` are live, with the task's current option."""
     pairs = set(held)
     query = {"_id": {"$in": [id_ for id_, _ in pairs]}, "status": "RUNNING"}
     mine = _is_mine(sorted({running_id for _, running_id in pairs}), store.now)
@@ -127,7 +128,7 @@ def still_held(store: Store, database: Any, held: Iterable[tuple[str, str]]) -> 
 
 
 async def held_of(store: Store, held: Mapping[str, str]) -> set[str]:
-    """Return which of these tasks the executions, given by task, seem to hold: by what is stored, whatever time has changed."""
+    """Return which tasks these executions seem to hold: by what is stored, whatever time has changed."""
     mine = {"$elemMatch": {"running_id": {"$in": sorted(set(held.values()))}, "state": "RUNNING"}}
     query = {
         "_id": {"$in": list(held)},
@@ -148,7 +149,7 @@ def _map_entries(result: rules.Expression) -> rules.Expression:
 
 
 async def end_lease(store: Store, id_: str, running_id: str) -> None:
-    """Let the lease of an execution be over now, as if nobody had renewed it: a fault test need not wait for that."""
+    """End the lease of an execution now, as if nobody had renewed it, so that a fault test need not wait for that."""
     mine = {"$and": [{"$eq": ["$$this.running_id", {"$literal": running_id}]}, {"$eq": ["$$this.state", "RUNNING"]}]}
     over = {"$mergeObjects": ["$$this", {"ping_expire_time": store.now}]}
     entries = {"$map": {"input": rules.ENTRIES, "in": {"$cond": [mine, over, "$$this"]}}}

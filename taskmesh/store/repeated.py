@@ -1,7 +1,7 @@
-"""Repeated: a verb whose answer was lost is sent again, but done once, and only to the task that it was meant for.
+"""Repeated verbs: a verb whose answer was lost is sent again, but done once, and only to the task that it was meant for.
 
-Meant is the publication that stood under the key when the verb was called: one published after it has another `publish_id`.
-That it was done is known by the verb's own `change_id`, which stays in the task while others change it, up to eight times.
+That is the publication that had the key when the verb was called: one published after it has another `publish_id`. Whether it
+was done is recognised by the verb's own `change_id`, which stays in the task while others change it, up to eight times.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from taskmesh.store.driver import Document
 _KEPT_CHANGES = 8
 
 FIELDS: Document = {"publish_id": 1, "change_ids": 1}
-"""What has to be read of a task to bind a change to it."""
+"""The fields of a task that are needed to bind a change to it."""
 
 
 def same(task: Document) -> Document:
-    """The query for this task, and for none published later under its key."""
+    """Return the query for this task, and for none published later under its key."""
     return {"_id": task["_id"], "publish_id": task.get("publish_id")}
 
 
 def unchanged_by(task: Document, change_id: ObjectId) -> Document:
-    """The query for this task as long as this change has not been made."""
+    """Return the query for this task as long as this change has not been made."""
     return {**same(task), "change_ids": {"$ne": change_id}}
 
 
@@ -35,6 +35,6 @@ def is_changed_by(task: Document, change_id: ObjectId) -> bool:
 
 
 def with_change(change_id: ObjectId) -> rules.Expression:
-    """`change_ids`, and this one."""
+    """Return `change_ids` with this one added."""
     known: Any = {"$ifNull": ["$change_ids", []]}
     return {"$slice": [{"$concatArrays": [known, [change_id]]}, -_KEPT_CHANGES]}

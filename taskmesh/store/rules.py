@@ -32,39 +32,36 @@ LONG_AGO = datetime(1970, 1, 1, tzinfo=UTC)
 
 ENTRIES = "$task_state.worker_states"
 LEAVING: Expression = {"$cond": [{"$isArray": ["$task_state.leaving"]}, "$task_state.leaving", []]}
-"""The executions of earlier lives of the task that may still be on their way out: `running_id`, worker and lease of each.
+"""The executions of earlier lives of the task that may not have ended yet: `running_id`, worker and lease of each.
 
-A task that is begun anew (retried, published again) while a handler of it cleans up, or that excludes its worker, keeps the
-handler's place here. It counts for room and for "not twice", and for nothing else, until its worker says that it has ended,
-or its lease has.
-"""
+A task that is started anew (retried, published again) while a handler of it cleans up, or that excludes its worker, keeps
+the handler's place here. It counts for room and for "not twice", and for nothing else, until its worker says that it has
+ended, or its lease has."""
 MOVES_TO = "$task_state.moves_to"
 """The `queue` and `group` that a publication wants the task to have, and `held`, the executions that were at work then.
 
-Limits count an execution where it was claimed: so the task moves with the first write, be it a claim, that finds these ended.
-"""
+Limits count an execution where it was claimed, so the task moves with the first write, possibly a claim, that finds these
+ended."""
 HOME = "$task_state.home"
-"""The queue that a dead letter has come from. A task that is FAIL stands in the queue that its option names (`on_fail`), and has
-this field for as long as it does.
-"""
+"""The queue that a dead letter has come from. A task that is FAIL is in the queue that its option names (`on_fail`), and has
+this field for as long as it is there."""
 DEPENDENTS = "$task_state.dependents"
-"""The `_id`s of the tasks that wait for this one, or have: in it from when they were published on."""
+"""The `_id`s of the tasks that wait for this one, or have waited: in it from their publication on."""
 HAS_DEPENDENTS: Expression = {"$or": [{"$gt": [DEPENDENTS, []]}, {"$gt": ["$task_state.parent", None]}]}
-"""Whether somebody waits for it, or has; the handler that has started it (`parent`) may ask for its result at any time."""
+"""Whether it has, or had, dependents. The handler that started it (`parent`) may ask for its result at any time."""
 ASK_TIME = "$task_state.ask_time"
-"""The mark of a task at which something happened that concerns what waits for it, or what it waits for: since when somebody has
-to ask (`store/dependencies.py`), who then removes it. Of a finished one that is kept for its dependents: when to ask again.
-"""
+"""The mark of a task at which something happened that concerns its dependents, or its dependencies: since when somebody has to
+check (`store/dependencies.py`), who then removes it. In a finished task that is kept for its dependents: when to check
+again."""
 LINE = "$task_state.line"
 """The line that the task stands in, if it has a sequence key (`store/sequences.py`). While its gate is shut it is `in_line`;
-`place` is another number each time that it is.
-"""
+`place` is a different number each time."""
 NEXT_PLACE: Expression = {"$add": [{"$ifNull": ["$task_state.place", 0]}, 1]}
-"""The place of a task that stands in its line anew."""
+"""The place of a task that joins its line anew."""
 STEPS: Expression = {"$ifNull": ["$task_state.steps", []]}
-"""What executions have recorded: values of steps, sleeps, waits. A field beside it, `steps_bytes`, is there from the first on."""
+"""What executions have recorded: values of steps, sleeps, waits. The field `steps_bytes` exists from the first record on."""
 SIGNALS: Expression = {"$ifNull": ["$task_state.signals", []]}
-"""The signals that nobody has consumed yet, in the order in which they came; `signals_bytes` is their size."""
+"""The signals that have not been consumed, in the order in which they came; `signals_bytes` is their size."""
 KEPT_FAILS = 32
 """FAIL entries kept in a document; older ones are only counted, so that it stays small."""
 KEPT_LOSSES = 8
@@ -91,17 +88,17 @@ def with_facts(now: Expression, result: Expression) -> Expression:
 
 
 def is_live(now: Expression) -> Expression:
-    """The entry `$$this` holds a lease: nobody else may take its place."""
+    """Whether the entry `$$this` holds a lease: nobody else may take its place."""
     return {"$and": [{"$eq": ["$$this.state", "RUNNING"]}, holds_its_lease(now)]}
 
 
 def holds_its_lease(now: Expression) -> Expression:
-    """The lease of `$$this`, an entry that is RUNNING or on its way out, has not run out."""
+    """Whether the lease of `$$this`, an entry that is RUNNING or still ending, has not run out."""
     return {"$gt": ["$$this.ping_expire_time", now]}
 
 
 def is_lost(now: Expression) -> Expression:
-    """The entry `$$this` held a lease that ran out. It is dead for good: no write of its worker counts."""
+    """Whether the entry `$$this` held a lease that ran out. It is dead for good: no write of its worker counts."""
     return {"$and": [{"$eq": ["$$this.state", "RUNNING"]}, {"$lte": ["$$this.ping_expire_time", now]}]}
 
 
@@ -110,22 +107,22 @@ def _entries(condition: Expression) -> Expression:
 
 
 def sent_away(now: Expression, which: Expression = True) -> Expression:
-    """`task_state.leaving` when the live entries for which `which` is true are removed: they keep their places there."""
+    """Return `task_state.leaving` for when the live entries that satisfy `which` are removed: they keep their places there."""
     entry = {name: f"$$this.{name}" for name in ("running_id", "worker_id", "ping_expire_time")}
-    entries = {"$cond": [{"$isArray": [ENTRIES]}, ENTRIES, []]}  # a stranger's document is replaced like any other
+    entries = {"$cond": [{"$isArray": [ENTRIES]}, ENTRIES, []]}  # a foreign document is replaced like any other
     removed = {"$map": {"input": {"$filter": {"input": entries, "cond": {"$and": [is_live(now), which]}}}, "in": entry}}
     kept = {"$filter": {"input": LEAVING, "cond": holds_its_lease(now)}}
     return if_any({"$concatArrays": [kept, removed]})
 
 
 def places(now: Expression) -> Expression:
-    """Every lease that is not over: of live entries, and of those on their way out."""
+    """Return every lease that is not over: of live entries, and of those still ending."""
     leaving = {"$filter": {"input": LEAVING, "cond": holds_its_lease(now)}}
     return {"$concatArrays": [_entries(is_live(now)), leaving]}
 
 
 def if_any(entries: Expression) -> Expression:
-    """These, or no field at all."""
+    """Return these, or remove the field if there are none."""
     return {"$let": {"vars": {"any": entries}, "in": {"$cond": [{"$eq": ["$$any", []]}, "$$REMOVE", "$$any"]}}}
 
 
@@ -147,7 +144,7 @@ _timeouts_used_up = {"$gt": [TIMEOUT_CNT, "$task_option.max_timeouts"]}
 
 
 BEGUN = {"$gt": ["$task_state.steps_bytes", None]}
-"""Whether an execution has recorded anything: then the task has started, and `expire_time` binds it no more."""
+"""Whether an execution has recorded anything: then the task has started, and `expire_time` no longer applies."""
 
 
 def _expired(now: Expression) -> Expression:
@@ -158,7 +155,7 @@ def _expired(now: Expression) -> Expression:
 
 
 def task_gates(now: Expression) -> dict[str, Expression]:
-    """The gates that are the same for every worker."""
+    """Return the gates that are the same for every worker."""
     return {
         "unfinished": _never_if({"$or": [_deleted, _cancelled, _succeeded, _failed_for_good, _dependency_failed]}),
         "unexpired": _never_if(_expired(now)),
@@ -176,7 +173,7 @@ def task_gates(now: Expression) -> dict[str, Expression]:
 
 @dataclass(frozen=True, slots=True)
 class Me:
-    """Who is claiming, in expressions that give what a `Claimant` has."""
+    """The claiming worker, as expressions for what a `Claimant` has."""
 
     id: Expression
     parent: Expression = None
@@ -184,13 +181,13 @@ class Me:
 
     @classmethod
     def literally(cls, worker: Claimant | str) -> Me:
-        """Return the expressions for this worker; one of whom only the id is known has no labels."""
+        """Return the expressions for this worker. If only its id is known, it has no labels."""
         claimant = Claimant(worker) if isinstance(worker, str) else worker
         return cls({"$literal": claimant.id}, {"$literal": claimant.parent}, {"$literal": list(claimant.labels)})
 
 
 def worker_gates(me: Me | Expression) -> dict[str, Expression]:
-    """The gates that ask who is claiming: `me` is an expression that gives the worker's id, or all that is asked of it."""
+    """Return the gates that depend on the worker: `me` is an expression for its id, or all that is asked of it."""
     me = me if isinstance(me, Me) else Me(me)
     return {
         "worker allowed": _never_if(
@@ -209,17 +206,17 @@ def worker_gates(me: Me | Expression) -> dict[str, Expression]:
 
 
 def _has_all_of(labels: Expression) -> Expression:
-    """Nothing is needed that is not among these labels. A stranger's `needs` may be no list."""
+    """Whether everything that the task needs is among these labels. In a foreign document `needs` may be no list."""
     return {"$and": [{"$isArray": ["$needs"]}, {"$setIsSubset": ["$needs", labels]}]}
 
 
 def queue_gate(closed_queues: Iterable[str]) -> dict[str, Expression]:
-    """The gate of the task's queue: `closed_queues` are paused, or have no room under their limits."""
+    """Return the gate of the task's queue: `closed_queues` are paused, or have no room under their limits."""
     return {"queue": _never_if({"$in": ["$queue", [{"$literal": queue} for queue in closed_queues]]})}
 
 
 _room_opens: Expression = {
-    # With too many that are live, on their way out or successful, room appears when enough of the leases have run out.
+    # With too many that are live, still ending or successful, room appears when enough of the leases have run out.
     "$let": {
         "vars": {
             "leases": {"$concatArrays": ["$$live.ping_expire_time", "$$leaving.ping_expire_time"]},
@@ -247,7 +244,7 @@ _room_opens: Expression = {
 
 
 def _own_entry_ends(worker: Expression) -> Expression:
-    """When the lease of `worker` runs out, live or on its way out; never, if it has had its SUCCESS."""
+    """Return when the lease of `worker` runs out, live or still ending; never, if it has had its SUCCESS."""
     leases = {"$concatArrays": ["$$live", "$$leaving"]}
     mine = {"$filter": {"input": leases, "cond": {"$eq": ["$$this.worker_id", worker]}}}
     ends = {"$max": {"$map": {"input": mine, "in": "$$this.ping_expire_time"}}}
@@ -255,9 +252,9 @@ def _own_entry_ends(worker: Expression) -> Expression:
 
 
 def _retry_opens(worker: Expression) -> Expression:
-    """When the delay after the last failure is over: of anybody with scope "task", of `worker` with scope "worker".
+    """Return when the delay after the last failure is over: of any worker with scope "task", of `worker` with scope "worker".
 
-    `Retry` sets an exact time; else the option tells. Null if there is no such failure.
+    `Retry` sets an exact time; otherwise the option determines it. Null if there is no such failure.
     """
     # Whose failures count: everybody's, or this worker's alone.
     for_all = {"$eq": ["$task_option.unexpected_retry_delay_scope", "task"]}
@@ -267,10 +264,10 @@ def _retry_opens(worker: Expression) -> Expression:
     # The delay grows with each failure, up to a day, or to the delay itself where that is longer.
     growth = {"$pow": ["$task_option.unexpected_retry_backoff", {"$min": [{"$subtract": [failures, 1]}, 100]}]}
     grown = {"$min": [{"$max": [_ONE_DAY_MS, delay]}, {"$multiply": [delay, growth]}]}
-    # The share by chance was drawn when the failure was written, so that every reader computes one moment.
+    # The random share was drawn when the failure was written, so that every reader computes the same moment.
     by_chance = {"$multiply": ["$task_option.unexpected_retry_jitter", {"$ifNull": ["$$last.retry_jitter", 0]}]}
     ordinary = {"$add": ["$$last.fail_time", {"$toLong": {"$multiply": [grown, {"$add": [1, by_chance]}]}}]}
-    # An exact time from `Retry` comes before what the option says.
+    # An exact time from `Retry` takes precedence over the option.
     opens = {
         "$let": {
             "vars": {"last": {"$arrayElemAt": ["$$counted", -1]}},
@@ -282,7 +279,7 @@ def _retry_opens(worker: Expression) -> Expression:
 
 
 _opens_for_some_worker: Expression = {
-    # The first of those who may; if that is anybody, one who has no entry in this task yet.
+    # The first of those that may; if that is anybody, a worker that has no entry in this task yet.
     "$min": {
         "$map": {
             "input": {
@@ -300,7 +297,7 @@ _opens_for_some_worker: Expression = {
 
 
 def claim_time(worker: Claimant | str, now: Expression = NOW) -> Expression:
-    """When this worker may claim the task, as things stand: null (at once), a time, or `NEVER`."""
+    """Return when this worker may claim the task, as things stand: null (at once), a time, or `NEVER`."""
     gates = {**task_gates(now), **worker_gates(Me.literally(worker))}
     return with_facts(now, {"$max": list(gates.values())})
 
@@ -316,7 +313,7 @@ def may_become_claimable(worker: Claimant | str) -> Expression:
 
 
 def all_open(me: Me | Expression, closed_queues: Iterable[str], now: Expression) -> Expression:
-    """Whether all gates are open to the worker `me`. To be evaluated inside `with_facts`."""
+    """Whether all gates are open to the worker `me`. Inside `with_facts`."""
     gates = {**task_gates(now), **worker_gates(me)}
     closed = list(closed_queues)
     if closed:
@@ -328,11 +325,11 @@ def all_open(me: Me | Expression, closed_queues: Iterable[str], now: Expression)
 
 
 def status(now: Expression) -> Expression:
-    """Where the task stands now. To be evaluated inside `with_facts`."""
+    """Return where the task stands now. Inside `with_facts`."""
     return {
         "$switch": {
             "branches": [
-                {"case": _deleted, "then": "DELETED"},  # which no reader sees: see `is_forgotten`
+                {"case": _deleted, "then": "DELETED"},  # no reader sees it: see `is_forgotten`
                 {"case": _cancelled, "then": "CANCELLED"},
                 {"case": _succeeded, "then": "SUCCESS"},
                 {"case": {"$ne": ["$$live", []]}, "then": "RUNNING"},
@@ -348,18 +345,18 @@ def status(now: Expression) -> Expression:
 
 
 def status_on_reading(now: Expression = NOW) -> Expression:
-    """`status`, for a document that may not be one of ours: what is stored there where it cannot be derived."""
+    """Return `status` for a document that may not be one of ours: the stored status if it cannot be derived."""
     return {"$cond": [_ours(), with_facts(now, status(now)), "$status"]}
 
 
 def standing_on_reading(now: Expression = NOW) -> Expression:
-    """What INIT holds: `ready` (some worker may claim it now), `retrying` (it ran, and waits), `scheduled`; else null.
+    """Return what INIT means: `ready` (some worker may claim it now), `retrying` (it ran, and waits), `scheduled`; else null.
 
-    The stored `next_claim_time` is the latest of the gates, absent where one never opens; to ask them again would fail on a
-    stranger's option.
+    The stored `next_claim_time` is the latest of the gates, absent if one never opens; evaluating them again would fail for the
+    option of a foreign document.
     """
     opens = {"$ifNull": ["$next_claim_time", NEVER]}
-    # A loop that rests is not tried again: it is to run when its interval is over.
+    # A resting loop is not retried: it runs when its interval is over.
     put_off = {"$and": [{"$gt": ["$task_state.resume_time", None]}, {"$not": [{"$gt": ["$loop", None]}]}]}
     has_run = {"$or": [{"$gt": [FAIL_CNT, 0]}, {"$gt": [TIMEOUT_CNT, 0]}, put_off]}
     waits = {"$cond": [{"$lte": [opens, now]}, "ready", {"$cond": [has_run, "retrying", "scheduled"]}]}
@@ -376,14 +373,14 @@ def _ours() -> Expression:
 def is_forgotten(now: Expression = NOW) -> Expression:
     """Whether the task is gone for all readers, and its key free, though its document is not removed yet.
 
-    It is past its retention, and the TTL monitor has not come round; or it was deleted while a handler of it was at work, whose
+    It is past its retention, and the TTL monitor has not removed it; or it was deleted while a handler of it was at work, whose
     place the document keeps.
     """
     return {"$or": [{"$lte": [{"$ifNull": ["$delete_time", NEVER]}, now]}, _deleted]}
 
 
 def ended_by_time() -> Expression:
-    """When the task is finished by time alone: null, if it is not. To be evaluated inside `with_facts`."""
+    """Return when time alone finishes the task: null, if it does not. Inside `with_facts`."""
     # If its worker dies, this is when the last lease is over.
     lease_end = {"$max": "$$live.ping_expire_time"}
     # Whether it is FAIL once the executions that are live now are lost.
@@ -410,8 +407,8 @@ def ended_by_time() -> Expression:
 
 
 def _settle_time() -> Expression:
-    """When the stored status, or place, becomes wrong by time alone, so that somebody has to write it down anew."""
-    # What moves with this very write is no more to be moved later.
+    """Return when the stored status, or place, becomes wrong by time alone, so that somebody has to write it anew."""
+    # What moves with this very write need not be moved later.
     to_move = {"$and": [{"$gt": [MOVES_TO, None]}, {"$not": [_moves]}]}
     return {"$min": [ended_by_time(), {"$cond": [to_move, {"$max": "$$live.ping_expire_time"}, None]}]}
 
@@ -422,22 +419,22 @@ _moves: Expression = {
         {"$eq": [{"$setIntersection": ["$$live.running_id", f"{MOVES_TO}.held"]}, []]},
     ]
 }
-"""Whether the task goes to another place now. To be evaluated inside `with_facts`."""
+"""Whether the task moves to another place now. Inside `with_facts`."""
 
 
 def derivation(now: Expression = NOW, *, where: Expression = True) -> list[Stage]:
-    """The last stages of every update: set `status` and all that follows from the entries.
+    """Return the last stages of every update: they set `status` and all that follows from the entries.
 
-    Nothing else writes these fields (but the insert of a new task, whose values are trivial), so they cannot drift.
-    An unfinished task for which `where` is false keeps the fields that it has.
+    Nothing else writes these fields (except the insert of a new task, whose values are trivial), so they cannot drift. An
+    unfinished task for which `where` is false keeps the fields that it has.
     """
     stored = {field: f"${field}" for field in ("status", "next_claim_time", "settle_time")}
     was_finished = {"$not": [{"$in": [{"$ifNull": ["$status", "INIT"]}, ["INIT", "RUNNING"]]}]}
-    # One that was finished has left its line: begun anew, it stands in it again, at another place.
+    # A finished task has left its line: started anew, it joins it again, at another place.
     back_in_line = {"$and": [was_finished, {"$gt": [LINE, None]}]}
     unfinished = {
         "status": "$$status",
-        # The latest gate; the creation where all stand open, so that the older task comes first.
+        # The latest gate; the creation where all are open, so that the older task comes first.
         "next_claim_time": {
             "$max": [
                 "$task_state.create_time",
@@ -448,7 +445,7 @@ def derivation(now: Expression = NOW, *, where: Expression = True) -> list[Stage
         },
         "settle_time": _settle_time(),
     }
-    # What is finished has a gate that never opens: so they need not be asked, nor what time would do.
+    # A finished task has a gate that never opens: so the gates need not be evaluated, nor what time would do.
     leases_end = {"$max": {"$concatArrays": ["$$live.ping_expire_time", "$$leaving.ping_expire_time"]}}
     settled = {"status": "$$status", "next_claim_time": NEVER, "settle_time": None, "leases_end": leases_end}
     facts = {
@@ -463,7 +460,7 @@ def derivation(now: Expression = NOW, *, where: Expression = True) -> list[Stage
         }
     }
     finished = {"$not": [{"$in": ["$_derived.status", ["INIT", "RUNNING"]]}]}
-    # Somebody has to ask when a task that others wait for is finished, or is not any more; or when one is begun anew that waits.
+    # Somebody has to check when a task with dependents is finished, or no longer is; or one with dependencies starts anew.
     has_children = {"$eq": ["$task_state.has_children", True]}
     waits_anew = {"$and": [was_finished, _waits_for_others]}
     concerns_others = {"$or": [HAS_DEPENDENTS, has_children, waits_anew, {"$gt": [LINE, None]}]}
@@ -480,7 +477,7 @@ def derivation(now: Expression = NOW, *, where: Expression = True) -> list[Stage
     }
     # When it was finished first: later writes to a finished task do not prolong its retention.
     finish_time = {"$ifNull": ["$finish_time", now]}
-    # What others wait for is kept until none of them does; what is deleted, until they know. Then its retention begins.
+    # A task with dependents is kept until none of them waits; a deleted one, until they know. Then its retention begins.
     released_time = {"$max": [finish_time, "$task_state.released_time"]}
     kept_for_dependents = {
         "$and": [
@@ -494,7 +491,7 @@ def derivation(now: Expression = NOW, *, where: Expression = True) -> list[Stage
             },
         ]
     }
-    # What is behind it in line has to be asked about first; and one that blocks the line keeps it until somebody decides.
+    # What is behind it in line has to be checked first; and one that blocks the line keeps it until somebody decides.
     blocks = {
         "$and": [
             {"$eq": ["$_derived.status", "FAIL"]},
@@ -502,7 +499,7 @@ def derivation(now: Expression = NOW, *, where: Expression = True) -> list[Stage
         ]
     }
     kept_for_line = {"$and": [{"$gt": [LINE, None]}, {"$or": [ask, {"$gt": [ASK_TIME, None]}, blocks]}]}
-    # The document stays for as long as it keeps a place: who publishes after it would not know of the handler at work.
+    # The document stays for as long as it keeps a place: a later publisher would not know of the handler at work.
     delete_time = {
         "$max": [
             {"$cond": [{"$eq": ["$_derived.status", "DELETED"]}, now, {"$add": [released_time, retained_ms]}]},
@@ -510,11 +507,11 @@ def derivation(now: Expression = NOW, *, where: Expression = True) -> list[Stage
         ]
     }
     kept_for_ever = {"$and": [{"$ne": ["$_derived.status", "DELETED"]}, {"$not": [{"$gt": [retained_ms, None]}]}]}
-    # Where it stands, but for a dead letter.
+    # Where it stands, except for a dead letter.
     home = {"$cond": ["$_derived.moves", f"{MOVES_TO}.queue", {"$ifNull": [HOME, "$queue"]}]}
     is_dead = {"$and": [{"$eq": ["$_derived.status", "FAIL"]}, {"$gt": ["$task_option.on_fail", None]}]}
     return [
-        # Sort out the entries once, and keep aside all that follows: every field below is read off the same facts.
+        # Sort the entries once, and keep all that follows: every field below is derived from the same facts.
         {
             "$set": {
                 "_derived": with_facts(now, facts)
@@ -522,7 +519,7 @@ def derivation(now: Expression = NOW, *, where: Expression = True) -> list[Stage
                 else {"$cond": [where, with_facts(now, facts), stored]}
             }
         },
-        # Store it, each field only where it says something: the partial indexes hold what has the field.
+        # Store it, each field only where it has a value: the partial indexes hold what has the field.
         {
             "$set": {
                 "status": "$_derived.status",
@@ -573,7 +570,7 @@ def derivation(now: Expression = NOW, *, where: Expression = True) -> list[Stage
 
 
 def next_mark(now: Expression) -> Expression:
-    """`ask_time` for what happens now. Two marks are never the same, so that whoever has answered one removes no other."""
+    """Return `ask_time` for what happens now. Two marks are never equal, so that whoever has acted on one removes no other."""
     return {"$cond": [{"$eq": [ASK_TIME, now]}, {"$add": [now, 1]}, now]}
 
 
