@@ -1,10 +1,10 @@
 """Schedules: periodic tasks, and which of their ticks were published.
 
-First the tick's task is put there, under a key that tells the tick, then the schedule is moved on behind it, if it still
-stands where its reader saw it. However many workers race, the key is there once, and whoever is late (frozen since it read
-the schedule) is refused by the server's clock before the key can be forgotten. Whoever dies in between leaves a tick that
-is put there already and a schedule that the next worker moves on. (A transaction around both would be simpler, but one
-whose worker is killed keeps the schedule locked for a minute; measured.)
+First the tick's task is published, under a key that names the tick; then the schedule advances, if it is still as its reader
+saw it. However many workers race, the key exists once, and a late one (frozen since it read the schedule) is refused by the
+server's clock before the key can be free again. A worker that dies in between leaves a tick that is published already and a
+schedule that the next worker advances. (A transaction around both would be simpler, but one whose worker is killed keeps the
+schedule locked for a minute; measured.)
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ OUTAGE_MS = 3_000
 _SEEN_EVERY_MS = 700
 KEPT_TICKS = 10
 _READ_GOOD_FOR_MS = 10_000
-"""For how long a worker may publish ticks by what it has read of a schedule."""
+"""How long a worker may publish ticks after it has read a schedule."""
 _AT_ONE_LOOK = 1_000
 _PERIODIC = {"_id": "periodic"}
 
 
 async def attend(store: Store) -> Attendance:
-    """Note that somebody looks after the schedules now, and tell of the last time that nobody did.
+    """Note that somebody looks after the schedules now. Return the last period in which nobody did.
 
-    Whoever looked after them for no longer than an outage lasts at least has not ended it.
+    A worker that looked after them for less time than the shortest outage has not ended that outage.
     """
     meta = store.driver.collection(store.meta)
     stages = [
@@ -58,7 +58,7 @@ async def attend(store: Store) -> Attendance:
             return _attendance(found[0])
         else:
             silent = {"$gt": [{"$subtract": [store.now, "$seen"]}, OUTAGE_MS]}
-            # Who came for a moment (who declares a schedule, a worker that was killed) published nothing of what it missed.
+            # A short visit (code that declares a schedule, a worker that was killed) published nothing of what it missed.
             goes_on = {"$lte": [{"$subtract": ["$seen", "$outage_to"]}, OUTAGE_MS]}
             begin = {"$cond": [{"$and": [{"$gt": ["$outage_to", None]}, goes_on]}, "$outage_from", "$seen"]}
             outage = {
@@ -87,11 +87,11 @@ class ChangedMeanwhile(Exception):
 async def declare(
     store: Store, id_: str, fields: Document, first_time: Any, *, as_seen: Document | None = None
 ) -> Document:
-    """Create a schedule, or change it to these fields; what happens next is told by `first_time`, a function of now.
+    """Create a schedule, or change it to these fields; `first_time`, a function of now, returns when it ticks next.
 
-    A schedule that already is so keeps its next tick, and a paused one stays paused. What it ticks from now on was not missed,
-    as long as a worker comes to it soon: nobody looks after schedules where there are none. `as_seen`: raise `ChangedMeanwhile`
-    if its fields are not what they were then; if that is empty, if there is one.
+    A schedule that is unchanged keeps its next tick, and a paused one stays paused. Ticks from now on do not count as missed,
+    as long as a worker attends soon: nobody looks after schedules where there are none. `as_seen`: raise `ChangedMeanwhile` if
+    its fields are no longer these; if that is empty, if the schedule exists.
     """
     schedules = store.driver.collection(store.schedules)
     while True:
@@ -115,7 +115,10 @@ async def declare(
 
 
 def _differ(one: Document, other: Document, names: Iterable[str]) -> bool:
-    """Whether some of these fields are stored otherwise. Of what is read again, some is not equal: a tuple, microseconds, NaN."""
+    """Whether some of these fields are stored differently.
+
+    Some values do not equal themselves when read: tuples, microseconds, NaN.
+    """
     a, b = ({name: each.get(name) for name in names} for each in (one, other))
     return bson.encode(a, codec_options=CODEC) != bson.encode(b, codec_options=CODEC)
 
@@ -132,7 +135,7 @@ async def read_all(store: Store) -> list[Document]:
 
 
 async def due(store: Store) -> list[Document]:
-    """Return the schedules that have ticked, and those that tick next, the next first; as many as one look can deal with."""
+    """Return the schedules that are due, and those that tick next, the earliest first; as many as one look can deal with."""
     ticking = {"paused": False, "next_time": {"$type": "date"}}
     # By the index on `next_time`, the earliest first; what is left over comes with the next look.
     return await _read(store, ticking, {"$sort": {"next_time": 1}}, {"$limit": _AT_ONE_LOOK})
@@ -140,7 +143,7 @@ async def due(store: Store) -> list[Document]:
 
 async def _read(store: Store, query: Document, *stages_between: Document) -> list[Document]:
     stages = [
-        # Those asked for.
+        # Those requested.
         {"$match": query},
         *stages_between,
         # With the server's time, by which their ticks are judged.
@@ -159,10 +162,10 @@ async def publish_ticks(
     ticks: list[Document],
     next_time: datetime | None,
 ) -> tuple[int, bool]:
-    """Publish these tasks and move the schedule on to `next_time`; return how many were new, and whether it was we who did.
+    """Publish these tasks and advance the schedule to `next_time`. Return how many were new, and whether we advanced it.
 
-    `ticks`: what to remember of them with the schedule, the publications' own first. Those that are not put in time are left
-    for the next look. Safe to repeat, to race and to die in.
+    `ticks`: what to remember of them in the schedule, the publications' own first. Those that are not published in time are
+    left for the next look. Safe to repeat, to race and to die in.
     """
     created = 0
     for place, publication in enumerate(publications):
@@ -185,9 +188,9 @@ async def publish_ticks(
 
 
 async def _put(store: Store, publication: Publication, read_at: datetime) -> bool | None:
-    """Put a tick's task there; whether it is new. None, and nothing done, if the schedule was read too long ago.
+    """Publish a tick's task. Return whether it is new; None, with nothing done, if the schedule was read too long ago.
 
-    Not a plain insert: only an update can ask the server's clock.
+    Not a plain insert: only an update can use the server's clock.
     """
     too_late = {"$gt": [{"$subtract": [store.now, read_at]}, _READ_GOOD_FOR_MS]}
     document = new_document(publication, read_at)
@@ -195,12 +198,12 @@ async def _put(store: Store, publication: Publication, read_at: datetime) -> boo
     pipeline = [
         # Fail, and so write nothing, if it was read too long ago.
         {"$set": {"_late": {"$cond": [too_late, fails, "$$REMOVE"]}}},
-        # The new task, if the key is free; else what stands there, unchanged.
+        # The new task, if the key is free; else what is there, unchanged.
         {"$replaceWith": {"$cond": [{"$eq": [{"$type": "$publish_id"}, "missing"]}, {"$literal": document}, "$$ROOT"]}},
     ]
     try:
         result = await store.driver.collection(store.tasks).update_one({"_id": publication.id}, pipeline, upsert=True)
-    except DuplicateKeyError:  # another worker did it in the same moment
+    except DuplicateKeyError:  # another worker did it at the same moment
         return False
     except OperationFailure as error:
         if error.code == Code.CONVERSION_FAILURE:
@@ -216,7 +219,7 @@ async def note_tick(store: Store, id_: str, tick: Document) -> None:
 
 
 async def set_paused(store: Store, id_: str, fields: Document) -> bool:
-    """Pause a schedule or let it go on; False if there is none."""
+    """Pause a schedule, or end its pause. False if there is none."""
     if not fields["paused"]:
         await attend(store)
     update = {"$set": fields, "$inc": {"revision": 1}}
@@ -225,12 +228,12 @@ async def set_paused(store: Store, id_: str, fields: Document) -> bool:
 
 
 async def remove(store: Store, id_: str) -> bool:
-    """Remove a schedule; False if there is none. Tasks that it published stay."""
+    """Remove a schedule. False if there is none. Tasks that it published stay."""
     result = await store.driver.collection(store.schedules).delete_one({"_id": id_})
     return bool(result.deleted_count)
 
 
 async def is_unfinished(store: Store, id_: str) -> bool:
-    """Whether this task is there and not finished."""
+    """Whether this task exists and is not finished."""
     unfinished = rules.with_facts(store.now, {"$in": [rules.status(store.now), ["INIT", "RUNNING"]]})
     return bool(await store.find({"_id": id_, "$expr": unfinished}, {"_id": 1}))

@@ -1,6 +1,6 @@
 """Schema: check the server, and create what is missing: collections, indexes, the schema version.
 
-Data of a version that this release does not know is refused before anything is touched.
+Data of an unknown version is refused before anything is changed.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _LOOK_AGAIN_S = 0.1
 _present = {"$exists": True}
 _WAITS: Document = {"status": "INIT", "next_claim_time": {"$type": "date"}}
 INDEXES: dict[str, tuple[list[tuple[str, int]], Document]] = {
-    # What waits and may be claimed by anybody, in the order of claiming. What is claimed leaves it, and costs no more here.
-    # Behind the order of publication, whatever a scan asks of a task that nobody has tried: it reads no document.
+    # Waiting tasks for anybody, in the order of claiming. A claimed task leaves this index, and costs nothing here from then on.
+    # Behind the order of publication, everything that a scan needs of an untried task: so it reads no document.
     "waiting_in_order": (
         [
             ("queue", 1),
@@ -51,7 +51,7 @@ INDEXES: dict[str, tuple[list[tuple[str, int]], Document]] = {
         ],
         {"partialFilterExpression": _WAITS | {"pinned": False}},
     ),
-    # What is at work and has room for more workers, in the same order. Empty where each task is for one worker.
+    # Running tasks that have room for more workers, in the same order. Empty where each task is for one worker.
     "shared": (
         [("queue", 1), ("name", 1), ("task_option.priority", -1), ("next_claim_time", 1), ("lane", 1)],
         {
@@ -63,7 +63,7 @@ INDEXES: dict[str, tuple[list[tuple[str, int]], Document]] = {
             }
         },
     ),
-    # What can be claimed by the workers that it names: such tasks starve nobody, and nobody starves them.
+    # Claimable tasks by the workers that they name: neither these nor other tasks can starve one another.
     "claimable_by_name": (
         [
             ("task_option.specific_worker_ids", 1),
@@ -74,29 +74,29 @@ INDEXES: dict[str, tuple[list[tuple[str, int]], Document]] = {
         ],
         {"partialFilterExpression": {"pinned": True, "next_claim_time": _present}},
     ),
-    # What can be claimed, by group: where much waits, each group is looked at by itself. Empty without groups. Nothing else is
-    # asked of it, so that the server can step from group to group, and takes no other index for that.
+    # Claimable tasks by group: where much waits, each group is looked at by itself. Empty without groups. It has no other fields,
+    # so that the server can step from group to group, and takes no other index for that.
     "by_group": (
         [("queue", 1), ("group", 1), ("name", 1), ("task_option.priority", -1), ("next_claim_time", 1)],
         {"partialFilterExpression": {"group": _present, "next_claim_time": _present}},
     ),
-    # Leases that run out: whoever scans finds them at once, however long the backlog that waits.
+    # Leases that run out: scans find them at once, however long the backlog that waits.
     "leases": (
         [("queue", 1), ("name", 1), ("next_claim_time", 1)],
         {"partialFilterExpression": {"status": "RUNNING", "next_claim_time": _present}},
     ),
-    # What comes due next, in whatever queue: where nothing is due, one look tells, and reads no document.
+    # What becomes due next, in whatever queue: where nothing is due, one look tells, and reads no document.
     "waiting_due": (
         [("next_claim_time", 1), ("queue", 1), ("name", 1), ("status", 1)],
         {"partialFilterExpression": _WAITS},
     ),
     # What time alone will finish.
     "settle": ([("settle_time", 1)], {"partialFilterExpression": {"settle_time": _present}}),
-    # Is anything left that this task waits for? Unfinished tasks alone, so that a finish costs the same however many wait.
+    # Whether anything is left that a task waits for. Unfinished tasks alone, so that a finish costs the same however many wait.
     "pending": ([("task_state.dependents", 1)], {"partialFilterExpression": {"task_state.pending": True}}),
-    # What somebody has to ask about. Empty where no task waits for another.
+    # Tasks with a mark that somebody has to act on. Empty where no task waits for another.
     "ask": ([("task_state.ask_time", 1)], {"partialFilterExpression": {"task_state.ask_time": _present}}),
-    # Who is in line, in the order of publication. Empty without sequence keys.
+    # Tasks in line, in the order of publication. Empty without sequence keys.
     "in_line": (
         [("task_state.line", 1), ("publish_number", 1), ("_id", 1), ("task_state.place", 1), ("task_state.in_line", 1)],
         {"partialFilterExpression": {"task_state.in_line": True}},
@@ -105,7 +105,7 @@ INDEXES: dict[str, tuple[list[tuple[str, int]], Document]] = {
     "status": ([("status", 1), ("queue", 1), ("name", 1), ("_id", 1)], {}),
     # Tasks by their tags. Empty without tags.
     "tags": ([("tags", 1), ("_id", 1)], {"partialFilterExpression": {"tags": _present}}),
-    # The newest first. With `_id` for those published in the same millisecond: pages go on exactly where the last one ended.
+    # The newest first. With `_id` for those of one millisecond: the next page continues exactly where the last ended.
     "newest": ([("task_state.create_time", 1), ("_id", 1)], {}),
     # What a handler has started.
     "children": ([("task_state.parent", 1)], {"partialFilterExpression": {"task_state.parent": _present}}),
@@ -113,9 +113,9 @@ INDEXES: dict[str, tuple[list[tuple[str, int]], Document]] = {
     "delete": ([("delete_time", 1)], {"expireAfterSeconds": 0, "partialFilterExpression": {"delete_time": _present}}),
 }
 REPLACED = ("claimable", "due", "waiting", "claimable_by_group")
-"""Indexes of older releases that a claim has to write in vain. They stay for as long as a worker lives that looks for them."""
+"""Indexes of older releases that a claim updates in vain. They stay for as long as a live worker uses them."""
 INDEX_GENERATION = 3
-"""Told by every worker that does without what is `REPLACED`."""
+"""Written into the registration of every worker that does without what is `REPLACED`."""
 WORKER_INDEXES: dict[str, tuple[list[tuple[str, int]], Document]] = {
     "delete": ([("delete_time", 1)], {"expireAfterSeconds": 0}),
 }
@@ -125,20 +125,20 @@ SCHEDULE_INDEXES: dict[str, tuple[list[tuple[str, int]], Document]] = {
 }
 ACTION_INDEXES = WORKER_INDEXES | {"time": ([("time", -1)], {})}
 FLOW_INDEXES: dict[str, tuple[list[tuple[str, int]], Document]] = {
-    # What was sealed and not opened; what is looked at now and then.
+    # What was sealed and not opened, and what has to be looked at now and then.
     "state": ([("state", 1)], {}),
     # The flows that a task is in.
     "members": ([("members", 1)], {}),
 }
 SEQUENCE_INDEXES: dict[str, tuple[list[tuple[str, int]], Document]] = {
-    # Whose head has been that for long.
+    # Lines whose head has been that for long.
     "since": ([("since", 1)], {}),
 }
 UNDO_INDEXES = WORKER_INDEXES | {"of": ([("of", 1), ("_id", 1)], {})}
 
 
 async def check_server(store: Store) -> Document:
-    """Return the server's `hello`. Raises `NotAReplicaSet`; another `TaskMeshError` if it is too old or out of reach."""
+    """Return the server's `hello`. Raises `NotAReplicaSet`, or `TaskMeshError` if the server is too old or out of reach."""
     hello = await reach.hello(store)
     if "setName" not in hello and hello.get("msg") != "isdbgrid":
         # Read from the installation's files, so not in the event loop.
@@ -154,7 +154,7 @@ async def check_server(store: Store) -> Document:
 
 
 async def create(store: Store) -> None:
-    """Create what is missing. Raises `IncompatibleCollection`; safe to run from many processes at once."""
+    """Create what is missing. Safe to run from many processes at once. Raises `IncompatibleCollection`."""
     await check_version(store)
     existing = await _collections(store)
     for name in (name for name in store.collections if name not in existing):
@@ -171,14 +171,14 @@ async def create(store: Store) -> None:
 
 
 async def _collections(store: Store) -> set[str]:
-    """Return the names of the collections that are there: one question, where each creation would be refused."""
-    # Of those that this user may use: so everybody may ask.
+    """Return the names of the existing collections: one query, where each creation would be refused."""
+    # Only of those that this user may use, so everybody may ask.
     reply = await store.driver.command({"listCollections": 1, "nameOnly": True, "authorizedCollections": True})
     return {collection["name"] for collection in reply["cursor"]["firstBatch"]}
 
 
 async def check_readable(store: Store) -> None:
-    """Check, without creating anything, that tasks can be listed here: there are none at all, or their indexes are there.
+    """Check, without creating anything, that tasks can be listed here: there are none at all, or their indexes exist.
 
     Somebody may be creating them at this moment. Raises `IncompatibleCollection`.
     """
@@ -194,7 +194,7 @@ async def check_readable(store: Store) -> None:
 
 
 async def _missing_indexes(store: Store) -> list[str]:
-    """Return the names of the indexes that tasks should have and have not; none if there is no collection."""
+    """Return the names of the missing indexes of tasks. None are missing if there is no collection."""
     collection = store.driver.collection(store.tasks)
     found = await collection.index_information()  # empty for a collection that does not exist
     return sorted({f"taskmesh_{name}" for name in INDEXES} - set(found)) if found else []
@@ -211,7 +211,7 @@ async def check_version(store: Store) -> None:
 
 
 async def create_indexes(store: Store) -> None:
-    """Create the indexes that are missing. Raises `IncompatibleCollection` if one of another shape has its name."""
+    """Create the missing indexes. Raises `IncompatibleCollection` if a different index has the name of one of them."""
     for collection, indexes in (
         (store.tasks, INDEXES),
         (store.workers, WORKER_INDEXES),
@@ -236,13 +236,13 @@ async def create_indexes(store: Store) -> None:
 
 
 async def _drop_replaced(store: Store) -> None:
-    """Drop the indexes that no worker looks for any more. Left to whoever connects later, if this user may not."""
+    """Drop the indexes that no worker uses any more. Left to the next process that connects, if this user may not."""
     tasks = store.driver.collection(store.tasks)
     found = {f"taskmesh_{name}" for name in REPLACED} & set(await tasks.index_information())
     if not found or await _is_needed_by_older_workers(store):
         return
     for name in sorted(found):
-        with suppress(OperationFailure):  # another has just dropped it
+        with suppress(OperationFailure):  # another process has just dropped it
             await tasks.drop_index(name)
 
 

@@ -1,15 +1,15 @@
-"""Sequences: the tasks of one sequence key in one queue are a line, of which one at a time may be claimed: its head.
+"""Sequences: the tasks with one sequence key in one queue form a line, in which one at a time may be claimed: its head.
 
-A task is published in line, with its gate shut (`task_state.in_line`). Which one is the head stands in one document for each line
-that is not empty, and only a compare-and-set changes that: from a head that has left the line to the first in line, by the order
-of publication. So whoever asks, and how many at once, there is one head; its gate is opened after that is written, by whoever
+A task is published in line, with its gate shut (`task_state.in_line`). One document for each line that is not empty says which
+task is the head, and only a compare-and-set changes that: from a head that has left the line to the first in line, by the order
+of publication. So there is one head, however many workers check at once; its gate is opened after that is written, by whoever
 comes first or next.
 
-A task is in line anew each time that its gate is shut: `task_state.place` is another number then. So what was decided about its
-earlier place opens nothing, and a head that was finished and is retried is the head no more, but in line again.
+A task joins its line anew each time its gate is shut: `task_state.place` is a different number then. So what was decided about
+its earlier place opens nothing, and a head that has finished and is retried is no longer the head, but in line again.
 
-Everything here can be done twice, by anybody. Who dies in the middle leaves a mark in a task (`store.dependencies`), or a head
-that is not opened yet, which is seen when the line is next asked about.
+Everything here can be done twice, by anybody. A process that dies in the middle leaves a mark in a task (`store.dependencies`),
+or a head that is not opened yet, which is noticed when the line is next checked.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _FIELDS = dict.fromkeys(
 
 
 def line_of(queue: str, key: str) -> str:
-    """Return the name of a line: of the queue in which its tasks were published, and their sequence key."""
+    """Return the name of a line: the queue in which its tasks were published, and their sequence key."""
     return f"{queue}:{key}"  # no queue has a colon in its name
 
 
 async def advance(store: Store, lines: Collection[str]) -> bool:
-    """See to it that the head of each of these lines is open; False if it has to be done again, since others held something."""
+    """Make sure that the head of each of these lines is open. False if it has to be done again, since others held something."""
     todo = sorted(lines)
     done = True
     for start in range(0, len(todo), _LINES_AT_ONCE):
@@ -85,9 +85,9 @@ async def _tasks_of(store: Store, heads: Iterable[Document], *, majority: bool =
 
 
 def _has_left(head: Document, task: Document | None) -> bool:
-    """Whether a task that was the head is not in the line any more, at that place. By what is stored, never by time alone.
+    """Whether a task that was the head is no longer in the line, at that place. By what is stored, never by time alone.
 
-    (What time alone has finished may be saved by a write that gives it more; who writes it down leaves a mark.)
+    (A task that time alone has finished may still be given more time by a write; recording its end leaves a mark.)
     """
     if task is None or task["task_state"].get("place") != head["place"]:
         return True
@@ -109,7 +109,7 @@ def _is_shut(task: Document | None) -> bool:
 async def _first_in_line(store: Store, lines: Sequence[str]) -> dict[str, Document]:
     """Return the first task in each of these lines, by the order of publication."""
     stages: list[Document] = [
-        # Who is in line: by an index of those alone.
+        # Tasks in line: by an index of those alone.
         {"$match": {"task_state.line": {"$in": list(lines)}, "task_state.in_line": True}},
         # In the order of the index, so that the server steps from one line to the next.
         {"$sort": {"task_state.line": 1, "publish_number": 1, "_id": 1}},
@@ -123,7 +123,7 @@ async def _first_in_line(store: Store, lines: Sequence[str]) -> dict[str, Docume
 async def _move_on(
     store: Store, lines: Sequence[str], heads: dict[str, Document], following: dict[str, Document]
 ) -> set[str]:
-    """Write down the new heads, each only if nobody else has done it; return the lines that are empty now."""
+    """Write the new heads, each only if nobody else has done it. Return the lines that are empty now."""
     updates, deletes, empty = [], [], set()
     for line in lines:
         head, after = heads.get(line), following.get(line)
@@ -131,7 +131,7 @@ async def _move_on(
         if after is not None:
             new = {"head": after["head"], "place": after["place"]}
             change = [
-                # The new head, and since when it is.
+                # The new head, and since when it is that.
                 {"$set": {**{name: {"$literal": value} for name, value in new.items()}, "since": store.now}},
             ]
             updates.append({"q": as_seen, "u": change, "upsert": head is None})
@@ -146,7 +146,7 @@ async def _move_on(
 
 
 async def _write(store: Store, command: Document) -> None:
-    """Write; that another was faster shows at the next look."""
+    """Write. If another worker was faster, the next look shows it."""
     command |= {"ordered": False, "writeConcern": {"w": "majority"}, "maxTimeMS": WRITE_DEADLINE_MS}
     try:
         await store.driver.command(command)
@@ -165,7 +165,7 @@ async def _open(store: Store, heads: Sequence[Document]) -> bool:
     pipeline: list[Document] = [
         # That is the gate.
         {"$unset": "task_state.in_line"},
-        # Told to those who claim.
+        # Announced to workers.
         {"$set": {"event": stamp("opened", store.now)}},
         *prepared(rules.derivation, store.now),
     ]
@@ -179,18 +179,18 @@ async def _open(store: Store, heads: Sequence[Document]) -> bool:
 
 
 async def head_of(store: Store, line: str) -> str | None:
-    """Return the `_id` of the head of a line; None: it has none at the moment."""
+    """Return the `_id` of the head of a line. None: it has none at the moment."""
     heads = await _heads(store, {"_id": line})
     return heads[0]["head"] if heads else None
 
 
 async def sweep(store: Store) -> None:
-    """Ask about heads that are so for long: what a stranger has removed, has left no mark."""
+    """Check heads that have been that for long: a task that was removed by hand has left no mark."""
     old = {"$expr": {"$lte": ["$since", {"$subtract": [store.now, _LOOK_AFTER_MS]}]}}
     cursor = store.driver.collection(store.sequences).find(old, {"_id": 1}, limit=_LOOKED_AT_ONCE)
     lines: list[Any] = [each["_id"] for each in await cursor.sort([("since", 1)]).to_list(None)]
     if lines:
-        # So that not every worker asks, and others have their turn.
+        # So that not every worker checks, and others have their turn.
         looked: list[Document] = [{"$set": {"since": store.now}}]
         await store.driver.collection(store.sequences).update_many({"_id": {"$in": lines}, **old}, looked)
         await advance(store, lines)

@@ -1,6 +1,6 @@
-"""What the server's errors mean: which pass by themselves, which are about one document, about us, or about a stream.
+"""The meaning of server errors: which are temporary, which concern one document, which concern us, and which a stream.
 
-The only place that knows their codes.
+This is the only place that knows their codes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class Code(IntEnum):
-    """Error codes of the server, by its own names; where it has none, by what they say."""
+    """Error codes of the server, by its own names; where it has none, by their meaning."""
 
     BAD_VALUE = 2
     UNAUTHORIZED = 13
@@ -77,7 +77,7 @@ class Code(IntEnum):
 DOCUMENT_TOO_LARGE = frozenset(
     {Code.BSON_OBJECT_TOO_LARGE, Code.UPDATED_DOCUMENT_TOO_LARGE, Code.UPDATED_DOCUMENT_TOO_LARGE_AFTER_MODIFIERS}
 )
-"""What the server says of a document that would have more than 16 MB."""
+"""The codes for a document that would exceed 16 MB."""
 _ABOUT_THE_DOCUMENT = DOCUMENT_TOO_LARGE | {
     Code.OVERFLOW,
     Code.DOLLAR_PREFIXED_FIELD_NAME,
@@ -88,7 +88,7 @@ _ABOUT_THE_DOCUMENT = DOCUMENT_TOO_LARGE | {
     Code.DUPLICATE_KEY,
     Code.INDEX_KEY_TOO_LONG,
 }
-"""Too large, nested too deeply, against a validator or an index of users: no second try fares better."""
+"""Too large, nested too deeply, against a validator or a user's index: another try does no better."""
 _ABOUT_US = frozenset({Code.UNAUTHORIZED, Code.AUTHENTICATION_FAILED, Code.REAUTHENTICATION_REQUIRED, Code.ATLAS_ERROR})
 """Not allowed, not logged in, over a quota."""
 _STREAM_HISTORY_LOST = frozenset(
@@ -98,7 +98,7 @@ _STREAM_HISTORY_LOST = frozenset(
         Code.INVALID_RESUME_TOKEN,
         Code.CAPPED_POSITION_LOST,
         Code.RETRY_CHANGE_STREAM,
-        # An event larger than a message may be, which stands in the way for ever: the stream goes on behind it.
+        # An event larger than a message may be, which is in the way for ever: the stream goes on after it.
         Code.BSON_OBJECT_TOO_LARGE,
     }
 )
@@ -125,21 +125,19 @@ _PASSING = _RETRYABLE_ERROR_CODES | {
     Code.TEMPORARILY_UNAVAILABLE,
     Code.STALE_CONFIG,
 }
-"""Host or network trouble, elections: the driver's own class; and lock time-outs, write conflicts, overload.
+"""Host or network trouble, elections (the driver's own class of errors); and lock time-outs, write conflicts, overload.
 
-The server labels errors of what the driver itself may repeat, and of transactions. Most writes here are neither (an update of
-many tasks, a raw command): so their errors come without a label, and have to be known by their codes.
-"""
+The server labels errors of operations that the driver itself may repeat, and of transactions. Most writes here are neither
+(an update of many tasks, a raw command), so their errors come without a label, and have to be recognised by their codes."""
 _NOT_YET_A_MEMBER = "Sessions are not supported"
-"""What the driver says of a server that could not be read from when it was connected to, as one that has just been started again.
+"""The driver's message for a server that could not serve reads when it was connected to, such as one that has just restarted.
 
-That it is a replica set, which has sessions, was checked when the mesh connected.
-"""
+That it is a replica set, which has sessions, was checked when the mesh connected."""
 _PASSING_LABELS = ("RetryableWriteError", "TransientTransactionError", "SystemOverloadedError", "RetryableError")
 
 
 def own_copy(error: Exception) -> Exception:
-    """Return a copy for one of several who are to be told of one error: each adds to its traceback."""
+    """Return a copy for one of several callers that get the same error: each adds to its traceback."""
     try:
         copied = copy.copy(error)
     except Exception:  # noqa: BLE001 — somebody's own class, which cannot be copied
@@ -148,13 +146,13 @@ def own_copy(error: Exception) -> Exception:
 
 
 def is_passing(error: BaseException) -> bool:
-    """Whether the same command may go well a little later. The command may have been applied all the same."""
+    """Whether the same command may succeed a little later. It may have been applied nevertheless."""
     if isinstance(error, (ConnectionFailure, WriteConcernError)):
         return True
     if isinstance(error, ConfigurationError):
         return _NOT_YET_A_MEMBER in str(error)
     if isinstance(error, BulkWriteError):
-        # It has no code of its own. What it wrote, and did not see confirmed by a majority in time, may yet be.
+        # It has no code of its own. What was written, and not confirmed by a majority in time, may yet be.
         refused = error.details["writeErrors"]
         return all(each["code"] in _PASSING for each in refused) and bool(
             refused or error.details["writeConcernErrors"]
@@ -167,20 +165,20 @@ def is_passing(error: BaseException) -> bool:
 def is_over_deadline(error: BaseException) -> bool:
     """Whether the server gave up at our deadline, perhaps half-way: most likely a document of the set is locked.
 
-    Not so where it has written and only waited for the majority: smaller sets would wait as long.
+    False if it has written everything and only waited for the majority: smaller sets would wait as long.
     """
     waited_for_majority = isinstance(error, WriteConcernError)
     return isinstance(error, OperationFailure) and not waited_for_majority and error.code == Code.MAX_TIME_MS_EXPIRED
 
 
 def is_unconfirmed(error: BaseException) -> bool:
-    """Whether the server has written all, and only has not heard in time that a majority has it: it most likely will."""
+    """Whether the server has written everything, and only lacks a majority's confirmation in time. That will probably come."""
     late = (Code.MAX_TIME_MS_EXPIRED, Code.WRITE_CONCERN_FAILED)
     return isinstance(error, WriteConcernError) and error.code in late
 
 
 def is_about_us(error: BaseException) -> bool:
-    """Whether we are not allowed, not logged in, or over a quota: then it is so for all writes alike, until it is mended."""
+    """Whether we are not allowed, not logged in, or over a quota: then all writes fail alike, until that is fixed."""
     return isinstance(error, OperationFailure) and error.code in _ABOUT_US
 
 
@@ -192,29 +190,29 @@ def is_about_the_document(error: BaseException) -> bool:
 
 
 def is_transaction_gone(error: BaseException) -> bool:
-    """Whether the server knows the transaction no more: it has undone it, perhaps since it lasted too long."""
+    """Whether the server no longer knows the transaction: it has aborted it, perhaps since it lasted too long."""
     return isinstance(error, OperationFailure) and error.code in _TRANSACTION_GONE
 
 
 def is_history_lost(error: PyMongoError) -> bool:
-    """Whether the place of a resume token is out of reach: only a stream opened afresh goes on."""
+    """Whether the position of a resume token is out of reach: only a newly opened stream goes on."""
     if not isinstance(error, OperationFailure):
         return False
     return error.code in _STREAM_HISTORY_LOST or error.has_error_label("NonResumableChangeStreamError")
 
 
 def is_event_too_large(error: PyMongoError) -> bool:
-    """Whether a change event stands in a stream's way that is larger than a message may be."""
+    """Whether a change event is in a stream's way that is larger than a message may be."""
     return isinstance(error, OperationFailure) and error.code == Code.BSON_OBJECT_TOO_LARGE
 
 
 def offers_no_stream(error: OperationFailure) -> bool:
-    """Whether the server gives us no change stream at all."""
+    """Whether the server does not give us any change stream."""
     return error.code in _NO_STREAM
 
 
 async def patiently(call: Callable[[], Awaitable[T]]) -> T:
-    """Do what is safe to repeat; again while the database falters, as in an election, which the driver repeats only in part."""
+    """Await a call that is safe to repeat. Tries again during elections and the like, which the driver covers only in part."""
     give_up = time.monotonic() + _PATIENCE_S
     while True:
         try:

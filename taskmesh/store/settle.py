@@ -1,7 +1,7 @@
-"""Settle: write down what became true by time alone, though nobody can claim the task any more.
+"""Settle: record what became true by time alone, for tasks that nobody can claim any more.
 
-EXPIRED, and FAIL after the last allowed lease ran out. A set-based pass that any worker may run at any time; it costs one
-look into a nearly empty index when there is nothing to do.
+That is EXPIRED, and FAIL after the last allowed lease ran out. Any worker may run this pass at any time; it costs one look into
+a nearly empty index when there is nothing to do.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _MOST_IN_PARTS = 1_000
 
 
 async def settle(store: Store, deadline_ms: int = SETTLE_DEADLINE_MS) -> int:
-    """Give every task whose `settle_time` has come its final status; return how many. Safe to repeat and to race.
+    """Give every task whose `settle_time` has come its final status. Return how many. Safe to repeat and to race.
 
-    A document that somebody's open transaction holds is left for later, and does not hold up the others for longer than
-    `deadline_ms`, twice.
+    A document that somebody's open transaction holds is left for later, and does not hold up the others for longer than twice
+    `deadline_ms`.
     """
     query = {
         "settle_time": {"$exists": True},
@@ -45,7 +45,7 @@ async def settle(store: Store, deadline_ms: int = SETTLE_DEADLINE_MS) -> int:
             raise
     cursor = store.driver.collection(store.tasks).find(query, {"_id": 1}, limit=_MOST_IN_PARTS)
     due = [task["_id"] for task in await cursor.to_list(None)]
-    random.shuffle(due)  # so that it is not always the same that stand behind the one
+    random.shuffle(due)  # so that not always the same ones are behind the locked one
     parts = [due[i::_PARTS] for i in range(min(_PARTS, len(due)))]
     return sum(await asyncio.gather(*(_settle_part(store, query, part, deadline_ms) for part in parts)))
 
@@ -56,7 +56,7 @@ async def _settle_part(store: Store, query: Document, ids: list[str], deadline_m
     except OperationFailure as error:
         if not is_over_deadline(error):
             raise
-        return 0  # of which we know
+        return 0  # that we know of
 
 
 async def _settle(store: Store, query: Document, deadline_ms: int) -> int:
@@ -74,11 +74,11 @@ async def _settle(store: Store, query: Document, deadline_ms: int) -> int:
         "$map": {"input": {"$filter": {"input": rules.ENTRIES, "cond": rules.is_lost(now)}}, "in": "$$this.worker_id"}
     }
     pipeline = [
-        # The entries without the lost, and a stamp that tells whose they were.
+        # The entries without the lost ones, and a stamp that tells whose they were.
         {"$set": {"task_state": rules.with_facts(now, state), "event": stamp("settled", now, lost=lost)}},
-        # If it was published to run again meanwhile, it begins anew instead of ending.
+        # If it was published to run again meanwhile, it starts anew instead of ending.
         reopened_if_wished(now),
-        # The status that time alone has brought about, and no more `settle_time`.
+        # The status that time alone has brought about, and no `settle_time` any more.
         *prepared(rules.derivation, now),
     ]
     try:
@@ -86,4 +86,4 @@ async def _settle(store: Store, query: Document, deadline_ms: int) -> int:
     except WriteConcernError as error:
         if not is_unconfirmed(error):
             raise
-        return int((error.details or {}).get("nModified", 0))  # what a failover takes back is settled again
+        return int((error.details or {}).get("nModified", 0))  # what a failover rolls back is settled again

@@ -1,8 +1,8 @@
 """Signals: what others tell a task, kept with it until its handler waits for it.
 
-A mailbox in the task itself: who signals writes one update. A task that is put aside until this very event comes has it in the
-record of its wait with that, and is woken; whoever resumes it finds the wait at its end. A signal is known by its id, in the
-mailbox and in the record that has consumed it: to send it again changes nothing.
+The task itself has a mailbox: sending a signal is one update. If the task is suspended for this very event, that update puts
+the signal into the record of the wait, and wakes the task; the next execution finds the wait completed. A signal is recognised
+by its id, in the mailbox and in the record that has consumed it: sending it again changes nothing.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Answer = Literal["sent", "known", "finished", "full", "absent"]
 
 
 async def signal(store: Store, id_: str, event: str, signal_id: str, payload: Any, size: int) -> Answer:
-    """Put a signal into the record of the wait that it ends, or else into the task's mailbox; say what became of it.
+    """Put a signal into the record of the wait that it ends, or else into the task's mailbox. Return what became of it.
 
-    `known`: a signal of this id is there, or was consumed, whatever became of the task since. Goes on while the database
-    falters. Eligible: the task is not finished, and the mailbox has room. Writes: the record and `steps_bytes`, or `signals`
+    `known`: a signal with this id exists, or was consumed, whatever became of the task since. Tries again while the database is
+    unreliable. Eligible: the task is not finished, and the mailbox has room. Writes: the record and `steps_bytes`, or `signals`
     and `signals_bytes`; `suspended_until`, the derived fields.
     """
     now = store.now
@@ -44,12 +44,12 @@ async def signal(store: Store, id_: str, event: str, signal_id: str, payload: An
     unknown = {f"task_state.{place}": {"$ne": signal_id} for place in places}
     query = {"_id": id_, **unknown, "$expr": {"$and": [{"$not": [rules.is_forgotten(now)]}, unfinished, has_room]}}
     sent = {"event": event, "id": signal_id, "payload": payload, "size": size}
-    # First as if the task waits for it and for nothing else: then little follows.
+    # First as if the task waits for it and for nothing else: then little has to be derived.
     waiting = [
         {"_id": id_, "status": "INIT", "task_state.suspended_for.event": event, **unknown, "$expr": has_room},
         prepared(_waiting, now),
     ]
-    # Of each stage those that it has consumed.
+    # Those that it has consumed, in each stage.
     consumed_before = {"$ifNull": ["$task_state.stages.steps.signal_id", []]}
     told = {
         "forgotten": rules.is_forgotten(now),
@@ -92,23 +92,23 @@ async def signal(store: Store, id_: str, event: str, signal_id: str, payload: An
 
 
 def _signalled(now: rules.Expression) -> list[Document]:
-    """Put the signal `$$sent` where it belongs, and wake a task that waits for it."""
+    """Return the stages that put the signal `$$sent` where it belongs, and wake a task that waits for it."""
     return [*_put(now), *rules.derivation(now)]
 
 
 def _woken(now: rules.Expression) -> list[Document]:
-    """What `_signalled` comes to for a task that is `_waiting` for this event."""
+    """Return what `_signalled` amounts to for a task that is `_waiting` for this event."""
     times = [f"$task_state.{name}" for name in ("create_time", "start_time", "resume_time")]
-    # It may be claimed from now on, unless it was put off beside; all else stays as it is.
+    # It may be claimed from now on, unless it was put off as well; all else stays as it is.
     return [*_put(now), {"$set": {"next_claim_time": {"$max": [*times, now]}}}]
 
 
 def _waiting(now: rules.Expression) -> Document:
-    """The conditions under which a task that is INIT is held back by what it waits for, and by nothing else."""
+    """Return the conditions under which an INIT task is held back by what it waits for, and by nothing else."""
     return {
         "task_state.worker_states": {"$size": 0},
         "task_state.steps_bytes": {"$gte": 0},
-        # Whatever else the rule asks about.
+        # Whatever else the rule reads.
         **plain.without_others(_signalled(now), _KNOWN_OF_WAITING),
         "$expr": {"$gt": ["$task_state.suspended_until", now]},
     }
@@ -128,7 +128,7 @@ def _put(now: rules.Expression) -> list[Document]:
             {"$eq": ["$task_state.suspended_for.event", "$$sent.event"]},
         ]
     }
-    # The record of this wait. Not one that has ended: what a wait was given never changes.
+    # The record of this wait. Not one that has ended: what a wait has returned never changes.
     its = {
         "$and": [
             {"$eq": ["$$this.id", "$task_state.suspended_for.id"]},
@@ -152,11 +152,11 @@ def _put(now: rules.Expression) -> list[Document]:
         "signals_bytes": {"$add": [{"$ifNull": ["$task_state.signals_bytes", 0]}, "$$sent.size"]},
     }
     return [
-        # Whether it ends the wait for which the task is put aside.
+        # Whether it ends the wait for which the task is suspended.
         {"$set": {"_waits": waits}},
         # A stage of its own: it reads what was found above.
         {"$set": {"_ends": {"$and": ["$_waits", {"$ne": [{"$filter": {"input": rules.STEPS, "cond": its}}, []]}]}}},
-        # Then that is over, with this for its value; else it is behind the other signals. Who waited may be claimed from now on.
+        # Then that is over, with this as its value; else it is behind the other signals. The task may be claimed from now on.
         {
             "$set": {
                 "task_state": {

@@ -57,7 +57,7 @@ async def record(
     session: Any = None,
     deadline_ms: int = WRITE_DEADLINE_MS,
 ) -> int:
-    """Add a record to each of these tasks, all different; return how many counted. If fewer than given, ask `stands`.
+    """Add a record to each of these tasks, all different. Return how many counted; if fewer than given, ask `stands`.
 
     Eligible: the execution's entry is live, the task RUNNING, and no record has this id. Writes: the record, `steps_bytes`,
     `timeout_cnt`, the lease (renewed by `lease_ms`), the derived fields.
@@ -73,7 +73,7 @@ async def record(
     until = {} if all(outcome.delay_ms is None for outcome in outcomes) else {"until": asked_for(outcomes, now)}
     state = _longer(outcomes, now, until) | {"timeout_cnt": 0, "worker_states": _renewed(outcomes, now)}
     stages: list[Document] = [
-        # The record, behind the others; the lease lasts from now on as long as after a ping.
+        # The record, behind the others; the lease is renewed as by a ping.
         {"$set": {"task_state": state, "event": stamp("step_recorded", now, {"$literal": worker_id})}},
         *prepared(rules.derivation, now),
     ]
@@ -86,8 +86,8 @@ async def _record_plain(
 ) -> int:
     """Add the record where nothing else changes: the lease is young, and the execution the only one of its task.
 
-    Then all that follows from the entries stays what it is: see `plain`. Of a few records each is modifiers of its own, which
-    cost the server least; of many, one statement for all does (measured).
+    Then everything that follows from the entries stays as it is: see `plain`. A few records have modifiers of their own, which
+    cost the server least; for many, one statement for all costs least (measured).
     """
     if len(outcomes) <= _FEW and all(outcome.made_at is not None for outcome in outcomes):
         return await store.modify([_by_modifiers(worker_id, outcome) for outcome in outcomes], deadline_ms, session)
@@ -116,26 +116,26 @@ async def _record_plain(
 
 
 def _undisturbed(now: rules.Expression) -> Document:
-    """The conditions under which time alone changes nothing of a task whose only entry is live."""
+    """Return the conditions under which time alone changes nothing in a task whose only entry is live."""
     return {
         "task_state.worker_states": {"$size": 1},
-        # Whatever else the rule asks about.
+        # Whatever else the rule reads.
         **plain.without_others(rules.derivation(now), _KNOWN_OF_RUNNING),
     }
 
 
 _KNOWN_OF_RUNNING = KNOWN_OF_SINGLE.union(
-    # A record does not change what follows from these, but for the time to start by: with the first record it binds no more.
+    # A record does not change what follows from these, except for the latest start: with the first record it no longer applies.
     {"task_option.concurrent_worker_cnt", "task_state.has_children", "task_state.flow", "task_state.suspended_until"}
 ).difference({"task_state.expire_time"})
 
 
 def _by_modifiers(worker_id: str, outcome: Outcome) -> tuple[Document, Document]:
-    """Which task is modified, and how.
+    """Return which task is modified, and how.
 
-    The time is the worker's idea of the server's: by it a lease is young, which only saves renewing it, and it stands in the
-    record for people to read. Whether the lease has run out makes no difference: as long as the entry is there, nobody
-    else has the task, and whoever takes it over finds the record.
+    The time is the worker's idea of the server's: it decides whether a lease is young, which only saves renewing it, and is
+    shown in the record. Whether the lease has run out makes no difference: as long as the entry exists, nobody else has the
+    task, and whoever takes it over finds the record.
     """
     made, now = outcome.step or {}, outcome.made_at
     assert now is not None, "asked by `_record_plain`"
@@ -149,7 +149,7 @@ def _by_modifiers(worker_id: str, outcome: Outcome) -> tuple[Document, Document]
         },
         # With this record there would be more: it cannot be added twice.
         "task_state.steps_bytes": outcome.bytes_before or None,
-        # What the whole form would change beside: a count, what ends with the first record, places that are free by now.
+        # What the whole form would change as well: a count, what ends with the first record, places that are free by now.
         "task_state.timeout_cnt": 0,
         "task_state.expire_time": None,
         "task_state.leaving": None,
@@ -163,13 +163,13 @@ def _by_modifiers(worker_id: str, outcome: Outcome) -> tuple[Document, Document]
 
 
 def _is_new(outcomes: Sequence[Outcome]) -> rules.Expression:
-    """Whether no record of the task has this id."""
+    """Return whether no record of the task has this id."""
     ids = own([(outcome.step or {})["id"] for outcome in outcomes], outcomes)
     return {"$not": [{"$in": [ids, {"$map": {"input": rules.STEPS, "in": "$$this.id"}}]}]}
 
 
 def _longer(outcomes: Sequence[Outcome], now: rules.Expression, until: Document) -> Document:
-    """The records with one more, and how many bytes they have."""
+    """Return the records with one more, and how many bytes they have."""
     records = [outcome.step or {} for outcome in outcomes]
     made = {"$mergeObjects": [own(records, outcomes), {"time": now}, _present(until)]}
     return {
@@ -179,9 +179,10 @@ def _longer(outcomes: Sequence[Outcome], now: rules.Expression, until: Document)
 
 
 async def record_start(store: Store, worker_id: str, outcome: Outcome, session: Any) -> bool:
-    """Record that children were started, in the transaction that inserts them; False: it does not count, ask `stands`.
+    """Record that children were started, in the transaction that inserts them. False: it does not count, ask `stands`.
 
-    What this execution has started just before is the same record, so that ten thousand children cost their names and no more.
+    Children that this execution has started just before are in the same record, so that ten thousand of them cost only their
+    names.
 
     Eligible: the execution's entry is live, the task RUNNING, and no record has the first name. Writes: the record,
     `has_children`, `steps_bytes`, `timeout_cnt`, the lease, the derived fields.
@@ -220,7 +221,7 @@ async def record_start(store: Store, worker_id: str, outcome: Outcome, session: 
     stages: list[Document] = [
         # The record before it, which may be one of starts.
         {"$set": {"_last": last}},
-        # That one with these names too, or one of its own. From the first child on the task's end concerns others.
+        # That one with these names, too, or a new one. From the first child on the task's end concerns others.
         {"$set": {"task_state": state, "event": stamp("step_recorded", now, {"$literal": worker_id})}},
         # What was looked at is not stored.
         {"$unset": "_last"},
@@ -238,9 +239,9 @@ def _present(fields: Document) -> Document:
 
 
 def _renewed(outcomes: Sequence[Outcome], now: rules.Expression) -> rules.Expression:
-    """The entries; the executions' own with a lease that lasts `lease_ms` from now, if a quarter of that is over or more.
+    """Return the entries; those of the executions with a lease of `lease_ms` from now, if a quarter of theirs is over or more.
 
-    (More often, each record would move the task in every index that knows when a lease ends.)
+    (More often, each record would move the task in every index that contains the end of the lease.)
     """
     leases = [outcome.lease_ms for outcome in outcomes]
     later = {"$add": [now, own(leases, outcomes)]}
@@ -251,12 +252,12 @@ def _renewed(outcomes: Sequence[Outcome], now: rules.Expression) -> rules.Expres
 
 
 def _young_ms(lease_ms: int) -> int:
-    """How much of a lease is left when a quarter of it is over."""
+    """Return how much of a lease is left when a quarter of it is over."""
     return lease_ms - lease_ms // 4
 
 
 async def stands(store: Store, outcomes: Sequence[Outcome]) -> dict[Outcome, Literal["recorded", "held", "lost"]]:
-    """Tell what became of records whose write was not answered, or did not count for all: see `finish.standing`."""
+    """Return what became of records whose write was not answered, or did not count for all: see `finish.standing`."""
     running_ids = {"$literal": sorted({outcome.running_id for outcome in outcomes})}
     mine = {"$and": [{"$in": ["$$this.running_id", running_ids]}, rules.is_live(store.now)]}
     fields: Document = {
@@ -292,9 +293,9 @@ async def read(store: Store, id_: str) -> list[Document]:
 
 
 async def take_signal(store: Store, outcome: Outcome, event: str, timeout_ms: int | None) -> Document | None:
-    """Look whether what a wait waits for has come, and return its record as it stands after; None: the lease is lost.
+    """Look whether what a wait waits for has happened. Return its record as it is after that; None: the lease is lost.
 
-    In one update: the oldest signal of this event is moved into the record; or the record's deadline is over, which is
+    In one update: the oldest signal for this event is moved into the record; or the record's deadline is over, which is
     recorded; or there is nothing yet, and the record keeps when the wait ends. Safe to repeat: what has come stays.
 
     Eligible: the execution's entry is live, the task RUNNING. Writes: the record, `steps_bytes`, `signals`, `signals_bytes`,
@@ -350,7 +351,7 @@ async def take_signal(store: Store, outcome: Outcome, event: str, timeout_ms: in
         *prepared(rules.derivation, now),
     ]
     fields = {"record": {"$first": {"$filter": {"input": rules.STEPS, "cond": {"$eq": ["$$this.id", id_]}}}}}
-    # The driver's own method: of a raw command's reply it would not decode nested Decimals.
+    # The driver's own method: it would not decode nested Decimals in the reply of a raw command.
     document = await find_and_update(
         store.driver.collection(store.tasks),
         still_held_by([outcome], now),

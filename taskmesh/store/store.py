@@ -25,12 +25,12 @@ from taskmesh.store.numbers import Numbers
 from taskmesh.store.uncut import CLOSE_DEADLINE_S, ended_in_time
 
 WRITE_DEADLINE_MS = 5_000
-"""How long the server may work on one write of ours. An `update_many` waits at a document that an open transaction
-has changed (measured: up to 60 s), so every one has a deadline."""
+"""How long the server may work on one of our writes. An `update_many` waits at a document that an open transaction has changed
+(measured: up to 60 s), so every write has a deadline."""
 
 
 class Store:
-    """A task collection and its neighbours, on one connection."""
+    """A collection of tasks and the collections beside it, on one connection."""
 
     def __init__(
         self, client: Any, database: str, collection: str = "tasks", now: rules.Expression = rules.NOW
@@ -52,11 +52,12 @@ class Store:
     def _name(self, collection: str, now: rules.Expression) -> None:
         self.now = now
         self.numbers = Numbers()
-        """Of who publishes by it. Stores that one process has of a mesh share them: its tasks have one order."""
+        """Numbers for what is published through this store. Stores that one process has of a mesh share them: its tasks have
+        one order."""
         self.ahead = timedelta(0)
         """How far `move_on` has moved it."""
         self.guarded_until = 0.0
-        """Until when, monotonic, reads leave out what is not well-formed (see `malformed`)."""
+        """Until when (monotonic) reads leave out malformed documents (see `malformed`)."""
         prefix = "" if collection == "tasks" else f"{collection}."
         self.tasks = collection
         self.workers = f"{prefix}workers"
@@ -88,7 +89,7 @@ class Store:
         )
 
     def move_on(self, step: timedelta) -> None:
-        """Let "now" be so much later for whatever is asked of the database here: for tests, which so need not sleep."""
+        """Let "now" be so much later for whatever is asked of the database here, so that tests need not sleep."""
         self.ahead += step
         self.now = {"$add": ["$$NOW", round(self.ahead.total_seconds() * 1000)]}
 
@@ -100,9 +101,9 @@ class Store:
         let: Document | None = None,
         hint: str | None = None,
     ) -> Document:
-        """The command of a set-based update of tasks: each document atomically, the set not.
+        """Return the command of an update of many tasks: each document atomically, the set not.
 
-        `let`: its variables. `hint`: the index to find the tasks by, where the server might try others.
+        `let`: its variables. `hint`: the index by which to find the tasks, if the server might try others.
         """
         statement: Document = {"q": query, "u": pipeline, "multi": True}
         return {
@@ -121,7 +122,7 @@ class Store:
         *,
         alone: bool = False,
     ) -> Mapping[str, Any]:
-        """Insert tasks of about `size` bytes, in one command with what others insert now, and return the reply for these.
+        """Insert tasks of about `size` bytes, in one command with what others insert now. Return the reply for these.
 
         `alone`: in a command of their own. See `Inserts`.
         """
@@ -136,11 +137,11 @@ class Store:
         constants: Document | None = None,
         hint: str | None = None,
     ) -> Document:
-        """Update all tasks that match, and return the reply with `n` (matched) and `nModified`.
+        """Update all matching tasks. Return the reply with `n` (matched) and `nModified`.
 
         `constants`: values that the pipeline refers to by name (`$$name`).
 
-        Not repeated by the driver after a network error: the caller asks by `running_id` what happened.
+        The driver does not repeat it after a network error: the caller asks by `running_id` what happened.
         """
         command = self.update_command(query, pipeline, deadline_ms, hint=hint)
         if constants is not None:
@@ -153,10 +154,10 @@ class Store:
     async def modify(
         self, changes: Sequence[tuple[Document, Document]], deadline_ms: int = WRITE_DEADLINE_MS, session: Any = None
     ) -> int:
-        """Change tasks by modifiers (`$set`, `$push`, …); return how many matched.
+        """Change tasks by modifiers (`$set`, `$push`, …). Return how many matched.
 
-        Each change is a query that names a task by `_id`, and the modifiers. Nothing is derived: only for what nothing hangs on.
-        Not repeated by the driver after a network error.
+        Each change is a query that names a task by `_id`, and the modifiers. Nothing is derived: use it only where nothing
+        depends on the change. The driver does not repeat it after a network error.
         """
         updates = [{"q": query, "u": modifiers, "hint": "_id_"} for query, modifiers in changes]
         command: Document = {"update": self.tasks, "updates": updates}
@@ -173,11 +174,11 @@ class Store:
         fields: Document | None = None,
         hint: str | None = None,
     ) -> Document | None:
-        """Update the task that matches, and return it as it was written, before anybody else can have changed it.
+        """Update the matching task. Return it as it was written, before anybody else can have changed it; None if none matches.
 
-        None if none matches. `fields`: what of it is returned, if not all. `let`, `hint`: as of `update_command`.
+        `fields`: which of its fields are returned, if not all. `let`, `hint`: as in `update_command`.
 
-        Not repeated by the driver after a network error: the caller finds out what happened. So that the driver could repeat it,
+        The driver does not repeat it after a network error: the caller finds out what happened. To let the driver repeat it,
         the server would write the document a second time, into `config.image_collection`.
         """
         command: Document = {
@@ -198,9 +199,9 @@ class Store:
     async def update_each(
         self, statements: Sequence[tuple[Document, Sequence[Mapping[str, Any]], Document]], session: Any
     ) -> Document:
-        """Do several pipelined updates in the session's transaction, in this order, and return the sums of the replies.
+        """Make several pipelined updates in the session's transaction, in this order. Return the sums of the replies.
 
-        Each is a query, a pipeline, and the constants that it refers to.
+        Each is a query, a pipeline, and the constants to which it refers.
         """
         updates = [{"q": query, "u": pipeline, "multi": True, "c": c} for query, pipeline, c in statements]
         return await self.driver.command({"update": self.tasks, "updates": updates}, session)
@@ -214,24 +215,24 @@ class Store:
         codec: CodecOptions[Document] = PLAIN_CODEC,
         hint: str | None = None,
     ) -> list[Document]:
-        """Return the matching tasks, with these fields only. `majority`: only what no failover can take back.
+        """Return the matching tasks, with these fields only. `majority`: only what no failover can roll back.
 
-        `hint`: the index to find them by, where the server might try others.
+        `hint`: the index by which to find them, if the server might try others.
         """
         tasks = self.driver.collection(self.tasks, codec, majority=majority)
         cursor = tasks.find(query, fields, batch_size=10_000, hint=hint)
         return await cursor.to_list(None)  # type: ignore[no-any-return]  # both drivers leave it untyped
 
     async def close(self) -> None:
-        """Close the connection, if it is ours. Takes a few seconds at most, though the server be gone for good."""
+        """Close the connection, if it is ours. Takes a few seconds at most, even if the server is gone for good."""
         await self.driver.calls.ended(CLOSE_DEADLINE_S)
         if self._owned and not await ended_in_time(self.driver.close(), CLOSE_DEADLINE_S):
-            # It waits to say goodbye to a server. Closed once more, it has nobody left to say goodbye to; nor has the first.
+            # Closing waits to say goodbye to a server. A second close has nobody left to say goodbye to; nor has the first.
             await ended_in_time(self.driver.close(), CLOSE_DEADLINE_S)
 
 
 def _client_of(uri: str) -> Any:
-    """Return a client. Raises `TaskMeshError` for a URI that is none; the driver names it in several ways."""
+    """Return a client. Raises `TaskMeshError` for what is not a URI, which the driver reports in several ways."""
     try:
         return AsyncMongoClient[Any](uri, appname="taskmesh", tz_aware=True)
     except (ValueError, PyMongoError) as error:

@@ -1,13 +1,13 @@
-"""Calls of the driver that no cancellation cuts short: whoever is cancelled goes at once, the call ends by itself.
+"""Calls of the driver that no cancellation cuts short: the cancelled caller returns at once, and the call ends by itself.
 
-PyMongo's async client cannot be cancelled safely at every point. Up to Python 3.11, where `asyncio.wait_for` runs what it
-waits for as a task of its own, the lock around its connections may be left taken by nobody, and every later call of the
-client waits for ever; and a cancellation that meets the last byte of a message is lost, so that a handler that was told to
-stop goes on. On every Python, a connection that is cut off while it is being made leaves its socket to the garbage collector,
-and one that is cut off in use is closed.
+PyMongo's async client cannot be cancelled safely at every point. Up to Python 3.11, where `asyncio.wait_for` runs what it waits
+for as a task of its own, the lock around its connections may stay locked for ever, so that every later call of the client
+hangs; and a cancellation that meets the last byte of a message is lost, so that a handler that was told to stop goes on. On
+every Python, a connection that is cut off while it is being opened leaves its socket to the garbage collector, and one that is
+cut off in use is closed.
 
-So each call of ours runs in a task that nobody cancels: one of its own, or the one that makes it, if that goes on alone. PyMongo
-itself is left as it is: it is not ours.
+So each of our calls runs in a task that nobody cancels: one of its own, or the caller's, if nobody cancels that. PyMongo itself
+is not changed: it is not ours.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from taskmesh.store.first_step import FirstSteps
 T = TypeVar("T")
 
 CLOSE_DEADLINE_S = 5.0
-"""How long a goodbye to the server may take. A connection whose other end is frozen would wait for ever."""
+"""How long closing may take. A connection whose other end is frozen would wait for ever."""
 
 
 class UnderWay(Generic[T]):
     """A call that runs in a task of its own.
 
-    Unlike `shield`, this leaves it to us what becomes of an error that nobody waits for any more. And the task itself gives the
-    answer: to wait for its end would take a turn of the loop more.
+    Unlike `shield`, this lets us decide what becomes of an error that nobody waits for any more. And the task itself delivers
+    the answer: waiting for its end would take one more turn of the loop.
     """
 
     def __init__(self, call: Awaitable[T]) -> None:
@@ -64,15 +64,16 @@ class UncutCalls:
 
     def __init__(self) -> None:
         self._left_alone: set[asyncio.Future[Any]] = set()
-        """Those that go on, though whoever made them was cancelled."""
+        """Calls that go on although their caller was cancelled."""
         self._unwanted: set[asyncio.Future[Any]] = set()
-        """Those of them that read from what has been closed since."""
+        """Those of them that read from something that has been closed since."""
 
     async def run(self, call: Awaitable[T], session: Any = None) -> T:
         """Await a call of the driver. If we are cancelled meanwhile, it goes on alone, and what it opens is closed.
 
-        `session`: the one that the call is made in. It bears one call at a time: a transaction that is undone while a call of
-        it is still under way may begin anew with that call, or the call writes outside of it. So we go when it has ended.
+        `session`: the session of the call. A session supports one call at a time: if a transaction is aborted while one of its
+        calls is still under way, it may start anew with that call, or the call writes outside of it. So we return only when the
+        call has ended.
         """
         if self.is_alone():
             return await call
@@ -93,7 +94,7 @@ class UncutCalls:
             raise
 
     def go_on_alone(self, work: Coroutine[Any, Any, T], name: str = "taskmesh call") -> asyncio.Task[T]:
-        """Begin what nobody cancels, at once, and return its task. What it calls needs no task of its own."""
+        """Start, at once, what nobody cancels, and return its task. Calls made in it need no task of their own."""
         return FirstSteps(asyncio.get_running_loop()).begun(self._alone(work), name)
 
     async def _alone(self, work: Coroutine[Any, Any, T]) -> T:
@@ -103,18 +104,18 @@ class UncutCalls:
         return await work
 
     def is_alone(self) -> bool:
-        """Whether who asks runs in a task that nobody cancels."""
+        """Whether the caller runs in a task that nobody cancels."""
         return asyncio.current_task() in self._left_alone
 
     def close_after(self, read: asyncio.Future[Any], opened: Any) -> None:
-        """Close a cursor or a stream when a read of it has ended that goes on alone: it bears one call at a time."""
+        """Close a cursor or a stream after a read of it that goes on alone has ended: it supports one call at a time."""
         self._unwanted.add(read)
         self.go_on_alone(_closed(opened, after=read))
 
     async def ended(self, within_s: float) -> None:
         """Wait, for so long at most, until no call goes on alone; then cut off what is left.
 
-        Reads from what has been closed are cut off at once: that of a stream may only be waiting for something to come.
+        Reads from what has been closed are cut off at once: a stream may only be waiting for something to come.
         """
         for read in tuple(self._unwanted):
             read.cancel()
@@ -131,17 +132,17 @@ class UncutCalls:
     def _ended_alone(self, call: asyncio.Future[Any]) -> None:
         self._left_alone.discard(call)
         self._unwanted.discard(call)
-        if call.cancelled() or call.exception() is not None:  # asked for, or asyncio says that nobody heard of it
+        if call.cancelled() or call.exception() is not None:  # asked for, or asyncio reports that nobody retrieved it
             return
         if hasattr(call.result(), "close"):  # a cursor or a stream, which the server would keep open for minutes
             self.go_on_alone(_closed(call.result()))
 
 
 class Uncut:
-    """A collection, cursor or change stream whose calls go through `UncutCalls`, as do those of what they return."""
+    """A collection, cursor or change stream whose calls, and those of what they return, go through `UncutCalls`."""
 
     def __init__(self, calls: UncutCalls, wrapped: Any, session: Any = None) -> None:
-        """`session`: of a cursor, the session that it reads in."""
+        """`session`: for a cursor, the session in which it reads."""
         self._calls = calls
         self.wrapped = wrapped
         self._session = session
@@ -162,7 +163,7 @@ class Uncut:
         return call
 
     async def close(self) -> None:
-        """Close it; if a read of it goes on alone, as soon as that has ended, and without waiting."""
+        """Close it without waiting. If a read of it goes on alone, it is closed when that has ended."""
         if self._running is None or self._running.done():
             await self._calls.run(self.wrapped.close())
         else:
@@ -190,7 +191,7 @@ async def _done(call: Awaitable[Any]) -> None:
 
 
 async def _ended_though_cancelled(call: asyncio.Future[Any]) -> None:
-    """Wait for a call, however often we are cancelled; one that takes too long is cut off: its connection is closed."""
+    """Wait for a call, however often we are cancelled. A call that takes too long is cut off: its connection is closed."""
     give_up = time.monotonic() + CLOSE_DEADLINE_S
     with anyio.CancelScope(shield=True):  # it would cancel us at every turn of the loop
         while not call.done() and (left := give_up - time.monotonic()) > 0:
@@ -200,7 +201,7 @@ async def _ended_though_cancelled(call: asyncio.Future[Any]) -> None:
 
 
 async def ended_in_time(ending: Awaitable[object], deadline_s: float) -> bool:
-    """Wait for this so long, and then leave it to itself; whether it has ended. What it raises is raised here."""
+    """Wait for this up to a deadline, then leave it alone. Return whether it has ended. Raises what it raises."""
     task = asyncio.ensure_future(ending)
     await asyncio.wait([task], timeout=deadline_s)
     if task.done() and not task.cancelled():

@@ -1,7 +1,7 @@
 """Which values can be stored: params on their way in, results on their way out.
 
-A value is stored and comes back equal, or it is refused with the path of the culprit; nothing is interpreted. What
-MongoDB's own types imply: times are kept to the millisecond and in UTC, tuples come back as lists.
+A value is stored and comes back equal, or it is refused with the path of the culprit; nothing is interpreted. MongoDB's own
+types imply two things: times are kept to the millisecond and in UTC, and tuples come back as lists.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from pydantic_core import PydanticSerializationError, to_jsonable_python
 from taskmesh.store.driver import CODEC, Document
 
 MAX_BYTES = 15_000_000
-"""Of params or of a result. MongoDB's limit for a whole document is 16 MB, and the rest needs room too."""
+"""Of params or of a result. MongoDB's limit for a whole document is 16 MB, and the rest needs room, too."""
 
 MAX_REASON_CHARS = 4_000
 MAX_DEPTH = 150
-"""Levels of dicts and lists in params or in a result. MongoDB's limit for a whole document is 180, the rest needs some too."""
+"""Levels of dicts and lists in params or in a result. MongoDB's limit for a whole document is 180, and the rest needs some,
+too."""
 _COUNTED_DEPTH = 1_000
 _SHALLOW_BYTES = 8 * MAX_DEPTH
-"""A value of fewer bytes cannot be nested so deeply: each level takes eight at least."""
+"""A value of fewer bytes cannot be nested so deeply: each level takes at least eight."""
 
 SECRETS = (SecretStr, SecretBytes, Secret)
-"""Types whose values are stored, and not shown."""
+"""Types whose values are stored, but not shown."""
 _TEXT = frozenset({str})
 _PLAIN = frozenset({str, int, float, bool, type(None), bytes, datetime})
 
@@ -58,7 +59,7 @@ def size_of(value: Any, path: str, most: int = MAX_BYTES) -> int:
 
 
 def kept(name: str, value: Any, path: str, most: int = MAX_BYTES) -> tuple[Mapping[str, Any], int]:
-    """Return a document with this one field, and its size. Nothing that happens to the value later changes it.
+    """Return a document with this one field, and its size. Later changes of the value do not affect it.
 
     Raises as `size_of` does.
     """
@@ -85,12 +86,15 @@ def _encoded(name: str, value: Any, path: str, most: int) -> bytes:
 
 
 def _is_flat(value: Any) -> bool:
-    """Whether it is a dict of values that MongoDB has as they are, by texts: as most params are, of many thousands a second."""
+    """Whether it is a dict with str keys and values that MongoDB stores as they are.
+
+    Most params are, and there are thousands per second.
+    """
     return type(value) is dict and _PLAIN.issuperset(map(type, value.values())) and _TEXT.issuperset(map(type, value))
 
 
 def too_deep(value: Any, path: str) -> Unstorable | None:
-    """Return what is wrong with a value whose dicts and lists stand too deep inside one another; None: they do not."""
+    """Return an error for a value whose dicts and lists are nested too deeply. None: they are not."""
     if _is_flat(value):
         return None
     depth, level = 0, [value]
@@ -146,14 +150,14 @@ def _culprit(value: Any, path: str, error: BaseException) -> Unstorable:
     if isinstance(value, dict) and any(not isinstance(key, str) for key in value):
         return Unstorable(path, "a key of a dict must be a str: make it one, or annotate the value's type")
     kind = type(value).__qualname__.rpartition(".")[2]
-    # The driver's words hold the value itself, and reasons of failures are read by more people than values.
+    # The driver's message contains the value itself, and more people read reasons of failures than values.
     why = "" if isinstance(error, bson.errors.InvalidDocument) else f" ({error})"
     how = "a dict, a list, a dataclass or a pydantic model of what can be stored"
     return Unstorable(path, f"MongoDB cannot store a value of type {kind}{why}: use {how}")
 
 
 def _reference(value: Any, path: str) -> str | None:
-    """Return where in the value a dict is that drivers take for a reference to a document; None if nowhere."""
+    """Return where in the value there is a dict that drivers take for a reference to a document. None if nowhere."""
     if isinstance(value, dict) and isinstance(value.get("$ref"), str) and "$id" in value:
         return path
     inner = (
@@ -171,9 +175,9 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def storable(value: Any) -> tuple[Any, bool]:
-    """Return the value in MongoDB's types, and whether anything had to be turned into something else for that.
+    """Return the value in MongoDB's types, and whether anything had to be converted for that.
 
-    For validated params, which their annotations turn back at execution: models, dataclasses, enums, sets, dates, paths …
+    For validated params, which their annotations convert back at execution: models, dataclasses, enums, sets, dates, paths …
     """
     if type(value) in _PLAIN:
         return value, False
@@ -194,7 +198,7 @@ def storable(value: Any) -> tuple[Any, bool]:
 
 
 def _in_parts(value: Any) -> Any:
-    """Return what an enum, a secret, a model, a dataclass or a collection is made of; anything else as it is."""
+    """Return the contents of an enum, a secret, a model, a dataclass or a collection; anything else as it is."""
     if isinstance(value, (Enum, *SECRETS)):
         return value.value if isinstance(value, Enum) else value.get_secret_value()
     if isinstance(value, BaseModel):
@@ -226,7 +230,7 @@ def _without_parts(value: Any) -> tuple[Any, bool]:
 
 
 def _with_text_keys(value: dict[Any, Any]) -> dict[Any, Any]:
-    """Return a dict with the keys that JSON would give it; as it is, to be refused, if two came to one or one has no text."""
+    """Return a dict with the keys that JSON would give it; unchanged if two became one or one has no text form: it is refused."""
     try:
         texts = [key if isinstance(key, str) else next(iter(to_jsonable_python({key: None}))) for key in value]
     except (PydanticSerializationError, ValueError):
@@ -235,7 +239,7 @@ def _with_text_keys(value: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def hides(value: Any) -> bool:
-    """Whether a value has something in it that is not to be shown. It must not be nested too deeply."""
+    """Whether a value contains something that must not be shown. It must not be nested too deeply."""
     if isinstance(value, SECRETS):
         return True
     if isinstance(value, BaseModel):
@@ -248,7 +252,7 @@ def hides(value: Any) -> bool:
 
 
 def cleaned(text: str) -> str:
-    """Return the text without what MongoDB cannot store, and not longer than a reason is kept."""
+    """Return the text without what MongoDB cannot store, cut to the length of a reason."""
     return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\0")[:MAX_REASON_CHARS]
 
 
@@ -263,7 +267,7 @@ def decoded(data: bytes) -> Document:
 
 
 def as_it_comes_back(form: Any) -> Any:
-    """Return a value as MongoDB gives it back; as it is if it cannot be stored, which is said where that is tried."""
+    """Return a value as MongoDB returns it; unchanged if it cannot be stored, which is reported where that is tried."""
     try:
         return decoded(encoded({"v": form}))["v"]
     except _REFUSALS:
@@ -271,7 +275,7 @@ def as_it_comes_back(form: Any) -> Any:
 
 
 def is_same(again: Any, value: Any) -> bool:
-    """Whether a value has come back, as far as MongoDB's own types can say: tuples come back as lists."""
+    """Whether a value has come back, as far as MongoDB's own types allow: tuples come back as lists."""
     if again == value:
         return True
     form, turned = storable(value)
@@ -279,5 +283,5 @@ def is_same(again: Any, value: Any) -> bool:
 
 
 def new_id() -> ObjectId:
-    """Return an id that nobody else makes."""
+    """Return an id that nobody else generates."""
     return ObjectId()
