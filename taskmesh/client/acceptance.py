@@ -1,7 +1,7 @@
-"""Acceptance: what programs in other languages have inserted is checked, and published as if from Python.
+"""Acceptance: checks what programs in other languages have inserted, and publishes it as if from Python.
 
-It gets the queue and the option that workers have registered for its name, changed by what its publisher set. What does not
-fit becomes a task that has FAILed, with the reason, so that whoever waits for it hears of it.
+It gets the queue and the option that workers have registered for its name, changed by what its publisher has set. What does not
+fit becomes a task that has FAILed, with the reason, so that whoever waits for it is told.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SETTINGS = frozenset(TaskOption.model_fields) | {
     "tags",
     "needs",
 }
-"""What `configuration` may set of an inserted task."""
+"""What `configuration` may set in an inserted task."""
 _SECOND = timedelta(seconds=1)
 
 
@@ -51,7 +51,10 @@ class Acceptance:
         return await acceptance.inserted(self._store, limit)
 
     async def accept(self, ids: Sequence[str], by: str) -> int:
-        """Accept those of these tasks that nobody has accepted yet; return how many. `by`: who, in the entry of a refusal."""
+        """Accept those of these tasks that nobody has accepted yet. Return how many.
+
+        `by`: who accepts, for the entry of a refusal.
+        """
         found = await acceptance.read(self._store, ids)
         if not found:
             return 0
@@ -80,13 +83,13 @@ class Acceptance:
             give_numbers(self._store, [publication], now)
         else:
             moment, publication.number = published
-            # Delays count from then on: the server says it to the second, so from the second's end.
+            # Delays count from then on: the server says it to the second, so from the end of that second.
             now = min(now, moment + _SECOND)
         return Verdict(publication, now, None if error is None else (type(error).__name__, str(error)), by)
 
 
 def _configured(inserted: Inserted, definition: RegisteredDefinition) -> Configuration:
-    """Return what its publisher wants. Raises `InvalidOption`."""
+    """Return what its publisher asks for. Raises `InvalidOption`."""
     wanted = {} if inserted.configuration is None else inserted.configuration
     if not isinstance(wanted, Mapping):
         raise InvalidOption(f"configuration must be a document, got {shown(wanted)}")

@@ -31,7 +31,7 @@ _LISTS = (list, collections.abc.Sequence, collections.abc.Collection, collection
 
 
 class BatchDefinition(TaskDefinition[[T], R], Generic[T, R]):
-    """A kind of task whose handler takes a list of items, one of each task, and returns a list of values or errors, or None."""
+    """A task whose handler takes a list of items, one of each task, and returns a list of values or errors, or None."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class BatchDefinition(TaskDefinition[[T], R], Generic[T, R]):
 
 
 class ItemParams(Params):
-    """What such a task takes: one item, of the type of which the handler takes a list."""
+    """The params of such a task: one item, of the type of which the handler takes a list."""
 
     def __init__(self, name: str, fn: Callable[..., Any]) -> None:
         super().__init__(name, fn)
@@ -93,7 +93,7 @@ class ItemParams(Params):
 
 
 class ItemReturns(Returns):
-    """What such a task returns: what the handler returns a list of, without the errors in it."""
+    """The result of such a task: an element of what the handler returns, without the errors in it."""
 
     @functools.cached_property
     def _said_to_return(self) -> Annotation:
@@ -106,7 +106,7 @@ class ItemReturns(Returns):
 
 
 def values_of(name: str, returned: Any, count: int) -> list[Any]:
-    """Return what a call returned for each of its tasks. Raises `UnstorableValue` for what is no list of so many."""
+    """Return what a call returned for each of its tasks. Raises `UnstorableValue` unless it is a list of that length."""
     if returned is None:
         return [None] * count
     if isinstance(returned, (list, tuple)) and len(returned) == count:

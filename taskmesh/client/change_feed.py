@@ -1,8 +1,8 @@
-"""The feed: one change stream per process, read once and handed to everybody here who listens.
+"""The feed: one change stream per process, read once and delivered to all its readers.
 
-It reopens by itself after every fault, behind the last event it saw. If that place is lost it tells every reader of
-the gap, and the reader looks for itself (a scan, a query). A stream that the server does not offer is no fault: said
-once, and then there is only the looking.
+It reopens by itself after every fault, after the last event it saw. If that position is lost it tells every reader of the gap,
+and the reader looks for itself (a scan, a query). A server that offers no streams is not a fault: that is logged once, and
+readers only look.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger("taskmesh.feed")
 _LONGEST_PAUSE_S = 5.0
 _EAGER_AWAIT_MS = 500
 _EAGER_PAUSE_S = 0.004
-"""About what a claim takes: else the next read is sent just when the claim of what was heard of is answered, and holds it up."""
+"""About as long as a claim takes: otherwise the next read would be sent just when a claim is answered, and hold that up."""
 _RELAXED_AWAIT_MS = 1
 _RELAXED_PAUSE_S = 0.1
 _RETRY_NOT_OFFERED_S = 60.0
@@ -42,9 +42,9 @@ class Subscription:
     on_change: Callable[[Change], None]
     on_gap: Callable[[], None]
     relaxed: bool = False
-    """Whether hearing of things a tenth of a second later is soon enough."""
+    """Whether a delay of a tenth of a second is acceptable."""
     ready: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once a stream that covers the interest is open, or it is known that there is none."""
+    """Set when a stream that covers the interest is open, or it is known that there is none."""
 
 
 class Feed:
@@ -56,18 +56,18 @@ class Feed:
         self._reader: asyncio.Task[None] | None = None
         self._token: Document | None = None
         self._token_is_of = Interest()
-        """What the stream was for that the token is of."""
+        """What the token's stream was for."""
         self.offered = True
-        """Whether the server offers change streams to us."""
+        """Whether the server offers us change streams."""
         self._opened_before = False
         self.delivered = 0
-        """How many events came, for tests and metrics."""
+        """How many events have come, for tests and metrics."""
         self._moved_at = time.monotonic()
 
     def subscribe(
         self, interest: Interest, on_change: Callable[[Change], None], on_gap: Callable[[], None]
     ) -> Subscription:
-        """Start to listen; wait for `ready` before the first look, so that nothing falls in between."""
+        """Subscribe. Wait for `ready` before the first look, so that nothing is missed in between."""
         subscription = Subscription(interest, on_change, on_gap)
         if not self._subscriptions:
             self._moved_at = time.monotonic()
@@ -80,14 +80,14 @@ class Feed:
         return subscription
 
     def change(self, subscription: Subscription, interest: Interest, *, relaxed: bool) -> None:
-        """Listen to something else from now on, beginning where the stream stands, or at another pace."""
+        """Change the interest or the pace of a subscription from now on, starting where the stream is."""
         if subscription.interest != interest or subscription.relaxed != relaxed:
             subscription.interest = interest
             subscription.relaxed = relaxed
             self._restart()
 
     def unsubscribe(self, subscription: Subscription) -> None:
-        """Stop to listen. The last to go closes the stream. Does nothing if the feed has been closed meanwhile."""
+        """Unsubscribe. The last reader to leave closes the stream. Does nothing if the feed has been closed meanwhile."""
         if subscription not in self._subscriptions:
             return
         self._subscriptions.remove(subscription)
@@ -96,24 +96,24 @@ class Feed:
 
     @property
     def position(self) -> str | None:
-        """The place up to which everything was handed out; None if no stream has been open."""
+        """The position up to which everything was delivered. None if no stream has been open."""
         return None if self._token is None else self._token["_data"]
 
     @property
     def silent_ms(self) -> float:
-        """For how long the stream has not moved on; 0 while nobody listens.
+        """How long, in ms, the stream has not advanced. 0 while nobody is subscribed.
 
-        It moves on with whatever is written to the server, wanted or not, and each live worker writes every two seconds. So
-        one that is silent for long is open and dead: a connection cut without a word, a primary that lost its majority.
+        It advances with every write to the server, wanted or not, and each live worker writes every two seconds. So a stream
+        that is silent for long is open and dead: a connection that was cut without notice, a primary that lost its majority.
         """
         return (time.monotonic() - self._moved_at) * 1000 if self._subscriptions else 0.0
 
     def listens(self, subscription: Subscription | None) -> bool:
-        """Whether the subscription is still open."""
+        """Whether the subscription is still active."""
         return subscription in self._subscriptions
 
     async def close(self) -> None:
-        """Close the stream, whoever listens."""
+        """Close the stream, even if there are readers."""
         self._subscriptions.clear()
         reader = self._stop()
         if reader is not None:
@@ -204,7 +204,7 @@ class Feed:
                 if event is None and relaxed:
                     await asyncio.sleep(_RELAXED_PAUSE_S)
                 elif event is not None and time.monotonic() - paused_at > _EAGER_PAUSE_S:
-                    # What comes next comes together: a read that waits is woken by every write to the server. And others
+                    # What comes next comes together: every write to the server wakes a read that waits. And other tasks
                     # have their turn, however much has come.
                     await asyncio.sleep(_EAGER_PAUSE_S)
                     paused_at = time.monotonic()
@@ -212,7 +212,7 @@ class Feed:
             await stream.close()
 
     def _move_to(self, token: Document | None, interest: Interest) -> None:
-        """Note where the stream stands, and what it is for; it may begin a little before the place that it goes on from."""
+        """Note where the stream is, and what it is for. It may start a little before the position from which it continues."""
         if token is None:
             self._moved_at = time.monotonic()
         elif self._token is None or is_behind(token, self._token):
@@ -224,7 +224,7 @@ class Feed:
         for subscription in tuple(self._subscriptions):
             try:
                 subscription.on_change(change)
-            except Exception:  # a stranger's document must not stop the stream
+            except Exception:  # a foreign document must not stop the stream
                 if not said:
                     logger.exception("could not read the change of %.200r: skipped", change.id)
                 said = True

@@ -1,4 +1,4 @@
-"""A mesh's connection: where to, opened and closed, and whether it can be used here (this process, this event loop)."""
+"""A mesh's connection: where it leads, how it is opened and closed, and whether it can be used here (this process, this loop)."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ class LocalConsumer(Protocol):
 
     @property
     def at_work(self) -> bool:
-        """Whether it runs."""
+        """Whether it is running."""
 
     async def stop(self, grace_ms: int = ...) -> None:
-        """Stop it within the grace."""
+        """Stop it within the grace period."""
 
     async def read_queues(self) -> None:
         """Tell it that a queue's settings have changed."""
 
 
 class Connection:
-    """Where a mesh is connected to. Once it is open it has `store`, `clock`, `feed`, `results` and `registry`."""
+    """Where a mesh is connected. Once it is open it has `store`, `clock`, `feed`, `results` and `registry`."""
 
     _clock: ServerClock
     _feed: Feed
@@ -64,12 +64,12 @@ class Connection:
         self.database = database
         self.collection = collection
         self._moved = False
-        """Whether somebody has asked for another place than the code's."""
+        """Whether a caller has changed where it leads."""
         self._store: Store | None = None
         self.numbers = Numbers()
-        """What gives its tasks their places in the order of publication, each time that it is opened."""
+        """Gives tasks their places in the order of publication, across reconnections."""
         self.reached = False
-        """Whether the server has ever answered, though it may not be open yet."""
+        """Whether the server has ever answered, even if the connection is not open yet."""
         self._created = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pid = os.getpid()
@@ -78,7 +78,7 @@ class Connection:
         self.consumers: weakref.WeakSet[LocalConsumer] = weakref.WeakSet()
 
     def lead_to(self, client: Any = None, *, database: str | None = None, collection: str | None = None) -> None:
-        """Change where it leads. None: as it is. Raises `TaskMeshError` if it is open already."""
+        """Change where it leads. None: unchanged. Raises `TaskMeshError` if it is open already."""
         if self._store is not None:
             raise TaskMeshError("this mesh is connected already: say where before `async with mesh`")
         if client is not None:
@@ -98,7 +98,7 @@ class Connection:
 
     @property
     def address(self) -> str:
-        """Where it is connected: host and port, database and collection; without credentials."""
+        """Where it leads: host and port, database and collection; without credentials."""
         return f"{reach.hosts(self.store)}, database {self.database!r}, collection {self.collection!r}"
 
     async def open(self, *, create: bool = True) -> None:
@@ -138,7 +138,7 @@ class Connection:
             self._created = True
 
     async def close(self) -> None:
-        """Stop the consumers that run, within their grace; then close what `open` opened. Does nothing the second time."""
+        """Stop running consumers, within their grace period; then close what `open` opened. A second call does nothing."""
         if self._store is None:
             return
         try:
@@ -147,7 +147,7 @@ class Connection:
             await self._close()
 
     async def stop_consumers(self, **grace: int) -> None:
-        """Stop them side by side; those of another process, from which this one was forked, are none of ours."""
+        """Stop them side by side. Those of a parent process, from which this one was forked, are not ours."""
         if self.is_usable_in(asyncio.get_running_loop()):
             at_work = [consumer for consumer in self.consumers if consumer.at_work]
             for consumer in at_work:
@@ -175,7 +175,7 @@ class Connection:
         return self._embedded.uri
 
     def _say_where(self, store: Store) -> None:
-        """Say it if TASKMESH_URI names other servers, lest somebody looks for his tasks there."""
+        """Log a warning if TASKMESH_URI names other servers, so that nobody looks for their tasks there."""
         named = os.environ.get("TASKMESH_URI")
         if self.client is None or not named:
             return
@@ -197,13 +197,13 @@ class Connection:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
-        """The event loop of this process in which it is open; None if there is none, or it runs no more."""
+        """The event loop of this process in which it is open. None if there is none, or it no longer runs."""
         open_here = self._store is not None and self._pid == os.getpid()
         return self._loop if open_here and self._loop is not None and self._loop.is_running() else None
 
     @property
     def store(self) -> Store:
-        """What reads and writes MongoDB. Raises `TaskMeshError` if the connection is not open, in this loop and process."""
+        """Reads and writes MongoDB. Raises `TaskMeshError` if the connection is not open, in this loop and process."""
         if self._store is None:
             raise TaskMeshError(_NOT_CONNECTED)
         if self._pid != os.getpid():
@@ -223,26 +223,26 @@ class Connection:
 
     @property
     def feed(self) -> Feed:
-        """What happens to tasks, told to all in this mesh who listen. Raises `TaskMeshError` as `clock` does."""
+        """Delivers events of tasks to all subscribers in this mesh. Raises `TaskMeshError` as `clock` does."""
         if self._loop is None:
             raise TaskMeshError(_NOT_CONNECTED)
         return self._feed
 
     @property
     def results(self) -> Results:
-        """Those who wait for results. Raises as `store` does."""
+        """Serves callers that wait for results. Raises as `store` does."""
         _ = self.store
         return self._results
 
     @property
     def registry(self) -> Registry:
-        """The workers, and what they registered. Raises as `store` does."""
+        """The workers, and what they have registered. Raises as `store` does."""
         _ = self.store
         return self._registry
 
     @property
     def acceptance(self) -> Acceptance:
-        """What makes tasks of what other languages insert. Raises as `store` does."""
+        """Accepts what other languages insert. Raises as `store` does."""
         _ = self.store
         return self._acceptance
 
@@ -257,17 +257,17 @@ class Connection:
         return reader
 
     async def fetched(self, document: Document) -> Document:
-        """Return the document of a task with what of it is stored apart."""
+        """Return the document of a task with its separately stored values."""
         return await patiently(lambda: self.payloads.fetched(self.store, document))
 
     async def refuse_strangers(self, ids: Sequence[str], error: PyMongoError) -> None:
-        """Raise `IncompatibleCollection` if a stranger among these documents may be why a change of them has failed."""
+        """Raise `IncompatibleCollection` if a malformed document among these may be why a change of them has failed."""
         if isinstance(error, OperationFailure) and not (is_passing(error) or is_over_deadline(error)):
             for document in await malformed.strangers(self.store, ids):
                 raise why_no_task(document) from error
 
     async def remove_apart(self, ids: Iterable[Any]) -> None:
-        """Remove what no task refers to any more. What cannot be removed now, a sweep finds."""
+        """Remove values that no task refers to any more. A sweep finds what cannot be removed now."""
         try:
             await apart.remove(self.store, ids)
         except PyMongoError as error:
@@ -276,13 +276,13 @@ class Connection:
             )
 
     async def queues_changed(self) -> None:
-        """Let our own consumers know before the caller goes on, and publications; the others hear of it by their streams."""
+        """Tell our own consumers before the caller goes on, and publishers; others learn of it from their streams."""
         self.registry.outdate()
         for consumer in tuple(self.consumers):
             await consumer.read_queues()
 
 
 async def sample(clock: ServerClock, store: Store) -> None:
-    """Ask the server for its time. A consumer hears of it with every sign of life; who only publishes has to ask."""
+    """Ask the server for its time. Consumers get it with every heartbeat; code that only publishes has to ask."""
     sent = time.monotonic()
     clock.observe(await registry.server_time(store), sent, time.monotonic())

@@ -1,11 +1,11 @@
 """On data change: each change of a collection becomes one task, whatever dies.
 
 A singleton reads the stream (see `mesh.singleton`): one reader in the fleet at a time, since each open stream costs the server
-work at every write. That is thrift, not the promise: for a moment two may read, as when one was suspended and wakes up. What
-makes it exactly one task is in `store/data_changes.py`: the transaction that publishes a set of events moves the place in the
-stream on. Why so: docs/decisions/0018-on-data-change.md.
+work at every write. That saves work, and is not the guarantee: two may read for a moment, as when one was suspended and wakes
+up. What makes it exactly one task is in `store/data_changes.py`: the transaction that publishes a set of events advances the
+position in the stream. See docs/decisions/0018-on-data-change.md.
 
-If the process dies, nothing is half done; the next reader begins where the place stands.
+If the process dies, nothing is half done; the next reader starts at the position.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from taskmesh.store.values import Unstorable, size_of
 logger = logging.getLogger("taskmesh.changes")
 
 READER_QUEUE = "changes"
-"""Of its own, so that a pause of the queue of the tasks lets nobody fall behind the oplog."""
+"""A queue of its own, so that a pause of the tasks' queue lets no reader fall behind the oplog."""
 READER_OPTION = TaskOption(ping_interval_ms=3_000, worker_timeout_ms=15_000, unexpected_retry_delay_ms=5_000)
 _MOVE_EVERY_S = 10.0
-"""Where nothing is to be published, the place is moved on so often: it must not fall off the oplog."""
+"""How often the position advances where nothing has to be published: it must not fall off the oplog."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 
 
@@ -56,7 +56,7 @@ class DataChanges:
         self._watched = watched
         self._param = _param_of(definition.name, definition.fn)
         self._cut = False
-        """Whether the next event is larger than the server can tell."""
+        """Whether the next event is larger than the server can send."""
         try:
             size_of(list(watched.pipeline), "pipeline")
         except Unstorable as error:
@@ -95,7 +95,7 @@ class DataChanges:
             ) from error
 
     async def read(self) -> None:
-        """Read for ever, and publish a task for each change. Raises what does not pass by itself."""
+        """Read for ever, and publish a task for each change. Raises errors that are not temporary."""
         pause = _FIRST_PAUSE_S
         while True:
             began = time.monotonic()
@@ -119,7 +119,7 @@ class DataChanges:
             if place is None:
                 await data_changes.begin(store, self._place_id, stream.resume_token)
                 logger.info("the changes of %s are read from now on", self._source)
-                return  # by whoever was first, and from where he began
+                return  # by the first reader, from where that began
             logger.debug("reading the changes of %s", self._source)
             next_move = time.monotonic() + _MOVE_EVERY_S
             while stream.alive:
@@ -159,7 +159,7 @@ class DataChanges:
         return publisher.made(self._definition, key, params, configuration, size)
 
     async def _see_to(self, error: PyMongoError) -> None:
-        """Do what an error asks for, or raise it. What passes is only told."""
+        """Do what an error requires, or raise it. Temporary errors are only logged."""
         store = self._connection.store
         if is_event_too_large(error) and not self._cut:
             self._cut = True
@@ -172,7 +172,7 @@ class DataChanges:
             raise error
 
     async def _go_on_behind_what_is_lost(self, error: PyMongoError) -> None:
-        """The place is out of the server's reach: stop there, or skip what is lost, as was asked for."""
+        """The position is out of the server's reach: stop there, or skip what is lost, as configured."""
         store, reason = self._connection.store, str(error)[:2_000]
         place = await data_changes.read(store, self._place_id)
         if place is None:
@@ -194,7 +194,7 @@ class DataChanges:
 
 
 def _param_of(name: str, fn: Callable[..., Any]) -> str:
-    """Return the name of the one param that the handler needs. Raises `InvalidOption`."""
+    """Return the name of the one parameter that the handler takes. Raises `InvalidOption`."""
     signature = inspect.signature(fn)
     needed = [p for p in signature.parameters.values() if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
     if len(needed) != 1:

@@ -26,7 +26,7 @@ DEFAULT_OPTION = TaskOption()
 
 
 class Settings(TypedDict, total=False):
-    """What every kind of task can be told when it is defined; see `TaskMesh.task`."""
+    """The settings of every kind of task; see `TaskMesh.task`."""
 
     name: str | None
     queue: str
@@ -39,7 +39,7 @@ class Settings(TypedDict, total=False):
 
 
 class TaskSettings(Settings, total=False):
-    """What `mesh.task(…)` can be told about a task."""
+    """The settings of `mesh.task(…)`."""
 
     projection: Sequence[str] | None
     cron: str | None
@@ -75,7 +75,7 @@ class Defining:
         self.definitions: dict[str, TaskDefinition[Any, Any]] = {}
         """The tasks that are defined on this mesh, by name."""
         self.data_changes: dict[str, DataChanges] = {}
-        """Whose changes become tasks, by the names of the singletons that read them."""
+        """The collections whose changes become tasks, by the names of the singletons that read them."""
 
     @overload
     def loop(
@@ -90,15 +90,15 @@ class Defining:
         self, fn: None = None, *, interval_ms: int, per: Per = "fleet", **settings: Unpack[Settings]
     ) -> Decorator: ...
     def loop(self, fn: Any = None, *, interval_ms: Any, per: Any = "fleet", **settings: Any) -> Any:
-        """Define a function that workers run again and again, without its being published: a function, or a decorator.
+        """Define a function that workers run again and again: a decorator, with or without arguments. It is not published.
 
         It runs again `interval_ms` after its last end, in milliseconds; the first time when a worker first declares it. `per`:
-        once in the fleet (`"fleet"`), in each worker (`"worker"`) or on each host (`"host"`, by the worker's label of that name).
-        A failure is logged and kept, and it runs again `interval_ms` later, or after `unexpected_retry_delay_ms` if that is
-        sooner; neither failures nor lost workers ever end it. What it returns is not kept. It takes no slot of its worker's
-        `concurrency`.
+        once in the fleet (`"fleet"`), in each worker (`"worker"`) or on each host (`"host"`, by the worker's label of that
+        name). A failure is logged and kept, and the function runs again `interval_ms` later, or after
+        `unexpected_retry_delay_ms` if that is sooner; neither failures nor lost workers ever end it. What it returns is not
+        kept. It occupies no slot of its worker's `concurrency`.
 
-        `settings`: as `task` takes them. Raises `InvalidOption`.
+        `settings`: as for `task`. Raises `InvalidOption`.
         """
         return self._definer("loop", fn, settings, loop=checked_loop(interval_ms, per))
 
@@ -111,12 +111,12 @@ class Defining:
     def singleton(self, fn: Any = None, **settings: Any) -> Any:
         """Define a function of which exactly one live instance runs in the fleet: a decorator, with or without arguments.
 
-        Workers start it by themselves. If its worker dies, hangs or is cut off, another takes it over when its lease has ended
+        Workers start it by themselves. If its worker dies, hangs or is cut off, another one takes over when its lease has ended
         (`worker_timeout_ms`). If it returns or raises, it is started again after `unexpected_retry_delay_ms`. A worker that is
-        stopped gracefully stops it at once (an async function is cancelled; a plain one should look at
-        `current_task().cancelled`), and another worker starts it. It takes no slot of its worker's `concurrency`.
+        stopped gracefully stops it at once (an async function is cancelled; a plain one should check
+        `current_task().cancelled`), and another worker starts it. It occupies no slot of its worker's `concurrency`.
 
-        `settings`: as `task` takes them. Raises `InvalidOption`.
+        `settings`: as for `task`. Raises `InvalidOption`.
         """
         return self._definer("singleton", fn, settings, loop=Loop())
 
@@ -127,14 +127,14 @@ class Defining:
     @overload
     def broadcast(self, fn: None = None, **settings: Unpack[Settings]) -> Decorator: ...
     def broadcast(self, fn: Any = None, **settings: Any) -> Any:
-        """Define a task that each live worker runs once, each time that it is published: a decorator, with or without arguments.
+        """Define a task that each live worker runs once whenever it is published: a decorator, with or without arguments.
 
-        It is for the workers that are live when it is published, know the task, take from its queue and may run it;
-        `specific_worker_ids` of the published task names them. One that joins later does not run it; one that is gone (stopped,
-        or without a sign of life for eight seconds) is not waited for. The task is SUCCESS when all that are left have run it;
-        published while there is none, it is EXPIRED at once.
+        It is for the workers that are live when it is published, know the task, serve its queue and may run it;
+        `specific_worker_ids` of the published task names them. A worker that joins later does not run it; one that is gone
+        (stopped, or without a heartbeat for eight seconds) is not waited for. The task is SUCCESS when all remaining workers
+        have run it; published while there is none, it is EXPIRED at once.
 
-        `settings`: as `task` takes them. A failure makes its own worker wait, and no other. Raises `InvalidOption`.
+        `settings`: as for `task`. A failure delays only its own worker. Raises `InvalidOption`.
         """
         return self._definer("broadcast", fn, settings, broadcast=True)
 
@@ -147,20 +147,20 @@ class Defining:
         on_lost: OnLost = "stop",
         **settings: Unpack[Settings],
     ) -> ChangeDecorator:
-        """Define a task of which each change of a collection becomes exactly one: a decorator of its handler.
+        """Define a task for the changes of a collection, each of which becomes exactly one task: a decorator of its handler.
 
-        `collection`: `"orders"` of the mesh's database, or with its database `"shop.orders"`. The handler takes one parameter, a
-        `ChangeEvent`. `pipeline`: which changes, and what of them: stages `$match`, `$project`, `$addFields`, `$set`, `$unset`,
-        `$redact` over MongoDB's change events, whose `_id` they leave alone. `full_document`: for updates, too, read the
-        document (`"updateLookup"`), or not (`"default"`), or take the collection's post-image (`"whenAvailable"`).
+        `collection`: `"orders"` in the mesh's database, or with its database `"shop.orders"`. The handler takes one parameter,
+        a `ChangeEvent`. `pipeline`: which changes, and what of them: stages `$match`, `$project`, `$addFields`, `$set`,
+        `$unset`, `$redact` over MongoDB's change events, whose `_id` they must not change. `full_document`: for updates, too,
+        read the document (`"updateLookup"`), or not (`"default"`), or use the collection's post-image (`"whenAvailable"`).
 
-        The changes are read by a singleton, `<name>.reader` in the queue `changes`, from the moment in which it first runs; where
-        it stands is stored in the transaction in which the tasks are published. `on_lost`: what is done if it was away for
-        longer than the oplog reaches back: `"stop"`, and doctor and the log say so until it is changed, or `"skip"` what is
-        lost, and say so.
+        A singleton, `<name>.reader` in the queue `changes`, reads the changes from the moment it first runs; its position is
+        stored in the transaction in which the tasks are published. `on_lost`: what happens if it was away for longer than the
+        oplog reaches back: `"stop"`, reported by the doctor and the log until that is changed, or `"skip"` what is lost, and
+        report it.
 
-        `settings`: as `task` takes them. Raises `InvalidOption`; what only the server can judge of the pipeline, a worker raises
-        when it starts.
+        `settings`: as for `task`. Raises `InvalidOption`; errors in the pipeline that only the server can detect are raised
+        when a worker starts.
         """
         watched = checked_watched(collection, pipeline, full_document, on_lost)
         if unknown := sorted(set(settings) - Settings.__annotations__.keys()):
@@ -180,7 +180,7 @@ class Defining:
         return define
 
     def _definer(self, what: str, fn: Any, settings: Mapping[str, Any], **kind: Any) -> Any:
-        """Return the definition of `fn`; or what makes it, as a decorator."""
+        """Return the definition of `fn`; without `fn`, a decorator that does."""
         if unknown := sorted(set(settings) - Settings.__annotations__.keys()):
             known = ", ".join(Settings.__annotations__)
             raise InvalidOption(f"mesh.{what} got {unknown[0]}={settings[unknown[0]]!r}; it takes: {known}")
@@ -241,7 +241,7 @@ class Defining:
 
 
 def checked_function(what: str, fn: Any) -> None:
-    """Raise `InvalidOption` for what is no function, unless it is None: then there will be one."""
+    """Raise `InvalidOption` for what is not a function. None is accepted: the function follows."""
     if fn is not None and not callable(fn):
         raise InvalidOption(
             f"{what} must be given a function, got {fn!r}: write @mesh.{what}(name={fn!r}) to name a task"
@@ -249,7 +249,7 @@ def checked_function(what: str, fn: Any) -> None:
 
 
 def name_of(fn: Any) -> str:
-    """Return the name of a function; or raise `InvalidName` for what has none, like a `functools.partial`."""
+    """Return the name of a function. Raises `InvalidName` if it has none, like a `functools.partial`."""
     name: str | None = getattr(fn, "__name__", None)
     if name is None:
         raise InvalidName(f"{fn!r} has no name that the task could have: give it one by name=…")
@@ -257,6 +257,6 @@ def name_of(fn: Any) -> str:
 
 
 def checked_option(option: Any) -> None:
-    """Raise `InvalidOption` for what is no option."""
+    """Raise `InvalidOption` for what is not an option."""
     if option is not None and not isinstance(option, TaskOption):
         raise InvalidOption(f"option must be a TaskOption, got {option!r}")

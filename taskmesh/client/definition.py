@@ -32,11 +32,11 @@ class TaskDefinition(Generic[P, R]):
     """A kind of task: a name, a handler, and how to publish one. Calling it calls the handler's function."""
 
     batch = 0
-    """How many tasks one call of the handler may get at most; 0: a call is one task's."""
+    """How many tasks one call of the handler may get. 0: each call is for one task."""
     batch_wait_ms = 0
-    """How long the first of them waits for others."""
+    """How long, in ms, the first of them waits for others."""
     encrypted = False
-    """Its publisher knows its codec, and has not to be told."""
+    """Its publisher knows its codec, and need not be told."""
 
     def __init__(
         self,
@@ -51,7 +51,10 @@ class TaskDefinition(Generic[P, R]):
         loop: Loop | None = None,
         broadcast: bool = False,
     ) -> None:
-        """`loop`: it is run again and again without being published. `broadcast`: each live worker runs what is published."""
+        """`loop`: workers run it again and again without its being published.
+
+        `broadcast`: each live worker runs what is published.
+        """
         self.publisher = publisher
         self.fn = fn
         self.name = checked_name(name)
@@ -88,13 +91,13 @@ class TaskDefinition(Generic[P, R]):
         retry_on: ErrorTypes | None = None,
         fail_on: ErrorTypes | None = None,
     ) -> Callable[[F], F]:
-        """Give the tasks of this name that are in `queue` a handler of its own: a decorator. See `Next`.
+        """Give the tasks of this name in `queue` a handler of its own: a decorator. See `Next`.
 
             @video.on_queue("encode")
             async def encode(path: str) -> str: ...
 
-        `run`, `retry_on`, `fail_on`: as in `mesh.task`; where neither of the last two is given, what the task says of errors
-        counts here too. Raises `InvalidOption` for what is no queue, or has one already.
+        `run`, `retry_on`, `fail_on`: as in `mesh.task`; if neither of the last two is given, the task's own apply here, too.
+        Raises `InvalidOption` for an invalid queue, or one that has a handler already.
         """
         checked_queue(queue)
         told = retry_on is not None or fail_on is not None
@@ -116,17 +119,17 @@ class TaskDefinition(Generic[P, R]):
         return add
 
     def on(self, queue: str) -> TaskDefinition[..., Any]:
-        """Return what runs the tasks of this name in `queue`: the handler that `on_queue` gave it, or this."""
+        """Return the definition that runs the tasks of this name in `queue`: the one from `on_queue`, or this."""
         return self._on_queue.get(queue, self)
 
     @property
     def queues(self) -> list[str]:
-        """Where its tasks go first, and where `on_queue` has given them handlers."""
+        """The queue in which its tasks start, and the queues with handlers of their own."""
         return list(dict.fromkeys([self.queue, *self._on_queue]))
 
     @property
     def queue(self) -> str:
-        """Where its tasks go."""
+        """The queue in which its tasks start."""
         return self.configuration.queue
 
     @property
@@ -154,7 +157,7 @@ class TaskDefinition(Generic[P, R]):
     def to_store(self, params: Mapping[str, Any], after: After | None = None) -> tuple[dict[str, Any], int]:
         """Return checked params in MongoDB's types, and their size in bytes. Raises `InvalidParams`, `TaskTooLarge`.
 
-        `after`: what the task is to wait for, whose results are params too; None: that is not said.
+        `after`: what the task waits for, whose results are params, too. None: not specified.
         """
         check_published(self.name, is_loop=self.loop is not None)
         return self.on(self.queue).params.to_store(params, after, self.publisher.payloads.most_bytes)
@@ -168,10 +171,10 @@ class TaskDefinition(Generic[P, R]):
             ) from error
 
     async def publish(self, key: str, /, *args: P.args, **params: P.kwargs) -> TaskHandle[R]:
-        """Publish one task under `key`, once: a key that is there already is left as it is, unless configured.
+        """Publish one task under `key`, once: an existing task with that key is left as it is, unless configured otherwise.
 
-        The key is taken until the finished task's retention is over; after that it is published afresh. Raises
-        `InvalidKey`, `InvalidParams`, `TaskTooLarge`, `TaskRunning`; then nothing is written.
+        The key is taken until the finished task's retention is over; after that it is published afresh. Raises `InvalidKey`,
+        `InvalidParams`, `TaskTooLarge`, `TaskRunning`; then nothing is written.
         """
         named = self.params.named(args, params)
         return cast("TaskHandle[R]", (await self.publisher.publish_all(self, {checked_key(key): named}))[0])
@@ -186,14 +189,14 @@ class TaskDefinition(Generic[P, R]):
     def publish_sync(self, key: str, /, *args: P.args, **params: P.kwargs) -> TaskHandle[R]:
         """Publish from code without an event loop: threads, WSGI apps, after a fork.
 
-        A `session` is one of a blocking client. Raises `RuntimeError` when called from inside a running loop, and as `publish`
+        A `session` has to belong to a blocking client. Raises `RuntimeError` if called inside a running loop, and as `publish`
         does.
         """
         named = self.params.named(args, params)
         return cast("TaskHandle[R]", self.publisher.publish_all_sync(self, {checked_key(key): named})[0])
 
     def described(self) -> dict[str, Any]:
-        """Return what a worker registers of the task, for publishers without its code."""
+        """Return what a worker registers about the task, for publishers without its code."""
         schema = self.params.json_schema()
         text = None if schema is None else json.dumps(schema, sort_keys=True)
         known = text is not None and len(text) <= _LONGEST_SCHEMA
@@ -215,5 +218,5 @@ class TaskDefinition(Generic[P, R]):
 
 
 def is_async(fn: Callable[..., Any]) -> bool:
-    """Whether calling `fn` gives a coroutine."""
+    """Whether calling `fn` returns a coroutine."""
     return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004  # the method itself is asked

@@ -1,8 +1,9 @@
 """Events: what happens to tasks, as an async iterator.
 
-Complete, and in order for each task, as the server committed it. The buffer is bounded: a reader that is too slow is told
-how many it missed by an event of kind `missed`; where the stream itself lost its place comes one of kind `gap`. All readers of
-a process share its one stream. One that resumes behind a token reads a stream of its own, but only until it has caught up.
+Events are complete, and in order for each task, as the server committed them. The buffer is bounded: a reader that is too slow
+gets an event of kind `missed`, which says how many it has missed; if the stream itself lost its position, one of kind `gap`.
+All readers of a process share its one stream. A reader that resumes after a token reads a stream of its own, but only until it
+has caught up.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def events_of(change: Change) -> Iterator[TaskEvent]:
         return TaskEvent(kind, name, key, worker_id, change.time, status)  # type: ignore[arg-type]  # a stamp's kind
 
     if change.operation in ("insert", "replace"):
-        if not change.is_to_be_accepted:  # then the acceptance is told
+        if not change.is_to_be_accepted:  # then the acceptance is announced
             yield event("published")
         return
     if change.stamp is None:
@@ -59,8 +60,8 @@ def events_of(change: Change) -> Iterator[TaskEvent]:
 class EventReader:
     """The async iterator behind `mesh.events()` and `consumer.events()`.
 
-    It listens from the call that made it. Where nobody in the process listened before, opening the stream takes a moment:
-    `async with` waits for it, and closes the reader at the end. It ends with the mesh, or with the consumer it belongs to.
+    It collects events from the call that created it. If nobody in the process was subscribed before, opening the stream takes a
+    moment: `async with` waits for it, and closes the reader at the end. It ends with the mesh, or with its consumer.
     """
 
     def __init__(
@@ -84,12 +85,12 @@ class EventReader:
         self._wake = asyncio.Event()
         self._closed = False
         self._behind: str | None = feed.position
-        """The last change that the shared stream told, or where it stood when it began for this reader."""
+        """The last change that the shared stream delivered, or where it was when it started for this reader."""
         self._began = self._behind
         self._subscription: Subscription | None = feed.subscribe(Interest(events=True), self._take, self._take_gap)
 
     async def opened(self) -> Self:
-        """Wait until the stream is open: from then on at the latest, nothing is left out unsaid."""
+        """Wait until the stream is open: from then on at the latest, nothing is left out unannounced."""
         if self._subscription is not None:
             await self._subscription.ready.wait()
         return self
@@ -120,12 +121,12 @@ class EventReader:
             await self._wake.wait()
 
     async def aclose(self) -> None:
-        """Stop to listen, as an async generator would."""
+        """Unsubscribe, as an async generator would."""
         self._buffer.clear()
         self.close()
 
     def close(self) -> None:
-        """Stop to listen; the iterator ends after what is buffered."""
+        """Unsubscribe. The iterator ends after what is buffered."""
         subscription, self._subscription = self._subscription, None
         if subscription is not None and self._feed.listens(subscription):
             self._feed.unsubscribe(subscription)
@@ -149,7 +150,7 @@ class EventReader:
         self._wake.set()
 
     def _note_missing(self, kind: EventKind, missed: int = 0) -> None:
-        """Say it in its place: behind what came before, and before what comes after."""
+        """Announce it in its place: after what came before, and before what comes next."""
         last = self._buffer[-1] if self._buffer else None
         if last is None or last.kind not in ("missed", "gap"):
             self._buffer.append(_missing(kind, missed))
@@ -158,7 +159,7 @@ class EventReader:
             self._buffer[-1] = _missing("missed" if missed else "gap", missed)
 
     def _wanted_of(self, change: Change, behind: str | None, skip: int = 0) -> list[TaskEvent]:
-        """The events of a change that the reader asked for, each with the place behind it; `behind`: the change before."""
+        """Return the events of a change that the reader wants, each with its position; `behind`: the change before."""
         events = self._events_of(change)
         wanted = []
         for i, event in enumerate(events):
@@ -189,13 +190,13 @@ class EventReader:
         return event
 
     async def _read_past(self) -> AsyncIterator[TaskEvent]:
-        """Read a stream of our own, from the place asked for to where the shared one stood when it took over."""
+        """Read a stream of our own, from the requested position to where the shared one was when it took over."""
         await self.opened()
         place, end = self._after, self._began or self._feed.position
         if place is None or end is None:  # the server offers no streams
             yield _missing("gap")
             return
-        # Meanwhile the shared stream goes on, and `_behind` with it: this one has a place of its own.
+        # Meanwhile the shared stream goes on, and `_behind` with it: this one has a position of its own.
         behind, skip = place.data, place.skip
         stream = None
         try:
@@ -228,7 +229,7 @@ class EventReader:
             if not is_history_lost(error):
                 if stream is not None or is_about_us(error) or is_passing(error):
                     raise
-                raise _no_token(str(place)) from error  # what was cut off, or made up, though of the right characters
+                raise _no_token(str(place)) from error  # cut off, or made up, though of valid characters
             yield _missing("gap")
 
 
@@ -242,9 +243,9 @@ def _no_token(token: object) -> InvalidOption:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A place in the stream: behind a change, or behind the first few events of the change that follows it.
+    """A position in the stream: after a change, or after the first few events of the change that follows it.
 
-    Tokens of one deployment sort as their texts do: so a server merges the streams of shards.
+    Tokens of one deployment sort as their texts do: that is how a server merges the streams of shards.
     """
 
     data: str
@@ -255,7 +256,7 @@ class _Place:
 
     @classmethod
     def read(cls, token: str) -> _Place:
-        """Read a token back. Raises `InvalidOption` for what is none."""
+        """Read a token back. Raises `InvalidOption` for an invalid one."""
         data, _, skip = str(token).partition("+")
         if not data or set(data) - set("0123456789ABCDEFabcdef") or not (skip or "0").isdecimal():
             raise _no_token(token)

@@ -31,13 +31,13 @@ _UNFINISHED = (Status.INIT, Status.RUNNING)
 
 
 class Flow:
-    """Tasks to be published as a whole, at the end of its `async with` block; if that raises, nothing is published.
+    """Tasks that are published as a whole, at the end of its `async with` block; if that raises, nothing is published.
 
-    async with mesh.flow("import-2026-11") as flow:
-        parts = [flow.add(load, f"part-{i}", n=i) for i in range(10_000)]
-        flow.add(merge, "merge", after=parts)
+        async with mesh.flow("import-2026-11") as flow:
+            parts = [flow.add(load, f"part-{i}", n=i) for i in range(10_000)]
+            flow.add(merge, "merge", after=parts)
 
-    The same flow again adds what is new, and completes what was cut off; what is there already is joined, not changed.
+    Publishing the same flow again adds new tasks, and completes what was cut off; existing tasks join the flow unchanged.
     """
 
     def __init__(self, flows: Flows, key: str) -> None:
@@ -57,11 +57,11 @@ class Flow:
         on_dependency_failure: OnDependencyFailure | None = None,
         **named: Any,
     ) -> TaskHandle[R]:
-        """Add a task: `definition` is what `@mesh.task` returned (configured, if you like), or a task's name.
+        """Add a task. `definition` is what `@mesh.task` returned (configured, if you like), or a task's name.
 
-        `after`, `on_dependency_failure` as in `configure`; a handler's params of these names are given by `params`. Returns the
-        task's handle, of use in `after` now and for its result when the flow is published. Raises as `publish` does, and
-        `InvalidOption` for a second task of that name and key.
+        `after`, `on_dependency_failure` as in `configure`; if the handler has params with these names, pass them in `params`.
+        Returns the task's handle, for use in `after` now and for its result after the flow is published. Raises as `publish`
+        does, and `InvalidOption` for a second task with that name and key.
         """
         if self._over:
             raise InvalidOption(f"flow {self.key!r} is published already: open it again with mesh.flow to add to it")
@@ -95,7 +95,7 @@ class Flow:
         return await self._flows.cancel(self.key)
 
     async def retry(self) -> FlowStatus:
-        """Begin anew what did not end as SUCCESS."""
+        """Start the members anew that did not end as SUCCESS."""
         return await self._flows.retry(self.key)
 
 
@@ -119,7 +119,7 @@ class Flows:
         after: Dependencies | None,
         on_dependency_failure: OnDependencyFailure | None,
     ) -> tuple[Publication, TaskHandle[R]]:
-        """Return what is to be published of a member, checked, and its handle."""
+        """Return a member's publication, checked, and its handle."""
         known = self._publisher.definitions.get(checked_name(definition)) if isinstance(definition, str) else definition
         if known is None:
             raise InvalidOption(
@@ -192,7 +192,7 @@ class Flows:
         await patiently(lambda: flows.seal(store, key))
         try:
             await patiently(lambda: flows.open_members(store, key))
-        except PyMongoError:  # it is published: whoever sweeps next opens the rest
+        except PyMongoError:  # it is published: the next sweep opens the rest
             return
 
     async def status(self, key: str) -> FlowStatus:
@@ -257,7 +257,7 @@ class Flows:
         status = await self.status(key)
         failed = [f"{task.name}:{task.key}" for task in status.tasks if task.status in ("FAIL", "CANCELLED", "EXPIRED")]
         found = await flows.members(self._store, failed)
-        # What failed by itself first: it brings back those that failed because of it. Then whoever failed because of others.
+        # What failed by itself first: it brings back those that failed because of it. Then those that failed because of others.
         await flows.retry(self._store, [task["_id"] for task in found if not task["by_dependency"]])
         left = [task["_id"] for task in found if task["by_dependency"]]
         await flows.retry(self._store, left)
@@ -270,7 +270,7 @@ class Flows:
 
 
 def _check_no_circle(key: str, publications: list[Publication]) -> None:
-    """Raise `InvalidOption` where members wait for each other in a circle: by `after`, or by their places in a sequence."""
+    """Raise `InvalidOption` if members wait for each other in a circle: by `after`, or by their places in a sequence."""
     waits_for: dict[str, list[str]] = {}
     last_in_line: dict[str, str] = {}
     for each in publications:

@@ -1,4 +1,4 @@
-"""A handle on what was published: to wait for it, and to ask about it."""
+"""A handle to a published task: to wait for it, and to ask about it."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ class TaskHandle(Generic[R]):
         returns: Returns = PLAIN,
         not_before: float | None = None,
     ) -> None:
-        """`not_before`: when the task was not there yet, by the monotonic clock; None if that is not known."""
+        """`not_before`: when the task did not exist yet, on the monotonic clock. None if that is unknown."""
         self.tasks = tasks
         self.name = checked_name(name)
         self.key = checked_key(key)
         self.created = created
-        """True: inserted now; False: the key was there already."""
+        """True: inserted now. False: the key existed already."""
         self._is_due_a_result = created or updated
-        """Whether nobody has had the result of what this handle published."""
+        """Whether nobody has read the result of what this handle published."""
         self.updated = updated
         """Whether an existing task was changed."""
         self.warnings = warnings
-        """Why nobody could run the task when it was published, as far as was known of workers and queues two seconds before."""
+        """Why no worker could run the task when it was published, by what was known of workers and queues two seconds before."""
         self._returns = returns
         self._not_before = not_before
 
     def is_published(self, *, created: bool) -> None:
-        """Note that the flow whose member it is was published."""
+        """Note that the flow of which it is a member was published."""
         self.created = self._is_due_a_result = created
 
     async def flow(self) -> FlowStatus:
-        """Return how far the flow has come that the task is a member of (of several, the newest). Raises `TaskNotFound`."""
+        """Return the state of the flow of which the task is a member (of several, the newest). Raises `TaskNotFound`."""
         return await self.tasks.flows.of(self.name, self.key)
 
     async def task(self) -> Task:
@@ -62,8 +62,8 @@ class TaskHandle(Generic[R]):
     async def result(self, timeout: float | None = None) -> R:
         """Wait for the task to finish, and return the value of its first SUCCESS.
 
-        It is of the type that the handler is annotated to return, where the mesh that published knows the handler; else it is
-        in plain values. `timeout` in seconds; None waits for ever, 0 looks once. Raises `TaskError` (with `reasons`),
+        The value has the type that the handler is annotated to return, if the publishing mesh knows the handler; otherwise it
+        consists of plain values. `timeout` in seconds; None waits for ever, 0 looks once. Raises `TaskError` (with `reasons`),
         `TaskCancelled`, `TaskExpired`, `TaskNotFound` (deleted meanwhile), `TimeoutError`, or `UnstorableValue` if the
         annotation has changed so that the stored value does not fit it.
         """
@@ -79,11 +79,11 @@ class TaskHandle(Generic[R]):
         await self.tasks.signal(self.name, self.key, event, payload, signal_id=signal_id)
 
     async def cancel(self) -> Task:
-        """Cancel the task; a finished one stays as it is. Returns it as it stands after."""
+        """Cancel the task. A finished one stays as it is. Return it as it stands after that."""
         return await self.tasks.cancel(self.name, self.key)
 
     def read(self, stored: Any) -> R:
-        """Return a result of this task as the type that it is annotated with. Raises `UnstorableValue`."""
+        """Return a stored result in the type that the handler is annotated to return. Raises `UnstorableValue`."""
         return cast(R, self._returns.read(stored))
 
     def _value(self, task: Task, place: int) -> R:

@@ -1,7 +1,7 @@
-"""Params against the JSON schema that a worker has registered for its handler, for publishers that have not its code.
+"""Checks params against the JSON schema that a worker has registered for its handler, for publishers without its code.
 
-Refused is only what the handler would refuse for sure. Pydantic takes `"7"` for a number and a timestamp for a time, and the
-schema says neither; what the schema does not tell, or what JSON has no words for, passes, and is checked at execution.
+Only what the handler would certainly refuse is refused. Pydantic accepts `"7"` for a number and a timestamp for a time, and the
+schema says neither; what the schema does not say, or JSON cannot express, passes, and is checked at execution.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SIZES = {
 
 
 def misfits(value: Any, schema: Schema) -> Iterator[str]:
-    """Yield what of the params does not fit, each as a sentence that names the value."""
+    """Yield what does not fit in the params, each as a sentence that names the value."""
     yield from _misfits(value, schema, schema, "", 0)
 
 
@@ -44,7 +44,7 @@ def _misfits(value: Any, schema: Schema, root: Schema, where: str, depth: int) -
         yield from _misfits(value, _resolved(schema["$ref"], root), root, where, depth + 1)
     for part in schema.get("allOf", ()):
         yield from _misfits(value, part, root, where, depth + 1)
-    # Of `oneOf`, too, one that fits is enough: that only one does is for a reader who does not convert.
+    # For `oneOf`, too, one that fits is enough: that only one does applies to readers that do not convert.
     for ways in (schema.get("anyOf"), schema.get("oneOf")):
         if ways and all(any(True for _ in _misfits(value, way, root, where, depth + 1)) for way in ways):
             yield f"{where or 'params'!r}={value!r:.200} fits none of what is taken: {_told(ways, root)}"
@@ -95,7 +95,7 @@ def _below(where: str, name: object) -> str:
 
 
 def _resolved(reference: str, root: Schema) -> Schema:
-    """Return what a reference inside the schema means; for any other, what takes everything."""
+    """Return what a reference inside the schema means; for any other reference, a schema that accepts everything."""
     found = root
     for step in reference.removeprefix("#/").split("/") if reference.startswith("#/") else ["?"]:
         if not isinstance(found, Mapping) or step not in found:
@@ -109,7 +109,7 @@ def _is_json(value: Any) -> bool:
 
 
 def _taken_as(kind: str, value: Any) -> Any:
-    """Return the value as pydantic would take it for this type, or `_MISSING` if it would not."""
+    """Return the value as pydantic would convert it for this type, or `_MISSING` if it would not."""
     try:
         match kind:
             case "null":
@@ -160,6 +160,6 @@ def _matches(pattern: str, value: str) -> bool:
 
 
 def _told(ways: list[Schema], root: Schema) -> str:
-    """Name the types of several ways, as far as they have names."""
+    """Name the types of several alternatives, as far as they have names."""
     found = [_resolved(way["$ref"], root) if isinstance(way, Mapping) and "$ref" in way else way for way in ways]
     return " or ".join(str(way.get("title") or way.get("type", "…")) for way in found if isinstance(way, Mapping))

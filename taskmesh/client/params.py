@@ -1,7 +1,7 @@
 """Params from a handler's signature.
 
-They are checked at publish, so that nothing unfit is stored, and again at execution, since code and documents do not
-always change together.
+They are checked at publish, so that nothing unfit is stored, and again at execution, since code and documents do not always
+change together.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from taskmesh.store.values import (
 )
 
 OTHERS = "**"
-"""Stands for all params that have no name in the signature."""
+"""Represents all params that have no name in the signature."""
 
 
 class _Schema(GenerateJsonSchema):
-    """A JSON schema in which a type that JSON does not have takes everything."""
+    """A JSON schema in which a type that JSON does not have accepts everything."""
 
     def handle_invalid_for_json_schema(self, schema: Any, error_info: str) -> JsonSchemaValue:  # noqa: ARG002 — pydantic calls it so
         return {}
 
     def emit_warning(self, kind: Any, detail: str) -> None:
-        """Say nothing of defaults that JSON does not have."""
+        """Ignore defaults that JSON does not have."""
 
 
 class Params:
-    """What one handler takes."""
+    """The params of one handler."""
 
     def __init__(self, name: str, fn: Callable[..., Any]) -> None:
         self._name = name
@@ -68,10 +68,9 @@ class Params:
         """By the params that are left out, since they come from dependencies."""
         self._names: list[tuple[str, str]] = []
         self._rewrites = False
-        """Whether an annotation may make another value of a plain one, and of that yet another, or refuse that.
+        """Whether an annotation may convert a plain value, and convert the result again, or refuse that.
 
-        It has code, reads JSON, or takes less than MongoDB gives back.
-        """
+        That is: it has code, reads JSON, or accepts less than MongoDB returns."""
         self._marked: dict[str, FromDependency] | None = None
 
     def named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,7 +106,7 @@ class Params:
 
     @functools.cached_property
     def _names_taken(self) -> frozenset[str] | None:
-        """The names of all that the handler takes; None if it takes others, too. Read at first use, as the model is."""
+        """The names of all params; None if the handler takes others, too. Read at first use, as the model is."""
         named, others = self._taken()
         return frozenset(each.name for each in named) if others is None else None
 
@@ -122,9 +121,11 @@ class Params:
     def to_store(
         self, params: Mapping[str, Any], after: After | None = None, most: int = MAX_BYTES
     ) -> tuple[dict[str, Any], int]:
-        """Return checked params in MongoDB's types, and their size, of `most` bytes. Raises `InvalidParams`, `TaskTooLarge`.
+        """Return checked params in MongoDB's types, and their size, of at most `most` bytes.
 
-        `after`: what the task is to wait for, which is checked against the annotations; None: that is not said.
+        Raises `InvalidParams`, `TaskTooLarge`.
+
+        `after`: what the task waits for, which is checked against the annotations. None: not specified.
         """
         check_mapping(self._name, params)
         left_out = self._left_out(after)
@@ -132,7 +133,7 @@ class Params:
             self._check_left_out(left_out, params)
         if after is not None and self.from_dependencies:
             self._check_fed(after)
-        if refusal := too_deep(params, "params"):  # what comes now goes from level to level by itself
+        if refusal := too_deep(params, "params"):  # the following checks recurse
             raise InvalidParams(f"task {self._name!r}: {refusal}")
         valid = self._valid(params, "at publish", left_out)
         checked = self._values(valid, left_out)
@@ -152,12 +153,12 @@ class Params:
         return stored, size
 
     def _left_out(self, after: After | None) -> frozenset[str]:
-        """Return the params that come from what the task is to wait for."""
+        """Return the params that come from what the task waits for."""
         marked = frozenset(self.from_dependencies)
         return marked.union(after.params) if after is not None and after.params else marked
 
     def _check_left_out(self, left_out: frozenset[str], params: Mapping[str, Any]) -> None:
-        """Raise `InvalidParams` for a param that is passed all the same, or that the handler does not have."""
+        """Raise `InvalidParams` for a param that is passed nevertheless, or that the handler does not have."""
         check_not_given(self._name, params, left_out)
         if self._names_taken is not None and (unknown := sorted(left_out - self._names_taken)):
             raise InvalidParams(
@@ -165,7 +166,7 @@ class Params:
             )
 
     def _check_fed(self, after: After) -> None:
-        """Raise `InvalidParams` unless each param that is annotated so gets the result of what the task is to wait for."""
+        """Raise `InvalidParams` unless each param with that annotation gets the result of what the task waits for."""
         for name, mark in self.from_dependencies.items():
             if name in after.params or self.is_optional(name):
                 continue
@@ -180,21 +181,21 @@ class Params:
                 )
 
     def to_run(self, stored: Any) -> tuple[list[Any], dict[str, Any]]:
-        """Return the arguments to call the handler with. Raises `InvalidParams` for what does not fit (any more)."""
+        """Return the arguments for the handler. Raises `InvalidParams` for what does not fit (any more)."""
         if not isinstance(stored, dict):
             raise InvalidParams(f"task {self._name!r}: the stored params must be a document, got {stored!r}")
         params = self._values(self._valid(stored, "at execution"))
         return [params.pop(name) for name in self._positional if name in params], params
 
     def json_schema(self) -> dict[str, Any] | None:
-        """Return what the handler takes, for publishers without its code; None if its annotations cannot be read here."""
+        """Return a JSON schema of the params, for publishers without the code; None if the annotations cannot be read here."""
         try:
             return self._model(frozenset(self.from_dependencies)).model_json_schema(schema_generator=_Schema)
         except (NameError, TypeError, PydanticUserError):
             return None
 
     def secrets(self) -> list[str]:
-        """Return which params are not to be shown, by their annotations, `OTHERS` too; none if these cannot be read here."""
+        """Return which params must not be shown, by their annotations, including `OTHERS`; none if these cannot be read here."""
         try:
             if not _mentions_secrets(self._model(frozenset(self.from_dependencies))):
                 return []
@@ -209,10 +210,10 @@ class Params:
             return []
 
     def checked_projection(self, wanted: Any) -> list[str]:
-        """Return which params are to be loaded. Raises `InvalidOption` unless the handler can be called with these alone."""
+        """Return which params are loaded. Raises `InvalidOption` unless the handler can be called with these alone."""
         if isinstance(wanted, str) or not all(isinstance(path, str) and path for path in wanted) or not wanted:
             raise InvalidOption(f"projection must be a list of parameter names, or None for all, got {wanted!r}")
-        loaded = {path.partition(".")[0] for path in wanted}  # a part of one can be meant
+        loaded = {path.partition(".")[0] for path in wanted}  # part of a param can be meant
         taken = {
             p.name: p for p in self._signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
         }
@@ -238,7 +239,7 @@ class Params:
         return [name for name, value in checked.items() if not is_same(again[name], value)]
 
     def _other_forms(self, valid: BaseModel) -> Iterator[dict[str, Any]]:
-        """In which forms to store params that do not come back from their parts: models with aliases or of one value, JSON."""
+        """Return other forms in which to store params that do not come back from their parts: by alias, as one value, as JSON."""
         names = dict(self._names)
         absent = {name for name, value in valid.__dict__.items() if value is _ABSENT}
         for how in FORMS:
@@ -267,7 +268,7 @@ class Params:
         return values | valid.model_extra if valid.model_extra else values
 
     def _model(self, left_out: frozenset[str]) -> type[BaseModel]:
-        """Return a model of the signature without these; made at first use, when the names in the annotations exist."""
+        """Return a model of the signature without these; created at first use, when the names in the annotations exist."""
         if left_out not in self._models:
             self._models[left_out] = self._build_model(left_out)
         return self._models[left_out]
@@ -287,7 +288,7 @@ class Params:
         return model
 
     def _taken(self) -> tuple[list[_Taken], Any]:
-        """Return the params that have names, and how those that have none are annotated; None if there may be no such."""
+        """Return the params with names, and the annotation of those without. None if there may be no such."""
         hints = self._hints()
         named: list[_Taken] = []
         others: Any = None
@@ -304,23 +305,23 @@ class Params:
 
 
 class _Taken(NamedTuple):
-    """A param that has a name."""
+    """A param with a name."""
 
     name: str
     hint: Any
     default: Any
-    """`...` where it must be given."""
+    """`...` if it is required."""
 
 
 _ABSENT: Any = object()
-"""Stands for a param that may be left out and has no default: the handler does not get it then."""
+"""Represents a param that may be left out and has no default: the handler does not get it then."""
 
 
 def _unpacked(keys: Any) -> Iterator[_Taken]:
     """Return the params that a TypedDict names."""
     keys = get_origin(keys) or keys  # a generic one
     for name, hint in get_type_hints(keys, include_extras=True).items():
-        # What is marked is asked first: of annotations that are texts the TypedDict itself has not read the marks.
+        # Markers are checked first: if annotations are texts, the TypedDict itself has not read them.
         optional = _is_marked(hint, "NotRequired") or (
             name not in keys.__required_keys__ and not _is_marked(hint, "Required")
         )
@@ -338,7 +339,7 @@ class _Closed(BaseModel):
 
 
 def _open_ended(hint: Any) -> type[BaseModel]:
-    """Return the base of a model that takes more than its fields: what is annotated so (`**more: int`)."""
+    """Return the base of a model that accepts more than its fields, with this annotation (`**more: int`)."""
     body = {
         "__module__": __name__,
         "__annotations__": {"__pydantic_extra__": dict[str, hint]},
@@ -354,7 +355,7 @@ _OF_HINTS = ConfigDict(arbitrary_types_allowed=True)
 
 
 def _mentions_secrets(model: type[BaseModel]) -> bool:
-    """Whether one of pydantic's secrets is somewhere in the annotations of a model."""
+    """Whether one of pydantic's secrets occurs in the annotations of a model."""
     return _mentions(model, "Secret")
 
 
@@ -403,7 +404,7 @@ def with_stored_fields(name: str, configuration: Configuration) -> tuple[Configu
 
 
 def _explained(error: ValidationError, *, shows: bool) -> str:
-    """Say what does not fit; `shows`: with the values."""
+    """Return what does not fit; `shows`: with the values."""
     problems = []
     for found in error.errors(include_url=False):
         given = f"{found['input']!r:.200}" if shows else "**********"

@@ -1,6 +1,6 @@
 """The portal: an event loop in a thread of its own, through which code without a loop publishes.
 
-One per process, made at first use; a forked child makes its own.
+There is one per process, created at first use; a forked child creates its own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a mesh can do to bring tasks into the world: publish them, by definition or by name, with or without an event loop.
+"""Publishing: by definition or by name, with or without an event loop.
 
-Params are checked first, all of them; then inserted, about a thousand per round trip. If the answer is lost they are published
-again: each publication is known by its `publish_id`, so nothing is there twice and `created` stays true to the first.
+All params are checked first; then they are inserted, about a thousand per round trip. If the answer is lost they are published
+again: each publication is recognised by its `publish_id`, so nothing exists twice and `created` is that of the first attempt.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from taskmesh.store.values import MAX_BYTES, new_id
 T = TypeVar("T")
 PUBLISH_DEADLINE_S = 30.0
 _AFTER_AN_ERROR_S = 10.0
-"""How long a publication is tried again at least, however long it had gone well before its first error."""
+"""How long a publication is tried again at least, however long it had succeeded before its first error."""
 _AT_A_STRETCH = 500
-"""So many of one call are checked before others in the event loop have their turn: some milliseconds."""
+"""So many of one call are checked before other tasks in the event loop have their turn: some milliseconds."""
 
 
 class Publishable(Protocol):
-    """What a publish needs to know of a task: its definition, or what workers have registered of it."""
+    """What a publish needs to know of a task: its definition, or what workers have registered about it."""
 
     @property
     def name(self) -> str:
@@ -70,7 +70,7 @@ class Publishable(Protocol):
 
     @property
     def returns(self) -> Returns:
-        """What its results are."""
+        """How its results are read."""
 
     def to_store(self, params: Mapping[str, Any], after: After | None = None) -> tuple[dict[str, Any], int]:
         """Return checked params as they are stored, and their size in bytes. Raises `InvalidParams`, `TaskTooLarge`."""
@@ -78,7 +78,7 @@ class Publishable(Protocol):
 
 @dataclass(frozen=True)
 class Addressed:
-    """A broadcast, with the workers that are to run what is published of it now."""
+    """A broadcast, with the workers that have to run what is published of it now."""
 
     definition: Publishable
     configuration: Configuration
@@ -96,7 +96,7 @@ class Addressed:
 
     @property
     def returns(self) -> Returns:
-        """What its results are."""
+        """How its results are read."""
         return self.definition.returns
 
     def to_store(self, params: Mapping[str, Any], after: After | None = None) -> tuple[dict[str, Any], int]:
@@ -105,7 +105,7 @@ class Addressed:
 
 
 class Publisher:
-    """Publishes, on one connection; `definitions` are the tasks whose code is known here."""
+    """Publishes on one connection. `definitions` are the tasks whose code is known here."""
 
     def __init__(self, connection: Connection, tasks: Tasks, definitions: Mapping[str, Publishable]) -> None:
         self._connection = connection
@@ -137,7 +137,7 @@ class Publisher:
         params_by_key: Mapping[str, Mapping[str, Any]],
         **configuration: Unpack[PublishSettings],
     ) -> None:
-        """Raise what `publish_many` would raise for one of these: for whoever publishes them in parts."""
+        """Raise what `publish_many` would raise for one of these, for callers that publish them in parts."""
 
         async def check(definition: Publishable, settings: Configuration) -> None:
             await self._made_of_all(definition, params_by_key, *self.settled(definition, settings))
@@ -147,7 +147,7 @@ class Publisher:
     async def _by_name(
         self, name: str, configuration: PublishSettings, use: Callable[[Publishable, Configuration, bool], Awaitable[T]]
     ) -> T:
-        """Do this with the definition of a name, and these settings of it."""
+        """Call `use` with the definition of a name, and these settings of it."""
         definition = self.definitions.get(checked_name(name))
         if definition is not None:
             return await use(definition, definition.configuration.changed(**configuration), True)
@@ -155,13 +155,13 @@ class Publisher:
         try:
             settings = registered.configuration.changed(**configuration)
             return await use(registered, settings, registered.found)
-        except InvalidParams:  # a worker that takes them may have come since
+        except InvalidParams:  # a worker that accepts them may have come since
             registered = await self.registered(name, newly=True)
             settings = registered.configuration.changed(**configuration)
             return await use(registered, settings, registered.found)
 
     async def registered(self, name: str, *, newly: bool = False) -> RegisteredDefinition:
-        """Return what workers have registered of the tasks of this name. `newly`: not as it was some seconds ago."""
+        """Return what workers have registered about the tasks of this name. `newly`: not as it was some seconds ago."""
         definition = await self._connection.registry.definition(checked_name(name), newly=newly)
         definition.most_bytes = self.payloads.most_bytes
         return definition
@@ -176,7 +176,7 @@ class Publisher:
     ) -> list[TaskHandle[Any]]:
         """Publish tasks of one definition, in its configuration unless another is given.
 
-        All are checked before any is written. `known`: the definition is that of a handler, not made of defaults.
+        All are checked before any is written. `known`: the definition belongs to a handler, and does not consist of defaults.
         """
         began = time.monotonic()
         configuration = configuration or definition.configuration
@@ -197,7 +197,7 @@ class Publisher:
                     await sample(clock, store)
                 if (
                     configuration.changes_existing
-                ):  # outside of the transaction: what is not accepted yet cannot be changed
+                ):  # outside of the transaction: a task that is not accepted yet cannot be changed
                     await self._connection.acceptance.accept([each.id for each in publications], author(None))
                 published = await publish_in_any_session(store, publications, clock.now(), configuration.session)
             else:
@@ -241,14 +241,14 @@ class Publisher:
         configuration: Configuration,
         size_of_fields: int,
     ) -> list[Publication]:
-        """Check them all, and return what is to be published. Raises as `publish` does."""
+        """Check them all, and return the publications. Raises as `publish` does."""
         keys, all_params = list(_by_key(params_by_key)), list(params_by_key.values())
         store, clock = self._connection.store, self._connection.clock
-        # Before anything is waited for: in the order of the calls.
+        # Before anything is awaited: in the order of the calls.
         first_number = None if clock.stale else store.numbers.take(len(keys), clock.now())
         publish_id = new_id()
         told = configuration.told_after
-        # Of what exists its publisher need not say it. What a transaction of the caller's has published, is not seen from here.
+        # Dependencies of an existing task need not be repeated. Publications in the caller's transaction cannot be seen here.
         afters = await self._afters(definition.name, keys) if told is None else {}
         otherwise = After() if told is None and configuration.session is None else told
         publications: list[Publication] = []
@@ -276,13 +276,13 @@ class Publisher:
             return await self._connection.registry.warnings(
                 name, configuration, self._connection.clock.now(), known=known
             )
-        except PyMongoError as error:  # the tasks are published all the same
+        except PyMongoError as error:  # the tasks are published nevertheless
             return [f"could not be checked against the workers that there are ({type(error).__name__})"]
 
     async def _warnings_of_existing(
         self, name: str, configuration: Configuration, ids: Sequence[str], *, known: bool
     ) -> dict[str, list[str]]:
-        """Return the warnings about tasks that were there already, where another queue or group than the call's is theirs."""
+        """Return the warnings about existing tasks that are in another queue or group than this call says."""
         registry = self._connection.registry
         if not ids or configuration.session is not None or not registry.places_differ:
             return {}
@@ -297,7 +297,7 @@ class Publisher:
         return {id_: warned[place] for id_, place in places.items() if place in warned}
 
     async def _published(self, store: Store, publications: list[Publication]) -> list[Published]:
-        """Publish, and see to what the tasks wait for. Raises as `publish` does, and `TaskNotFound` for what is not there."""
+        """Publish, and take care of dependencies. Raises as `publish` does, and `TaskNotFound` if one does not exist."""
         waited_for = {id_ for each in publications if (after := each.configuration.after) for id_ in after.ids}
         if not waited_for and not any(each.configuration.sequence_key for each in publications):
             return await self._inserted(store, publications)
@@ -308,7 +308,10 @@ class Publisher:
         return published
 
     async def _inserted(self, store: Store, publications: list[Publication]) -> list[Published]:
-        """Publish, and again while the database is away, up to a deadline: a repeated publish is known by its `publish_id`."""
+        """Publish, and again while the database is away, up to a deadline.
+
+        A repeated publish is recognised by its `publish_id`.
+        """
         give_up = time.monotonic() + PUBLISH_DEADLINE_S
         pause = 0.05
         locked = failed_before = False
@@ -336,19 +339,19 @@ class Publisher:
             pause = min(pause * 2, 1.0)
 
     async def _accepted(self, publications: Sequence[Publication], error: PyMongoError) -> bool:
-        """Accept those of these tasks that another language has inserted: what is not accepted yet cannot be changed."""
+        """Accept those of these tasks that another language has inserted: a task that is not accepted yet cannot be changed."""
         if not isinstance(error, OperationFailure) or is_passing(error):
             return False
         for publication in publications:
-            publication.sent_to = None  # refused, so it is sent again, to the task that it becomes
+            publication.sent_to = None  # refused, so it is sent again, to the task that this one becomes
         ids = [publication.id for publication in publications]
         try:
             return await self._connection.acceptance.accept(ids, author(None)) > 0
-        except PyMongoError:  # what the publishing met is what counts
+        except PyMongoError:  # the error of the publication matters
             return False
 
     async def known(self, definition: Publishable | str) -> Publishable:
-        """Return the definition that is meant: by name, the one of this mesh, else what workers have registered.
+        """Return the definition that is meant: by name, the one of this mesh, otherwise what workers have registered.
 
         That is read at most every two seconds. A broadcast is addressed to the workers that are live now.
         """
@@ -359,9 +362,9 @@ class Publisher:
         return Addressed(definition, await self.addressed(definition.name, definition.configuration))
 
     async def addressed(self, name: str, configuration: Configuration) -> Configuration:
-        """Return the configuration of a broadcast that is for the workers which are live now and may run it.
+        """Return the configuration of a broadcast, addressed to the workers that are live now and may run it.
 
-        Where there is none, the task is EXPIRED from the start.
+        If there is none, the task is EXPIRED from the start.
         """
         queue, named = configuration.queue, configuration.option.specific_worker_ids
         workers = await patiently(self._connection.registry.read)
@@ -382,7 +385,9 @@ class Publisher:
         return self._connection.payloads
 
     def settled(self, definition: Publishable, configuration: Configuration) -> tuple[Configuration, int]:
-        """Return how it is published, its `fields` as they are stored, and their size. Raises `InvalidOption`, `TaskTooLarge`.
+        """Return how it is published, with its `fields` as they are stored, and their size.
+
+        Raises `InvalidOption`, `TaskTooLarge`.
 
         What is encrypted needs a worker that has the key.
         """
@@ -406,10 +411,10 @@ class Publisher:
         apart: bool = False,
         publish_id: PublishId | None = None,
     ) -> Publication:
-        """Return what is to be published of checked params, in a configuration that is `settled`: each is made here.
+        """Return a publication of checked params, in a configuration that is `settled`. All publications are made here.
 
-        `apart`: what is large may be stored apart, which the caller sees to. `publish_id`: what all of one call share; None: one
-        of its own. Raises `TaskTooLarge` for what fits in no document.
+        `apart`: large values may be stored separately, which the caller has to do. `publish_id`: shared by all tasks of one
+        call; None: one of its own. Raises `TaskTooLarge` for what fits in no document.
         """
         name = definition.name
         sealed = self.payloads.codec_of(name) is not None
@@ -435,15 +440,15 @@ class Publisher:
         )
 
     async def fetched(self, document: Document) -> Document:
-        """Return the document of a task with what of it is stored apart."""
+        """Return the document of a task with its separately stored values."""
         return await self._connection.fetched(document)
 
     async def after_of(self, name: str, key: str) -> After | None:
-        """Return what a task waits for, or has waited for: some of its params may come from that. None: it was not told."""
+        """Return what a task waits for, or has waited for: some of its params may come from that. None: unknown."""
         return (await self._afters(name, [key])).get(key)
 
     async def _afters(self, name: str, keys: Sequence[str]) -> dict[str, After]:
-        """Return it of each of these tasks of which it was told, by key."""
+        """Return that for each of these tasks for which it is known, by key."""
         key_of = {task_id(name, key): key for key in keys}
         found = await patiently(lambda: dependencies.afters(self._connection.store, list(key_of)))
         return {key_of[id_]: after for id_, after in found.items()}
@@ -451,9 +456,9 @@ class Publisher:
     def publication_of(
         self, definition: Publishable, key: str, params: Mapping[str, Any], after: After | None = None
     ) -> Publication:
-        """Check what a handler wants to be published with its SUCCESS. Raises as `publish` does.
+        """Check a task that a handler publishes with its SUCCESS. Raises as `publish` does.
 
-        `after`: what the task waits for, where its configuration does not say.
+        `after`: what the task waits for, if its configuration does not say.
         """
         told = definition.configuration.told_after
         stored, size = definition.to_store(params, after if told is None else told)
@@ -463,9 +468,9 @@ class Publisher:
         return publication
 
     async def check_after(self, publication: Publication, known: Collection[str]) -> None:
-        """Raise `TaskNotFound` for what a task that a handler publishes would wait for, unless it is there or among `known`.
+        """Raise `TaskNotFound` unless each dependency of a task that a handler publishes exists or is among `known`.
 
-        One that is there itself waits for what it has waited for before.
+        A task that exists itself keeps its dependencies.
         """
         after, store = publication.configuration.after, self._connection.store
         if after is None or not (unknown := set(after.ids).difference(known)):
@@ -477,7 +482,7 @@ class Publisher:
                 raise
 
     def handle_of(self, definition: Publishable, name: str, key: str, *, created: bool) -> TaskHandle[Any]:
-        """Return the handle of what a handler has started."""
+        """Return the handle of a child that a handler has started."""
         return TaskHandle(
             self._tasks,
             name,
@@ -508,7 +513,7 @@ class Publisher:
     async def _publish_in_portal(
         self, definition: Publishable, params_by_key: Mapping[str, Mapping[str, Any]], trace: Carrier | None
     ) -> list[TaskHandle[Any]]:
-        """Publish in the portal's loop, on a connection of its own. `trace`: where the caller is."""
+        """Publish in the portal's loop, on a connection of its own. `trace`: the caller's trace."""
         twin = await self._twin_in_portal()
         with going_on(trace):
             return await Publisher(twin, Tasks(twin), self.definitions).publish_all(definition, params_by_key)
@@ -541,7 +546,7 @@ class Publisher:
         return twin
 
     def close_sync(self) -> None:
-        """Close what `publish_sync` opened, if it did; the next `publish_sync` opens it again. `mesh.close` does it too."""
+        """Close what `publish_sync` opened, if anything. The next `publish_sync` opens it again. `mesh.close` does it, too."""
         twin, self._twin = self._twin, None
         if twin is not None and twin[0] is portal_loop():
             run_blocking(_close_twin(twin[1]), "close_sync")
@@ -553,14 +558,14 @@ class Publisher:
 
 
 def _by_key(params_by_key: Any) -> Mapping[str, Mapping[str, Any]]:
-    """Return it; or raise `InvalidParams` for what says of no key which params it has."""
+    """Return the mapping. Raises `InvalidParams` for what does not say which params each key has."""
     if not isinstance(params_by_key, Mapping):
         raise InvalidParams(f"publish_many takes a dict of params by key, got {type(params_by_key).__name__}")
     return params_by_key
 
 
 def _is_told_of(configuration: Configuration) -> bool:
-    """Whether an event tells of the end of a new task: not if it expires where no worker is, or was never committed."""
+    """Whether an event announces the end of a new task: not if it expires where no worker is, or was never committed."""
     return configuration.expire_time is None and configuration.session is None
 
 
@@ -572,7 +577,7 @@ def _throttled(configuration: Configuration, publication: Publication, published
 
 
 def _check_no_circle(publications: Sequence[Publication]) -> None:
-    """Raise `InvalidOption` for a task that waits for itself. It is new, so nothing that is there already waits for it."""
+    """Raise `InvalidOption` for a task that waits for itself. It is new, so no existing task waits for it."""
     for publication in publications:
         after = publication.configuration.after
         if after and publication.id in after.ids:
@@ -582,7 +587,7 @@ def _check_no_circle(publications: Sequence[Publication]) -> None:
 
 
 async def _close_twin(opening: asyncio.Task[Connection]) -> None:
-    """Close a connection on the portal's loop, and its client, which is nobody else's."""
+    """Close a connection on the portal's loop, and its client, which nobody else uses."""
     try:
         twin = await opening
     except Exception:  # noqa: BLE001 — it was never open, for whatever reason: whoever asked for it was told

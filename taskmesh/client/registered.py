@@ -24,7 +24,7 @@ _MOST_MISFITS = 5
 
 
 class RegisteredDefinition:
-    """What some worker has registered of the tasks of a name; of a name of which nobody has, the defaults."""
+    """What some worker has registered about the tasks of a name; for an unregistered name, the defaults."""
 
     returns = PLAIN
 
@@ -48,7 +48,7 @@ class RegisteredDefinition:
 
     @property
     def schema(self) -> Any:
-        """The JSON schema of the params; True: anything."""
+        """The JSON schema of the params. True: anything."""
         return self._schema
 
     def to_store(self, params: Mapping[str, Any] | None, after: After | None = None) -> tuple[dict[str, Any], int]:
@@ -68,6 +68,6 @@ class RegisteredDefinition:
         return {name: marked_secret(value) if self._hides(name) else value for name, value in stored.items()}, size
 
     def _hides(self, name: str) -> bool:
-        """Whether a param is not to be shown."""
+        """Whether a param must not be shown."""
         named = self._schema.get("properties", {}) if isinstance(self._schema, dict) else {}
         return name in self._secret or (OTHERS in self._secret and name not in named)

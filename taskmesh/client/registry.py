@@ -1,4 +1,4 @@
-"""The registry as publishers read it: the workers, what they registered of a task, and whether anybody could run it."""
+"""The registry as publishers read it: the workers, what they registered about a task, and whether any of them could run it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from taskmesh.store.server_errors import is_passing, patiently
 _TRUSTED_S = 2.0
 _ASKED_AGAIN_S = 0.25
 _MOST_DEFINITIONS = 1_000
-"""That a publisher keeps in mind."""
+"""The most definitions that a publisher caches."""
 
 
 class Registry:
@@ -41,11 +41,11 @@ class Registry:
         return self._workers
 
     def outdate(self) -> None:
-        """Read it again for the next publication: something has changed just now."""
+        """Read it again for the next publication: something has just changed."""
         self._outdated_at = time.monotonic()
 
     async def definition(self, name: str, *, newly: bool = False) -> RegisteredDefinition:
-        """Return what workers have registered of the tasks of this name. Reads at most every two seconds; `newly`: at once."""
+        """Return what workers have registered about the tasks of this name. Reads at most every two seconds; `newly`: at once."""
         read_at, known = self._definitions.get(name, (float("-inf"), None))
         age = time.monotonic() - read_at
         if known is not None and age <= (_ASKED_AGAIN_S if newly or not known.found else _TRUSTED_S):
@@ -67,7 +67,7 @@ class Registry:
     async def warnings(
         self, name: str, configuration: Configuration, now: datetime, *, known: bool = True
     ) -> list[str]:
-        """Tell why nobody could run such a task now. Reads at most every two seconds while all is well.
+        """Return why no worker could run such a task now. Reads at most every two seconds while all is well.
 
         `known`: its queue, option and params are those of its definition, or of what workers have registered.
         """
@@ -75,7 +75,7 @@ class Registry:
 
     @property
     def places_differ(self) -> bool:
-        """Whether it may matter in which queue and group a task stands, as far as was known at the last reading."""
+        """Whether it may matter in which queue and group a task is, as of the last reading."""
         return any(worker.live and worker.queues is not None for worker in self._workers) or any(
             queue.get("paused")
             or queue.get("paused_groups")
@@ -105,7 +105,7 @@ class Registry:
 
     async def _refresh(self) -> None:
         asked = time.monotonic()
-        async with self._reading:  # many publish at once: one reads, and the others take what it found
+        async with self._reading:  # many publish at once: one reads, and the others use what it found
             if self._read_at >= asked:
                 return
             begun = time.monotonic()
@@ -132,7 +132,7 @@ class Registry:
                 f"none of specific_worker_ids ({', '.join(named)}) that is live has the labels that it needs: {', '.join(needs)}"
             )
         wanted = configuration.option.concurrent_worker_cnt
-        # One name may stand for all processes of a supervisor.
+        # One name may represent all processes of a supervisor.
         most = max(len(set(named)), len(allowed))
         if named and wanted > most:
             found.append(

@@ -1,7 +1,7 @@
-"""Waiting for results: all waiters of a process share the feed, and ask for what has finished in one query.
+"""Waiting for results: all waiters of a process share the feed, and read finished tasks in one query.
 
-A finished task is announced by the feed; whoever waits for it is then served by reading the task. A slow look at all
-that is waited for covers what no event announced.
+The feed announces a finished task; then its waiters are served by reading the task. A slow periodic look at all that is waited
+for covers what no event announced.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _GONE_AFTER_S = 0.1
 _LISTEN_ON_S = 30.0
 _MOST_REMEMBERED = 5_000
 _KEPT_FOR_MS = 60_000
-"""For so long after its retention, which may be over the moment that it finishes, a task is read by who waited for it."""
+"""How long after its retention, which may end the moment it finishes, a task is still read for those that waited for it."""
 
 
 class Results:
@@ -40,22 +40,22 @@ class Results:
         self._feed = feed
         self._waiters: dict[str, set[asyncio.Future[Document]]] = {}
         self._was_waited_for: set[asyncio.Future[Document]] = set()
-        """The waiters that waited before the task was finished."""
+        """The waiters that were there before the task was finished."""
         self._ended: dict[str, float] = {}
-        """The tasks that were last heard to have ended, and when that was heard."""
+        """The tasks that were last announced to have ended, and when."""
         self._knows_since: float | None = None
-        """Whatever has ended since this moment is in there; None while nothing is heard."""
+        """Everything that has ended since this moment is in there. None while nothing is announced."""
         self._due: set[str] = set()
         self._wake = asyncio.Event()
         self._subscription: Subscription | None = None
         self._reader: asyncio.Task[None] | None = None
 
     async def finished(self, id_: str, *, published: bool = False, not_before: float | None = None) -> Document:
-        """Return the task's document once it is finished. Raises `TaskNotFound` if it is not there (any more).
+        """Return the task's document once it is finished. Raises `TaskNotFound` if it does not exist (any more).
 
-        Who waited when it finished gets it whatever its retention. `published`: so does the caller, who has just published it.
-        `not_before`: the task was not there yet at this moment of the monotonic clock, so that what has been heard since then
-        tells whether it has ended, and nothing need be read.
+        Callers that wait when it finishes get it whatever its retention. `published`: so does this caller, which has just
+        published it. `not_before`: the task did not exist at this moment of the monotonic clock, so that announcements since
+        then tell whether it has ended, and nothing need be read.
         """
         self._start()
         waiter: asyncio.Future[Document] = asyncio.get_running_loop().create_future()
@@ -80,13 +80,13 @@ class Results:
                 self._waiters.pop(id_, None)
 
     async def at_once(self, id_: str, *, published: bool = False) -> Document | None:
-        """Return the task's document if it is finished now, without waiting for that. All else is told at `finished`."""
+        """Return the task's document if it is finished now, without waiting. See `finished`."""
         read = await get(self._store, [id_], params=False, majority=True, kept_for_ms=_KEPT_FOR_MS)
         task = _there(id_, read[0] if read else None, forgotten_too=published)
         return task if task["status"] in FINISHED else None
 
     async def close(self) -> None:
-        """Stop waiting; waiters are cancelled."""
+        """Stop waiting. Waiters are cancelled."""
         self._stop()
         for waiters in tuple(self._waiters.values()):
             for waiter in waiters:
@@ -118,7 +118,7 @@ class Results:
         if finished:
             self._look_at(change.id)
         else:
-            # The word comes a moment before the deed.
+            # The announcement comes a moment before the removal.
             asyncio.get_running_loop().call_later(_GONE_AFTER_S, self._look_at, change.id)
 
     def _remember(self, id_: str) -> None:
@@ -130,7 +130,7 @@ class Results:
             self._knows_since = self._ended.pop(next(iter(self._ended)))
 
     def _missed(self) -> None:
-        """There was a gap: what has ended meanwhile was not heard."""
+        """There was a gap: the end of some tasks was not announced."""
         if self._knows_since is not None:
             self._knows_since = time.monotonic()
         self._look_at_all()
@@ -163,7 +163,7 @@ class Results:
             if self._waiters:
                 idle_since = time.monotonic()
             elif time.monotonic() - idle_since > _LISTEN_ON_S:
-                self._stop()  # a stream that is read costs the server something with every write
+                self._stop()  # a stream that is read costs the server something at every write
 
     async def _look_again_soon(self) -> None:
         await asyncio.sleep(0.5)
@@ -202,5 +202,5 @@ def _there(id_: str, task: Document | None, *, forgotten_too: bool) -> Document:
         name, _, key = id_.partition(":")
         raise TaskNotFound(f"there is no task {name!r} {key!r} (any more): it was deleted, or is past its retention")
     if "queue" not in task or task.get("status") not in set(Status):
-        Task.from_document(task)  # it may be one that is still to be accepted; a stranger's never ends
+        Task.from_document(task)  # it may still have to be accepted; a malformed one never ends
     return {field: value for field, value in task.items() if field != "forgotten"}

@@ -1,7 +1,7 @@
 """What a function returns, on its way into the database and back: by its return annotation, or else as plain values.
 
-Of a handler it is the task's result; whatever else records what a function returned (a step) stores it by the same rules. What a
-value is turned into for MongoDB is checked to come back as the annotated type before it counts as stored.
+For a handler that is the task's result; other records of what a function returned (a step) follow the same rules. The form in
+which a value is stored is checked to come back as the annotated type before it counts as stored.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from taskmesh.store.values import (
 )
 
 _PLAIN = (Any, object, None, type(None), inspect.Signature.empty)
-"""Annotations that say nothing of a value. `None` is among them: such a handler may still `set_result` in a transaction."""
+"""Annotations that say nothing about a value. `None` is among them: such a handler may still `set_result` in a transaction."""
 _AS_IT_IS = (str, int, float, bool, bytes, dict, list)
-"""Annotations that a value of this very type fits as it is."""
+"""Annotations that a value of exactly this type fits as it is."""
 OF_ONE_FORM = frozenset((str, int, float, bool, type(None)))
 """Types whose values are stored, and read again, as they are."""
 FORMS: tuple[dict[str, Any], ...] = (
     {"mode": "python", "by_alias": True},  # MongoDB has types for times, bytes, UUIDs and decimals
     {"mode": "python", "by_alias": False},  # a model whose aliases differ on the way in and on the way out
-    {"mode": "json", "by_alias": True},  # what only JSON has a form for: keys that are no texts, sets of models
+    {"mode": "json", "by_alias": True},  # forms that only JSON has: keys that are no texts, sets of models
 )
 MISREAD = ("'tz_constraint': 'naive'", "pattern_")
-"""By what the schema of a type is known that takes not all that MongoDB gives back of it: its times have a zone, its patterns are
-no `re.Pattern`."""
+"""How the schema of a type shows that it does not accept all that MongoDB returns: its times have a zone, its patterns are no
+`re.Pattern`."""
 REFUSALS: tuple[type[Exception], ...] = (
     PydanticSerializationError,
     ValidationError,
@@ -61,9 +61,9 @@ _MOST_MISFITS = 5
 
 
 class Returns:
-    """What one function returns. `label` says in errors whose value it is: "the result of task 'order'".
+    """What one function returns. `label` names the value in errors: "the result of task 'order'".
 
-    `root`: how the path to a part of it begins there.
+    `root`: how the path to a part of it starts.
     """
 
     def __init__(self, label: str, fn: Callable[..., Any] | None = None, root: str = "result") -> None:
@@ -78,13 +78,13 @@ class Returns:
         return self.by_queue.get(queue, self)
 
     def kept(self, name: str, value: Any, most: int = MAX_BYTES) -> tuple[Mapping[str, Any], int]:
-        """Return a document with this one field, the value as it is stored, and its size, of which it may have so many bytes.
+        """Return a document with this one field, the value as it is stored, and its size, which may be at most `most` bytes.
 
-        Raises `UnstorableValue`. Nothing that happens to the value later changes the document.
+        Raises `UnstorableValue`. Later changes of the value do not affect the document.
         """
         said = self._said_to_return
         if type(value) in OF_ONE_FORM and (said.adapter is None or said.type is type(value)):
-            with suppress(Unstorable, TooLarge):  # else another form may do, or it is said what is wrong
+            with suppress(Unstorable, TooLarge):  # otherwise another form may do, or the error is raised
                 return kept(name, value, self._root, most)
         found: tuple[Mapping[str, Any], int] = self._first_that_is_stored(
             value, lambda form: kept(name, form, self._root, most)
@@ -101,9 +101,9 @@ class Returns:
         return self._first_that_is_stored(value, checked)
 
     def read(self, stored: Any) -> Any:
-        """Return what was stored as the annotated type, or as it is if nothing is annotated.
+        """Return a stored value in the annotated type, or as it is if nothing is annotated.
 
-        Raises `UnstorableValue`, and `CannotDecrypt` for what stands for an encrypted value.
+        Raises `UnstorableValue`, and `CannotDecrypt` for a value that is encrypted.
         """
         if isinstance(stored, Encrypted):
             raise CannotDecrypt(f"{self._label} cannot be read: {stored.reason}", stored.key_id)
@@ -136,7 +136,7 @@ class Returns:
         raise UnstorableValue(f"{self._label} cannot be stored: {first or 'it would not come back as it is'}") from None
 
     def _forms(self, value: Any) -> Iterator[Any]:
-        """In which forms the value might be stored, the best one first."""
+        """Yield the forms in which the value might be stored, the best one first."""
         adapter = self._adapter
         if adapter is None or (type(value) in _AS_IT_IS and type(value) is self._annotation):
             yield value
@@ -172,7 +172,7 @@ class Returns:
             raise UnstorableValue(f"{self._label} would not come back as {self._said}: {why:.500}") from None
 
     def _comes_back(self, form: Any, valid: Any) -> bool:
-        """Whether this form of a value is read as its own type, where several are annotated.
+        """Whether this form of a value is read as its own type, if several are annotated.
 
         Raises one of `REFUSALS` for what is not read as the annotated type at all.
         """
@@ -209,25 +209,25 @@ class Returns:
 
 
 class Annotation(NamedTuple):
-    """What a function says that it returns."""
+    """What a function is annotated to return."""
 
     type: Any
     adapter: TypeAdapter[Any] | None
-    """What checks and turns such values; None if nothing is annotated, or nothing that pydantic knows how to check."""
+    """Checks and converts such values. None if nothing is annotated, or nothing that pydantic knows how to check."""
     hides: bool
-    """Whether something in it is not to be shown."""
+    """Whether something in it must not be shown."""
     several: bool = False
-    """Whether such a value is of one of several types, of which what is stored may fit another one."""
+    """Whether such a value has one of several types, and its stored form may fit another one."""
     misread: bool = False
-    """Whether something in it takes not all that MongoDB gives back. See `MISREAD`."""
+    """Whether something in it does not accept all that MongoDB returns. See `MISREAD`."""
 
 
 _known: WeakKeyDictionary[Any, Annotation] = WeakKeyDictionary()
-"""By function: that of a step is asked about at each call, and making an adapter takes as long as all else about the step."""
+"""By function: a step's is needed at each call, and creating an adapter takes as long as everything else about the step."""
 
 
 def annotated(fn: Any) -> Any:
-    """Return where the annotations of a function are, which may be a partial one, or an object that can be called."""
+    """Return the object with the annotations of a function, which may be partial, or an object that can be called."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     return fn if isinstance(fn, type) or inspect.isroutine(inspect.unwrap(fn)) else type(fn).__call__
@@ -237,12 +237,12 @@ def _annotation_of(fn: Any) -> Annotation:
     while isinstance(fn, functools.partial):
         fn = fn.func
     asked = getattr(fn, "__func__", fn)  # a bound method is a new object each time
-    if isinstance(fn, type):  # its annotation is itself, and would keep it
+    if isinstance(fn, type):  # its annotation is itself, and would keep it alive
         return annotation(fn)
     try:
         if (known := _known.get(asked)) is None:
             known = _known[asked] = annotation(_type_of(fn))
-    except TypeError:  # it has no hash, or nothing can refer to it weakly
+    except TypeError:  # it has no hash, or cannot be referred to weakly
         return annotation(_type_of(fn))
     return known
 
@@ -271,7 +271,7 @@ def _type_of(fn: Any) -> Any:
 
 
 def _without_next(annotation: Any) -> Any:
-    """The annotation of what is stored: `Next` says where the task goes on, and is no result."""
+    """Return the annotation of what is stored: `Next` says where the task goes on, and is no result."""
     if annotation is Next:
         return Any
     if get_origin(annotation) in (Union, UnionType) and Next in get_args(annotation):
@@ -280,11 +280,11 @@ def _without_next(annotation: Any) -> Any:
 
 
 PLAIN = Returns("the value")
-"""Of a function that is not known here: plain values."""
+"""For a function that is not known here: plain values."""
 
 
 def _misfits(error: ValidationError) -> str:
-    """Say where it does not fit, without the values: a reason of a failure is read by more people than the result."""
+    """Say where it does not fit, without the values: more people read the reason of a failure than the result."""
     found = error.errors(include_url=False, include_context=False)
     told = [
         f"{'.'.join(map(str, each['loc'])) or 'the value'}: {each['msg']} (got {type(each['input']).__name__})"

@@ -46,7 +46,7 @@ _DEFAULTS: Document = {
 
 
 class Declared:
-    """What `mesh.every(…)` returns. To await it is to wait until the schedule is stored, and gives its `ScheduleInfo`."""
+    """What `mesh.every(…)` returns. Await it to wait until the schedule is stored, and to get its `ScheduleInfo`."""
 
     def __init__(self, schedules: Schedules, declaration: Declaration, by: str | None) -> None:
         self._schedules = schedules
@@ -71,7 +71,7 @@ class Declared:
 
 
 class Schedules:
-    """What can be asked and done about periodic tasks."""
+    """The operations on periodic tasks."""
 
     def __init__(
         self, connection: Connection, publisher: Publisher, definitions: Mapping[str, TaskDefinition[Any, Any]]
@@ -80,7 +80,7 @@ class Schedules:
         self._publisher = publisher
         self._definitions = definitions
         self.declarations: dict[str, Declaration] = {}
-        """What code has declared, by the ids of the schedules: stored each time that the mesh connects."""
+        """Declarations in code, by the ids of the schedules. They are stored each time the mesh connects."""
 
     @property
     def _store(self) -> Store:
@@ -100,7 +100,7 @@ class Schedules:
         loop = self._connection.loop
         if self._is_connected_here():
             declared.store_soon()
-        elif loop is not None:  # a thread beside it, as that of a plain handler
+        elif loop is not None:  # a thread beside it, like that of a plain handler
             loop.call_soon_threadsafe(declared.store_soon)
         elif id_ in self.declarations:
             raise InvalidOption(f"a schedule {id_!r} is declared already: give each of them its own schedule_id")
@@ -114,11 +114,11 @@ class Schedules:
             return False
 
     async def put(self, schedule_id: str, *, by: str | None = None, **given: Any) -> ScheduleInfo:
-        """Create a schedule, or change the given fields of one that is there; what is not given stays as it is.
+        """Create a schedule, or change the given fields of an existing one; other fields stay as they are.
 
         `given`: `name` of the task and the keywords of `TaskMesh.every`. `cron` and `interval_ms` replace each other. Code that
-        declares the schedule sets it back to what it says. `by`: who, for the audit; by default the user of this process, and
-        its host. Raises `InvalidOption`, and `InvalidParams` if params are given that do not fit the task.
+        declares the schedule resets it to what it says. `by`: who, for the audit; by default the user of this process, and its
+        host. Raises `InvalidOption`, and `InvalidParams` if params are given that do not fit the task.
         """
         who = audit.author(by)
         id_ = checked_text("schedule_id", checked_key(schedule_id), most=_LONGEST_ID_BYTES)
@@ -131,7 +131,7 @@ class Schedules:
     def _changed(
         self, id_: str, known: Document | None, given: Mapping[str, Any]
     ) -> tuple[Declaration, Document | None]:
-        """Return a schedule with the given fields changed, and its params as they are stored if they stay so."""
+        """Return a schedule with the given fields changed, and its stored params if they stay as they are."""
         fields, settings, stay = dict(_DEFAULTS), Document(), None
         if known is not None:
             fields |= {name: known[name] for name in ("name", *fields)}
@@ -160,11 +160,11 @@ class Schedules:
         stay: Document | None = None,
         as_seen: Document | None = None,
     ) -> ScheduleInfo:
-        """Store one schedule, and write down who declared it if that is said.
+        """Store one schedule, and note who declared it, if given.
 
-        `stay`: its params as they stand in the database, and are to stay: they may be encrypted, and nobody here have the key.
-        `as_seen`: raise `ChangedMeanwhile` if it is not as it was then. Raises `InvalidParams` if its params do not fit a handler
-        that is known here.
+        `stay`: its params as they are in the database, which stay: they may be encrypted, without a key here. `as_seen`: raise
+        `ChangedMeanwhile` if it is no longer as it was then. Raises `InvalidParams` if its params do not fit a handler that is
+        known here.
         """
         definition = self._definitions.get(declaration.name)
         params = dict(declaration.params)
@@ -195,7 +195,7 @@ class Schedules:
         return info
 
     async def _sealed(self, declaration: Declaration, params: Document) -> Document:
-        """Return the params as they are stored; as they stand there already, if they are the same: so nothing is changed."""
+        """Return the params as they are stored; as they are there already, if they are the same, so that nothing changes."""
         id_ = _id_of(declaration.name, declaration.schedule_id)
         payloads = self._connection.payloads
         if payloads.codec_of(declaration.name) is not None:
@@ -207,14 +207,14 @@ class Schedules:
         return payloads.sealed_params(id_, params)
 
     def _info(self, schedule: Document) -> ScheduleInfo:
-        """Return a schedule for whoever looks at it."""
+        """Return a schedule for display."""
         id_ = _id_of(schedule["name"], schedule["_id"])
         return ScheduleInfo.from_document(
             schedule | {"params": self._connection.payloads.shown_params(id_, schedule["params"])}
         )
 
     async def publication_of_tick(self, schedule: Document, key: str, start_time: datetime | None) -> Publication:
-        """Return the task of a tick: as its definition says if it is known here, else as it was known to who declared it."""
+        """Return the task of a tick: as its definition says if it is known here, else as the declaring process knew it."""
         name, payloads = schedule["name"], self._connection.payloads
         params = payloads.decrypted_params(_id_of(name, schedule["_id"]), schedule["params"])
         definition = self._definitions.get(name)
@@ -241,7 +241,7 @@ class Schedules:
         return [self._info(document) for document in await schedules.read_all(self._store)]
 
     async def pause(self, schedule_id: str, *, reason: str | None = None, by: str | None = None) -> ScheduleInfo:
-        """Let a schedule tick no more, until `resume`. Raises `TaskNotFound`.
+        """Pause a schedule until `resume`. Raises `TaskNotFound`.
 
         `reason`, `by`: why and who, for listings and the audit; by default the user of this process, and its host.
         """
@@ -253,7 +253,7 @@ class Schedules:
         return paused
 
     async def resume(self, schedule_id: str, *, by: str | None = None) -> ScheduleInfo:
-        """Let a paused schedule tick again, from now on: what it would have ticked meanwhile is left out.
+        """Let a paused schedule tick again, from now on: ticks in between are left out.
 
         `by`: who, for the audit; by default the user of this process, and its host. Raises `TaskNotFound`.
         """
@@ -267,7 +267,7 @@ class Schedules:
         return self._info(await self._schedule(schedule_id))
 
     async def trigger(self, schedule_id: str, *, by: str | None = None) -> TaskHandle[Any]:
-        """Publish the schedule's task now, beside its ticks, also while it is paused. Raises `TaskNotFound`.
+        """Publish the schedule's task now, beside its ticks, even while it is paused. Raises `TaskNotFound`.
 
         `by`: who, for the audit; by default the user of this process, and its host.
         """
@@ -289,7 +289,7 @@ class Schedules:
         return handle
 
     async def remove(self, schedule_id: str, *, by: str | None = None) -> ScheduleInfo:
-        """Remove a schedule and return it as it was; its tasks stay. Code that declares it brings it back.
+        """Remove a schedule and return it as it was. Its tasks stay. Code that declares it brings it back.
 
         `by`: who, for the audit; by default the user of this process, and its host. Raises `TaskNotFound`.
         """
@@ -309,11 +309,11 @@ class Schedules:
 
 
 def _id_of(name: str, schedule_id: str) -> str:
-    """What stands for the task's `_id` where a schedule's own params are encrypted."""
+    """Return what takes the place of the task's `_id` where a schedule's own params are encrypted."""
     return f"{name}:schedule:{schedule_id}"
 
 
 def _base(configuration: Configuration) -> Document:
-    """How the tasks of a schedule are published where their definition is not known."""
+    """Return how the tasks of a schedule are published if their definition is not known."""
     needs = {"needs": dict(configuration.needs)} if configuration.needs else {}
     return {"queue": configuration.queue, **configuration.option.stored(), **needs}

@@ -31,23 +31,23 @@ from taskmesh.store.values import encoded, new_id
 
 T = TypeVar("T")
 UNSAID: Any = object()
-"""The payload of a signal that has none."""
+"""The payload of a signal without one."""
 _SIZE_OF_A_SIGNAL = 100
-"""About what a signal has beside its payload and its event, in bytes."""
+"""About how many bytes a signal has beside its payload and its event."""
 
 
 class FlowsOfTasks(Protocol):
-    """Who knows flows."""
+    """Gives access to flows."""
 
     async def of(self, name: str, key: str) -> FlowStatus:
         """Return the newest flow that a task is a member of. Raises `TaskNotFound`."""
 
 
 class Tasks:
-    """What can be asked and done about a task by its name and key."""
+    """The operations on a task by its name and key."""
 
     flows: FlowsOfTasks
-    """Set by the mesh, whose flows are made of tasks."""
+    """Set by the mesh, whose flows consist of tasks."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -77,11 +77,11 @@ class Tasks:
         return found[0]
 
     async def _accepted(self, id_: str) -> bool:
-        """Accept the task if another language has inserted it, and no worker has done so yet; whether that was so."""
+        """Accept the task if another language has inserted it and no worker has done so yet. Return whether that was so."""
         return await self._connection.acceptance.accept([id_], audit.author(None)) > 0
 
     async def _change(self, id_: str, change: Callable[[], Awaitable[T]]) -> T:
-        """Change a task, which is accepted first if need be: then nothing can be said of it before.
+        """Change a task. It is accepted first if necessary: before that nothing is known about it.
 
         Raises `IncompatibleCollection` for a document that is no task of ours.
         """
@@ -105,11 +105,11 @@ class Tasks:
         return task
 
     async def retry(self, name: str, key: str, *, fresh: bool = False, by: str | None = None) -> Task:
-        """Make a finished task INIT again, its entries and counts dropped; a waiting one is due at once.
+        """Make a finished task INIT again, without its entries and counts; make a waiting one due at once.
 
-        It resumes: what its handler has recorded stays, but for errors, and a sleep is not cut short. `fresh`: it starts over in
-        its first stage, with nothing recorded and no signals.
-        `by`: who, for the audit; by default the user of this process, and its host. Raises `TaskRunning`, `TaskNotFound`.
+        It resumes: what its handler has recorded stays, except for errors, and a sleep is not cut short. `fresh`: it starts
+        over in its first stage, with nothing recorded and no signals. `by`: who, for the audit; by default the user of this
+        process, and its host. Raises `TaskRunning`, `TaskNotFound`.
         """
         id_, who = task_id(name, key), audit.author(by)
         retried = await self._change(id_, lambda: control.retry(self._store, id_, fresh=fresh))
@@ -123,7 +123,7 @@ class Tasks:
     async def delete(self, name: str, key: str, *, by: str | None = None) -> Task:
         """Remove the task, and return it as it was. A running execution is stopped. Raises `TaskNotFound`.
 
-        A document that is no task of ours, or was spoilt, goes too; then little more than the name and the key is returned.
+        A document that is no task of ours, or is damaged, is removed, too; then little more than name and key is returned.
 
         `by`: who, for the audit; by default the user of this process, and its host.
         """
@@ -143,8 +143,8 @@ class Tasks:
 
         `by`: who, for the audit; by default the user of this process, and its host.
 
-        On a running task, a worker that is no longer in `specific_worker_ids` stops; `ping_interval_ms` counts from the
-        next ping; all else from the next claim. A `ping_interval_ms` that follows from `worker_timeout_ms` goes on doing so.
+        On a running task, a worker that is no longer in `specific_worker_ids` stops; `ping_interval_ms` applies from the next
+        ping; all other fields from the next claim. A `ping_interval_ms` that follows from `worker_timeout_ms` goes on doing so.
         """
         who = audit.author(by)
         if not changes:
@@ -152,7 +152,7 @@ class Tasks:
         while True:
             before = (await self.get(name, key)).task_option
             expected, after = before.stored(), before.changed(**changes).stored()
-            # What was asked for, and what follows from it.
+            # What was requested, and what follows from it.
             changed = {*changes, *(field for field in after if after[field] != expected.get(field))}
             written = await control.set_option(
                 self._store, task_id(name, key), {field: after.get(field) for field in changed}, expected
@@ -203,8 +203,8 @@ class Tasks:
     ) -> Task:
         """Wait until the task is finished, and return it. Raises `TaskNotFound`, `TimeoutError`, `InvalidOption`.
 
-        `timeout`: no time at all is one look. `published`: the caller has just published it, so that it may be past its
-        retention already. `not_before`: when it was not there yet, by the monotonic clock.
+        `timeout`: 0 is one look. `published`: the caller has just published it, so that it may be past its retention already.
+        `not_before`: when it did not exist yet, on the monotonic clock.
         """
         results, id_, seconds = self._connection.results, task_id(name, key), checked_timeout(timeout)
         document: Document | None = None

@@ -1,12 +1,12 @@
 """Tracing by OpenTelemetry: publish and execution are one trace, across processes and however long the task waits.
 
-Here is the publisher's side; the worker's is `consumer.tracing`.
+This is the publisher's side; the worker's is `consumer.tracing`.
 
-taskmesh imports nothing of OpenTelemetry: who traces has imported it, and set a tracer provider. Without that nothing is
-written into tasks and nothing is made per execution. Install the extra `tracing` and an SDK, and configure it as for the rest
-of the service.
+taskmesh imports nothing of OpenTelemetry: a program that traces has imported it, and set a tracer provider. Without that
+nothing is written into tasks and nothing is created per execution. Install the extra `tracing` and an SDK, and configure it as
+for the rest of the service.
 
-The spans follow the semantic conventions for messaging; the destination is the task's name, which is what selects its handlers:
+The spans follow the semantic conventions for messaging; the destination is the task's name, which selects its handlers:
 
 | span | kind | parent |
 | --- | --- | --- |
@@ -36,12 +36,12 @@ def api_in_use() -> Any:
 
 
 def tracer(api: Any) -> Any:
-    """Return the tracer by which all spans are made."""
+    """Return the tracer that creates all spans."""
     return api.get_tracer("taskmesh")
 
 
 def carrier() -> Carrier | None:
-    """Return where we are in which trace, to travel with a task; None if nobody traces."""
+    """Return the current position in the trace, to travel with a task. None if tracing is off."""
     api = api_in_use()
     if api is None or not api.get_current_span().get_span_context().is_valid:
         return None
@@ -53,7 +53,7 @@ def carrier() -> Carrier | None:
 
 
 def publishing(name: str, keys: Sequence[str], queue: str) -> AbstractContextManager[Carrier | None]:
-    """Open the span of a publish; what it gives travels with the tasks. An error inside is recorded."""
+    """Open the span of a publish; what it yields travels with the tasks. An error inside is recorded."""
     api = api_in_use()
     return nullcontext() if api is None else _publishing(api, name, keys, queue)
 
@@ -78,7 +78,7 @@ def _publishing(api: Any, name: str, keys: Sequence[str], queue: str) -> Iterato
 
 @contextmanager
 def going_on(from_: Carrier | None) -> Iterator[None]:
-    """Be, inside the block, where somebody in another thread or process was."""
+    """Continue, inside the block, the trace of another thread or process."""
     if from_ is None or "opentelemetry" not in sys.modules:
         yield
         return
@@ -92,7 +92,7 @@ def going_on(from_: Carrier | None) -> Iterator[None]:
 
 
 def attributes_of(operation: str, kind: str, name: str, queue: str) -> dict[str, Any]:
-    """Return what every span tells."""
+    """Return the attributes of every span."""
     return {
         "messaging.system": _SYSTEM,
         "messaging.operation.name": operation,

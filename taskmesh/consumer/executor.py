@@ -1,6 +1,6 @@
 """The executor: takes each execution through one visible pipeline.
 
-check params → before → run the handler → judge how it ended → after → hand the outcome to the finisher
+    check params → before → run the handler → judge how it ended → after → hand the outcome to the finisher
 
 Async handlers run in the event loop, each in an asyncio task of its own that starts at once; plain functions run in threads;
 `run="process"` handlers run in processes. However a handler ends, only its own execution is affected. An execution is judged at

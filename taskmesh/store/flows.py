@@ -1,6 +1,6 @@
 """Flows: many tasks that are published as a whole, or not at all.
 
-open: members are inserted, behind a gate of their own  →  sealed: all are there; the gates are opened  →  opened
+    open: members are inserted, behind a gate of their own  →  sealed: all are there; the gates are opened  →  opened
 
 One document for each flow names its members. A publisher that dies while the flow is open leaves tasks that nobody may claim,
 and the same publication completes it; if one dies while it is sealed, the next sweep goes on. Everything can be done twice.
