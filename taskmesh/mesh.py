@@ -1,4 +1,4 @@
-"""`TaskMesh`: the front door. It composes what is below: each of its parts is an object of one room, made here."""
+"""`TaskMesh`: the front door. It composes everything below: each of its parts is an object of one package, created here."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ T = TypeVar("T")
 
 
 class BatchDecorator(Protocol):
-    """What `mesh.task(batch=…, …)` returns: each task has one item of those that the handler takes a list of."""
+    """What `mesh.task(batch=…, …)` returns: each task has one of the items of which the handler takes a list."""
 
     @overload
     def __call__(self, fn: Callable[[list[T]], Awaitable[None]], /) -> BatchDefinition[T, None]: ...
@@ -75,17 +75,16 @@ class BatchDecorator(Protocol):
 class TaskMesh(Defining):
     """A set of task definitions on a MongoDB collection.
 
-    `client`: a MongoDB URI, a `pymongo.AsyncMongoClient` or a `motor.motor_asyncio.AsyncIOMotorClient`, which all win over
-    `TASKMESH_URI`. None: the URI in `TASKMESH_URI`; without one, the embedded MongoDB of this directory (extra `embedded`).
-    `codec`: encrypts params, results, records, reasons and logs of all tasks that have no codec of their own: an `AESCodec`.
-    `payload_threshold`: of params, or of a result, of more bytes than this, what is largest is stored apart from the task. None:
-    all stands in the task's document, and has to fit.
+    `client`: a MongoDB URI, a `pymongo.AsyncMongoClient` or a `motor.motor_asyncio.AsyncIOMotorClient`, all of which take
+    precedence over `TASKMESH_URI`. None: the URI in `TASKMESH_URI`; without one, the embedded MongoDB of this directory (extra
+    `embedded`). `codec`: encrypts params, results, records, reasons and logs of all tasks that have no codec of their own: an
+    `AESCodec`. `payload_threshold`: if params, or a result, have more bytes than this, their largest parts are stored
+    separately from the task. None: everything is stored in the task's document, and has to fit.
 
     The most frequent operations are methods of the mesh itself; all others are on the objects that it holds: `listing`, `bulk`,
     `queues`, `fleet`, `schedules`, `inspect`, `what_if`, `audit`, `publisher` and `tasks`.
 
-    What people change is written to the audit, with who did it: what is given as `by=`, or else the user of this process and
-    its host.
+    Changes that people make are written to the audit, with their author: `by=`, or else the user of this process and its host.
     """
 
     def __init__(
@@ -100,20 +99,20 @@ class TaskMesh(Defining):
         super().__init__()
         payloads = Payloads(checked_codec(codec), checked_threshold(payload_threshold))
         self.connection = Connection(client, database, collection, payloads)
-        """Where the mesh is connected to."""
+        """Where the mesh is connected."""
         self.tasks = Tasks(self.connection)
         """Single tasks: read, change, wait for one."""
         self.publisher = Publisher(self.connection, self.tasks, self.definitions)
-        """Publishing by name: many at once, and what workers have registered of a task."""
+        """Publishes by name, many tasks at once, and reads what workers have registered about a task."""
         self.schedules = Schedules(self.connection, self.publisher, self.definitions)
         """Periodic tasks: list, pause, resume, trigger and remove them."""
         self.flows = Flows(self.connection, self.publisher, self.tasks)
         """Flows: tasks that are published as a whole."""
         self.tasks.flows = self.flows
         self.hooks_of_consumers: Hooks = {}
-        """The hooks that `hooks` has set."""
+        """The hooks set by `hooks`."""
         self.worker_lifespan: Lifespan[Any] | None = None
-        """What `lifespan` has set."""
+        """The lifespan set by `lifespan`."""
 
     @cached_property
     def listing(self) -> Listing:
@@ -152,14 +151,14 @@ class TaskMesh(Defining):
 
     @cached_property
     def what_if(self) -> WhatIf:
-        """Return what a change would do, without making it."""
+        """Says what a change would do, without making it."""
         from taskmesh.admin.what_if import WhatIf
 
         return WhatIf(self.connection, self.tasks)
 
     @cached_property
     def audit(self) -> Audit:
-        """Who did what to single things; each verb writes it down."""
+        """Who changed what; each verb writes it down."""
         from taskmesh.admin.audit import Audit
 
         return Audit(self.connection)
@@ -169,7 +168,7 @@ class TaskMesh(Defining):
     async def connect(self, *, create: bool = True) -> None:
         """Connect, check the server, create what is missing, and store the schedules that were declared before.
 
-        `create=False`: only connect and check, so that a look at a database changes nothing in it; the first publication
+        `create=False`: only connect and check, so that looking at a database changes nothing in it; the first publication
         creates what is missing. Raises `NotAReplicaSet`, `IncompatibleCollection`, `EmbeddedUnavailable`, or `TaskMeshError` if
         no server answers.
         """
@@ -179,9 +178,9 @@ class TaskMesh(Defining):
             await self.queues.store_declared()
 
     async def close(self) -> None:
-        """Stop the consumers that run, within their grace; then close what `connect` and `publish_sync` opened.
+        """Stop running consumers, within their grace period; then close what `connect` and `publish_sync` have opened.
 
-        Does nothing the second time.
+        A second call does nothing.
         """
         try:
             await self.connection.close()
@@ -200,7 +199,7 @@ class TaskMesh(Defining):
             await self.close()
 
     def connect_to(self, client: Any = None, *, database: str | None = None, collection: str | None = None) -> None:
-        """Change where this mesh will connect to: what a command line or a test overrides. None: as it is.
+        """Change where this mesh will connect, as a command line or a test does. None: unchanged.
 
         Raises `TaskMeshError` if it is connected already.
         """
@@ -212,7 +211,7 @@ class TaskMesh(Defining):
 
     @property
     def reached(self) -> bool:
-        """Whether the server has ever answered, though the mesh may not be connected yet."""
+        """Whether the server has ever answered, even if the mesh is not connected yet."""
         return self.connection.reached
 
     @property
@@ -222,7 +221,7 @@ class TaskMesh(Defining):
 
     @property
     def store(self) -> Store:
-        """What reads and writes MongoDB. Raises `TaskMeshError` if the mesh is not connected in this event loop and process."""
+        """Reads and writes MongoDB. Raises `TaskMeshError` if the mesh is not connected in this event loop and process."""
         return self.connection.store
 
     @property
@@ -232,7 +231,7 @@ class TaskMesh(Defining):
 
     @property
     def feed(self) -> Feed:
-        """What happens to tasks, told to all in this mesh who listen. Raises `TaskMeshError` as `clock` does."""
+        """Delivers events of tasks to all subscribers in this mesh. Raises `TaskMeshError` as `clock` does."""
         return self.connection.feed
 
     # --- defining ---
@@ -268,16 +267,14 @@ class TaskMesh(Defining):
     ) -> Any:
         """Define a task: a decorator, with or without arguments.
 
-        `name`: the function's, by default. `queue`: `"default"`. `option`: a `TaskOption`. `needs`: the labels that
-        a worker must have to run it, each of the same value and type. `run`: `"async"`, `"thread"` (the
-        default for plain functions) or `"process"`. `projection`: load only these params at execution; the others keep
-        their defaults. `retry_on`: only these types of errors are tried again, all by default; `fail_on`: these make the
-        task FAIL for good at once, and win over `retry_on`; what is derived from them counts, lost leases do not.
-        `codec`: encrypts the values of these tasks, instead of the mesh's codec.
-        `batch`: one call of the handler gets the items of up to so many tasks, as a list; `batch_wait_ms` (50): how long the
-        first of them waits for others.
-        `cron`, `interval_ms`, `timezone`: run it periodically, with the defaults of its params; `every` can say more.
-        Raises `InvalidOption`.
+        `name`: by default the function's. `queue`: `"default"`. `option`: a `TaskOption`. `needs`: the labels that a worker
+        must have to run it, with equal values of the same type. `run`: `"async"`, `"thread"` (the default for plain functions)
+        or `"process"`. `projection`: load only these params at execution; the others have their defaults. `retry_on`: only
+        these types of errors are retried, by default all; `fail_on`: these make the task FAIL for good at once, and take
+        precedence over `retry_on`. Subclasses count; lost leases do not. `codec`: encrypts the values of these tasks, instead
+        of the mesh's codec. `batch`: one call of the handler gets the items of up to so many tasks, as a list; `batch_wait_ms`
+        (50): how long the first of them waits for others. `cron`, `interval_ms`, `timezone`: run it periodically, with the
+        defaults of its params; `every` offers more. Raises `InvalidOption`.
         """
         checked_function("task", fn)
         checked_option(option)
@@ -324,19 +321,19 @@ class TaskMesh(Defining):
         by: str | None = None,
         **configuration: Unpack[PublishSettings],
     ) -> Declared:
-        """Publish a task periodically: each tick once, whichever and however many workers run.
+        """Publish a task periodically: each tick once, however many workers run.
 
-        Called before the mesh connects, the schedule is stored when it does; afterwards at once, and it may be awaited. To
-        declare it again changes it, and leaves alone what is not changed: it goes on, or stays paused.
+        If called before the mesh connects, the schedule is stored when it does; afterwards at once, and the call may be
+        awaited. Declaring it again changes it, and leaves unchanged fields alone: it goes on, or stays paused.
 
         `cron`: five fields (or six, with seconds in front), in `timezone`; see `ticks` on daylight saving. `interval_ms`:
-        counted from the first declaration. `schedule_id`: the name, by default; a task with several schedules needs one
-        for each. `missed`: of the ticks while no worker lived, publish none (`skip`), only the `latest`, or `all`;
-        none where the timing is changed before a worker has published them.
-        `overlap="skip"`: leave out a tick while the task of the tick before is not finished. `jitter_ms`: each task starts
-        up to this much later, so that not everything starts at the full hour. The rest as in `configure`; but a tick's
-        task is kept for a minute at least, as its key is what makes it unique. `by`: who, for the audit; without it nothing is
-        written there, as code declares its schedules at each start. Raises `InvalidOption`.
+        counted from the first declaration. `schedule_id`: by default the name; a task with several schedules needs one for
+        each. `missed`: of the ticks while no worker was live, publish none (`skip`), only the `latest`, or `all`; none if the
+        timing is changed before a worker has published them. `overlap="skip"`: leave out a tick while the task of the tick
+        before is not finished. `jitter_ms`: each task starts up to this much later, so that not everything starts at the full
+        hour. Other settings as in `configure`; but a tick's task is kept for at least a minute, since its key is what makes it
+        unique. `by`: who, for the audit; without it nothing is written there, as code declares its schedules at each start.
+        Raises `InvalidOption`.
         """
         name = checked_name(name.name if isinstance(name, TaskDefinition) else name)
         Configuration().changed(**configuration)
@@ -363,13 +360,16 @@ class TaskMesh(Defining):
         canary_ms: int = 30_000,
         **limits: Unpack[LimitFields],
     ) -> None:
-        """Declare how a queue is. It is stored when the mesh connects, and holds for the whole fleet until it is changed.
+        """Declare the settings of a queue.
 
-        `limits`: `rate` with `per_ms`, `running`, `group_running`, `group_rate` with `group_per_ms`, as in `set_limit`. They are
-        stored where nobody has set a limit yet: who starts first sets them, and what people change or take away later stays so.
-        `pause_on_failures`: it pauses by itself when this share (0.5: half) of its newest `of_last` executions failed; then one
-        task is tried every `canary_ms`, and opens it again when it SUCCEEDs. None: never. While the mesh is connected, await
-        `mesh.queues.pause_on_failures`. Raises `InvalidOption`; `TaskMeshError` if the mesh is connected already.
+        They are stored when the mesh connects, and apply to the whole fleet until they are changed.
+
+        `limits`: `rate` with `per_ms`, `running`, `group_running`, `group_rate` with `group_per_ms`, as in `set_limit`. They
+        are stored unless somebody has set a limit before: the first process sets them, and later changes by people stay.
+        `pause_on_failures`: the queue pauses automatically when this share (0.5: half) of its newest `of_last` executions
+        failed; then one task is tried every `canary_ms`, and opens the queue again when it SUCCEEDs. None: never. While the
+        mesh is connected, await `mesh.queues.pause_on_failures` instead. Raises `InvalidOption`; `TaskMeshError` if the mesh is
+        connected already.
         """
         if isinstance(pause_on_failures, EllipsisType):  # nothing is said of it
             self.queues.declare(queue, limits)
@@ -391,11 +391,11 @@ class TaskMesh(Defining):
                     yield Pools(http)
 
         `fn`: an async generator function that yields once, or a function that returns an async context manager; called without
-        arguments. What it yields is `pools.state`, under its type, and `current_task().state`. It is opened once in each process
-        in which a consumer runs, while the mesh is connected: by the first of them, closed by the last, also when they are
+        arguments. What it yields is `pools.state`, with its type, and `current_task().state`. It is opened once in each process
+        in which a consumer runs, while the mesh is connected: by the first of them, and closed by the last, also when they are
         stopped or cancelled. The child processes of handlers with `run="process"` have none. If it cannot be opened, `run()`
-        raises `TaskMeshError`, and nothing is claimed; if it ends by itself, the workers stop. Closing may take up to
-        ten seconds. A mesh has one. Raises `InvalidOption`.
+        raises `TaskMeshError`, and nothing is claimed; if it ends by itself, the workers stop. Closing may take up to ten
+        seconds. A mesh has one lifespan. Raises `InvalidOption`.
         """
         checked_lifespan(fn)
         lifespan: Lifespan[Any] = Lifespan(fn)
@@ -409,9 +409,11 @@ class TaskMesh(Defining):
     def hooks(
         self, *, on_claim: ClaimHook | None = None, before: BeforeHook | None = None, after: AfterHook | None = None
     ) -> None:
-        """Set the hooks of all consumers of this mesh that are made from now on and are given none: so of `taskmesh worker` too.
+        """Set the hooks of consumers that this mesh creates from now on, unless they are given others.
 
-        What each does stands at `consumer`. Raises `InvalidOption` for what cannot be called.
+        So also of `taskmesh worker`.
+
+        The hooks are described at `consumer`. Raises `InvalidOption` for what cannot be called.
         """
         self.hooks_of_consumers = _checked_hooks({"on_claim": on_claim, "before": before, "after": after})
 
@@ -432,15 +434,14 @@ class TaskMesh(Defining):
     ) -> Consumer:
         """Return a consumer of this mesh's tasks, to be run once.
 
-        `worker_id`: `host-pid-random` by default. `concurrency`: how many executions at once. `names`: the tasks that it runs,
-        all by default. `queues`: where it takes them from, everywhere by default. `labels`: what tasks may need of
-        it, values by name; `host` is among them. `listen=False`: it scans only, and opens no
-        change stream.
+        `worker_id`: by default `host-pid-random`. `concurrency`: how many executions run at once. `names`: the tasks that it
+        runs, by default all. `queues`: the queues that it takes tasks from, by default all. `labels`: what tasks may need,
+        values by name; `host` is one of them. `listen=False`: it only scans, and opens no change stream.
 
         Hooks, plain or async; those of `mesh.hooks` unless given here: `on_claim(consumer)` returns a filter on task documents,
-        or None to claim nothing this round; `before(task)`, whose exception is the execution's failure; `after(task, outcome)`,
-        whose exception is logged. `observer`: who measures it, like `metrics.WorkerMetrics`. `stall_limit_ms`: for how long the
-        event loop may stand still before its pings are given up. Raises `InvalidOption`.
+        or None to claim nothing this round; `before(task)`, whose exception makes the execution fail; `after(task, outcome)`,
+        whose exception is logged. `observer`: measures it, like `metrics.WorkerMetrics`. `stall_limit_ms`: how long the event
+        loop may be blocked before it stops pinging. Raises `InvalidOption`.
         """
         from taskmesh.consumer.settings import (
             Settings,
@@ -476,14 +477,17 @@ class TaskMesh(Defining):
     ) -> TaskHandle[Any]:
         """Publish by task name, without the handler's code.
 
-        Uses the option and queue of the definition if this mesh knows the name, else those that workers have registered,
-        else the defaults; `configuration` as in `TaskDefinition.configure`. Raises as `TaskDefinition.publish` does.
+        Uses the option and queue of the definition if this mesh knows the name, otherwise those that workers have registered,
+        otherwise the defaults; `configuration` as in `TaskDefinition.configure`. Raises as `TaskDefinition.publish` does.
         """
         params_by_key = {checked_key(key): {} if params is None else params}
         return (await self.publisher.publish_many(name, params_by_key, **configuration))[0]
 
     def flow(self, key: str) -> Flow:
-        """Return a flow to add tasks to in its `async with` block, at whose end they are published as a whole. See `Flow`."""
+        """Return a flow. Add tasks to it in its `async with` block; at the end of that they are published as a whole.
+
+        See `Flow`.
+        """
         return Flow(self.flows, key)
 
     async def flow_status(self, key: str) -> FlowStatus:
@@ -498,7 +502,9 @@ class TaskMesh(Defining):
         return await self.tasks.get(name, key)
 
     def get_sync(self, name: str, key: str) -> Task:
-        """Return the task as it stands now, from code without an event loop, like `publish_sync`; the mesh need not be connected.
+        """Return the task as it stands now, from code without an event loop, like `publish_sync`.
+
+        The mesh need not be connected.
 
         Raises `RuntimeError` inside an event loop, and `TaskNotFound`.
         """
@@ -518,12 +524,13 @@ class TaskMesh(Defining):
         after: str | None = None,
         where: str | TaskFilter | None = None,
     ) -> AsyncIterator[Task]:
-        """Yield matching tasks, without their params unless asked for. `limit`: 100 by default; 0: all.
+        """Yield matching tasks, without their params unless requested. `limit`: by default 100; 0: all.
 
-        `status`: one or several; also what INIT holds: `"ready"`, `"scheduled"`, `"retrying"`. `key_prefix`: how the key begins.
-        `sort`: `"key"` (by name and key), `"newest"` or `"oldest"`. `after`: a key, to go on behind it (with a name, and
-        `sort="key"`). `where`: a filter, or its text (`status:FAIL error:timeout age>1h`), instead of `name`, `status`, `queue`,
-        `key_prefix` and `tags`, of which a task has to have all. Raises `InvalidOption`, `InvalidName`, `InvalidKey`.
+        `status`: one or several; also what INIT means: `"ready"`, `"scheduled"`, `"retrying"`. `key_prefix`: how the key
+        starts. `sort`: `"key"` (by name and key), `"newest"` or `"oldest"`. `after`: a key after which to continue (with a
+        name, and `sort="key"`). `where`: a filter, or its text (`status:FAIL error:timeout age>1h`), instead of `name`,
+        `status`, `queue`, `key_prefix` and `tags`. A task has to have all given tags. Raises `InvalidOption`, `InvalidName`,
+        `InvalidKey`.
         """
         from taskmesh.admin.listing import filter_from
 
@@ -540,35 +547,36 @@ class TaskMesh(Defining):
     async def set_option(self, name: str, key: str, *, by: str | None = None, **changes: Unpack[OptionFields]) -> Task:
         """Change fields of a published task's option, and return the task. Raises `InvalidOption`, `TaskNotFound`.
 
-        On a running task, a worker that is no longer in `specific_worker_ids` stops; `ping_interval_ms` counts from the
-        next ping; all else from the next claim.
+        On a running task, a worker that is no longer in `specific_worker_ids` stops; `ping_interval_ms` applies from the next
+        ping; all other fields from the next claim.
         """
         return await self.tasks.set_option(name, key, by=by, **changes)
 
     async def cancel(self, name: str, key: str, *, by: str | None = None) -> Task:
         """Cancel the task: CANCELLED from now on; a running execution is stopped. A finished task stays as it is.
 
-        Returns the task as it stands after. Raises `TaskNotFound`.
+        Returns the task as it stands after that. Raises `TaskNotFound`.
         """
         return await self.tasks.cancel(name, key, by=by)
 
     async def signal(
         self, name: str, key: str, event: str, payload: Any = UNSAID, *, signal_id: str | None = None
     ) -> None:
-        """Tell the task that something has happened: its handler gets `payload` from `wait_for(event)`; without one, `{}`.
+        """Tell the task that something has happened: its handler gets `payload` (by default `{}`) from `wait_for(event)`.
 
-        A signal is kept until the handler waits for it; each is consumed once, in the order in which they came. `signal_id`: sent
-        again under the same id, it is the same signal, also when the task has finished since. Raises `TaskFinished`,
-        `TaskNotFound`, `TooManySignals` (1,000 that nobody has waited for, or 1 MB of them), `UnstorableValue`, `InvalidName`.
+        A signal is kept until the handler waits for it; each is consumed once, in the order in which they came. `signal_id`: a
+        signal that is sent again under the same id is the same signal, even if the task has finished since. Raises
+        `TaskFinished`, `TaskNotFound`, `TooManySignals` (1,000 that nobody has waited for, or 1 MB of them), `UnstorableValue`,
+        `InvalidName`.
         """
         await self.tasks.signal(name, key, event, payload, signal_id=signal_id)
 
     async def retry(self, name: str, key: str, *, fresh: bool = False, by: str | None = None) -> Task:
-        """Make a finished task INIT again, its entries and counts dropped; a waiting one is due at once.
+        """Make a finished task INIT again, without its entries and counts; make a waiting one due at once.
 
-        It resumes: what its handler has recorded by `step`, `sleep` and `wait_for` stays, but for errors, and a sleep is not cut
-        short. `fresh`: it starts over in its first stage, with nothing recorded and no signals. Returns the task as it stands
-        after. Raises `TaskRunning`, `TaskNotFound`.
+        It resumes: what its handler has recorded by `step`, `sleep` and `wait_for` stays, except for errors, and a sleep is not
+        cut short. `fresh`: it starts over in its first stage, with nothing recorded and no signals. Returns the task as it
+        stands after that. Raises `TaskRunning`, `TaskNotFound`.
         """
         return await self.tasks.retry(name, key, fresh=fresh, by=by)
 
@@ -586,8 +594,8 @@ class TaskMesh(Defining):
     ) -> EventReader:
         """Return an async iterator of what happens to tasks from now on, in order for each task.
 
-        `after`: the `token` of an event, to go on behind it. `buffer`: how many events wait for a slow reader; then it is
-        told how many it missed. Raises `InvalidOption` for what is no token.
+        `after`: the `token` of an event after which to continue. `buffer`: how many events wait for a slow reader; beyond that,
+        an event says how many it has missed. Raises `InvalidOption` for an invalid token.
         """
         return self.connection.events(name, key, after=after, buffer=buffer)
 
@@ -609,22 +617,22 @@ class TaskMesh(Defining):
         await self.queues.pause(queue, group=group, reason=reason, by=by, until=until)
 
     async def resume(self, queue: str, *, group: str | None = None, by: str | None = None) -> None:
-        """Let workers claim from this queue again; with `group`, from this group, if it was paused. Raises `InvalidOption`."""
+        """Let workers claim from this queue again; with `group`: from this group, if it was paused. Raises `InvalidOption`."""
         await self.queues.resume(queue, group=group, by=by)
 
     async def set_limit(self, queue: str, *, by: str | None = None, **limits: Unpack[LimitFields]) -> None:
-        """Limit a queue, over the whole fleet. What is given is set, the rest stays as it is; None takes a limit away.
+        """Limit a queue, over the whole fleet. Given limits are set, others stay as they are; None removes a limit.
 
-        At most `rate` starts in any `per_ms` (1000 by default); at most `running` executions at a time; of each group
+        At most `rate` starts in any `per_ms` (by default 1000); at most `running` executions at a time; of each group
         (`configure(group=…)`) at most `group_rate` starts in any `group_per_ms`, and at most `group_running` executions at a
-        time: tasks of a full group hold up nobody else. What runs already runs on, and is counted. Consumers of this mesh
-        know of it when this returns, other processes a moment later: at once if they listen, within two seconds if they only
-        scan. Raises `InvalidOption`.
+        time: tasks of a full group hold up nobody else. Running executions go on, and are counted. Consumers of this mesh know
+        of it when this returns, other processes a moment later: at once if they listen, within two seconds if they only scan.
+        Raises `InvalidOption`.
         """
         await self.queues.set_limit(queue, by=by, **limits)
 
     async def workers(self) -> list[WorkerInfo]:
-        """Return the live workers and those that went within the last hour."""
+        """Return the live workers and those that went away within the last hour."""
         return await self.fleet.workers()
 
     async def stop_worker(self, worker_id: str, grace_ms: int = 30_000, *, by: str | None = None) -> None:
@@ -632,7 +640,7 @@ class TaskMesh(Defining):
         await self.fleet.stop_worker(worker_id, grace_ms, by=by)
 
     async def pause_worker(self, worker_id: str, *, by: str | None = None) -> None:
-        """Pause a worker, wherever it runs: it claims no more; running tasks go on. Raises `TaskNotFound`, `InvalidOption`."""
+        """Pause a worker, wherever it runs: it stops claiming; running tasks go on. Raises `TaskNotFound`, `InvalidOption`."""
         await self.fleet.pause_worker(worker_id, by=by)
 
     async def resume_worker(self, worker_id: str, *, by: str | None = None) -> None:
@@ -653,7 +661,7 @@ class Hooks(TypedDict, total=False):
 
 
 def _checked_hooks(hooks: Hooks) -> Hooks:
-    """Return hooks, each of which can be called, or is None. Raises `InvalidOption`."""
+    """Return the hooks. Each has to be callable, or None. Raises `InvalidOption`."""
     for name, hook in hooks.items():
         if hook is not None and not callable(hook):
             raise InvalidOption(f"the hook {name} must be a function, got {hook!r}")

@@ -1,4 +1,4 @@
-"""What a handler can ask and tell while it runs: `current_task()`."""
+"""What a handler can ask and report while it runs: `current_task()`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _current: ContextVar[Any] = ContextVar("taskmesh_current_task")
 
 
 class ExecutionFields(Protocol):
-    """What names an execution."""
+    """What identifies an execution."""
 
     # ruff: noqa: D102 — the methods are documented where handlers see them, in the classes below
 
@@ -46,7 +46,7 @@ class ExecutionFields(Protocol):
 
 
 class Running(ExecutionFields, Protocol):
-    """The execution behind a context; the executor's, or one at the other end of a pipe. See `TaskContext`."""
+    """The execution behind a context: the executor's, or one at the other end of a pipe. See `TaskContext`."""
 
     @property
     def attempt(self) -> int: ...
@@ -96,7 +96,7 @@ class _Context:
     _running: Running
 
     def _refuse_in_a_step(self, what: str) -> None:
-        """Raise `TaskMeshError` inside a step, which answers from its record later: what belongs to the SUCCESS would be lost."""
+        """Raise `TaskMeshError` inside a step, which is not called again on a retry: what belongs to the SUCCESS would be lost."""
         if (step := step_under_way()) is not None:
             raise TaskMeshError(
                 f"task {self.name!r} {self.key!r}: {what} was called inside the step {step!r}, which is not called again when "
@@ -120,17 +120,17 @@ class _Context:
 
     @property
     def running_id(self) -> str:
-        """The execution's fencing token: unique per task, also among all workers."""
+        """The execution's fencing token: unique for the task, also among all workers."""
         return self._running.running_id
 
     @property
     def attempt(self) -> int:
-        """Which execution of the task this is, from 1; released and snoozed ones do not count."""
+        """Which execution of the task this is, from 1. Released and snoozed ones do not count."""
         return self._running.attempt
 
     @property
     def failures(self) -> int:
-        """How many executions of the task have failed or asked for a `Retry` before: what `max_unexpected_retries` counts."""
+        """How many executions of the task have failed or raised `Retry` before: what `max_unexpected_retries` counts."""
         return self._running.failures
 
     @property
@@ -140,20 +140,20 @@ class _Context:
 
     @property
     def extra(self) -> Mapping[str, Any]:
-        """Fields that are not taskmesh's, at the top of the task's document: those of `configure(fields=…)`, and of others."""
+        """Fields at the top of the task's document that are not taskmesh's: those of `configure(fields=…)`, and of others."""
         return self._running.extra
 
     @property
     def state(self) -> Any:
-        """What the function under `@mesh.lifespan` has yielded in this process; its own `state` has the type.
+        """What the function under `@mesh.lifespan` has yielded in this process. The lifespan's own `state` has its type.
 
-        Raises `TaskMeshError` where there is none: without such a function, and in a child process (`run="process"`).
+        Raises `TaskMeshError` if there is nothing: without such a function, and in a child process (`run="process"`).
         """
         return self._running.state
 
     @property
     def deadline(self) -> datetime | None:
-        """When `run_timeout_ms` ends this execution, or None."""
+        """When `run_timeout_ms` ends this execution. None: never."""
         return self._running.deadline
 
     @property
@@ -162,11 +162,11 @@ class _Context:
         return self._running.cancelled
 
     def log(self, message: str) -> None:
-        """Add a line to the log that is kept with the execution; the newest lines stay."""
+        """Add a line to the log that is kept with the execution. The newest lines are kept."""
         self._running.log(str(message))
 
     def set_result(self, value: Any) -> None:
-        """Say, inside `transaction()`, what the execution's result is. Elsewhere it would be lost: `TaskMeshError`."""
+        """Set the execution's result, inside `transaction()`. Anywhere else it would be lost: `TaskMeshError`."""
         self._refuse_in_a_step("set_result()")
         if not self._running.in_a_block:
             raise TaskMeshError(
@@ -183,7 +183,7 @@ class TaskContext(_Context):
     _running: RunningInLoop
 
     async def progress(self, fraction: float, message: str | None = None) -> None:
-        """Report progress, from 0 to 1. Many calls cost few writes. Raises `LeaseLost` if the lease is gone."""
+        """Report progress, from 0 to 1. Many calls cost few writes. Raises `LeaseLost` if the lease is lost."""
         self._running.set_progress(fraction, message)
 
     @overload
@@ -195,9 +195,9 @@ class TaskContext(_Context):
     async def publish(self, definition: TaskDefinition[..., Any] | str, key: str, /, *args: Any, **params: Any) -> None:
         """Publish a task if, and only if, this execution SUCCEEDs or goes on by `Next`, and atomically with that.
 
-        `definition`: what `@mesh.task` returned, or a task's name; whose queue, option and params are those that workers have
-        registered, where this mesh has no such task. Not for the function of a step, which is not called again where the task is
-        resumed. Raises `InvalidParams`, `InvalidKey`, and `TaskNotFound` for what `after` names and nobody has published.
+        `definition`: what `@mesh.task` returned, or a task's name; if this mesh has no such task, its queue, option and params
+        are those that workers have registered. Not for use in the function of a step, which is not called again when the task
+        resumes. Raises `InvalidParams`, `InvalidKey`, and `TaskNotFound` for a dependency in `after` that nobody has published.
         """
         self._refuse_in_a_step("publish()")
         await self._running.publish(definition, key, _named(definition, args, params))
@@ -213,42 +213,43 @@ class TaskContext(_Context):
     @overload
     def step(self, name: str, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, T]: ...
     def step(self, name: str, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Call `fn(*args, **kwargs)` once for this task, and return its value: recorded, and the same whoever resumes the task.
+        """Call `fn(*args, **kwargs)` once for this task, and return its value, which is recorded: later executions get the same.
 
             charge = await current_task().step("charge", charge_card, order_id)
 
-        `fn` is async, or a plain function, which runs in a thread. Its value is recorded before this returns, in the form that is
-        stored, and comes back as `fn`'s return annotation says. A recorded step counts as progress. An exception records
-        nothing and propagates; a `TaskFailed` is recorded and raised again by whoever resumes.
+        `fn` is async, or a plain function, which runs in a thread. Its value is recorded before this returns, in the form that
+        is stored, and comes back as `fn`'s return annotation says. A recorded step counts as progress. An exception records
+        nothing and propagates; a `TaskFailed` is recorded and raised again whenever the task resumes.
 
         The second step of one name in an execution is `name#2`, and so on. Steps that run side by side need names of their own.
-        `transactional=True`: `fn` is given `session=`, and what it writes with that commits together with the record, or not at
-        all; it is called again where others write the same. A worker that is killed in it leaves its locks for up to the server's
-        `transactionLifetimeLimitSeconds` (60).
+        `transactional=True`: `fn` gets `session=`, and what it writes with that commits together with the record, or not at
+        all; it is called again if others write the same documents. A worker that is killed in it leaves its locks for up to the
+        server's `transactionLifetimeLimitSeconds` (60).
 
-        Raises `StepMismatch` where another function or other arguments are recorded under the name, `UnstorableValue`,
+        Raises `StepMismatch` if another function or other arguments are recorded under the name, `UnstorableValue`,
         `TaskTooLarge` (a value over 1 MB), `TaskFailed` (8 MB of records), `LeaseLost`, `InvalidName`.
         """
         transactional = bool(kwargs.pop("transactional", False))
         return self._running.journal.step(name, fn, args, kwargs, transactional=transactional)
 
     async def sleep(self, name: str, /, **timedelta_parts: float) -> None:
-        """Wait for so long from the first call of this name on: `await task.sleep("cooling off", hours=24)`.
+        """Wait for so long, counted from the first call with this name: `await task.sleep("cooling off", hours=24)`.
 
-        Up to a second it waits in place. Longer, the task is put aside and holds neither slot nor lease: the handler unwinds by a
-        `BaseException` (`TaskSuspended`), and is called again when the time has come. Raises `InvalidOption`, `InvalidName`.
+        Up to a second it waits in place. Longer sleeps suspend the task, which then holds neither slot nor lease: the handler
+        unwinds by a `BaseException` (`TaskSuspended`), and is called again when the time has come. Raises `InvalidOption`,
+        `InvalidName`.
         """
         await self._running.journal.sleep(name, duration_ms(timedelta_parts), None)
 
     async def sleep_until(self, name: str, when: datetime, /) -> None:
-        """Wait until a moment, which the first call of this name fixes; a naive one is UTC. All else is told at `sleep`."""
+        """Wait until a moment, which the first call with this name fixes; a naive one is taken as UTC. Otherwise like `sleep`."""
         await self._running.journal.sleep(name, None, checked_moment(when))
 
     async def wait_for(self, event: str, /, timeout_ms: int | None = None) -> Any:
         """Wait for a signal and return its payload (`{}` if it has none); None after the timeout, which the first call fixes.
 
-        A signal that was sent before is there. Each is consumed by one call, in the order in which they came. The task is put
-        aside as by `sleep`. Send one by `handle.signal(event, payload)`. Raises `InvalidOption`, `InvalidName`.
+        A signal that was sent before counts. Each is consumed by one call, in the order in which they came. The task is
+        suspended as by `sleep`. Send a signal by `handle.signal(event, payload)`. Raises `InvalidOption`, `InvalidName`.
         """
         return await self._running.journal.wait_for(event, timeout_ms)
 
@@ -269,14 +270,14 @@ class TaskContext(_Context):
     async def start(
         self, definition: TaskDefinition[..., Any] | str, key: str, /, *args: Any, **named: Any
     ) -> TaskHandle[Any]:
-        """Start a child of this task, now and once, and return its handle: for `results`, or to leave alone.
+        """Start a child of this task, now and once. Return its handle, for `results` or to be left alone.
 
             parts = [await task.start(pack, f"{order}-{i}", n=i) for i in range(3)]
 
-        It is published together with a record in this task, or not at all. If this task is cancelled or fails, what it has
-        started and is not finished is cancelled, unless `detached`. A handler with a param named `detached` or `params` gets all
-        of them by `params={…}`. Raises `InvalidKey` for a key that somebody else has published, `InvalidParams`, `LeaseLost`; for
-        what `after` names `TaskNotFound` if nobody has published it, `InvalidOption` if it is this task.
+        It is published together with a record in this task, or not at all. If this task is cancelled or fails, its unfinished
+        children are cancelled, unless they are `detached`. If the handler has a param named `detached` or `params`, pass all of
+        them by `params={…}`. Raises `InvalidKey` for a key that somebody else has published, `InvalidParams`, `LeaseLost`; for
+        a dependency in `after` `TaskNotFound` if nobody has published it, `InvalidOption` if it is this task.
         """
         detached, params = bool(named.pop("detached", False)), named.pop("params", None)
         given = dict(params) if params is not None else _named(definition, args, named)
@@ -304,11 +305,11 @@ class TaskContext(_Context):
         *,
         detached: bool = False,
     ) -> list[TaskHandle[Any]]:
-        """Start many children at once, a thousand in one transaction, and return their handles in order.
+        """Start many children at once, a thousand in one transaction. Return their handles in order.
 
             parts = await task.start_many(pack, {f"{order}-{i}": {"n": i} for i in range(10_000)})
 
-        Each is started as by `start`, and once: whoever resumes goes on with those that are missing. All params are checked
+        Each is started as by `start`, and once: a later execution goes on with those that are missing. All params are checked
         before any is written. Raises as `start` does.
         """
         return await self._running.journal.start(definition, params_by_key, detached=detached)
@@ -318,18 +319,19 @@ class TaskContext(_Context):
     @overload
     async def results(self, handles: Sequence[TaskHandle[T]], /, *, return_errors: bool) -> list[T | TaskError]: ...
     async def results(self, handles: Sequence[TaskHandle[Any]], /, *, return_errors: bool = False) -> list[Any]:
-        """Wait until these children are finished, and return their values in order. The task is put aside as by `sleep`.
+        """Wait until these children are finished, and return their values in order. The task is suspended as by `sleep`.
 
-        A child that did not succeed raises `TaskError`, or with `return_errors=True` stands as that error in its place. It is the
-        same after a retry: values stay with the children, which are kept until this task is finished.
+        A child that did not succeed raises `TaskError`; with `return_errors=True` that error takes the place of its value. The
+        same is returned after a retry: values stay with the children, which are kept until this task is finished.
         """
         return await self._running.journal.results(checked_handles(handles), return_errors=return_errors)
 
     async def dependencies(self) -> dict[tuple[str, str], Any]:
-        """Return the results of the tasks that this one has waited for, by `(name, key)`, in the order of `after`.
+        """Return the results of this task's dependencies, by `(name, key)`, in the order of `after`.
 
-        Each is of the type that its handler is annotated to return, where this process knows the handler. Of one that did not
-        end as SUCCESS (`on_dependency_failure="run"`), or was begun anew since, it is a `TaskError`, returned and not raised.
+        Each has the type that its handler is annotated to return, if this process knows the handler. A dependency that did not
+        end as SUCCESS (`on_dependency_failure="run"`), or was started anew since, is represented by a `TaskError`, which is
+        returned and not raised.
         """
         return await self._running.dependencies()
 
@@ -340,20 +342,22 @@ class TaskContext(_Context):
                 await client["shop"]["orders"].insert_one(order, session=session)
                 current_task().set_result("ordered")
 
-        A session belongs to the client that the mesh was made with (`session.client`). The block ends the execution: its
-        result is that of `set_result`. Slow work belongs before it, since the server ends a transaction after
-        `transactionLifetimeLimitSeconds` (60). If others change the task meanwhile (a cancel, an option), nothing of the
-        block remains.
+        The session belongs to the client with which the mesh was created (`session.client`). The block ends the execution: its
+        result is that of `set_result`. Do slow work before it, since the server ends a transaction after
+        `transactionLifetimeLimitSeconds` (60). If others change the task meanwhile (a cancel, an option), nothing of the block
+        remains.
 
-        If others write what the block writes, MongoDB undoes one of the two: then the block raises `TransactionConflict`.
-        Let it pass: the execution ends as if it snoozed, and comes again in a moment; nothing is counted, but the hundredth
-        in a row FAILs. To try again in place, use `in_transaction`. Raises `LeaseLost`.
+        If others write what the block writes, MongoDB aborts one of the two: then the block raises `TransactionConflict`. Do
+        not catch it: the execution ends as if it snoozed, and runs again in a moment; nothing is counted, but the hundredth in
+        a row FAILs. To try again in place, use `in_transaction`. Raises `LeaseLost`.
         """
         self._refuse_in_a_step("transaction()")
         return self._running.transaction()
 
     async def in_transaction(self, fn: Callable[[Any], Awaitable[T]]) -> T:
-        """Await `fn(session)` in a `transaction()`, and again at each conflict, for up to two minutes; return what it returned.
+        """Await `fn(session)` in a `transaction()`, and again after each conflict, for up to two minutes.
+
+        Return what it returns.
 
             async def transfer(session):
                 await accounts.update_one({"_id": "ada"}, {"$inc": {"cents": -500}}, session=session)
@@ -373,12 +377,12 @@ class TaskContext(_Context):
 
 @dataclass(frozen=True)
 class BlockingTaskContext(_Context):
-    """The running execution, seen from a plain function in a thread or a process: the same names, without `await`."""
+    """The running execution, seen from a plain function in a thread or a process: the same methods, without `await`."""
 
     _running: RunningElsewhere
 
     def progress(self, fraction: float, message: str | None = None) -> None:
-        """Report progress, from 0 to 1. Raises `LeaseLost` if the lease is gone."""
+        """Report progress, from 0 to 1. Raises `LeaseLost` if the lease is lost."""
         self._running.set_progress(fraction, message)
 
     @overload
@@ -388,9 +392,9 @@ class BlockingTaskContext(_Context):
     def publish(self, definition: TaskDefinition[..., Any] | str, key: str, /, *args: Any, **params: Any) -> None:
         """Publish a task if, and only if, this execution SUCCEEDs or goes on by `Next`, and atomically with that.
 
-        `definition`: what `@mesh.task` returned, or a task's name; whose queue, option and params are those that workers have
-        registered, where this mesh has no such task. Not for the function of a step, which is not called again where the task is
-        resumed. Raises `InvalidParams`, `InvalidKey`, and `TaskNotFound` for what `after` names and nobody has published.
+        `definition`: what `@mesh.task` returned, or a task's name; if this mesh has no such task, its queue, option and params
+        are those that workers have registered. Not for use in the function of a step, which is not called again when the task
+        resumes. Raises `InvalidParams`, `InvalidKey`, and `TaskNotFound` for a dependency in `after` that nobody has published.
         """
         self._refuse_in_a_step("publish()")
         self._running.publish_in_thread(definition, key, _named(definition, args, params))
@@ -406,24 +410,24 @@ class BlockingTaskContext(_Context):
     @overload
     def step(self, name: str, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
     def step(self, name: str, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Call `fn(*args, **kwargs)` once for this task, and return its value: recorded, and the same whoever resumes the task.
+        """Call `fn(*args, **kwargs)` once for this task, and return its value, which is recorded: later executions get the same.
 
         `fn` is a plain function, or an async one, which runs in an event loop of its own here. With `transactional=True` its
-        `session=` is one of a blocking client. All else is as told at `TaskContext.step`.
+        `session=` belongs to a blocking client. Otherwise like `TaskContext.step`.
         """
         transactional = bool(kwargs.pop("transactional", False))
         return blocking_step(self._running.ledger, name, fn, args, kwargs, transactional=transactional)
 
     def sleep(self, name: str, /, **timedelta_parts: float) -> None:
-        """Wait for so long from the first call of this name on. As told at `TaskContext.sleep`."""
+        """Wait for so long, counted from the first call with this name. See `TaskContext.sleep`."""
         self._running.ledger.sleep(name, duration_ms(timedelta_parts), None, step_under_way())
 
     def sleep_until(self, name: str, when: datetime, /) -> None:
-        """Wait until a moment, which the first call of this name fixes. As told at `TaskContext.sleep`."""
+        """Wait until a moment, which the first call with this name fixes. See `TaskContext.sleep`."""
         self._running.ledger.sleep(name, None, checked_moment(when), step_under_way())
 
     def wait_for(self, event: str, /, timeout_ms: int | None = None) -> Any:
-        """Wait for a signal and return its payload; None after the timeout. As told at `TaskContext.wait_for`."""
+        """Wait for a signal and return its payload; None after the timeout. See `TaskContext.wait_for`."""
         return self._running.ledger.wait_for(event, timeout_ms, step_under_way())
 
     @overload
@@ -443,14 +447,14 @@ class BlockingTaskContext(_Context):
     def start(
         self, definition: TaskDefinition[..., Any] | str, key: str, /, *args: Any, **named: Any
     ) -> TaskHandle[Any]:
-        """Start a child of this task, now and once, and return its handle: for `results`, or to leave alone.
+        """Start a child of this task, now and once. Return its handle, for `results` or to be left alone.
 
             parts = [task.start(pack, f"{order}-{i}", n=i) for i in range(3)]
 
-        It is published together with a record in this task, or not at all. If this task is cancelled or fails, what it has
-        started and is not finished is cancelled, unless `detached`. A handler with a param named `detached` or `params` gets all
-        of them by `params={…}`. Raises `InvalidKey` for a key that somebody else has published, `InvalidParams`, `LeaseLost`; for
-        what `after` names `TaskNotFound` if nobody has published it, `InvalidOption` if it is this task.
+        It is published together with a record in this task, or not at all. If this task is cancelled or fails, its unfinished
+        children are cancelled, unless they are `detached`. If the handler has a param named `detached` or `params`, pass all of
+        them by `params={…}`. Raises `InvalidKey` for a key that somebody else has published, `InvalidParams`, `LeaseLost`; for
+        a dependency in `after` `TaskNotFound` if nobody has published it, `InvalidOption` if it is this task.
         """
         detached, params = bool(named.pop("detached", False)), named.pop("params", None)
         given = dict(params) if params is not None else _named(definition, args, named)
@@ -478,11 +482,11 @@ class BlockingTaskContext(_Context):
         *,
         detached: bool = False,
     ) -> list[TaskHandle[Any]]:
-        """Start many children at once, a thousand in one transaction, and return their handles in order.
+        """Start many children at once, a thousand in one transaction. Return their handles in order.
 
             parts = task.start_many(pack, {f"{order}-{i}": {"n": i} for i in range(10_000)})
 
-        Each is started as by `start`, and once: whoever resumes goes on with those that are missing. All params are checked
+        Each is started as by `start`, and once: a later execution goes on with those that are missing. All params are checked
         before any is written. Raises as `start` does.
         """
         return self._running.ledger.start(definition, params_by_key, detached=detached)
@@ -492,35 +496,37 @@ class BlockingTaskContext(_Context):
     @overload
     def results(self, handles: Sequence[TaskHandle[T]], /, *, return_errors: bool) -> list[T | TaskError]: ...
     def results(self, handles: Sequence[TaskHandle[Any]], /, *, return_errors: bool = False) -> list[Any]:
-        """Wait until these children are finished, and return their values in order. The task is put aside as by `sleep`.
+        """Wait until these children are finished, and return their values in order. The task is suspended as by `sleep`.
 
-        A child that did not succeed raises `TaskError`, or with `return_errors=True` stands as that error in its place. It is the
-        same after a retry: values stay with the children, which are kept until this task is finished. In a child process the
-        values of children that were started by name are plain ones; by definition, they are as annotated.
+        A child that did not succeed raises `TaskError`; with `return_errors=True` that error takes the place of its value. The
+        same is returned after a retry: values stay with the children, which are kept until this task is finished. In a child
+        process the values of children that were started by name are plain ones; those started by definition are as annotated.
         """
         return self._running.ledger.results(checked_handles(handles), return_errors=return_errors)
 
     def dependencies(self) -> dict[tuple[str, str], Any]:
-        """Return the results of the tasks that this one has waited for, by `(name, key)`, in the order of `after`.
+        """Return the results of this task's dependencies, by `(name, key)`, in the order of `after`.
 
-        Each is of the type that its handler is annotated to return, where this worker knows the handler; in a child process
-        it is in plain values. Of one that did not end as SUCCESS (`on_dependency_failure="run"`) it is a `TaskError`, returned
-        and not raised.
+        Each has the type that its handler is annotated to return, if this worker knows the handler; in a child process it
+        consists of plain values. A dependency that did not end as SUCCESS (`on_dependency_failure="run"`) is represented by a
+        `TaskError`, which is returned and not raised.
         """
         return self._running.blocking_dependencies()
 
     def transaction(self) -> AbstractContextManager[Any]:
         """Return a block whose writes commit together with this execution's SUCCESS, or not at all.
 
-        Its session is one of a blocking client: write with `session.client`. All else is as told at `TaskContext.transaction`.
+        Its session belongs to a blocking client: write with `session.client`. Otherwise like `TaskContext.transaction`.
         """
         self._refuse_in_a_step("transaction()")
         return self._running.blocking_transaction()
 
     def in_transaction(self, fn: Callable[[Any], T]) -> T:
-        """Call `fn(session)` in a `transaction()`, and again at each conflict, for up to two minutes; return what it returned.
+        """Call `fn(session)` in a `transaction()`, and again after each conflict, for up to two minutes.
 
-        `fn` is a plain function, and its session one of a blocking client. All else is as told at `TaskContext.in_transaction`.
+        Return what it returns.
+
+        `fn` is a plain function, and its session belongs to a blocking client. Otherwise like `TaskContext.in_transaction`.
         """
         if not callable(fn) or inspect.iscoroutinefunction(fn):
             kind = "an async function" if callable(fn) else type(fn).__name__
@@ -541,8 +547,8 @@ def _named(definition: TaskDefinition[..., Any] | str, args: tuple[Any, ...], pa
 def current_task() -> TaskContext:
     """Return the context of the running execution of an async handler. Raises `RuntimeError` outside of a handler.
 
-    In a plain function (a thread, a child process) it is a `BlockingTaskContext`, which has the same names without `await`;
-    there `current_blocking_task()` returns it under its own type.
+    In a plain function (a thread, a child process) it is a `BlockingTaskContext`, with the same methods without `await`;
+    `current_blocking_task()` returns that under its own type.
     """
     context: TaskContext | list[TaskContext] | None = _current.get(None)
     if isinstance(context, list):
@@ -566,11 +572,10 @@ def current_blocking_task() -> BlockingTaskContext:
 
 
 def current_batch() -> list[TaskContext]:
-    """Return the context of each task whose item the running call has been given, in the order of the items.
+    """Return the context of each task whose item the running call has got, in the order of the items.
 
-    `cancelled` of a context says that its task needs no value any more. In a plain function they are `BlockingTaskContext`s;
-    there `current_blocking_batch()` returns them under their own type. Raises `RuntimeError` outside of the handler of a
-    batch.
+    `cancelled` of a context says that its task no longer needs a value. In a plain function they are `BlockingTaskContext`s;
+    `current_blocking_batch()` returns them under their own type. Raises `RuntimeError` outside of the handler of a batch.
     """
     contexts: list[TaskContext] | None = _current.get(None)
     if not isinstance(contexts, list):
@@ -580,7 +585,7 @@ def current_batch() -> list[TaskContext]:
 
 
 def current_blocking_batch() -> list[BlockingTaskContext]:
-    """Return the same in a plain function. Raises `RuntimeError` elsewhere."""
+    """Return the contexts of a batch in a plain function. Raises `RuntimeError` anywhere else."""
     contexts: list[Any] = current_batch()
     if not all(isinstance(context, BlockingTaskContext) for context in contexts):
         raise RuntimeError("current_blocking_batch() was called in an async handler: use current_batch()")
@@ -588,7 +593,7 @@ def current_blocking_batch() -> list[BlockingTaskContext]:
 
 
 def running_task() -> Any:
-    """Return the context of the running execution, or None outside of a handler, and where several run."""
+    """Return the context of the running execution. None outside of a handler, and in one that runs a batch."""
     context = _current.get(None)
     return None if isinstance(context, list) else context
 
