@@ -96,7 +96,7 @@ class _Context:
     _running: Running
 
     def _refuse_in_a_step(self, what: str) -> None:
-        """Raise `TaskMeshError` inside a step, which is not called again on a retry: what belongs to the SUCCESS would be lost."""
+        """Raise `TaskMeshError` inside a step, which a retry does not call again: what belongs to the SUCCESS would be lost."""
         if (step := step_under_way()) is not None:
             raise TaskMeshError(
                 f"task {self.name!r} {self.key!r}: {what} was called inside the step {step!r}, which is not called again when "

@@ -1,4 +1,4 @@
-"""What encrypts the values of tasks, and what stands for a value that cannot be read here."""
+"""What encrypts the values of tasks, and what represents a value that cannot be read here."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from taskmesh.model.errors import InvalidOption
 from taskmesh.model.ids import checked_text, shown
 
 ENCRYPTED = "<encrypted>"
-"""What pages and commands show instead of an encrypted value."""
+"""Shown by pages and commands instead of an encrypted value."""
 _KEY_LABEL = "encryption-key:"
 _LONGEST_KEY_ID = 100
 LEAST_APART = 1_000
-"""Bytes of which params or a result must have more to be stored apart from the task."""
+"""Params or a result must have more bytes than this to be stored separately from the task."""
 
 
 @runtime_checkable
 class Codec(Protocol):
     """Encrypts values. `AESCodec` is one; your own may ask a key management service that answers from memory.
 
-    Both methods are called in event loops and threads alike, often: they must not block. `context` names the task and the place
-    in it, and has to be authenticated: so no value can be put in the place of another.
+    Both methods are called often, in event loops and threads alike: they must not block. `context` names the task and the place
+    in it, and has to be authenticated, so that no value can be moved to the place of another.
     """
 
     @property
     def current(self) -> str:
-        """The id of the key that encrypts, 1 to 100 characters. It is stored in the clear beside what it has encrypted."""
+        """The id of the key that encrypts, 1 to 100 characters. It is stored in the clear beside each encrypted value."""
 
     @property
     def key_ids(self) -> frozenset[str]:
@@ -36,28 +36,28 @@ class Codec(Protocol):
         """Return the data encrypted with the current key."""
 
     def decrypt(self, key_id: str, data: bytes, context: bytes) -> bytes:
-        """Return what `encrypt` was given. Raises `ValueError` if the key of this id did not encrypt it, or not so."""
+        """Return what `encrypt` was given. Raises `ValueError` unless the key of this id has encrypted it, in this context."""
 
 
 class NotLoaded(str):
-    """Stands for a value that is stored apart and is not shown: a text that says how large it is."""
+    """Represents a value that is stored separately and is not shown: a text that says how large it is."""
 
     __slots__ = ()
 
 
 class Encrypted(str):
-    """Stands for a value that is encrypted and cannot be read here: a text, `<encrypted>`."""
+    """Represents a value that is encrypted and cannot be read here: a text, `<encrypted>`."""
 
     __slots__ = ("key_id", "reason")
 
     key_id: str
-    """The id of the key that it is encrypted with."""
+    """The id of the key with which it is encrypted."""
     reason: str
     """Why it cannot be read."""
 
     @classmethod
     def because(cls, key_id: str, reason: str) -> Encrypted:
-        """Return what stands for a value that was encrypted with this key."""
+        """Return the representation of a value that was encrypted with this key."""
         encrypted = cls(ENCRYPTED)
         encrypted.key_id, encrypted.reason = key_id, reason
         return encrypted
@@ -67,7 +67,7 @@ class Encrypted(str):
 
 
 def checked_codec(codec: Any) -> Codec | None:
-    """Return the codec, or None for none. Raises `InvalidOption` for what is none."""
+    """Return the codec, or None for none. Raises `InvalidOption` for anything else."""
     if codec is None:
         return None
     if isinstance(codec, type) or not isinstance(codec, Codec):
@@ -104,5 +104,5 @@ def listed(key_ids: frozenset[str]) -> str:
 
 
 def needed_for(key_id: str) -> Mapping[str, Any]:
-    """What a worker has to have among its labels to be given a task whose params this key has encrypted."""
+    """Return the labels that a worker needs for a task whose params this key has encrypted."""
     return {f"{_KEY_LABEL}{key_id}": True}

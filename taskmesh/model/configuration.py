@@ -1,4 +1,4 @@
-"""The configuration of a publish: one object, made by `configure` and read by the pipelines that insert."""
+"""The configuration of a publish: one object, created by `configure` and read by the pipelines that insert."""
 
 from __future__ import annotations
 
@@ -62,57 +62,57 @@ class Configuration:
     """What a publisher may set beside the params."""
 
     queue: str = "default"
-    """Where the task goes."""
+    """The queue of the task."""
     option: TaskOption = field(default_factory=TaskOption)
     tuned: Mapping[str, Any] = field(default_factory=dict)
-    """The option fields that this publisher set itself, as they are stored; only these are changed on an existing task."""
+    """The option fields that this publisher has set, as they are stored. Only these are changed in an existing task."""
     placed: Mapping[str, str | None] = field(default_factory=dict)
-    """`queue` and `group` as far as this publisher set them itself, and not the definition: an existing task moves there."""
+    """`queue` and `group` as far as this publisher, and not the definition, has set them: an existing task moves there."""
     start_time: datetime | None = None
-    """Not before."""
+    """The task does not start before this."""
     expire_time: datetime | None = None
-    """Not after: what has not started by then becomes EXPIRED."""
+    """A task that has not started by then becomes EXPIRED."""
     delay_ms: int | None = None
-    """Not before this long after the publish; instead of `start_time`."""
+    """The task does not start until so long after the publish. Excludes `start_time`."""
     session: Any = None
-    """The session of the caller's MongoDB transaction, to publish in: of an async client, or of a blocking one."""
+    """The session of the caller's MongoDB transaction in which to publish, of an async or a blocking client."""
     group: str | None = None
     """The task's group, for limits by group."""
     after: After | None = None
-    """What a new task waits for. An existing one keeps what it waits for."""
+    """What a new task waits for. An existing task keeps its dependencies."""
     on_dependency_failure: OnDependencyFailure = "fail"
-    """What becomes of it when one of these ends in any other way than SUCCESS."""
+    """What happens if one of these ends in any other way than SUCCESS."""
     sequence_key: str | None = None
     """Tasks of one key in one queue run one after the other, in the order of publication. An existing task keeps its key."""
     on_sequence_failure: OnSequenceFailure = "continue"
-    """Whether the next of its key goes on if this one FAILs, or waits until it is retried or deleted."""
+    """Whether the next task of its key goes on if this one FAILs, or waits until it is retried or deleted."""
     tags: tuple[str, ...] | None = None
-    """Words by which the task is found; None: none, and those of an existing task stay."""
+    """Words by which the task is found. None: no words, and an existing task keeps its words."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """The publisher's own fields at the top of the task's document."""
     needs: Mapping[str, Any] = field(default_factory=dict)
-    """Labels that a worker must have to run it. Those of an existing task stay as they are."""
+    """Labels that a worker must have to run it. An existing task keeps its own."""
     update_existing_params: bool = False
-    """Of an existing task: set the new params; a running execution keeps the ones it has."""
+    """For an existing task: set the new params. A running execution keeps the ones it has."""
     not_update_running: bool = False
-    """Of an existing task: raise `TaskRunning` instead of touching a running one."""
+    """For an existing task: raise `TaskRunning` instead of changing a running one."""
     clean_success: bool = False
-    """Of an existing task: drop its SUCCESS entries."""
+    """For an existing task: remove its SUCCESS entries."""
     clean_failed: bool = False
-    """Of an existing task: drop its FAIL entries and counts."""
+    """For an existing task: remove its FAIL entries and counts."""
     run_again: bool = False
-    """Of an existing task: exactly one more run with the newest params, whatever its state."""
+    """For an existing task: exactly one more run with the newest params, whatever its state."""
     replace_running: bool = False
-    """As `run_again`, but a running execution is stopped, and its successor begins when its handler has ended."""
+    """As `run_again`, but a running execution is stopped, and its successor starts when its handler has ended."""
     debounce_ms: int | None = None
-    """As `run_again`, but it starts when so long nobody has published it again."""
+    """As `run_again`, but it starts only after nobody has published it again for so long."""
     debounce_max_ms: int | None = None
-    """With `debounce_ms`: it starts at the latest so long after the first of these publications. None: there is no latest."""
+    """With `debounce_ms`: it starts at the latest so long after the first of these publications. None: no limit."""
     throttle_ms: int | None = None
     """As `run_again`, but for so long after a publication that counted, further ones do nothing."""
 
     def changed(self, **settings: Any) -> Self:
-        """Return this with other settings, checked: any of `PublishSettings`. Raises `InvalidOption`."""
+        """Return a copy with other settings, checked: any of `PublishSettings`. Raises `InvalidOption`."""
         checked_settings(settings)
         options = {name: value for name, value in settings.items() if name in TaskOption.model_fields}
         mine = {name: value for name, value in settings.items() if name not in options}
@@ -130,12 +130,12 @@ class Configuration:
             return changed
         option = changed.option.changed(**options)
         before, stored = changed.option.stored(), option.stored()
-        # What follows from what was set is set with it.
+        # What follows from the given settings is set with them.
         tuned = {n: stored.get(n) for n in TaskOption.model_fields if n in options or stored.get(n) != before.get(n)}
         return replace(changed, option=option, tuned={**changed.tuned, **tuned})
 
     def _check_policies(self) -> None:
-        """Raise `InvalidOption` for what was set together and contradicts itself."""
+        """Raise `InvalidOption` for settings that contradict each other."""
         apart = (
             ("debounce_ms", "start_time"),
             ("debounce_ms", "delay_ms"),
@@ -153,50 +153,50 @@ class Configuration:
             )
 
     def starts(self, now: datetime) -> datetime | None:
-        """When a task that is published now may be claimed first; None: at once, or as it was."""
+        """Return when a task that is published now may first be claimed. None: at once, or as before."""
         delay_ms = self.debounce_ms if self.delay_ms is None else self.delay_ms
         return self.start_time if delay_ms is None else now + timedelta(milliseconds=delay_ms)
 
     def since(self, now: datetime) -> dict[str, datetime]:
-        """What a new task that is published now notes for the publications after it."""
-        if self.debounce_ms is None and self.throttle_ms is None:  # most of them, and there are thousands a second
+        """Return what a new task that is published now notes for later publications."""
+        if self.debounce_ms is None and self.throttle_ms is None:  # most of them, and there are thousands per second
             return {}
         policies = {"debounced_since": self.debounce_ms, "throttled_since": self.throttle_ms}
         return {name: now for name, ms in policies.items() if ms is not None}
 
     @property
     def runs_again(self) -> bool:
-        """Whether an existing task is to run once more, whatever its state."""
+        """Whether an existing task has to run once more, whatever its state."""
         return self.run_again or self.replace_running or self.debounce_ms is not None or self.throttle_ms is not None
 
     @property
     def marks(self) -> dict[str, Any]:
-        """Tags and fields that this publisher set, as they are stored at the top of a task's document."""
+        """Tags and fields that this publisher has set, as they are stored at the top of a task's document."""
         return {**self.fields, **({"tags": list(self.tags)} if self.tags is not None else {})}
 
     @property
     def told_after(self) -> After | None:
-        """What the task waits for; None: for what it has waited for before, if it exists."""
+        """What the task waits for. None: for what it has waited for before, if it exists."""
         return self.after or (None if self.changes_existing else After())
 
     @property
     def for_existing(self) -> list[str]:
-        """Which settings were set that are about an existing task, by name."""
+        """Which of the settings for existing tasks were set, by name."""
         return [flag for flag in (*_FLAGS, "debounce_ms", "throttle_ms") if getattr(self, flag)]
 
     @property
     def changes_existing(self) -> bool:
-        """Whether an existing task is to be touched, or at least looked at."""
+        """Whether an existing task has to be changed, or at least read."""
         return self.runs_again or any(getattr(self, flag) for flag in _FLAGS)
 
     @property
     def begins_anew(self) -> bool:
-        """Whether an existing task that is finished may begin anew."""
+        """Whether an existing task that is finished may start anew."""
         return self.runs_again or self.clean_success or self.clean_failed
 
 
 def _checked(settings: dict[str, Any]) -> dict[str, Any]:
-    """Check settings that are no options; times are returned in UTC."""
+    """Check settings that are no options. Times are returned in UTC."""
     for name in ("start_time", "expire_time"):
         if settings.get(name) is not None:
             settings[name] = checked_time(name, settings[name])
@@ -234,12 +234,12 @@ def _check_sequence(settings: Mapping[str, Any]) -> None:
 
 
 def checked_needs(needs: Any) -> dict[str, Any]:
-    """Return what tasks need of a worker; or raise `InvalidOption`."""
+    """Return what tasks need of a worker. Raises `InvalidOption`."""
     return checked_labels("needs", needs)
 
 
 def checked_tags(tags: Any) -> tuple[str, ...] | None:
-    """Return tags, each once; or raise `InvalidOption`."""
+    """Return tags, each once. Raises `InvalidOption`."""
     if tags is None:
         return None
     if isinstance(tags, (str, bytes, Mapping)) or not isinstance(tags, Collection) or len(tags) > _MOST_TAGS:
@@ -248,7 +248,7 @@ def checked_tags(tags: Any) -> tuple[str, ...] | None:
 
 
 def checked_fields(own: Any) -> dict[str, Any]:
-    """Return fields for the top of a task's document; or raise `InvalidOption` for names that are ours, or that cannot be."""
+    """Return fields for the top of a task's document. Raises `InvalidOption` for invalid names, and those that are ours."""
     if not isinstance(own, Mapping) or len(own) > _MOST_FIELDS:
         raise InvalidOption(f"fields must be a mapping of up to {_MOST_FIELDS} values by name, got {shown(own)}")
     for name in own:
@@ -263,9 +263,9 @@ def checked_fields(own: Any) -> dict[str, Any]:
 
 
 def checked_settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings, or raise `InvalidOption` for what is none.
+    """Return settings. Raises `InvalidOption` for anything else.
 
-    What came from afar is checked before it goes on as keywords: `name` or `by` would be taken for something else.
+    Remote input is checked before it is passed on as keywords: `name` or `by` would be taken for something else.
     """
     own = {f.name for f in fields(Configuration)} - {"option", "tuned", "placed"}
     if unknown := set(given) - own - set(TaskOption.model_fields):

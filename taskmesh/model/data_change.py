@@ -1,4 +1,4 @@
-"""Changes of data, each of which becomes a task: what the handler gets, and what may be asked for."""
+"""Changes of data, each of which becomes a task: what the handler gets, and what can be asked for."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ class ChangeEvent(ReadOnly):
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     operation: str | None = None
-    """`insert`, `update`, `replace`, `delete`; of the collection `drop`, `rename`. What a `$project` leaves out is None."""
+    """`insert`, `update`, `replace`, `delete`; for the collection `drop`, `rename`. None if a `$project` leaves it out."""
     database: str | None = None
     collection: str | None = None
     document_id: Any = None
     """The `_id` of the document; None if the collection itself has changed."""
     full_document: dict[str, Any] | None = None
-    """The document. After an update it is read when the change is read: it may hold later changes, and is None if it is gone."""
+    """The document. After an update it is read together with the change: it may have later changes, and is None if it is gone."""
     update_description: dict[str, Any] | None = None
     """What an update changed, as MongoDB tells it: `updatedFields`, `removedFields`, `truncatedArrays`."""
     cluster_time: datetime | None = None
     """When it happened, by the server, to the second."""
     extra: dict[str, Any] = {}
-    """Whatever else the event has, like the fields that a `$addFields` of the pipeline adds."""
+    """Other fields of the event, like those that a `$addFields` of the pipeline adds."""
     cut: bool = False
-    """Whether the event does not fit into a task: `full_document`, `update_description` and `extra` were left out of it."""
+    """Whether the event does not fit into a task: `full_document`, `update_description` and `extra` were left out."""
 
 
 @dataclass(frozen=True)
 class Watched:
-    """Which changes are meant, and what is done about them."""
+    """Which changes are meant, and what happens if some are lost."""
 
     collection: str
     database: str | None
@@ -57,7 +57,10 @@ class Watched:
 
 
 def checked_watched(collection: Any, pipeline: Any, full_document: Any, on_lost: Any) -> Watched:
-    """Return what is to be watched. Raises `InvalidOption`; what only the server can judge is checked when a worker starts."""
+    """Return what has to be watched.
+
+    Raises `InvalidOption`; errors that only the server detects are raised when a worker starts.
+    """
     if not isinstance(collection, str) or not collection or "\0" in collection or "$" in collection:
         raise InvalidOption(
             f"on_change must be given the name of a collection, as 'orders' or 'shop.orders', got {shown(collection)}"

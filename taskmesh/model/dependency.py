@@ -1,4 +1,4 @@
-"""What a task waits for, as its publisher says it: `after=` and `on_dependency_failure=`."""
+"""What a task waits for, as its publisher says: `after=` and `on_dependency_failure=`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _POLICIES: tuple[OnDependencyFailure, ...] = ("fail", "wait", "run")
 
 
 class Named(Protocol):
-    """A task that is named by its name and key: a `TaskHandle`, a member of a flow."""
+    """A task identified by its name and key: a `TaskHandle`, a member of a flow."""
 
-    # ruff: noqa: D102 — what they are stands at `TaskHandle`
+    # ruff: noqa: D102 — documented at `TaskHandle`
 
     @property
     def name(self) -> str: ...
@@ -26,19 +26,19 @@ class Named(Protocol):
 
 
 def is_named(value: object) -> TypeGuard[Named]:
-    """Whether it has a name and a key. To ask this of a protocol takes ten times as long, and there may be ten thousand."""
+    """Whether it has a name and a key. Asking a protocol takes ten times as long, and there may be ten thousand."""
     return hasattr(value, "name") and hasattr(value, "key")
 
 
 Dependency = Named | tuple[str, str]
 """A handle, or a pair of name and key."""
 Dependencies = Iterable[Dependency] | Mapping[str, Dependency]
-"""What `after=` takes; a mapping names for each the param that gets its result."""
+"""What `after=` takes. A mapping names, for each dependency, the param that gets its result."""
 
 
 @dataclass(frozen=True, slots=True)
 class FromDependency:
-    """Marks a handler's param that gets the result of a task that its own waits for: `Annotated[Report, FromDependency]`.
+    """Marks a handler's param that gets the result of a dependency: `Annotated[Report, FromDependency]`.
 
     Without a name the task has to wait for exactly one other. With `name` and `key`, it is the result of that one.
     """
@@ -54,7 +54,7 @@ class FromDependency:
 
     @property
     def id(self) -> str | None:
-        """The `_id` of the task that it names; None: of the only one."""
+        """The `_id` of the task that it names. None: the only one."""
         return None if self.name is None or self.key is None else task_id(self.name, self.key)
 
 
@@ -75,11 +75,11 @@ class After:
 
     @classmethod
     def of(cls, stored: Mapping[str, Any]) -> After:
-        """Return what `task_state.after` has kept."""
+        """Read what `task_state.after` contains."""
         return cls(tuple(stored["ids"]), dict(stored["params"]))
 
     def as_data(self) -> Any:
-        """Return it as plain values, which `checked_after` takes."""
+        """Return it as plain values, which `checked_after` accepts."""
         if self.params:
             return {param: _parts(id_) for param, id_ in self.params.items()}
         return [_parts(id_) for id_ in self.ids]
@@ -103,7 +103,7 @@ def checked_after(after: Any) -> After | None:
 
 
 def dependency_id(dependency: Any) -> str:
-    """Return the `_id` of a dependency. Raises `InvalidOption` for what names no task, `InvalidName`, `InvalidKey`."""
+    """Return the `_id` of a dependency. Raises `InvalidOption` for what identifies no task, `InvalidName`, `InvalidKey`."""
     if is_named(dependency):
         return task_id(dependency.name, dependency.key)
     if isinstance(dependency, (tuple, list)) and len(dependency) == 2 and isinstance(dependency[0], str):

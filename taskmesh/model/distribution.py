@@ -1,8 +1,8 @@
-"""The distribution: which release it is, what it is called where it is installed, and how to install one of its extras.
+"""The distribution: its version, its name where it is installed, and how to install one of its extras.
 
-The import name is not the distribution's name: a stranger's package is published as `taskmesh`. So nothing but the metadata
-of this installation knows what to ask pip for; every message asks here. It is read when there is such a message, since that
-takes a look at each package that is installed.
+The import name is not the distribution's name: an unrelated package is published as `taskmesh`. So only the metadata of this
+installation says what to ask pip for; every message asks here. It is read only for such a message, since that takes a look at
+each installed package.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 from taskmesh.model.errors import ExtraMissing
 
 VERSION = "0.1.0"
-"""The release that this is; pyproject.toml takes it from here."""
+"""The version. pyproject.toml takes it from here."""
 
 _IF_NOT_INSTALLED = "taskmesh-mongodb"
 """The name in pyproject.toml, for a source tree that is only on the path."""
@@ -25,7 +25,7 @@ _IF_NOT_INSTALLED = "taskmesh-mongodb"
 
 @cache
 def _installed() -> Distribution | None:
-    """Return the distribution whose command is ours. Somebody else's `taskmesh` has another entry point."""
+    """Return the distribution whose command is ours. An unrelated `taskmesh` has another entry point."""
     commands = entry_points(group="console_scripts", name="taskmesh")
     return next((command.dist for command in commands if command.value == "taskmesh.cli:main"), None)
 
@@ -53,7 +53,7 @@ def check_extra(extra: str, modules: tuple[str, ...], what: str) -> None:
 
 @cache
 def _clone() -> tuple[Path, bool] | None:
-    """Return the directory that this was installed from, and whether it is editable. None: it came from elsewhere."""
+    """Return the directory from which this was installed, and whether it is editable. None: it came from elsewhere."""
     found = _installed()
     text = None if found is None else found.read_text("direct_url.json")
     if text is None:

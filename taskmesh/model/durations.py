@@ -12,7 +12,7 @@ _MS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000, "w": 7
 _WRITTEN = re.compile(r"(\d{1,12}(?:\.\d{1,3})?)(ms|s|m|h|d|w)\Z")  # ten years in ms have twelve digits
 _READ = [("d", _MS["d"]), ("h", _MS["h"]), ("min", _MS["m"]), ("s", _MS["s"])]
 _SHOWN_WITH_REST = 10
-"""From so many units on, nobody asks for the rest of them."""
+"""From so many units on, the next smaller unit is not shown."""
 
 
 def duration(milliseconds: float) -> str:

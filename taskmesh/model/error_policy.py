@@ -1,4 +1,4 @@
-"""Which errors of a handler are tried again, and which make its task FAIL for good: `retry_on` and `fail_on`."""
+"""Which errors of a handler are retried, and which make its task FAIL for good: `retry_on` and `fail_on`."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ from taskmesh.model.stage import Next
 
 ErrorTypes = type[BaseException] | Sequence[type[BaseException]]
 ALWAYS_FINAL = (TaskFailed, TaskTooLarge, UnstorableValue)
-"""What makes a task FAIL for good, whatever retries are left. Of what cannot be stored the work would be done again in vain."""
+"""Errors that make a task FAIL for good, whatever retries are left. If a result cannot be stored, repeating the work is
+useless."""
 _SAYS_ITSELF = (Retry, Snooze, Next, TaskSuspended, LeaseLost, StepMismatch)
-"""What says by itself how the execution ends."""
+"""Exceptions that say by themselves how the execution ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """An error that was raised, here or in a child process: there it is known by the names of its classes alone."""
+    """An error that was raised, here or in a child process. From there only the names of its classes are known."""
 
     lineage: tuple[str, ...]
-    """The full names of its class and of those that it is derived from, in that order."""
+    """The full names of its class and of the base classes, in that order."""
     error: BaseException | None = None
     """None: it was raised in a child process."""
 
@@ -48,12 +49,12 @@ class Raised:
 
 
 def raised(error: BaseException) -> list[Raised]:
-    """Return an error as a policy sees it: of a group of exceptions, those that are in it."""
+    """Return an error as a policy sees it. For a group of exceptions: those that it contains."""
     return [Raised(tuple(map(_full_name, type(leaf).__mro__)), leaf) for leaf in leaves(error)]
 
 
 def leaves(error: BaseException) -> list[BaseException]:
-    """Return the errors in a group, and in the groups in that; what is no group, by itself."""
+    """Return the errors in a group, and in nested groups. An error that is no group: itself."""
     if not isinstance(error, BaseExceptionGroup):
         return [error]
     return [leaf for inner in error.exceptions for leaf in leaves(inner)]
@@ -61,12 +62,12 @@ def leaves(error: BaseException) -> list[BaseException]:
 
 @dataclass(frozen=True, slots=True)
 class ErrorPolicy:
-    """What a definition says of its handler's errors."""
+    """What a definition says about its handler's errors."""
 
     retry_on: tuple[type[BaseException], ...] | None = None
-    """Only these are tried again; None: all."""
+    """Only these are retried. None: all."""
     fail_on: tuple[type[BaseException], ...] = ()
-    """These make the task FAIL for good, though they be in `retry_on` too."""
+    """These make the task FAIL for good, even if they are in `retry_on`, too."""
 
     @classmethod
     def declared(cls, retry_on: ErrorTypes | None, fail_on: ErrorTypes | None) -> ErrorPolicy:
@@ -81,9 +82,9 @@ class ErrorPolicy:
         return policy
 
     def final_because(self, error: BaseException, met: Iterable[Raised]) -> str | None:
-        """Why this error makes the task FAIL for good; None: the policy does not. `met`: as `raised` tells it.
+        """Return why this error makes the task FAIL for good. None: the policy does not. `met`: as `raised` returns it.
 
-        Of a group of exceptions one in `fail_on` suffices, and all have to be in `retry_on`.
+        In a group of exceptions one in `fail_on` suffices, and all have to be in `retry_on`.
         """
         if isinstance(error, (*ALWAYS_FINAL, Retry, Snooze)):
             return None
@@ -100,7 +101,7 @@ class ErrorPolicy:
 
 
 NO_POLICY = ErrorPolicy()
-"""All errors are tried again, but for those that never are."""
+"""All errors are retried, except for those that never are."""
 
 
 def _checked(name: str, kinds: Any) -> tuple[type[BaseException], ...]:

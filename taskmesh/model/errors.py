@@ -51,7 +51,7 @@ class TaskTooLarge(TaskMeshError):
 class UnstorableValue(TaskMeshError):
     """A value that a handler or a step returned, and that MongoDB cannot store, or that does not fit the return annotation.
 
-    Where it ends a handler, the task FAILs for good: the work would be done again for nothing.
+    If it ends a handler, the task FAILs for good: repeating the work would be useless.
     """
 
 
@@ -60,7 +60,7 @@ class TaskNotFound(TaskMeshError):
 
 
 class TaskRunning(TaskMeshError):
-    """The task is running, and what was asked for must not disturb a running task."""
+    """The task is running, and the operation must not disturb a running task."""
 
 
 class QueueNotEmpty(TaskMeshError):
@@ -68,7 +68,7 @@ class QueueNotEmpty(TaskMeshError):
 
 
 class TaskFinished(TaskMeshError):
-    """The task, or the flow, is finished: what was asked for needs one that is not."""
+    """The task, or the flow, is finished, and the operation needs one that is not."""
 
 
 class TooManySignals(TaskMeshError):
@@ -76,13 +76,13 @@ class TooManySignals(TaskMeshError):
 
 
 class StepMismatch(TaskMeshError):
-    """A step whose record was made by another function or other arguments, or that shares its name with one under way."""
+    """A step whose record was made by another function or with other arguments, or that shares its name with one under way."""
 
 
 class CannotDecrypt(TaskMeshError):
-    """A value is encrypted with a key that this process does not have, or not under that id. `key_id` says which.
+    """A value is encrypted with a key that this process does not have, or not under that id. `key_id` names it.
 
-    An execution that meets it is put off and charged nothing: a worker that has the key runs the task.
+    An execution that meets it is put off, uncharged: a worker that has the key runs the task.
     """
 
     def __init__(self, message: str, key_id: str = "") -> None:
@@ -91,14 +91,14 @@ class CannotDecrypt(TaskMeshError):
 
 
 class PayloadMissing(TaskMeshError):
-    """A value that is stored apart from its task is not there: the task was changed a moment ago, or somebody has removed it.
+    """A separately stored value is missing: the task was changed a moment ago, or somebody has removed it.
 
-    An execution that meets it is put off and charged nothing.
+    An execution that meets it is put off, uncharged.
     """
 
 
 class TaskError(TaskMeshError):
-    """The task ended as FAIL. `reasons` holds why, one line or traceback for each failed execution."""
+    """The task ended as FAIL. `reasons` says why, with one line or traceback for each failed execution."""
 
     def __init__(self, message: str, reasons: list[str] | None = None) -> None:
         super().__init__(message)
@@ -121,7 +121,7 @@ class LeaseLost(TaskMeshError):
 
 
 class ProcessDied(TaskMeshError):
-    """The process of a handler ended before the handler did. The text names its exit code or signal."""
+    """The process of a handler ended before the handler did. The message names its exit code or signal."""
 
 
 class WorkerIdTaken(TaskMeshError):
@@ -129,7 +129,7 @@ class WorkerIdTaken(TaskMeshError):
 
 
 class ExtraMissing(TaskMeshError, ImportError):
-    """Packages of an extra are not installed. The message has the command that installs them."""
+    """Packages of an extra are not installed. The message contains the command that installs them."""
 
 
 class NotAReplicaSet(TaskMeshError):
@@ -145,11 +145,11 @@ class EmbeddedUnavailable(TaskMeshError):
 
 
 class TaskFailed(Exception):
-    """Raise it in a handler: the task FAILs for good, whatever retries are left."""
+    """Raise this in a handler: the task FAILs for good, whatever retries are left."""
 
 
 class Retry(Exception):
-    """Raise it in a handler: try again after exactly `delay_ms`, on any worker. Counted like a failure."""
+    """Raise this in a handler: try again after exactly `delay_ms`, on any worker. Counts as a failure."""
 
     def __init__(self, reason: str = "the handler asked for a retry", *, delay_ms: int = 0) -> None:
         super().__init__(reason)
@@ -157,9 +157,9 @@ class Retry(Exception):
 
 
 class Snooze(Exception):
-    """Raise it in a handler: run again after exactly `delay_ms`, on any worker. Nothing is counted.
+    """Raise this in a handler: run again after exactly `delay_ms`, on any worker. Nothing is counted.
 
-    So nothing would end a task that snoozes for no time at all: what is less than `SHORTEST_SNOOZE_MS` counts as that.
+    So nothing would end a task that snoozes for no time at all: less than `SHORTEST_SNOOZE_MS` counts as that.
     """
 
     def __init__(self, reason: str = "the handler snoozed", *, delay_ms: int = 1_000) -> None:
@@ -168,7 +168,7 @@ class Snooze(Exception):
 
 
 class TaskSuspended(BaseException):
-    """Raised in a handler by a sleep or a wait: the task is put aside until what it waits for has come. Let it pass.
+    """Raised in a handler by a sleep or a wait: the task is suspended until what it waits for has happened. Do not catch it.
 
     The handler unwinds (`finally` runs), and is called again from its first line when the time has come. Catching this changes
     nothing: every further call of the task's context raises it again, and what the handler returns or raises is ignored.
@@ -184,7 +184,7 @@ class TaskSuspended(BaseException):
 
 
 class TransactionConflict(Snooze):
-    """Raised by `transaction()`: the server undid it, in favour of what others wrote. Let it pass: nothing is counted.
+    """Raised by `transaction()`: the server aborted it, in favour of what others wrote. Do not catch it: nothing is counted.
 
     The execution ends like one that snoozes, for a short random time. The hundredth in a row FAILs.
     """
@@ -192,11 +192,11 @@ class TransactionConflict(Snooze):
 
 SHORTEST_SNOOZE_MS = 100
 MAX_DURATION_MS = 10 * 366 * 86_400_000
-"""The longest time that anything can be set to: ten years."""
+"""The longest duration that can be set: ten years."""
 
 
 def delay_of(error: Retry | Snooze) -> int:
-    """Return how long a task is to wait, as it counts. Raises `InvalidOption`: an attribute can be set to anything."""
+    """Return how long a task has to wait, after the limits. Raises `InvalidOption`: an attribute can be set to anything."""
     delay_ms = _checked_delay(getattr(error, "delay_ms", None))
     return max(delay_ms, SHORTEST_SNOOZE_MS) if isinstance(error, Snooze) else delay_ms
 

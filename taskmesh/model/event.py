@@ -1,4 +1,4 @@
-"""Events: what happens to a task, as `mesh.events()` tells it."""
+"""Events: what happens to a task, as `mesh.events()` reports it."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ class TaskEvent:
     status: str | None = None
     """For `finished`: the final status."""
     missed: int = 0
-    """For `missed`: how many events the reader was too slow for."""
+    """For `missed`: how many events the reader has missed, since it was too slow."""
     token: str | None = None
-    """Where the stream stood: `mesh.events(after=token)` goes on behind this event. Valid as long as the oplog reaches back."""
+    """The position in the stream: `mesh.events(after=token)` continues after this event. Valid as long as the oplog reaches
+    back."""

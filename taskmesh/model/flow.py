@@ -13,9 +13,9 @@ TaskName = tuple[str, str]
 
 
 class FlowActions(Protocol):
-    """Who acts on flows."""
+    """What acts on flows."""
 
-    # ruff: noqa: D102 — what each does stands at `FlowStatus`
+    # ruff: noqa: D102 — documented at `FlowStatus`
 
     async def result(self, key: str, timeout: float | None) -> dict[TaskName, Any]: ...
     async def cancel(self, key: str) -> FlowStatus: ...
@@ -23,33 +23,33 @@ class FlowActions(Protocol):
 
 
 class FlowTask(ReadOnly):
-    """A member of a flow, as it stood."""
+    """A member of a flow, when the flow was read."""
 
     name: str
     key: str
     status: str | None = None
-    """None: it is there no more."""
+    """None: it no longer exists."""
 
 
 class FlowStatus(ReadOnly):
-    """A flow as it stood when it was read."""
+    """A flow when it was read."""
 
     key: str
     counts: dict[str, int]
-    """Members by status; `GONE` are those that were deleted, or are past their retention."""
+    """Members by status. `GONE` are those that were deleted, or are past their retention."""
     progress: float
     """The share of the members that are finished, from 0 to 1; 1 for a flow without any."""
     tasks: list[FlowTask] = []
     """The members, in the order in which they were added."""
     edges: list[tuple[TaskName, TaskName]] = []
-    """Which task comes before which: (name, key) of what is waited for, and of what waits."""
+    """Which task comes before which: (name, key) of a dependency, and of its dependent."""
     published: bool = True
-    """Whether it was published to its end; else publish it again: it goes on from where it was."""
+    """Whether it was published completely. If not, publish it again: that continues where it stopped."""
     _actions: FlowActions | None = PrivateAttr(None)
 
     @property
     def finished(self) -> bool:
-        """Whether all its members are."""
+        """Whether all its members are finished."""
         return self.progress >= 1
 
     @property
@@ -66,11 +66,11 @@ class FlowStatus(ReadOnly):
         return await self._on().result(self.key, timeout)
 
     async def cancel(self) -> FlowStatus:
-        """Cancel the members that are not finished; return the flow as it stands after."""
+        """Cancel the members that are not finished. Return the flow as it stands after that."""
         return await self._on().cancel(self.key)
 
     async def retry(self) -> FlowStatus:
-        """Begin anew what did not end as SUCCESS, and nothing else; return the flow as it stands after."""
+        """Start the members anew that did not end as SUCCESS, and no others. Return the flow as it stands after that."""
         return await self._on().retry(self.key)
 
     def _on(self) -> FlowActions:
@@ -79,6 +79,6 @@ class FlowStatus(ReadOnly):
         return self._actions
 
     def with_actions(self, actions: FlowActions) -> FlowStatus:
-        """Return it, able to act."""
+        """Return it with the ability to act."""
         self._actions = actions
         return self

@@ -1,4 +1,4 @@
-"""Values as JSON: what users keep in params and results may be anything that MongoDB stores."""
+"""Values as JSON: params and results may be anything that MongoDB stores."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _LARGEST_EXACT = 2**53
 
 
 def jsonable(value: Any, *, for_javascript: bool = False) -> Any:
-    """Return the value in JSON's types; what JSON lacks as text: times in ISO 8601, bytes in base64; durations in seconds.
+    """Return the value in JSON's types. Others become texts: times in ISO 8601, bytes in base64; durations in seconds.
 
-    `for_javascript`: integers beyond 2**53 become text, since a browser would round them, and times look as its own do.
+    `for_javascript`: integers beyond 2**53 become texts, since a browser would round them, and times look like its own.
     """
     if isinstance(value, BaseModel):
         value = {name: getattr(value, name) for name in type(value).model_fields}

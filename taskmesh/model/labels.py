@@ -17,9 +17,9 @@ _MOST = 50
 _MOST_CHARS = 1_000
 
 HOST = "host"
-"""The label of every worker that says where it runs."""
+"""The label of every worker that names its host."""
 WORKER = "worker"
-"""The label of a worker that is one of several processes: the id before the process's number."""
+"""The label of a worker that is one of several processes: the id without the process's number."""
 
 
 def words(labels: Mapping[str, Any]) -> list[str]:
@@ -28,7 +28,7 @@ def words(labels: Mapping[str, Any]) -> list[str]:
 
 
 def from_words(stored: Iterable[Any]) -> dict[str, Any]:
-    """Read what `words` returned; what is no such word is left out."""
+    """Read what `words` returned. Anything else is left out."""
     found: dict[str, Any] = {}
     for word in stored:
         name, _, text = str(word).partition("=")
@@ -38,7 +38,7 @@ def from_words(stored: Iterable[Any]) -> dict[str, Any]:
 
 
 def checked_labels(what: str, labels: Any) -> dict[str, Any]:
-    """Return labels, or what is needed of them; or raise `InvalidOption`. `what`: how they are called."""
+    """Return labels, or what is needed of them. Raises `InvalidOption`. `what`: how they are called in messages."""
     if labels is None:
         return {}
     if not isinstance(labels, Mapping) or len(labels) > _MOST:
@@ -60,7 +60,7 @@ def checked_labels(what: str, labels: Any) -> dict[str, Any]:
 
 
 def label_of(text: str) -> tuple[str, Any]:
-    """Read `NAME=VALUE`, where the value is JSON if it can be read so, else a text. Raises `InvalidOption`."""
+    """Read `NAME=VALUE`. The value is JSON if possible, otherwise a text. Raises `InvalidOption`."""
     name, sign, value = text.partition("=")
     if not sign or not name:
         raise InvalidOption(f"a label must be NAME=VALUE, got {shown(text)}")

@@ -1,6 +1,6 @@
 """Loops: what workers run again and again without its being published, once in the fleet, in each worker or on each host.
 
-A singleton is a loop that is not expected to end: there is one live instance of it in the fleet.
+A singleton is a loop that is not expected to end: it has one live instance in the fleet.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from taskmesh.model.option import TaskOption
 Per = Literal["fleet", "worker", "host"]
 
 FLEET = "fleet"
-"""The key of the one task of a loop that there is once in the fleet."""
+"""The key of the single task of a loop that runs once in the fleet."""
 _UNLIMITED = 1_000_000_000
 _LONGEST_KEY_BYTES = 512
 
@@ -28,7 +28,7 @@ class Loop:
 
     per: Per = "fleet"
     interval_ms: int | None = None
-    """From its last end to its next start. None: it is a singleton, and is started again after its retry delay."""
+    """From its last end to its next start. None: a singleton, which is started again after its retry delay."""
 
     @property
     def is_singleton(self) -> bool:
@@ -36,7 +36,7 @@ class Loop:
         return self.interval_ms is None
 
     def key(self, worker_id: str, labels: Mapping[str, Any]) -> str:
-        """Return the key of the task by which this worker runs it: all that share it run it in turns."""
+        """Return the key of the task by which this worker runs it. Workers with the same key run it in turns."""
         if self.per == "fleet":
             return FLEET
         place = worker_id if self.per == "worker" else str(labels[HOST])
@@ -47,7 +47,7 @@ class Loop:
         return int(stored_option["unexpected_retry_delay_ms"]) if self.interval_ms is None else self.interval_ms
 
     def delay_after_failure_ms(self, stored_option: Mapping[str, Any]) -> int | None:
-        """Return how long it rests after a failure, if that is not for its retry delay to say: never longer than otherwise."""
+        """Return how long it rests after a failure, unless its retry delay determines that: never longer than otherwise."""
         if self.interval_ms is None or self.interval_ms > stored_option["unexpected_retry_delay_ms"]:
             return None
         return self.interval_ms
@@ -78,12 +78,12 @@ def option_of_loop(name: str, option: TaskOption) -> TaskOption:
             f"task {name!r}: concurrent_worker_cnt must be 1 for a loop or a singleton, got {option.concurrent_worker_cnt}: "
             'for one in each worker, use mesh.loop(…, per="worker")'
         )
-    # Cancelled, it stays so until somebody retries it.
+    # Once cancelled, it stays so until somebody retries it.
     return option.changed(max_unexpected_retries=_UNLIMITED, max_timeouts=_UNLIMITED, retain_failed_ms=None)
 
 
 def option_of_broadcast(name: str, option: TaskOption) -> TaskOption:
-    """Return the option of a broadcast: who fails waits, and nobody else. Raises `InvalidOption`."""
+    """Return the option of a broadcast: a worker that fails waits, and no other. Raises `InvalidOption`."""
     if option.concurrent_worker_cnt != 1:
         raise InvalidOption(
             f"task {name!r}: concurrent_worker_cnt of a broadcast follows from the workers that are live when it is published, "

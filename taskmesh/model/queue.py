@@ -1,4 +1,4 @@
-"""Queues as their users see them: paused or open, what they are limited to, and how much of that is used."""
+"""Queues as their users see them: paused or open, their limits, and how much of those is used."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from taskmesh.model.read_only import ReadOnly
 from taskmesh.model.task import checked_name
 
 Reason = tuple[str, datetime | None]
-"""Why nothing is claimed, and when that ends by itself; None: not by time alone."""
+"""Why nothing is claimed, and when that ends by itself. None: not by time alone."""
 
 PAUSES_ITSELF = "taskmesh"
-"""Who has paused a queue that is paused for its failures."""
+"""The author of the pause, if a queue is paused for its failures."""
 
 
 class QueueLimits(ReadOnly):
-    """What a queue is limited to, over the whole fleet. None: no limit."""
+    """The limits of a queue, over the whole fleet. None: no limit."""
 
     rate: int | None = None
-    """At most so many starts in any `per_ms`."""
+    """The most starts in any `per_ms`."""
     per_ms: int | None = None
     running: int | None = None
-    """At most so many executions at a time."""
+    """The most executions at a time."""
     group_running: int | None = None
-    """At most so many executions of one group at a time."""
+    """The most executions of one group at a time."""
     group_rate: int | None = None
-    """At most so many starts of one group in any `group_per_ms`."""
+    """The most starts of one group in any `group_per_ms`."""
     group_per_ms: int | None = None
     groups: dict[str, int] = {}
-    """At most so many executions at a time of single groups that have a limit of their own."""
+    """The most executions at a time of groups that have a limit of their own."""
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> QueueLimits:
@@ -48,7 +48,7 @@ class QueueLimits(ReadOnly):
 
     @property
     def ever_start_nothing(self) -> bool:
-        """Whether nothing starts of the queue, or of some group in it, until somebody changes them."""
+        """Whether nothing starts in the queue, or in some group of it, until somebody changes them."""
         return self.starts_nothing or 0 in (self.group_running, self.group_rate, *self.groups.values())
 
     def starts_nothing_of(self, group: str | None) -> bool:
@@ -56,7 +56,7 @@ class QueueLimits(ReadOnly):
         return group is not None and 0 in (self.of_group(group), self.group_rate)
 
     def of_group(self, group: str | None) -> int | None:
-        """Return how many of this group may run at a time."""
+        """Return how many tasks of this group may run at a time."""
         return None if group is None else self.groups.get(group, self.group_running)
 
 
@@ -76,16 +76,16 @@ class GroupPause(ReadOnly):
 
 
 class FailurePause(ReadOnly):
-    """When a queue pauses by itself: `share` of its newest `of_last` executions failed."""
+    """When a queue pauses automatically: `share` of its newest `of_last` executions failed."""
 
     share: float
     of_last: int
     canary_ms: int
-    """How often one task is tried while it is paused; when one SUCCEEDs, the queue is open again."""
+    """How often one task is tried while it is paused. When one SUCCEEDs, the queue is open again."""
 
 
 class Percentiles(ReadOnly):
-    """So long, in ms, half of some times are at most, 95 and 99 of a hundred."""
+    """The 50th, 95th and 99th percentile of some times, in ms."""
 
     p50_ms: float
     p95_ms: float
@@ -93,7 +93,7 @@ class Percentiles(ReadOnly):
 
     @classmethod
     def of(cls, times_ms: Iterable[float]) -> Percentiles | None:
-        """Return the percentiles of these times, each of them one that occurred; None of none."""
+        """Return the percentiles of these times, each of them one that occurred. None if there are none."""
         ordered = sorted(times_ms)
         if not ordered:
             return None
@@ -105,16 +105,16 @@ class QueueLatency(ReadOnly):
     """How long tasks of a queue waited and ran, of those that ended last."""
 
     ended: int
-    """So many tasks of the queue this is about: its share of the newest 1,000 that ended, in whatever queue."""
+    """How many tasks this is about: those of the newest 1,000 that ended, in whatever queue, that belong to this one."""
     wait: Percentiles | None = None
-    """From publication, or its `start_time` or the end of its last delay, to its first start. Not counted: tasks that were
-    suspended, or lost a worker."""
+    """From publication, or its `start_time` or the end of its last delay, to its first start. Tasks that were suspended, or
+    lost a worker, are not counted."""
     run: Percentiles | None = None
     """How long the last execution ran, from its claim to its outcome."""
 
 
 class QueueInfo(ReadOnly):
-    """A queue: what is set for it, and how much of that is used."""
+    """A queue: its settings, and how much of its limits is used."""
 
     queue: str
     paused: bool = False
@@ -124,9 +124,10 @@ class QueueInfo(ReadOnly):
     paused_until: datetime | None = None
     """When the pause ends by itself."""
     failure_pause: FailurePause | None = None
-    """When it pauses by itself, if it ever does."""
+    """When it pauses automatically, if it has that setting."""
     failing: bool = False
-    """Whether it is paused for its failures now: `paused_reason` and `pause_time` say so, unless somebody has paused it, too."""
+    """Whether it is paused for its failures now. `paused_reason` and `pause_time` describe that, unless somebody has paused it,
+    too."""
     failing_because: str | None = None
     """How many executions failed, if it is paused for that now."""
     limits: QueueLimits = QueueLimits()
@@ -142,24 +143,24 @@ class QueueInfo(ReadOnly):
     started_by_group: dict[str, int] = {}
     """Starts that count against `group_rate` now."""
     next_start_by_group: dict[str, datetime] = {}
-    """When the rate of a group has room again, of those for which it has none now."""
+    """When the rate of a group has room again, for groups for which it has none now."""
     waiting: int = 0
     """Tasks that could be claimed now if the queue has room."""
     more_waiting: bool = False
     """Whether there are more of them, which were not counted."""
     dead_letters: int = 0
-    """Of a queue for dead letters: tasks that have FAILed and stand in it. At most 1,000 are counted."""
+    """For a dead-letter queue: failed tasks that are in it. At most 1,000 are counted."""
     latency: QueueLatency | None = None
-    """None: nobody asked (`mesh.queues.all(latencies=True)`), or none of the newest tasks that ended was of this queue."""
+    """None: not requested (`mesh.queues.all(latencies=True)`), or none of the newest tasks that ended belonged to this queue."""
 
     @property
     def shut_because(self) -> str | None:
-        """Why nothing can be claimed from the queue now, whatever the task; None if something can."""
+        """Why nothing can be claimed from the queue now, whatever the task. None if something can."""
         return next((why for why, _ in self._reasons), None)
 
     @property
     def paused_twice(self) -> bool:
-        """Whether somebody has paused it while it is paused for its failures; or the other way round."""
+        """Whether somebody has paused it while it is paused for its failures, or vice versa."""
         return self.failing and self.paused_reason != self.failing_because
 
     @property
@@ -180,7 +181,7 @@ class QueueInfo(ReadOnly):
         return reasons
 
     def reasons_for(self, group: str | None) -> list[Reason]:
-        """Return all that keeps tasks of this group, or of none, from being claimed now; those of the whole queue first."""
+        """Return all that keeps tasks of this group (None: of none) from being claimed now; reasons of the whole queue first."""
         reasons = [(f"queue {self.queue!r} is shut: {why}", until) for why, until in self._reasons]
         if group is None:
             return reasons
@@ -213,7 +214,7 @@ def _paused(by: str | None, reason: str | None, until: datetime | None) -> str:
 
 
 def checked_queue(queue: Any) -> str:
-    """Return the queue's name, or raise `InvalidOption`."""
+    """Return the queue's name. Raises `InvalidOption`."""
     try:
         return checked_name(queue)
     except InvalidName:

@@ -1,9 +1,9 @@
-"""When a periodic task ticks: by cron expression in a time zone, or every so many milliseconds. No input or output here.
+"""When a periodic task ticks: by cron expression in a time zone, or every so many milliseconds. No I/O here.
 
-Daylight saving, for a cron expression with a fixed hour (`30 2 * * *`): where the clock skips that time, it ticks at once
-after the gap; where the clock shows it twice, it ticks the first time only. Where minutes or hours begin with a star
-(`*/15 * * * *`) it goes by real time, so no quarter of an hour is left out or runs twice. (So does Debian's cron, and so
-does cronsim, which does the work.) With seconds in front it ticks so many seconds after such a minute begins.
+Daylight saving, for a cron expression with a fixed hour (`30 2 * * *`): if the clock skips that time, it ticks right after the
+gap; if the clock shows it twice, it ticks only the first time. If minutes or hours start with a star (`*/15 * * * *`) real time
+counts, so no quarter of an hour is left out or runs twice. (Debian's cron does the same, and so does cronsim, which does the
+work.) With seconds in front it ticks so many seconds after such a minute starts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MIN_INTERVAL_MS = 10
 _FIELDS_WITH_SECONDS = 6
 _MINUTE = timedelta(minutes=1)
 _FAR_ENOUGH = timedelta(hours=3)
-"""Back over any change of the clock."""
+"""Back beyond any change of the clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +35,12 @@ class Timing:
 
     @property
     def words(self) -> str:
-        """When it runs, for people: `At 06:00 every day (Europe/Berlin)`."""
+        """When it runs, in words: `At 06:00 every day (Europe/Berlin)`."""
         if self.interval_ms is not None:
             return f"Every {duration(self.interval_ms)}"
         try:
             said = _cronsim().CronSim(self.cron, datetime(2026, 1, 1, tzinfo=UTC)).explain()
-        except InvalidOption:  # the extra is not there
+        except InvalidOption:  # the extra is not installed
             said = self.cron
         return f"{said} ({self.timezone})"
 
@@ -54,7 +54,7 @@ class Timing:
             interval = timedelta(milliseconds=self.interval_ms)
             tick = anchor + -(-(moment - anchor) // interval) * interval - interval
             return tick if tick > anchor else None
-        # Backwards only to find where to begin: which ticks there are is told forwards alone.
+        # Backwards only to find where to start: which ticks there are is computed forwards only.
         minutes, seconds = self._fields
         backwards = _cronsim().CronSim(minutes, moment.astimezone(_zone(self.timezone)), reverse=True)
         begun = (local.astimezone(UTC) for local in backwards if local.astimezone(UTC) + seconds[0] < moment)
@@ -79,13 +79,13 @@ class Timing:
         for local in _cronsim().CronSim(minutes, (moment - _MINUTE).astimezone(_zone(self.timezone))):
             for second in seconds:
                 tick = local.astimezone(UTC) + second
-                if tick > last:  # two times of a day may fall together where the clock skips an hour
+                if tick > last:  # two times of a day may coincide where the clock skips an hour
                     last = tick
                     yield tick
 
     @property
     def _fields(self) -> tuple[str, list[timedelta]]:
-        """The expression without seconds, and these: of five fields alone does cronsim take care of daylight saving."""
+        """The expression without seconds, and the seconds: cronsim handles daylight saving only for five fields."""
         assert self.cron is not None
         fields = self.cron.split()
         if len(fields) < _FIELDS_WITH_SECONDS:
@@ -95,7 +95,7 @@ class Timing:
 
 
 def checked_timing(cron: Any, interval_ms: Any, timezone: Any) -> Timing:
-    """Return the timing, or raise `InvalidOption`."""
+    """Return the timing. Raises `InvalidOption`."""
     if (cron is None) == (interval_ms is None):
         raise InvalidOption(
             f"a periodic task needs either cron or interval_ms, got cron={cron!r}, interval_ms={interval_ms!r}"

@@ -1,6 +1,6 @@
-"""Periodic tasks: schedules as they are declared and as they are stored, and what is to be published of them when.
+"""Periodic tasks: schedules as declared and as stored, and which tasks have to be published when.
 
-Each tick becomes one task whose key tells the tick (`report@2026-11-21T06:00:00Z`). The loop that publishes them, in every
+Each tick becomes one task whose key names the tick (`report@2026-11-21T06:00:00Z`). The loop that publishes them, in every
 worker, is `consumer/ticker.py`.
 """
 
@@ -19,14 +19,14 @@ Document = Mapping[str, Any]
 Missed = Literal["skip", "latest", "all"]
 Overlap = Literal["allow", "skip"]
 KEY_KEPT_MS = 60_000
-"""A tick's key stays taken at least for so long: by then, nobody can publish it any more."""
+"""How long a tick's key stays taken at least: after that, nobody can publish it any more."""
 _AT_ONCE = 500
-"""Ticks of one schedule that are published at one look; more follow at the next."""
+"""The most ticks of one schedule that are published at one look. More follow at the next."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attendance:
-    """The server's time, and the last time that nobody looked after the schedules."""
+    """The server's time, and the last period in which nobody looked after the schedules."""
 
     now: datetime
     outage_from: datetime | None = None
@@ -38,12 +38,12 @@ class Attendance:
 
 
 class Tick(ReadOnly):
-    """A tick of a schedule, and what came of it."""
+    """A tick of a schedule, and what became of it."""
 
     time: datetime
     key: str
     kind: Literal["published", "triggered", "overlapped"]
-    """`triggered`: by hand. `overlapped`: left out, as the task before it was not finished."""
+    """`triggered`: by hand. `overlapped`: left out, since the task before it was not finished."""
 
 
 class ScheduleInfo(ReadOnly):
@@ -59,7 +59,7 @@ class ScheduleInfo(ReadOnly):
     overlap: Overlap = "allow"
     jitter_ms: int = 0
     settings: dict[str, Any] = {}
-    """What else was declared for its tasks, as in `configure`."""
+    """Other declared settings of its tasks, as in `configure`."""
     paused: bool = False
     paused_by: str | None = None
     paused_reason: str | None = None
@@ -114,7 +114,7 @@ def checked_declaration(
     jitter_ms: Any,
     settings: Mapping[str, Any],
 ) -> Declaration:
-    """Return the declaration, or raise `InvalidOption`."""
+    """Return the declaration. Raises `InvalidOption`."""
     if missed not in ("skip", "latest", "all"):
         raise InvalidOption(f"missed must be 'skip', 'latest' or 'all', got {missed!r}")
     if overlap not in ("allow", "skip"):
@@ -145,7 +145,7 @@ def stored(declaration: Declaration, params: Mapping[str, Any]) -> dict[str, Any
 
 
 def timing_of(schedule: Document) -> Timing:
-    """Return when a stored schedule ticks. Raises `InvalidOption` for what this worker cannot read."""
+    """Return when a stored schedule ticks. Raises `InvalidOption` if this worker cannot read it."""
     return checked_timing(schedule.get("cron"), schedule.get("interval_ms"), schedule.get("timezone", "UTC"))
 
 
@@ -156,7 +156,7 @@ def key_of(schedule_id: str, tick: datetime, mark: str = "") -> str:
 
 
 def ticks_to_publish(schedule: Document, attendance: Attendance) -> tuple[list[datetime], datetime | None]:
-    """Return which ticks of a schedule are to be published now, and when it ticks next after those looked at."""
+    """Return which ticks of a schedule have to be published now, and when it ticks next after those."""
     timing, anchor, now = timing_of(schedule), schedule["anchor_time"], attendance.now
     following: datetime | None = schedule["next_time"]
     latest_missed = None

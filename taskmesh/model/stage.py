@@ -11,15 +11,16 @@ from taskmesh.model.queue import checked_queue
 
 
 class Next(Exception):
-    """Raise or return it in a handler: the task goes on in `queue`, as the same document. Nothing is counted.
+    """Raise or return this in a handler: the task goes on in `queue`, as the same document. Nothing is counted.
 
-    `params` replace those of the task; None: they stay. What ends here is kept in `Task.stages`; the next stage begins with
-    `attempt` 1. The handler is the one that `@definition.on_queue(queue)` gave the queue; without one, the task's own.
-    A retry stays in the stage that failed; what starts over (`fresh=True`, `run_again`, `clean_success`) begins in the first.
+    `params` replace those of the task; None: they stay. What ends here is kept in `Task.stages`; the next stage starts with
+    `attempt` 1. The handler is the one that `@definition.on_queue(queue)` gave the queue; without one, the task's own. A retry
+    stays in the stage that failed; a task that starts over (`fresh=True`, `run_again`, `clean_success`) starts in its first
+    stage.
 
         raise Next(queue="encode", params={"path": path, "codec": "av1"})
 
-    Raises `InvalidOption` for what is no queue, `InvalidParams` for params that are no mapping.
+    Raises `InvalidOption` for an invalid queue, `InvalidParams` for params that are not a mapping.
     """
 
     def __init__(self, *, queue: str, params: Mapping[str, Any] | None = None) -> None:

@@ -1,7 +1,7 @@
-"""The stored task as models: what `mesh.get` and `mesh.find` return. No input or output here.
+"""The stored task as models: what `mesh.get` and `mesh.find` return. No I/O here.
 
-A task is one document with a list of what each worker did with it (`task_state.worker_states`). That list is the
-truth; `status` and `next_claim_time` are derived from it by the server (see `rules.py`).
+A task is one document with a list of what each worker did with it (`task_state.worker_states`). That list is the truth; the
+server derives `status` and `next_claim_time` from it (see `rules.py`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _WANTED = {
     "string": "a text",
     "tuple": "a list",
 }
-"""What is told to people of types that pydantic found to be others."""
+"""How pydantic's complaints about types are worded for people."""
 
 
 class Status(StrEnum):
@@ -54,7 +54,7 @@ class Status(StrEnum):
 
 
 Standing = Literal["ready", "scheduled", "retrying"]
-"""What INIT means: some worker may claim it now; it has not run and waits for its time; it ran and waits to be tried again."""
+"""What INIT means: some worker may claim it now; it has not run and waits for its time; it ran and waits to be retried."""
 
 
 class _Stored(ReadOnly):
@@ -88,9 +88,9 @@ class WorkerState(_Stored):
     fail_time: datetime | None = None
     fail_reason: str | None = None
     fail_type: str | None = None
-    """The type of the error that made it fail, if one did."""
+    """The type of the error that made it fail, if an error did."""
     fail_frame: str | None = None
-    """Where that was raised, as the end of the file's path, line and function: the innermost frame that is no library's."""
+    """Where that was raised: the end of the path, line and function of the innermost frame outside of libraries."""
     returns: Any = None
     logs: list[LogLine] = []
     dropped_log_cnt: int = 0
@@ -103,7 +103,7 @@ class WorkerState(_Stored):
 
     @property
     def fail_message(self) -> str | None:
-        """Why it failed, without the lines of code in which it did."""
+        """Why it failed, without the lines of code."""
         return None if self.fail_reason is None else self.fail_reason.partition('\n  File "')[0]
 
 
@@ -117,7 +117,7 @@ class Loss(_Stored):
 
 
 class Leaving(_Stored):
-    """An execution from before the task was begun anew, or from before its worker was excluded, whose handler may be at work.
+    """An execution from before the task was started anew, or from before its worker was excluded, whose handler may be at work.
 
     It keeps its place until its worker says that the handler has ended, or its lease is over.
     """
@@ -136,7 +136,7 @@ class After(_Stored):
 
 
 class DependencyFailure(_Stored):
-    """Why a task FAILed without having run: something that it waited for did not end as SUCCESS."""
+    """Why a task FAILed without having run: one of its dependencies did not end as SUCCESS."""
 
     id: str
     reason: str
@@ -144,7 +144,7 @@ class DependencyFailure(_Stored):
 
 
 class Step(_Stored):
-    """Something that an execution has recorded, and that no later one does again."""
+    """Something that an execution has recorded, and that no later one repeats."""
 
     kind: str
     """`step`, `sleep`, `wait`, `start` or `join`."""
@@ -161,7 +161,7 @@ class Step(_Stored):
 
 
 def _one_by_one(steps: Any) -> Any:
-    """Tell of each child that was started by itself: in the document many are one record, with all their names."""
+    """Return a record for each child that was started by itself: in the document many are one record, with all their names."""
     if not isinstance(steps, list):
         return steps
     found: list[Any] = []
@@ -183,7 +183,7 @@ class SuspendedFor(_Stored):
     """`sleep`, `wait` or `join`."""
     name: str
     until: datetime | None = None
-    """When it waits no longer; None: it waits for ever."""
+    """When it stops waiting. None: never."""
 
     @property
     def sentence(self) -> str:
@@ -221,13 +221,13 @@ class Rounds(_Stored):
 
     cnt: int
     start_time: datetime | None = None
-    """Of the last of them."""
+    """Of the last one."""
     end_time: datetime
     worker_id: str
 
 
 class Loops(_Stored):
-    """How a task runs again and again without being published; see `TaskMesh.loop`."""
+    """How a task repeats without being published; see `TaskMesh.loop`."""
 
     per: str
     interval_ms: int | None = None
@@ -254,43 +254,43 @@ class TaskState(_Stored):
     resume_time: datetime | None = None
     """Set by `Retry` and `Snooze`: no worker claims the task before."""
     suspended_for: SuspendedFor | None = None
-    """What the task waits for, put aside by its handler; None for one that is not suspended."""
+    """What a suspended task waits for. None if it is not suspended."""
     timeout_cnt: int = 0
     """Executions lost in a row."""
     lost_cnt: int = 0
     """Executions lost altogether."""
     losses: list[Loss] = []
     dropped_fail_cnt: int = 0
-    """FAIL entries no longer kept, since a document has to stay small; they count all the same."""
+    """FAIL entries no longer kept, since a document has to stay small. They still count."""
     conflict_cnt: int = 0
-    """Executions in a row whose `transaction()` met a conflict and was undone."""
+    """Executions in a row whose `transaction()` met a conflict and was aborted."""
     params_version: int = 0
-    """How often the params were replaced; an entry carries the version that its execution saw."""
+    """How often the params were replaced. An entry has the version that its execution saw."""
     progress: Progress | None = None
     rounds: Rounds | None = None
-    """Of a loop: what ended well. Failures and lost executions stand where those of any task do."""
+    """For a loop: what ended well. Failures and lost executions are where those of any task are."""
     worker_states: list[WorkerState] = []
     leaving: list[Leaving] = []
     after: After | None = None
     home: str | None = None
-    """Of a dead letter: the queue that it came from, and goes back to when it is retried."""
+    """For a dead letter: the queue that it came from, and returns to when it is retried."""
     stages: list[Stage] = []
     """What the task did before it went on in its present queue: see `Task.stages`."""
     flow: str | None = None
-    """While its gate `flow` is shut: the flow whose publication has not come to its end."""
+    """While its gate `flow` is shut: the flow that is not completely published yet."""
     waits_for: str | None = None
-    """While its gate `dependencies` is shut: what becomes of it when one of them fails (`fail`, `wait`, `run`)."""
+    """While its gate `dependencies` is shut: what happens when one of them fails (`fail`, `wait`, `run`)."""
     dependency_failure: DependencyFailure | None = None
     signals: list[Signal] = []
-    """Signals that have come and were not waited for yet, the oldest first."""
+    """Signals that have come and were not consumed yet, the oldest first."""
     steps: Steps = []
-    """All records, also of waits that have not come to their end; see `Task.steps`."""
+    """All records, including those of waits that are not over; see `Task.steps`."""
 
 
 class Task(_Stored):
-    """A task as it stood when it was read.
+    """A task when it was read.
 
-    `params` is None unless they were asked for. `extra` holds what others put at the top level of the document.
+    `params` is None unless they were requested. `extra` holds fields of others at the top level of the document.
     """
 
     name: str
@@ -298,7 +298,7 @@ class Task(_Stored):
     queue: str
     status: Status
     standing: Standing | None = None
-    """What INIT means for it, at the moment of reading; None for any other status, and for a task as its handler sees it."""
+    """What INIT means for it, at the moment of reading. None for any other status, and for a task as its handler sees it."""
     params: dict[str, Any] | None = None
     task_option: TaskOption
     task_state: TaskState
@@ -307,13 +307,13 @@ class Task(_Stored):
     delete_time: datetime | None = None
     group: str | None = None
     tags: list[str] = []
-    """By which it is found; set by `configure(tags=…)`."""
+    """Words by which it is found, set by `configure(tags=…)`."""
     needs: dict[str, Any] = {}
     """Labels that a worker must have to run it."""
     loop: Loops | None = None
-    """How it runs again and again, if it does: a loop, or a singleton."""
+    """How it repeats, if it is a loop or a singleton."""
     broadcast: bool = False
-    """Whether each of the workers that it names runs it, as far as they live."""
+    """Whether each live worker that it names runs it."""
     extra: dict[str, Any] = Field(default_factory=dict)
 
     OWN_FIELDS: ClassVar[frozenset[str]] = frozenset(
@@ -353,7 +353,7 @@ class Task(_Stored):
 
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> Task:
-        """Read a stored document. Raises `IncompatibleCollection` where it is not a task of ours."""
+        """Read a stored document. Raises `IncompatibleCollection` if it is not a task of ours."""
         own = {field: value for field, value in document.items() if field in cls.OWN_FIELDS}
         extra = {field: value for field, value in document.items() if field not in cls.OWN_FIELDS}
         if "needs" in own:
@@ -372,9 +372,9 @@ class Task(_Stored):
 
     @classmethod
     def remains(cls, document: dict[str, Any]) -> Task:
-        """Return what can be said of a document that is no task of ours: its name and key, by its `_id`.
+        """Return what is known of a document that is no task of ours: its name and key, by its `_id`.
 
-        Its status and its queue, if they are such; all else is as in a new task.
+        Its status and its queue, if valid; all else is as in a new task.
         """
         name, _, key = str(document["_id"]).partition(":")
         status, queue = document.get("status"), document.get("queue")
@@ -397,9 +397,10 @@ class Task(_Stored):
 
     @property
     def stages(self) -> list[Stage]:
-        """The stages before this one, the first of them first: each ended with `Next`. The first one and the newest 99 are kept.
+        """The stages before this one, in order: each ended with `Next`. The first one and the newest 99 are kept.
 
-        The queue and the params of the first are those with which the task begins if it starts over: a publication changes them.
+        The queue and the params of the first are those with which the task starts if it starts over: a publication changes
+        them.
         """
         return self.task_state.stages
 
@@ -431,7 +432,7 @@ def no_task(id_: Any, why: object = "a part of it is missing, or of a wrong type
 
 
 def _misfits(error: ValidationError) -> str:
-    """Say in a line which fields a document lacks, and which are not what they should be."""
+    """Say in a line which fields a document lacks, and which are invalid."""
     told = []
     for found in error.errors(include_url=False, include_context=False):
         field = ".".join(map(str, found["loc"]))
@@ -443,7 +444,7 @@ def _misfits(error: ValidationError) -> str:
 
 
 def why_no_task(document: dict[str, Any]) -> IncompatibleCollection:
-    """Return the error for a document that was found to be no task of ours, with what reading it meets first."""
+    """Return the error for a document that is no task of ours, with the first problem in reading it."""
     try:
         Task.from_document(document)
     except IncompatibleCollection as error:
@@ -452,7 +453,7 @@ def why_no_task(document: dict[str, Any]) -> IncompatibleCollection:
 
 
 def _before_acceptance(inserted: dict[str, Any]) -> dict[str, Any]:
-    """What is known of a task that another language has inserted: the rest a worker says, when it accepts it.
+    """Return what is known of a task that another language has inserted: the worker that accepts it says the rest.
 
     Raises `IncompatibleCollection` for what no worker ever accepts.
     """
@@ -471,7 +472,7 @@ def task_id(name: str, key: str) -> str:
 
 
 def is_name(name: Any) -> bool:
-    """Whether a task may be called so."""
+    """Whether it is a valid name for a task."""
     return isinstance(name, str) and _NAME.match(name) is not None
 
 
