@@ -1,10 +1,10 @@
 """Transactions that end with an execution's SUCCESS: `current_task().transaction()`, and SUCCESS with what it published.
 
-MongoDB refuses a transaction's write to a document that anybody has changed since the transaction's first statement. So,
-while a handler is in such a block, nobody here may write to its task: pings and reports pause, and one longer lease, as
-long as the server lets a transaction live, is taken beforehand (docs/decisions/0010-transactions-and-leases.md).
+MongoDB refuses a transaction's write to a document that anybody has changed since the transaction's first statement. So, while
+a handler is in such a block, nobody here may write to its task: pings and reports pause, and before that the lease is extended
+to as long as the server lets a transaction live (docs/decisions/0010-transactions-and-leases.md).
 
-If the process dies in the block, nothing of it remains, and the task runs again when the longer lease is over. If it dies
+If the process dies in the block, nothing of it remains, and the task runs again when the extended lease is over. If it dies
 after the commit, both the handler's writes and the SUCCESS are there.
 """
 
@@ -55,7 +55,7 @@ _PAUSE_S = 0.05
 
 
 _IN_PLACE_S = 120.0
-"""For how long `in_transaction` goes on at conflicts, as the driver's `with_transaction` does."""
+"""How long `in_transaction` tries again after conflicts, like the driver's `with_transaction`."""
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.01, 0.5
 
 End = Literal["recorded", "failed", "conflicted"]
@@ -64,7 +64,7 @@ End = Literal["recorded", "failed", "conflicted"]
 
 @dataclass(frozen=True)
 class Record:
-    """What a transaction writes beside the handler's own: the SUCCESS, and the tasks to publish."""
+    """What a transaction writes beside the handler's own writes: the SUCCESS, and the tasks to publish."""
 
     worker_id: str
     outcome: Outcome
@@ -76,13 +76,13 @@ class Side(Protocol):
     """The execution, as a transaction needs it: here, or at the other end of a pipe."""
 
     async def begin(self, session_id: Any) -> float:
-        """Take the longer lease; return how many seconds a transaction may last. Raises `LeaseLost`."""
+        """Extend the lease. Return how many seconds a transaction may last. Raises `LeaseLost`."""
 
     async def record(self) -> Record:
         """Decide the outcome: nothing stops the execution any more. Raises `LeaseLost`, `UnstorableValue`."""
 
     async def end(self, how: End) -> None:
-        """Go on as before, or as an execution that is recorded. What was published in a block that conflicted is forgotten."""
+        """Go on as before, or as a recorded execution. What was published in a block that conflicted is dropped."""
 
 
 class Transactions:
@@ -133,7 +133,7 @@ class Transactions:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Document:
-        """Call the function of a step with `session=`, and commit what it writes together with the record; return that."""
+        """Call the function of a step with `session=`, and commit what it writes together with the record. Return the record."""
         returns = returns_of(entry.name, fn)
 
         async def made(session: Any) -> Document:
@@ -148,9 +148,9 @@ class Transactions:
             return await journal.write(entry, failed(error))
 
     async def start_children(self, journal: Recorder, publications: Sequence[Publication]) -> dict[str, InvalidKey]:
-        """Insert children and record them in their parent, as one; return those that cannot be, with the reason.
+        """Insert children and record them in their parent, as one. Return those that cannot be inserted, with the reason.
 
-        Raises `LeaseLost`, and what the database says of a child that it does not take; then none is there.
+        Raises `LeaseLost`, and the database's error about a child that it refuses; then none exists.
         """
         longest = _FIRST_WAIT_S
         while True:
@@ -172,7 +172,7 @@ class Transactions:
                         return strangers
                     outcome = await journal.started([each.id for each in started])
                     for each in started:
-                        # There and not recorded: from before its parent started over, so it does that too.
+                        # They exist and are not recorded: from before their parent started over, so they start over, too.
                         if each.id in there:
                             each.configuration = replace(each.configuration, run_again=True)
                     await publish_in_session(self._store, started, self._clock.now(), session)
@@ -200,12 +200,12 @@ class Transactions:
     def step_in_thread(
         self, execution: Execution, journal: Recorder, entry: Entry, made: Callable[[Any], Document]
     ) -> Document:
-        """Do so for a handler in a thread, with a session of a blocking client."""
+        """Make a transactional step for a handler in a thread, with a session of a blocking client."""
         caller = self.side(execution)
         return blocking_step_again(caller.call(self._blocking_store()), self.step_side(execution, journal, entry), made)
 
     def step_side(self, execution: Execution, journal: Recorder, entry: Entry) -> _StepFromThread:
-        """The side of a transactional step, for a thread that is not the event loop's."""
+        """Return the step's side for a thread other than the event loop's."""
         return _StepFromThread(_StepHere(self, execution, journal, entry), self.side(execution))
 
     async def record(self, execution: Execution, outcome: Outcome) -> None:
@@ -227,7 +227,7 @@ class Transactions:
         return blocking_again(side.call(self._blocking_store()), side, execution, fn)
 
     def side(self, execution: Execution) -> _FromThread:
-        """The side of an execution, for a thread that is not the event loop's."""
+        """Return the execution's side for a thread other than the event loop's."""
         return _FromThread(_Here(self, execution), self._loop)
 
     def address(self) -> StoreAddress:
@@ -252,7 +252,7 @@ class Transactions:
     # --- what a side does here ---
 
     async def begin(self, execution: Execution) -> float:
-        """Hush the execution, and take the longer lease."""
+        """Silence the execution, and extend its lease."""
         execution.check_lease()
         if execution.hushed or execution.recorded:
             raise RuntimeError(f"task {execution.name!r} {execution.key!r}: an execution has one transaction")
@@ -270,7 +270,7 @@ class Transactions:
         return limit_s
 
     async def _extended(self, execution: Execution, lease_s: float) -> bool:
-        """Take the longer lease; again while the database only falters, as long as the one that there is lasts."""
+        """Extend the lease. Tries again while the database is unreliable, as long as the current lease lasts."""
         while True:
             sent = time.monotonic()
             try:
@@ -286,7 +286,7 @@ class Transactions:
                 return held
 
     def decide(self, execution: Execution) -> Record:
-        """Make the execution's outcome a SUCCESS that nothing stops any more, but a transaction that fails."""
+        """Decide that the execution SUCCEEDs. Nothing stops it any more, except for a transaction that fails."""
         if execution.judged:
             raise _lost(execution.name, execution.key)
         if told := execution.commit():
@@ -329,7 +329,7 @@ class _Here:
         self._execution.session_id = session_id
         self._execution.published_before = len(self._execution.publications)
         limit_s = await self._transactions.begin(self._execution)
-        self._execution.result = None  # what a block that came to nothing has said goes with it
+        self._execution.result = None  # what a failed block has published is dropped with it
         return limit_s
 
     async def record(self) -> Record:
@@ -371,20 +371,20 @@ class _FromThread:
         self.call(self._here.end(how))
 
 
-# --- a step whose writes commit with its record ---
+# --- a step whose writes commit together with its record ---
 
 
 class StepSide(Protocol):
     """The journal of an execution, as a transactional step needs it: here, or at the other end of a pipe."""
 
     async def begin(self, session_id: Any) -> float:
-        """Write nothing else to the task, and take the longer lease; return how many seconds a transaction may last."""
+        """Write nothing else to the task, and extend the lease. Return how many seconds a transaction may last."""
 
     async def outcome(self, fields: Document) -> tuple[str, Outcome]:
         """Return the worker's id, and the record to write. Raises as `Journal.outcome` does."""
 
     async def end(self, outcome: Outcome | None) -> Document:
-        """Write as before; and remember the record, if it was written."""
+        """Write as before, and remember the record, if it was written."""
 
 
 class _StepHere:
@@ -409,7 +409,7 @@ class _StepHere:
 
 
 class _StepFromThread:
-    """A step of a handler that runs in a thread. The thread is held for as long as the step lasts."""
+    """A step of a handler that runs in a thread. The thread is occupied as long as the step lasts."""
 
     def __init__(self, here: _StepHere, caller: _FromThread) -> None:
         self._here = here
@@ -440,7 +440,7 @@ async def _step_again(
     made: Callable[[Any], Any],
     pause: Callable[[float], Awaitable[None]],
 ) -> Document:
-    """Make a record in a transaction, and write it there; again at each conflict, for as long as `in_transaction` does."""
+    """Make a record in a transaction, and write it there; again after each conflict, for as long as `in_transaction` does."""
     give_up = time.monotonic() + _IN_PLACE_S
     longest = _FIRST_WAIT_S
     while True:
@@ -476,7 +476,7 @@ async def _step_again(
 
 
 def _raise_if_too_long(met: PyMongoError | None, error: BaseException, started: float, limit_s: float) -> None:
-    """Raise what says so, if the server has ended the transaction since it lasted too long."""
+    """Raise an error that says so, if the server has ended the transaction since it lasted too long."""
     if met is not None and is_transaction_gone(met) and time.monotonic() - started >= limit_s:
         raise TaskMeshError(
             f"the server ended the transaction, which had lasted {time.monotonic() - started:.0f} s: it may last "
@@ -502,7 +502,7 @@ def blocking_block(store: BlockingStore, side: Side) -> Iterator[Any]:
 
 
 def blocking_again(store: BlockingStore, side: Side, running: Repeating, fn: Callable[[Any], Any]) -> Any:
-    """Call `fn` in the block, on a blocking client, again at each conflict."""
+    """Call `fn` in the block, on a blocking client, and again after each conflict."""
     with store.driver.client.start_session() as session:
         return run_now(_again(store, session, side, running, fn, _sleep))
 
@@ -563,7 +563,7 @@ async def _again(
     fn: Callable[[Any], Any],
     pause: Callable[[float], Awaitable[None]],
 ) -> Any:
-    """Call `fn` in the block, again at each conflict, and return what it returns: the result, unless it has set one."""
+    """Call `fn` in the block, and again after each conflict. Return what it returns: the result, unless it has set one."""
     give_up = time.monotonic() + _IN_PLACE_S
     longest = _FIRST_WAIT_S
     while True:

@@ -1,8 +1,8 @@
 """The inside of a child process for `run="process"` handlers: one call at a time, until the parent hangs up.
 
-What is promised is in `processes`, the parent's half of a call in `conversation`. The two talk over one socket: down comes a
-`Call`, up go messages of data alone (`wire`). A child ends with its parent, however that ends: the read end of the lifeline
-sees it. And it ends with its call's lease, whatever its parent does: until when that is, both see in memory that they share.
+The guarantees are described in `processes`, the parent's half of a call in `conversation`. The two talk over one socket: down
+comes a `Call`, up go messages that are only data (`wire`). A child ends with its parent, however that ends: it sees the end of
+the lifeline. And it ends with its call's lease, whatever its parent does: both see in shared memory until when that lasts.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from taskmesh.store.driver import Document
 from taskmesh.store.finish import Outcome
 
 serving = False
-"""Whether this process is such a child: it must not become a worker itself, if a script forgets to guard its main part."""
+"""Whether this process is such a child. It must not become a worker itself if a script forgets to guard its main part."""
 
 _STARTED_AT_ONCE_BYTES = 4_000_000
 _SIZE_OF_THE_REST = 1_000
-"""Of one child that is started, beside its params: its key, rather more than less."""
+"""The size of a child task beside its params: its key, and rather too much than too little."""
 _LOAD = pickle.loads  # what is loaded was written by our own parent
 
 
 @dataclass(frozen=True)
 class Call:
-    """One execution, as its child needs to know it."""
+    """One execution, as its child process needs to know it."""
 
     handler: HandlerRef
     params: Mapping[str, Any]
@@ -68,19 +68,19 @@ class Call:
     option: TaskOption
     extra: Mapping[str, Any] = field(default_factory=dict)
     trace: Carrier | None = None
-    """Where the execution is in its trace."""
+    """The execution's position in its trace."""
     log: SetUp | None = None
-    """How the parent logs, if `logs.set_up` has said so."""
+    """How the parent logs, if it has called `logs.set_up`."""
 
 
 LEASE = struct.Struct("dd")
 """Shared with the parent: until when (monotonic, one clock for the whole machine) the call may go on, which the parent writes;
-and, if not 0, when the child took that to be over."""
+and, if not 0, when the child considered that to be over."""
 _LOOK_EVERY_S = 0.1
 
 
 class Lease:
-    """The lease of the call that runs, by this process's own clock: it ends though the parent, suspended, does not say so."""
+    """The lease of the running call, by this process's own clock: it ends even if the parent is suspended and does not say so."""
 
     def __init__(self, fd: int) -> None:
         self._shared = mmap.mmap(fd, LEASE.size)
@@ -90,7 +90,7 @@ class Lease:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """End this process, and all that it started, if the lease is over before the block is."""
+        """End this process, and all that it started, if the lease ends before the block does."""
         self._busy.set()
         try:
             yield
@@ -98,7 +98,7 @@ class Lease:
             self._busy.clear()
 
     def over(self) -> bool:
-        """Whether it is; then the parent knows from now on that the handler was told so."""
+        """Whether it is over. If so, the parent knows from now on that the handler was told."""
         until, told = LEASE.unpack_from(self._shared)
         now = time.monotonic()
         if not told and now >= until:
@@ -128,7 +128,7 @@ class Remote:
         self.option = call.option
         self.extra = call.extra
         self.in_a_block = False
-        """Whether a `transaction()` is open, whose result can be said."""
+        """Whether a `transaction()` is open, whose result can be set."""
         self.result: Any = None
         self.returns: Returns = PLAIN
         """What the handler returns, once it is found."""
@@ -139,13 +139,13 @@ class Remote:
 
     @property
     def deadline(self) -> datetime | None:
-        """When `run_timeout_ms` is over: counted from the handler's beginning, so only the parent knows."""
+        """When `run_timeout_ms` is over. It counts from the handler's start, so only the parent knows."""
         deadline: datetime | None = self.ask("deadline")
         return deadline
 
     @property
     def state(self) -> Any:
-        """There is none: what a worker opens in its event loop is of no use in another process."""
+        """There is none: what a worker opens in its event loop is useless in another process."""
         raise TaskMeshError(
             "there is no state in a child process: @mesh.lifespan is opened in the worker's; open what a handler with "
             "run='process' needs at the top of its module, or in a function under @functools.cache, once for each child"
@@ -161,13 +161,13 @@ class Remote:
         self.ask("progress", *checked_progress(fraction, message))
 
     def log(self, message: str) -> None:
-        """Keep a line. Without an answer, so that it costs little; what a thread says after the handler's end is dropped."""
+        """Keep a line. It needs no answer, so it costs little. What a thread logs after the handler's end is dropped."""
         with self._lock:
             if not self._over:
                 self._connection.send_bytes(packed("log", line_of(message)))
 
     def publish_in_thread(self, definition: Any, key: str, params: Mapping[str, Any]) -> None:
-        """Publish with the SUCCESS. The params are checked here, where the types are that they are annotated with."""
+        """Publish with the SUCCESS. The params are checked here, where their annotated types are known."""
         if isinstance(definition, TaskDefinition):
             after = definition.configuration.told_after
             if after is None:
@@ -182,12 +182,12 @@ class Remote:
             self.ask("publish", name, None, checked_key(key), stored)
 
     def blocking_dependencies(self) -> dict[tuple[str, str], Any]:
-        """Return the results of what the task has waited for."""
+        """Return the results of the task's dependencies."""
         found: dict[tuple[str, str], Any] = self.ask("dependencies")
         return found
 
     def set_result(self, value: Any) -> None:
-        """Keep the result for the end of a `transaction()`."""
+        """Keep the result until a `transaction()` ends."""
         self.result = value
 
     @property
@@ -197,19 +197,19 @@ class Remote:
 
     @contextmanager
     def blocking_transaction(self) -> Iterator[Any]:
-        """Open a block that commits with the SUCCESS, on a client of this process's own."""
+        """Open a block that commits together with the SUCCESS, on a client of this process's own."""
         address: bytes = self.ask("address")
         store = _store_at(address)
         with blocking_block(store, _Side(self)) as session:
             yield session
 
     def blocking_in_transaction(self, fn: Callable[[Any], Any]) -> Any:
-        """Call `fn` in such a block, again at each conflict."""
+        """Call `fn` in such a block, and again after each conflict."""
         address: bytes = self.ask("address")
         return blocking_again(_store_at(address), _Side(self), self, fn)
 
     def ask(self, question: str, *arguments: Any) -> Any:
-        """Ask the parent. Raises what it refuses with."""
+        """Ask the parent. Raises the error with which it refuses."""
         with self._lock:
             if self._over:
                 raise LeaseLost(f"task {self.name!r} {self.key!r}: this execution has ended already")
@@ -222,7 +222,7 @@ class Remote:
         return answer
 
     def end(self) -> None:
-        """Say no more: the next thing that the parent hears is the outcome."""
+        """Say nothing more: the next message to the parent is the outcome."""
         with self._lock:
             self._over = True
 
@@ -234,23 +234,23 @@ class RemoteLedger:
         self._remote = remote
 
     def begin_step(self, name: str, made_by: str, outer: str | None) -> tuple[str, Document | None]:
-        """Return its id, and what is recorded of it; None if it is to be done now."""
+        """Return the step's id, and what is recorded of it; None if it has to be done now."""
         id_, record = self._remote.ask("begin_step", name, made_by, outer)
         return id_, record
 
     def end_step(self, id_: str, fields: Document | None) -> Document | None:
-        """Record it, if there is something to be recorded."""
+        """Record the step, if there is something to record."""
         record: Document | None = self._remote.ask("end_step", id_, fields)
         return record
 
     def in_transaction(self, id_: str, fn: Callable[[Any], Document]) -> Document:
-        """Do it in a transaction that the record commits with, on a client of this process's own."""
+        """Run it in a transaction that commits together with its record, on a client of this process's own."""
         return blocking_step_again(_store_at(self._remote.ask("address")), _StepSide(self._remote, id_), fn)
 
     def start(
         self, definition: Any, params_by_key: Mapping[str, Mapping[str, Any]], *, detached: bool
     ) -> list[TaskHandle[Any]]:
-        """Start children of the task. Their handles here serve `results` alone: this process has no connection of its own."""
+        """Start children of the task. Their handles serve only `results` here: this process has no connection of its own."""
         name, returns, configuration = checked_name(getattr(definition, "name", definition)), PLAIN, None
         if isinstance(definition, TaskDefinition):
             returns, configuration = definition.returns, configuration_as_data(definition.configuration)
@@ -296,7 +296,7 @@ class RemoteLedger:
 
 
 class _StepSide:
-    """The side of a `transactions.StepSide` that is in the parent."""
+    """The parent's side of a `transactions.StepSide`."""
 
     def __init__(self, remote: Remote, id_: str) -> None:
         self._remote = remote
@@ -315,7 +315,7 @@ class _StepSide:
 
 
 class _Side:
-    """The side of a `transactions.Side` that is in the parent."""
+    """The parent's side of a `transactions.Side`."""
 
     def __init__(self, remote: Remote) -> None:
         self._remote = remote
@@ -323,7 +323,7 @@ class _Side:
     async def begin(self, session_id: Any) -> float:
         limit_s = float(self._remote.ask("begin", session_id))
         self._remote.in_a_block = True
-        self._remote.result = None  # what a block that came to nothing has said goes with it
+        self._remote.result = None  # what a failed block has published is dropped with it
         return limit_s
 
     async def record(self) -> Record:
@@ -361,7 +361,7 @@ def main(connection_fd: int, lifeline_fd: int, lease_fd: int) -> None:
 def _end_with_the_parent(lifeline_fd: int) -> None:
     """Kill this process and all that it started when the parent is gone.
 
-    On Linux the kernel does it, even if a handler sits in native code and holds the interpreter; elsewhere a thread.
+    On Linux the kernel does it, even if a handler is in native code and holds the interpreter; elsewhere a thread.
     """
     with suppress(AttributeError, OSError):
         fcntl.fcntl(lifeline_fd, fcntl.F_SETSIG, signal.SIGKILL)
@@ -376,10 +376,10 @@ def _wait_for_the_end(lifeline_fd: int) -> None:
 
 
 def _leave_signals_to_the_parent() -> None:
-    """Do nothing at SIGINT and SIGTERM: a terminal and a service manager send them to us too, but the parent decides.
+    """Do nothing at SIGINT and SIGTERM: a terminal and a service manager send them to us, too, but the parent decides.
 
-    Handlers that do nothing, not SIG_IGN, which the programs that a task starts would inherit. What it forks has them as they
-    were, since it is ended by signals: a pool of `multiprocessing` would wait for its processes for ever.
+    By handlers that do nothing, not SIG_IGN, which the programs that a task starts would inherit. What it forks has the
+    previous handlers, since it is ended by signals: a pool of `multiprocessing` would wait for its processes for ever.
     """
     before = {number: signal.signal(number, _do_nothing) for number in (signal.SIGINT, signal.SIGTERM)}
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -387,7 +387,7 @@ def _leave_signals_to_the_parent() -> None:
     mask = set[signal.Signals | int]()
 
     def hold_back() -> None:
-        """Let signals wait until the fork can hear them: it may be ended as soon as it is there."""
+        """Hold signals back until the fork can receive them: it may be ended as soon as it exists."""
         nonlocal mask
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, before)
 
@@ -421,13 +421,13 @@ def _answer(call: Call, connection: Connection, lease: Lease) -> bytes:
             raise value  # noqa: TRY301 — returned or raised, it says the same
         return packed("returned", remote.returns.to_store(value))
     except BaseException as error:  # noqa: BLE001 — whatever a handler raises, SystemExit too, is its outcome
-        return packed("raised", error_as_data(deciding(error)))  # the parent has no groups to look into
+        return packed("raised", error_as_data(deciding(error)))  # the parent cannot look into groups
     finally:
         remote.end()
 
 
 def _prepared(call: Call) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]:
-    """Find the handler, and make its arguments of the stored params."""
+    """Find the handler, and convert the stored params to its arguments."""
     handler = call.handler
     if handler.pickled is not None:
         fn, args, kwargs = _LOAD(handler.pickled)

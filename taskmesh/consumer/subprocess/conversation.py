@@ -1,8 +1,8 @@
-"""The parent's half of one call in a child process: say what to run, answer what it asks, bring its outcome over.
+"""The parent's half of one call in a child process: say what to run, answer questions, and return the outcome.
 
 A thread leads each conversation, as one runs each plain function. If the child dies before it has begun (it was idle, and
-something else killed it) another one is asked; if it dies later, that is the execution's failure. Whatever a child says, this
-process only reads it as data.
+something else killed it) another one is asked; if it dies later, the execution fails. Whatever a child says, this process only
+reads it as data.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _OF_THE_JOURNAL = frozenset(
 
 
 class Conversation:
-    """One call in a child. A thread of the parent leads it."""
+    """One call in a child process, led by a thread of the parent."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Conversation:
         """What a transactional step of the child is about to record."""
 
     async def outcome(self) -> Any:
-        """Run the handler in a child, and return or raise what it does. Cancellation kills the child.
+        """Run the handler in a child process. Return or raise what it does. Cancellation kills the child.
 
         Raises `ProcessDied` if the child ends before its handler.
         """
@@ -84,7 +84,7 @@ class Conversation:
                     loop.call_soon_threadsafe(done.set)
 
         try:
-            # A limiter of its own, so without a limit: an execution holds a slot of the consumer, and that is the limit.
+            # No limit of its own is needed: each execution holds a slot of the consumer.
             outcome = await anyio.to_thread.run_sync(converse, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))
         except asyncio.CancelledError:
             self._kill()
@@ -94,14 +94,14 @@ class Conversation:
         return outcome()
 
     def _kill(self) -> None:
-        """Kill the child, or see to it that there will be none."""
+        """Kill the child, or make sure that there will be none."""
         with self._lock:
             self._killed = True
             if self._child is not None:
                 self._child.kill()
 
     def _converse(self) -> Callable[[], Any]:
-        """Lead the conversation to its end, and return what returns or raises the outcome."""
+        """Lead the conversation to its end. Return a function that returns or raises the outcome."""
         call = self._call()
         for _ in range(_STARTS_TRIED):
             child = self._children.take()
@@ -131,13 +131,13 @@ class Conversation:
         return _raising(ProcessDied("the handler's process could not be started: idle ones died one after the other"))
 
     def lease_changed(self) -> None:
-        """Tell the child until when it may go on: in any thread, again and again."""
+        """Tell the child the new end of its lease. Callable from any thread, again and again."""
         with self._lock:
             if self._child is not None:
                 self._child.lease_until(self._execution.lease_until)
 
     def _death(self, child: Child) -> Callable[[], Any] | None:
-        """Bury a child that is gone, and return what raises how that ends the execution. None: it had not begun."""
+        """Clean up after a dead child. Return a function that raises the execution's error. None: the call had not begun."""
         ended_itself = child.saw_its_lease_end
         code = self._buried(child)
         if ended_itself:
@@ -166,7 +166,7 @@ class Conversation:
         with self._lock:
             self._child = None
             killed = self._killed
-        if killed:  # cancelled in the very moment of its end: it is dead or dying
+        if killed:  # cancelled at the very moment of its end: it is dead or dying
             self._children.bury(child)
         else:
             self._children.give_back(child)
@@ -189,7 +189,7 @@ class Conversation:
         )
 
     def _listen(self, child: Child) -> Callable[[], Any]:
-        """Answer what the child asks, until it tells the outcome."""
+        """Answer what the child asks, until it sends the outcome."""
         while True:
             kind, *said = child.receive()
             if child.saw_its_lease_end:  # and so may have told its handler, which ends a transaction() early now
@@ -245,7 +245,7 @@ class Conversation:
         raise ValueError(f"a child asked {question!r}")
 
     def _answer_of_journal(self, question: str, said: list[Any]) -> Any:
-        """Answer what the child asks of the execution's journal."""
+        """Answer a question about the execution's journal."""
         ledger = self._execution.ledger
         if question == "start":
             name, configuration, pairs, detached = said
@@ -259,7 +259,7 @@ class Conversation:
         return getattr(ledger, question)(*said)
 
     def _answer_of_step(self, question: str, id_: str, said: Any) -> Any:
-        """Answer what a transactional step of the child asks."""
+        """Answer a question of a transactional step of the child."""
         execution = self._execution
         side = self._transactions.step_side(execution, execution.journal, execution.journal.begun(id_))
         if question == "step_begins":
@@ -277,7 +277,7 @@ class Conversation:
         return _raising(error_of(said))
 
     def _published(self, name: str, configuration: Mapping[str, Any] | None) -> Any:
-        """The definition that a child means, with the settings it gave it."""
+        """Return the definition that a child means, with the settings that it has given it."""
         if configuration is None:
             return name
         settings = configuration_of(configuration)
@@ -287,7 +287,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class _Started:
-    """A child that the handler has started, named by the process that it runs in, which reads its value."""
+    """A child task that the handler has started, identified by the process in which it runs, which reads its value."""
 
     name: str
     key: str
@@ -303,14 +303,14 @@ class _Meant:
     name: str
     configuration: Configuration
     definition: Publishable | None
-    """What this process knows of it; None: it is defined in the child alone, which has checked the params."""
+    """What this process knows of it. None: it is defined only in the child, which has checked the params."""
     returns = PLAIN
     encrypted = False
-    """Whoever publishes it here has its codec, or that of the mesh."""
+    """The publisher here has its codec, or that of the mesh."""
 
     @property
     def broadcast(self) -> bool:
-        """Whether it is for each worker that is live when it is published."""
+        """Whether each worker that is live runs it."""
         return self.definition is not None and self.definition.broadcast
 
     def to_store(self, params: Mapping[str, Any], after: After | None = None) -> tuple[dict[str, Any], int]:

@@ -1,4 +1,4 @@
-"""Where a handler is, told by a process to its child: by module and name, as an import finds it; else by value."""
+"""Where a handler is, as a process tells its child: by module and name, if it can be imported; otherwise by value."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from taskmesh.model import distribution
 
 @dataclass(frozen=True)
 class HandlerRef:
-    """Where a child finds a handler: by module and qualified name; or else the handler and its arguments, by value."""
+    """Where a child finds a handler: by module and qualified name; otherwise the handler and its arguments, by value."""
 
     module: str
     qualname: str
     file: str | None
     main: Mapping[str, Any]
-    """What it takes to import the parent's `__main__`, for a handler that lives there."""
+    """What is needed to import the parent's `__main__`, for a handler that is defined there."""
     pickled: bytes | None
 
 
 def reference(
     definition: TaskDefinition[Any, Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
 ) -> HandlerRef:
-    """Tell a child where the handler is; what it cannot import goes by value, with its arguments.
+    """Return where the handler is. What the child cannot import is passed by value, with its arguments.
 
     Raises `TypeError` if neither is possible.
     """
@@ -68,7 +68,7 @@ def _is_found(fn: Any, qualname: str) -> bool:
 
 
 def _main_of(module: str | None) -> dict[str, Any]:
-    """What `multiprocessing` tells its own children about a script, if the handler is in it."""
+    """Return what `multiprocessing` tells its own children about a script, if the handler is in it."""
     if module != "__main__":
         return {}
     told: dict[str, Any] = dict(spawn.get_preparation_data("taskmesh"))
@@ -79,7 +79,7 @@ def _main_of(module: str | None) -> dict[str, Any]:
 
 
 def found(handler: HandlerRef) -> Callable[..., Any]:
-    """Return the handler that is meant, in the child. Raises what its import raises."""
+    """Return the handler, in the child. Raises whatever its import raises."""
     if handler.main:
         spawn.prepare(dict(handler.main))  # only once, as it sees itself
     return _found_by_name(handler.module, handler.qualname, handler.file)
@@ -99,7 +99,7 @@ def _imported(module: str, file: str | None) -> ModuleType:
     except ModuleNotFoundError as error:
         if file is None or error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise
-    # Loaded in the parent from a place that no path leads to, as test runners and plug-in systems do.
+    # Loaded in the parent from a place that is on no path, as test runners and plug-in systems do.
     spec = importlib.util.spec_from_file_location(module, file)
     if spec is None or spec.loader is None:
         raise ModuleNotFoundError(f"there is no module {module!r}, and {file} is not a Python file", name=module)

@@ -1,9 +1,9 @@
-"""Child processes for `run="process"` handlers: a crash, a hang or a leak there hurts one execution.
+"""Child processes for `run="process"` handlers: a crash, a hang or a leak there affects one execution.
 
 A child runs one call at a time and is used again after it. It is killed, with all that its handler started, the moment its
-execution is cancelled, times out or loses its lease, which it does by itself if this process is suspended; and it ends with
-this process, even if that is killed by force. What is said to it is in `conversation`, its inside in `child`.
-Why these are our own and no library's: docs/decisions/0009-child-processes.md.
+execution is cancelled, times out or loses its lease; the last it does by itself if this process is suspended. It ends with this
+process, even if that is killed by force. How the two talk is in `conversation`, its inside in `child`. Why we use no library
+for it: docs/decisions/0009-child-processes.md.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from taskmesh.consumer.subprocess.child import LEASE
 from taskmesh.consumer.subprocess.wire import MAX_MESSAGE_BYTES, unpacked
 
 MAX_IDLE = max(4, os.cpu_count() or 1)
-"""Children kept for the next call. One costs the memory of an interpreter with the handlers' modules."""
+"""How many children are kept for the next call. Each costs the memory of an interpreter with the handlers' modules."""
 MAX_ENDING_S = 2.0
 """How long to wait for the end of a child that was told to end, or killed."""
 _LOOK_EVERY_S = 0.2
@@ -40,7 +40,7 @@ _BOOT = (
 
 
 class Child:
-    """One child process. Made and used in threads; `kill` may be called from anywhere."""
+    """One child process. Created and used in threads; `kill` may be called from anywhere."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -52,7 +52,7 @@ class Child:
                 [sys.executable, "-c", _BOOT, *map(str, fds), *sys.path],
                 stdin=subprocess.DEVNULL,
                 pass_fds=fds,
-                start_new_session=True,  # a group of its own: no signals of our terminal, and killed as a whole
+                start_new_session=True,  # a group of its own: it gets no signals of our terminal, and is killed as a whole
             )
         finally:
             theirs.close()
@@ -63,11 +63,11 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Its process id, and that of its group."""
+        """Its process id, which is also that of its group."""
         return self._popen.pid
 
     def lease_until(self, moment: float) -> None:
-        """Let it know until when (monotonic) its call may go on; then it ends by itself."""
+        """Tell it until when (monotonic) its call may go on; then it ends by itself."""
         struct.pack_into("d", self._lease, 0, moment)
 
     @property
@@ -76,24 +76,24 @@ class Child:
         return bool(LEASE.unpack_from(self._lease)[1])
 
     def receive(self) -> list[Any]:
-        """Wait for what it says next. Raises `EOFError` once it is gone, and anything for what is not understood."""
-        # Not by the end of the socket alone: what the handler started may hold that open after the handler's death.
+        """Wait for its next message. Raises `EOFError` once it is gone, and any error for what cannot be understood."""
+        # Not by the end of the socket alone: what the handler started may keep that open after the handler's death.
         while not self.connection.poll(_LOOK_EVERY_S):
             if self._popen.poll() is not None and not self.connection.poll(0):
                 raise EOFError
         return unpacked(self.connection.recv_bytes(MAX_MESSAGE_BYTES))
 
     def renew(self) -> None:
-        """Make it as if it had had no call before."""
+        """Reset it, as if it had had no call before."""
         LEASE.pack_into(self._lease, 0, float("inf"), 0.0)
 
     def kill(self) -> None:
-        """Kill it at once, and whatever it started."""
+        """Kill it at once, with whatever it started."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
     def end(self) -> int:
-        """Kill what is left of it, and return its exit code, or minus the signal that ended it."""
+        """Kill what is left of it. Return its exit code, or minus the signal that ended it."""
         with suppress(subprocess.TimeoutExpired):
             self._popen.wait(_LOOK_EVERY_S)  # one that is about to end by itself tells why
         self.kill()
@@ -103,11 +103,11 @@ class Child:
         return code
 
     def hang_up(self) -> None:
-        """Let an idle one know that it is not needed any more."""
+        """Tell an idle child that it is not needed any more."""
         self.connection.close()
 
     def dismiss(self) -> None:
-        """Let an idle one end by itself, so that its exit handlers run; not for long."""
+        """Let an idle child end by itself, so that its exit handlers run; but not for long."""
         self.hang_up()
         with suppress(subprocess.TimeoutExpired):
             self._popen.wait(MAX_ENDING_S)
@@ -116,7 +116,7 @@ class Child:
         self._close_lifeline()
 
     def disown(self) -> None:
-        """Forget it, in a fork of the process that it belongs to."""
+        """Forget it, in a fork of the process to which it belongs."""
         self._popen.returncode = 0  # not our child: nobody here waits for it
         self.connection.close()
         self._close_lifeline()
@@ -126,7 +126,7 @@ class Child:
 
 
 def _shared_memory(size: int) -> tuple[int, mmap.mmap]:
-    """Return memory, and the descriptor by which another process can have it too."""
+    """Return memory, and a descriptor by which another process can access it, too."""
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("taskmesh")
     else:
@@ -140,7 +140,7 @@ _pools: weakref.WeakSet[Processes] = weakref.WeakSet()
 
 
 class Processes:
-    """The children of one consumer."""
+    """The child processes of one consumer."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -150,7 +150,7 @@ class Processes:
         _pools.add(self)
 
     def take(self) -> Child:
-        """Return a child that is free."""
+        """Return a free child."""
         with self._lock:
             child = self._idle.pop() if self._idle else None
         child = child or Child()
@@ -171,19 +171,19 @@ class Processes:
             threading.Thread(target=child.dismiss, name="taskmesh child ends", daemon=True).start()
 
     def bury(self, child: Child) -> int:
-        """Be done with a child that died or is to die; return its exit code."""
+        """Clean up after a child that died or has to die. Return its exit code."""
         with self._lock:
             self._busy.discard(child)
         return child.end()
 
     @property
     def pids(self) -> list[int]:
-        """The children there are."""
+        """The process ids of the children."""
         with self._lock:
             return [child.pid for child in (*self._idle, *self._busy)]
 
     async def close(self) -> None:
-        """End the idle children; one that is still busy goes as soon as it is done."""
+        """End the idle children. A busy one ends as soon as it is done."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []

@@ -1,7 +1,7 @@
-"""What a child process says to its parent: data alone, and errors as data.
+"""What a child process sends to its parent: only data, and errors as data.
 
-A handler is in the child, and may make it say anything: so what comes up is BSON, which calls nobody's code when it is read, and
-what is not understood ends the conversation and nothing else. (Down goes pickle, since the parent is to be trusted.)
+A handler is in the child, and can make it send anything: so messages are BSON, reading which calls nobody's code, and a message
+that cannot be understood ends the conversation and nothing else. (Down goes pickle, since the parent is trusted.)
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _MOST_OF_A_GROUP = 100
 _KINDS: tuple[type[Exception], ...] = (TaskFailed, UnstorableValue, Retry, TransactionConflict, Snooze, LeaseLost, Next)
 """Errors that say how an execution ends."""
 _LOCAL = ("option", "tuned", "placed", "session", "after")
-"""Fields of a configuration that travel in another form, or not at all."""
+"""Fields of a configuration that are sent in another form, or not at all."""
 
 
 class HandlerError(Exception):
-    """Stands for an error that was raised in a child process, and whose class is not known here."""
+    """Represents an error that was raised in a child process, and whose class is not known here."""
 
 
 class PutAside(Exception):
-    """Tells a child process that its execution is put aside; raised there as `TaskSuspended`."""
+    """Tells a child process that its execution is suspended. Raised there as `TaskSuspended`."""
 
     def __init__(self, kind: str, name: str) -> None:
         super().__init__(kind, name)
@@ -49,7 +49,7 @@ def packed(kind: str, *parts: Any) -> bytes:
 
 
 def unpacked(message: bytes) -> list[Any]:
-    """Return the kind and the parts of a message. Raises whatever it likes for what is none."""
+    """Return the kind and the parts of a message. Raises any error for what is not a message."""
     said = decoded(message)["said"]
     if not (isinstance(said, list) and said and isinstance(said[0], str)):
         raise ValueError(f"{said!r:.200} is not a message")
@@ -60,7 +60,7 @@ def unpacked(message: bytes) -> list[Any]:
 
 
 def error_as_data(error: BaseException, reason: Reason | None = None) -> dict[str, Any]:
-    """Tell an error: its classes by name, its reason with the traceback, what kind of ending it is, its plain attributes."""
+    """Return an error as data: its classes by name, its reason with the traceback, the kind of ending, its plain attributes."""
     kind = next((kind for kind in _KINDS if isinstance(error, kind)), None)
     delay_ms = None
     if isinstance(error, (Retry, Snooze)):
@@ -91,10 +91,10 @@ def error_as_data(error: BaseException, reason: Reason | None = None) -> dict[st
 
 
 def error_of(told: Mapping[str, Any]) -> BaseException:
-    """Make the child's error an error here, with its reason as the cause.
+    """Return the child's error as an error here, with its reason as the cause.
 
-    It is of the same class if that is known here, and made without calling any code of that class: what the class does when
-    it is made, copied or unpickled is a matter of the child.
+    It has the same class if that is known here, and is created without calling any code of that class: what a class does when
+    an instance is created, copied or unpickled is a matter of the child.
     """
     reason, delay_ms = _reason(told["reason"]), told["delay_ms"]
     error: BaseException = HandlerError(reason.text)
@@ -129,7 +129,7 @@ def _made(told: Mapping[str, Any]) -> Exception | None:
 
 
 def _known(module: str, qualname: str) -> type | None:
-    """Return a class by its name, if it is loaded here; nothing is imported for it."""
+    """Return a class by its name, if it is loaded here. Nothing is imported for it."""
     place: Any = sys.modules.get("__main__" if module == "__mp_main__" else module)
     for part in qualname.split("."):
         place = vars(place).get(part) if place is not None else None
@@ -154,7 +154,7 @@ def _text(error: BaseException, otherwise: str) -> str:
 
 
 def configuration_as_data(configuration: Configuration) -> dict[str, Any]:
-    """Tell the settings of a definition."""
+    """Return the settings of a definition as data."""
     settings = {f.name: getattr(configuration, f.name) for f in fields(configuration) if f.name not in _LOCAL}
     option, tuned, placed = dict(configuration.option), list(configuration.tuned), list(configuration.placed)
     settings["after"] = None if configuration.after is None else configuration.after.as_data()
@@ -162,9 +162,9 @@ def configuration_as_data(configuration: Configuration) -> dict[str, Any]:
 
 
 def configuration_of(told: Mapping[str, Any]) -> Configuration:
-    """Make them settings again, checked like those of a publisher. Raises `InvalidOption`."""
+    """Return them as settings again, checked like those of a publisher. Raises `InvalidOption`."""
     option = TaskOption(**told["option"])
     tuned = {name: getattr(option, name) for name in told["tuned"]}
     made = Configuration(option=option).changed(**told["settings"], **tuned)
-    # Made so, its queue and group would all seem set by the publisher: only those that the child's publisher set are.
+    # Otherwise its queue and group would seem to be set by the publisher: only those that the child's publisher set are.
     return replace(made, placed={name: made.placed[name] for name in ("queue", "group") if name in told["placed"]})
