@@ -1,1 +1,1 @@
-"""People who look and act: filters, listings, counts, explain, doctor, bulk actions."""
+"""Operations for people: filters, listings, counts, explain, doctor, bulk actions."""

@@ -26,7 +26,7 @@ from taskmesh.store.store import WRITE_DEADLINE_MS
 logger = logging.getLogger("taskmesh.bulk")
 
 UNDO_MS = 3_600_000
-"""For how long a bulk action can be undone."""
+"""How long a bulk action can be undone."""
 FINISHED = tuple(status for status in Status if status.finished)
 UNFINISHED = tuple(status for status in Status if not status.finished)
 
@@ -92,33 +92,33 @@ class Bulk:
         self._connection = connection
 
     async def retry(self, where: str | TaskFilter, **options: Unpack[BulkOptions]) -> BulkResult:
-        """Make every task that fits INIT again (waiting ones due at once); running ones are left alone.
+        """Make every matching task INIT again (waiting ones due at once). Running ones are left alone.
 
         `where`: a `TaskFilter`, or its text: `status:FAIL name:resize error:timeout age>1h`. `dry_run`: only count them.
-        `progress`: is told how many are done, batch by batch. `by`: who, for the list of `actions`; by default the user of this
-        process, and its host. `undo_ms`: for how long `undo` can put the tasks back (an hour by default, a month at most; each is
-        copied aside); 0: it cannot. Raises `InvalidOption`, also for an empty filter: it would mean every task.
+        `progress`: called with the number of tasks done, batch by batch. `by`: who, for the list of `actions`; by default the
+        user of this process, and its host. `undo_ms`: how long `undo` can restore the tasks (by default an hour, at most a
+        month; each is copied); 0: it cannot. Raises `InvalidOption`, also for an empty filter: it would mean every task.
         """
         return await self._act("retry", _narrow(where), **options)
 
     async def redrive(self, queue: str, **options: Unpack[BulkOptions]) -> BulkResult:
-        """Retry the dead letters of a queue: each goes back to the queue that it came from, its failures forgotten.
+        """Retry the dead letters of a queue: each returns to the queue that it came from, its failures forgotten.
 
-        `queue`: what `on_fail` of their option names. Whatever else is FAIL in it is retried where it is. Options as in `retry`.
-        Raises `InvalidOption`.
+        `queue`: the one named by `on_fail` of their option. Other FAIL tasks in it are retried where they are. Options as in
+        `retry`. Raises `InvalidOption`.
         """
         which = TaskFilter(queue=checked_queue(queue), status=(Status.FAIL,))
         return await self._act("retry", which, called="redrive", **options)
 
     async def cancel(self, where: str | TaskFilter, **options: Unpack[BulkOptions]) -> BulkResult:
-        """Cancel every unfinished task that fits; finished ones are not counted either. Options as in `retry`.
+        """Cancel every unfinished matching task. Finished ones are not counted, either. Options as in `retry`.
 
         Raises `InvalidOption`, also for an empty filter, and for one that asks for finished tasks.
         """
         return await self._act("cancel", cancellable(_narrow(where)), **options)
 
     async def delete(self, where: str | TaskFilter, **options: Unpack[BulkOptions]) -> BulkResult:
-        """Delete every task that fits; running executions are stopped. Options as in `retry`.
+        """Delete every matching task. Running executions are stopped. Options as in `retry`.
 
         Raises `InvalidOption`, also for an empty filter.
         """
@@ -132,10 +132,10 @@ class Bulk:
         progress: Callable[[int], None] | None = None,
         by: str | None = None,
     ) -> BulkResult:
-        """Delete every finished task that fits, all of them by default, before their retention is over. There is no undo.
+        """Delete every finished matching task, by default all of them, before their retention is over. There is no undo.
 
-        What time alone has finished (expired, exhausted) is written down before. Raises `InvalidOption` for a filter on
-        tasks that are not finished.
+        Tasks that time alone has finished (expired, exhausted) are recorded as such before. Raises `InvalidOption` for a filter
+        on tasks that are not finished.
         """
         which = filter_of(where)
         if unfinished := [str(status) for status in which.status if not status.finished]:

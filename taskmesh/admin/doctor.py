@@ -1,6 +1,6 @@
-"""Is anything wrong with this mesh? Findings about the server, the collection, the fleet and the tasks, each with its remedy.
+"""The doctor: findings about the server, the collection, the fleet and the tasks, each with its remedy.
 
-Reads only. What the server does not let us see is a finding too, never an error.
+It only reads. Anything that the server does not let us see is a finding, too, never an error.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ UNREAD_MS = 120_000
 GAP_TOLD_S = 24 * 3_600.0
 LEASE_LEFT_WANTED = 0.2
 CLAIMS_LOST_TOLERATED = 0.5
-"""Two healthy workers on one backlog of uneven tasks lose up to 43 % (measured): whoever has room takes others' tasks."""
+"""Two healthy workers on one backlog of uneven tasks lose up to 43 % (measured), since a worker with free slots takes others'
+tasks."""
 CLAIMS_TELLING = 100_000
-"""In an hour. Fewer cost the server nothing that anybody would notice."""
+"""Per hour. Fewer cost the server nothing noticeable."""
 LARGE_TASK_BYTES = 4 * 1024 * 1024
 
 
@@ -82,7 +83,7 @@ async def examine(store: Store) -> list[Finding]:
         _tasks(store),
         _flows(store),
     )
-    # Side by side: some fifty questions to the server, and a person waits.
+    # Side by side: some fifty queries, and a person waits.
     return [finding for found in await asyncio.gather(*map(_all_of, parts)) for finding in found]
 
 
@@ -268,7 +269,7 @@ async def _queues(queues: list[QueueInfo], live: list[WorkerInfo]) -> AsyncItera
 
 
 async def _needs(store: Store, workers: list[WorkerInfo]) -> AsyncIterator[Finding]:
-    """Tasks that live workers run, but none that has the labels which they need."""
+    """Tasks that live workers run, but none with the labels that they need."""
     for queue, name, needs, count in await server_state.needs_of_waiting(store) or ():
         if able_workers(workers, name, queue) and not able_workers(workers, name, queue, needs=needs):
             labels = [f"--label {shlex.quote(need)}" for need in needs]
@@ -280,7 +281,7 @@ async def _needs(store: Store, workers: list[WorkerInfo]) -> AsyncIterator[Findi
 
 
 async def _headroom(live: list[WorkerInfo]) -> AsyncIterator[Finding]:
-    """How near the live workers came to losing what they run, within the last hour."""
+    """How close the live workers came to losing what they run, within the last hour."""
     lefts = sorted((left.share, left.name, worker.worker_id) for worker in live for left in worker.lease_left)
     if lefts and lefts[0][0] < LEASE_LEFT_WANTED:
         share, name, worker_id = lefts[0]
@@ -329,7 +330,7 @@ async def _schedules(store: Store, live: list[WorkerInfo]) -> AsyncIterator[Find
 
 
 async def _data_changes(store: Store, live: list[WorkerInfo]) -> AsyncIterator[Finding]:
-    """Whether the changes of data that become tasks are read. Those that no live worker declares are found among the loops."""
+    """Whether the changes of data that become tasks are read. Readers that no live worker declares are found among the loops."""
     known = known_names(live)
     for place in await data_changes.read_all(store):
         reader, namespace = reader_name(place["task"]), place["namespace"]

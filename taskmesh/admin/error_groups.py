@@ -33,24 +33,23 @@ class ErrorGroup(ReadOnly):
     """Failures of one kind."""
 
     name: str
-    """Of the tasks."""
+    """The name of the tasks."""
     error: str
-    """The error's type; of a `TaskFailed` its text, numbers and names left out; `lost`: the worker died, hung or was cut off."""
+    """The error's type; for a `TaskFailed` its text without numbers and names; `lost`: the worker died, hung or was cut off."""
     message: str
-    """What one of them says, in its first line."""
+    """The first line of one of the failures."""
     frame: str | None
-    """Where it was raised, as the end of the file's path, line and function: the innermost frame that is no library's."""
+    """Where it was raised: the end of the path, line and function of the innermost frame outside of libraries."""
     failed: int
-    """Tasks that are FAIL, and this is their newest failure."""
+    """FAIL tasks with this as their newest failure."""
     retrying: int
-    """Tasks that are to be retried, and this is their newest failure."""
+    """Tasks that will be retried, with this as their newest failure."""
     executions: int
     first_time: datetime | None
     last_time: datetime | None
     example_key: str
     where: str
-    """A filter for these tasks, as narrow as a filter can be (it may fit others like them too): what `ls --where` and the like
-    take."""
+    """A filter for these tasks, as narrow as a filter can be (it may match similar ones, too), for `ls --where` and the like."""
 
 
 class ErrorReport(ReadOnly):
@@ -58,13 +57,13 @@ class ErrorReport(ReadOnly):
 
     groups: list[ErrorGroup]
     looked_at: int
-    """How many tasks were looked at, those without a failure too."""
+    """How many tasks were examined, including those without a failure."""
     complete: bool
-    """False: there are more; those with the last keys of each name and queue were looked at."""
+    """False: there are more; those with the last keys of each name and queue were examined."""
 
 
 async def read_errors(store: Store, name: str | None, at_most: int, deadline_ms: int) -> ErrorReport:
-    """Look at up to this many tasks, and group their failures."""
+    """Examine up to this many tasks, and group their failures."""
     sample = await error_groups.sample(store, name, at_most, deadline_ms)
     alike: dict[Any, list[dict[str, Any]]] = {}
     for row in error_groups.telling(sample.rows):
@@ -80,7 +79,7 @@ async def read_errors(store: Store, name: str | None, at_most: int, deadline_ms:
 
 
 def _says_itself(row: dict[str, Any]) -> bool:
-    """Whether the text of the error says more than its type: that of `TaskFailed`, `Retry` and what is like them."""
+    """Whether the text of the error says more than its type: for `TaskFailed`, `Retry` and the like."""
     return row.get("type") is not None and not str(row.get("line")).startswith(row["type"])
 
 
@@ -96,8 +95,8 @@ def _masked(line: str) -> str:
 def by_text(rows: Iterable[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
     """Split failures of one type from one place by their message: its text without numbers and names, and its rows.
 
-    Names are often not quoted. Texts with equally many words, half of which are equal, are one message with names in it;
-    a single word may always be a name.
+    Names are often not quoted. Texts with equally many words, half of which are equal, count as one message with names in it; a
+    single word may always be a name.
     """
     found: list[tuple[list[str], list[dict[str, Any]]]] = []
     for row in rows:

@@ -23,9 +23,9 @@ from taskmesh.store.rules import NEVER
 from taskmesh.store.sequences import head_of
 
 NO_WORKER = "(any worker)"
-"""Stands for a worker while none is alive."""
+"""Represents a worker while none is live."""
 WORKER_KNOWS = "worker runs such tasks"
-"""The gate that says whether a worker has the handler, and takes from the queue."""
+"""The gate that says whether a worker has the handler, and serves the queue."""
 
 
 class Gate(ReadOnly):
@@ -44,10 +44,10 @@ class Explanation(ReadOnly):
     worker_id: str
     claimable: bool
     next_claim_time: datetime | None
-    """The earliest time at which this worker could claim it if nobody touches it; None: not by time alone."""
+    """The earliest time at which this worker could claim it if nobody changes it. None: not by time alone."""
     gates: list[Gate]
     note: str | None = None
-    """Says that no such worker is registered (it may not have started yet): then only the gates of the task are judged."""
+    """Says that no such worker is registered (it may not have started yet): then only the gates of the task are evaluated."""
 
 
 class Waiting(ReadOnly):
@@ -55,7 +55,7 @@ class Waiting(ReadOnly):
 
     name: str
     shut: list[str]
-    """Which gates; none: the worker could claim them now."""
+    """The shut gates. Empty: the worker could claim them now."""
     tasks: int
     example_key: str
     reasons: list[str]
@@ -68,7 +68,7 @@ def not_registered(worker_id: str) -> str:
 
 
 _OPENED_BY_OTHERS: tuple[str, ...] = ("flow", "dependencies", "sequence")
-"""Gates that other tasks open, not time: their reasons say which tasks. So does the gate of a task that waits for children."""
+"""Gates that other tasks open, not time: their reasons name those tasks. So does the gate of a task that waits for children."""
 
 
 async def explain(store: Store, id_: str, worker_id: str | None) -> list[Explanation]:
@@ -79,9 +79,9 @@ async def explain(store: Store, id_: str, worker_id: str | None) -> list[Explana
 async def judged(
     store: Store, id_: str, worker_id: str | None, as_if: Sequence[Document] = ()
 ) -> tuple[Judgement, list[Explanation]]:
-    """Evaluate all gates on the server. `as_if`: of the task as these stages would change it.
+    """Evaluate all gates on the server. `as_if`: for the task as these stages would change it.
 
-    Raises `TaskNotFound`; `IncompatibleCollection` for a document that the rule cannot judge.
+    Raises `TaskNotFound`; `IncompatibleCollection` for a document that the rule cannot evaluate.
     """
     workers = await _workers(store)
     live = [worker.worker_id for worker in workers.values() if worker.live]
@@ -163,7 +163,7 @@ def _explanation(
     queue: QueueInfo,
     others: Mapping[str, str | None] | None = None,
 ) -> Explanation:
-    """Explain what was judged for the worker of this number among those asked about."""
+    """Explain the evaluation for the worker with this number among those requested."""
     now, opens = found.now, found.opens[number]
     told = others or {}
     words = _words(found, number, worker_id, worker) | {
@@ -204,7 +204,7 @@ def _explanation(
 
 
 def _note(worker_id: str) -> str:
-    """Say why nothing is known about a worker, and what was not judged."""
+    """Say why nothing is known about a worker, and what was not evaluated."""
     why = "no worker is alive" if worker_id == NO_WORKER else not_registered(worker_id)
     return f"{why}: whether a worker would run such tasks is unknown"
 
@@ -270,7 +270,7 @@ def _until(moment: datetime | None, now: datetime) -> str:
 
 
 def _queue_gate(queue: QueueInfo, group: str | None) -> Gate:
-    """Whether the task's queue, and its group in there, has room: what the fleet's limits and pauses say."""
+    """Return whether the task's queue, and its group there, has room, according to the fleet's limits and pauses."""
     if reasons := queue.reasons_for(group):
         ends = [until for _, until in reasons if until is not None]
         # A reason that only a person can end keeps the gate shut, even when all others have ended.
@@ -285,7 +285,7 @@ def _queue_gate(queue: QueueInfo, group: str | None) -> Gate:
 
 
 def _gates_of(worker: WorkerInfo, name: str, queue: str) -> list[Gate]:
-    """Whether the worker has the handler and takes from the queue, and whether it claims anything at all now."""
+    """Return whether the worker has the handler and serves the queue, and whether it claims anything at all now."""
     runs = worker.runs(name, queue)
     reason = f"{'runs' if runs else 'does not run'} tasks named {name!r} from queue {queue!r}"
     state = "paused" if worker.paused and worker.state == "running" else worker.state

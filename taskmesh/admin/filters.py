@@ -1,6 +1,6 @@
-"""Filters on tasks, and the text by which people write them: `status:FAIL name:resize error:timeout age>1h`.
+"""Filters on tasks, and the text in which people write them: `status:FAIL name:resize error:timeout age>1h`.
 
-One filter for listings, bulk actions and purges, so that what was counted is what is touched.
+Listings, bulk actions and purges share one filter, so that what was counted is what is changed.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ class TaskFilter(BaseModel):
     status: tuple[Status, ...] = ()
     """Any of these, as of now."""
     standing: tuple[Standing, ...] = ()
-    """Of those that are INIT only these: `status:ready`, `status:scheduled`, `status:retrying`. Without a status: these alone."""
+    """Only these among INIT tasks: `status:ready`, `status:scheduled`, `status:retrying`. Without a status: only these."""
     queue: Text | None = None
     group: Text | None = None
     tags: tuple[Text, ...] = ()
     """The task has all of these tags."""
     key_prefix: Text | None = None
     error: Text | None = None
-    """A part of the reason of a failure; case does not matter."""
+    """Part of the reason of a failure. Case does not matter."""
     worker: Text | None = None
-    """This worker has an entry in the task."""
+    """A worker with an entry in the task."""
     lost: bool | None = None
     """Whether an execution of it was lost: its worker died, hung or was cut off."""
     older_than_ms: Age | None = None
@@ -82,7 +82,7 @@ class TaskFilter(BaseModel):
         """Read a filter from text. Raises `InvalidOption`.
 
         `name: status: queue: group: tag: key: error: worker:` with a value (in quotes if it has spaces), `lost:yes`, `lost:no`,
-        `age>1h`, `age<5m`; a word alone is the beginning of a key. Several statuses are separated by commas.
+        `age>1h`, `age<5m`; a single word is the beginning of a key. Several statuses are separated by commas.
         """
         try:
             words = shlex.split(text)
@@ -100,7 +100,7 @@ class TaskFilter(BaseModel):
 
     @classmethod
     def checked(cls, **fields: Any) -> Self:
-        """Return a filter, or raise `InvalidOption`. `status` may also contain a standing of INIT, like `ready`."""
+        """Return a filter. Raises `InvalidOption`. `status` may also contain a standing of INIT, like `ready`."""
         try:
             return cls(**fields | _standing_in(fields))
         except ValidationError as error:
@@ -156,7 +156,7 @@ def _standing_in(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _word(text: str) -> str:
-    """Return a text as one word, in the quotes that read best: 'its' in double ones."""
+    """Return a text as one word, in the quotes that read best: 'its' in double quotes."""
     return f'"{text}"' if "'" in text and not set(text) & set('"\\') else shlex.quote(text)
 
 

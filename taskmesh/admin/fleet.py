@@ -12,13 +12,13 @@ from taskmesh.store import audit, registry
 
 
 class Fleet:
-    """Workers: list them, and give them orders, wherever they run. `by`: who, for the audit, as told at `TaskMesh`."""
+    """Workers: list them, and give them orders, wherever they run. `by`: who, for the audit; see `TaskMesh`."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
     async def workers(self) -> list[WorkerInfo]:
-        """Return the live workers and those that went within the last hour."""
+        """Return the live workers and those that went away within the last hour."""
         return await self._connection.registry.read()
 
     async def stop_worker(self, worker_id: str, grace_ms: int = 30_000, *, by: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Looking without changing anything: why a task waits, what fails, how the fleet is, what is wrong."""
+"""Inspection, which changes nothing: why a task waits, what fails, how the fleet is, what is wrong."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Inspection:
     async def explain_worker(self, worker_id: str, name: str | None = None, *, at_most: int = 200) -> list[Waiting]:
         """Return which gates are shut for this worker, for the oldest waiting tasks, in groups, the largest first.
 
-        `name`: only of these tasks. `at_most`: how many are looked at.
+        `name`: only these tasks. `at_most`: how many are examined.
         """
         which = self._listing.find(filter_from(None, name, Status.INIT), limit=at_most, sort="oldest")
         ids = [task_id(task.name, task.key) async for task in which]
@@ -51,14 +51,14 @@ class Inspection:
         return await read_stats(self._connection.store)
 
     async def doctor(self) -> list[Finding]:
-        """Look for what is wrong with the server, the collection, the fleet and the tasks. Changes nothing."""
+        """Look for problems of the server, the collection, the fleet and the tasks. Changes nothing."""
         return await examine(self._connection.store)
 
     async def errors(self, name: str | None = None, *, at_most: int = 10_000, deadline_ms: int = 10_000) -> ErrorReport:
         """Return what fails and why: failures grouped by task name, type of error and place, the most frequent first.
 
-        Looks at `at_most` tasks, the same share of each name and queue (20 at least), and stops at the deadline: the
-        report says whether these were all.
+        Examines `at_most` tasks, the same share of each name and queue (at least 20), and stops at the deadline: the report
+        says whether these were all.
         """
         checked_count("at_most", at_most)
         return await read_errors(

@@ -1,4 +1,4 @@
-"""Listing tasks: find, count and page through those that a filter means."""
+"""Listing tasks: find, count and page through those that match a filter."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TaskSummary(ReadOnly):
     tags: list[str] = []
     status: Status
     standing: Standing | None = None
-    """Of one that is INIT: what that means at the moment."""
+    """For an INIT task: what that means at the moment."""
     priority: int = 0
     create_time: datetime
     start_time: datetime | None = None
@@ -46,11 +46,11 @@ class TaskSummary(ReadOnly):
     progress: Progress | None = None
     fail_cnt: int = 0
     executions: int = 0
-    """How often it was begun, as far as that is known."""
+    """How many executions were started, as far as that is known."""
     took_ms: int | None = None
-    """Of its newest execution: how long it took, or has been running."""
+    """How long its newest execution took, or has been running."""
     worker: str | None = None
-    """Who ran it last."""
+    """The worker that ran it last."""
     running_on: list[str] = []
     """The workers that run it now."""
     reason: str = ""
@@ -62,11 +62,11 @@ class TaskPage(ReadOnly):
 
     tasks: list[TaskSummary]
     newest_first: bool
-    """Whether the last published come first; else they are in the order of name and key."""
+    """Whether the newest come first; otherwise the order is that of name and key."""
     following: str | None
-    """What to give as `after` for the next page; None: this is the last."""
+    """The `after` for the next page. None: this is the last."""
     complete: bool = True
-    """False: the search was given up, as no index serves it and there are too many tasks: narrow it down."""
+    """False: the search was given up, since no index serves it and there are too many tasks: use a narrower filter."""
 
 
 class Listing:
@@ -84,10 +84,10 @@ class Listing:
         params: bool = False,
         after: str | None = None,
     ) -> AsyncIterator[Task]:
-        """Yield the tasks that fit a filter (None: no task does), without their params unless asked for. `limit=0`: all.
+        """Yield the tasks that match a filter (None: no task does), without their params unless requested. `limit=0`: all.
 
-        `sort`: `"key"` (by name and key), `"newest"` or `"oldest"`. `after`: a key, to go on behind it, with a filter that names
-        the task's name and `sort="key"`. Raises `InvalidOption`.
+        `sort`: `"key"` (by name and key), `"newest"` or `"oldest"`. `after`: a key after which to continue, with a filter that
+        has the task's name and `sort="key"`. Raises `InvalidOption`.
         """
         if sort not in get_args(Order):
             raise InvalidOption(f"sort must be one of {', '.join(get_args(Order))}, got {sort!r}")
@@ -112,7 +112,7 @@ class Listing:
             return None
 
     async def count(self, where: str | TaskFilter = "", *, at_most: int | None = None) -> int:
-        """Count the tasks that fit a filter, no further than `at_most`. Raises `InvalidOption`."""
+        """Count the matching tasks, up to `at_most`. Raises `InvalidOption`."""
         if at_most is not None:
             checked_count("at_most", at_most)
         found = await listing.count(self._connection.store, filter_of(where), at_most)
@@ -120,11 +120,11 @@ class Listing:
         return found
 
     async def count_within(self, where: str | TaskFilter = "", *, at_most: int, deadline_ms: int) -> int | None:
-        """Count the tasks that fit a filter, no further than `at_most`; None if that takes longer than the deadline."""
+        """Count the matching tasks, up to `at_most`. None if that takes longer than the deadline."""
         return await listing.count(self._connection.store, filter_of(where), at_most, deadline_ms)
 
     async def count_each(self, filters: Sequence[str], *, at_most: int, within_ms: int) -> list[int | None]:
-        """Count the tasks that fit each filter, no further than `at_most`; None for those that the time is too short for."""
+        """Count the tasks that match each filter, up to `at_most`. None for those for which the time is too short."""
         end = time.monotonic() + within_ms / 1000
         found: list[int | None] = []
         for where in filters:
@@ -141,10 +141,10 @@ class Listing:
         limit: int = 50,
         deadline_ms: int = 2_000,
     ) -> TaskPage:
-        """Return a page of the tasks that fit, in time however many there are: each page begins where the last one ended.
+        """Return a page of matching tasks, quickly however many there are: each page starts where the last one ended.
 
-        Where the newest cannot be found in a moment (thousands fit, and all were published long before many others), they come in
-        the order of name and key instead. Raises `InvalidOption` for a filter, or an `after`, that cannot be read.
+        If the newest cannot be found at once (thousands match, and all were published long before many others), the order is
+        that of name and key instead. Raises `InvalidOption` for an invalid filter or `after`.
         """
         which = filter_of(where)
         checked_count("limit", limit)
@@ -155,7 +155,7 @@ class Listing:
         within_ms = min(_NEWEST_WITHIN_MS, deadline_ms) if begins else deadline_ms
         store = self._connection.store
         found = await listing.page(store, which, newest=newest, behind=place, limit=limit, deadline_ms=within_ms)
-        if found is None and begins:  # the index by time does not serve it at once: it begins again in the other order
+        if found is None and begins:  # the index by time does not serve it at once: it starts again in the other order
             newest = False
             found = await listing.page(store, which, newest=False, behind=None, limit=limit, deadline_ms=deadline_ms)
         if found is None:
@@ -223,7 +223,7 @@ def filter_from(
     key_prefix: str | None = None,
     tags: str | Sequence[str] | None = None,
 ) -> TaskFilter | None:
-    """Return the filter that `where` is, or that these arguments make; None for none of no statuses. Raises `InvalidOption`."""
+    """Return the filter in `where`, or made of these arguments. None if `status` is empty. Raises `InvalidOption`."""
     if where is None:
         if status is not None and not status:
             return None
@@ -250,7 +250,7 @@ def _one_or_several(what: str, given: Any) -> tuple[Any, ...]:
 
 
 def filter_of(where: str | TaskFilter) -> TaskFilter:
-    """Return the filter of which this is the text. Raises `InvalidOption`."""
+    """Return the filter for this text. Raises `InvalidOption`."""
     if isinstance(where, str):
         return TaskFilter.parse(where)
     if not isinstance(where, TaskFilter):

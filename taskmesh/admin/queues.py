@@ -1,4 +1,4 @@
-"""Queues: pause and limit them over the whole fleet, and read how far their limits are used up."""
+"""Queues: pause and limit them over the whole fleet, and see how much of their limits is used."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ COUNTED_TO = 1_000
 async def read_queues(store: Store, *, counted_to: int = COUNTED_TO, latencies: bool = False) -> list[QueueInfo]:
     """Return all queues that have settings or unfinished tasks, and those that workers have registered for dead letters.
 
-    With `latencies` also those of which a task ended lately.
+    With `latencies` also those in which a task ended recently.
     """
     settings = await registry.queues(store)
     of_the_dead = await registry.dead_letter_queues(store)
@@ -122,7 +122,7 @@ def _info(queue: str, settings: Document, usage: limit_usage.Usage, waiting: int
 
 
 class LimitFields(TypedDict, total=False):
-    """What `set_limit` takes as keywords; None takes the limit away."""
+    """What `set_limit` takes as keywords. None removes the limit."""
 
     rate: int | None
     per_ms: int | None
@@ -285,11 +285,11 @@ class Queues:
     async def pause_on_failures(
         self, queue: str, share: float | None, *, of_last: int = 50, canary_ms: int = 30_000, by: str | None = None
     ) -> None:
-        """Let a queue pause by itself when `share` (0.5: half) of its newest `of_last` executions failed. None: never.
+        """Let a queue pause automatically when `share` (0.5: half) of its newest `of_last` executions failed. None: never.
 
-        While it is paused so, one task is let through every `canary_ms`, in the whole fleet; when such a one SUCCEEDs, the queue
-        is open again, and counts anew. `resume` opens it at once. Failures are those of executions, retried or not; lost ones are
-        not counted. What is set now outlives the process. Raises `InvalidOption`.
+        While it is paused that way, one task is let through every `canary_ms`, in the whole fleet; when one of them SUCCEEDs,
+        the queue is open again, and starts counting anew. `resume` opens it at once. Failures are those of executions, retried
+        or not; lost ones are not counted. The setting outlives the process. Raises `InvalidOption`.
         """
         who = audit.author(by)
         settings = None if share is None else checked_failure_pause(share, of_last, canary_ms).model_dump()
@@ -306,7 +306,7 @@ class Queues:
         await self._changed("queue.set_limit", who, queue, **limited)
 
     async def set_group_limit(self, queue: str, group: str, running: int | None, *, by: str | None = None) -> None:
-        """Limit one group of a queue to `running` executions at a time; None: to as many as every other group."""
+        """Limit one group of a queue to `running` executions at a time. None: to as many as every other group."""
         who = audit.author(by)
         await set_group_limit(self._connection.store, checked_queue(queue), group, running)
         await self._changed("queue.set_group_limit", who, queue, group=group, running=running)
@@ -319,8 +319,8 @@ class Queues:
     async def all(self, *, counted_to: int = COUNTED_TO, latencies: bool = False) -> list[QueueInfo]:
         """Return the queues that have settings or unfinished tasks, with their pauses and limits.
 
-        `counted_to`: how far to count the tasks that wait in each. `latencies`: also tell, as `QueueInfo.latency`, how long the
-        tasks of each waited and ran; then queues of which a task ended lately are listed too. It is told of the newest 1,000
-        tasks that ended, in whatever queue; not of those that are kept for ever, or not at all.
+        `counted_to`: how far to count the tasks that wait in each. `latencies`: add, as `QueueInfo.latency`, how long the tasks
+        of each waited and ran; then queues in which a task ended recently are listed, too. Latencies cover the newest 1,000
+        tasks that ended, in whatever queue, except for those that are kept for ever, or not at all.
         """
         return await read_queues(self._connection.store, counted_to=counted_to, latencies=latencies)

@@ -12,7 +12,7 @@ from taskmesh.store import Store, registry
 from taskmesh.store.driver import Document
 
 _LOOKED_AT = 10_000
-"""Up to this many tasks that wait for a time are read, to tell scheduled from retrying ones."""
+"""Up to this many tasks that wait for a time are read, to distinguish scheduled from retrying ones."""
 
 
 class Stats(ReadOnly):
@@ -21,18 +21,18 @@ class Stats(ReadOnly):
     counts: dict[str, dict[str, int]]
     """How many tasks there are, by name, then status."""
     standing: dict[str, dict[Standing, int]] = {}
-    """What INIT holds, by name: how many are ready, scheduled, retrying. Those that wait for a time are looked at one by one,
-    10 000 of them at most, the same share of each name and queue; how many are ready is the rest of INIT. What waits for no
-    time (for a signal, for other tasks) is scheduled; but where more than 50 000 are ready it is counted as ready with them."""
+    """What INIT means, by name: how many are ready, scheduled, retrying. Those that wait for a time are examined one by one, at
+    most 10 000 of them, the same share of each name and queue; the rest of INIT is ready. Tasks that wait for no time (for a
+    signal, for other tasks) count as scheduled; but if more than 50 000 are ready they are counted as ready with them."""
     standing_at_least: tuple[str, ...] = ()
-    """Names of which more tasks wait for a time than were looked at: there are at least so many as `standing` says."""
+    """Names of which more tasks wait for a time than were examined: there are at least as many as `standing` says."""
     oldest_claimable_ms: float | None
-    """For how long the oldest claimable task has been waiting, or None if none is. The number to scale workers by."""
+    """How long the oldest claimable task has been waiting. None if none is claimable. Use this number to scale workers."""
     oldest_claimable_ms_by_queue: dict[str, float] = {}
-    """For how long the oldest claimable task of each queue has been waiting; queues without one are left out."""
+    """How long the oldest claimable task of each queue has been waiting. Queues without one are left out."""
     started_per_s: float
     finished_per_s: float
-    """Executions of all live workers, per second, as of their last signs of life."""
+    """Executions of all live workers per second, as of their last heartbeats."""
 
 
 async def read_stats(store: Store) -> Stats:
@@ -75,7 +75,7 @@ def _counted(rows: Sequence[Document], stale: Sequence[Document]) -> dict[str, d
 async def _standing(
     store: Store, counts: dict[str, dict[str, int]], stale: Sequence[Document]
 ) -> tuple[dict[str, dict[Standing, int]], tuple[str, ...]]:
-    """Return what INIT holds, by name, and of which names there may be more."""
+    """Return what INIT means, by name, and the names of which there may be more."""
     later = await task_counts.later(store, _LOOKED_AT)
     for row in stale:
         later.found[str(row["_id"].get("name")), str(row["_id"].get("standing"))] += row["count"]
@@ -84,7 +84,7 @@ async def _standing(
     for name in [name for name, by_status in counts.items() if by_status.get("INIT")]:
         stand = {word: later.found[name, word] for word in known}
         stand["scheduled"] += min(later.never[name], counts[name]["INIT"])
-        # What is not known to wait is ready, if all that wait were looked at.
+        # What is not known to wait is ready, if all that wait were examined.
         waiting = sum(stand.values()) - stand["ready"]
         rest = 0 if later.any_name else max(0, counts[name]["INIT"] - waiting)
         stand["ready"] = later.ready.get(name, rest)

@@ -1,1 +1,1 @@
-"""The queries for people: nobody on a task's path needs them."""
+"""The queries for people. Nothing on a task's path needs them."""

@@ -1,6 +1,6 @@
-"""Bulk: retry, cancel and delete by a filter, in batches; nothing but the filter is ever touched.
+"""Bulk: retry, cancel and delete by a filter, in batches; nothing that does not match the filter is ever changed.
 
-Each batch asks the whole filter again in its update, so that a task which changed since it was found is left alone.
+Each batch uses the whole filter again in its update, so that a task that changed since it was found is left alone.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _CONCERNS_NOBODY: Document = {
     "task_state.ask_time": {"$exists": False},
     "$or": [{"task_state.line": {"$exists": False}}, {"status": {"$nin": ["INIT", "RUNNING"]}}],
 }
-"""No handler is at work, nobody waits for the task, and nobody stands behind it in a sequence: it can go without a word."""
+"""No handler is at work, the task has no dependents, and nothing is behind it in a sequence: it can be removed silently."""
 
 
 async def act(
     store: Store, action: Action, which: TaskFilter, batch: list[str], *, undo_id: str | None = None, undo_ms: int = 0
 ) -> int:
-    """Do this to those of a batch that still fit; return to how many. Running ones are not retried.
+    """Change those of a batch that still match. Return how many were changed. Running ones are not retried.
 
-    `undo_id`: copy them aside first, under this action. Those that change between the copy and the action are copied again; one
-    that changes all the time is left alone in the end.
+    `undo_id`: copy them first, under this action. Those that change between the copy and the action are copied again; one that
+    changes all the time is left alone in the end.
     """
     query = _query(store, action, which, batch)
     if undo_id is None:
@@ -66,15 +66,15 @@ def _query(store: Store, action: Action, which: TaskFilter, batch: list[str]) ->
 
 
 async def _change(store: Store, action: Action, query: Document, batch: list[str], mark: Document) -> int:
-    """Change what fits of a batch. `mark`: fields that say by which action."""
+    """Change the matching tasks of a batch. `mark`: fields that say by which action."""
     now = store.now
-    # By this mark an action finds what it has done already.
+    # By this mark an action recognises what it has done already.
     marking: list[Document] = [{"$set": mark}] if mark else []
     if action == "delete":
         tasks = store.driver.collection(store.tasks)
         removable = {"$or": [_CONCERNS_NOBODY, STRANGE]}
         removed = await tasks.delete_many({"$and": [query, removable]})
-        # Running executions hear of it by the word that this leaves, and keep their places; so do those that wait for the task.
+        # This announces it to running executions, which keep their places, and to the task's dependents.
         reply = await store.update({"$and": [query, WELL_FORMED]}, [*marking, *control.deletion_pipeline(now)])
         await dependencies.tell(store, batch)
         await tasks.delete_many({"_id": {"$in": batch}, **control.DELETED_AND_EMPTY})

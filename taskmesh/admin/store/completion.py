@@ -1,4 +1,4 @@
-"""Complete: the names and keys that begin in a certain way, for people who type. By the index on `_id`, a few steps each."""
+"""Completion: the names and keys that start in a certain way, for people who type. By the index on `_id`, a few steps each."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ _LAST = "\U0010ffff"
 
 
 async def names(store: Store, prefix: str = "", at_most: int = 100) -> list[str]:
-    """Return the names of the tasks that are kept, whatever their status: from one to the next, a key for each."""
+    """Return the names of the tasks that are kept, whatever their status: stepping from one to the next, a key for each."""
     found: list[str] = []
     query: Document = {"$gte": prefix, "$lt": prefix + _LAST}
     while len(found) < at_most and (ids := await _ids(store, query, 1)):
         name = ids[0].partition(":")[0]
         found.append(name)
-        query["$gte"] = f"{name};"  # the character behind the colon
+        query["$gte"] = f"{name};"  # the character after the colon
     return found
 
 

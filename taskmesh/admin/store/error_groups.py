@@ -1,6 +1,6 @@
-"""Error groups: why tasks fail, sorted out by the server. Reads a bounded number of tasks, the same share of each name.
+"""Error groups: why tasks fail, grouped by the server. Reads a bounded number of tasks, the same share of each name.
 
-The index on status leads to them; no more is looked at than was asked for, however many tasks there are.
+The index on status leads to them; no more are read than requested, however many tasks there are.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from taskmesh.store.server_errors import is_over_deadline
 from taskmesh.store.store import Store
 
 STATUSES = ("FAIL", "INIT", "RUNNING")
-"""Those that failed for good, and those that may have failed and are to be tried again."""
+"""Those that failed for good, and those that may have failed and will be retried."""
 _FEWEST_OF_EACH = 20
 _AT_ONCE = 12
-"""Names and queues that one command looks at."""
+"""Names and queues that one command examines."""
 _LINE_CHARS = 300
 _BATCH = 500
 
 
 @dataclass(slots=True)
 class Sample:
-    """What was found among the tasks that were looked at."""
+    """What was found among the tasks that were examined."""
 
     rows: list[Document] = field(default_factory=list)
     """`name status line type frame lost`, how many `tasks` and `executions`, `first` and `last` time, the `key` of one."""
     looked_at: int = 0
     complete: bool = True
-    """Whether these were all that there are."""
+    """Whether these were all."""
 
 
 async def sample(store: Store, name: str | None, at_most: int, deadline_ms: int) -> Sample:
-    """Look at so many tasks, those with the last keys of each name and queue, for as long as the deadline allows."""
+    """Examine so many tasks, those with the last keys of each name and queue, for as long as the deadline allows."""
     found = Sample()
     until = time.monotonic() + deadline_ms / 1000
-    # A stranger's document may be called anything.
+    # The name of a foreign document may be anything.
     crowds = [row for row in await _rows(store) if name in (None, row.name) and is_name(row.name)]
     share = max(_FEWEST_OF_EACH, at_most // max(1, len(crowds)))
     for start in range(0, len(crowds), _AT_ONCE):
@@ -70,7 +70,7 @@ async def sample(store: Store, name: str | None, at_most: int, deadline_ms: int)
 
 
 async def _rows(store: Store) -> list[Row]:
-    """Return where in the index on status such tasks stand."""
+    """Return where in the index on status such tasks are."""
     found = await rows(store, STATUSES)
     if found is None:  # very many, or the server cannot tell them at once
         found = [Row(status, queue, name) for status in STATUSES for queue, name in await names_in_use(store, status)]
@@ -85,7 +85,7 @@ async def _read(store: Store, crowds: Sequence[Row], at_most: int, deadline_ms: 
 
 
 def _sorted_out(crowd: Row, at_most: int) -> list[Document]:
-    """The stages that tell the troubles of a crowd, by where they are."""
+    """Return the stages that group the troubles of a row's tasks by where they were raised."""
     is_newest = {"$ifNull": ["$troubles.newest", True]}
     backwards = dict.fromkeys((*crowd._fields, "_id"), -1)
     return [
@@ -93,9 +93,9 @@ def _sorted_out(crowd: Row, at_most: int) -> list[Document]:
         {"$match": crowd._asdict()},
         {"$sort": backwards},
         {"$limit": at_most},
-        # What went wrong with each: its failures, or else its losses. One row for each; one without for what has none.
+        # What went wrong with each: its failures, or else its losses. One row for each; one without, if there are none.
         {"$project": {"key": 1, "troubles": _troubles()}},
-        # A row for each trouble, and one without for a task that has none: it counts as looked at.
+        # A row for each trouble, and one without for a task that has none: it counts as examined.
         {"$unwind": {"path": "$troubles", "preserveNullAndEmptyArrays": True}},
         # One answer for all that failed alike: by text, type and place.
         {
@@ -115,7 +115,7 @@ def _sorted_out(crowd: Row, at_most: int) -> list[Document]:
 
 
 def _troubles() -> rules.Expression:
-    """The failures of a task, or else the executions that were lost: what line, where, when, and whether it is the newest."""
+    """Return the failures of a task, or else the executions that were lost: line, place, time, and whether it is the newest."""
     fails = _if_array(rules.ENTRIES, {"$eq": ["$$this.state", "FAIL"]})
     losses = _if_array("$task_state.losses", True)
     what: Document = {
@@ -138,7 +138,7 @@ def _if_array(list_: str, condition: rules.Expression) -> rules.Expression:
 
 
 def _marked(list_: str, fields: Document) -> rules.Expression:
-    """The list with these fields of each of its elements, and which of them is the last."""
+    """Return the list with these fields of each of its elements, and which of them is the last."""
     last = {"$subtract": [{"$size": list_}, 1]}
     return {
         "$map": {
@@ -155,7 +155,7 @@ def _marked(list_: str, fields: Document) -> rules.Expression:
 
 
 def _if_of(type_: str, field: str) -> rules.Expression:
-    """The field, or null where a stranger has put something of another type there."""
+    """Return the field, or null if it has another type, as in a foreign document."""
     return {"$cond": [{"$eq": [{"$type": field}, type_]}, field, None]}
 
 
@@ -165,8 +165,8 @@ def _first_line() -> rules.Expression:
 
 
 def telling(rows: Iterable[Document]) -> list[dict[str, Any]]:
-    """Return the rows of tasks whose newest trouble this is: what another failure came after says nothing now.
+    """Return the rows of tasks with this as their newest trouble: one that was followed by another failure says nothing now.
 
-    Without those of strangers alone: what has no key is no task.
+    Without rows that consist of foreign documents: what has no key is no task.
     """
     return [row for row in rows if row["tasks"] and row["key"] is not None]

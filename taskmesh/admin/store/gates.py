@@ -1,6 +1,6 @@
-"""How the claim rule judges tasks for workers, gate by gate: what `explain`, what-if and the timeline put into words.
+"""How the claim rule evaluates tasks for workers, gate by gate: what `explain`, what-if and the timeline put into words.
 
-The server evaluates the rule's own expressions (`store/rules.py`), also of a task as it would be after a change.
+The server evaluates the rule's own expressions (`store/rules.py`), also for a task as it would be after a change.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Judgement:
     now: datetime
     """The server's time."""
     task: Document
-    """Its stored fields that words are made of."""
+    """The stored fields that are put into words."""
     status: str
     running_on: list[str]
     """Workers with a live execution."""
@@ -43,7 +43,7 @@ class Judgement:
     final_because: str | None
     """Why it has FAILed for good, if `retry_on` or `fail_on` says so."""
     opens: list[dict[str, datetime | None]]
-    """When each gate opens, for each worker that was asked about: None: it stands open; `rules.NEVER`."""
+    """When each gate opens, for each of the workers. None: it is open; `rules.NEVER`: never."""
     entries: list[int]
     """How many live, leaving and successful entries each of these workers has in the task."""
 
@@ -51,9 +51,9 @@ class Judgement:
 async def judge(
     store: Store, ids: Sequence[str], workers: Sequence[Claimant], as_if: Sequence[Document] = ()
 ) -> list[Judgement]:
-    """Return how the rule judges each of these tasks that is there. `as_if`: as these stages would change it.
+    """Return how the rule evaluates each of these tasks that exists. `as_if`: as these stages would change it.
 
-    Without those that are none: what a stranger has spoilt cannot be judged.
+    Without malformed documents: they cannot be evaluated.
     """
     now = store.now
     me = rules.Me("$$worker.id", "$$worker.parent", "$$worker.labels")
@@ -74,7 +74,7 @@ async def judge(
         "opens": _moments(of_task),
         "workers": {"$map": {"input": {"$literal": asked}, "as": "worker", "in": for_worker}},
     }
-    # The gates and the facts that they compare, all of one moment; of the task only what words are made of.
+    # The gates and the facts that they compare, all of one moment; of the task only what is put into words.
     shape = {
         "now": now,
         "facts": rules.with_facts(now, facts),
@@ -87,7 +87,7 @@ async def judge(
 
     async def read(query: Document) -> list[Document]:
         stages: list[Document] = [
-            # The tasks that are asked about.
+            # The requested tasks.
             {"$match": query},
             # What if: the change, in memory.
             *as_if,
@@ -100,7 +100,7 @@ async def judge(
             raise Strange(f"one of {len(found)} tasks has no name, key or queue")
         return found
 
-    # But for those that no reader sees any more.
+    # Except for those that no reader sees any more.
     asked_about = {"_id": {"$in": list(ids)}, "$expr": {"$not": [rules.is_forgotten(now)]}}
     found = await past_strangers(store, asked_about, read)
     return [_judgement(row, (*of_task, *of_worker)) for row in found]
@@ -123,9 +123,9 @@ def _judgement(row: Document, gates: Sequence[str]) -> Judgement:
 
 
 def as_if_option(changes: Document, now: rules.Expression) -> list[Document]:
-    """The stages that change these fields of a task's option in memory, with all that follows from them."""
+    """Return the stages that change these fields of a task's option in memory, with all that follows from them."""
     return [
-        # Told is who could claim it when those whom it stops have ended: the places that they keep until then are left out.
+        # This shows who could claim it when the stopped workers have ended: the places that they keep until then are left out.
         {"$set": {"_leaving": "$task_state.leaving"}},
         *option_stages(changes, now),
         # The places as they were before.
@@ -141,7 +141,7 @@ async def read_with_losses(store: Store, id_: str) -> tuple[Document, list[str],
     stages: list[Document] = [
         # The task.
         {"$match": {"_id": id_}},
-        # Before the status is derived, so that both are of one moment; a document that is not ours may have no entries.
+        # Before the status is derived, so that both are of one moment; a foreign document may have no entries.
         {"$set": {"_lost": {"$cond": [{"$isArray": [rules.ENTRIES]}, lost, []]}, "_now": store.now}},
         # Of these entries the id alone. A stage of its own: it reads the list made above.
         {"$set": {"_lost": "$_lost.running_id"}},

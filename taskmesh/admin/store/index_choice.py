@@ -1,9 +1,9 @@
-"""Index choice: what a filter asks of stored tasks, and along which indexes those that fit are read.
+"""Index choice: what a filter asks of stored tasks, and along which indexes matching tasks are read.
 
-An index serves the order of a listing or its filter. Along the order's index whatever does not fit is passed over; along the
-filter's, whatever fits has to be sorted. Which is less depends on how many fit, so that is asked first, of the keys alone.
-In the order of keys an index serves both: with one status, queue and name, the index on status is in the order of `_id`, and
-the server merges as many such rows as there are values.
+An index serves the order of a listing or its filter. Along the order's index, tasks that do not match are skipped; along the
+filter's, matching tasks have to be sorted. Which is less depends on how many match, so that is asked first, from the keys
+alone. In the order of keys one index serves both: with one status, queue and name, the index on status is in the order of
+`_id`, and the server merges as many such rows as there are values.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from taskmesh.store.store import Store
 Order = Literal["key", "newest", "oldest"]
 STATUSES = tuple(str(status) for status in Status)
 _LAST = "\U0010ffff"
-"""Behind every other character."""
+"""After every other character."""
 FEW = 5_000
-"""So many tasks are sorted rather than looked for along the index of the order: some 50 ms at most."""
+"""Up to so many tasks are sorted rather than looked for along the order's index: some 50 ms at most."""
 _ORDERED_BY: dict[Order, str] = {"key": "_id_", "newest": "taskmesh_newest", "oldest": "taskmesh_newest"}
 _ROWS = 200
 """The server merges no more rows of an index (its parameter `internalQueryMaxScansToExplode`)."""
 _NAMES = 200
-"""With more task names, the beginning of a key without a name is looked for along the index of the order."""
+"""With more task names, a key prefix without a name is looked for along the order's index."""
 
 
 def conditions(which: TaskFilter, now: rules.Expression) -> Document:
-    """Return all conditions on stored fields. `status_fits` has to be asked too: time alone may have changed the status."""
+    """Return all conditions on stored fields. Check `status_fits`, too: time alone may have changed the status."""
     named = {"name": which.name, "queue": which.queue}
     query: Document = {field: value for field, value in named.items() if value is not None}
     if which.key_prefix is not None:
@@ -44,10 +44,10 @@ def conditions(which: TaskFilter, now: rules.Expression) -> Document:
 
 
 def stored_status(which: TaskFilter, now: rules.Expression) -> list[Document]:
-    """Return what may be stored of the status: conditions that exclude each other, of which one holds; none for any.
+    """Return conditions on the stored status that exclude each other, of which one holds; none if the status does not matter.
 
     By time alone a RUNNING task becomes INIT again when its lease ends, and an unfinished one FAIL or EXPIRED at its
-    `settle_time`: an index has those whose time has come, so that nobody looks through all that wait.
+    `settle_time`: an index has those whose time has come, so that nobody reads all that wait.
     """
     if not which.status:
         return []
@@ -60,7 +60,7 @@ def stored_status(which: TaskFilter, now: rules.Expression) -> list[Document]:
 
 
 def unindexed(which: TaskFilter, now: rules.Expression) -> Document:
-    """Return the conditions on stored fields that no index knows."""
+    """Return the conditions on stored fields that no index has."""
     query: Document = {}
     computed: list[rules.Expression] = [{"$not": [rules.is_forgotten(now)]}]
     if which.standing:
@@ -86,12 +86,12 @@ def unindexed(which: TaskFilter, now: rules.Expression) -> Document:
 
 
 def status_fits(which: TaskFilter, status: rules.Expression) -> rules.Expression:
-    """Return the condition on the status as it is at the moment, which is `status`."""
+    """Return the condition on the current status, which is `status`."""
     return {"$in": [status, [str(wanted) for wanted in which.status or Status]]}
 
 
 def is_indexed(which: TaskFilter) -> bool:
-    """Whether name, key, queue and status are all that the filter asks for: what indexes know."""
+    """Whether the filter asks only for name, key, queue and status, which indexes have."""
     others = (
         which.tags or None,
         which.group,
@@ -114,31 +114,31 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a filter asks for with one condition on the stored status. No task is in two parts."""
+    """The part of a filter with one condition on the stored status. No task is in two parts."""
 
     stored: Document
-    """The condition; empty if the status does not matter."""
+    """The condition. Empty if the status does not matter."""
     index: str
-    """The index that knows the most of it."""
+    """The index that has most of it."""
     known: Document
-    """What the keys of that index know."""
+    """The conditions that the keys of that index have."""
     query: Document
-    """All of it, on stored fields."""
+    """All conditions on stored fields."""
 
 
 class Deadline:
-    """How long a listing may take in all, in ms; None: as long as it takes."""
+    """How long a listing may take in all, in ms. None: no limit."""
 
     def __init__(self, within_ms: int | None) -> None:
         self._end = None if within_ms is None else time.monotonic() + within_ms / 1000
 
     def options(self) -> Document:
-        """Return what to give to the next command."""
+        """Return the options for the next command."""
         return {} if self._end is None else {"maxTimeMS": max(1, round((self._end - time.monotonic()) * 1000))}
 
 
 async def parts_of(store: Store, which: TaskFilter) -> list[Part]:
-    """Return the parts of which the tasks that fit are made, each with the index that serves it best in no order."""
+    """Return the parts of a filter, each with the index that serves it best regardless of order."""
     span = await _span(store, which)
     name = [] if which.name is None else [{"name": which.name}]
     queue = [] if which.queue is None else [{"queue": which.queue}]
@@ -147,7 +147,7 @@ async def parts_of(store: Store, which: TaskFilter) -> list[Part]:
         asked = [stored, *name, *queue, *span]
         if "settle_time" in stored:
             index, known = "taskmesh_settle", [stored]
-        elif which.tags:  # whatever else is asked for: those of a tag are seldom many
+        elif which.tags:  # whatever else is requested: a tag has few tasks
             index, known = "taskmesh_tags", [{"tags": which.tags[0]}]
         elif stored:
             index, known = "taskmesh_status", asked
@@ -158,7 +158,7 @@ async def parts_of(store: Store, which: TaskFilter) -> list[Part]:
 
 
 async def ways_in_order(store: Store, which: TaskFilter, order: Order, deadline: Deadline) -> list[Way]:
-    """Return the ways along which the tasks that fit come in this order, after few others."""
+    """Return the ways along which the matching tasks come in this order, after few others."""
     ways: list[Way] = []
     for part in await parts_of(store, which):
         if order == "key" and part.index == "taskmesh_status" and (rows := await _rows(store, which, part)) is not None:
@@ -169,7 +169,7 @@ async def ways_in_order(store: Store, which: TaskFilter, order: Order, deadline:
 
 
 async def _rows(store: Store, which: TaskFilter, part: Part) -> list[Way] | None:
-    """Return a way for each status, along rows of the index that are in the order of `_id`; None if there are too many."""
+    """Return a way for each status, along rows of the index that are in the order of `_id`. None if there are too many."""
     queues = [which.queue] if which.queue is not None else await values_of(store, "queue", part.stored)
     names = [which.name] if which.name is not None else await values_of(store, "name", part.stored)
     if queues is None or names is None or len(queues) * len(names) > _ROWS:
@@ -180,9 +180,9 @@ async def _rows(store: Store, which: TaskFilter, part: Part) -> list[Way] | None
 
 
 async def _best_index(store: Store, which: TaskFilter, part: Part, order: Order, deadline: Deadline) -> str:
-    """Return the index along which to read: the filter's if few fit, else the order's."""
+    """Return the index along which to read: the filter's if few tasks match, otherwise the order's."""
     if _ORDERED_BY[order] == part.index:
-        return part.index  # which serves both
+        return part.index  # it serves both
     if part.index != "_id_" or which.name is not None or which.key_prefix is not None:
         # What keys alone can tell: no document is read.
         stages = [{"$match": part.known}]
@@ -192,7 +192,7 @@ async def _best_index(store: Store, which: TaskFilter, part: Part, order: Order,
 
 
 async def counted(store: Store, stages: list[Document], index: str, at_most: int | None, deadline: Deadline) -> int:
-    """Count what comes out of these stages along an index, no further than `at_most`."""
+    """Count what comes out of these stages along an index, up to `at_most`."""
     # No more than are asked for.
     limit: list[Document] = [] if at_most is None else [{"$limit": at_most}]
     # And their number.
@@ -207,7 +207,7 @@ async def _span(store: Store, which: TaskFilter) -> list[Document]:
         return [_between(which.name, which.key_prefix or "")]
     if which.key_prefix is None:
         return []
-    # No index has keys without names; but names are few, and `_id` has them before the keys.
+    # No index has keys without names; but names are few, and in `_id` they come before the keys.
     names = await values_of(store, "name", {"status": {"$in": list(STATUSES)}})
     if names is None or len(names) > _NAMES:
         return [{"key": _beginning(which.key_prefix)}]
@@ -219,5 +219,5 @@ def _beginning(text: str) -> Document:
 
 
 def _between(name: str, prefix: str) -> Document:
-    # Behind the colon comes the semicolon: behind the last key of the name.
+    # After the colon comes the semicolon: after the last key of the name.
     return {"_id": {"$gte": f"{name}:{prefix}", "$lt": f"{name}:{prefix}{_LAST}" if prefix else f"{name};"}}

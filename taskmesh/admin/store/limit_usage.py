@@ -1,4 +1,4 @@
-"""How far the limits of queues are used up: for people who look at them."""
+"""How much of the limits of queues is used, for display."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from taskmesh.store.store import Store
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """How far the limits of a queue are used up, derived from the entries."""
+    """How much of the limits of a queue is used, derived from the entries."""
 
     running: int
     running_by_group: Mapping[str, int]
@@ -27,10 +27,10 @@ class Usage:
 
 
 async def usage(store: Store, queues: Collection[str], longer_ms: Mapping[str, int] | None = None) -> dict[str, Usage]:
-    """Return how far the limits of these queues are used up now.
+    """Return how much of the limits of these queues is used now.
 
     `longer_ms`: as if the windows of these fields (`per_ms`, `group_per_ms`) were so much longer, or shorter: what
-    `store.limits.set_limits` does to the starts that are counted.
+    `store.limits.set_limits` does to the counted starts.
     """
     longer = longer_ms or {}
     running: dict[str, dict[str | None, int]] = {queue: {} for queue in queues}

@@ -1,7 +1,7 @@
-"""Listing: find, page through and count the tasks that fit a filter, in time however many others there are (`index_choice`).
+"""Listing: find, page through and count matching tasks, quickly however many others there are (`index_choice`).
 
 What became true by time alone (expired, a lease that ran out) is computed with the expressions of the rule, so nothing read
-here is stale. `params` are left out unless asked for.
+here is stale. `params` are left out unless requested.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _HAS_A_PLACE: Document = {
     "_id": {"$type": "string"},
     "$expr": {"$eq": [{"$type": "$task_state.create_time"}, "date"]},
 }
-"""What a page can end at. A stranger's document is passed over: the next page could not begin behind it."""
+"""What a page can end at. A foreign document is skipped: the next page could not start after it."""
 
 
 async def find(
@@ -56,9 +56,9 @@ async def find(
     params: bool = False,
     after: str | None = None,
 ) -> AsyncIterator[Document]:
-    """Yield the tasks that fit, as they stand now. `after`: an `_id`, to go on behind it (by key). `limit=0`: all."""
+    """Yield the matching tasks, as they stand now. `after`: an `_id` after which to continue (by key). `limit=0`: all."""
     shape = as_it_stands(store.now)
-    # A listing shows neither what was recorded nor what was signalled, of many tasks that is much; params for who asked for them.
+    # A listing shows neither records nor signals, which is much data for many tasks; params only on request.
     shape += [{"$unset": ["task_state.steps", "task_state.signals", *([] if params else ["params"])]}]
     behind = [] if after is None else [{"_id": {"$gt": after}}]
     async with _opened(store, which, order, limit, shape, behind, Deadline(None)) as found:
@@ -69,13 +69,13 @@ async def find(
 async def page(
     store: Store, which: TaskFilter, *, newest: bool, behind: list[Any] | None, limit: int, deadline_ms: int
 ) -> tuple[list[Document], list[Any] | None] | None:
-    """Return a page of what fits, in short, and where to go on behind it; None if that takes longer than the deadline.
+    """Return a page of matching tasks, shortened, and where to continue; None if that takes longer than the deadline.
 
-    `newest`: the last published first, else by `_id`. `behind`: what the page before gave.
+    `newest`: the newest first, else by `_id`. `behind`: where the last page ended.
     """
     order: Order = "newest" if newest else "key"
     begin = [_HAS_A_PLACE] if behind is None else [_HAS_A_PLACE, _behind(behind, newest=newest)]
-    # Of each task what a row shows, worked out by the server.
+    # The fields of a row of the listing, computed by the server.
     shape = [{"$project": _short(store.now)}]
     try:
         async with _opened(store, which, order, limit + 1, shape, begin, Deadline(deadline_ms)) as documents:
@@ -94,7 +94,7 @@ async def page(
 async def count(
     store: Store, which: TaskFilter, at_most: int | None = None, deadline_ms: int | None = None
 ) -> int | None:
-    """Count the tasks that fit, no further than `at_most`; None if that takes longer than the deadline."""
+    """Count the matching tasks, up to `at_most`. None if that takes longer than the deadline."""
     deadline = Deadline(deadline_ms)
     found = 0
     try:
@@ -117,7 +117,7 @@ async def count(
 async def _count_keys(
     store: Store, which: TaskFilter, part: Part, at_most: int | None, deadline: Deadline
 ) -> int | None:
-    """Count keys alone, less what is gone and not yet removed; None if they do not tell enough."""
+    """Count keys alone, less what is gone and not removed yet. None if keys are not enough."""
     any_status = not stored_status(which, store.now)
     if not is_indexed(which) or not (any_status or _FINISHED.issuperset(part.stored["status"].get("$in", STATUSES))):
         return None
@@ -128,21 +128,21 @@ async def _count_keys(
     }
     # What is past its retention and not removed yet: by the keys of its own index.
     forgotten = await counted(store, [{"$match": {"$and": [past, part.known]}}], "taskmesh_delete", FEW + 1, deadline)
-    if not part.stored:  # else no status of theirs is asked for
+    if not part.stored:  # otherwise none of their statuses is requested
         # And what is deleted, and keeps a handler's place.
         deleted = [{"$match": {"$and": [{"status": "DELETED"}, part.known]}}]
         forgotten += await counted(store, deleted, "taskmesh_status", FEW + 1, deadline)
     if forgotten > FEW:
         return None
     limit = None if at_most is None else at_most + forgotten
-    # All keys that fit, less these.
+    # All matching keys, less these.
     return max(0, await counted(store, [{"$match": part.known}], part.index, limit, deadline) - forgotten)
 
 
 async def ids(store: Store, which: TaskFilter) -> AsyncIterator[list[str]]:
-    """Yield the `_id`s of the tasks that fit, in batches; those that come to fit meanwhile perhaps too."""
+    """Yield the `_id`s of matching tasks, in batches, perhaps including those that come to match meanwhile."""
     for part in await parts_of(store, which):
-        # Of what fits, the `_id` alone.
+        # Of matching tasks, the `_id` alone.
         stages = [*_fitting(store, which, part.query), {"$project": {"_id": 1}}]
         cursor = await store.driver.aggregate(store.tasks, stages, batchSize=_BATCH, hint=part.index)
         try:
@@ -153,13 +153,13 @@ async def ids(store: Store, which: TaskFilter) -> AsyncIterator[list[str]]:
 
 
 def _fitting(store: Store, which: TaskFilter, query: Document) -> list[Document]:
-    """The stages that let through what fits. Time changes the unfinished alone, so the entries of others are not looked at."""
+    """Return the stages that keep matching tasks. Time changes only unfinished ones, so the entries of others are not read."""
     unfinished = {"$in": ["$status", ["INIT", "RUNNING"]]}
     fits = status_fits(which, {"$cond": [unfinished, rules.status_on_reading(store.now), "$status"]})
     return [
-        # What is stored, as the index has it.
+        # The conditions on stored fields, as the index has them.
         {"$match": query},
-        # The status as it is by now, which no index can know.
+        # The status as it is by now, which no index can have.
         {"$match": {"$expr": fits}},
     ]
 
@@ -174,13 +174,13 @@ async def _opened(
     behind: list[Document],
     deadline: Deadline,
 ) -> AsyncIterator[AsyncIterator[Document]]:
-    """Open all ways, and give what is read along them, in order, up to the limit."""
+    """Open all ways, and yield what is read along them, in order, up to the limit."""
     cursors: list[Any] = []
     try:
         for way in await ways_in_order(store, which, order, deadline):
             stages: list[Document] = [
                 *_fitting(store, which, {"$and": [way.query, *behind]}),
-                # In the order of the index already, unless few fit.
+                # In the order of the index already, unless few match.
                 {"$sort": _SORTS[order]},
                 # No more than are shown.
                 *([{"$limit": limit}] if limit else []),
@@ -194,7 +194,7 @@ async def _opened(
 
 
 async def _merged(cursors: Sequence[Any], order: Order, limit: int) -> AsyncIterator[Document]:
-    """Yield what all cursors give, in order. A task that changed its part meanwhile is told once."""
+    """Yield what all cursors return, in order. A task that changed its part meanwhile is returned once."""
     first: Callable[..., tuple[Any, int, Document]] = max if order == "newest" else min
     readers = [_each(cursor) for cursor in cursors]
     heads: dict[int, tuple[Any, int, Document]] = {}
@@ -222,7 +222,7 @@ async def _each(cursor: Any) -> AsyncIterator[Document]:
 
 
 def _place(document: Document, order: Order) -> tuple[Any, ...]:
-    """Return by what a document is sorted. A stranger's document may have anything there."""
+    """Return the sort key of a document. In a foreign document it may be anything."""
     id_ = document["_id"]
     if order == "key":
         return (not isinstance(id_, str), str(id_))
@@ -242,7 +242,7 @@ def _behind(behind: list[Any], *, newest: bool) -> Document:
 
 
 def _short(now: rules.Expression) -> Document:
-    """What a page shows of a task: no params, no results, no logs."""
+    """Return what a page shows of a task: no params, no results, no logs."""
     entries = _array(rules.ENTRIES)
     fails = {"$filter": {"input": entries, "cond": {"$eq": ["$$this.state", "FAIL"]}}}
     live = {"$filter": {"input": entries, "cond": rules.is_live(now)}}
@@ -288,5 +288,5 @@ def _short(now: rules.Expression) -> Document:
 
 
 def _array(field: str) -> Document:
-    """Return an array of the document; an empty one if it is none. A stranger may have put anything there."""
+    """Return an array of the document; an empty one if it is something else, as in a foreign document."""
     return {"$cond": [{"$isArray": [field]}, field, []]}

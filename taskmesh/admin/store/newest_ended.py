@@ -1,7 +1,7 @@
 """The newest tasks that ended: how long each waited and ran. Reads a bounded number of tasks, however many there are.
 
-No index has tasks in the order of their ends; the index of retention nearly has. Of all tasks that are kept equally long, the
-last to be removed are the last that ended. So of each length of retention that is in use the last are looked at.
+No index has tasks in the order of their ends; the index of retention nearly has. Among tasks that are kept equally long, the
+last to be removed are the last that ended. So for each retention that is in use the last tasks are read.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from taskmesh.store.registry import retentions_ms
 from taskmesh.store.store import Store
 
 LOOKED_AT = 1_000
-"""So many tasks of each length of retention are looked at, and so many are told."""
+"""How many tasks of each retention are read, and how many are returned."""
 _MOST_RETENTIONS = 6
-"""Tasks that are kept for another time are found where they stand among those of the next longer one."""
+"""Tasks with another retention are found among those of the next longer one."""
 _USUAL = TaskOption()
 
 
@@ -28,9 +28,9 @@ class Ended(NamedTuple):
 
     queue: str
     wait_ms: float | None
-    """From when it could start, as far as its times tell, to its first start; None if that start is not known any more."""
+    """From when it could start, as far as its times tell, to its first start. None if that start is no longer known."""
     run_ms: float | None
-    """Of its last execution; None if that has no end."""
+    """The duration of its last execution. None if that has no end."""
 
 
 async def newest_ended(store: Store) -> list[Ended]:
@@ -39,7 +39,7 @@ async def newest_ended(store: Store) -> list[Ended]:
     others = sorted(await retentions_ms(store) - usual)[: _MOST_RETENTIONS - len(usual)]
     stages = union_of(store, [_last_removed(store, ms) for ms in [*usual, *others]])
     cursor = await store.driver.aggregate(store.tasks, stages, hint="taskmesh_delete")
-    # A task may be among the last of several retentions; and one that a stranger wrote is none that ended.
+    # A task may be among the last of several retentions; and a foreign one has not ended.
     found = {row["_id"]: row for row in await cursor.to_list(None) if _is_ended(row)}
     newest = sorted(found.values(), key=lambda row: row["finished"], reverse=True)[:LOOKED_AT]
     return [
@@ -49,14 +49,14 @@ async def newest_ended(store: Store) -> list[Ended]:
 
 
 def _last_removed(store: Store, retained_ms: int) -> list[Document]:
-    """The stages that tell of the last tasks to be removed within a length of retention from now."""
+    """Return the stages for the last tasks to be removed within a retention from now."""
     until = {"$add": [store.now, retained_ms]}
     entries = {"$cond": [{"$isArray": [rules.ENTRIES]}, rules.ENTRIES, []]}
     first_start = {"$min": f"{rules.ENTRIES}.start_time"}
-    # The last of its times that was over when it started: publication, what it was to wait for, the end of a delay.
+    # The last of its times that was over when it started: publication, what it had to wait for, the end of a delay.
     times = [f"$task_state.{name}" for name in ("create_time", "start_time", "resume_time")]
     due: rules.Expression = {"$max": {"$filter": {"input": times, "cond": {"$lte": ["$$this", first_start]}}}}
-    # Of what lost a worker, was put aside or failed very often, the first start is not told by its entries.
+    # If it lost a worker, was suspended or failed very often, its entries do not tell its first start.
     cut_off: list[rules.Expression] = [
         {"$gt": [{"$ifNull": [f"$task_state.{count}", 0]}, 0]} for count in ("lost_cnt", "dropped_fail_cnt")
     ]
@@ -64,11 +64,11 @@ def _last_removed(store: Store, retained_ms: int) -> list[Document]:
     due = {"$cond": [{"$or": [*cut_off, put_aside]}, None, due]}
     last = {"$last": entries}
     return [
-        # The last to be removed, along the index of retention, no more than are told.
+        # The last to be removed, along the index of retention, no more than are returned.
         {"$match": {"delete_time": {"$type": "date"}, "$expr": {"$lte": ["$delete_time", until]}}},
         {"$sort": {"delete_time": -1}},
         {"$limit": LOOKED_AT},
-        # Of each when it ended, when it could start and did, and from when to when its last execution ran.
+        # When it ended, when it could start and did, and from when to when its last execution ran.
         {
             "$project": {
                 "queue": 1,
@@ -92,7 +92,7 @@ def _is_ended(row: Document) -> bool:
 
 
 def _ms(begin: object, end: object) -> float | None:
-    """Return the time between two moments; None if one of them is not known."""
+    """Return the time between two moments. None if one of them is unknown."""
     if not isinstance(begin, datetime) or not isinstance(end, datetime):
         return None
     return max(0.0, (end - begin).total_seconds() * 1000)

@@ -1,6 +1,8 @@
-"""Server state: what the server and the collection look like from outside, for `doctor`. Reads only, each with a deadline.
+"""Server state: what the server and the collection look like from outside, for `doctor`.
 
-Some of it needs rights that an application's user rarely has. Such a look returns None; nothing else goes wrong then.
+Reads only, each query with a deadline.
+
+Some queries need rights that an application's user rarely has. Such a query returns None; nothing else goes wrong then.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ _NOT_FOR_US = frozenset({13, 8000, 73, 26, 76, 115, 40324, 11601, 50})
 
 
 def if_allowed(look: Callable[P, Awaitable[R]]) -> Callable[P, Awaitable[R | None]]:
-    """Make a query return None where the server does not permit it."""
+    """Make a query return None if the server does not permit it."""
 
     async def looked(*args: P.args, **kwargs: P.kwargs) -> R | None:
         try:
@@ -49,7 +51,7 @@ async def members(store: Store) -> list[Document]:
 
 @if_allowed
 async def oplog_window_s(store: Store) -> float | None:
-    """Return how far back the oplog goes; None if it cannot be told."""
+    """Return how far back the oplog goes, in seconds. None if that is unknown."""
     oplog = own_database(store.driver.client, "local").get_collection("oplog.rs")
     ends: list[datetime] = []
     for direction in (1, -1):
@@ -79,9 +81,9 @@ async def size(store: Store) -> Document:
 
 @if_allowed
 async def long_transactions(store: Store, longer_than_s: float) -> int:
-    """Count the transactions that have been open for longer than this, of anybody."""
+    """Count anybody's transactions that have been open for longer than this."""
     stages: list[Document] = [
-        # What everybody does, also sessions that do nothing at the moment: a forgotten transaction is one.
+        # What everybody does, including sessions that are idle at the moment: a forgotten transaction is one.
         {"$currentOp": {"allUsers": True, "idleSessions": True}},
         # Transactions that were opened too long ago.
         {"$match": {"transaction.timeOpenMicros": {"$gt": longer_than_s * 1_000_000}}},
@@ -103,7 +105,7 @@ async def never_accepted(store: Store) -> list[Any]:
 
 @if_allowed
 async def past_retention(store: Store, by_s: float) -> int:
-    """Count the tasks that should have been deleted so long ago, up to 1 000: more than a few mean the TTL monitor sleeps."""
+    """Count the tasks that should have been deleted so long ago, up to 1 000: more than a few mean an idle TTL monitor."""
     due = {"$lt": ["$delete_time", {"$subtract": [store.now, by_s * 1_000]}]}
     return await _count(store, {"delete_time": {"$exists": True}, "$expr": due}, "taskmesh_delete")
 
@@ -136,10 +138,10 @@ async def short_leases(store: Store) -> list[str]:
 
 @if_allowed
 async def needs_of_waiting(store: Store) -> list[tuple[str, str, list[str], int]]:
-    """Return queue, name and needed labels of tasks that wait, each once, and how many of the first few thousand these are."""
+    """Return queue, name and needed labels of waiting tasks, each combination once, counted among the first few thousand."""
     stages: list[Document] = [
         *_some_of({"status": "INIT"}),
-        # Those that need something of a worker; a stranger's may be no list.
+        # Those that need labels; in a foreign document it may be no list.
         {"$match": {"needs": {"$type": "array"}}},
         # Each combination once, and how many they are.
         {"$group": {"_id": {"queue": "$queue", "name": "$name", "needs": "$needs"}, "n": {"$sum": 1}}},
@@ -167,12 +169,12 @@ async def large_tasks(store: Store, larger_than: int) -> list[Document]:
 
 @if_allowed
 async def stranded(store: Store, by_s: float) -> list[str]:
-    """Return the `_id`s of a few tasks whose gate is shut though nothing that they wait for is unfinished, and nobody asks."""
+    """Return the `_id`s of a few tasks whose gate is shut though nothing that they wait for is unfinished, without a mark."""
     just_asked = {"$gt": ["$task_state.ask_time", {"$subtract": [store.now, by_s * 1_000]}]}
     stages: list[Document] = [
         # Tasks that wait for others.
         *_some_of({"status": "INIT", "task_state.waits_for": {"$exists": True}}),
-        # Without those that are being asked about at this moment.
+        # Without those that are being checked at this moment.
         {"$match": {"$expr": {"$not": [just_asked]}}},
         # Those that nothing unfinished names.
         {
@@ -196,7 +198,7 @@ async def stranded(store: Store, by_s: float) -> list[str]:
 
 @if_allowed
 async def waits_for_its_own_line(store: Store, id_: str | None = None) -> tuple[str, str] | None:
-    """Return a task at the head of its line, and one behind it that it waits for: neither ever runs. Of all, or this one."""
+    """Return a task at the head of its line, and one behind it for which it waits: neither ever runs. `id_`: only this task."""
     stages: list[Document] = [
         # Some thousand heads that wait for others: their gate `sequence` is open.
         {
@@ -241,7 +243,7 @@ async def waits_for_its_own_line(store: Store, id_: str | None = None) -> tuple[
 
 @if_allowed
 async def open_flows(store: Store, by_s: float) -> list[str]:
-    """Return the keys of a few flows that somebody began to publish so long ago, and of which tasks wait for the rest."""
+    """Return the keys of a few flows whose publication began so long ago, and of which tasks wait for the rest."""
     old = {"$lt": ["$state_time", {"$subtract": [store.now, by_s * 1_000]}]}
     stages: list[Document] = [
         # What was begun long ago, and is not sealed.
@@ -269,7 +271,7 @@ async def open_flows(store: Store, by_s: float) -> list[str]:
 
 
 def _some_of(query: Document) -> list[Document]:
-    # Those that fit, but no more than a few thousand: the doctor must not read a whole collection.
+    # Matching documents, but no more than a few thousand: the doctor must not read a whole collection.
     return [{"$match": query}, {"$limit": _LOOKED_AT}]
 
 
@@ -280,7 +282,7 @@ async def _rows(store: Store, stages: list[Document], hint: str | None = "taskme
 
 
 async def _count(store: Store, query: Document, hint: str) -> int:
-    # How many fit, no further than a thousand: more would say no more.
+    # How many match, up to a thousand: more would say no more.
     stages: list[Any] = [{"$match": query}, {"$limit": 1_000}, {"$count": "n"}]
     rows = await _rows(store, stages, hint)
     return int(rows[0]["n"]) if rows else 0

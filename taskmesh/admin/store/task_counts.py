@@ -1,8 +1,8 @@
 """Task counts: how many tasks there are by name and status, how many are due, and since when the oldest waits.
 
-Nobody keeps a count that every write would have to change. An index has the tasks of one status, queue and name side by side,
-as a row; which rows there are the server tells by one look for each, and it counts them without looking at the tasks. What time
-alone has changed is looked up, to correct for it.
+No count is maintained that every write would have to change. An index has the tasks of one status, queue and name side by side,
+as a row; one look for each row tells which rows exist, and the server counts them without reading the tasks. What time alone
+has changed is read, to correct the counts.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _AT_ONCE = 100
 """Rows that one command asks about."""
 _MOST_PRIORITIES = 20
 _MOST_DUE = 50_000
-"""Of so many tasks at the most it is told apart whether they wait for no time."""
+"""Up to so many tasks it is determined whether they wait for no time."""
 
 
 class Row(NamedTuple):
-    """Tasks that stand side by side in the index on status."""
+    """Tasks that are side by side in the index on status."""
 
     status: str
     queue: str
@@ -44,7 +44,7 @@ async def counts(store: Store, statuses: Sequence[str] | None = None) -> list[Do
     if found_rows is None:
         wanted: Document = {"$ne": "DELETED"} if statuses is None else {"$in": list(statuses)}
         stages: list[Document] = [
-            # The keys of these statuses, along their index: no task is looked at.
+            # The keys of these statuses, along their index: no task is read.
             {"$match": {"status": wanted}},
             # One answer for each name and status.
             {"$group": {"_id": {"name": "$name", "status": "$status"}, "count": {"$sum": 1}}},
@@ -68,7 +68,7 @@ async def counts(store: Store, statuses: Sequence[str] | None = None) -> list[Do
 
 
 async def rows(store: Store, statuses: Sequence[str] | None = None) -> list[Row] | None:
-    """Return the rows that there are, of these statuses or all; None if there are too many to ask for each."""
+    """Return the existing rows, of these statuses or all. None if there are too many to ask for each."""
     found: list[Row] = []
     if statuses is None:
         stored = await values_of(store, "status", {})
@@ -91,7 +91,7 @@ def told(row: Row) -> Document:
 
 
 async def _ask_each(store: Store, questions: Sequence[list[Document]]) -> list[Document]:
-    """Return the answers to all of these pipelines, many by one command; none if there are none."""
+    """Return the answers to all of these pipelines, many by one command."""
     answers: list[Document] = []
     for start in range(0, len(questions), _AT_ONCE):
         cursor = await store.driver.aggregate(store.tasks, union_of(store, questions[start : start + _AT_ONCE]))
@@ -100,7 +100,7 @@ async def _ask_each(store: Store, questions: Sequence[list[Document]]) -> list[D
 
 
 def union_of(store: Store, questions: Sequence[list[Document]]) -> list[Document]:
-    """Return one pipeline over the tasks that gives what all of these give."""
+    """Return one pipeline over the tasks that returns what all of these return."""
     first, *others = questions
     # The other questions as branches of the first: one command for all.
     return [*first, *({"$unionWith": {"coll": store.tasks, "pipeline": other}} for other in others)]
@@ -120,7 +120,7 @@ async def stale_counts(store: Store) -> list[Document]:
     stages: list[Any] = [
         # What time may have changed: by two indexes.
         {"$match": stale},
-        # Of each the stored status, and what the rule says now.
+        # The stored status, and what the rule says now.
         {"$project": {"name": 1, "stored": "$status", "now": now, "standing": standing}},
         # Only where they differ.
         {"$match": {"$expr": {"$ne": ["$stored", "$now"]}}},
@@ -132,30 +132,30 @@ async def stale_counts(store: Store) -> list[Document]:
 
 
 class Later(NamedTuple):
-    """What is known of the tasks that are INIT and wait for a time."""
+    """What is known about INIT tasks that wait for a time."""
 
     found: Counter[tuple[str, str]]
     """How many there are, by name and standing."""
     ready: dict[str, int]
-    """Of names of which not all were looked at: how many are ready, as far as they were counted."""
+    """For names whose tasks were not all examined: how many are ready, as far as they were counted."""
     any_name: bool
-    """Whether such names could not be told, as there are too many: then it may be any."""
+    """Whether such names are unknown, since there are too many: then it may be any."""
     never: Counter[str]
-    """How many wait for no time: for a signal, for other tasks, for the rest of their flow; by name. None where more than
-    50 000 tasks are ready or scheduled, which are then not counted one by one."""
+    """How many wait for no time: for a signal, for other tasks, for the rest of their flow; by name. Empty if more than 50 000
+    tasks are ready or scheduled, which are then not counted one by one."""
 
 
 async def later(store: Store, at_most: int) -> Later:
-    """Count by name what INIT holds beside `ready`: in an index it stands apart, so what is ready is not read, however much.
+    """Count, by name, INIT tasks that are not `ready`: they are apart in an index, so ready ones are not read, however many.
 
-    Looks at `at_most` tasks, the same share of each name and queue (20 at least), and at as many that name their workers.
+    Examines `at_most` tasks, the same share of each name and queue (at least 20), and as many that name their workers.
     """
     waits = {"status": "INIT", "next_claim_time": {"$type": "date"}, "$expr": {"$gt": ["$next_claim_time", store.now]}}
     each = {"_id": {"name": "$name", "standing": rules.standing_on_reading(store.now)}, "count": {"$sum": 1}}
 
     async def first_of(query: Document, index: str) -> list[Document]:
         stages: list[Document] = [
-            # What waits for a time, no further than asked for.
+            # What waits for a time, up to the limit.
             {"$match": query | waits},
             {"$limit": at_most},
             # How many of each name are scheduled, how many retrying.
@@ -166,11 +166,11 @@ async def later(store: Store, at_most: int) -> Later:
 
     waiting_rows = await rows(store, ["INIT"])
     share = max(20, at_most // max(1, len(waiting_rows or ())))
-    # In the order of the index: only so it is certain that no planner takes the one that has what is ready in between.
+    # In the order of the index: only this ensures that no planner takes the one that has ready tasks in between.
     in_order: list[Document] = [{"$sort": {"task_option.priority": -1, "next_claim_time": 1}}, {"$limit": share}]
     questions: list[list[Document]] = [
         [
-            # What of one row waits for a time.
+            # What waits for a time in one row.
             {"$match": {**row._asdict(), "pinned": False, **waits}},
             # No further than its share.
             *in_order,
@@ -186,7 +186,7 @@ async def later(store: Store, at_most: int) -> Later:
     if waiting_rows is None:
         together.append(await first_of({"pinned": False}, "taskmesh_waiting_in_order"))
 
-    # Where a limit was met, the others are unknown: those of the row, or of any row.
+    # If a limit was met, the others are unknown: those of the row, or of any row.
     met: Counter[Row] = Counter()
     for answer in of_rows:
         met[Row(**answer["row"])] += answer["count"]
@@ -203,12 +203,12 @@ async def later(store: Store, at_most: int) -> Later:
 
 
 async def _never(store: Store, init_rows: Sequence[Row]) -> Counter[str]:
-    """Count what is INIT and has no time at which it can be claimed, by name: all of INIT, without what has one.
+    """Count INIT tasks that have no time at which they can be claimed, by name: all of INIT, less those with a time.
 
-    In one command that sees one moment: of two that do not, the difference would be what has begun in between.
+    One command that sees one moment: between two commands, tasks may start, and the difference would count them.
     """
     dated: list[Document] = [
-        # What has a time, be it over or not, no further than there is sense in counting.
+        # What has a time, past or not, up to the limit of what is worth counting.
         {"$match": {"status": "INIT", "next_claim_time": {"$type": "date"}}},
         {"$limit": _MOST_DUE},
         # How many of each name.
@@ -237,16 +237,16 @@ async def _never(store: Store, init_rows: Sequence[Row]) -> Counter[str]:
     found: Counter[str] = Counter()
     met = 0
     for answer in answers:
-        found[str(answer["_id"])] += answer["count"]  # a stranger's name may be anything
+        found[str(answer["_id"])] += answer["count"]  # the name of a foreign document may be anything
         met -= min(0, answer["count"])
     return Counter() if met >= _MOST_DUE else +found
 
 
 async def _ready(store: Store, of: Sequence[Row], at_most: int) -> dict[str, int]:
-    """Count what could be claimed by now, by name, no further than `at_most` in each row, and without what names its workers."""
+    """Count what could be claimed by now, by name, up to `at_most` in each row, without tasks that name their workers."""
     questions: list[list[Document]] = [
         [
-            # What is due in one row, in the order of its index, counted no further than asked for.
+            # What is due in one row, in the order of its index, counted up to the limit.
             {"$match": {**row._asdict(), "pinned": False, **_due(store.now)}},
             {"$sort": {"task_option.priority": -1, "next_claim_time": 1}},
             {"$limit": at_most},
@@ -263,10 +263,10 @@ async def _ready(store: Store, of: Sequence[Row], at_most: int) -> dict[str, int
 
 
 async def waiting(store: Store, queues: Sequence[str], at_most: int) -> dict[str, int]:
-    """Count the tasks of each queue that could be claimed now if it has room, no further than `at_most`."""
+    """Count the tasks of each queue that could be claimed now if it has room, up to `at_most`."""
     questions: list[list[Document]] = [
         [
-            # What is due in one queue, in the order of the index, counted no further than asked for.
+            # What is due in one queue, in the order of the index, counted up to the limit.
             {"$match": {"status": status, "pinned": False, "queue": queue, **_due(store.now)}},
             {"$limit": at_most},
             {"$count": "count"},
@@ -276,7 +276,7 @@ async def waiting(store: Store, queues: Sequence[str], at_most: int) -> dict[str
         for queue in queues
         for status in UNFINISHED
     ]
-    # Their index begins with the workers, so no planner takes it for a queue unasked.
+    # Their index begins with the workers, so no planner takes it for a queue by itself.
     pinned: list[Document] = [
         # What is due of the tasks that name their workers, in all of these queues, no further than asked for.
         {"$match": {"pinned": True, "queue": {"$in": list(queues)}, **_due(store.now)}},
