@@ -68,7 +68,7 @@ class DependencyResults:
             if id_ in found:
                 dependency = found[id_]
                 if not _is_finished(dependency):
-                    told = f"{name!r} is the result of {label(dependency['_id'])}, which was begun anew"
+                    told = f"{name!r} is the result of {label(dependency['_id'])}, which was started again"
                     raise Snooze(told, delay_ms=_LOOKS_AGAIN_MS)
                 value = self._plain(dependency)
                 if isinstance(value, TaskError):
@@ -98,12 +98,12 @@ class DependencyResults:
         """Return the result as it is stored, or the error that represents it."""
         if "status" not in document:
             return TaskError(
-                f"task {label(document['_id'])} is there no more: it was deleted, or is past its retention"
+                f"task {label(document['_id'])} no longer exists: it was deleted, or is past its retention"
             )
         if not _is_finished(document):
             return TaskError(
-                f"task {label(document['_id'])} was begun anew, and is {document['status']}: what came of it is gone, and its "
-                "new result is not there yet"
+                f"task {label(document['_id'])} was started again, and is {document['status']}: its old result is gone, "
+                "and there is no new one yet"
             )
         task = self._payloads.task(document)
         if task.status is Status.SUCCESS and task.successes:

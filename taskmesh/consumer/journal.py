@@ -297,8 +297,8 @@ class Journal:
         ids = {task_id(name, key): key for key in params_by_key}
         if (after := definition.configuration.after) and ids and self._execution.id in after.ids:
             raise InvalidOption(
-                f"task {label(next(iter(ids)))} is to wait for {label(self._execution.id)}, which starts it: whoever waits for "
-                "its result would wait for ever; publish it by current_task().publish, which is done with this task's SUCCESS"
+                f"task {label(next(iter(ids)))} cannot wait for {label(self._execution.id)}, which starts it: its result would "
+                "never come. Publish it with current_task().publish, which takes effect with this task's SUCCESS"
             )
         entries = [Entry("start", id_, id_, steps.record_id("start", 1, id_), None) for id_ in ids]
         try:
@@ -676,7 +676,7 @@ def error_of(id_: str, end: Document | None) -> str | None:
     name, _, key = id_.partition(":")
     if end is None:
         return (
-            f"the child {name!r} {key!r} is there no more: it was deleted, or this task had ended and the child's retention was "
+            f"the child {name!r} {key!r} no longer exists: it was deleted, or this task had ended and the child's retention was "
             "over; start over with retry(…, fresh=True)"
         )
     if end["status"] == "SUCCESS":

@@ -15,7 +15,7 @@ class Stop(Enum):
     CANCELLED = "the task was cancelled"
     DELETED = "the task was deleted"
     NOT_ALLOWED = "this worker is no longer in specific_worker_ids"
-    BEGUN_ANEW = "the task was cancelled, deleted or replaced, and has begun anew since"
+    BEGUN_ANEW = "the task was cancelled, deleted or replaced, and has been started again since"
     TIMEOUT = "run_timeout_ms has passed"
     WORKER_STOPS = "the worker stops"
 

@@ -68,7 +68,7 @@ class WorkerMetrics:
         self._running = gauge("taskmesh_running", "Executions that run here now.")
         self._slots = gauge("taskmesh_slots", "Executions that may run here.")
         self._claiming = gauge("taskmesh_claiming", "1 if this worker claims: not paused, not stopping.")
-        self._silent = gauge("taskmesh_silent_seconds", "How long ago the database last took its sign of life.")
+        self._silent = gauge("taskmesh_silent_seconds", "How long ago the database last took its heartbeat.")
         self._stream_silent = gauge(
             "taskmesh_stream_silent_seconds",
             "For how long its change stream has not moved on; then tasks start by scans alone, up to a second later.",

@@ -375,7 +375,7 @@ async def test_a_child_that_would_wait_for_its_parent_is_refused(mesh: TaskMesh)
     handle = await work.publish("1")
     async with working(mesh, "w1"):
         told = await handle.result(30)
-    assert "task 'part' 'p' is to wait for 'work' '1', which starts it" in told
+    assert "task 'part' 'p' cannot wait for 'work' '1', which starts it" in told
     with pytest.raises(TaskNotFound):
         await mesh.get("part", "p")
 

@@ -279,5 +279,5 @@ async def test_a_dependency_that_was_begun_anew_is_told_as_that(mesh: TaskMesh) 
     handle = await reader.configure(after=[seven], on_dependency_failure="run").publish("r")
     await drained(mesh)
     told = await handle.result(5)
-    assert "task 'page' '7' was begun anew" in told
+    assert "task 'page' '7' was started again" in told
     assert "ended as" not in told

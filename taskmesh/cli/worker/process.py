@@ -37,7 +37,7 @@ _BEAT_S = 1.0
 _PYTHONS_GC_THRESHOLD = gc.get_threshold()
 _GC_THRESHOLD = 50_000
 _SILENCE_MS = 10_000
-"""A worker whose sign of life has not reached the database for this long (five are due) is not ready."""
+"""A worker whose heartbeat has not reached the database for this long (five are due) is not ready."""
 
 
 @dataclass(frozen=True, kw_only=True)
