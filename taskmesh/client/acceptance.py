@@ -95,7 +95,7 @@ def _configured(inserted: Inserted, definition: RegisteredDefinition) -> Configu
         raise InvalidOption(f"configuration must be a document, got {shown(wanted)}")
     if inserted.ours:
         raise InvalidOption(
-            f"{', '.join(inserted.ours)}: fields of taskmesh's own; what may be set stands in configuration"
+            f"{', '.join(inserted.ours)}: fields of taskmesh's own: leave them out, and put settings into `configuration`"
         )
     if unknown := sorted(set(wanted) - SETTINGS):
         raise InvalidOption(

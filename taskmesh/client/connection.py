@@ -208,7 +208,7 @@ class Connection:
             raise TaskMeshError(_NOT_CONNECTED)
         if self._pid != os.getpid():
             raise TaskMeshError(
-                "this mesh was connected before a fork: connect it anew in the child, or use `publish_sync`"
+                "this mesh was connected before a fork: connect it again in the child, or use `publish_sync`"
             )
         if self._loop is not asyncio.get_running_loop():
             raise TaskMeshError("this mesh is connected in another event loop: connect it in the one that uses it")

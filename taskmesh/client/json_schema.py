@@ -47,7 +47,7 @@ def _misfits(value: Any, schema: Schema, root: Schema, where: str, depth: int) -
     # For `oneOf`, too, one that fits is enough: that only one does applies to readers that do not convert.
     for ways in (schema.get("anyOf"), schema.get("oneOf")):
         if ways and all(any(True for _ in _misfits(value, way, root, where, depth + 1)) for way in ways):
-            yield f"{where or 'params'!r}={value!r:.200} fits none of what is taken: {_told(ways, root)}"
+            yield f"{where or 'params'!r}={value!r:.200} fits none of the accepted types: {_told(ways, root)}"
             return
     if "type" in schema:
         kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]

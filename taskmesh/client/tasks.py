@@ -193,9 +193,9 @@ class Tasks:
             )
         if answer == "full":
             raise TooManySignals(
-                f"task {name!r} {key!r} has as many signals that nobody has waited for as are kept ({signals.MAX_SIGNALS:,}, or "
-                f"{signals.MAX_BYTES:,} bytes, or what a document of MongoDB has room for): send {event!r} again when its "
-                "handler has consumed some"
+                f"task {name!r} {key!r} has no room for more unconsumed signals (at most {signals.MAX_SIGNALS:,}, or "
+                f"{signals.MAX_BYTES:,} bytes, or what fits into a MongoDB document): send {event!r} again when its handler "
+                "has consumed some"
             )
 
     async def finished(

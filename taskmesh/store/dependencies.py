@@ -92,7 +92,7 @@ async def check(store: Store, ids: Collection[str], session: Any = None) -> None
     if missing := [id_ for id_ in ids if id_ not in found]:
         raise TaskNotFound(
             f"there is no task {', '.join(map(label, missing[:_NAMED]))}{' …' if len(missing) > _NAMED else ''}, which after= "
-            "names: publish what is waited for first; nothing was published"
+            "names: publish dependencies first; nothing was published"
         )
 
 

@@ -69,8 +69,8 @@ def _refused(store: Store, error: PyMongoError) -> TaskMeshError:
         )
     if code == Code.UNAUTHORIZED:
         return TaskMeshError(
-            f"the MongoDB at {hosts(store)} wants a user who is allowed to use database {store.driver.database.name!r}: put "
-            "user, password and authSource into the URI"
+            f"the MongoDB at {hosts(store)} requires a user with access to database {store.driver.database.name!r}: put user, "
+            "password and authSource into the URI"
         )
     return TaskMeshError(f"the MongoDB at {hosts(store)} refuses to answer: {said_by(error)}")
 

@@ -288,4 +288,4 @@ def test_t42_after_a_fork_the_child_publishes_and_the_parent_goes_on(mongo_uri: 
         "after": True,
         "after closing": False,
     }
-    assert "connected before a fork: connect it anew in the child, or use `publish_sync`" in inherited
+    assert "connected before a fork: connect it again in the child, or use `publish_sync`" in inherited

@@ -122,7 +122,7 @@ class Conversation:
             except Exception as error:  # noqa: BLE001 — a handler can make its process say anything
                 child.kill()
                 self._buried(child)
-                text = f"the handler's process was killed, for it said what is not understood: {reason_of(error).text}"
+                text = f"the handler's process was killed, since it sent an invalid message: {reason_of(error).text}"
                 return _raising(ProcessDied(text))
             finally:
                 self._execution.elsewhere = None
