@@ -497,6 +497,15 @@ class TaskMesh(Defining):
         """
         return await self.flows.status(key)
 
+    def handle(self, name: str, key: str) -> TaskHandle[Any]:
+        """Return a handle to a task that was published before, by this process or another: to wait for its result.
+
+        The database is not asked. `created` and `updated` are False. The result has the type that the handler is annotated
+        to return if this mesh knows the handler, otherwise it consists of plain values; `definition.handle(key)` is typed.
+        Raises `InvalidName`, `InvalidKey`.
+        """
+        return self.publisher.handle(name, key)
+
     async def get(self, name: str, key: str) -> Task:
         """Return the task as it stands now, params and all. Raises `TaskNotFound`."""
         return await self.tasks.get(name, key)

@@ -373,7 +373,7 @@ Timeout = Annotated[
 
 async def result(mesh: TaskMesh, name: Name, key: Key, timeout: Timeout = None) -> None:
     """Wait until a task is finished and print its result as JSON. Exits with 1 on FAIL, CANCELLED or EXPIRED."""
-    await show_result(TaskHandle(mesh.tasks, name, key, created=False, updated=False, warnings=[]), timeout)
+    await show_result(mesh.handle(name, key), timeout)
 
 
 async def show_result(handle: TaskHandle[Any], timeout: float | None) -> None:

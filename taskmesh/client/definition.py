@@ -195,6 +195,13 @@ class TaskDefinition(Generic[P, R]):
         named = self.params.named(args, params)
         return cast("TaskHandle[R]", self.publisher.publish_all_sync(self, {checked_key(key): named})[0])
 
+    def handle(self, key: str) -> TaskHandle[R]:
+        """Return a handle to a task that was published before, by this process or another: to wait for its result.
+
+        The database is not asked. `created` and `updated` are False. Raises `InvalidKey`.
+        """
+        return self.publisher.handle(self.name, key)
+
     def described(self) -> dict[str, Any]:
         """Return what a worker registers about the task, for publishers without its code."""
         schema = self.params.json_schema()

@@ -15,7 +15,6 @@ from taskmesh.client.connection import Connection, sample
 from taskmesh.client.definition import TaskDefinition
 from taskmesh.client.handle import TaskHandle
 from taskmesh.client.publisher import Publisher
-from taskmesh.client.returns import PLAIN
 from taskmesh.client.tasks import Tasks
 from taskmesh.model.dependency import Dependencies, OnDependencyFailure, label
 from taskmesh.model.errors import InvalidOption, TaskFinished, TaskNotFound, TaskTooLarge
@@ -147,9 +146,7 @@ class Flows:
             )
         size += size_of_fields
         publication = self._publisher.made(known, checked_key(key), stored, configuration, size, apart=True)
-        handle: TaskHandle[R] = TaskHandle(
-            self._tasks, known.name, key, created=False, updated=False, warnings=[], returns=known.returns
-        )
+        handle: TaskHandle[R] = TaskHandle(self._tasks, known.name, key, returns=known.returns)
         return publication, handle
 
     async def publish(self, key: str, members: Mapping[str, tuple[Publication, TaskHandle[Any]]]) -> None:
@@ -236,7 +233,7 @@ class Flows:
     async def result(self, key: str, timeout: float | None) -> dict[TaskName, Any]:
         """See `FlowStatus.result`."""
         status = await self.status(key)
-        handles = {last: self._handle(*last) for last in status.last}
+        handles = {last: self._publisher.handle(*last) for last in status.last}
         seconds = checked_timeout(timeout)
         if seconds is not None and seconds <= 0:  # one look
             return {last: await handle.result(0) for last, handle in handles.items()}
@@ -262,11 +259,6 @@ class Flows:
         left = [task["_id"] for task in found if task["by_dependency"]]
         await flows.retry(self._store, left)
         return await self.status(key)
-
-    def _handle(self, name: str, key: str) -> TaskHandle[Any]:
-        known = self._publisher.definitions.get(name)
-        returns = PLAIN if known is None else known.returns
-        return TaskHandle(self._tasks, name, key, created=False, updated=False, warnings=[], returns=returns)
 
 
 def _check_no_circle(key: str, publications: list[Publication]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Generic, TypeVar, cast
 
 from taskmesh.client.returns import PLAIN, Returns
@@ -22,9 +23,9 @@ class TaskHandle(Generic[R]):
         name: str,
         key: str,
         *,
-        created: bool,
-        updated: bool,
-        warnings: list[str],
+        created: bool = False,
+        updated: bool = False,
+        warnings: Sequence[str] = (),
         returns: Returns = PLAIN,
         not_before: float | None = None,
     ) -> None:
@@ -38,7 +39,7 @@ class TaskHandle(Generic[R]):
         """Whether nobody has read the result of what this handle published."""
         self.updated = updated
         """Whether an existing task was changed."""
-        self.warnings = warnings
+        self.warnings = list(warnings)
         """Why no worker could run the task when it was published, by what was known of workers and queues two seconds before."""
         self._returns = returns
         self._not_before = not_before

@@ -20,7 +20,7 @@ from taskmesh.client.handle import TaskHandle
 from taskmesh.client.params import with_stored_fields
 from taskmesh.client.portal import portal_loop, run_blocking
 from taskmesh.client.registered import RegisteredDefinition
-from taskmesh.client.returns import Returns
+from taskmesh.client.returns import PLAIN, Returns
 from taskmesh.client.tasks import Tasks
 from taskmesh.client.tracing import Carrier, carrier, going_on, publishing
 from taskmesh.model.configuration import Configuration, PublishSettings
@@ -483,15 +483,12 @@ class Publisher:
 
     def handle_of(self, definition: Publishable, name: str, key: str, *, created: bool) -> TaskHandle[Any]:
         """Return the handle of a child that a handler has started."""
-        return TaskHandle(
-            self._tasks,
-            name,
-            key,
-            created=created,
-            updated=False,
-            warnings=[],
-            returns=definition.returns,
-        )
+        return TaskHandle(self._tasks, name, key, created=created, returns=definition.returns)
+
+    def handle(self, name: str, key: str) -> TaskHandle[Any]:
+        """Return a handle to a task that was published before. See `TaskMesh.handle`."""
+        known = self.definitions.get(checked_name(name))
+        return TaskHandle(self._tasks, name, key, returns=PLAIN if known is None else known.returns)
 
     # --- from code without an event loop ---
 

@@ -244,13 +244,7 @@ class CeleryTask:
 
     def AsyncResult(self, task_id: str) -> AsyncResult:  # noqa: N802 — Celery's name for it
         """Return the result of a task of this kind by its id."""
-        return AsyncResult(self.app, self._handle(task_id))
-
-    def _handle(self, key: str) -> TaskHandle[Any]:
-        returns = self.definition.returns
-        return TaskHandle(
-            self.app.mesh.tasks, self.name, key, created=False, updated=False, warnings=[], returns=returns
-        )
+        return AsyncResult(self.app, self.definition.handle(task_id))
 
     # --- inside of a bound task ---
 

@@ -10,7 +10,7 @@ import pytest
 from pymongo import AsyncMongoClient
 
 from benchmarks.commands import Commands
-from taskmesh import TaskExpired, TaskHandle, TaskMesh, TaskNotFound
+from taskmesh import InvalidKey, InvalidName, TaskExpired, TaskHandle, TaskMesh, TaskNotFound
 from taskmesh.client import results
 from tests.faults import failing_commands
 from tests.waiting import eventually
@@ -154,3 +154,38 @@ async def test_a_key_that_is_published_anew_waits_for_its_new_result(publisher: 
             assert handle.created
             assert await handle.result(60) == 2 * n
             await publisher.delete("double", "k")
+
+
+async def test_a_task_that_was_published_elsewhere_is_waited_for_by_name_and_key(
+    publisher: TaskMesh, mesh: TaskMesh
+) -> None:
+    work = mesh.definitions["double"]
+    async with working(mesh):
+        await publisher.publish("double", "k", {"n": 4})
+        for handle in (mesh.handle("double", "k"), publisher.handle("double", "k"), work.handle("k")):
+            assert await handle.result(60) == 8
+            assert (handle.name, handle.key, handle.created, handle.updated) == ("double", "k", False, False)
+            assert handle.warnings == []
+            assert (await handle.task()).status == "SUCCESS"
+    with pytest.raises(TaskNotFound):
+        await publisher.handle("double", "never published").result(0)
+
+
+async def test_a_handle_reads_a_result_as_its_handler_is_annotated(publisher: TaskMesh, mesh: TaskMesh) -> None:
+    @mesh.task
+    async def later(days: int) -> timedelta:
+        return timedelta(days=days)
+
+    async with working(mesh):
+        await later.publish("k", days=2)
+        assert await later.handle("k").result(60) == timedelta(days=2)
+        assert await mesh.handle("later", "k").result(60) == timedelta(days=2)
+        assert await publisher.handle("later", "k").result(60) != timedelta(days=2), "plain: its handler is not known"
+
+
+def test_a_handle_for_a_bad_name_or_key_is_refused() -> None:
+    mesh = TaskMesh("mongodb://127.0.0.1:1")  # never asked
+    with pytest.raises(InvalidName, match="a task's name must be 1 to 100 characters"):
+        mesh.handle("no name", "k")
+    with pytest.raises(InvalidKey, match="key must be a str, got int 7"):
+        mesh.handle("double", 7)  # type: ignore[arg-type]

@@ -148,6 +148,9 @@ async def main() -> None:
             "k", path="a"
         )
         assert_type(number, TaskHandle[int])
+        assert_type(resize.handle("img-42"), TaskHandle[dict[str, int]])
+        assert_type(await resize.handle("img-42").result(), dict[str, int])
+        assert_type(mesh.handle("resize", "img-42"), TaskHandle[Any])
         await resize.publish_many({"a": {"path": "a"}})
         assert_type(await (await index.publish("k", 1.5)).result(), str)
         assert_type(await (await index_plainly.configure(priority=1).publish("k", b"")).result(), None)

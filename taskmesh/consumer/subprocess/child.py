@@ -273,7 +273,7 @@ class RemoteLedger:
             created += self._remote.ask("start", name, configuration, pairs, detached)
         nowhere: Any = None
         return [
-            TaskHandle(nowhere, name, key, created=bool(new), updated=False, warnings=[], returns=returns)
+            TaskHandle(nowhere, name, key, created=bool(new), returns=returns)
             for key, new in zip(stored, created, strict=True)
         ]
 
