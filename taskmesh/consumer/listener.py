@@ -191,7 +191,7 @@ class Listener:
                 self._candidates.order_scan()
 
     async def _not_held(self) -> list[str]:
-        """Return the executions that this worker does not seem to hold any more."""
+        """Return the ids of tasks that run here and that this worker does not seem to hold any more."""
         held = {id_: execution.running_id for id_, execution in self._executions.items() if not execution.ended}
         return sorted(held.keys() - await held_of(self._store, held)) if held else []
 

@@ -118,7 +118,7 @@ async def opened(store: Store, watched: Watched, token: Document | None, *, cut:
 
 
 async def next_events(stream: Any, most: int = MOST) -> list[Document]:
-    """Return the next events, as many as have come together. None come within half a second: an empty list."""
+    """Return the next events, as many as have come together; an empty list if none come within half a second."""
     event = await next_event(stream)
     events = [] if event is None else [event]
     while events and len(events) < most and read_ahead(stream):
